@@ -1,0 +1,435 @@
+"""Facts and reaches of every value, forward and backward alike.
+
+Tokens spread from the seeds along equally labelled dimensions, in both directions: from inputs to what is made of them, and
+from readers back to creation ops, whose sizes alone never say which dimension carries tokens. What a node does with its rows, and how it reads
+each operand, then follows from where its labels went.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from .bands import Band, evaluate
+from .ir import (EVERYWHERE, HERE, Analysis, CannotStream, Edge, Fact, Mark, Reach, Shared, Signature, Size, Summed, Tokens, hint,
+                 is_tensor, refuse, shape_of, tensor_operands, value_of)
+from .rules import rule_of
+
+Slot = tuple[Node, int]  # a node and which of its outputs; -1 for a node that is one value
+
+
+def outputs_of(node: Node) -> tuple[int, ...]:
+    value = value_of(node)
+    return tuple(range(len(value))) if isinstance(value, (tuple, list)) else (-1,)
+
+
+def slot_of(node: Node) -> Slot:
+    return (node.args[0], node.args[1]) if node.target is operator.getitem else (node, -1)
+
+
+class Spread:
+    """Marks, spread to a fixpoint. ``marks[slot][dim]`` is the mark of that dimension."""
+
+    def __init__(self, graph: Graph, seeds: Mapping[Node, tuple[Mark, ...]]):
+        self.graph = graph
+        self.marks: dict[Slot, dict[int, Mark]] = {}
+        self.signatures: dict[Node, Signature] = {}
+        self.missing: dict[Node, CannotStream] = {}
+        self.lost: dict[Node, str] = {}
+        self.keys: dict[Slot, int] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target is not operator.getitem and has_tensors(node):
+                try:
+                    self.signatures[node] = rule_of(node).signature(node)
+                except CannotStream as refusal:
+                    self.missing[node] = refusal
+        for node, marks in seeds.items():
+            for mark in marks:
+                self.marks.setdefault((node, -1), {})[mark.dim] = mark
+        while self.sweep():
+            pass
+        while self.orient() or self.orient_one():
+            pass
+
+    def of(self, node: Node) -> dict[int, Mark]:
+        return self.marks.get(slot_of(node), {})
+
+    def add(self, slot: Slot, mark: Mark | None) -> bool:
+        if mark is None:
+            return False
+        known = self.marks.setdefault(slot, {})
+        if mark.dim in known:
+            return False
+        known[mark.dim] = mark
+        return True
+
+    def sweep(self) -> bool:
+        changed = False
+        for order in (self.graph.nodes, reversed(self.graph.nodes)):
+            for node in order:
+                if node in self.signatures:
+                    changed |= self.tie(node, self.signatures[node])
+        return changed
+
+    def tie(self, node: Node, signature: Signature) -> bool:
+        operands = tensor_operands(node)
+        if signature.reshape:
+            return self.tie_reshape(node, operands[0])
+        places: dict[object, list[tuple[Slot, int]]] = {}
+        for operand, labels in zip(operands, signature.operands):
+            for dim, label in enumerate(labels):
+                if label is not None:
+                    places.setdefault(label, []).append((slot_of(operand), dim))
+        for output, labels in zip(outputs_of(node), signature.outputs):
+            for dim, label in enumerate(labels):
+                if label is not None:
+                    places.setdefault(label, []).append(((node, output), dim))
+        changed = False
+        for tied in places.values():
+            found = next((self.marks[slot][dim] for slot, dim in tied if dim in self.marks.get(slot, {})), None)
+            if found is not None:
+                for slot, dim in tied:
+                    changed |= self.add(slot, Mark(dim, found.outer, found.inner))
+        return changed
+
+    def tie_reshape(self, node: Node, operand: Node) -> bool:
+        changed = False
+        ends = ((slot_of(operand), shape_of(operand)), ((node, -1), shape_of(node)))
+        for (source, old), (target, new) in (ends, ends[::-1]):
+            for mark in list(self.marks.get(source, {}).values()):
+                moved = reshaped(mark, old, new)
+                if moved is None and source != (node, -1):
+                    self.lost[node] = f"{list(old)} → {list(new)} splits the token dimension"
+                changed |= self.add(target, moved)
+        return changed
+
+    # Which of two token dimensions holds the keys
+
+    def pairs(self, slot: Slot) -> bool:
+        return len(self.marks.get(slot, {})) == 2
+
+    def orient(self) -> bool:
+        changed = False
+        for order in (self.graph.nodes, reversed(self.graph.nodes)):
+            for node in order:
+                signature = self.signatures.get(node)
+                if signature is None:
+                    continue
+                operands = [slot_of(a) for a in tensor_operands(node)]
+                if signature.reshape:
+                    changed |= self.orient_reshape(operands[0], (node, -1), shape_of(tensor_operands(node)[0]), shape_of(node))
+                    continue
+                slots = [*zip(operands, signature.operands),
+                         *(((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs))]
+                label = signature.keys
+                if label is None:
+                    label = next((labels[self.keys[s]] for s, labels in slots if s in self.keys and labels[self.keys[s]] is not None), None)
+                if label is None:
+                    continue
+                for slot, labels in slots:
+                    if slot not in self.keys and self.pairs(slot) and label in labels and labels.index(label) in self.marks[slot]:
+                        self.keys[slot] = labels.index(label)
+                        changed = True
+        return changed
+
+    def orient_reshape(self, source: Slot, target: Slot, old, new) -> bool:
+        for a, b, x, y in ((source, target, old, new), (target, source, new, old)):
+            if a in self.keys and self.pairs(b) and b not in self.keys:
+                moved = reshaped(self.marks[a][self.keys[a]], x, y)
+                if moved is not None:
+                    self.keys[b] = moved.dim
+                    return True
+        return False
+
+    def orient_one(self) -> bool:
+        """Nothing tells rows from keys: by custom, keys come last."""
+        for slot, marks in self.marks.items():
+            if len(marks) == 2 and slot not in self.keys:
+                self.keys[slot] = max(marks)
+                return True
+        return False
+
+    def rows(self, slot: Slot) -> Mark | None:
+        return next((m for d, m in self.marks.get(slot, {}).items() if d != self.keys.get(slot)), None)
+
+    def key(self, slot: Slot) -> Mark | None:
+        return self.marks[slot][self.keys[slot]] if slot in self.keys else None
+
+
+def has_tensors(node: Node) -> bool:
+    return isinstance(value_of(node), (torch.Tensor, tuple, list))
+
+
+def product(sizes) -> int:
+    return math.prod(sizes)
+
+
+def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | None:
+    """Where a token dimension goes in a reshape: the place with the same rows before it and after it."""
+    length = old[mark.dim] // (mark.outer * mark.inner)
+    before = product(old[:mark.dim]) * mark.outer
+    after = mark.inner * product(old[mark.dim + 1:])
+    for dim, size in enumerate(new):
+        ahead = product(new[:dim])
+        if before % ahead or size == 1 and length != 1:
+            continue
+        outer = before // ahead
+        if size % (outer * length):
+            continue
+        inner = size // (outer * length)
+        if inner * product(new[dim + 1:]) == after:
+            return Mark(dim, outer, inner)
+    return None
+
+
+def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]]) -> Analysis:
+    """Facts, edges and kinds of every node.
+
+    length  number of tokens T (int or symbol)
+    seeds   placeholder → the marks it carries
+    Raises `CannotStream` at the first node whose rows cannot be told.
+    """
+    spread = Spread(graph, seeds)
+    bands = evaluate(graph)
+    reader = Reader(spread, length)
+    for node in graph.nodes:
+        reader.visit(node)
+    reaches = key_ranges(graph, reader, bands)
+    return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches)
+
+
+class Reader:
+    """One pass in order: facts from marks, edges and kinds from labels."""
+
+    def __init__(self, spread: Spread, length: Size):
+        self.spread, self.length = spread, length
+        self.facts: dict[Node, Fact | tuple[Fact, ...]] = {}
+        self.edges: dict[Node, tuple[Edge, ...]] = {}
+        self.kinds: dict[Node, str] = {}
+        self.uniform: set[Node] = set()
+
+    def fact(self, node: Node, output: int = -1) -> Fact:
+        fact = self.facts[node]
+        return fact[output] if isinstance(fact, tuple) else fact
+
+    def visit(self, node: Node) -> None:
+        if node.op == "output":
+            return
+        if node.op in ("placeholder", "get_attr"):
+            self.facts[node] = self.placeholder(node)
+            self.edges[node], self.kinds[node] = (), "rows" if isinstance(self.facts[node], Tokens) else "whole"
+            return
+        if node.target is operator.getitem:
+            source = node.args[0]
+            self.facts[node] = self.fact(source, node.args[1])
+            kind = self.kinds[source]
+            fact = self.facts[node]
+            if kind == "mixed":
+                kind = "rows" if node.args[1] == 0 else "keysum" if isinstance(fact, Tokens) else "sum"
+            self.kinds[node] = kind
+            self.edges[node] = (Edge(source, "rows" if isinstance(fact, Tokens) else "whole"),)
+            return
+        operands = tensor_operands(node)
+        touched = any(self.spread.of(a) for a in operands) or any(
+            self.spread.marks.get((node, o)) for o in outputs_of(node))
+        if not touched:
+            summed = any(isinstance(self.facts[a], Summed) for a in node.all_input_nodes if a in self.facts)
+            fact = Summed() if summed else Shared()
+            several = isinstance(value_of(node), (tuple, list))
+            self.facts[node] = tuple(fact for _ in value_of(node)) if several else fact
+            self.edges[node] = tuple(Edge(a, "whole") for a in operands)
+            self.kinds[node] = "whole"
+            return
+        if node in self.spread.missing:
+            raise self.spread.missing[node]
+        if node in self.spread.lost:
+            raise refuse(node, self.spread.lost[node], "Keep the tokens in a dimension of their own")
+        for output in outputs_of(node):
+            if len(self.spread.marks.get((node, output), {})) > 2:
+                raise refuse(node, "a value with three token dimensions", "Write it with one row and one key dimension")
+        self.derive(node, operands, self.spread.signatures[node])
+
+    def placeholder(self, node: Node) -> Fact:
+        if not is_tensor(node) or not self.spread.of(node):
+            return Shared()
+        slot = (node, -1)
+        rows = self.spread.rows(slot)
+        lo, hi = 0, self.excess(node, node.meta["val"].shape, rows)
+        return Tokens(rows, self.spread.key(slot), lo, hi)
+
+    def excess(self, node: Node, shape, mark: Mark) -> int:
+        """Rows beyond T (negative: missing)."""
+        size = hint(shape[mark.dim]) // (mark.outer * mark.inner)
+        excess = size - hint(self.length)
+        if not isinstance(self.length, int):
+            exact = shape[mark.dim] - (self.length + excess) * mark.outer * mark.inner
+            if not isinstance(exact, int) and exact.node.expr != 0:
+                raise refuse(node, f"{shape[mark.dim]} rows are not T plus a constant", "Pass a length that divides evenly")
+        return excess
+
+    def derive(self, node: Node, operands: tuple[Node, ...], signature: Signature) -> None:
+        row, key, kind = self.roles(node, operands, signature)
+        slots = [(node, o) for o in outputs_of(node)]
+        tokens = [bool(self.spread.marks.get(s)) for s in slots]
+        if signature.uniform or (operands and all(a in self.uniform or not self.spread.of(a) and self.kinds[a] == "whole"
+                                                 for a in operands) and any(a in self.uniform for a in operands)):
+            self.uniform.add(node)
+        low = self.first_row(node, operands, signature, row)
+        facts = []
+        for (_, output), carries in zip(slots, tokens):
+            if not carries:
+                facts.append(Summed())
+                continue
+            slot = (node, output)
+            value = value_of(node) if output == -1 else value_of(node)[output]
+            mark = self.spread.rows(slot)
+            is_key = kind in ("keysum", "mixed") and row is not None and output > 0 or kind == "keysum"
+            excess = self.excess(node, value.shape, mark)
+            start = 0 if is_key else low
+            facts.append(Tokens(mark, self.spread.key(slot), start, excess + start))
+        edges = []
+        for i, (operand, labels) in enumerate(zip(operands, signature.operands)):
+            edges.append(self.edge(node, i, operand, labels, signature, row, key, low))
+        if kind == "all":
+            edges = [e if e.role == "whole" else Edge(e.operand, "halo", EVERYWHERE) for e in edges]
+        self.facts[node] = tuple(facts) if slots[0][1] != -1 else facts[0]
+        self.edges[node], self.kinds[node] = tuple(edges), kind
+
+    def roles(self, node: Node, operands, signature: Signature) -> tuple[object, object, str]:
+        """The label of rows, the label of keys, and what becomes of the rows."""
+        if signature.reshape:
+            return "reshape", None, "rows"
+        spread = self.spread
+
+        def label_at(slot: Slot, labels, mark: Mark | None):
+            return None if mark is None else labels[mark.dim]
+
+        outs = [(slot, labels, spread.rows(slot), spread.key(slot))
+                for slot, labels in ((((node, o), ls) for o, ls in zip(outputs_of(node), signature.outputs)))]
+        ins = [(slot_of(a), labels, spread.rows(slot_of(a)), spread.key(slot_of(a))) for a, labels in zip(operands, signature.operands)]
+        if signature.rows is not None:
+            marked = any(label_at(s, ls, m) == signature.rows for s, ls, m, _ in ins)
+            if not marked:
+                raise refuse(node, "queries carry no tokens but keys do", "Chunk over the queries' own sequence")
+            return signature.rows, signature.keys, "mixed" if len(outs) == 3 else "rows"
+        pair_out = next(((label_at(s, ls, r), label_at(s, ls, k)) for s, ls, r, k in outs if k is not None), None)
+        pair_in = next(((label_at(s, ls, r), label_at(s, ls, k)) for s, ls, r, k in ins if k is not None), None)
+        single = next((label_at(s, ls, r) for s, ls, r, k in outs if r is not None), None)
+        has_out = any(r is not None for _, _, r, _ in outs)
+        if pair_out is not None:
+            if None in pair_out:
+                return None, None, "all"
+            return (*pair_out, "rows")
+        if has_out:
+            if single is None:
+                return None, None, "all"
+            if signature.keys is not None and single == signature.keys:
+                raise refuse(node, "normalises over tokens", "Only matrices of scores are normalised over their keys")
+            if pair_in is not None and single == pair_in[1]:
+                if signature.contracts != "sum":
+                    return None, None, "all"
+                return pair_in[0], single, "keysum"
+            return single, pair_in[1] if pair_in else None, "rows"
+        contracted = pair_in[0] if pair_in else next(label_at(s, ls, r) for s, ls, r, _ in ins if r is not None)
+        return contracted, pair_in[1] if pair_in else None, "sum" if signature.contracts == "sum" else "all"
+
+    def first_row(self, node: Node, operands, signature: Signature, row: object) -> int:
+        """The token of output row 0: that of the largest operand whose rows it has."""
+        if signature.reshape:
+            fact = self.facts[operands[0]]
+            return fact.lo if isinstance(fact, Tokens) else 0
+        best, low = -1, 0
+        for i, (operand, labels) in enumerate(zip(operands, signature.operands)):
+            fact = self.facts[operand]
+            if not isinstance(fact, Tokens) or fact.rows.dim >= len(labels) or labels[fact.rows.dim] != row or row is None:
+                continue
+            size = 0 if operand in self.uniform else product(shape_of(operand)) * value_of(operand).dtype.itemsize
+            if size > best:
+                best, low = size, fact.lo + offset(signature, row, i)
+        return low
+
+    def edge(self, node, i, operand, labels, signature: Signature, row, key, low: int) -> Edge:
+        fact = self.facts[operand]
+        if not isinstance(fact, Tokens):
+            return Edge(operand, "whole")
+        if signature.reshape or fact.keys is not None:
+            return Edge(operand, "rows")
+        label = labels[fact.rows.dim]
+        if label is not None and label == row:
+            shift = 0 if operand in self.uniform else offset(signature, row, i) + fact.lo - low
+            reach = signature.reach.get(label, HERE) + Reach(shift, shift)
+            return Edge(operand, "rows" if reach == HERE else "halo", reach)
+        if label is not None and label == key:
+            return Edge(operand, "keys", signature.reach.get(key, EVERYWHERE))
+        return Edge(operand, "halo", EVERYWHERE)
+
+
+def offset(signature: Signature, label: object, operand: int) -> int:
+    offsets = signature.offsets.get(label, ())
+    return offsets[operand] if operand < len(offsets) else 0
+
+
+def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object]) -> dict[Node, Reach]:
+    """For every node that meets keys: the keys a row can reach, as far as the masks prove it.
+
+    Score matrices that feed one another share one range, and it may be narrowed only if every way out of them (a softmax over
+    keys, a product that contracts rows or keys) is proved empty outside the band.
+    """
+    ranges: dict[Node, Reach] = {}
+    for node in graph.nodes:
+        signature = reader.spread.signatures.get(node)
+        if signature is None or node not in reader.kinds or reader.kinds[node] == "whole":
+            continue
+        if signature.rows is not None:
+            reach = signature.reach[signature.keys]
+            mask = next((a for a in tensor_operands(node) if isinstance(bands.get(a), Band)), None)
+            band = bands.get(mask)
+            if band is not None and (band.row, band.key) == (2, 3) and band.outside in (-math.inf, "min") and (
+                    band.outside != "min" or band.dense):
+                reach = Reach(max(reach.lo, band.lo), min(reach.hi, band.hi))
+            ranges[node] = reach
+    paired = [n for n in graph.nodes if n in reader.facts and meets_pair(n, reader)
+              and reader.spread.signatures.get(n) is not None and n not in ranges]
+    if paired:
+        reach = Reach(math.inf, -math.inf)
+        for node in paired:
+            leaves = exits(node, reader)
+            if leaves is None:
+                continue
+            found = next((b for b in (bands.get(a) for a in leaves) if isinstance(b, Band) and closes(b, node, reader)), None)
+            reach = reach.join(Reach(found.lo, found.hi)) if found is not None else EVERYWHERE
+        reach = EVERYWHERE if reach.lo > reach.hi else reach
+        for node in paired:
+            ranges[node] = reach
+    return ranges
+
+
+def meets_pair(node: Node, reader: Reader) -> bool:
+    facts = [reader.facts[node], *(reader.facts[a] for a in tensor_operands(node))]
+    flat = [f for fact in facts for f in (fact if isinstance(fact, tuple) else (fact,))]
+    return any(isinstance(f, Tokens) and f.keys is not None for f in flat)
+
+
+def exits(node: Node, reader: Reader) -> list[Node] | None:
+    """The score operands of a node through which entries outside the band could be seen, or None if it is no way out."""
+    signature = reader.spread.signatures[node]
+    pairs = [a for a in tensor_operands(node) if isinstance(reader.facts[a], Tokens) and reader.facts[a].keys is not None]
+    if not pairs:
+        return None
+    if signature.keys is not None:  # a softmax reads a whole row; its gradient a whole row of products
+        return pairs
+    out = reader.facts[node]
+    keeps = isinstance(out, Tokens) and out.keys is not None
+    return None if keeps else pairs
+
+
+def closes(band: Band, node: Node, reader: Reader) -> bool:
+    """Is what lies outside harmless to this reader: minus infinity to a softmax, zero to a sum?"""
+    softmax = node.target in (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+    if softmax:
+        return band.outside == -math.inf or band.outside == "min" and band.dense
+    return band.outside == 0.0

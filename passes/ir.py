@@ -1,0 +1,271 @@
+"""The types that cross a pass: facts, reaches, signatures, refusals and schedules.
+
+All of them are frozen, and all of them print themselves the way a person would write them down.
+The vocabulary is that of loop tiling over tokens (arXiv 2506.03077, section 3): row ``t`` of an output
+reads rows ``t+lo … t+hi`` of an operand, and that interval is the operand edge's *reach*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+Size = int | torch.SymInt
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Rows of an operand that one output row reads, relative to itself (tokens, both ends included)."""
+
+    lo: float
+    hi: float
+
+    def __add__(self, other: Reach) -> Reach:
+        return Reach(self.lo + other.lo, self.hi + other.hi)
+
+    def __neg__(self) -> Reach:
+        """The reach of the gradient: who read me, instead of whom I read."""
+        return Reach(-self.hi, -self.lo)
+
+    def join(self, other: Reach) -> Reach:
+        return Reach(min(self.lo, other.lo), max(self.hi, other.hi))
+
+    def looks_back(self) -> bool:
+        return self.hi <= 0
+
+    def looks_ahead(self) -> bool:
+        return self.lo >= 0
+
+    def __str__(self) -> str:
+        def end(x: float) -> str:
+            return f"{x:+}" if math.isinf(x) else f"{int(x)}"
+
+        return f"[{end(self.lo)},{end(self.hi)}]"
+
+
+HERE = Reach(0, 0)
+PAST = Reach(-math.inf, 0)
+EVERYWHERE = Reach(-math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One dimension that carries tokens: its flat index is ``(o * T + t) * inner + i``."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A value with one row per token, and, for scores and masks, one column per key.
+
+    ``lo`` and ``hi`` say which tokens have a row: ``lo <= t < T + hi`` (a value shifted by slicing has fewer).
+    """
+
+    rows: Mark
+    keys: Mark | None = None
+    lo: int = 0
+    hi: int = 0
+
+    def pattern(self, rank: int) -> str:
+        """The shape as a person writes it: ``b [t] d``, ``(b [t]) d``, ``b h [t] {t}``."""
+        names = []
+        for i in range(rank):
+            if i == self.rows.dim:
+                name = "[t]"
+                if self.rows.outer != 1:
+                    name = f"(b {name})"
+                if self.rows.inner != 1:
+                    name = f"({name} {self.rows.inner})"
+            elif self.keys is not None and i == self.keys.dim:
+                name = "{t}"
+            else:
+                name = "bhdefg"[i] if i < 6 else "x"
+            names.append(name)
+        domain = "" if (self.lo, self.hi) == (0, 0) else f"  rows {self.lo}…T{self.hi or ''}"
+        return " ".join(names) + domain
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A value without tokens: weights, constants, and everything made from them."""
+
+    def pattern(self, rank: int) -> str:
+        return "shared"
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A value whose rows have been added up, or that is computed from such sums."""
+
+    def pattern(self, rank: int) -> str:
+        return "sum"
+
+
+Fact = Tokens | Shared | Summed
+
+Label = object
+Labels = tuple[Label, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a rule says of one node: a label for every dimension of its operands and outputs.
+
+    An operand dimension is tied to the output dimension of the same label. A label that no output bears is contracted.
+    ``None`` is a dimension tied to nothing (size one, broadcast).
+
+    reach      label → rows read along it, where that is more than the own row
+    contracts  ``"sum"`` if chunks of a contracted label may be added up, else ``"all"``
+    rows/keys  labels of queries and keys, for an operator that is attention by itself
+    reshape    the node moves rows between dimensions; ties come from the sizes
+    offsets    label → for each operand k: output row j reads row j+k along it (slices and padding)
+    uniform    all rows are alike (a constant), so that a shift does not matter
+    """
+
+    operands: tuple[Labels, ...]
+    outputs: tuple[Labels, ...]
+    reach: Mapping[Label, Reach] = field(default_factory=dict)
+    contracts: str = "sum"
+    rows: Label = None
+    keys: Label = None
+    reshape: bool = False
+    offsets: Mapping[Label, tuple[int, ...]] = field(default_factory=dict)
+    uniform: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a region cannot be streamed, and what its author can do about it."""
+
+    op: str
+    reason: str
+    hint: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        at = f" at {self.where}" if self.where else ""
+        return f"{self.op}{at}: {self.reason}. {self.hint}"
+
+
+class CannotStream(Exception):
+    """Carries a `Refusal` from deep inside a pass to the pipeline, which turns it into a value."""
+
+    def __init__(self, refusal: Refusal):
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+@dataclass(frozen=True)
+class Edge:
+    """How ``node`` reads one operand.
+
+    ``role``  rows    the rows of the chunk itself (shifted where reach is ``[k,k]``)
+              keys    the key range of the chunk
+              halo    a finite or infinite range of rows around the chunk
+              whole   the value as it is (shared, summed)
+    """
+
+    operand: Node
+    role: str
+    reach: Reach = HERE
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Facts of a graph: what every value carries, how every edge reads, what every node does with its rows.
+
+    kinds   node → ``rows`` (one output row per token), ``sum`` (adds up over chunks), ``keysum`` (adds up per key),
+            ``whole`` (no tokens at all), ``mixed`` (several outputs, each with its own kind)
+    """
+
+    length: Size
+    facts: Mapping[Node, Fact | tuple[Fact, ...]]
+    edges: Mapping[Node, tuple[Edge, ...]]
+    kinds: Mapping[Node, str]
+    reaches: Mapping[Node, Reach]
+
+    def table(self) -> str:
+        lines = []
+        for node, fact in self.facts.items():
+            if isinstance(fact, tuple):
+                text = " | ".join(f.pattern(rank_of(node, i)) for i, f in enumerate(fact))
+            else:
+                text = fact.pattern(rank_of(node))
+            reads = ", ".join(
+                f"{e.operand.name} {e.role}{'' if e.reach == HERE else ' ' + str(e.reach)}"
+                for e in self.edges.get(node, ()) if e.role != "whole"
+            )
+            lines.append(f"{node.name:<28} {text:<24} {self.kinds[node]:<7} {reads}".rstrip())
+        return "\n".join(lines)
+
+
+def value_of(node: Node, output: int | None = None):
+    """The fake value of a node, or of one of its outputs."""
+    value = node.meta.get("val")
+    return value if output is None else value[output]
+
+
+def rank_of(node: Node, output: int | None = None) -> int:
+    value = value_of(node, output)
+    return value.dim() if isinstance(value, torch.Tensor) else 0
+
+
+def hint(size: Size) -> int:
+    """The size as a number: itself, or the length at which the graph was traced."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:
+    return tuple(hint(s) for s in value_of(node, output).shape)
+
+
+def bytes_of(value: torch.Tensor) -> int:
+    count = 1
+    for size in value.shape:
+        count *= hint(size)
+    return count * value.dtype.itemsize
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def tensor_operands(node: Node) -> tuple[Node, ...]:
+    """The tensor operands in argument order, lists flattened; a signature has one entry for each."""
+    found: list[Node] = []
+
+    def visit(arg: object) -> None:
+        if isinstance(arg, Node):
+            if isinstance(value_of(arg), (torch.Tensor, tuple, list)):
+                found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                visit(item)
+
+    for arg in (*node.args, *node.kwargs.values()):
+        visit(arg)
+    return tuple(found)
+
+
+def where_of(node: Node) -> str:
+    """The user's own line that made this node (``file:line in function: code``), if known."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
+    for i in range(len(lines) - 1, -1, -1):
+        if lines[i].startswith("File "):
+            code = lines[i + 1] if i + 1 < len(lines) else ""
+            parts = lines[i].split(", ")
+            file, line = parts[0][5:].strip('"'), parts[1].removeprefix("line ")
+            return f"{file}:{line}: {code}" if code else f"{file}:{line}"
+    return ""
+
+
+def refuse(node: Node, reason: str, hint: str) -> CannotStream:
+    return CannotStream(Refusal(str(node.target), reason, hint, where_of(node)))

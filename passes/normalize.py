@@ -1,0 +1,245 @@
+"""Bring a graph to the few spellings that the rules know.
+
+Every fused attention kernel, forward and backward, becomes the one streaming attention operator; a mask that is proved to be
+causality and nothing else becomes causality; repeated key heads become grouped heads. The region's own backward nodes are
+used throughout, never re-derived. What cannot be rewritten exactly stays as it is, and meets the rule table.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .bands import Band, evaluate
+from .ir import shape_of, value_of
+
+aten, streambp = torch.ops.aten, torch.ops.streambp
+
+KEPT = (  # ops that the rules know better than their decompositions; a chunk body decomposes them later
+    "aten::_softmax", "aten::_softmax_backward_data", "aten::_log_softmax", "aten::_log_softmax_backward_data",
+    "aten::embedding_dense_backward", "aten::cumsum", "aten::select_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+)
+
+
+def mean(x: torch.Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> torch.Tensor:
+    """A mean is a sum over a count, so that its sum can be streamed; half precision is added up in float32, as the kernels do."""
+    dims = list(range(x.dim())) if dim is None or (isinstance(dim, (list, tuple)) and not dim) else dim
+    dims = [dims] if isinstance(dims, int) else dims
+    count = 1
+    for d in dims:
+        count = count * x.shape[d]
+    result = dtype or x.dtype
+    total = torch.sum(x, dims, keepdim, dtype=torch.promote_types(result, torch.float32))
+    return (total / count).to(result)
+
+
+FORWARD = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+BACKWARD = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+}
+
+
+def normalize(module: GraphModule) -> GraphModule:
+    """A copy of the graph in the spelling of the rules; the given module is left alone."""
+    copied = Graph()
+    names: dict[Node, Node] = {}
+    output = copied.graph_copy(module.graph, names)
+    copied.output(output)
+    for old, new in names.items():
+        new.meta = dict(old.meta)
+    result = GraphModule(module, copied)
+    fuse_attention(result.graph)
+    drop_proved_masks(result.graph)
+    group_heads(result.graph)
+    result.graph.eliminate_dead_code()
+    result.recompile()
+    return result
+
+
+def arguments(node: Node) -> dict[str, object]:
+    """Arguments by their schema names, defaults filled in."""
+    found = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+    found.update({a.name: v for a, v in zip(node.target._schema.arguments, node.args)})
+    found.update(node.kwargs)
+    return found
+
+
+def outputs_of(node: Node) -> dict[int, Node]:
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}
+
+
+def fuse_attention(graph: Graph) -> None:
+    """Rewrite each fused kernel without dropout, together with its backward, to ``streambp.attention``."""
+    rewritten: dict[Node, Node] = {}
+    for node in list(graph.nodes):
+        if node.target in FORWARD:
+            replaced = forward_of(graph, node)
+        elif node.target in BACKWARD:
+            replaced = backward_of(graph, node)
+        else:
+            continue
+        if replaced is None:
+            continue
+        rewritten[node] = replaced
+        for index, user in outputs_of(node).items():
+            if index < len(replaced.meta["val"]):
+                user.replace_input_with(node, replaced)
+                user.meta["val"] = replaced.meta["val"][index]
+
+
+def scale_of(given: object, query: Node) -> float:
+    return float(given) if given is not None else 1 / math.sqrt(shape_of(query)[-1])
+
+
+def forward_of(graph: Graph, node: Node) -> Node | None:
+    args = arguments(node)
+    mask = args.get("attn_mask", args.get("attn_bias"))
+    if args["dropout_p"] != 0 or (mask is not None and len(shape_of(mask)) != 4):
+        return None
+    if any(user.target is not operator.getitem or user.args[1] > 1 and user.users and not only_backward(user)
+           for user in node.users):
+        return None
+    call = (args["query"], args["key"], args["value"], mask, bool(args["is_causal"]),
+            scale_of(args["scale"], args["query"]), 0)
+    return emitted(graph, node, streambp.attention.default, call)
+
+
+def only_backward(node: Node) -> bool:
+    return all(user.target in BACKWARD or user.op == "output" or (user.target is aten.detach.default and only_backward(user))
+               for user in node.users)
+
+
+def backward_of(graph: Graph, node: Node) -> Node | None:
+    args = arguments(node)
+    mask = args.get("attn_mask", args.get("attn_bias"))
+    wants_bias = "grad_input_mask" in args and args["grad_input_mask"][3]
+    if args["dropout_p"] != 0 or wants_bias:
+        return None
+    out, lse = (root_of(args[name]) for name in ("out", "logsumexp"))
+    call = (args.get("grad_out", args.get("grad_out_")), args["query"], args["key"], args["value"], out, lse, mask,
+            bool(args["is_causal"]), scale_of(args["scale"], args["query"]))
+    return emitted(graph, node, streambp.attention_backward.default, call)
+
+
+def root_of(node: Node) -> Node:
+    while node.target is aten.detach.default:
+        node = node.args[0]
+    return node
+
+
+def emitted(graph: Graph, node: Node, target, args: tuple) -> Node:
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args)
+    new.meta = {k: v for k, v in node.meta.items() if k != "val"}
+    new.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+    return new
+
+
+def drop_proved_masks(graph: Graph) -> None:
+    """``where(key <= row, 0, -inf)`` and nothing else *is* causality: the kernel's own flag needs no mask."""
+    values = None
+    for node in graph.nodes:
+        if node.target not in (streambp.attention.default, streambp.attention_backward.default):
+            continue
+        at = 3 if node.target is streambp.attention.default else 6
+        mask = node.args[at]
+        if mask is None:
+            continue
+        values = evaluate(graph) if values is None else values
+        found = values.get(mask)
+        if isinstance(found, Band) and found.exact and (found.lo, found.hi) == (-math.inf, 0):
+            node.update_arg(at, None)
+            node.update_arg(at + 1, True)
+        elif getattr(found, "slopes", None) == () and found.const == 0:
+            node.update_arg(at, None)
+
+
+def narrow_heads(node: Node) -> Node | None:
+    """The ``[B, Hkv, T, D]`` behind ``expand`` + ``view`` to ``[B, Hkv*G, T, D]``, if that is what it is."""
+    wide = shape_of(node)
+    while node.target in (aten.clone.default, aten._unsafe_view.default, aten.view.default, aten.expand.default,
+                          aten.unsqueeze.default):
+        source = node.args[0]
+        shape = shape_of(source)
+        if len(shape) == 4 and len(shape_of(node)) == 5:
+            group = shape_of(node)
+            is_group = group == (shape[0], shape[1], 1, *shape[2:])
+            repeats = wide[0] == shape[0] and wide[2:] == shape[2:] and wide[1] % shape[1] == 0
+            return source if is_group and repeats and shape[1] < wide[1] else None
+        if len(shape) == 5 and node.target is aten.expand.default and (
+                shape[2] != 1 or shape_of(node)[:2] != shape[:2] or shape_of(node)[3:] != shape[3:]):
+            return None
+        node = source
+    return None
+
+
+def summed_heads(grad: Node, narrow: tuple[int, ...]) -> Node | None:
+    """The sum over repeated heads that the gradient of a repeat ends in, if nothing else reads the gradient."""
+    node = grad
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if user.target in (aten.view.default, aten._unsafe_view.default, aten.clone.default, prims_cast):
+            node = user
+        elif user.target is aten.sum.dim_IntList and [d % 5 for d in user.args[1]] == [2] and len(shape_of(node)) == 5:
+            node = user
+            break
+        else:
+            return None
+    else:
+        return None
+    if shape_of(node)[-2:] != narrow[-2:]:
+        return None
+    keep = len(shape_of(node)) == 5
+    if not keep:
+        return node if shape_of(node) == narrow else None
+    users = list(node.users)
+    if len(users) == 1 and users[0].target in (aten.view.default, aten.squeeze.dim, aten.squeeze.dims) and shape_of(users[0]) == narrow:
+        return users[0]
+    return None
+
+
+prims_cast = torch.ops.prims.convert_element_type.default
+
+
+def group_heads(graph: Graph) -> None:
+    """Attend with the narrow keys and values themselves: they, not their copies, are what streaming keeps."""
+    forwards = [n for n in graph.nodes if n.target is streambp.attention.default]
+    for node in forwards:
+        key, value = (narrow_heads(n) for n in node.args[1:3])
+        if key is None or value is None:
+            continue
+        backward = [u for u in node.args[0].users if u.target is streambp.attention_backward.default
+                    and u.args[2:4] == node.args[1:3]]
+        replacements = []
+        for call in backward:
+            grads = outputs_of(call)
+            sums = {i: summed_heads(grads[i], shape_of(n)) for i, n in ((1, key), (2, value)) if i in grads}
+            if any(s is None for s in sums.values()):
+                break
+            replacements.append((call, sums))
+        if len(replacements) != len(backward):
+            continue
+        node.update_arg(1, key)
+        node.update_arg(2, value)
+        for call, sums in replacements:
+            call.update_arg(2, key)
+            call.update_arg(3, value)
+            old = call.meta["val"]
+            call.meta["val"] = (old[0], torch.empty_like(value_of(key)), torch.empty_like(value_of(value)))
+            for i, total in sums.items():
+                grad = outputs_of(call)[i]
+                grad.meta["val"] = call.meta["val"][i]
+                total.replace_all_uses_with(grad)

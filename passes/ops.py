@@ -1,0 +1,210 @@
+"""The few operators that the algebra itself speaks, and that Inductor calls as they are.
+
+``attention`` is one rectangle-plus-square step of causal attention: queries ``[start, start+C)`` against keys ``[0, S)``.
+Where the kernel aligns causality at the top left, the rectangle of past keys (no mask) and the square of own keys (causal)
+are two calls, merged by their log-sum-exp; the backward calls take the merged output and log-sum-exp, so ``dQ`` adds up and
+``dK``, ``dV`` land in their slices (DESIGN: exact to 1e-15 in float64). Nothing above the diagonal is computed and no mask exists.
+
+Shapes: query ``[B, Hq, C, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]``, mask (additive) broadcastable to
+``[B, Hq, C, S]``; ``Hq`` is a multiple of ``Hkv``. A trailing underscore marks an op that adds into its last arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+LIBRARY = torch.library.Library("streambp", "DEF")
+
+
+def define(schema: str, kernel, meta) -> None:
+    tags = (torch.Tag.needs_exact_strides,) if hasattr(torch.Tag, "needs_exact_strides") else ()
+    LIBRARY.define(schema, tags=tags)
+    name = schema.partition("(")[0]
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, meta, "Meta")
+
+
+def heads_last(batch, heads, rows, width, like: Tensor) -> Tensor:
+    """Empty ``[B, H, T, D]`` laid out as ``[B, T, H, D]``, as the fused kernels return it and projections want it."""
+    return like.new_empty((batch, rows, heads, width)).transpose(1, 2)
+
+
+def statistics(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+# One kernel call: (out, lse) forward, (dq, dk, dv) backward. Equal numbers of heads.
+
+def kernel_forward(q, k, v, mask, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    bias = None if mask is None else aligned_bias(mask, q, k)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return out, lse[:, :, : q.shape[2]]
+
+
+def kernel_backward(grad, q, k, v, out, lse, mask, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    bias = None if mask is None else aligned_bias(mask, q, k)
+    rows = q.shape[2]
+    padded = lse.new_full((*lse.shape[:2], -(-rows // 32) * 32), float("inf"))  # the kernel wants rows in multiples of 32
+    padded[:, :, :rows] = lse
+    seed = torch.zeros((), dtype=torch.int64)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, bias, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale)
+    return dq, dk, dv
+
+
+def aligned_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The efficient kernel reads bias rows at multiples of 16 bytes."""
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    step = 16
+    room = mask.new_empty((*mask.shape[:-1], -(-shape[-1] // step) * step))
+    room[..., : shape[-1]] = mask
+    return room[..., : shape[-1]].to(q.dtype).expand(shape) if mask.dtype == q.dtype else aligned_bias(mask.to(q.dtype), q, k)
+
+
+def aligns_bottom_right(q: Tensor, mask: Tensor | None) -> bool:
+    """CUDA's flash kernel aligns causality at the bottom right and knows grouped heads: one call does it all."""
+    return q.device.type == "cuda" and mask is None and q.dtype in (torch.float16, torch.bfloat16)
+
+
+def pieces(rows: int, keys: int, start: int, causal: bool) -> list[tuple[slice, bool]]:
+    """The key slices that a query chunk reads, and whether each is the causal square."""
+    if not causal:
+        return [(slice(0, keys), False)]
+    square = (slice(start, start + rows), True)
+    return [square] if start == 0 else [(slice(0, start), False), square]
+
+
+def head_groups(q: Tensor, k: Tensor):
+    """Queries by position in their group, so that every key head meets one query head: views, no copies."""
+    shared = q.shape[1] // k.shape[1]
+    for g in range(shared):
+        yield (lambda t, g=g: t.unflatten(1, (k.shape[1], shared))[:, :, g])
+
+
+def attention_forward(query, key, value, mask, causal: bool, scale: float, start: int):
+    batch, heads, rows, _ = query.shape
+    out = heads_last(batch, heads, rows, value.shape[-1], query)
+    lse = query.new_empty((batch, heads, rows), dtype=statistics(query))
+    if aligns_bottom_right(query, mask):
+        stop = start + rows if causal else key.shape[2]
+        o, l, *_ = aten._scaled_dot_product_flash_attention(
+            query, key[:, :, :stop], value[:, :, :stop], 0.0, causal, False, scale=scale)
+        return out.copy_(o), lse.copy_(l)
+    for group in head_groups(query, key):
+        q, total, total_lse = group(query), None, None
+        m = mask if mask is None or mask.shape[1] == 1 else group(mask)
+        for part, square in pieces(rows, key.shape[2], start, causal):
+            o, l = kernel_forward(q, key[:, :, part], value[:, :, part], m, square, scale)
+            if total is None:
+                total, total_lse = o, l
+                continue
+            merged = torch.logaddexp(total_lse, l)
+            total = (total * (total_lse - merged).exp().unsqueeze(-1)).add_(o * (l - merged).exp().unsqueeze(-1))
+            total_lse = merged
+        group(out).copy_(total)
+        group(lse).copy_(total_lse)
+    return out, lse
+
+
+def attention_backward_(grad, query, key, value, out, lse, mask, causal: bool, scale: float, start: int, key_grad, value_grad):
+    batch, heads, rows, width = query.shape
+    dq = heads_last(batch, heads, rows, width, query)
+    if aligns_bottom_right(query, mask):
+        stop = start + rows if causal else key.shape[2]
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        a, b, c = aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key[:, :, :stop], value[:, :, :stop], out, lse, None, None, rows, stop, 0.0, causal,
+            torch.stack((seed, seed)), seed, scale=scale)
+        key_grad[:, :, :stop].add_(b)
+        value_grad[:, :, :stop].add_(c)
+        return dq.copy_(a)
+    for group in head_groups(query, key):
+        total = None
+        m = mask if mask is None or mask.shape[1] == 1 else group(mask)
+        for part, square in pieces(rows, key.shape[2], start, causal):
+            a, b, c = kernel_backward(group(grad), group(query), key[:, :, part], value[:, :, part], group(out),
+                                      group(lse), m, square, scale)
+            key_grad[:, :, part].add_(b)
+            value_grad[:, :, part].add_(c)
+            total = a if total is None else total.float().add_(a) if a.dtype.itemsize == 2 else total.add_(a)
+        group(dq).copy_(total)
+    return dq
+
+
+def attention_backward(grad, query, key, value, out, lse, mask, causal: bool, scale: float):
+    dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (key, value))
+    dq = attention_backward_(grad, query, key, value, out, lse, mask, causal, scale, 0, dk, dv)
+    return dq, dk.to(key.dtype), dv.to(value.dtype)
+
+
+def forward_meta(query, key, value, mask, causal, scale, start):
+    batch, heads, rows, _ = query.shape
+    return (heads_last(batch, heads, rows, value.shape[-1], query),
+            query.new_empty((batch, heads, rows), dtype=statistics(query)))
+
+
+def backward_meta(grad, query, key, value, out, lse, mask, causal, scale, start, key_grad, value_grad):
+    return heads_last(*query.shape, query)
+
+
+def add_product_(left: Tensor, right: Tensor, total: Tensor) -> None:
+    """``total += left @ right`` with no partial result; half-precision operands are summed in float32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.device.type == "cuda":
+        total.copy_(torch.addmm(total, left, right, out_dtype=total.dtype))
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def add_rows_(index: Tensor, rows: Tensor, padding: int, total: Tensor) -> None:
+    """``total[index[i]] += rows[i]``, leaving the row ``padding`` alone."""
+    flat, values = index.reshape(-1), rows.reshape(-1, rows.shape[-1])
+    if padding >= 0:
+        values = values.masked_fill((flat == padding).unsqueeze(-1), 0)
+    total.index_add_(0, flat, values.to(total.dtype))
+
+
+def add_part_(part: Tensor, total: Tensor) -> None:
+    total.add_(part)
+
+
+def nothing(*_args) -> None:
+    return None
+
+
+def rows_at(full: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """A copy of rows ``[start, start+length)``; opaque, so that the bounds stay symbols."""
+    return full.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def rows_meta(full: Tensor, dim: int, start, length) -> Tensor:
+    shape = list(full.shape)
+    shape[dim] = length
+    return full.new_empty(shape)
+
+
+def write_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
+    full.narrow(dim, start, rows.shape[dim]).copy_(rows)
+
+
+MASKED = "Tensor query, Tensor key, Tensor value"
+define(f"attention({MASKED}, Tensor? mask, bool causal, float scale, SymInt start) -> (Tensor, Tensor)",
+       attention_forward, forward_meta)
+define(f"attention_backward(Tensor grad, {MASKED}, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale)"
+       " -> (Tensor, Tensor, Tensor)", attention_backward,
+       lambda grad, q, k, v, *_: (heads_last(*q.shape, q), torch.empty_like(k), torch.empty_like(v)))
+define(f"attention_backward_(Tensor grad, {MASKED}, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale,"
+       " SymInt start, Tensor(a!) key_grad, Tensor(b!) value_grad) -> Tensor", attention_backward_, backward_meta)
+define("add_product_(Tensor left, Tensor right, Tensor(a!) total) -> ()", add_product_, nothing)
+define("add_rows_(Tensor index, Tensor rows, int padding, Tensor(a!) total) -> ()", add_rows_, nothing)
+define("add_(Tensor part, Tensor(a!) total) -> ()", add_part_, nothing)
+define("rows_at(Tensor full, int dim, SymInt start, SymInt length) -> Tensor", rows_at, rows_meta)
+define("write_rows_(Tensor rows, int dim, SymInt start, Tensor(a!) full) -> ()", write_rows_, nothing)

@@ -1,0 +1,317 @@
+"""Assign every node to a sweep: one loop over chunks of tokens, ascending or descending.
+
+Inside one sweep an edge is satisfied when it reads the chunk's own rows, when it reads past keys while the sweep ascends, or when it
+reads what later rows added while the sweep descends. Anything else (a sum that somebody reads, the wrong direction, both directions)
+puts the reader into a later sweep. What crosses between sweeps is kept full-length if it is read beyond its own rows, and recomputed
+otherwise. The number of sweeps, their directions, and what is kept are *found*: the fewest sweeps, then the fewest kept bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from .ir import (EVERYWHERE, HERE, Analysis, Reach, Tokens, bytes_of, hint, is_tensor, refuse, shape_of, value_of)
+
+ASCENDING, DESCENDING = "ascending", "descending"
+MOST_SWEEPS = 4
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One loop over chunks.
+
+    nodes     what a chunk body computes, in graph order
+    writes    token values written row by row into full-length buffers (outputs and kept values)
+    fed       those of ``writes`` that later rows of the same sweep read as keys
+    sums      values added up over chunks
+    keysums   values added up per key; ``settled`` says that a chunk's own rows are final in this sweep
+    in_place  output → the input whose buffer it takes over
+    """
+
+    direction: str
+    nodes: tuple[Node, ...]
+    writes: tuple[Node, ...]
+    fed: tuple[Node, ...]
+    sums: tuple[Node, ...]
+    keysums: tuple[Node, ...]
+    settled: bool
+    in_place: tuple[tuple[Node, Node], ...] = ()
+    keys: Reach = EVERYWHERE
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs, in order: ``whole[0]``, sweep 0, ``whole[1]``, sweep 1, …
+
+    given    nodes whose values come from outside (inputs, and what the forward saved)
+    whole    per stage, nodes computed at once and at full length: token-free values, and cheap ones that are read beyond their rows
+    outputs  nodes (or constants) to return
+    """
+
+    given: tuple[Node, ...]
+    whole: tuple[tuple[Node, ...], ...]
+    sweeps: tuple[Sweep, ...]
+    kept: tuple[Node, ...]
+    outputs: tuple[object, ...]
+
+
+def partition(graph: Graph, analysis: Analysis, outputs: Iterable[object], given: Iterable[Node] = (),
+              movable: Iterable[Node] = ()) -> Program:
+    """The sweeps that compute ``outputs`` from the placeholders and ``given``.
+
+    movable  inputs that this program may overwrite (incoming gradients)
+    Raises `CannotStream` where no four sweeps do.
+    """
+    outputs = tuple(outputs)
+    search = Search(graph, analysis, outputs, frozenset(given))
+    best = None
+    for count in range(0 if not search.streamed else 1, MOST_SWEEPS + 1):
+        for directions in itertools.product((ASCENDING, DESCENDING), repeat=count):
+            levels = search.levels(directions)
+            if levels is None:
+                continue
+            plan = search.build(directions, levels, frozenset(movable))
+            if best is None or plan[0] < best[0]:
+                best = plan
+        if best is not None:
+            return best[1]
+    node = next(iter(search.streamed))
+    raise refuse(node, f"more than {MOST_SWEEPS} sweeps would be needed", "Report the printed graph; the region runs whole")
+
+
+class Search:
+    def __init__(self, graph: Graph, analysis: Analysis, outputs: tuple[object, ...], given: frozenset[Node]):
+        self.graph, self.analysis, self.outputs = graph, analysis, outputs
+        self.given = given | {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.needed = self.closure([o for o in outputs if isinstance(o, Node)])
+        self.small = self.small_rows()
+        self.whole = self.find_whole()
+        self.streamed = [n for n in self.needed if n not in self.whole and n not in self.given]
+        self.check_domains()
+
+    def closure(self, roots: list[Node]) -> list[Node]:
+        seen: set[Node] = set()
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node not in self.given:
+                stack.extend(node.all_input_nodes)
+        return sorted(seen, key=self.order.get)
+
+    def tokens(self, node: Node) -> bool:
+        fact = self.analysis.facts.get(node)
+        return any(isinstance(f, Tokens) for f in (fact if isinstance(fact, tuple) else (fact,)))
+
+    def small_rows(self) -> int:
+        """Bytes per token below which a value may as well exist at full length: a few numbers, or a sixteenth of the widest input."""
+        length = hint(self.analysis.length)
+        widths, batches = [0], [1 << 30]
+        for node in self.given:
+            fact = self.analysis.facts[node]
+            if isinstance(fact, Tokens):
+                widths.append(bytes_of(value_of(node)) // length)
+                batches.append(math.prod(shape_of(node)[:fact.rows.dim]) * fact.rows.outer)
+        return max(16 * (min(batches) if len(batches) > 1 else 1), max(widths) // 16)
+
+    def is_small(self, node: Node) -> bool:
+        value = value_of(node)
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor)) <= self.small * hint(self.analysis.length)
+
+    def find_whole(self) -> set[Node]:
+        able: dict[Node, bool] = {}
+        for node in self.needed:
+            able[node] = node in self.given or all(able[a] for a in node.all_input_nodes) and (
+                not self.tokens(node) or self.is_small(node))
+        whole: set[Node] = set()
+
+        def take(node: Node) -> None:
+            if node in whole or node in self.given:
+                return
+            whole.add(node)
+            for operand in node.all_input_nodes:
+                if self.tokens(operand) or operand.target is operator.getitem or not is_tensor(operand):
+                    take(operand)
+
+        for node in self.needed:
+            if node in self.given:
+                continue
+            kind = self.analysis.kinds.get(node, "whole")
+            if kind == "whole":
+                whole.add(node)
+            elif kind == "all":
+                if not able[node]:
+                    raise refuse(node, "reads rows of every chunk at once, and they are too large to exist whole",
+                                 "Reduce over features first, or compute this outside the compiled function")
+                take(node)
+            elif kind == "sum" and able[node]:
+                take(node)
+            for edge in self.analysis.edges.get(node, ()):
+                if edge.role in ("keys", "halo") and able.get(edge.operand) and edge.operand not in self.given:
+                    take(edge.operand)
+        return whole
+
+    def check_domains(self) -> None:
+        for node in self.streamed:
+            fact = self.analysis.facts[node]
+            if isinstance(fact, Tokens) and (fact.lo < 0 or fact.hi > 0) and node not in self.outputs:
+                raise refuse(node, "has rows beyond the tokens", "Pad labels or masks, not hidden states")
+
+    # Levels
+
+    def levels(self, directions: tuple[str, ...]) -> dict[Node, int] | None:
+        """The sweep of every streamed node; for whole nodes, the sweep before which they are ready. None: too few sweeps."""
+        level: dict[Node, int] = {}
+        for node in self.needed:
+            if node in self.given:
+                level[node] = 0
+            elif node in self.whole:
+                level[node] = max((self.ready(a, level) for a in node.all_input_nodes), default=0)
+                if level[node] > len(directions):
+                    return None
+            else:
+                at = 0
+                for edge in self.edges_of(node):
+                    at = max(at, self.satisfied(node, edge, level, directions))
+                if at >= len(directions):
+                    return None
+                level[node] = at
+        return level
+
+    def edges_of(self, node: Node):
+        known = self.analysis.edges.get(node, ())
+        return known
+
+    def ready(self, node: Node, level: dict[Node, int]) -> int:
+        """When a node's full value exists."""
+        return level[node] if node in self.whole or node in self.given else level[node] + 1
+
+    def satisfied(self, node: Node, edge, level: dict[Node, int], directions) -> int:
+        operand = edge.operand
+        if operand in self.given or operand in self.whole:
+            return level[operand]
+        at = level[operand]
+        if at >= len(directions):
+            return at
+        kind = self.analysis.kinds[operand]
+        if kind == "mixed" and node.target is operator.getitem:
+            return at
+        if kind in ("sum",) or edge.role in ("halo", "whole"):
+            return at if node.target is operator.getitem and kind != "sum" else at + 1
+        if kind == "keysum":
+            return at if edge.role == "rows" and directions[at] == DESCENDING and self.causal(operand) else at + 1
+        if edge.role == "keys":
+            reach = self.analysis.reaches.get(node, edge.reach)
+            return at if directions[at] == ASCENDING and reach.looks_back() else at + 1
+        return at
+
+    def causal(self, node: Node) -> bool:
+        source = node.args[0] if node.target is operator.getitem else node
+        return self.analysis.reaches.get(source, EVERYWHERE).looks_back()
+
+    # Sweeps
+
+    def build(self, directions: tuple[str, ...], level: dict[Node, int], movable: frozenset[Node]) -> tuple[tuple, Program]:
+        count = len(directions)
+        kept: set[Node] = set()
+        bodies: list[set[Node]] = [set() for _ in directions]
+        roots: list[set[Node]] = [set() for _ in directions]
+        for output in self.outputs:
+            if isinstance(output, Node) and output in level and output not in self.whole and output not in self.given:
+                roots[level[output]].add(output)
+        for node in self.needed:  # sums and kept values are made in their own sweep, whoever reads them
+            if node in self.whole:
+                for operand in node.all_input_nodes:
+                    if operand in level and operand not in self.whole and operand not in self.given:
+                        roots[level[operand]].add(operand)
+        for at in reversed(range(count)):
+            stack = list(roots[at])
+            while stack:
+                node = stack.pop()
+                if node in bodies[at]:
+                    continue
+                bodies[at].add(node)
+                for edge in self.edges_of(node):
+                    operand = edge.operand
+                    if operand in self.given or operand in self.whole:
+                        continue
+                    made = level[operand]
+                    if self.analysis.kinds[operand] == "sum":
+                        roots[made].add(operand)
+                    elif edge.role == "keys" or edge.role == "halo":
+                        kept.add(operand)
+                        roots[made].add(operand)
+                        if made == at:
+                            stack.append(operand)
+                    elif made == at:
+                        stack.append(operand)
+                    elif operand in kept or not self.recomputable(operand):
+                        kept.add(operand)
+                        roots[made].add(operand)
+                    else:
+                        stack.append(operand)
+        sweeps = []
+        cost = 0
+        row_outputs = {o for o in self.outputs if isinstance(o, Node) and o in level and o not in self.whole and o not in self.given}
+        for at, direction in enumerate(directions):
+            nodes = sorted((n for n in bodies[at]), key=self.order.get)
+            own = [n for n in nodes if level[n] == at]
+            keysums = tuple(n for n in own if self.analysis.kinds[n] == "keysum")
+            sums = tuple(n for n in own if self.analysis.kinds[n] == "sum")
+            writes = tuple(n for n in own if (n in kept or n in row_outputs) and n not in keysums and n not in sums)
+            fed = tuple(n for n in writes if any(
+                e.operand is n and e.role == "keys" for r in nodes for e in self.edges_of(r)))
+            reach = None
+            for n in nodes:
+                if n in self.analysis.reaches:
+                    reach = self.analysis.reaches[n] if reach is None else reach.join(self.analysis.reaches[n])
+            settled = direction == DESCENDING and all(self.causal(n) for n in keysums)
+            sweeps.append(Sweep(direction, tuple(nodes), writes, fed, sums, keysums, settled,
+                                self.in_place(at, count, nodes, writes, movable), reach or EVERYWHERE))
+            cost += sum(bytes_of(value_of(n)) for n in (*(w for w in writes if w not in row_outputs), *keysums))
+        whole = tuple(tuple(n for n in self.needed if n in self.whole and level[n] == stage) for stage in range(count + 1))
+        # Ties go to fewer nodes computed, then to ascending sweeps.
+        order = (cost, sum(len(b) for b in bodies), tuple(d != ASCENDING for d in directions))
+        given = tuple(n for n in self.needed if n in self.given)
+        return order, Program(given, whole, tuple(sweeps), tuple(sorted(kept, key=self.order.get)), self.outputs)
+
+    def recomputable(self, node: Node) -> bool:
+        """Cheap rows: a chain of own-row ops. Attention and what was added up are kept."""
+        source = node.args[0] if node.target is operator.getitem else node
+        return self.analysis.kinds[node] == "rows" and not any(
+            e.role in ("keys", "halo") and e.operand not in self.given and e.operand not in self.whole
+            for e in self.edges_of(source))
+
+    def in_place(self, at: int, count: int, nodes, writes, movable) -> tuple[tuple[Node, Node], ...]:
+        """Outputs of the last sweep that may take over an input's buffer: same rows, same layout, read nowhere else."""
+        if at != count - 1:
+            return ()
+        found, used = [], set()
+        inside = set(nodes)
+        for out in writes:
+            fact, value = self.analysis.facts[out], value_of(out)
+            for source in movable:
+                if source in used or source not in self.needed or out not in self.outputs:
+                    continue
+                other = value_of(source)
+                alike = (self.analysis.facts[source] == fact and (fact.lo, fact.hi) == (0, 0) and other.dtype == value.dtype
+                         and list(map(hint, other.shape)) == list(map(hint, value.shape))
+                         and list(map(hint, other.stride())) == list(map(hint, value.stride())))
+                readers = [n for n in self.needed if source in n.all_input_nodes and n not in self.given]
+                if alike and source not in self.outputs and all(n in inside and n not in self.whole and all(
+                        e.role == "rows" and e.reach == HERE for e in self.edges_of(n) if e.operand is source) for n in readers):
+                    found.append((out, source))
+                    used.add(source)
+                    break
+        return tuple(found)

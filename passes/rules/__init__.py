@@ -1,0 +1,71 @@
+"""The table of operators: one op, one row.
+
+A row says how the dimensions of an op's operands are tied to those of its outputs (a `Signature`) and, where copying the
+node at chunk length is not enough, how to write it into a chunk body (`emit`). Everything else — which dimension
+carries tokens, what is summed, what is read by keys, in which sweep a node belongs — follows from the signature.
+
+A third party adds a rule for an op of its own in the same way this package does::
+
+    @streambp_compile.rule("mylib::swiglu")
+    def swiglu(node):
+        return equation(node, "bth,bth->bth")
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from ..ir import CannotStream, Refusal, Signature, where_of
+
+
+@dataclass(frozen=True)
+class Rule:
+    """signature: node → `Signature`.  shape_arg: the argument that holds the output's shape.  emit: writes the node into a body."""
+
+    signature: Callable[[Node], Signature]
+    shape_arg: int | None = None
+    emit: Callable | None = None
+
+
+TABLE: dict[torch._ops.OpOverload, Rule] = {}
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    """``"aten::mm"`` → ``torch.ops.aten.mm.default``; ``"aten::sum.dim_IntList"`` → that overload."""
+    namespace, _, rest = name.partition("::")
+    packet, _, variant = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), variant or "default")
+
+
+def rule(*names: str, shape_arg: int | None = None, emit: Callable | None = None):
+    """Enter a signature function into the table for the ops named (``"namespace::op.overload"``)."""
+
+    def enter(signature: Callable[[Node], Signature]) -> Callable[[Node], Signature]:
+        for name in names:
+            TABLE[overload(name)] = Rule(signature, shape_arg, emit)
+        return signature
+
+    return enter
+
+
+def rule_of(node: Node) -> Rule:
+    """The row for this node's op; pointwise ops are known by their tag. No row means refuse."""
+    found = TABLE.get(node.target)
+    if found is not None:
+        return found
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        return POINTWISE
+    raise CannotStream(Refusal(
+        str(node.target), "no rule says which rows this op reads",
+        "Register one with @streambp_compile.rule, or keep the op out of the compiled function", where_of(node)))
+
+
+for _family in ("pointwise", "views", "matmul", "reductions", "indexing", "creation", "attention"):
+    importlib.import_module(f"{__name__}.{_family}")
+
+POINTWISE = TABLE[overload("aten::clone")]

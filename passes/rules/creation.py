@@ -1,0 +1,39 @@
+"""Values made from nothing. Which of their dimensions carries tokens, their readers say."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from ..ir import Signature, shape_of
+from . import rule
+
+
+def alone(node: Node, uniform: bool) -> Signature:
+    return Signature((), (tuple(("made", i) for i in range(len(shape_of(node)))),), uniform=uniform)
+
+
+@rule("aten::full", "aten::empty.memory_format", "aten::zeros", "aten::ones", shape_arg=0)
+def constant(node: Node) -> Signature:
+    return alone(node, uniform=True)
+
+
+@rule("aten::scalar_tensor")
+def scalar(node: Node) -> Signature:
+    return alone(node, uniform=True)
+
+
+@rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty", shape_arg=1)
+def constant_like(node: Node) -> Signature:
+    return Signature(((None,) * len(shape_of(node.args[0])),), alone(node, True).outputs, contracts="all", uniform=True)
+
+
+def emit_iota(body, node: Node):
+    """Row t of the whole range: count from the first token of the chunk."""
+    if not body.carries_tokens(node, 0):
+        return body.copy(node)
+    return body.iota(node, node.kwargs["start"], node.kwargs["step"])
+
+
+@rule("prims::iota", emit=emit_iota)
+def iota(node: Node) -> Signature:
+    return alone(node, uniform=False)

@@ -1,0 +1,51 @@
+"""Matrix products: the op is its equation, and the letter that carries tokens decides every role."""
+
+from torch.fx import Node
+
+from ..ir import Signature, shape_of
+from . import rule
+from .signatures import aligned, equation
+
+
+def emit_mm(body, node: Node):
+    """A product summed over rows goes straight into its accumulator; no partial result exists."""
+    if body.kind(node) != "sum":
+        return body.copy(node)
+    return body.accumulate_mm(node, body.summand(node, node.args[0]), body.read(node.args[1]))
+
+
+@rule("aten::mm", emit=emit_mm)
+def mm(node: Node) -> Signature:
+    return equation(node, "mk,kn->mn")
+
+
+@rule("aten::bmm")
+def bmm(node: Node) -> Signature:
+    return equation(node, "bmk,bkn->bmn")
+
+
+@rule("aten::mv")
+def mv(node: Node) -> Signature:
+    return equation(node, "mk,k->m")
+
+
+@rule("aten::dot", "aten::vdot")
+def dot(node: Node) -> Signature:
+    return equation(node, "k,k->")
+
+
+def with_bias(node: Node, text: str) -> Signature:
+    product = equation(node, text)
+    bias = aligned(shape_of(node.args[0]), shape_of(node))
+    return Signature((tuple(product.outputs[0][i] if i is not None else None for i in bias), *product.operands),
+                     product.outputs)
+
+
+@rule("aten::addmm")
+def addmm(node: Node) -> Signature:
+    return with_bias(node, "mk,kn->mn")
+
+
+@rule("aten::baddbmm")
+def baddbmm(node: Node) -> Signature:
+    return with_bias(node, "bmk,bkn->bmn")

@@ -1,0 +1,95 @@
+"""Reductions, scans and the softmax family. A sum over tokens adds up chunk by chunk; nothing else does."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from ..ir import PAST, Signature, shape_of, value_of
+from . import rule
+from .signatures import argument, dims_of
+
+
+def reduced(node: Node, dims: tuple[int, ...], keepdim: bool, contracts: str, outputs: int = 1) -> Signature:
+    labels = tuple(range(len(shape_of(node.args[0]))))
+    out = tuple(None if i in dims else i for i in labels) if keepdim else tuple(i for i in labels if i not in dims)
+    return Signature((labels,), (out,) * outputs, contracts=contracts)
+
+
+@rule("aten::sum")
+def sum_all(node: Node) -> Signature:
+    return reduced(node, dims_of(None, len(shape_of(node.args[0]))), False, "sum")
+
+
+@rule("aten::sum.dim_IntList")
+def sum_dims(node: Node) -> Signature:
+    rank = len(shape_of(node.args[0]))
+    return reduced(node, dims_of(node.args[1], rank), bool(argument(node, 2, "keepdim", False)), "sum")
+
+
+@rule("aten::mean.dim", "aten::amax", "aten::amin", "aten::any.dim", "aten::any.dims", "aten::all.dim", "aten::all.dims",
+      "aten::argmax", "aten::argmin", "aten::prod.dim_int", "aten::logsumexp")
+def reduce_dims(node: Node) -> Signature:
+    rank = len(shape_of(node.args[0]))
+    return reduced(node, dims_of(argument(node, 1, "dim"), rank), bool(argument(node, 2, "keepdim", False)), "all")
+
+
+@rule("aten::mean", "aten::max", "aten::min", "aten::any", "aten::all", "aten::prod")
+def reduce_all(node: Node) -> Signature:
+    return reduced(node, dims_of(None, len(shape_of(node.args[0]))), False, "all")
+
+
+@rule("aten::max.dim", "aten::min.dim")
+def extreme(node: Node) -> Signature:
+    rank = len(shape_of(node.args[0]))
+    return reduced(node, dims_of(node.args[1], rank), bool(argument(node, 2, "keepdim", False)), "all", outputs=2)
+
+
+@rule("aten::var_mean.correction")
+def var_mean(node: Node) -> Signature:
+    rank = len(shape_of(node.args[0]))
+    return reduced(node, dims_of(argument(node, 1, "dim"), rank), bool(argument(node, 3, "keepdim", node.kwargs.get("keepdim", False))), "all", outputs=2)
+
+
+@rule("aten::var.correction")
+def var(node: Node) -> Signature:
+    rank = len(shape_of(node.args[0]))
+    return reduced(node, dims_of(argument(node, 1, "dim"), rank), bool(node.kwargs.get("keepdim", False)), "all")
+
+
+@rule("aten::topk", "aten::sort", "aten::sort.stable")
+def ranked(node: Node) -> Signature:
+    rank = len(shape_of(node.args[0]))
+    if node.target.overloadpacket.__name__ == "topk":
+        dim = argument(node, 2, "dim", -1)
+    elif node.target._overloadname == "stable":
+        dim = node.kwargs.get("dim", -1)
+    else:
+        dim = argument(node, 1, "dim", -1)
+    dim %= max(rank, 1)
+    out = tuple(None if i == dim else i for i in range(rank))
+    return Signature((tuple(range(rank)),), (out,) * len(value_of(node)), contracts="all")
+
+
+def normalized(node: Node, dim: int, operands: int) -> Signature:
+    """Every entry along ``dim`` reads all of ``dim``; should that be tokens, they are the keys of a row."""
+    rank = len(shape_of(node))
+    dim %= max(rank, 1)
+    labels = tuple(range(rank))
+    return Signature((labels,) * operands, (labels,), keys=dim)
+
+
+@rule("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax")
+def softmax(node: Node) -> Signature:
+    return normalized(node, node.args[1], 1)
+
+
+@rule("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
+def softmax_backward(node: Node) -> Signature:
+    return normalized(node, node.args[2], 2)
+
+
+@rule("aten::cumsum", "aten::logcumsumexp", "aten::cumprod")
+def scan(node: Node) -> Signature:
+    rank = len(shape_of(node))
+    labels = tuple(range(rank))
+    return Signature((labels,), (labels,), reach={node.args[1] % max(rank, 1): PAST})

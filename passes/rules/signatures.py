@@ -1,0 +1,44 @@
+"""Ways to write a signature down, shared by the rule families."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from ..ir import Labels, Signature, shape_of, tensor_operands
+
+
+def aligned(operand: tuple[int, ...], output: tuple[int, ...]) -> Labels:
+    """Labels of an operand that broadcasts against the output: tied from the right, size-one dims tied to nothing."""
+    shift = len(output) - len(operand)
+    return tuple(i + shift if size == output[i + shift] else None for i, size in enumerate(operand))
+
+
+def broadcast(node: Node) -> Signature:
+    """Every operand broadcasts against the output; row t reads row t."""
+    out = shape_of(node)
+    return Signature(tuple(aligned(shape_of(a), out) for a in tensor_operands(node)), (tuple(range(len(out))),))
+
+
+def equation(node: Node, text: str, **kwargs) -> Signature:
+    """A signature from an einsum equation, ``"mk,kn->mn"``; missing optional operands are left out by the caller."""
+    left, right = text.replace(" ", "").split("->")
+    return Signature(tuple(tuple(o) for o in left.split(",")), tuple(tuple(o) for o in right.split(",")), **kwargs)
+
+
+def along(rank: int, *labels: object) -> Labels:
+    return tuple(range(rank)) if not labels else tuple(labels)
+
+
+def dims_of(arg: object, rank: int) -> tuple[int, ...]:
+    """Dimensions named by an argument, as non-negative numbers; ``None`` and ``[]`` mean all."""
+    if arg is None or (isinstance(arg, (list, tuple)) and not arg):
+        return tuple(range(rank))
+    dims = arg if isinstance(arg, (list, tuple)) else (arg,)
+    return tuple(d % rank if rank else 0 for d in dims)
+
+
+def argument(node: Node, position: int, name: str, default=None):
+    """A schema argument, whether passed by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)

@@ -1,0 +1,166 @@
+"""Ops that move rows between dimensions without touching them, or cut, pad and join along one."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..ir import Signature, hint, refuse, shape_of, tensor_operands, value_of
+from . import rule
+from .signatures import aligned, argument, dims_of
+
+
+def emit_view(body, node: Node):
+    """A chunk of a batch is not contiguous, so what was a view of the whole may have to copy."""
+    return body.reshaped(body.read(node.args[0]), body.sizes(node))
+
+
+@rule("aten::view", "aten::_unsafe_view", "aten::reshape", shape_arg=1, emit=emit_view)
+def view(node: Node) -> Signature:
+    return Signature((tuple(range(len(shape_of(node.args[0])))),), (tuple(range(len(shape_of(node)))),), reshape=True)
+
+
+@rule("aten::unsqueeze")
+def unsqueeze(node: Node) -> Signature:
+    rank = len(shape_of(node))
+    dim = node.args[1] % rank
+    return Signature((tuple(i for i in range(rank) if i != dim),), (tuple(range(rank)),))
+
+
+@rule("aten::squeeze.dim", "aten::squeeze.dims", "aten::squeeze")
+def squeeze(node: Node) -> Signature:
+    shape = shape_of(node.args[0])
+    named = dims_of(argument(node, 1, "dim"), len(shape))
+    kept = tuple(i for i, size in enumerate(shape) if not (i in named and size == 1))
+    return Signature((tuple(range(len(shape))),), (kept,))
+
+
+@rule("aten::permute")
+def permute(node: Node) -> Signature:
+    rank = len(shape_of(node))
+    return Signature((tuple(range(rank)),), (tuple(d % rank for d in node.args[1]),))
+
+
+@rule("aten::t", "aten::numpy_T")
+def transpose_matrix(node: Node) -> Signature:
+    labels = tuple(range(len(shape_of(node))))
+    return Signature((labels,), (labels[::-1],))
+
+
+@rule("aten::transpose.int")
+def transpose(node: Node) -> Signature:
+    rank = len(shape_of(node))
+    labels = list(range(rank))
+    a, b = node.args[1] % rank if rank else 0, node.args[2] % rank if rank else 0
+    swapped = list(labels)
+    swapped[a], swapped[b] = labels[b], labels[a]
+    return Signature((tuple(labels),), (tuple(swapped),))
+
+
+@rule("aten::expand", shape_arg=1)
+def expand(node: Node) -> Signature:
+    out = shape_of(node)
+    return Signature((aligned(shape_of(node.args[0]), out),), (tuple(range(len(out))),))
+
+
+@rule("aten::repeat")
+def repeat(node: Node) -> Signature:
+    out, repeats = shape_of(node), node.args[1]
+    shift = len(out) - len(shape_of(node.args[0]))
+    kept = tuple(i + shift if repeats[i + shift] == 1 else None for i in range(len(out) - shift))
+    return Signature((kept,), (tuple(range(len(out))),), contracts="all")
+
+
+def emit_slice(body, node: Node):
+    """Rows outside the slice stay where they are; the fact's domain remembers that they do not count."""
+    dim = argument(node, 1, "dim", 0) % len(shape_of(node))
+    return body.read(node.args[0]) if body.carries_tokens(node, dim) else body.copy(node)
+
+
+@rule("aten::slice.Tensor", emit=emit_slice)
+def slice_(node: Node) -> Signature:
+    shape = shape_of(node.args[0])
+    dim = argument(node, 1, "dim", 0) % len(shape)
+    start, step = argument(node, 2, "start") or 0, argument(node, 4, "step", 1)
+    labels = tuple(range(len(shape)))
+    if step != 1:
+        out = tuple(None if i == dim else i for i in labels)
+        return Signature((labels,), (out,), contracts="all")
+    return Signature((labels,), (labels,), offsets={dim: (clamped(start, shape[dim]),)})
+
+
+def clamped(index: object, size: int) -> int:
+    """A slice bound as slicing reads it: negative from the end, never outside."""
+    number = hint(index.meta["val"]) if isinstance(index, Node) else index
+    return max(0, min(size, number + size if number < 0 else number))
+
+
+@rule("aten::select.int")
+def select(node: Node) -> Signature:
+    shape = shape_of(node.args[0])
+    dim = node.args[1] % len(shape)
+    return Signature((tuple(range(len(shape))),), (tuple(i for i in range(len(shape)) if i != dim),), contracts="all")
+
+
+def emit_pad(body, node: Node):
+    return body.fill_outside(node, body.read(node.args[0]), argument(node, 2, "value", 0))
+
+
+@rule("aten::constant_pad_nd", emit=emit_pad)
+def pad(node: Node) -> Signature:
+    rank, amounts = len(shape_of(node)), node.args[1]
+    offsets = {rank - 1 - i // 2: (-amounts[i],) for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]}
+    labels = tuple(range(rank))
+    return Signature((labels,), (labels,), offsets=offsets)
+
+
+def emit_slice_scatter(body, node: Node):
+    dim = argument(node, 2, "dim", 0) % len(shape_of(node))
+    if not body.carries_tokens(node, dim):
+        return body.copy(node)
+    base, source = (body.read(a) for a in node.args[:2])
+    return body.fill_outside(node, source, base, source=node.args[1])
+
+
+@rule("aten::slice_scatter", emit=emit_slice_scatter)
+def slice_scatter(node: Node) -> Signature:
+    shape = shape_of(node)
+    dim = argument(node, 2, "dim", 0) % len(shape)
+    start, step = argument(node, 3, "start") or 0, argument(node, 5, "step", 1)
+    labels = tuple(range(len(shape)))
+    if step != 1:
+        return Signature((labels, tuple(None if i == dim else i for i in labels)), (labels,), contracts="all")
+    return Signature((labels, labels), (labels,), offsets={dim: (0, -clamped(start, shape[dim]))})
+
+
+@rule("aten::cat")
+def cat(node: Node) -> Signature:
+    rank = len(shape_of(node))
+    dim = argument(node, 1, "dim", 0) % rank
+    labels = tuple(None if i == dim else i for i in range(rank))
+    operands = tensor_operands(node)
+    inner = tuple(("joined", i) if i == dim else i for i in range(rank))
+    return Signature(tuple(inner if len(shape_of(a)) == rank else (None,) for a in operands), (labels,), contracts="all")
+
+
+@rule("aten::split.Tensor", "aten::split_with_sizes", "aten::unbind.int", "aten::chunk")
+def split(node: Node) -> Signature:
+    shape = shape_of(node.args[0])
+    unbind = node.target is torch.ops.aten.unbind.int
+    position = 1 if unbind else 2
+    dim = argument(node, position, "dim", 0) % len(shape)
+    labels = tuple(range(len(shape)))
+    out = tuple(i for i in labels if i != dim) if unbind else tuple(None if i == dim else i for i in labels)
+    return Signature((labels,), tuple(out for _ in value_of(node)), contracts="all")
+
+
+@rule("aten::flip", "aten::roll")
+def moved(node: Node) -> Signature:
+    rank = len(shape_of(node))
+    dims = dims_of(node.args[1] if node.target is torch.ops.aten.flip.default else argument(node, 2, "dims"), rank)
+    return Signature((tuple(range(rank)),), (tuple(None if i in dims else i for i in range(rank)),), contracts="all")
+
+
+@rule("aten::as_strided")
+def as_strided(node: Node) -> Signature:
+    raise refuse(node, "as_strided hides which rows it reads", "Use view, permute or slicing instead")

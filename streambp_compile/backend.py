@@ -1,0 +1,526 @@
+"""``torch.compile(..., backend="streambp")``: from a Dynamo graph to a chain of streamed regions.
+
+    Dynamo graph → inline checkpoint wrappers → find the token axis → split → for each distinct region: AOTAutograd → pipeline → Inductor
+
+Every region is an autograd node of its own, so that the gradients of a layer's weights reach autograd (and its hooks) when the layer
+is done. Equal regions share one trace, one analysis and one compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from . import internals
+from .config import Config
+from .passes.analyze import Spread
+from .passes.ir import CannotStream, Mark, Refusal, bytes_of, hint, is_tensor, refuse, shape_of, tensor_operands, value_of
+from .passes.normalize import normalize
+from .passes.split import Region, Traits, split
+from .pipeline import StreamedRegion, outputs_of, stream, unit
+from .report import NotStreamed, RegionReport, Report, warn_refused
+
+streambp_ops = torch.ops.streambp
+MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_log_api_usage_once")
+
+
+def streambp(module: GraphModule, example_inputs: Sequence[object], *, mode: str | None = None, options=None) -> Callable:
+    """The backend itself, found through the entry point ``torch_dynamo_backends``.
+
+    Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region cannot be streamed.
+    """
+    return Chain(module, example_inputs, Config.of(mode, options)).compiled()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The token axis of a model: its length, and the marks of every value of the Dynamo graph."""
+
+    length: object
+    marks: dict[Node, tuple[Mark, ...]]
+    mixing: frozenset[Node]
+
+
+def fake_of(node: Node):
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def inline_checkpoints(module: GraphModule) -> GraphModule:
+    """Replace activation-checkpoint wrappers by what they wrap: recomputation is ours."""
+    while True:
+        wrappers = [n for n in module.graph.nodes if n.target is torch.ops.higher_order.tag_activation_checkpoint]
+        if not wrappers:
+            module.recompile()
+            return module
+        for node in wrappers:
+            inner = getattr(module, node.args[0].target)
+            values: dict[Node, object] = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), node.args[1:]))
+            with module.graph.inserting_before(node):
+                for n in inner.graph.nodes:
+                    if n.op == "get_attr":
+                        name = f"{node.args[0].target}_{n.target}".replace(".", "_")
+                        setattr(module, name, getattr(inner, n.target))
+                        values[n] = module.graph.get_attr(name)
+                    elif n.op not in ("placeholder", "output"):
+                        values[n] = module.graph.node_copy(n, lambda a: values[a])
+                    if n.op != "placeholder" and n in values and isinstance(values[n], Node):
+                        values[n].meta = dict(n.meta)
+            result = outputs_of(inner)
+            for user in list(node.users):
+                user.replace_all_uses_with(values[result[user.args[1]]])
+                module.graph.erase_node(user)
+            module.graph.erase_node(node)
+
+
+class Chain:
+    """Compiles one Dynamo graph. The result is a function of the graph's inputs."""
+
+    def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config):
+        self.config = config
+        self.module = inline_checkpoints(module)
+        self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
+        self.report = Report()
+
+    def compiled(self) -> Callable:
+        try:
+            axis = find_axis(self.module, self.fakes)
+        except CannotStream as refusal:
+            axis = None
+            self.refuse(refusal.refusal, None)
+        regions = split(self.module.graph, traits_of(self.module.graph, axis), is_switch) if axis else ()
+        if not regions:
+            regions = whole_graph(self.module.graph)
+        built: dict[str, CompiledRegion] = {}
+        links = []
+        for region in regions:
+            module, inputs = build_region(self.module, region)
+            text = region_text(module, inputs, axis, region)
+            if text not in built:
+                built[text] = CompiledRegion(module, inputs, region, axis, self.config, self)
+            links.append((built[text], region))
+        self.report.finish(self.module, [(r.report, region) for r, region in links])
+        internals.trace_artifact("streambp_report", lambda: str(self.report))
+        return linked(links, self.placeholders, outputs_of(self.module))
+
+    def refuse(self, refusal: Refusal, cost: int | None) -> None:
+        if self.config.strict:
+            raise NotStreamed(str(refusal))
+        warn_refused(refusal, cost)
+
+
+def is_switch(node: Node) -> bool:
+    return getattr(node.target, "__name__", "") in MODE_SWITCHES
+
+
+def whole_graph(graph: Graph) -> tuple[Region, ...]:
+    nodes = tuple(n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_switch(n))
+    inside = set(nodes)
+    inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+    returned = next(n for n in graph.nodes if n.op == "output").all_input_nodes
+    return (Region(nodes, inputs, tuple(n for n in returned if n in inside)),)
+
+
+def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
+    """The dimension of the inputs along which tokens run: the one that reaches the rows of attention; else the widest.
+
+    The whole forward is captured once and every candidate (a dimension of a data input) is spread over it; sizes are never compared.
+    """
+    names: dict[str, str | None] = {}
+    made: list[tuple[Node, int]] = []
+
+    class Recorder(torch.fx.Interpreter):
+        def run_node(self, n: Node):
+            before = internals.captured_so_far()
+            result = super().run_node(n)
+            names[n.name] = (before, internals.captured_so_far())
+            if isinstance(result, torch.Tensor) and n.op not in ("output",):
+                made.append((n, result))
+            return result
+
+    results: list[Node] = []
+
+    def run(*args):
+        made.clear()
+        Recorder(module).run(*args)
+        results[:] = [n for n, _ in made]
+        return [t for _, t in made]
+
+    fake_mode = internals.detect_fake_mode(fakes)
+    with fake_mode:
+        captured = normalize(internals.capture(run, fakes))
+    graph = captured.graph
+    values = {n: v for n, v in zip(results, outputs_of(captured)) if isinstance(v, Node)}
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    candidates = []
+    for node, fake in zip(placeholders, fakes):
+        if isinstance(fake, torch.Tensor) and not isinstance(fake, torch.nn.Parameter) and not is_parameter(fake):
+            candidates += [(node, d) for d, s in enumerate(fake.shape) if hint(s) > 1 and fake.dim() <= 3]
+    best, chosen, seen = (0, 0, 0), None, []
+    for node, dim in candidates:
+        if any(dim in s.marks.get((node, -1), {}) for s, _ in seen):
+            continue
+        spread = Spread(graph, {node: (Mark(dim),)})
+        if any(spread.of(p) for p, f in zip(placeholders, fakes) if is_parameter(f) and shape_of(p)[0] == 0):
+            continue
+        seen.append((spread, node))
+        rows = shape_of(node)[dim]
+        mixers = sum(1 for n in graph.nodes if mixes(n, spread))
+        width = sum(bytes_of(value_of(n)) for n in graph.nodes if is_tensor(n) and spread.of(n)
+                    and value_of(n).dtype.is_floating_point)
+        if width and (mixers, width, rows) > best:
+            best, chosen = (mixers, width, rows), (spread, value_of(node).shape[dim])
+    if chosen is None:
+        return None
+    spread, length = chosen
+    marks = {n: tuple(spread.of(v).values()) for n, v in values.items() if spread.of(v)}
+    order = {n.name: i for i, n in enumerate(graph.nodes)}
+    mixing_at = sorted(order[n.name] for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread))
+    ranges = {name: (order.get(a, -1), order.get(b, -1)) for name, (a, b) in names.items()}
+    mixing = frozenset(n for n in module.graph.nodes if n.name in ranges and any(
+        ranges[n.name][0] < at <= ranges[n.name][1] for at in mixing_at))
+    return Axis(length, marks, mixing)
+
+
+def is_parameter(fake: object) -> bool:
+    return isinstance(fake, torch.nn.Parameter) or getattr(fake, "_is_param", False) or (
+        isinstance(fake, torch.Tensor) and fake.is_leaf and fake.requires_grad and fake.dtype.is_floating_point)
+
+
+def touches(node: Node, spread: Spread) -> bool:
+    return any(spread.of(a) for a in tensor_operands(node))
+
+
+def mixes(node: Node, spread: Spread) -> bool:
+    """Does this op let one token see another: attention over rows, a product that contracts keys, a scan along tokens?"""
+    signature = spread.signatures.get(node)
+    if signature is None or signature.reshape:
+        return False
+    operands = tensor_operands(node)
+    if signature.rows is not None:
+        return any(labels[d] == signature.rows for a, labels in zip(operands, signature.operands) for d in spread.of(a))
+    if any(labels[d] in signature.reach for a, labels in zip(operands, signature.operands) for d in spread.of(a)):
+        return value_of(node).dtype.is_floating_point
+    pairs = [a for a in operands if len(spread.of(a)) == 2]
+    return bool(pairs) and is_tensor(node) and len(spread.of(node)) == 1 and value_of(node).dtype.is_floating_point and len(operands) > 1
+
+
+def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
+    found = {}
+    for node in graph.nodes:
+        fake = fake_of(node)
+        tensor = isinstance(fake, torch.Tensor)
+        plain = fake is None or isinstance(fake, (int, float, bool, torch.SymInt, torch.Size))
+        size = bytes_of(fake) if tensor else 0 if plain else -1
+        found[node] = Traits(
+            size, tensor and fake.requires_grad, node in axis.marks, tensor and fake.dtype.is_floating_point and fake.dim() >= 2,
+            node in axis.mixing)
+    return found
+
+
+def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list[object]]:
+    """A module of its own for a region, with the modes (autocast, gradients) that held at its nodes replayed around them."""
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    inputs = []
+    for i, node in enumerate(region.inputs):
+        if node.op == "get_attr":
+            continue
+        values[node] = graph.placeholder(f"in_{i}")
+        inputs.append(fresh(fake_of(node)))
+        values[node].meta["example_value"] = inputs[-1]
+    inside, active, replayed = set(region.nodes), [], []
+
+    def replay(wanted: list[Node]) -> None:
+        """Close what no longer holds, open what now does."""
+        common = 0
+        while common < min(len(wanted), len(replayed)) and replayed[common][0] is wanted[common]:
+            common += 1
+        while len(replayed) > common:
+            switch, copy = replayed.pop()
+            if "autocast" in switch.target.__name__:
+                graph.call_function(torch.amp.autocast_mode._exit_autocast, (copy,))
+            else:
+                before = next((s.args[0] for s, _ in reversed(replayed) if "grad" in s.target.__name__), True)
+                graph.call_function(torch._C._set_grad_enabled, (before,))
+        for switch in wanted[common:]:
+            replayed.append((switch, graph.call_function(switch.target, switch.args, switch.kwargs)))
+
+    for node in module.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled":
+            active = [s for s in active if s.target.__name__ != name]
+            if not node.args[0]:
+                active.append(node)
+        elif name == "_enter_autocast":
+            active.append(node)
+        elif name == "_exit_autocast":
+            active = [s for s in active if s is not node.args[0]]
+        elif node.op == "get_attr" and any(u in inside for u in node.users):
+            values[node] = graph.get_attr(node.target)
+        elif node in inside:
+            if replayed or active:
+                replay(active)
+            values[node] = graph.node_copy(node, lambda a: values[a])
+    replay([])
+    graph.output(tuple(values[n] for n in region.outputs))
+    return GraphModule(module, graph), inputs
+
+
+def fresh(fake: object):
+    """A leaf of the same description: a region's inputs have no history."""
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    if isinstance(fake, torch.nn.Parameter) or fake.is_leaf:
+        return fake
+    with torch.no_grad():
+        leaf = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return leaf.requires_grad_(fake.requires_grad)
+
+
+def region_text(module: GraphModule, inputs: Sequence[object], axis: Axis | None, region: Region) -> str:
+    """Everything that a region's compilation depends on; equal texts, equal artifacts."""
+    index: dict[Node, str] = {}
+    lines = []
+    for node in module.graph.nodes:
+        index[node] = f"%{len(index)}"
+        args = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: index[n])
+        target = node.target if node.op in ("get_attr", "call_method") else torch.typename(node.target) + getattr(node.target, "__name__", str(node.target))
+        lines.append(f"{index[node]} {node.op} {target if node.op != 'placeholder' else ''} {args if node.op != 'placeholder' else ''}")
+    for value, node in zip(inputs, (n for n in region.inputs if n.op != "get_attr")):
+        grad = isinstance(value, torch.Tensor) and value.requires_grad
+        lines.append(f"{internals.describe(value)} {grad} {axis.marks.get(node) if axis else None}")
+    lines.append(f"{[fake_of(n).requires_grad if isinstance(fake_of(n), torch.Tensor) else None for n in region.outputs]}")
+    return "\n".join(lines)
+
+
+class CompiledRegion:
+    """One distinct region: traced by AOTAutograd, streamed if the passes can, compiled whole otherwise."""
+
+    def __init__(self, module: GraphModule, inputs: list[object], region: Region, axis: Axis | None, config: Config, chain: Chain):
+        self.module, self.region, self.axis, self.config, self.chain = module, region, axis, config, chain
+        self.inputs = [n for n in region.inputs if n.op != "get_attr"]
+        self.report = RegionReport(module)
+        self.streamed: StreamedRegion | None = None
+        fake_mode = internals.detect_fake_mode(inputs)
+        if not region.nodes:
+            self.call = None
+            return
+        with fake_mode:
+            compile_ = internals.aot_autograd(
+                fw_compiler=self.compile_forward, bw_compiler=self.compile_backward, inference_compiler=self.compile_inference,
+                partition_fn=self.cut, decompositions=internals.decompositions(), keep_inference_input_mutations=True)
+            self.call = compile_(module, inputs)
+
+    def seeds(self, primals: Sequence[Node]) -> dict[int, tuple[Mark, ...]]:
+        return {i: self.axis.marks[n] for i, n in enumerate(self.inputs) if n in self.axis.marks}
+
+    # What AOTAutograd calls
+
+    def cut(self, joint: GraphModule, joint_inputs, *, num_fwd_outputs: int, **kwargs):
+        """AOTAutograd's partition function."""
+        self.report.joint = joint
+        try:
+            self.streamed = self.stream(joint, num_fwd_outputs, len(joint_inputs[1]))
+        except CannotStream as refusal:
+            self.report.refusal = refusal.refusal
+            self.chain.refuse(refusal.refusal, self.whole_cost(joint))
+            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        self.report.streamed = self.streamed
+        return self.modules(num_fwd_outputs)
+
+    def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
+        if self.axis is None:
+            raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
+        if hint(self.axis.length) < 2:
+            raise CannotStream(Refusal("graph", "a single token has nothing to stream", "This is fine"))
+        tangent_of = [i for i, n in enumerate(self.region.outputs) if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad]
+        if tangents and len(tangent_of) != tangents:
+            raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
+                                       "Do not change inputs in place across layers"))
+        return stream(graph_module, self.axis.length, self.seeds(()), forward_outputs, tangents, tangent_of,
+                      self.config.chunk_size, internals.compile_body)
+
+    def whole_cost(self, graph_module: GraphModule) -> int:
+        return max((bytes_of(value_of(n)) for n in graph_module.graph.nodes if is_tensor(n) and n.op == "call_function"), default=0)
+
+    def modules(self, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
+        """Forward and backward as graph modules of one call each, in the order of values that AOTAutograd expects."""
+        region = self.streamed
+        owner = GraphModule({}, Graph())
+        outputs = outputs_of(region.joint)
+        if region.fused:
+            kept = [o for o in outputs[forward_outputs:]]
+            saved = list(dict.fromkeys(o for o in kept if isinstance(o, Node)))
+            forward = one_call(owner, region.placeholders, run_forward(region, [*outputs[:forward_outputs], *saved]),
+                               [*outputs[:forward_outputs], *saved])
+            backward = one_call(owner, [*saved, *region.tangents], run_scaled(saved, kept), kept)
+            return forward, backward
+        symbols = [n for n in region.saved if not is_tensor(n)]
+        tensors = [n for n in region.saved if is_tensor(n)]
+        forward = one_call(owner, region.placeholders, run_forward(region, [*outputs[:forward_outputs], *tensors, *symbols]),
+                           [*outputs[:forward_outputs], *tensors, *symbols])
+        given = [*symbols, *tensors, *region.tangents]
+        backward = one_call(owner, given, run_backward(region, given), outputs[forward_outputs:])
+        return forward, backward
+
+    def compile_forward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
+        return driver_of(module) or internals.compile_graph(module, inputs)
+
+    def compile_backward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
+        return driver_of(module) or internals.compile_graph(module, inputs, is_backward=True)
+
+    def compile_inference(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
+        outputs = outputs_of(module)
+        try:
+            self.streamed = self.stream(module, len(outputs), 0)
+        except CannotStream as refusal:
+            self.report.refusal = refusal.refusal
+            self.chain.refuse(refusal.refusal, self.whole_cost(module))
+            return internals.compile_graph(module, inputs, is_inference=True)
+        self.report.streamed = self.streamed
+        return boxed(run_forward(self.streamed, outputs_of(self.streamed.joint)))
+
+
+def one_call(owner: GraphModule, inputs, function: Callable, outputs) -> GraphModule:
+    """A graph module that calls one function, with the meta values that AOTAutograd reads."""
+    graph = Graph()
+    placeholders = []
+    for node in inputs:
+        new = graph.placeholder(node.name)
+        new.meta = dict(node.meta)
+        placeholders.append(new)
+    call = graph.call_function(function, tuple(placeholders))
+    results = []
+    for i, out in enumerate(outputs):
+        if not isinstance(out, Node):
+            results.append(out)
+            continue
+        item = graph.call_function(lambda values, index: values[index], (call, i))
+        item.meta = dict(out.meta)
+        results.append(item)
+    graph.output(tuple(results))
+    return GraphModule(owner, graph)
+
+
+def driver_of(module: GraphModule) -> Callable | None:
+    """The function behind a module made by `one_call`."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "streambp_driver", False):
+            return boxed(node.target)
+    return None
+
+
+def boxed(function: Callable) -> Callable:
+    """AOTAutograd's boxed convention: one list of arguments, which the callee empties."""
+
+    def call(args: list) -> list:
+        taken = list(args)
+        args.clear()
+        return function.take(taken)
+
+    call._boxed_call = True
+    return call
+
+
+class Driver:
+    """A named function over a list of arguments, for a graph module to call."""
+
+    streambp_driver = True
+
+    def __init__(self, name: str, take: Callable[[list], list]):
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+        self.take = take
+
+    def __call__(self, *args):
+        return self.take(list(args))
+
+    def __deepcopy__(self, _memo):
+        return self
+
+
+def run_forward(region: StreamedRegion, outputs: Sequence[object]) -> Driver:
+    runner = region.forward.runner
+    index = {o: i for i, o in enumerate(region.forward.program.outputs) if isinstance(o, Node)}
+    placeholders = region.placeholders
+
+    def take(args: list) -> list:
+        inputs = dict(zip(placeholders, args))
+        args.clear()
+        passed = {n: inputs[n] for n in outputs if n in inputs}
+        for tangent in region.tangents if region.fused else ():
+            inputs[tangent] = unit(tangent)
+        results = runner(inputs)
+        return [results[index[o]] if o in index else passed.get(o, o) if isinstance(o, Node) else o for o in outputs]
+
+    return Driver("streambp_forward", take)
+
+
+def run_scaled(saved: Sequence[Node], outputs: Sequence[object]) -> Driver:
+    """The backward of a fused head: gradients for a unit tangent exist already; scale them unless the tangent is one."""
+
+    def take(args: list) -> list:
+        values, tangent = dict(zip(saved, args)), args[-1]
+        args.clear()
+        if tangent.device.type != "cpu" or tangent.item() != 1:
+            for node in saved:
+                values[node] = (values[node] * tangent).to(values[node].dtype)
+        return [values[o] if isinstance(o, Node) else o for o in outputs]
+
+    return Driver("streambp_scale", take)
+
+
+def run_backward(region: StreamedRegion, given: Sequence[Node]) -> Driver:
+    runner = region.backward.runner
+    tangents = frozenset(region.tangents)
+
+    def take(args: list) -> list:
+        inputs = dict(zip(given, args))
+        args.clear()
+        owned = frozenset(n for n in tangents if internals_owned(inputs[n]))
+        results = runner(inputs, owned)
+        for value in results:
+            own(value)
+        return results
+
+    return Driver("streambp_backward", take)
+
+
+OWNED: dict[int, object] = {}
+
+
+def own(value: object) -> None:
+    del value
+
+
+def internals_owned(value: object) -> bool:
+    return False
+
+
+def linked(links, placeholders: Sequence[Node], outputs: Sequence[object]) -> Callable:
+    """The chain as one function: run the regions in order, hand values on, drop each after its last reader."""
+    last: dict[Node, int] = {}
+    for i, (_, region) in enumerate(links):
+        for node in region.inputs:
+            last[node] = i
+    for node in outputs:
+        if isinstance(node, Node):
+            last[node] = len(links)
+    dropped = [tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))]
+
+    def call(*args):
+        values: dict[Node, object] = dict(zip(placeholders, args))
+        for (compiled, region), gone in zip(links, dropped):
+            if compiled.call is not None:
+                results = compiled.call(*(values[n] for n in region.inputs if n.op != "get_attr"))
+                values.update(zip(region.outputs, results))
+                del results
+            for node in gone:
+                values.pop(node, None)
+        return tuple(values[o] if isinstance(o, Node) else o for o in outputs)
+
+    return call

@@ -1,0 +1,43 @@
+"""The few choices a user may make, frozen and validated."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of ``torch.compile(..., backend="streambp", options={...})``.
+
+    chunk_size  tokens per chunk in every sweep; ``None`` lets each sweep choose from its own widths
+    strict      raise where a region cannot be streamed, instead of compiling it whole with a warning
+    mode        Inductor's mode for the chunk bodies (``torch.compile``'s own ``mode=``)
+    """
+
+    chunk_size: int | None = None
+    strict: bool = False
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None and (isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int)
+                                            or self.chunk_size < 1):
+            raise ValueError(f"chunk_size must be a number of tokens, 1 or more, or None; got {self.chunk_size!r}")
+        if not isinstance(self.strict, bool):
+            raise ValueError(f"strict must be True or False; got {self.strict!r}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}")
+
+    @staticmethod
+    def of(mode: str | None, options: Mapping[str, object] | None) -> Config:
+        """From what ``torch.compile`` hands over. Raises ValueError for an option that does not exist or a bad value."""
+        valid = [f.name for f in fields(Config) if f.name != "mode"]
+        for name in options or {}:
+            if name not in valid:
+                close = difflib.get_close_matches(str(name), valid, n=1)
+                guess = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"unknown streambp option {name!r}; valid options are {', '.join(valid)}.{guess}")
+        return Config(mode=mode, **(options or {}))

@@ -1,0 +1,196 @@
+"""The one door to what is private in torch. Tried on torch 2.11 and 2.13.
+
+A new torch release is a change of this file alone: AOTAutograd's joint graphs, fake tensors with symbolic sizes, Inductor's inner
+compilation, Dynamo's graph idioms and the structured trace all come in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import sympy
+import torch
+from torch._decomp import get_decompositions
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._logging import trace_structured
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from .passes.lower import Binding, Body, total_dtype
+from .passes.normalize import KEPT, mean
+from .passes.rules import overload
+from .runtime import Layout, layout_of, source_value
+
+__all__ = ["aot_autograd", "capture", "compile_body", "decompositions", "detect_fake_mode", "keep_inputs_partition", "make_fx"]
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+
+def decompositions() -> dict:
+    """Inductor's decompositions without those of ops that the rules know better."""
+    table = dict(select_decomp_table())
+    for name in KEPT:
+        table.pop(overload(name), None)
+    table[aten.mean.dim] = mean
+    table[aten.mean.default] = mean
+    table.update(get_decompositions([aten.t, aten.transpose.int, aten.detach, aten.select_backward, aten.slice_backward]))
+    return table
+
+
+def is_fake(value: object) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
+    """The forward of a function on fake inputs, as one ATen graph in the spelling of the rules."""
+    with torch.no_grad():
+        return make_fx(function, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def captured_so_far() -> str | None:
+    """Name of the last node of the graph being captured."""
+    mode = get_proxy_mode()
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes))).name
+
+
+def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, **kwargs):
+    """Keep only inputs and recompute all of the rest, unless random numbers are drawn (then as Inductor would)."""
+    random = any(isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
+                 for n in joint.graph.nodes)
+    if random or not inputs[1]:
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]
+    tensors = [n for n in primals if isinstance(n.meta.get("val"), torch.Tensor)]
+    symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
+    return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs)
+
+
+def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
+    """Inductor on a graph of a region that is not streamed; the ops that only our rules wanted are decomposed now."""
+    examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    with detect_fake_mode(examples) or contextlib.nullcontext():
+        plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*examples)
+    return compile_fx_inner(plain, inputs, **kwargs)
+
+
+class BodyInputs:
+    """Fake inputs of a chunk body: every size that may change is a symbol of its own."""
+
+    def __init__(self, body: Body, chunk: int):
+        self.env = ShapeEnv(duck_shape=False)
+        self.mode = FakeTensorMode(shape_env=self.env)
+        self.symbols: dict[object, torch.SymInt] = {}
+        chunk = max(chunk, 16)
+        self.hints = {"rows": chunk, "keys": 4 * chunk + 7, "first": 3 * chunk + 7, "offset": 3 * chunk + 7, "length": 8 * chunk + 5}
+        self.values = [self.fake(b) for b in body.bindings]
+
+    def symbol(self, name: object, size_hint: int) -> torch.SymInt:
+        if name not in self.symbols:
+            source = ConstantSource(f"streambp_{len(self.symbols)}")
+            symbol = self.env.create_symbol(size_hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+            self.symbols[name] = self.env.create_symintnode(symbol, hint=size_hint, source=source)
+        return self.symbols[name]
+
+    def size(self, size):
+        """A size of the region's graph; symbols of that graph become symbols of this body."""
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        if expr.is_Symbol:
+            return self.symbol(expr, size.node.hint)
+        names = sorted(expr.free_symbols, key=str)
+        env = size.node.shape_env
+        args = [self.symbol(s, int(env.var_to_val[s]) if s in getattr(env, "var_to_val", {}) else int(env.backed_var_to_val[s])) for s in names]
+        return sympy.lambdify(names, expr)(*args)
+
+    def fake(self, binding: Binding):
+        if binding.role == "scalar":
+            if binding.source is not None:
+                value = binding.source.meta["val"]
+                return self.size(value)
+            if binding.name.startswith("size_"):
+                raise AssertionError(binding.name)
+            return self.symbol(binding.name, self.hints[binding.name])
+        value = source_value(binding)
+        dtype = total_dtype(value.dtype) if binding.role in ("total", "keytotal") else value.dtype
+        mark = binding.mark
+        full = [self.size(s) for s in value.shape]
+        if binding.role in ("whole", "total") or mark is None:
+            if binding.role == "total" or mark is None and binding.role == "keytotal":
+                strides = _contiguous(full)
+            elif Layout.of(value) is None:
+                strides = [self.size(s) for s in value.stride()]
+            else:
+                strides = layout_of(value).strides(full)
+            return self.empty(full, strides, dtype, value.device)
+        length = self.symbol("length", self.hints["length"])
+        full[mark.dim] = mark.outer * length * mark.inner
+        strides = _contiguous(full) if binding.role == "keytotal" else layout_of(value).strides(full)
+        rows = self.symbol("rows" if binding.role in ("rows", "write") else "keys",
+                           self.hints["rows" if binding.role in ("rows", "write") else "keys"])
+        if mark.outer == mark.inner == 1 or binding.role not in ("rows", "write"):
+            sizes = [*full[:mark.dim], rows, *full[mark.dim + 1:]]
+        else:
+            step = strides[mark.dim]
+            sizes = [*full[:mark.dim], mark.outer, rows, mark.inner, *full[mark.dim + 1:]]
+            strides = [*strides[:mark.dim], length * mark.inner * step, mark.inner * step, step, *strides[mark.dim + 1:]]
+        return self.empty(sizes, strides, dtype, value.device)
+
+    def empty(self, sizes, strides, dtype, device):
+        with self.mode:
+            return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+
+def _contiguous(sizes) -> list:
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step = step * size
+    return strides[::-1]
+
+
+COMPILED: dict[str, Callable] = {}
+
+
+def compile_body(body: Body, chunk: int) -> Callable:
+    """One Inductor artifact for a body, shared by every body of the same text on the same inputs.
+
+    Returns a function of the list of inputs. Raises if Inductor fixed a size that must stay free.
+    """
+    inputs = BodyInputs(body, chunk)
+    key = f"{body.graph.code}|{[describe(v) for v in inputs.values]}|{inductor_config.save_config_portable()}"
+    if key not in COMPILED:
+        with tracing(TracingContext(inputs.mode)):  # a body's sizes are its own, not those of the graph around it
+            with inputs.mode:
+                traced = make_fx(body.graph, decomposition_table=select_decomp_table(), tracing_mode="symbolic",
+                                 _allow_non_fake_inputs=True)(*inputs.values)
+            examples = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
+            counters["streambp"]["bodies"] += 1
+            COMPILED[key] = compile_fx_inner(traced, examples)
+        fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
+        if fixed:
+            raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
+    return COMPILED[key]
+
+
+def describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}{tuple(value.stride())}{value.dtype}{value.device}"
+    return str(value)
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into the structured trace, where ``tlparse`` shows it."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -1,0 +1,131 @@
+"""The passes in order, each result verified: from a region's joint graph to its runners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .passes.analyze import Spread, analyze
+from .passes.ir import Analysis, CannotStream, Mark, Refusal, Size, is_tensor
+from .passes.lower import Body, lower
+from .passes.normalize import normalize
+from .passes.partition import Program, partition
+from .passes.plan import chunk_length
+from .passes.verify import verify_analysis, verify_program
+from .runtime import Runner
+
+CompileBody = Callable[[Body, int], Callable]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One direction of a region: its program, its chunk bodies, and what executes them."""
+
+    program: Program
+    bodies: tuple[Body, ...]
+    chunks: tuple[int, ...]
+    runner: Runner = field(repr=False)
+
+
+@dataclass(frozen=True)
+class StreamedRegion:
+    """A region whose forward and backward run in sweeps.
+
+    saved   what the forward hands to the backward: region inputs, and the sums that the backward reads
+    fused   the forward computes gradients for a unit tangent, which the backward only scales
+    """
+
+    joint: GraphModule
+    analysis: Analysis
+    placeholders: tuple[Node, ...]
+    tangents: tuple[Node, ...]
+    saved: tuple[Node, ...]
+    forward: Schedule
+    backward: Schedule | None
+    fused: bool
+
+
+def outputs_of(module: GraphModule) -> tuple[object, ...]:
+    return tuple(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])
+
+
+def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...]], forward_outputs: int, tangents: int,
+           tangent_of: Sequence[int], chunk_size: int | None, compile_body: CompileBody) -> StreamedRegion:
+    """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
+
+    seeds       input position → token marks of that input
+    tangent_of  for each tangent, the forward output it is the gradient of
+    Raises `CannotStream`.
+    """
+    module = normalize(joint)
+    graph = module.graph
+    placeholders = tuple(n for n in graph.nodes if n.op == "placeholder")
+    primals, tangent_nodes = placeholders[: len(placeholders) - tangents], placeholders[len(placeholders) - tangents:]
+    outputs = outputs_of(module)
+    forward_part, backward_part = outputs[:forward_outputs], outputs[forward_outputs:]
+    marks = {primals[i]: m for i, m in seeds.items()}
+    marks.update(marks_of_tangents(graph, marks, forward_part, tangent_nodes, tangent_of))
+    analysis = analyze(graph, length, marks)
+    verify_analysis(graph, analysis)
+
+    def schedule(program: Program) -> Schedule:
+        verify_program(program, analysis)
+        bodies = lower(program, analysis)
+        chunks = tuple(chunk_length(s, analysis, chunk_size) for s in program.sweeps)
+        compiled = tuple(compile_body(b, c) for b, c in zip(bodies, chunks))
+        return Schedule(program, bodies, chunks, Runner(program, analysis, bodies, compiled, chunks))
+
+    forward = partition(graph, analysis, forward_part)
+    if not forward.sweeps and not any(is_tensor(n) and analysis.kinds[n] != "whole" for n in graph.nodes if n.op == "call_function"):
+        raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
+    if not tangents:
+        return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False)
+    if one_sweep_is_enough(graph, analysis, outputs, forward, tangent_nodes):
+        both = partition(graph, analysis, outputs)
+        return StreamedRegion(module, analysis, primals, tangent_nodes, (), schedule(both), None, True)
+    sums = sums_of_forward(graph, analysis, forward, tangent_nodes)
+    backward = partition(graph, analysis, backward_part, given=sums, movable=tangent_nodes)
+    saved = tuple(n for n in backward.given if n not in tangent_nodes)
+    if not all(n in primals or n in sums for n in saved):
+        raise CannotStream(Refusal("region", "its backward reads a constant that the forward does not hand on", "Report the graph"))
+    forward = partition(graph, analysis, (*forward_part, *(n for n in saved if n not in primals)))
+    return StreamedRegion(module, analysis, primals, tangent_nodes, saved, schedule(forward), schedule(backward), False)
+
+
+def marks_of_tangents(graph, marks, forward_part, tangents, tangent_of) -> dict[Node, tuple[Mark, ...]]:
+    """A tangent carries tokens where the output does whose gradient it is."""
+    spread = Spread(graph, marks)
+    found = {}
+    for tangent, index in zip(tangents, tangent_of):
+        output = forward_part[index]
+        if isinstance(output, Node) and is_tensor(tangent):
+            found[tangent] = tuple(spread.of(output).values())
+    return found
+
+
+def sums_of_forward(graph, analysis: Analysis, forward: Program, tangents) -> frozenset[Node]:
+    """Token-free values that the forward adds up over chunks: handed to the backward rather than summed again."""
+    late = {n for stage in forward.whole[1:] for n in stage if is_tensor(n)}
+    return frozenset(late | {n for s in forward.sweeps for n in s.sums})
+
+
+def one_sweep_is_enough(graph, analysis: Analysis, outputs, forward: Program, tangents) -> bool:
+    """A loss whose rows need no sum of themselves: its gradient comes out of the very sweep that computes it.
+
+    The incoming tangent is one number, so the gradients may be computed for 1 and scaled later: three products instead of four.
+    """
+    if len(tangents) != 1 or any(not is_tensor(t) or t.meta["val"].numel() != 1 for t in tangents) or len(forward.sweeps) != 1:
+        return False
+    try:
+        both = partition(graph, analysis, outputs)
+    except CannotStream:
+        return False
+    return len(both.sweeps) == 1
+
+
+def unit(tangent: Node) -> torch.Tensor:
+    value = tangent.meta["val"]
+    return torch.ones(value.shape, dtype=value.dtype, device=value.device)
