@@ -195,22 +195,127 @@ def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]]) 
     """
     spread = Spread(graph, seeds)
     bands = evaluate(graph)
-    reader = Reader(spread, length)
+    reader = Reader(spread, length, Gauge(graph, spread, length))
     for node in graph.nodes:
         reader.visit(node)
     reaches = key_ranges(graph, reader, bands)
     return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches)
 
 
+class Gauge:
+    """Which token is row 0 of a value, for values shifted against one another by slicing.
+
+    Slices keep the token of every row; what meets row by row must agree. Wide values (and what is computed from them) settle it among
+    themselves, starting at inputs that have all T rows; values with one number per token (labels, masks) then follow, by a shift.
+    """
+
+    def __init__(self, graph: Graph, spread: Spread, length: Size):
+        self.spread, self.length = spread, length
+        self.parent: dict[Node, tuple[Node, int]] = {}
+        self.root_low: dict[Node, int] = {}
+        self.uniform: set[Node] = set()
+        self.heavy: set[Node] = set()
+        for node in graph.nodes:
+            self.classify(node)
+        for node in graph.nodes:
+            self.join(node)
+        for node in graph.nodes:
+            if node.op == "placeholder" and node in self.heavy and self.rows(node) == hint(length):
+                self.root_low.setdefault(self.find(node)[0], -self.find(node)[1])
+
+    def rows(self, node: Node) -> int:
+        mark = self.spread.rows((node, -1))
+        return shape_of(node)[mark.dim] // (mark.outer * mark.inner)
+
+    def classify(self, node: Node) -> None:
+        signature = self.spread.signatures.get(node)
+        if node.target is operator.getitem:
+            if node.args[0] in self.heavy:
+                self.heavy.add(node)
+            return
+        marked = [a for a in tensor_operands(node) if self.spread.of(a)]
+        if signature is not None:
+            others = [a for a in tensor_operands(node) if a not in marked]
+            if signature.uniform or marked and all(a in self.uniform for a in marked) and not others or (
+                    not marked and others and all(a in self.uniform for a in others)):
+                self.uniform.add(node)
+                return
+        slots = [slot for slot in ((node, o) for o in outputs_of(node)) if self.spread.marks.get(slot)] if has_tensors(node) else []
+        wide = False
+        for slot in slots:
+            mark, value = self.spread.rows(slot), value_of(node) if slot[1] == -1 else value_of(node)[slot[1]]
+            shape = [hint(s) for s in value.shape]
+            wide |= product(shape) > product(shape[:mark.dim + 1])
+        if slots and (wide or any(a in self.heavy for a in marked)):
+            self.heavy.add(node)
+
+    def find(self, node: Node) -> tuple[Node, int]:
+        """(root, d) with low(node) = low(root) + d."""
+        delta = 0
+        while node in self.parent:
+            node, step = self.parent[node]
+            delta += step
+        return node, delta
+
+    def tie(self, a: Node, b: Node, difference: int) -> None:
+        """low(a) = low(b) + difference, unless they are tied already."""
+        (ra, da), (rb, db) = self.find(a), self.find(b)
+        if ra is not rb:
+            self.parent[ra] = (rb, db + difference - da)
+
+    def join(self, node: Node) -> None:
+        signature = self.spread.signatures.get(node)
+        if node.target is operator.getitem and node in self.heavy:
+            self.tie(node, node.args[0], 0)
+        if signature is None:
+            return
+        operands = tensor_operands(node)
+        if signature.reshape:
+            if node in self.heavy and operands[0] in self.heavy:
+                self.tie(node, operands[0], 0)
+            return
+        row = row_label(node, operands, signature, self.spread)
+        met = [(a, offset(signature, row, i)) for i, (a, labels) in enumerate(zip(operands, signature.operands))
+               if a in self.heavy and row is not None and row in labels and self.spread.of(a).get(labels.index(row)) is not None]
+        if node in self.heavy and any(row in labels for labels in signature.outputs):
+            for operand, shift in met:
+                self.tie(node, operand, shift)
+        for (a, x), (b, y) in zip(met, met[1:]):
+            self.tie(a, b, y - x)
+
+    def low(self, node: Node) -> int | None:
+        """The token of row 0, or None if nothing has settled it yet."""
+        root, delta = self.find(node)
+        return None if root not in self.root_low else self.root_low[root] + delta
+
+    def settle(self, node: Node, low: int) -> None:
+        root, delta = self.find(node)
+        self.root_low.setdefault(root, low - delta)
+
+
+def row_label(node: Node, operands, signature: Signature, spread: Spread):
+    """The label along which rows run through a node, or None."""
+    if signature.rows is not None:
+        return signature.rows
+    slots = [((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs)]
+    slots += [(slot_of(a), labels) for a, labels in zip(operands, signature.operands)]
+    pairs = [(s, labels) for s, labels in slots if spread.key(s) is not None]
+    for slot, labels in (*pairs, *slots):
+        mark = spread.rows(slot)
+        if mark is not None and labels[mark.dim] is not None:
+            return labels[mark.dim]
+    return None
+
+
 class Reader:
     """One pass in order: facts from marks, edges and kinds from labels."""
 
-    def __init__(self, spread: Spread, length: Size):
-        self.spread, self.length = spread, length
+    def __init__(self, spread: Spread, length: Size, gauge: Gauge):
+        self.spread, self.length, self.gauge = spread, length, gauge
         self.facts: dict[Node, Fact | tuple[Fact, ...]] = {}
         self.edges: dict[Node, tuple[Edge, ...]] = {}
         self.kinds: dict[Node, str] = {}
-        self.uniform: set[Node] = set()
+        self.uniform = gauge.uniform
 
     def fact(self, node: Node, output: int = -1) -> Fact:
         fact = self.facts[node]
@@ -258,8 +363,8 @@ class Reader:
             return Shared()
         slot = (node, -1)
         rows = self.spread.rows(slot)
-        lo, hi = 0, self.excess(node, node.meta["val"].shape, rows)
-        return Tokens(rows, self.spread.key(slot), lo, hi)
+        lo = self.gauge.low(node) or 0
+        return Tokens(rows, self.spread.key(slot), lo, lo + self.excess(node, node.meta["val"].shape, rows))
 
     def excess(self, node: Node, shape, mark: Mark) -> int:
         """Rows beyond T (negative: missing)."""
@@ -275,10 +380,11 @@ class Reader:
         row, key, kind = self.roles(node, operands, signature)
         slots = [(node, o) for o in outputs_of(node)]
         tokens = [bool(self.spread.marks.get(s)) for s in slots]
-        if signature.uniform or (operands and all(a in self.uniform or not self.spread.of(a) and self.kinds[a] == "whole"
-                                                 for a in operands) and any(a in self.uniform for a in operands)):
-            self.uniform.add(node)
-        low = self.first_row(node, operands, signature, row)
+        low = self.gauge.low(node) if node in self.gauge.heavy else None
+        if low is None:
+            low = self.first_row(node, operands, signature, row)
+            if node in self.gauge.heavy:
+                self.gauge.settle(node, low)
         facts = []
         for (_, output), carries in zip(slots, tokens):
             if not carries:
@@ -338,16 +444,16 @@ class Reader:
         return contracted, pair_in[1] if pair_in else None, "sum" if signature.contracts == "sum" else "all"
 
     def first_row(self, node: Node, operands, signature: Signature, row: object) -> int:
-        """The token of output row 0: that of the largest operand whose rows it has."""
+        """The token of output row 0: that of the widest operand whose rows it has."""
         if signature.reshape:
             fact = self.facts[operands[0]]
             return fact.lo if isinstance(fact, Tokens) else 0
-        best, low = -1, 0
+        best, low = (-1, -1), 0
         for i, (operand, labels) in enumerate(zip(operands, signature.operands)):
             fact = self.facts[operand]
             if not isinstance(fact, Tokens) or fact.rows.dim >= len(labels) or labels[fact.rows.dim] != row or row is None:
                 continue
-            size = 0 if operand in self.uniform else product(shape_of(operand)) * value_of(operand).dtype.itemsize
+            size = (operand in self.gauge.heavy, 0 if operand in self.uniform else product(shape_of(operand)))
             if size > best:
                 best, low = size, fact.lo + offset(signature, row, i)
         return low

@@ -218,7 +218,7 @@ class Writer:
         """``[C]``: the token of each row."""
         rows = self.graph.call_function(prims.iota.default, (self.scalar("rows"),), dict(
             start=0, step=1, dtype=torch.int64, device=self.device(), requires_grad=False))
-        return self.graph.call_function(aten.add.Tensor, (rows, self.scalar("first")))
+        return self.graph.call_function(aten.add.Scalar, (rows, self.scalar("first")))
 
     def device(self) -> torch.device:
         return next(value_of(n).device for n in self.sweep.nodes if is_tensor(n))
@@ -231,7 +231,7 @@ class Writer:
         if fact.lo > 0:
             inside = call(aten.ge.Scalar, (tokens, fact.lo))
         if fact.hi < 0:
-            below = call(aten.lt.Tensor, (tokens, call(operator.add, (self.scalar("length"), fact.hi))))
+            below = call(aten.lt.Scalar, (tokens, call(operator.add, (self.scalar("length"), fact.hi))))
             inside = below if inside is None else call(aten.logical_and.default, (inside, below))
         if mark.outer != 1 or mark.inner != 1:
             size = self.scalar("rows")
@@ -263,10 +263,10 @@ class Writer:
         kwargs = dict(node.kwargs)
         kwargs["start"], kwargs["step"] = 0, 1
         rows = self.graph.call_function(prims.iota.default, (self.scalar("rows"),), kwargs)
-        rows = self.graph.call_function(aten.add.Tensor, (rows, self.scalar("first")))
+        rows = self.graph.call_function(aten.add.Scalar, (rows, self.scalar("first")))
         if step != 1:
-            rows = self.graph.call_function(aten.mul.Tensor, (rows, step))
-        return rows if start == 0 else self.graph.call_function(aten.add.Tensor, (rows, self.read_int(start) if isinstance(start, Node) else start))
+            rows = self.graph.call_function(aten.mul.Scalar, (rows, step))
+        return rows if start == 0 else self.graph.call_function(aten.add.Scalar, (rows, self.read_int(start) if isinstance(start, Node) else start))
 
     def reshaped(self, value: Node, sizes: list) -> Node:
         return self.graph.call_function(aten.reshape.default, (value, sizes))
