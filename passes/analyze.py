@@ -339,6 +339,9 @@ class Reader:
             self.edges[node] = (Edge(source, "rows" if isinstance(fact, Tokens) else "whole"),)
             return
         operands = tensor_operands(node)
+        if not has_tensors(node):  # a size
+            self.facts[node], self.edges[node], self.kinds[node] = Shared(), (), "whole"
+            return
         touched = any(self.spread.of(a) for a in operands) or any(
             self.spread.marks.get((node, o)) for o in outputs_of(node))
         if not touched:

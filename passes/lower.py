@@ -37,6 +37,7 @@ class Binding:
             total   an accumulator
             keytotal  the key range of an accumulator
     low     the token of row 0 of the source, after any shift
+    size    for a scalar that is a size of the model: the symbol
     """
 
     role: str
@@ -44,6 +45,7 @@ class Binding:
     name: str
     mark: Mark | None = None
     low: int = 0
+    size: torch.SymInt | None = None
 
     def __str__(self) -> str:
         return f"{self.role:<8} {self.name}"
@@ -101,13 +103,13 @@ class Writer:
 
     # Reading
 
-    def bind(self, role: str, source: Node | None, name: str, mark: Mark | None = None, low: int = 0) -> Node:
+    def bind(self, role: str, source: Node | None, name: str, mark: Mark | None = None, low: int = 0, size=None) -> Node:
         key = (role, source, name if source is None else None, low if role == "rows" else 0)
         if key not in self.bindings:
             last = list(self.bindings.values())[-1][1] if self.bindings else None
             with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
                 node = self.graph.placeholder(f"{name}_{role}" if source is not None else name)
-            self.bindings[key] = (Binding(role, source, name, mark, low), node)
+            self.bindings[key] = (Binding(role, source, name, mark, low, size), node)
         return self.bindings[key][1]
 
     def scalar(self, name: str) -> Node:
@@ -140,7 +142,8 @@ class Writer:
 
     def symbol(self, size: torch.SymInt) -> Node:
         """A size that is neither rows nor keys but no constant either: handed in by the driver."""
-        return self.bind("scalar", None, f"size_{size.node.expr}")
+        name = "size_" + "".join(c if c.isalnum() else "_" for c in str(size.node.expr))
+        return self.bind("scalar", None, name, size=size)
 
     def fact(self, node: Node, output: int | None = None):
         fact = self.analysis.facts[node]

@@ -276,7 +276,7 @@ def fresh(fake: object):
         return fake
     if isinstance(fake, torch.nn.Parameter) or fake.is_leaf:
         return fake
-    with torch.no_grad():
+    with fake.fake_mode, torch.no_grad():
         leaf = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     return leaf.requires_grad_(fake.requires_grad)
 

@@ -120,8 +120,8 @@ class BodyInputs:
             if binding.source is not None:
                 value = binding.source.meta["val"]
                 return self.size(value)
-            if binding.name.startswith("size_"):
-                raise AssertionError(binding.name)
+            if binding.size is not None:
+                return self.size(binding.size)
             return self.symbol(binding.name, self.hints[binding.name])
         value = source_value(binding)
         dtype = total_dtype(value.dtype) if binding.role in ("total", "keytotal") else value.dtype

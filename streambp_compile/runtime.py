@@ -126,7 +126,7 @@ class Runner:
         if binding.role == "scalar":
             if binding.source is not None:
                 return values[binding.source]
-            return self.symbol(binding.name, sizes)
+            return None if binding.size is None else sizes(binding.size)
         fake = source_value(binding)
         if binding.role in ("total", "keytotal"):
             return torch.zeros([sizes(s) for s in fake.shape], dtype=total_dtype(fake.dtype), device=fake.device)
@@ -139,11 +139,6 @@ class Runner:
         if binding.role == "rows":
             value = aligned(value, binding.mark, -binding.low, length)
         return laid_out(value, layout_of(fake))
-
-    def symbol(self, name: str, sizes: Sizes):
-        if not name.startswith("size_"):
-            return None
-        return next(v for k, v in sizes.symbols.items() if f"size_{k}" == name)
 
     def padded(self, binding: Binding, fake: torch.Tensor, sizes: Sizes, length: int) -> list[int]:
         """The shape of a row buffer with a row for every token."""
