@@ -7,6 +7,7 @@ each operand, then follows from where its labels went.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Mapping
@@ -504,14 +505,14 @@ def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object]) -> di
     paired = [n for n in graph.nodes if n in reader.facts and meets_pair(n, reader)
               and reader.spread.signatures.get(n) is not None and n not in ranges]
     if paired:
-        reach = Reach(math.inf, -math.inf)
+        found = list(ranges.values())  # masks of fused attention need the keys that it reads
         for node in paired:
             leaves = exits(node, reader)
             if leaves is None:
                 continue
-            found = next((b for b in (bands.get(a) for a in leaves) if isinstance(b, Band) and closes(b, node, reader)), None)
-            reach = reach.join(Reach(found.lo, found.hi)) if found is not None else EVERYWHERE
-        reach = EVERYWHERE if reach.lo > reach.hi else reach
+            band = next((b for b in (bands.get(a) for a in leaves) if isinstance(b, Band) and closes(b, node, reader)), None)
+            found.append(Reach(band.lo, band.hi) if band is not None else EVERYWHERE)
+        reach = functools.reduce(Reach.join, found) if found else EVERYWHERE
         for node in paired:
             ranges[node] = reach
     return ranges
