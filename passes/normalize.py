@@ -189,6 +189,7 @@ def emitted(graph: Graph, node: Node, target, args: tuple) -> Node:
     with graph.inserting_before(node):
         new = graph.call_function(target, args)
     new.meta = {k: v for k, v in node.meta.items() if k != "val"}
+    new.meta["replaces"] = node.name
     new.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
     return new
 

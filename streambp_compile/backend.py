@@ -129,14 +129,14 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
 
     The whole forward is captured once and every candidate (a dimension of a data input) is spread over it; sizes are never compared.
     """
-    names: dict[str, str | None] = {}
+    captured_for: dict[Node, set[str]] = {}
     made: list[tuple[Node, int]] = []
 
     class Recorder(torch.fx.Interpreter):
         def run_node(self, n: Node):
-            before = internals.captured_so_far()
+            before, _ = internals.captured_after(None)
             result = super().run_node(n)
-            names[n.name] = (before, internals.captured_so_far())
+            captured_for[n] = set(internals.captured_after(before)[1])
             if isinstance(result, torch.Tensor) and n.op not in ("output",):
                 made.append((n, result))
             return result
@@ -177,11 +177,8 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
         return None
     spread, length = chosen
     marks = {n: tuple(spread.of(v).values()) for n, v in values.items() if spread.of(v)}
-    order = {n.name: i for i, n in enumerate(graph.nodes)}
-    mixing_at = sorted(order[n.name] for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread))
-    ranges = {name: (order.get(a, -1), order.get(b, -1)) for name, (a, b) in names.items()}
-    mixing = frozenset(n for n in module.graph.nodes if n.name in ranges and any(
-        ranges[n.name][0] < at <= ranges[n.name][1] for at in mixing_at))
+    mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)}
+    mixing = frozenset(n for n, names in captured_for.items() if names & mixers)
     return Axis(length, marks, mixing)
 
 

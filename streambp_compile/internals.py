@@ -23,7 +23,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -59,10 +59,17 @@ def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
         return make_fx(function, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
-def captured_so_far() -> str | None:
-    """Name of the last node of the graph being captured."""
+def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:
+    """The last node captured so far, and the names of those that came after a given one."""
     mode = get_proxy_mode()
-    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes))).name
+    if mode is None:
+        return None, []
+    names, node = [], next(iter(reversed(mode.tracer.graph.nodes)), None)
+    newest = node
+    while node is not None and node is not last and node.op != "root":
+        names.append(node.name)
+        node = node.prev
+    return newest, names
 
 
 def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, **kwargs):
