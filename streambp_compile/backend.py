@@ -8,6 +8,8 @@ is done. Equal regions share one trace, one analysis and one compilation.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -466,36 +468,80 @@ def run_scaled(saved: Sequence[Node], outputs: Sequence[object]) -> Driver:
         if tangent.device.type != "cpu" or tangent.item() != 1:
             for node in saved:
                 values[node] = (values[node] * tangent).to(values[node].dtype)
-        return [values[o] if isinstance(o, Node) else o for o in outputs]
+        gradients = [values[o] if isinstance(o, Node) else o for o in outputs]
+        return gradients if internals.graph_is_kept() else sole_owners(gradients)
 
     return Driver("streambp_scale", take)
 
 
 def run_backward(region: StreamedRegion, given: Sequence[Node]) -> Driver:
     runner = region.backward.runner
-    tangents = frozenset(region.tangents)
+    tangents = region.tangents
 
     def take(args: list) -> list:
         inputs = dict(zip(given, args))
         args.clear()
-        owned = frozenset(n for n in tangents if internals_owned(inputs[n]))
-        results = runner(inputs, owned)
-        for value in results:
-            own(value)
-        return results
+        owned = frozenset(n for n in tangents if ours_alone(inputs[n]))
+        return sole_owners(runner(inputs, owned))
 
     return Driver("streambp_backward", take)
 
 
-OWNED: dict[int, object] = {}
+# A gradient may be overwritten only if nobody else can see it. Gradients that a streamed backward made for the next one bear a mark;
+# any tensor made of them by others (a sum, a view) does not. A hook that keeps one shows as an extra Python reference.
+
+def sole_owners(gradients: list) -> list:
+    """Gradients in storage of their own, marked as ours."""
+    seen: set[int] = set()
+    for i, gradient in enumerate(gradients):
+        if not isinstance(gradient, torch.Tensor):
+            continue
+        if gradient.untyped_storage().data_ptr() in seen:
+            gradients[i] = gradient = gradient.clone()
+        seen.add(gradient.untyped_storage().data_ptr())
+        gradient.streambp_owned = True
+    return gradients
 
 
-def own(value: object) -> None:
-    del value
+def ours_alone(gradient: object) -> bool:
+    return getattr(gradient, "streambp_owned", False) and sys.getrefcount(gradient) <= plain_references()
 
 
-def internals_owned(value: object) -> bool:
-    return False
+@functools.cache
+def plain_references() -> int:
+    """Python references to an incoming gradient that no hook keeps: counted once, on a chain of two nodes built like ours."""
+    counts = []
+
+    def forward(args: list) -> list:
+        return [args[0] * 2]
+
+    def backward(args: list) -> list:
+        inputs = dict(enumerate(args))
+        args.clear()
+        counts.append(counted(inputs[0]))
+        gradient = inputs[0] * 2
+        return sole_owners([gradient])
+
+    def cut(joint, joint_inputs, *, num_fwd_outputs, **kwargs):
+        primals = [n for n in joint.graph.nodes if n.op == "placeholder"]
+        outputs = outputs_of(joint)
+        owner = GraphModule({}, Graph())
+        return (one_call(owner, primals[:1], Driver("calibration_forward", forward), outputs[:1]),
+                one_call(owner, primals[1:], Driver("calibration_backward", backward), outputs[1:]))
+
+    graph = Graph()
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 2)),))
+    compiled = internals.aot_autograd(fw_compiler=lambda m, _: driver_of(m), bw_compiler=lambda m, _: driver_of(m), partition_fn=cut)(
+        GraphModule({}, graph), [torch.ones(2, requires_grad=True)])
+    x = torch.ones(2, requires_grad=True)
+    with torch.enable_grad():
+        (y,) = compiled(compiled(x)[0])
+        y.sum().backward()
+    return counts[-1]
+
+
+def counted(gradient: object) -> int:
+    return sys.getrefcount(gradient)
 
 
 def linked(links, placeholders: Sequence[Node], outputs: Sequence[object]) -> Callable:
@@ -510,6 +556,7 @@ def linked(links, placeholders: Sequence[Node], outputs: Sequence[object]) -> Ca
     dropped = [tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))]
 
     def call(*args):
+        plain_references()
         values: dict[Node, object] = dict(zip(placeholders, args))
         for (compiled, region), gone in zip(links, dropped):
             if compiled.call is not None:

@@ -198,6 +198,11 @@ def describe(value: object) -> str:
     return str(value)
 
 
+def graph_is_kept() -> bool:
+    """Does the running backward keep its graph (``retain_graph=True``), and with it what the forward saved?"""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Put a text into the structured trace, where ``tlparse`` shows it."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -1,0 +1,1 @@
+"""Measurements: live memory to the byte, gradient differences, and the table of peers."""

@@ -1,0 +1,395 @@
+"""Ways to take the same training step: peak memory, time, compilation and exactness, in one table.
+
+    python benchmarks/peers.py --tokens 8192
+    python benchmarks/peers.py --tokens 8192 --methods checkpointing,streambp --rounds 5 --save t8192
+    python benchmarks/peers.py --tokens 65536 --device cuda --dtype bfloat16
+
+Every method is a process of its own with cold compilation caches. All of them stay alive and wait; this process lets one at a time take
+a step, round by round and every second round in reverse, so that a slow moment of the machine falls on all alike. Between steps a process holds
+weights and gradients alone.
+
+The model is Qwen3-shaped with random weights: vocabulary 32768, width 512, 6 layers, feed-forward 1536, 8 heads over 4 key heads of 64,
+head not tied; one sequence. Peak: bytes during one step (loss and backward) above what is held before it, weights and allocated gradients;
+on a CPU by the events of torch's allocator (benchmarks/memory.py), on a GPU by ``torch.cuda.max_memory_allocated``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MIB = 2**20
+REFERENCE = "checkpointing"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A method: what its row is called, whether layers are checkpointed, its compiler, and how its process prepares torch."""
+
+    title: str
+    checkpointed: bool = False
+    backend: str | None = None
+    prepare: Callable[[], None] = lambda: None
+
+
+def enable_auto_chunker() -> None:
+    from torch._inductor import config
+
+    if not hasattr(config, "auto_chunker"):
+        raise RuntimeError("this torch has no torch._inductor.config.auto_chunker")
+    config.auto_chunker.enable = True
+
+
+def set_memory_budget() -> None:
+    from torch._functorch import config
+
+    config.activation_memory_budget = 0.3
+
+
+PEERS = {
+    "eager": Peer("eager"),
+    REFERENCE: Peer("gradient checkpointing", checkpointed=True),
+    "inductor": Peer("Inductor", backend="inductor"),
+    "inductor-checkpointing": Peer("Inductor + checkpointing", checkpointed=True, backend="inductor"),
+    "inductor-chunker": Peer("Inductor + checkpointing + auto_chunker", checkpointed=True, backend="inductor", prepare=enable_auto_chunker),
+    "inductor-budget": Peer("Inductor, activation_memory_budget=0.3", backend="inductor", prepare=set_memory_budget),
+    "streambp": Peer("streambp", backend="streambp"),
+}
+
+
+# A method's process
+
+
+class Step:
+    """One training step of one method, and what can be asked about it."""
+
+    def __init__(self, name: str, chosen: argparse.Namespace):
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        peer = PEERS[name]
+        if chosen.device == "cpu":
+            torch.set_num_threads(chosen.threads)
+        peer.prepare()
+        torch.manual_seed(chosen.seed)
+        config = Qwen3Config(
+            vocab_size=32768, hidden_size=512, intermediate_size=1536, num_hidden_layers=chosen.layers, num_attention_heads=8,
+            num_key_value_heads=4, head_dim=64, max_position_embeddings=max(chosen.tokens, 32768), tie_word_embeddings=False,
+            use_cache=False)
+        self.model = Qwen3ForCausalLM(config).to(getattr(torch, chosen.dtype)).train().to(chosen.device)
+        if peer.checkpointed:
+            # the name that transformers 5 prefers, or the one that every version before knows
+            getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.ids = torch.randint(0, config.vocab_size, (1, chosen.tokens)).to(chosen.device)
+        self.loss_of = self.plain_loss
+        if peer.backend:
+            options = {"options": {"chunk_size": chosen.chunk_size}} if peer.backend == "streambp" and chosen.chunk_size else {}
+            self.loss_of = torch.compile(self.plain_loss, backend=peer.backend, **options)
+        self.chosen = chosen
+
+    def plain_loss(self, ids):
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def synchronize(self) -> None:
+        if self.chosen.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def take(self):
+        """Loss and backward, gradients added to what is there."""
+        loss = self.loss_of(self.ids)
+        loss.backward()
+        self.synchronize()
+        return loss.detach()
+
+    def zero(self) -> None:
+        self.model.zero_grad(set_to_none=False)
+        self.synchronize()
+
+    def release(self) -> None:
+        """Hand cached device memory back: other methods' processes share the device."""
+        if self.chosen.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def first(self, reference: str | None, write: bool) -> dict:
+        """The first step, compilation included; its gradients are compared with a reference file, or become that file."""
+        import torch
+        from torch._dynamo.utils import counters
+
+        start = time.perf_counter()
+        loss = self.take()
+        answer = {"first": time.perf_counter() - start, "loss": loss.item()}
+        if "streambp" in counters:
+            answer["bodies"] = counters["streambp"]["bodies"]
+        found = [p.grad for p in self.model.parameters()]
+        if write:
+            torch.save([g.cpu() for g in found], reference)
+        elif reference is not None:
+            from benchmarks.gradients import largest_difference
+
+            answer["difference"] = largest_difference((g.cpu() for g in found), torch.load(reference, mmap=True))
+        self.release()
+        return answer
+
+    def peak(self) -> dict:
+        """Bytes at the highest point of a step above what is held before it."""
+        import torch
+
+        self.take()
+        self.zero()
+        if self.chosen.device == "cuda":
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.take()
+            answer = {"peak": torch.cuda.max_memory_allocated() - held}
+        else:
+            from benchmarks.memory import peak
+
+            answer = {"peak": peak(self.take)}
+        self.release()
+        return answer
+
+    def seconds(self) -> dict:
+        """Seconds of one step."""
+        if self.chosen.device == "cuda":
+            self.take()  # refills the allocator's cache, which `release` emptied
+        self.zero()
+        start = time.perf_counter()
+        self.take()
+        answer = {"seconds": time.perf_counter() - start}
+        self.release()
+        return answer
+
+
+def serve(name: str, chosen: argparse.Namespace) -> None:
+    """Answer requests, one JSON object a line, until the input ends. Errors are answers too."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print must not get between the answers
+    step: Step | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if request["do"] == "first":
+                step = Step(name, chosen)
+                answer = step.first(request["reference"], request["write"])
+            elif request["do"] == "peak":
+                answer = step.peak()
+            else:
+                answer = step.seconds()
+        except Exception as error:  # noqa: BLE001 (a method that fails, whatever the reason, is a row of the table)
+            traceback.print_exc()
+            answer = {"error": first_line(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+        if "error" in answer:
+            return
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+# The table's process
+
+
+@dataclass
+class Row:
+    """A method's process, and what it answered so far."""
+
+    name: str
+    process: subprocess.Popen
+    log: Path
+    answers: dict = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def alive(self) -> bool:
+        return "error" not in self.answers
+
+    def ask(self, **request) -> dict:
+        """Send a request, wait for its answer, and remember it."""
+        if not self.alive:
+            return {}
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            answer = json.loads(line)
+        else:
+            code = self.process.wait()
+            answer = {"error": "killed, most likely for want of memory" if code == -9 else f"ended with status {code}: {self.last_words()}"}
+        self.answers.update(answer)
+        return answer
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no message"
+
+    def stop(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def start(name: str, scratch: Path, flags: list[str]) -> Row:
+    caches = scratch / name
+    caches.mkdir()
+    environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(caches), TRITON_CACHE_DIR=str(caches / "triton"))
+    log = scratch / f"{name}.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen([sys.executable, __file__, "--method", name, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=errors, text=True, env=environment)
+    return Row(name, process, log)
+
+
+def measure(chosen: argparse.Namespace, flags: list[str]) -> list[Row]:
+    """Run all methods. The reference goes first, because the others compare their gradients with its."""
+    rows: dict[str, Row] = {}
+    with tempfile.TemporaryDirectory(prefix="streambp-peers-") as folder:
+        scratch = Path(folder)
+        reference = str(scratch / "gradients.pt") if REFERENCE in chosen.methods else None
+        try:
+            for name in sorted(chosen.methods, key=lambda n: n != REFERENCE):
+                row = rows[name] = start(name, scratch, flags)
+                report(name, "first step", row.ask(do="first", reference=reference, write=name == REFERENCE))
+                report(name, "memory", row.ask(do="peak"))
+                if name == REFERENCE and not row.alive:
+                    reference = None
+            for number in range(chosen.rounds):
+                for name in chosen.methods if number % 2 == 0 else reversed(chosen.methods):
+                    answer = rows[name].ask(do="seconds")
+                    if "seconds" in answer:
+                        rows[name].seconds.append(answer["seconds"])
+                    report(name, f"round {number + 1} of {chosen.rounds}", answer)
+        finally:
+            for row in rows.values():
+                row.stop()
+    return [rows[name] for name in chosen.methods]
+
+
+def report(name: str, what: str, answer: dict) -> None:
+    """Progress, on stderr: the table alone is on stdout."""
+    if answer:
+        values = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in answer.items())
+        print(f"{name}: {what}: {values}", file=sys.stderr, flush=True)
+
+
+def table(rows: list[Row]) -> str:
+    """A Markdown table; ``×`` is the median over the rounds of a method's seconds divided by checkpointing's in the same round."""
+    heads = ["method", "peak MiB", "seconds", "× checkpointing", "first step s", "bodies", "loss", "gradient difference"]
+    reference = next((row.seconds for row in rows if row.name == REFERENCE), [])
+    lines = [heads]
+    for row in rows:
+        got = row.answers
+        ratios = [a / b for a, b in zip(row.seconds, reference)]
+        lines.append([
+            PEERS[row.name].title,
+            f"{got['peak'] / MIB:.1f}" if "peak" in got else "–",
+            f"{statistics.median(row.seconds):.3g}" if row.seconds else "–",
+            f"{statistics.median(ratios):.2f}" if ratios and row.name != REFERENCE else "–",
+            f"{got['first']:.1f}" if "first" in got else "–",
+            str(got.get("bodies", "–")),
+            f"{got['loss']:.6f}" if "loss" in got else "–",
+            f"{got['difference']:.1e}" if "difference" in got else "–",
+        ])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    text = [" | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))) for line in lines]
+    rule = " | ".join("-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths))
+    failed = [f"{PEERS[row.name].title} failed: {row.answers['error']}" for row in rows if not row.alive]
+    marked = [f"| {line} |" for line in [text[0], rule, *text[1:]]]
+    return "\n".join([*marked, *(["", *failed] if failed else [])])
+
+
+def circumstances(chosen: argparse.Namespace) -> str:
+    """What a reader needs to repeat or judge the table."""
+    import torch
+    import transformers
+
+    machine = torch.cuda.get_device_name() if chosen.device == "cuda" else f"{processor()}, {chosen.threads} threads"
+    chunks = f", chunk_size {chosen.chunk_size}" if chosen.chunk_size else ""
+    return (f"T={chosen.tokens}, {chosen.layers} layers, {chosen.dtype}, {chosen.device}{chunks}; median of {chosen.rounds} rounds; "
+            f"{machine}; torch {torch.__version__}, transformers {transformers.__version__}")
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The choices, and the part of them that a method's process is started with."""
+
+    def some(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        unknown = [name for name in names if name not in PEERS]
+        if unknown or not names:
+            raise argparse.ArgumentTypeError(f"unknown method {', '.join(unknown) or text!r}; there are {', '.join(PEERS)}")
+        return list(dict.fromkeys(names))
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=8192, help="length of the sequence (%(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="depth of the model (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--chunk-size", type=int, default=None, help="tokens per chunk of streambp (its own choice)")
+    parser.add_argument("--threads", type=int, default=2, help="threads on a CPU (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    passed_on = [action for action in parser._actions if action.dest != "help"]
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each method (%(default)s)")
+    parser.add_argument("--methods", type=some, default=list(PEERS), metavar="A,B,...", help=f"of {', '.join(PEERS)} (all)")
+    parser.add_argument("--save", metavar="NAME", help="also write the table to benchmarks/results/NAME.md")
+    parser.add_argument("--method", choices=PEERS, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    for name in ("tokens", "layers", "threads", "rounds"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name} must be 1 or more")
+    if chosen.chunk_size is not None and chosen.chunk_size < 1:
+        parser.error("--chunk-size must be 1 or more")
+    flags = [part for action in passed_on if getattr(chosen, action.dest) is not None
+             for part in (action.option_strings[0], str(getattr(chosen, action.dest)))]
+    return chosen, flags
+
+
+def main() -> None:
+    chosen, flags = arguments()
+    sys.path.insert(0, str(ROOT))
+    if chosen.method:
+        serve(chosen.method, chosen)
+        return
+    described = circumstances(chosen)
+    text = table(measure(chosen, flags))
+    print(f"\n{described}\n\n{text}")
+    if chosen.save:
+        RESULTS.mkdir(exist_ok=True)
+        command = " ".join(["python benchmarks/peers.py", *sys.argv[1:]])
+        (RESULTS / f"{chosen.save}.md").write_text(f"`{command}`\n\n{described}\n\n{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

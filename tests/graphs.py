@@ -1,0 +1,77 @@
+"""Graphs for tests: one node by hand, a traced function, a region's joint graph, and a region streamed without Inductor."""
+
+from __future__ import annotations
+
+import torch
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import default_partition
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from streambp_compile import internals
+from streambp_compile.passes.ir import Mark
+from streambp_compile.pipeline import StreamedRegion, outputs_of, stream
+
+
+def single(target, args, kwargs) -> tuple[Graph, Node]:
+    """A graph of one call; its tensors are placeholders, and every node bears its real value."""
+    graph = Graph()
+
+    def placed(arg):
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node.meta["val"] = arg
+        return node
+
+    nodes, named = tree_map(placed, args), tree_map(placed, kwargs)
+    call = graph.call_function(target, tuple(nodes), dict(named))
+    value = target(*args, **kwargs)
+    call.meta["val"] = tuple(value) if isinstance(value, (tuple, list)) else value
+    return graph, call
+
+
+def traced(function, *inputs) -> GraphModule:
+    """The ATen graph of a function in the spelling of the rules, with fake values."""
+    return make_fx(function, decomposition_table=internals.decompositions(), tracing_mode="fake")(*inputs)
+
+
+def joint_of(function, *inputs) -> tuple[GraphModule, int, int]:
+    """AOTAutograd's joint graph of a function, with its numbers of forward outputs and tangents."""
+    found = {}
+
+    def keep(joint, joint_inputs, *, num_fwd_outputs, **kwargs):
+        found.update(joint=joint, outputs=num_fwd_outputs, tangents=len(joint_inputs[1]))
+        return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+
+    def as_is(module, _inputs):
+        return module
+
+    aot_function(function, as_is, as_is, partition_fn=keep, decompositions=internals.decompositions())(*inputs)
+    return found["joint"], found["outputs"], found["tangents"]
+
+
+def eagerly(body, _chunk):
+    """Stands in for Inductor: a chunk body run node by node."""
+    return lambda args: body.graph(*args)
+
+
+def streamed(function, inputs, marks: dict[int, int], length: int, chunk: int = 3) -> StreamedRegion:
+    """A function of leaves, streamed with gradients. ``marks``: input → the dimension that carries tokens."""
+    joint, outputs, tangents = joint_of(function, *inputs)
+    return stream(joint, length, {i: (Mark(d),) for i, d in marks.items()}, outputs, tangents, list(range(tangents)), chunk, eagerly)
+
+
+def run_region(region: StreamedRegion, inputs, tangents) -> list[torch.Tensor]:
+    """Forward outputs and input gradients of a streamed region, in the order of its joint graph."""
+    given = dict(zip(region.placeholders, (i.detach() for i in inputs)))
+    outputs = outputs_of(region.joint)
+    if region.fused:
+        given.update(zip(region.tangents, tangents))
+        made = dict(zip(region.forward.program.outputs, region.forward.runner(given)))
+    else:
+        made = dict(zip(region.forward.program.outputs, region.forward.runner(dict(given))))
+        saved = {n: made[n] if n in made else given[n] for n in region.saved}
+        made.update(zip(region.backward.program.outputs, region.backward.runner({**saved, **dict(zip(region.tangents, tangents))})))
+    return [made[o] if isinstance(o, Node) else o for o in outputs]
