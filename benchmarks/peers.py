@@ -10,7 +10,8 @@ weights and gradients alone.
 
 The model is Qwen3-shaped with random weights: vocabulary 32768, width 512, 6 layers, feed-forward 1536, 8 heads over 4 key heads of 64,
 head not tied; one sequence. Peak: bytes during one step (loss and backward) above what is held before it, weights and allocated gradients;
-on a CPU by the events of torch's allocator (benchmarks/memory.py), on a GPU by ``torch.cuda.max_memory_allocated``.
+on a CPU by the events of torch's allocator (benchmarks/memory.py), on a GPU by ``torch.cuda.max_memory_allocated``. Inductor's auto_chunker
+leaves short sequences alone (it wants logits eight times the size of the head's weight, which is T >= 4096 here) and says so nowhere.
 """
 
 from __future__ import annotations
@@ -328,6 +329,8 @@ def circumstances(chosen: argparse.Namespace) -> str:
     import torch
     import transformers
 
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("peers.py: --device cuda, but torch finds no GPU")
     machine = torch.cuda.get_device_name() if chosen.device == "cuda" else f"{processor()}, {chosen.threads} threads"
     chunks = f", chunk_size {chosen.chunk_size}" if chosen.chunk_size else ""
     return (f"T={chosen.tokens}, {chosen.layers} layers, {chosen.dtype}, {chosen.device}{chunks}; median of {chosen.rounds} rounds; "

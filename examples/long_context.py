@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=at_least(2), default=8192, help="length of a sequence (%(default)s)")
-    parser.add_argument("--steps", type=at_least(0), default=16, help="training steps after the comparison (%(default)s)")
+    parser.add_argument("--steps", type=at_least(0), default=12, help="training steps after the comparison (%(default)s)")
     parser.add_argument("--chunk-size", type=at_least(1), default=None, help="tokens per chunk (chosen by streambp)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the text (%(default)s)")
     parser.add_argument("--layers", type=at_least(1), default=6, help="depth of the model (%(default)s)")

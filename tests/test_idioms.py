@@ -1,0 +1,614 @@
+"""The ways people write attention, positions, targets and losses: each streamed in float64 against eager.
+
+Bodies run without Inductor here, so that many spellings can be tried; `test_gradients` compiles the real thing.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import without_inductor
+
+from streambp_compile.backend import NotStreamed
+
+BATCH, TOKENS, VOCAB, WIDTH, HEADS = 2, 13, 17, 8, 2
+INF = float("-inf")
+
+
+class Weights:
+    """The weights of one layer and a tied head, in float64."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.table, self.qkv, self.mix = (torch.randn(s, dtype=torch.float64) for s in ((VOCAB, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, WIDTH)))
+        self.qkv /= 3
+        self.place = torch.randn(1, 20, WIDTH, dtype=torch.float64)
+        self.exact_place = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
+        for weight in vars(self).values():
+            weight.requires_grad_()
+
+
+IDIOMS = {}
+
+
+def idiom(*flags):
+    """Register a loss. ``streams``: it must not be refused; otherwise it only must be exact."""
+    def enter(function):
+        IDIOMS[function.__name__] = (function, "streams" in flags)
+        return function
+
+    return enter
+
+
+def heads(x):
+    return x.view(x.shape[0], x.shape[1], HEADS, -1).transpose(1, 2)
+
+
+def merged(x):
+    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+def qkv(x, w):
+    return (heads(t) for t in (x @ w.qkv).split(WIDTH, -1))
+
+
+def attend(x, w, **kwargs):
+    return merged(F.scaled_dot_product_attention(*qkv(x, w), **(kwargs or dict(is_causal=True))))
+
+
+def base(ids, w):
+    x = F.embedding(ids, w.table)
+    return x + attend(x, w)
+
+
+def loss_of(x, ids, w):
+    return F.cross_entropy((x @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+
+
+def scores(x, w):
+    q, k, v = qkv(x, w)
+    return q @ k.transpose(-1, -2) / 2, v
+
+
+def hidden():
+    return torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+
+
+# Attention
+
+@idiom("streams")
+def fused_causal(ids, w):
+    return loss_of(base(ids, w), ids, w)
+
+
+@idiom("streams")
+def fused_bidirectional(ids, w):
+    x = F.embedding(ids, w.table)
+    for _ in range(2):
+        x = x + attend(x, w, is_causal=False)
+    return loss_of(x, ids, w)
+
+
+@idiom("streams")
+def qkv_by_permute(ids, w):
+    x = F.embedding(ids, w.table)
+    q, k, v = (x @ w.qkv).view(BATCH, TOKENS, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    return loss_of(x + merged(F.scaled_dot_product_attention(q, k, v, is_causal=True)), ids, w)
+
+
+@idiom("streams")
+def matmul_softmax(ids, w):
+    x = F.embedding(ids, w.table)
+    for _ in range(2):
+        s, v = scores(x, w)
+        x = x + merged(s.masked_fill(hidden(), INF).softmax(-1) @ v)
+    return loss_of(x, ids, w)
+
+
+@idiom("streams")
+def einsum_where(ids, w):
+    x = F.embedding(ids, w.table)
+    q, k, v = (t.view(BATCH, TOKENS, HEADS, -1) for t in (x @ w.qkv).split(WIDTH, -1))
+    r = torch.arange(TOKENS)
+    p = torch.where(r[:, None] >= r[None, :], torch.einsum("bthd,bshd->bhts", q, k), INF).softmax(-1)
+    return loss_of(x + torch.einsum("bhts,bshd->bthd", p, v).reshape(x.shape), ids, w)
+
+
+@idiom("streams")
+def time_first(ids, w):
+    x = F.embedding(ids.t(), w.table)
+    q, k, v = (t.reshape(TOKENS, BATCH * HEADS, -1).transpose(0, 1) for t in (x @ w.qkv).split(WIDTH, -1))
+    p = torch.bmm(q, k.transpose(1, 2)).masked_fill(hidden(), INF).softmax(-1)
+    x = x + torch.bmm(p, v).transpose(0, 1).reshape(x.shape)
+    return F.cross_entropy((x @ w.table.t())[:-1].reshape(-1, VOCAB), ids.t()[1:].reshape(-1))
+
+
+@idiom("streams")
+def multi_head_attention_forward(ids, w):
+    x = F.embedding(ids, w.table).transpose(0, 1)
+    mask = torch.full((TOKENS, TOKENS), INF, dtype=x.dtype).triu(1)
+    y, _ = F.multi_head_attention_forward(x, x, x, WIDTH, HEADS, w.qkv.t(), None, None, None, False, 0.0, w.mix, None,
+                                          attn_mask=mask, need_weights=False)
+    return loss_of((x + y).transpose(0, 1), ids, w)
+
+
+@idiom("streams")
+def fused_float_mask_of_two_dims(ids, w):
+    x = F.embedding(ids, w.table)
+    mask = torch.full((TOKENS, TOKENS), INF, dtype=x.dtype).triu(1)
+    return loss_of(x + attend(x, w, attn_mask=mask), ids, w)
+
+
+@idiom("streams")
+def fused_bool_mask_of_two_dims(ids, w):
+    x = F.embedding(ids, w.table)
+    return loss_of(x + attend(x, w, attn_mask=~hidden()), ids, w)
+
+
+@idiom("streams")
+def fused_mask_with_padding(ids, w):
+    x = F.embedding(ids, w.table)
+    mask = (~hidden())[None, None] & (ids != 0)[:, None, None, :] | torch.eye(TOKENS, dtype=torch.bool)
+    return loss_of(x + attend(x, w, attn_mask=mask), ids, w)
+
+
+@idiom("streams")
+def mask_from_a_buffer(ids, w):
+    x = F.embedding(ids, w.table)
+    s, v = scores(x, w)
+    return loss_of(x + merged(s.masked_fill(~BUFFER[:, :, :TOKENS, :TOKENS], INF).softmax(-1) @ v), ids, w)
+
+
+@idiom("streams")
+def mask_from_a_buffer_fused(ids, w):
+    x = F.embedding(ids, w.table)
+    return loss_of(x + attend(x, w, attn_mask=BUFFER[:, :, :TOKENS, :TOKENS]), ids, w)
+
+
+@idiom("streams")
+def mask_made_in_place(ids, w):
+    x = F.embedding(ids, w.table)
+    mask = torch.full((1, 1, TOKENS, TOKENS), INF, dtype=x.dtype)
+    mask.triu_(1)
+    for _ in range(2):
+        x = x + attend(x, w, attn_mask=mask)
+    return loss_of(x, ids, w)
+
+
+@idiom("streams")
+def soft_capped_scores(ids, w):
+    x = F.embedding(ids, w.table)
+    s, v = scores(x, w)
+    s = (s / 5).tanh() * 5 + torch.full((TOKENS, TOKENS), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)
+    return loss_of((x + merged(s.softmax(-1) @ v)).div(3).tanh(), ids, w)
+
+
+@idiom("streams")
+def alibi(ids, w):
+    x = F.embedding(ids, w.table)
+    s, v = scores(x, w)
+    r = torch.arange(TOKENS)
+    s = s.masked_fill(hidden(), INF) - (r[:, None] - r[None, :]).to(x.dtype) * 0.3
+    return loss_of(x + merged(s.softmax(-1) @ v), ids, w)
+
+
+@idiom("streams")
+def relative_bias(ids, w):
+    x = F.embedding(ids, w.table)
+    s, v = scores(x, w)
+    r = torch.arange(TOKENS)
+    bias = w.mix[(r[:, None] - r[None, :]).clamp(0, WIDTH - 1)].permute(2, 0, 1)[None, :HEADS]
+    return loss_of(x + merged((s + bias).masked_fill(hidden(), INF).softmax(-1) @ v), ids, w)
+
+
+@idiom()
+def relative_bias_fused(ids, w):
+    x = F.embedding(ids, w.table)
+    r = torch.arange(TOKENS)
+    bias = w.mix[(r[:, None] - r[None, :]).clamp(0, WIDTH - 1)].permute(2, 0, 1)[None, :HEADS].masked_fill(hidden(), INF)
+    return loss_of(x + attend(x, w, attn_mask=bias), ids, w)
+
+
+@idiom()
+def attention_sinks(ids, w):
+    x = F.embedding(ids, w.table)
+    s, v = scores(x, w)
+    sink = w.mix[0, :HEADS].view(1, HEADS, 1, 1).expand(BATCH, HEADS, TOKENS, 1)
+    p = torch.cat([s.masked_fill(hidden(), INF), sink], -1).softmax(-1)[..., :-1]
+    return loss_of(x + merged(p @ v), ids, w)
+
+
+@idiom("streams")
+def linear_attention(ids, w):
+    x = F.embedding(ids, w.table)
+    s, v = scores(x, w)
+    return loss_of(x + merged(s.tril() @ v), ids, w)
+
+
+@idiom("streams")
+def normalised_queries(ids, w):
+    x = F.embedding(ids, w.table)
+    q, k, v = qkv(x, w)
+    y = F.scaled_dot_product_attention(F.normalize(q, dim=-1), F.rms_norm(k, (WIDTH // HEADS,)), v, is_causal=True, scale=3.0)
+    return loss_of(F.layer_norm(x + merged(y), (WIDTH,)), ids, w)
+
+
+@idiom("streams")
+def grouped_heads(ids, w):
+    x = F.embedding(ids, w.table)
+    k, v = (heads(t)[:, :1].repeat_interleave(HEADS, 1) for t in (x @ w.qkv[:, WIDTH:]).split(WIDTH, -1))
+    return loss_of(x + merged(F.scaled_dot_product_attention(heads(x @ w.mix), k, v, is_causal=True)), ids, w)
+
+
+@idiom("streams")
+def grouped_heads_features_first(ids, w):
+    """Keys made as ``[b, d, t]``: behind the repeated heads lie narrow ones whose last dimension is not contiguous."""
+    x = F.embedding(ids, w.table)
+    k = (w.qkv[:, :4].t() @ x.transpose(1, 2)).view(BATCH, 1, 4, TOKENS).transpose(2, 3).repeat_interleave(HEADS, 1)
+    v = (x @ w.qkv[:, 4:8]).view(BATCH, TOKENS, 1, 4).transpose(1, 2).repeat_interleave(HEADS, 1)
+    return loss_of(x + merged(F.scaled_dot_product_attention(heads(x @ w.mix), k, v, is_causal=True)), ids, w)
+
+
+@idiom("streams")
+def value_residual(ids, w):
+    x = F.embedding(ids, w.table)
+    first = x @ w.mix
+    for _ in range(3):
+        q, k, v = qkv(x, w)
+        x = x + merged(F.scaled_dot_product_attention(q, k, v + heads(first), is_causal=True))
+    return loss_of(x, ids, w)
+
+
+@idiom("streams")
+def routed_experts(ids, w):
+    x = base(ids, w)
+    value, index = (x @ w.mix).softmax(-1).topk(2, -1)
+    gate = torch.zeros_like(x).scatter(-1, index, value)
+    return loss_of(x + torch.einsum("bte,ed->btd", gate, w.mix.tanh()), ids, w)
+
+
+# Positions
+
+@idiom("streams")
+def positions_looked_up(ids, w):
+    x = F.embedding(ids, w.table) + F.embedding(torch.arange(TOKENS), w.place[0])
+    return loss_of(x + attend(x, w), ids, w)
+
+
+@idiom("streams")
+def positions_indexed(ids, w):
+    x = F.embedding(ids, w.table) + w.place[0][torch.arange(TOKENS)]
+    return loss_of(x + attend(x, w), ids, w)
+
+
+@idiom("streams")
+def positions_sliced(ids, w):
+    x = F.embedding(ids, w.table) + w.place[:, :TOKENS]
+    return loss_of(x + attend(x, w), ids, w)
+
+
+@idiom("streams")
+def positions_of_this_very_length(ids, w):
+    x = F.embedding(ids, w.table) + w.exact_place
+    return loss_of(x + attend(x, w), ids, w)
+
+
+@idiom()
+def positions_sliced_from_the_embedding(ids, w):
+    x = F.embedding(ids, w.table) + w.table[:TOKENS]
+    return loss_of(x + attend(x, w), ids, w)
+
+
+@idiom("streams")
+def rotary_halves(ids, w):
+    def turned(t):
+        a, b = t.chunk(2, -1)
+        return torch.cat([a * COS[:TOKENS] - b * SIN[:TOKENS], a * SIN[:TOKENS] + b * COS[:TOKENS]], -1)
+
+    x = F.embedding(ids, w.table)
+    q, k, v = qkv(x, w)
+    return loss_of(x + merged(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)), ids, w)
+
+
+@idiom("streams")
+def rotary_interleaved(ids, w):
+    def turned(t):
+        a, b = t[..., ::2], t[..., 1::2]
+        return torch.stack([a * COS[:TOKENS] - b * SIN[:TOKENS], a * SIN[:TOKENS] + b * COS[:TOKENS]], -1).flatten(-2)
+
+    x = F.embedding(ids, w.table)
+    q, k, v = qkv(x, w)
+    return loss_of(x + merged(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)), ids, w)
+
+
+@idiom()
+def rotary_complex(ids, w):
+    def turned(t):
+        return torch.view_as_real(torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2)) * torch.complex(COS, SIN)[:TOKENS]).flatten(-2)
+
+    x = F.embedding(ids, w.table)
+    q, k, v = qkv(x, w)
+    return loss_of(x + merged(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)), ids, w)
+
+
+ANGLES = torch.outer(torch.arange(20.0, dtype=torch.float64), torch.tensor([1.0, 0.1], dtype=torch.float64))
+COS, SIN = ANGLES.cos(), ANGLES.sin()
+BUFFER = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+
+
+# Targets
+
+def loss_on(x, targets, w):
+    return F.cross_entropy((x @ w.table.t()).view(-1, VOCAB), targets.reshape(-1), ignore_index=-100)
+
+
+@idiom("streams")
+def targets_rolled(ids, w):
+    return loss_on(base(ids, w), ids.roll(-1, 1), w)
+
+
+@idiom("streams")
+def targets_joined(ids, w):
+    return loss_on(base(ids, w), torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1), w)
+
+
+@idiom("streams")
+def targets_padded(ids, w):
+    return loss_on(base(ids, w), F.pad(ids, (0, 1), value=-100)[:, 1:], w)
+
+
+@idiom("streams")
+def targets_assigned(ids, w):
+    targets = torch.full_like(ids, -100)
+    targets[:, :-1] = ids[:, 1:]
+    return loss_on(base(ids, w), targets, w)
+
+
+@idiom("streams")
+def targets_assigned_by_mask(ids, w):
+    targets = ids.roll(-1, 1).clone()
+    targets[targets == 3] = -100
+    return loss_on(base(ids, w), targets, w)
+
+
+@idiom("streams")
+def targets_filled_in_place(ids, w):
+    targets = ids.roll(-1, 1)
+    targets.masked_fill_(ids == 3, -100)
+    return loss_on(base(ids, w), targets, w)
+
+
+@idiom("streams")
+def targets_from_the_caller(ids, w):
+    return loss_on(base(ids, w)[:, :-1].contiguous(), ids[:, 1:], w)
+
+
+# Losses
+
+@idiom("streams")
+def summed_loss(ids, w):
+    return F.cross_entropy((base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), reduction="sum")
+
+
+@idiom("streams")
+def class_dimension_in_the_middle(ids, w):
+    return F.cross_entropy((base(ids, w) @ w.table.t()).transpose(1, 2)[..., :-1], ids[:, 1:])
+
+
+@idiom("streams")
+def label_smoothing(ids, w):
+    return F.cross_entropy((base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), label_smoothing=0.1)
+
+
+@idiom("streams")
+def weighted_tokens(ids, w):
+    loss = F.cross_entropy((base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), reduction="none")
+    weight = (ids[:, 1:] > 3).to(loss.dtype).view(-1)
+    return (loss * weight).sum() / weight.sum()
+
+
+@idiom("streams")
+def z_loss(ids, w):
+    logits = base(ids, w) @ w.table.t()
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1)) + 0.01 * logits.logsumexp(-1).square().mean()
+
+
+@idiom("streams")
+def log_sum_exp_minus_gathered(ids, w):
+    logits = (base(ids, w) @ w.table.t())[:, :-1]
+    return (logits.logsumexp(-1) - logits.gather(-1, ids[:, 1:, None])[..., 0]).mean()
+
+
+@idiom("streams")
+def one_hot_targets(ids, w):
+    return -((base(ids, w) @ w.table.t())[:, :-1].log_softmax(-1) * F.one_hot(ids[:, 1:], VOCAB)).sum(-1).mean()
+
+
+@idiom("streams")
+def gathered_log_probabilities(ids, w):
+    return -(base(ids, w) @ w.table.t())[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).mean()
+
+
+@idiom("streams")
+def gathered_by_a_narrower_index(ids, w):
+    """``gather`` lets the index have fewer rows than the table: it reads the first ones."""
+    return -(base(ids, w) @ w.table.t()).log_softmax(-1).gather(-1, ids[:, 1:, None]).mean()
+
+
+@idiom()
+def scattered_by_a_narrower_index(ids, w):
+    targets = torch.zeros(BATCH, TOKENS, VOCAB, dtype=torch.float64).scatter(-1, ids[:, 1:, None], 1.0)
+    return -((base(ids, w) @ w.table.t()).log_softmax(-1) * targets).sum()
+
+
+@idiom("streams")
+def preference_pair(ids, w):
+    rows = (base(ids, w) @ w.table.t())[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].sum(1)
+    return -F.logsigmoid(rows[0] - rows[1])
+
+
+@idiom("streams")
+def clipped_ratio(ids, w):
+    rows = (base(ids, w) @ w.table.t())[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    ratio = (rows - rows.detach() + 0.1).exp()
+    gain = torch.tensor([[1.0], [-0.5]], dtype=torch.float64)
+    return -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean(1).mean()
+
+
+@idiom("streams")
+def entropy(ids, w):
+    rows = (base(ids, w) @ w.table.t()).log_softmax(-1)
+    return (rows.exp() * rows).sum(-1).mean()
+
+
+@idiom("streams")
+def two_shifts(ids, w):
+    logits = base(ids, w) @ w.table.t()
+    return sum(F.cross_entropy(logits[:, :-k].reshape(-1, VOCAB), ids[:, k:].reshape(-1)) for k in (1, 2))
+
+
+@idiom()
+def multi_token_prediction(ids, w):
+    """A second layer over hidden states and the embeddings of the tokens after them."""
+    x = base(ids, w)
+    y = x[:, :-1] @ w.mix + F.embedding(ids[:, 1:], w.table)
+    return loss_of(x, ids, w) + F.cross_entropy(((y + attend(y, w)) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 2:].reshape(-1))
+
+
+@idiom("streams")
+def auxiliary_loss_behind_detach(ids, w):
+    x = base(ids, w)
+    return loss_of(x, ids, w) + (x.detach() @ w.mix).square().mean()
+
+
+# What mixes tokens in other ways: exact, streamed or not
+
+@idiom()
+def mean_pooled(ids, w):
+    return F.cross_entropy(base(ids, w).mean(1) @ w.table.t(), ids[:, 0])
+
+
+@idiom()
+def maximum_pooled(ids, w):
+    return F.cross_entropy(base(ids, w).amax(1) @ w.table.t(), ids[:, 0])
+
+
+@idiom()
+def last_token_pooled(ids, w):
+    return F.cross_entropy(base(ids, w)[torch.arange(BATCH), torch.tensor([5, 9])] @ w.table.t(), ids[:, 0])
+
+
+@idiom()
+def attention_pooled(ids, w):
+    x = base(ids, w)
+    return F.cross_entropy(((x @ w.mix[:, :1]).softmax(1) * x).sum(1) @ w.table.t(), ids[:, 0])
+
+
+@idiom()
+def cumulative_features(ids, w):
+    x = base(ids, w)
+    return loss_of(x + (x @ w.mix).cumsum(1), ids, w)
+
+
+@idiom()
+def cumulative_features_without_gradient(ids, w):
+    x = F.embedding(ids, w.table)
+    with torch.no_grad():
+        mean = (x @ w.mix).cumsum(1)
+    return loss_of(x + attend(x + mean, w), ids, w)
+
+
+@idiom()
+def normalised_over_tokens(ids, w):
+    x = base(ids, w)
+    return loss_of((x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-3).sqrt(), ids, w)
+
+
+@idiom()
+def shifted_by_padding(ids, w):
+    x = F.embedding(ids, w.table)
+    x = x + (x - F.pad(x, (0, 0, 1, -1))) @ w.mix
+    return loss_of(x + attend(x, w), ids, w)
+
+
+@idiom()
+def shifted_by_joining(ids, w):
+    x = F.embedding(ids, w.table)
+    x = x + (x - torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)) @ w.mix
+    return loss_of(x + attend(x, w), ids, w)
+
+
+@idiom()
+def causal_convolution(ids, w):
+    x = F.embedding(ids, w.table)
+    kernel = w.mix[:, :3].unsqueeze(1)
+    x = x + F.conv1d(F.pad(x.transpose(1, 2), (2, 0)), kernel, groups=WIDTH).transpose(1, 2)
+    return loss_of(x + attend(x, w), ids, w)
+
+
+@idiom("streams")
+def features_padded(ids, w):
+    x = base(ids, w)
+    return loss_of(x + F.pad(x @ w.mix, (1, 0))[..., :-1], ids, w)
+
+
+@idiom("streams")
+def squeezed_gate(ids, w):
+    x = base(ids, w)
+    return loss_of(x * (x @ w.mix[:, :1]).squeeze().unsqueeze(-1), ids, w)
+
+
+@idiom()
+def product_added_to_a_weight(ids, w):
+    x = base(ids, w)
+    mixed = torch.baddbmm(w.mix.expand(BATCH, -1, -1), x.transpose(1, 2), x @ w.mix)
+    return loss_of(x @ mixed, ids, w)
+
+
+@idiom()
+def counts_by_index_add(ids, w):
+    return torch.zeros_like(w.table).index_add(0, ids.view(-1), base(ids, w).view(-1, WIDTH)).square().sum()
+
+
+@idiom()
+def gradients_scaled_by_frequency(ids, w):
+    x = F.embedding(ids, w.table, scale_grad_by_freq=True)
+    return (x + attend(x, w)).square().mean()
+
+
+@idiom()
+def two_valued_pointwise(ids, w):
+    return loss_of(base(ids, w) * torch.frexp(F.embedding(ids, w.table).detach())[0], ids, w)
+
+
+@idiom("streams")
+def residual_in_place(ids, w):
+    x = base(ids, w)
+    y = x * 1.5
+    y.add_((x @ w.mix).tanh())
+    x = x + attend(x + y, w)
+    y.mul_(2.0)
+    return loss_of(x + y, ids, w)
+
+
+def graded(function, ids, weights):
+    loss = function(ids, weights)
+    return loss, torch.autograd.grad(loss, list(vars(weights).values()), allow_unused=True)
+
+
+@pytest.mark.parametrize("name", list(IDIOMS))
+def test_an_idiom_is_exact(name, monkeypatch, fresh_dynamo):
+    without_inductor(monkeypatch)
+    function, streams = IDIOMS[name]
+    weights, ids = Weights(), torch.randint(VOCAB, (BATCH, TOKENS))
+    loss, grads = graded(function, ids, weights)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NotStreamed)
+        got, got_grads = graded(torch.compile(function, backend="streambp", options={"chunk_size": 4}), ids, weights)
+    assert abs(got - loss) <= 1e-10 * abs(loss)
+    for key, a, b in zip(vars(weights), got_grads, grads):
+        assert (a is None) == (b is None), key
+        assert a is None or (a - b).norm() <= 1e-10 * b.norm(), f"{key}: off by {((a - b).norm() / b.norm()).item():.1e}"
+    refusals = [str(w.message) for w in caught if issubclass(w.category, NotStreamed)]
+    assert not streams or not refusals, refusals[0]

@@ -1,0 +1,66 @@
+"""Chunk bodies against the whole: every op that has a rule, streamed alone along every dimension it has."""
+
+import operator
+
+import pytest
+import torch
+from graphs import eagerly
+from samples import UNFILLED, cases, sample_of
+from torch.fx import GraphModule
+
+from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
+from streambp_compile.pipeline import stream
+
+aten = torch.ops.aten
+
+
+def behind_a_product(sample):
+    """The sample's graph with every wide float operand computed (times one), so that none is simply given."""
+    graph, node = sample.graph, sample.node
+    for operand in dict.fromkeys(tensor_operands(node)):
+        value = operand.meta["val"]
+        if value.is_floating_point():
+            with graph.inserting_before(node):
+                made = graph.call_function(aten.mul.Tensor, (operand, 1.0))
+            made.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+            node.replace_input_with(operand, made)
+    return graph
+
+
+def outputs(graph, node):
+    value = node.meta["val"]
+    if not isinstance(value, tuple):
+        return (node,), (value,)
+    found = []
+    for k, part in enumerate(value):
+        found.append(graph.call_function(operator.getitem, (node, k)))
+        found[-1].meta["val"] = part
+    return tuple(found), value
+
+
+@pytest.mark.parametrize("computed", (False, True), ids=("given", "computed"))
+@pytest.mark.parametrize("name,number", cases())
+def test_an_op_streams_exactly_or_is_refused(name, number, computed):
+    sample = sample_of(name, number, 0)
+    if sample.target in (*UNFILLED, aten.squeeze.default):  # run node by node it would squeeze a chunk of one row: see test_idioms
+        return
+    for operand, value in enumerate(sample.operands):
+        for dim in range(value.dim()):
+            if value.shape[dim] > 1:
+                for chunk in (1, 2, 64):
+                    check(name, number, computed, operand, dim, chunk)
+
+
+def check(name, number, computed, operand, dim, chunk):
+    sample = sample_of(name, number, 0)
+    graph = behind_a_product(sample) if computed else sample.graph
+    nodes, wanted = outputs(graph, sample.node)
+    graph.output(nodes)
+    length = sample.operands[operand].shape[dim]
+    try:
+        region = stream(GraphModule({}, graph), length, {operand: (Mark(dim),)}, len(nodes), 0, (), chunk, eagerly)
+    except CannotStream:
+        return
+    got = region.forward.runner(dict(zip(region.placeholders, sample.operands)))
+    for a, b in zip(got, wanted):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m: f"operand {operand} along {dim}, chunks of {chunk}: {m}")
