@@ -88,7 +88,7 @@ class Tokens:
             else:
                 name = "bhdefg"[i] if i < 6 else "x"
             names.append(name)
-        domain = "" if (self.lo, self.hi) == (0, 0) else f"  rows {self.lo}…T{self.hi or ''}"
+        domain = "" if (self.lo, self.hi) == (0, 0) else f"  rows {self.lo}…T{f'{self.hi:+}' if self.hi else ''}"
         return " ".join(names) + domain
 
 

@@ -1,0 +1,13 @@
+"""Exact backpropagation in chunks of tokens, as a ``torch.compile`` backend (StreamBP, arXiv 2506.03077).
+
+    step = torch.compile(lambda batch: model(**batch).loss, backend="streambp")
+    step(batch).backward()
+
+No import is needed for that: the backend is found through its entry point. This module holds what one may want besides.
+"""
+
+from .explain import explain
+from .passes.rules import rule
+from .report import NotStreamed, Report, StreamHint
+
+__all__ = ["NotStreamed", "Report", "StreamHint", "explain", "rule"]

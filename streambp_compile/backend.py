@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,12 +19,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import internals
 from .config import Config
+from .deferred import Deferred
 from .passes.analyze import Spread
 from .passes.ir import CannotStream, Mark, Refusal, bytes_of, hint, is_tensor, refuse, shape_of, tensor_operands, value_of
 from .passes.normalize import normalize
 from .passes.split import Region, Traits, split
 from .pipeline import StreamedRegion, outputs_of, stream, unit
-from .report import NotStreamed, RegionReport, Report, warn_refused
+from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
+from .runtime import Sizes
 
 streambp_ops = torch.ops.streambp
 MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_log_api_usage_once")
@@ -80,12 +83,12 @@ def inline_checkpoints(module: GraphModule) -> GraphModule:
 class Chain:
     """Compiles one Dynamo graph. The result is a function of the graph's inputs."""
 
-    def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config):
+    def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
         self.config = config
         self.module = inline_checkpoints(module)
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
-        self.report = Report()
+        self.report = Report() if report is None else report
 
     def compiled(self) -> Callable:
         try:
@@ -96,22 +99,79 @@ class Chain:
         regions = split(self.module.graph, traits_of(self.module.graph, axis), is_switch) if axis else ()
         if not regions:
             regions = whole_graph(self.module.graph)
+        postponed: dict[Node, Region] = {}
+        if axis:
+            regions, postponed = postpone(regions, axis)
+            self.hint_at_outputs(regions, axis)
         built: dict[str, CompiledRegion] = {}
-        links = []
-        for region in regions:
+
+        def compiled(region: Region) -> CompiledRegion:
             module, inputs = build_region(self.module, region)
             text = region_text(module, inputs, axis, region)
             if text not in built:
                 built[text] = CompiledRegion(module, inputs, region, axis, self.config, self)
-            links.append((built[text], region))
-        self.report.finish(self.module, [(r.report, region) for r, region in links])
+            return built[text]
+
+        links = [(compiled(region), region) for region in regions]
+        later = {node: (functools.partial(self.outside_tracing, compiled, region), region) for node, region in postponed.items()}
+        self.report.add(self.module, [r.report for r, _ in links], axis.length if axis else None)
         internals.trace_artifact("streambp_report", lambda: str(self.report))
-        return linked(links, self.placeholders, outputs_of(self.module))
+        return linked(links, later, self.placeholders, outputs_of(self.module))
+
+    @staticmethod
+    def outside_tracing(compiled: Callable, region: Region) -> Callable:
+        """Compile a postponed region when it is first read, long after Dynamo has left."""
+        with internals.tracing_of(internals.detect_fake_mode([fake_of(n) for n in region.inputs])):
+            return compiled(region).call
+
+    def hint_at_outputs(self, regions: Sequence[Region], axis: Axis) -> None:
+        """Values of layers that the function returns stay alive at full length: say what they cost and how to be rid of them."""
+        returned = set(next(n for n in self.module.graph.nodes if n.op == "output").all_input_nodes)
+        kept = [n for r in regions[:-1] for n in r.outputs if n in returned and n in axis.marks]
+        wide = [n for n in regions[-1].outputs if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(regions[-1], axis)]
+        if len(kept) > 1:
+            cost = sum(bytes_of(fake_of(n)) for n in kept)
+            self.hint(f"the compiled function returns {len(kept)} values of its layers, {mebibytes(cost)} that stay alive. If that is a "
+                      "KV cache, pass use_cache=False; if hidden states, output_hidden_states=False")
+        if wide:
+            cost = sum(bytes_of(fake_of(n)) for n in wide)
+            self.hint(f"logits leave the compiled function, {mebibytes(cost)} at full length. Compute the loss inside it, and the head "
+                      "streams with the loss")
+
+    def hint(self, text: str) -> None:
+        self.report.notes.append(f"note: {text}.")
+        warnings.warn(f"streambp: {text}.", StreamHint, stacklevel=2)
 
     def refuse(self, refusal: Refusal, cost: int | None) -> None:
         if self.config.strict:
             raise NotStreamed(str(refusal))
         warn_refused(refusal, cost)
+
+
+def widest_input(region: Region, axis: Axis) -> int:
+    return max((bytes_of(fake_of(n)) for n in region.inputs if n in axis.marks and fake_of(n).dtype.is_floating_point), default=1 << 62)
+
+
+def postpone(regions: Sequence[Region], axis: Axis) -> tuple[list[Region], dict[Node, Region]]:
+    """Take outputs that merely widen a small value (logits beside a loss) out of the last region; each gets a region of its own."""
+    last = regions[-1]
+    wide = [n for n in last.outputs if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(last, axis)]
+    if not wide or len(wide) == len(last.outputs):
+        return list(regions), {}
+    kept = tuple(n for n in last.outputs if n not in wide)
+    return [*regions[:-1], narrowed(last, kept)], {n: narrowed(last, (n,)) for n in wide}
+
+
+def narrowed(region: Region, outputs: tuple[Node, ...]) -> Region:
+    """The part of a region that some of its outputs need."""
+    inside, needed, stack = set(region.nodes), set(), list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in inside and node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    nodes = tuple(n for n in region.nodes if n in needed)
+    return Region(nodes, tuple(n for n in region.inputs if any(n in m.all_input_nodes for m in nodes)), outputs)
 
 
 def is_switch(node: Node) -> bool:
@@ -544,16 +604,35 @@ def counted(gradient: object) -> int:
     return sys.getrefcount(gradient)
 
 
-def linked(links, placeholders: Sequence[Node], outputs: Sequence[object]) -> Callable:
-    """The chain as one function: run the regions in order, hand values on, drop each after its last reader."""
+def linked(links, later, placeholders: Sequence[Node], outputs: Sequence[object]) -> Callable:
+    """The chain as one function: run the regions in order, hand values on, drop each after its last reader.
+
+    later  output → (what compiles its region, that region): returned as a tensor that computes itself when read
+    """
     last: dict[Node, int] = {}
     for i, (_, region) in enumerate(links):
         for node in region.inputs:
             last[node] = i
-    for node in outputs:
+    for node in (*outputs, *(n for _, region in later.values() for n in region.inputs)):
         if isinstance(node, Node):
             last[node] = len(links)
     dropped = [tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))]
+    ready: dict[Node, Callable] = {}
+
+    def deferred(node: Node, values: dict) -> Deferred:
+        compile_region, region = later[node]
+        given = [values[n] for n in region.inputs if n.op != "get_attr"]
+        grad = torch.is_grad_enabled()
+
+        def compute() -> torch.Tensor:
+            with torch.set_grad_enabled(grad):
+                if node not in ready:
+                    ready[node] = compile_region()
+                return ready[node](*given)[0]
+
+        fake = fake_of(node)
+        sizes = Sizes({n: values[n] for n in region.inputs}, fake_of)
+        return Deferred([sizes(s) for s in fake.shape], fake.dtype, fake.device, compute, grad and fake.requires_grad)
 
     def call(*args):
         plain_references()
@@ -565,6 +644,6 @@ def linked(links, placeholders: Sequence[Node], outputs: Sequence[object]) -> Ca
                 del results
             for node in gone:
                 values.pop(node, None)
-        return tuple(values[o] if isinstance(o, Node) else o for o in outputs)
+        return tuple((deferred(o, values) if o in later else values[o]) if isinstance(o, Node) else o for o in outputs)
 
     return call

@@ -198,6 +198,11 @@ def describe(value: object) -> str:
     return str(value)
 
 
+def tracing_of(mode: FakeTensorMode | None):
+    """A tracing context for compiling outside of Dynamo with fake tensors that Dynamo made."""
+    return tracing(TracingContext(mode))
+
+
 def graph_is_kept() -> bool:
     """Does the running backward keep its graph (``retain_graph=True``), and with it what the forward saved?"""
     return torch._C._autograd._get_current_graph_task_keep_graph()

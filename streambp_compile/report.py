@@ -1,45 +1,162 @@
-"""What became of each region, as a value that prints itself."""
+"""What became of each region, as a value that prints itself and leads to the graphs."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import GraphModule
 
-from .passes.ir import Refusal
-from .pipeline import StreamedRegion
+from .passes.ir import Analysis, Refusal, Tokens, bytes_of, hint, is_tensor, rank_of, value_of
+from .passes.lower import total_dtype
+from .passes.plan import row_bytes
+from .pipeline import Schedule, StreamedRegion
 
 
 class NotStreamed(UserWarning, RuntimeError):
     """A region was compiled whole: the warning (or, under ``strict``, the error) says why, what it costs, and what to do."""
 
 
-def megabytes(count: int) -> str:
+class StreamHint(UserWarning):
+    """Something outside this package's reach costs memory; the text says how to avoid it."""
+
+
+def mebibytes(count: float) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
 def warn_refused(refusal: Refusal, cost: int | None) -> None:
-    price = f" Its largest value takes {megabytes(cost)} at full length." if cost else ""
+    price = f" Its largest value takes {mebibytes(cost)} at full length." if cost else ""
     warnings.warn(f"streambp compiles a region whole: {refusal}.{price} Gradients stay exact.", NotStreamed, stacklevel=2)
 
 
 @dataclass
 class RegionReport:
-    """One distinct region: its graphs, and how it is streamed or why not."""
+    """One distinct region: its graphs, how it is streamed, or why not.
+
+    split     its piece of the model's graph, in torch functions
+    joint     its joint forward-backward graph from AOTAutograd (forward alone under ``no_grad``), in ATen
+    streamed  analysis and schedules, or None with a ``refusal``
+    times     how often it occurs in the chain
+    """
 
     split: GraphModule
+    name: str = ""
+    times: int = 1
     joint: GraphModule | None = None
     streamed: StreamedRegion | None = None
     refusal: Refusal | None = None
 
+    @property
+    def analysis(self) -> Analysis | None:
+        return self.streamed.analysis if self.streamed else None
+
+    @property
+    def forward(self) -> Schedule | None:
+        return self.streamed.forward if self.streamed else None
+
+    @property
+    def backward(self) -> Schedule | None:
+        return self.streamed.backward if self.streamed else None
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}  ×{self.times}"]
+        if self.refusal is not None:
+            return "\n".join([*lines, f"  whole, because {self.refusal}"])
+        if self.streamed is None:
+            return "\n".join([*lines, "  nothing to run"])
+        forward = "forward and gradients together" if self.streamed.fused else "forward"
+        lines += describe(forward, self.streamed.forward, self.analysis)
+        if self.backward is not None:
+            lines += describe("backward", self.backward, self.analysis)
+        return "\n".join(lines)
+
+
+def describe(title: str, schedule: Schedule, analysis: Analysis) -> list[str]:
+    """The timetable of one direction, a line per value that crosses a sweep's boundary."""
+    lines = [f"  {title}: {len(schedule.program.sweeps)} sweep{'s' * (len(schedule.program.sweeps) != 1)}"]
+    length = hint(analysis.length)
+    for sweep, body, chunk in zip(schedule.program.sweeps, schedule.bodies, schedule.chunks):
+        keys = ""
+        if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings):
+            keys = f", keys {sweep.keys}: {proof(sweep.keys)}"
+        lines.append(f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, {len(sweep.nodes)} ops{keys}")
+        in_place = {source: out for out, source in sweep.in_place}
+        for binding in body.bindings:
+            if binding.source is None or not is_tensor(binding.source) or binding.role == "whole":
+                continue
+            value = value_of(binding.source)
+            fact = analysis.facts[binding.source]
+            taken = f", becomes {in_place[binding.source].name}" if binding.source in in_place else ""
+            lines.append(f"      {ROLES[binding.role]:<12} {binding.name:<26} {fact.pattern(rank_of(binding.source)):<22} "
+                         f"{mebibytes(bytes_of(value))}{taken}")
+    lines.append(f"    predicted: {mebibytes(streamed_bytes(schedule, analysis))} in sweeps, "
+                 f"{mebibytes(whole_bytes(schedule, analysis))} whole")
+    return lines
+
+
+ROLES = {"rows": "reads rows", "keys": "reads prefix", "write": "writes rows", "feed": "keeps prefix", "total": "adds up",
+         "keytotal": "adds suffix"}
+
+
+def proof(keys) -> str:
+    if (keys.lo, keys.hi) == (-math.inf, 0):
+        return "causal, proved"
+    if keys.hi == 0:
+        return f"window of {int(1 - keys.lo)}, proved"
+    return "not proved, read whole" if keys.hi == math.inf else "band, proved"
+
+
+def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
+    """Buffers that cross sweeps, accumulators, and the widest moment of one chunk."""
+    kept = sum(bytes_of(value_of(n)) for n in schedule.program.kept)
+    added = sum(bytes_of(value_of(n)) // value_of(n).dtype.itemsize * total_dtype(value_of(n).dtype).itemsize
+                for s in schedule.program.sweeps for n in (*s.sums, *s.keysums) if is_tensor(n))
+    chunk = max((row_bytes(s, analysis) * c for s, c in zip(schedule.program.sweeps, schedule.chunks)), default=0)
+    return kept + added + chunk
+
+
+def whole_bytes(schedule: Schedule, analysis: Analysis) -> int:
+    """The same values at full length, as autograd keeps them from the forward to the backward."""
+    nodes = {n for s in schedule.program.sweeps for n in s.nodes}
+    return sum(bytes_of(value_of(n)) for n in nodes if is_tensor(n) and isinstance(analysis.facts[n], Tokens)
+               and isinstance(n.target, torch._ops.OpOverload) and not n.target.is_view)
+
 
 @dataclass
 class Report:
-    """All regions of one compiled graph, in order."""
+    """All regions of a compiled function, in order of execution; ``print`` it.
+
+    regions  the distinct regions
+    order    for every link of the chain, the index of its region
+    split    one graph module per Dynamo graph (more than one where the function has graph breaks)
+    notes    hints about outputs that cost memory
+    """
 
     regions: list[RegionReport] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    split: list[GraphModule] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    length: object = None
 
-    def finish(self, module: GraphModule, regions: Sequence) -> None:
-        self.regions = [r for r, _ in regions]
+    def add(self, module: GraphModule, links: list[RegionReport], length: object) -> None:
+        """Record the chain of one Dynamo graph."""
+        self.split.append(module)
+        self.length = length if self.length is None else self.length
+        for region in links:
+            known = next((i for i, r in enumerate(self.regions) if r is region), None)
+            if known is None:
+                known = len(self.regions)
+                region.name, region.times = f"region {known}", 0
+                self.regions.append(region)
+            self.regions[known].times += 1
+            self.order.append(known)
+
+    def __str__(self) -> str:
+        streamed = sum(r.times for r in self.regions if r.streamed is not None)
+        total = sum(r.times for r in self.regions)
+        head = (f"streambp: {streamed} of {total} regions streamed, {len(self.regions)} distinct, "
+                f"{self.length} tokens, in {len(self.split)} graph{'s' * (len(self.split) != 1)}")
+        return "\n\n".join([head, *map(str, self.regions), *self.notes])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from streambp_compile.passes.ir import Mark
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch.fx import Graph, GraphModule, Node
@@ -10,7 +11,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from streambp_compile import internals
-from streambp_compile.passes.ir import Mark
 from streambp_compile.pipeline import StreamedRegion, outputs_of, stream
 
 

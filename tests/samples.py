@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from graphs import single
-from torch.utils._pytree import tree_map
-
 from streambp_compile.passes.ir import tensor_operands
 from streambp_compile.passes.rules import overload, rule_of
+from torch.utils._pytree import tree_map
 
 streambp = torch.ops.streambp
 

@@ -33,9 +33,9 @@ IDIOMS = {}
 
 
 def idiom(*flags):
-    """Register a loss. ``streams``: it must not be refused; otherwise it only must be exact."""
+    """Register a loss. ``streams``: it must not be refused (else it only must be exact); ``compiled``: only Inductor runs it right."""
     def enter(function):
-        IDIOMS[function.__name__] = (function, "streams" in flags)
+        IDIOMS[function.__name__] = (function, flags)
         return function
 
     return enter
@@ -553,8 +553,9 @@ def features_padded(ids, w):
     return loss_of(x + F.pad(x @ w.mix, (1, 0))[..., :-1], ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "compiled")
 def squeezed_gate(ids, w):
+    """Run node by node, ``squeeze`` would drop the rows of a chunk of one; compiled code knows which dimensions it drops."""
     x = base(ids, w)
     return loss_of(x * (x @ w.mix[:, :1]).squeeze().unsqueeze(-1), ids, w)
 
@@ -599,8 +600,9 @@ def graded(function, ids, weights):
 
 @pytest.mark.parametrize("name", list(IDIOMS))
 def test_an_idiom_is_exact(name, monkeypatch, fresh_dynamo):
-    without_inductor(monkeypatch)
-    function, streams = IDIOMS[name]
+    function, flags = IDIOMS[name]
+    if "compiled" not in flags:
+        without_inductor(monkeypatch)
     weights, ids = Weights(), torch.randint(VOCAB, (BATCH, TOKENS))
     loss, grads = graded(function, ids, weights)
     with warnings.catch_warnings(record=True) as caught:
@@ -611,4 +613,39 @@ def test_an_idiom_is_exact(name, monkeypatch, fresh_dynamo):
         assert (a is None) == (b is None), key
         assert a is None or (a - b).norm() <= 1e-10 * b.norm(), f"{key}: off by {((a - b).norm() / b.norm()).item():.1e}"
     refusals = [str(w.message) for w in caught if issubclass(w.category, NotStreamed)]
-    assert not streams or not refusals, refusals[0]
+    assert "streams" not in flags or not refusals, refusals[0]
+
+
+@pytest.mark.parametrize("name", ["fused_causal", "matmul_softmax", "cumulative_features", "shifted_by_padding", "mean_pooled"])
+def test_an_idiom_without_gradients_is_exact(name, monkeypatch, fresh_dynamo):
+    without_inductor(monkeypatch)
+    weights, ids = Weights(), torch.randint(VOCAB, (BATCH, TOKENS))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotStreamed)
+        loss = IDIOMS[name][0](ids, weights)
+        got = torch.compile(IDIOMS[name][0], backend="streambp", options={"chunk_size": 4})(ids, weights)
+    assert abs(got - loss) <= 1e-10 * abs(loss)
+
+
+def test_dropout_is_differentiated_with_its_own_bits(fresh_dynamo):
+    """Compiled for real: the slope along a direction, same seed on both sides, is what the gradient says."""
+    def dropped(ids, w):
+        x = F.embedding(ids, w.table)
+        return loss_of(x + F.dropout(attend(x, w), 0.3, True), ids, w)
+
+    weights, ids = Weights(), torch.randint(VOCAB, (BATCH, TOKENS))
+    compiled = torch.compile(dropped, backend="streambp", options={"chunk_size": 4})
+
+    start = weights.table.detach().clone()
+
+    def at(step):
+        torch.manual_seed(1)
+        weights.table.data.copy_(start + step * direction)
+        return compiled(ids, weights)
+
+    direction = torch.randn_like(weights.table)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotStreamed)
+        gradient, = torch.autograd.grad(at(0), [weights.table])
+        slope = (at(1e-5) - at(-1e-5)) / 2e-5
+    assert abs(slope - (gradient * direction).sum()) <= 1e-6 * abs(slope)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from graphs import eagerly
 from samples import UNFILLED, cases, sample_of
+from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
 from torch.fx import GraphModule
 
-from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
 from streambp_compile.pipeline import stream
 
 aten = torch.ops.aten

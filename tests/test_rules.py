@@ -11,7 +11,6 @@ import pytest
 import torch
 from graphs import single
 from samples import SAMPLES, UNFILLED, Sample, cases, sample_of
-
 from streambp_compile.passes.analyze import reshaped
 from streambp_compile.passes.ir import EVERYWHERE, HERE, CannotStream, Mark
 from streambp_compile.passes.rules import TABLE, overload, rule_of
@@ -135,6 +134,10 @@ def piece(values, places, start, stop):
     return [v if d is None else v.narrow(d, start, stop - start) for v, d in zip(values, places)]
 
 
+def assert_same(a, b, where):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True, msg=lambda m: f"{where}: {m}")
+
+
 def assert_sliced(sample, label, places, outs):
     size = next(v.shape[d] for v, d in zip(sample.outputs, outs) if d is not None)
     for start, stop in cuts(size):
@@ -142,14 +145,14 @@ def assert_sliced(sample, label, places, outs):
         got = sample.run(piece(sample.operands, places, start, stop), shape=wanted[0].shape)
         for a, b, d in zip(got, wanted, outs):
             if d is not None:
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True, msg=lambda m: f"{label!r} [{start}:{stop}]: {m}")
+                assert_same(a, b, f"{label!r} [{start}:{stop}]")
 
 
 def assert_summed(sample, label, places):
     size = next(v.shape[d] for v, d in zip(sample.operands, places) if d is not None)
     parts = [sample.run(piece(sample.operands, places, *cut)) for cut in cuts(size)]
     for whole, *pieces in zip(sample.outputs, *parts):
-        torch.testing.assert_close(sum(pieces), whole, rtol=1e-12, atol=1e-12, equal_nan=True, msg=lambda m: f"sum over {label!r}: {m}")
+        assert_same(sum(pieces), whole, f"sum over {label!r}")
 
 
 @pytest.mark.parametrize("name", list(SAMPLES))
