@@ -40,6 +40,13 @@ def streambp(module: GraphModule, example_inputs: Sequence[object], *, mode: str
     return Chain(module, example_inputs, Config.of(mode, options)).compiled()
 
 
+SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
+
+
+class TooShort(Exception):
+    """A graph of a fixed, tiny length: nothing to stream, nothing to warn about."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """The token axis of a model: its length, and the marks of every value of the Dynamo graph."""
@@ -374,7 +381,7 @@ class CompiledRegion:
                 partition_fn=self.cut, decompositions=internals.decompositions(), keep_inference_input_mutations=True)
             self.call = compile_(module, inputs)
 
-    def seeds(self, primals: Sequence[Node]) -> dict[int, tuple[Mark, ...]]:
+    def seeds(self) -> dict[int, tuple[Mark, ...]]:
         return {i: self.axis.marks[n] for i, n in enumerate(self.inputs) if n in self.axis.marks}
 
     # What AOTAutograd calls
@@ -384,6 +391,8 @@ class CompiledRegion:
         self.report.joint = joint
         try:
             self.streamed = self.stream(joint, num_fwd_outputs, len(joint_inputs[1]))
+        except TooShort:
+            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
         except CannotStream as refusal:
             self.report.refusal = refusal.refusal
             self.chain.refuse(refusal.refusal, self.whole_cost(joint))
@@ -394,14 +403,21 @@ class CompiledRegion:
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
         if self.axis is None:
             raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
-        if hint(self.axis.length) < 2:
-            raise CannotStream(Refusal("graph", "a single token has nothing to stream", "This is fine"))
+        if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
+            raise TooShort
         tangent_of = [i for i, n in enumerate(self.region.outputs) if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad]
         if tangents and len(tangent_of) != tangents:
             raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
                                        "Do not change inputs in place across layers"))
-        return stream(graph_module, self.axis.length, self.seeds(()), forward_outputs, tangents, tangent_of,
-                      self.config.chunk_size, internals.compile_body)
+        try:
+            return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of,
+                          self.config.chunk_size, internals.compile_body)
+        except CannotStream:
+            raise
+        except Exception as error:  # a defect of ours must cost memory, loudly, and not the run
+            internals.log.debug("streaming a region failed", exc_info=True)
+            raise CannotStream(Refusal("region", f"streambp failed on it with {type(error).__name__}: {str(error).splitlines()[0]}",
+                                       "Please report this with the model's layer")) from error
 
     def whole_cost(self, graph_module: GraphModule) -> int:
         return max((bytes_of(value_of(n)) for n in graph_module.graph.nodes if is_tensor(n) and n.op == "call_function"), default=0)
@@ -436,6 +452,8 @@ class CompiledRegion:
         outputs = outputs_of(module)
         try:
             self.streamed = self.stream(module, len(outputs), 0)
+        except TooShort:
+            return internals.compile_graph(module, inputs, is_inference=True)
         except CannotStream as refusal:
             self.report.refusal = refusal.refusal
             self.chain.refuse(refusal.refusal, self.whole_cost(module))

@@ -51,15 +51,15 @@ class Deferred(torch.Tensor):
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], cls) else None
         if first is not None and first.made is None:
-            if func is torch.Tensor.requires_grad.__get__:
+            if func == torch.Tensor.requires_grad.__get__:
                 return first.wants_grad
-            if func is torch.Tensor.detach:
+            if func == torch.Tensor.detach:
                 return first.later(first.dtype, lambda t: t.detach(), False)
             if func in CASTS and len(args) == 1:
                 return first.later(CASTS[func], lambda t: func(t), first.wants_grad)
-            if func is torch.Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
+            if func == torch.Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
                 return first.later(args[1], lambda t: t.to(args[1]), first.wants_grad)
-            if func is torch.Tensor.__repr__:
+            if func == torch.Tensor.__repr__:
                 return f"Deferred(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not computed)"
         args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda t: t.value(), (args, kwargs))
         return func(*args, **kwargs)

@@ -76,7 +76,7 @@ def i(bound, *shape):
 
 
 BOOL = torch.bool
-PLACE = dict(dtype=torch.float64, device=torch.device("cpu"))
+PLACE = {"dtype": torch.float64, "device": torch.device("cpu")}
 
 SAMPLES = {
     # pointwise

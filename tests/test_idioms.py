@@ -54,7 +54,7 @@ def qkv(x, w):
 
 
 def attend(x, w, **kwargs):
-    return merged(F.scaled_dot_product_attention(*qkv(x, w), **(kwargs or dict(is_causal=True))))
+    return merged(F.scaled_dot_product_attention(*qkv(x, w), **(kwargs or {"is_causal": True})))
 
 
 def base(ids, w):
@@ -368,14 +368,14 @@ def targets_assigned(ids, w):
 @idiom("streams")
 def targets_assigned_by_mask(ids, w):
     targets = ids.roll(-1, 1).clone()
-    targets[targets == 3] = -100
+    targets[targets % 3 == 0] = -100
     return loss_on(base(ids, w), targets, w)
 
 
 @idiom("streams")
 def targets_filled_in_place(ids, w):
     targets = ids.roll(-1, 1)
-    targets.masked_fill_(ids == 3, -100)
+    targets.masked_fill_(ids % 3 == 0, -100)
     return loss_on(base(ids, w), targets, w)
 
 
