@@ -48,6 +48,8 @@ class Spread:
                     self.signatures[node] = rule_of(node).signature(node)
                 except CannotStream as refusal:
                     self.missing[node] = refusal
+                except Exception as error:  # a rule that does not fit this call; harmless unless tokens come here
+                    self.missing[node] = refuse(node, f"its rule fails on these arguments ({error})", "Please report this call")
         for node, marks in seeds.items():
             for mark in marks:
                 self.marks.setdefault((node, -1), {})[mark.dim] = mark
@@ -404,6 +406,8 @@ class Reader:
         edges = []
         for i, (operand, labels) in enumerate(zip(operands, signature.operands)):
             edges.append(self.edge(node, i, operand, labels, signature, row, key, low))
+        if any(e.role == "halo" and e.reach.lo != e.reach.hi and row in signature.reach for e in edges):
+            kind = "all"  # a scan along tokens
         if kind == "all":
             edges = [e if e.role == "whole" else Edge(e.operand, "halo", EVERYWHERE) for e in edges]
         self.facts[node] = tuple(facts) if slots[0][1] != -1 else facts[0]

@@ -108,7 +108,10 @@ class Writer:
         if key not in self.bindings:
             last = list(self.bindings.values())[-1][1] if self.bindings else None
             with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
-                node = self.graph.placeholder(f"{name}_{role}" if source is not None else name)
+                unique = f"{name}_{role}" if source is not None else name
+                if any(n.target == unique for _, n in self.bindings.values()):
+                    unique = f"{unique}_{len(self.bindings)}"
+                node = self.graph.placeholder(unique)
             self.bindings[key] = (Binding(role, source, name, mark, low, size), node)
         return self.bindings[key][1]
 
@@ -254,10 +257,13 @@ class Writer:
         inside = self.inside_domain(fact, rank_of(node), self.fact(node).rows)
         return self.graph.call_function(aten.where.self, (inside, value, filling))
 
-    def summand(self, node: Node, operand: Node) -> Node:
+    def edges(self, node: Node):
+        return self.analysis.edges[node]
+
+    def summand(self, node: Node, operand: Node, value: Node | None = None) -> Node:
         """An operand of a sum over rows, zero where its rows do not count."""
-        value, fact = self.read(operand), self.fact(operand)
-        if fact.lo <= 0 and fact.hi >= 0:
+        value, fact = self.read(operand) if value is None else value, self.fact(operand)
+        if not isinstance(fact, Tokens) or fact.lo <= 0 and fact.hi >= 0:
             return value
         zero = self.graph.call_function(aten.full.default, ([], 0), dict(dtype=value_of(operand).dtype, device=value_of(operand).device))
         return self.graph.call_function(aten.where.self, (self.inside_domain(fact, rank_of(operand), fact.rows), value, zero))

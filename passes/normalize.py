@@ -152,14 +152,24 @@ def scale_of(given: object, query: Node) -> float:
 def forward_of(graph: Graph, node: Node) -> Node | None:
     args = arguments(node)
     mask = args.get("attn_mask", args.get("attn_bias"))
-    if args["dropout_p"] != 0 or (mask is not None and len(shape_of(mask)) != 4):
+    if args["dropout_p"] != 0:
         return None
     if any(user.target is not operator.getitem or user.args[1] > 1 and user.users and not only_backward(user)
            for user in node.users):
         return None
+    mask = of_rank_four(graph, node, mask)
     call = (args["query"], args["key"], args["value"], mask, bool(args["is_causal"]),
             scale_of(args["scale"], args["query"]), 0)
     return emitted(graph, node, streambp.attention.default, call)
+
+
+def of_rank_four(graph: Graph, before: Node, mask: Node | None) -> Node | None:
+    while mask is not None and len(shape_of(mask)) < 4:
+        with graph.inserting_before(before):
+            wider = graph.call_function(aten.unsqueeze.default, (mask, 0))
+        wider.meta["val"] = value_of(mask).unsqueeze(0)
+        mask = wider
+    return mask
 
 
 def only_backward(node: Node) -> bool:
@@ -173,6 +183,7 @@ def backward_of(graph: Graph, node: Node) -> Node | None:
     wants_bias = "grad_input_mask" in args and args["grad_input_mask"][3]
     if args["dropout_p"] != 0 or wants_bias:
         return None
+    mask = of_rank_four(graph, node, mask)
     out, lse = (root_of(args[name]) for name in ("out", "logsumexp"))
     call = (args.get("grad_out", args.get("grad_out_")), args["query"], args["key"], args["value"], out, lse, mask,
             bool(args["is_causal"]), scale_of(args["scale"], args["query"]))

@@ -81,6 +81,11 @@ def pieces(rows: int, keys: int, start: int, causal: bool) -> list[tuple[slice, 
     return [square] if start == 0 else [(slice(0, start), False), square]
 
 
+def dense_last(t: Tensor | None) -> Tensor | None:
+    """The kernels read features at stride one."""
+    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
 def head_groups(q: Tensor, k: Tensor):
     """Queries by position in their group, so that every key head meets one query head: views, no copies."""
     shared = q.shape[1] // k.shape[1]
@@ -89,6 +94,7 @@ def head_groups(q: Tensor, k: Tensor):
 
 
 def attention_forward(query, key, value, mask, causal: bool, scale: float, start: int):
+    query, key, value, mask = map(dense_last, (query, key, value, mask))
     batch, heads, rows, _ = query.shape
     out = heads_last(batch, heads, rows, value.shape[-1], query)
     lse = query.new_empty((batch, heads, rows), dtype=statistics(query))
@@ -114,6 +120,7 @@ def attention_forward(query, key, value, mask, causal: bool, scale: float, start
 
 
 def attention_backward_(grad, query, key, value, out, lse, mask, causal: bool, scale: float, start: int, key_grad, value_grad):
+    grad, query, key, value, out, mask = map(dense_last, (grad, query, key, value, out, mask))
     batch, heads, rows, width = query.shape
     dq = heads_last(batch, heads, rows, width, query)
     if aligns_bottom_right(query, mask):

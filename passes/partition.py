@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from .ir import (EVERYWHERE, HERE, Analysis, Reach, Tokens, bytes_of, hint, is_tensor, refuse, shape_of, value_of)
+from .ir import (EVERYWHERE, HERE, Analysis, Reach, Tokens, bytes_of, hint, is_tensor, refuse, shape_of, tensor_operands, value_of)
 
 ASCENDING, DESCENDING = "ascending", "descending"
 MOST_SWEEPS = 4
@@ -84,6 +84,14 @@ def partition(graph: Graph, analysis: Analysis, outputs: Iterable[object], given
             return best[1]
     node = next(iter(search.streamed))
     raise refuse(node, f"more than {MOST_SWEEPS} sweeps would be needed", "Report the printed graph; the region runs whole")
+
+
+def fills_with_zeros(node: Node) -> bool:
+    """Does this node make rows beyond the tokens by padding with zeros?"""
+    if node.target is torch.ops.aten.constant_pad_nd.default:
+        return len(node.args) < 3 or node.args[2] == 0
+    base = node.args[0] if node.target is torch.ops.aten.slice_scatter.default else None
+    return base is not None and base.target is torch.ops.aten.full.default and base.args[1] == 0
 
 
 class Search:
@@ -165,7 +173,9 @@ class Search:
     def check_domains(self) -> None:
         for node in self.streamed:
             fact = self.analysis.facts[node]
-            if isinstance(fact, Tokens) and (fact.lo < 0 or fact.hi > 0) and node not in self.outputs:
+            if not isinstance(fact, Tokens) or fact.lo >= 0 and fact.hi <= 0 or not tensor_operands(node):
+                continue
+            if node not in self.outputs or not fills_with_zeros(node):
                 raise refuse(node, "has rows beyond the tokens", "Pad labels or masks, not hidden states")
 
     # Levels

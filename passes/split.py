@@ -7,6 +7,7 @@ are cheap to make from the inputs (positions, rotary tables, masks) are never ca
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,13 +65,48 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
     """Values made from inputs without weights: positions, masks, rotary tables."""
     cheap: set[Node] = set()
+    changed = written_to(flow)
     for node in networkx.topological_sort(flow):
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or node in changed:
             continue
-        light = all(a in cheap or a.op == "placeholder" and not traits[a].matrix and not traits[a].grad for a in node.all_input_nodes)
+        light = all(a in cheap or a.op == "placeholder" and a not in changed and not traits[a].matrix and not traits[a].grad
+                    for a in node.all_input_nodes)
         if light and not traits[node].grad and not traits[node].mixing:
             cheap.add(node)
     return cheap
+
+
+def mutated(node: Node) -> Node | None:
+    """The value that a node writes into, if it does (``x[i] = y``, ``x.add_(y)``, ``x += y``, ``out=``, ``inplace=True``)."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__") or name in IN_PLACE) and node.op in ("call_method", "call_function")
+    if in_place and node.args and isinstance(node.args[0], Node):
+        return node.args[0]
+    if isinstance(node.kwargs.get("out"), Node):
+        return node.kwargs["out"]
+    flagged = node.kwargs.get("inplace") is True or node.op == "call_function" and True in node.args[1:] and "inplace" in parameters(node.target)
+    return node.args[0] if flagged and node.args and isinstance(node.args[0], Node) else None
+
+
+IN_PLACE = {"setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
+            "irshift", "imatmul"}
+
+
+def parameters(function: object) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def written_to(flow: networkx.DiGraph) -> set[Node]:
+    """Values that are written into, what they may be views of, and the writers: none of them can be made a second time."""
+    writers = {n: target for n in flow.nodes if (target := mutated(n)) is not None}
+    found = set(writers)
+    for target in writers.values():
+        found.add(target)
+        found.update(networkx.ancestors(flow, target))
+    return found
 
 
 FORBIDDEN = 1 << 100

@@ -23,7 +23,7 @@ from .deferred import Deferred
 from .passes.analyze import Spread
 from .passes.ir import CannotStream, Mark, Refusal, bytes_of, hint, is_tensor, refuse, shape_of, tensor_operands, value_of
 from .passes.normalize import normalize
-from .passes.split import Region, Traits, split
+from .passes.split import Region, Traits, mutated, split
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
 from .runtime import Sizes
@@ -100,9 +100,11 @@ class Chain:
     def compiled(self) -> Callable:
         try:
             axis = find_axis(self.module, self.fakes)
-        except CannotStream as refusal:
+        except Exception as error:  # as in CompiledRegion.stream: loud, whole, exact
+            internals.log.debug("finding the token axis failed", exc_info=True)
             axis = None
-            self.refuse(refusal.refusal, None)
+            self.refuse(Refusal("graph", f"its tokens could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}",
+                                "Please report this with the model"), None)
         regions = split(self.module.graph, traits_of(self.module.graph, axis), is_switch) if axis else ()
         if not regions:
             regions = whole_graph(self.module.graph)
@@ -177,6 +179,7 @@ def narrowed(region: Region, outputs: tuple[Node, ...]) -> Region:
         if node in inside and node not in needed:
             needed.add(node)
             stack.extend(node.all_input_nodes)
+        stack += [n for n in inside - needed if mutated(n) in needed]
     nodes = tuple(n for n in region.nodes if n in needed)
     return Region(nodes, tuple(n for n in region.inputs if any(n in m.all_input_nodes for m in nodes)), outputs)
 
@@ -246,7 +249,8 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
         return None
     spread, length = chosen
     marks = {n: tuple(spread.of(v).values()) for n, v in values.items() if spread.of(v)}
-    mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)}
+    mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)
+              and is_tensor(n) and value_of(n).dtype.is_floating_point}
     mixing = frozenset(n for n, names in captured_for.items() if names & mixers)
     return Axis(length, marks, mixing)
 
@@ -311,7 +315,7 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
                 graph.call_function(torch.amp.autocast_mode._exit_autocast, (copy,))
             else:
                 before = next((s.args[0] for s, _ in reversed(replayed) if "grad" in s.target.__name__), True)
-                graph.call_function(torch._C._set_grad_enabled, (before,))
+                graph.call_function(internals.set_grad_enabled, (before,))
         for switch in wanted[common:]:
             replayed.append((switch, graph.call_function(switch.target, switch.args, switch.kwargs)))
 

@@ -20,6 +20,7 @@ from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rema
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -77,6 +78,7 @@ def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, *
     random = any(isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
                  for n in joint.graph.nodes)
     if random or not inputs[1]:
+        joint_graph_passes(joint)  # seeds are drawn once, so that recomputation sees the same bits
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]
     tensors = [n for n in primals if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -89,6 +91,8 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with detect_fake_mode(examples) or contextlib.nullcontext():
         plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*examples)
+    if kwargs.get("is_inference"):
+        joint_graph_passes(plain)
     return compile_fx_inner(plain, inputs, **kwargs)
 
 
@@ -201,6 +205,9 @@ def describe(value: object) -> str:
 def tracing_of(mode: FakeTensorMode | None):
     """A tracing context for compiling outside of Dynamo with fake tensors that Dynamo made."""
     return tracing(TracingContext(mode))
+
+
+set_grad_enabled = torch._C._set_grad_enabled
 
 
 def graph_is_kept() -> bool:

@@ -88,7 +88,7 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
         return StreamedRegion(module, analysis, primals, tangent_nodes, (), schedule(both), None, True)
     sums = sums_of_forward(graph, analysis, forward, tangent_nodes)
     backward = partition(graph, analysis, backward_part, given=sums, movable=tangent_nodes)
-    saved = tuple(n for n in backward.given if n not in tangent_nodes)
+    saved = tuple(n for n in backward.given if n not in tangent_nodes and n.op != "get_attr")
     if not all(n in primals or n in sums for n in saved):
         raise CannotStream(Refusal("region", "its backward reads a constant that the forward does not hand on", "Report the graph"))
     forward = partition(graph, analysis, (*forward_part, *(n for n in saved if n not in primals)))

@@ -80,12 +80,13 @@ class Runner:
     def __init__(self, program: Program, analysis: Analysis, bodies: tuple[Body, ...],
                  compiled: tuple[Callable, ...], chunks: tuple[int, ...]):
         self.program, self.analysis, self.bodies, self.compiled, self.chunks = program, analysis, bodies, compiled, chunks
+        self.constants = {n: constant_of(n) for n in program.given if n.op == "get_attr"}
         self.last_read = last_reads(program, analysis)
 
     def __call__(self, inputs: dict[Node, object], owned: frozenset[Node] = frozenset()) -> list[object]:
         """Outputs of the program. Inputs in ``owned`` may be overwritten; the dictionary is emptied on the way."""
         sizes = Sizes(inputs)
-        values = {n: inputs[n] for n in self.program.given}
+        values = {n: inputs[n] if n in inputs else self.constants[n] for n in self.program.given}
         inputs.clear()
         length = sizes(self.analysis.length)
         for stage, nodes in enumerate(self.program.whole):
@@ -162,6 +163,14 @@ class Runner:
             return full
         cut_rows = view.narrow(mark.dim + 1, binding.low, rows).flatten(mark.dim, mark.dim + 2)
         return laid_out(cut_rows, layout_of(fake))
+
+
+def constant_of(node: Node) -> torch.Tensor:
+    """A tensor that the graph carries with it."""
+    value = node.graph.owning_module
+    for name in node.target.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def aligned(value: torch.Tensor, mark: Mark, shift: int, length: int) -> torch.Tensor:

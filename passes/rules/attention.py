@@ -40,9 +40,9 @@ def attention_backward(node: Node) -> Signature:
     query, key = node.args[1], node.args[2]
     heads, grouped = shape_of(query)[1], shape_of(key)[1]
     h = "h" if heads == grouped else "g"
-    queries, outs = ("b", "h", "q", "d"), ("b", "h", "q", "e")
-    keys, values = ("b", h, "k", "d"), ("b", h, "k", "e")
+    queries, keys, values = ("b", "h", "q", "D"), ("b", h, "k", "D"), ("b", h, "k", "E")
+    outs = ("b", "h", "q", "e")
     return Signature(
-        (outs, queries, keys, values, outs, ("b", "h", "q"), *mask_labels(node, node.args[6], heads)),
+        (outs, ("b", "h", "q", "d"), ("b", h, "k", "d"), ("b", h, "k", "e"), outs, ("b", "h", "q"), *mask_labels(node, node.args[6], heads)),
         (queries, keys, values),
         reach={"k": PAST if node.args[7] else EVERYWHERE}, rows="q", keys="k")

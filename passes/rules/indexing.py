@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
-from ..ir import Signature, shape_of
+from ..ir import Signature, refuse, shape_of, tensor_operands, value_of
 from . import rule
 from .signatures import aligned, argument
 
@@ -23,6 +24,8 @@ def emit_embedding_backward(body, node: Node):
 
 @rule("aten::embedding_dense_backward", emit=emit_embedding_backward)
 def embedding_backward(node: Node) -> Signature:
+    if len(node.args) > 4 and node.args[4]:
+        raise refuse(node, "scale_grad_by_freq counts all tokens first", "Set scale_grad_by_freq=False to stream the embedding")
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
     return Signature(((*index, "d"), index), ((None, "d"),))
 
@@ -58,51 +61,64 @@ def index(node: Node) -> Signature:
     return Signature(tuple(operands), (outputs,), contracts="all")
 
 
-def along_dim(node: Node, dim: int, operands: int) -> Signature:
-    """Entries move along ``dim`` only; every other dimension stays put."""
-    rank = len(shape_of(node))
-    dim %= max(rank, 1)
-    out = tuple(range(rank))
-    inner = tuple(("moved", i) if i == dim else i for i in range(rank))
-    return Signature((inner,) + (out,) * (operands - 1), (out,), contracts="all")
-
-
 @rule("aten::gather")
 def gather(node: Node) -> Signature:
     table, rows = shape_of(node.args[0]), shape_of(node)
     dim = node.args[1] % max(len(rows), 1)
-    # An index narrower than the table along another dimension reads its first rows only.
-    labels = tuple(("moved", i) if i == dim or table[i] != rows[i] else i for i in range(len(rows)))
+    # An index narrower than the table along another dimension reads its first rows only: a tie of row 0 to row 0.
+    labels = tuple(("moved", i) if i == dim else i for i in range(len(table)))
     return Signature((labels, tuple(range(len(rows)))), (tuple(range(len(rows))),), contracts="all")
 
 
-@rule("aten::scatter.value", "aten::scatter.src", "aten::scatter_add", "aten::scatter_reduce.two")
-def scatter(node: Node) -> Signature:
-    base = shape_of(node.args[0])
+def emit_scatter(body, node: Node):
+    """Rows that a narrower index does not have must not be written: adding zero writes nothing."""
+    return body.copy(node, {2: body.summand(node, node.args[3], body.operand(body.edges(node)[2]))})
+
+
+def scattered(node: Node) -> Signature:
+    base, index = shape_of(node.args[0]), shape_of(node.args[2])
     dim = node.args[1] % max(len(base), 1)
-    out = tuple(None if i == dim else i for i in range(len(base)))
     sources = [a for a in (node.args[2], node.args[3]) if isinstance(a, Node)]
-    labels = tuple(("moved", i) if i == dim else i for i in range(len(base)))
-    return Signature((labels,) * (1 + len(sources)), (out,), contracts="all")
+    out = tuple(None if i == dim else i for i in range(len(base)))
+    labels = [tuple((("moved", k), i) if i == dim else i for i in range(len(base))) for k in range(1 + len(sources))]
+    narrow = any(index[i] != base[i] for i in range(len(base)) if i != dim)
+    if narrow and "scatter_add" not in str(node.target):
+        raise refuse(node, "its index has fewer rows than what it writes into", "Write rows of equal number, or use scatter_add")
+    return Signature(tuple(labels), (out,), contracts="all")
 
 
-@rule("aten::index_put", "aten::_unsafe_index_put", "aten::index_add")
+rule("aten::scatter.value", "aten::scatter.src", "aten::scatter_reduce.two")(scattered)
+rule("aten::scatter_add", emit=emit_scatter)(scattered)
+
+
+@rule("aten::index_put", "aten::_unsafe_index_put")
 def index_put(node: Node) -> Signature:
-    """Accumulating into a constant adds up over chunks; anything else would need the order of its writes."""
-    accumulates = bool(argument(node, 3, "accumulate", False))
+    """Accumulating rows into zeros adds up over chunks; anything else needs all of its writes at once."""
     rank = len(shape_of(node))
-    indices, values = node.args[1], node.args[2]
+    base, indices, values = node.args[0], node.args[1], node.args[2]
     used = [i for i, ix in enumerate(indices) if ix is not None]
     spread = max(len(shape_of(indices[i])) for i in used)
-    lead = used == list(range(len(used)))
     kept = tuple(("x", i) for i in range(len(used), rank))
+    zeros = base.target is torch.ops.aten.full.default and base.args[1] == 0
+    rows = used == list(range(len(indices))) and len(shape_of(values)) == spread + len(kept) and all(
+        value_of(indices[i]).dtype is torch.int64 for i in used)
     index_labels = tuple(("i", j) for j in range(spread))
-    value_labels = (*index_labels, *kept)[-len(shape_of(values)):] if lead else (None,) * len(shape_of(values))
-    base = tuple(("written", i) if i in used else ("x", i) for i in range(rank))
-    operands = [base]
-    for i in used:
-        labels = index_labels[spread - len(shape_of(indices[i])):]
-        operands.append(labels)
-    operands.append(value_labels)
-    out = tuple(None if i in used else ("x", i) for i in range(rank))
-    return Signature(tuple(operands), (out,), contracts="sum" if accumulates and lead else "all")
+    if not (argument(node, 3, "accumulate", False) and zeros and rows and aligned_rows(values, indices, used, spread)):
+        operands = [tuple(("all", k, i) for i in range(len(shape_of(a)))) for k, a in enumerate(tensor_operands(node))]
+        return Signature(tuple(operands), ((None,) * rank,), contracts="all")
+    operands = [tuple(("written", i) if i in used else ("x", i) for i in range(rank))]
+    operands += [index_labels[spread - len(shape_of(indices[i])):] for i in used]
+    operands.append((*index_labels, *kept))
+    return Signature(tuple(operands), (tuple(None if i in used else ("x", i) for i in range(rank)),))
+
+
+def aligned_rows(values: Node, indices, used, spread: int) -> bool:
+    """Do values and indices have the same rows, none of them broadcast?"""
+    rows = shape_of(values)[:spread]
+    return all(shape_of(indices[i]) == rows for i in used)
+
+
+@rule("aten::index_add")
+def index_add(node: Node) -> Signature:
+    operands = [tuple(("all", k, i) for i in range(len(shape_of(a)))) for k, a in enumerate(tensor_operands(node))]
+    return Signature(tuple(operands), ((None,) * len(shape_of(node)),), contracts="all")

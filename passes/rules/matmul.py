@@ -38,7 +38,7 @@ def with_bias(node: Node, text: str) -> Signature:
     product = equation(node, text)
     bias = aligned(shape_of(node.args[0]), shape_of(node))
     return Signature((tuple(product.outputs[0][i] if i is not None else None for i in bias), *product.operands),
-                     product.outputs)
+                     product.outputs, contracts="all")
 
 
 @rule("aten::addmm")

@@ -67,8 +67,8 @@ def expand(node: Node) -> Signature:
 def repeat(node: Node) -> Signature:
     out, repeats = shape_of(node), node.args[1]
     shift = len(out) - len(shape_of(node.args[0]))
-    kept = tuple(i + shift if repeats[i + shift] == 1 else None for i in range(len(out) - shift))
-    return Signature((kept,), (tuple(range(len(out))),), contracts="all")
+    kept = tuple(i + shift if repeats[i + shift] == 1 else ("repeated", i) for i in range(len(out) - shift))
+    return Signature((kept,), (tuple(i if i in kept else None for i in range(len(out))),), contracts="all")
 
 
 def emit_slice(body, node: Node):
@@ -102,7 +102,23 @@ def select(node: Node) -> Signature:
     return Signature((tuple(range(len(shape))),), (tuple(i for i in range(len(shape)) if i != dim),), contracts="all")
 
 
+@rule("aten::select_scatter")
+def select_scatter(node: Node) -> Signature:
+    rank = len(shape_of(node))
+    dim = argument(node, 2, "dim", 0) % rank
+    labels = tuple(range(rank))
+    kept = tuple(None if i == dim else i for i in labels)
+    base = tuple(("written", i) if i == dim else i for i in labels)
+    return Signature((base, tuple(i for i in labels if i != dim)), (kept,), contracts="all")
+
+
 def emit_pad(body, node: Node):
+    rank, amounts = len(shape_of(node)), node.args[1]
+    padded = [rank - 1 - i // 2 for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]]
+    if not any(body.carries_tokens(node, dim) for dim in padded):
+        return body.copy(node)
+    if len(padded) > 1:
+        raise refuse(node, "pads tokens and features at once", "Pad them one after the other")
     return body.fill_outside(node, body.read(node.args[0]), argument(node, 2, "value", 0))
 
 
@@ -118,7 +134,7 @@ def emit_slice_scatter(body, node: Node):
     dim = argument(node, 2, "dim", 0) % len(shape_of(node))
     if not body.carries_tokens(node, dim):
         return body.copy(node)
-    base, source = (body.read(a) for a in node.args[:2])
+    base, source = (body.operand(edge) for edge in body.edges(node))
     return body.fill_outside(node, source, base, source=node.args[1])
 
 
@@ -129,7 +145,9 @@ def slice_scatter(node: Node) -> Signature:
     start, step = argument(node, 3, "start") or 0, argument(node, 5, "step", 1)
     labels = tuple(range(len(shape)))
     if step != 1:
-        return Signature((labels, tuple(None if i == dim else i for i in labels)), (labels,), contracts="all")
+        out = tuple(None if i == dim else i for i in labels)
+        return Signature((tuple(("base", i) if i == dim else i for i in labels), tuple(("source", i) if i == dim else i for i in labels)),
+                         (out,), contracts="all")
     return Signature((labels, labels), (labels,), offsets={dim: (0, -clamped(start, shape[dim]))})
 
 
@@ -139,8 +157,8 @@ def cat(node: Node) -> Signature:
     dim = argument(node, 1, "dim", 0) % rank
     labels = tuple(None if i == dim else i for i in range(rank))
     operands = tensor_operands(node)
-    inner = tuple(("joined", i) if i == dim else i for i in range(rank))
-    return Signature(tuple(inner if len(shape_of(a)) == rank else (None,) for a in operands), (labels,), contracts="all")
+    inner = [tuple(("joined", k) if i == dim else i for i in range(rank)) for k in range(len(operands))]
+    return Signature(tuple(inner[k] if len(shape_of(a)) == rank else (None,) for k, a in enumerate(operands)), (labels,), contracts="all")
 
 
 @rule("aten::split.Tensor", "aten::split_with_sizes", "aten::unbind.int", "aten::chunk")

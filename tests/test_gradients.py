@@ -1,0 +1,262 @@
+"""Whole models: streamed gradients equal eager ones, whatever surrounds the compiled function."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import LlamaLike, Plain, gradients, hugging_face, ids_of, total_error, truth_of, worst_error
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from streambp_compile import NotStreamed
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+EXACT = 1e-10
+
+
+def compiled(function, chunk_size: int | None = 32, **options):
+    return torch.compile(function, backend="streambp", options={"chunk_size": chunk_size, **options})
+
+
+def bodies() -> int:
+    return counters["streambp"]["bodies"]
+
+
+@torch.library.custom_op("streambp_tests::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x * x.cos()
+
+
+@opaque.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+opaque.register_autograd(
+    lambda ctx, grad: grad * (ctx.saved_tensors[0].cos() - ctx.saved_tensors[0] * ctx.saved_tensors[0].sin()),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 97])
+def test_plain_model(chunk):
+    model, ids = Plain().double(), ids_of()
+    labels = ids.clone()
+    labels[:, :20] = -100
+    step = compiled(model, chunk)
+    before = bodies()
+    assert worst_error(gradients(model, lambda: step(ids, labels)), gradients(model, lambda: model(ids, labels))) < EXACT
+    assert bodies() > before
+    torch.testing.assert_close(step(ids, labels), model(ids, labels), rtol=1e-12, atol=0)
+
+
+def test_llama_like_model_with_aligned_targets():
+    model, ids, y = LlamaLike().double(), ids_of(), ids_of()
+    step = compiled(model)
+    assert worst_error(gradients(model, lambda: step(ids, y)), gradients(model, lambda: model(ids, y))) < EXACT
+
+
+@pytest.mark.parametrize("name, options, padding", [
+    ("Llama", {}, "left"), ("Qwen3", {}, "right"), ("Mistral", {"sliding_window": 20}, None), ("GPT2", {}, None), ("Gemma2", {}, None)])
+def test_hugging_face(name, options, padding):
+    model, ids, extra = hugging_face(name, **options), ids_of(), {}
+    labels = ids.clone()
+    if padding:
+        seen = torch.ones_like(ids)
+        seen[1, slice(-30, None) if padding == "right" else slice(30)] = 0
+        labels[seen == 0] = -100
+        extra["attention_mask"] = seen
+
+    def loss(ids, labels, **extra):
+        return model(input_ids=ids, labels=labels, **extra).loss
+
+    step = compiled(loss)
+    truth = gradients(model, lambda: loss(ids, labels, **extra))
+    assert worst_error(gradients(model, lambda: step(ids, labels, **extra)), truth) < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 97])
+def test_bfloat16_is_as_good_as_eager(chunk):
+    model, ids = Plain().bfloat16(), ids_of()
+    truth = truth_of(model, lambda m: m(ids, ids))
+    eager = total_error(gradients(model, lambda: model(ids, ids)), truth)
+    step = compiled(model, chunk)
+    assert total_error(gradients(model, lambda: step(ids, ids)), truth) <= 1.05 * eager
+
+
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_autocast_is_as_good_as_eager(place):
+    model, ids = Plain(), ids_of()
+
+    def inside(ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(ids, ids)
+
+    def outside(step):
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(ids, ids)
+
+    truth = truth_of(model, lambda m: m(ids, ids))
+    eager = total_error(gradients(model, lambda: inside(ids)), truth)
+    step = compiled(inside if place == "inside" else model)
+    ours = gradients(model, lambda: step(ids) if place == "inside" else outside(step))
+    assert total_error(ours, truth) <= 1.05 * eager
+
+
+def test_lengths_share_bodies():
+    model = Plain().double()
+    step, counts = compiled(model), []
+    for length in (97, 64, 130, 33):
+        ids = ids_of(length=length)
+        assert worst_error(gradients(model, lambda: step(ids, ids)), gradients(model, lambda: model(ids, ids))) < EXACT
+        counts.append(bodies())
+    assert counts[1] == counts[2] == counts[3]
+
+
+def test_tied_frozen_accumulated():
+    model, ids = Plain().double(), ids_of()
+    model.head.weight = model.embed.weight
+    model.layers[1].requires_grad_(False)
+    model.layers[0].up.weight.requires_grad_(False)
+    step = compiled(model)
+
+    def twice(f):
+        f(ids, ids).backward()
+        f(ids.flip(0), ids).backward()
+
+    ours, truth = gradients(model, lambda: twice(step)), gradients(model, lambda: twice(model))
+    assert worst_error(ours, truth) < EXACT
+    assert "layers.1.up.weight" not in ours and "layers.0.up.weight" not in ours
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "graph break"])
+def test_functions_around_layers(kind):
+    model, ids = Plain().double(), ids_of()
+
+    def loss(ids):
+        x = model.embed(ids)
+        for i, layer in enumerate(model.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if kind == "checkpoint" else layer(x)
+            if kind == "graph break" and i == 0:
+                torch._dynamo.graph_break()
+        return model.loss(x, ids)
+
+    step = compiled(loss)
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids, ids))) < EXACT
+
+
+def test_backward_twice_and_scaled():
+    model, ids = Plain().double(), ids_of()
+    step, truth = compiled(model), gradients(model, lambda: model(ids, ids))
+
+    def retained():
+        loss = step(ids, ids)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    assert worst_error(gradients(model, retained), {n: 2 * g for n, g in truth.items()}) < EXACT
+    assert worst_error(gradients(model, lambda: 3 * step(ids, ids)), {n: 3 * g for n, g in truth.items()}) < EXACT
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_no_grad(trained_before):
+    model, ids = Plain().double(), ids_of()
+    step = compiled(model)
+    if trained_before:
+        step(ids, ids).backward()
+    with torch.no_grad():
+        ours = step(ids, ids)
+        torch.testing.assert_close(ours, model(ids, ids), rtol=1e-12, atol=0)
+    assert not ours.requires_grad
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"chunksize": 3}, "valid options are chunk_size, strict. Did you mean 'chunk_size'?"), ({"chunk_size": 0}, "chunk_size must be"),
+    ({"chunk_size": True}, "chunk_size must be"), ({"strict": 1}, "strict must be")])
+def test_bad_options(options, said):
+    with pytest.raises((ValueError, BackendCompilerFailed)) as caught:
+        torch.compile(Plain(), backend="streambp", options=options)(ids_of(), ids_of())
+    error = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(error, ValueError) and said in str(error)
+
+
+class WithOpaque(Plain):
+    def forward(self, ids, labels):
+        x = self.layers[0](self.embed(ids))
+        return self.loss(self.layers[1](x + opaque(x)), labels)
+
+
+def test_unknown_operator_warns_and_stays_exact():
+    model, ids = WithOpaque().double(), ids_of()
+    step = compiled(model)
+    with pytest.warns(NotStreamed, match="opaque"):
+        ours = gradients(model, lambda: step(ids, ids))
+    assert worst_error(ours, gradients(model, lambda: model(ids, ids))) < EXACT
+
+
+def test_unknown_operator_raises_under_strict():
+    model, ids = WithOpaque().double(), ids_of()
+    with pytest.raises((NotStreamed, BackendCompilerFailed)) as caught:
+        compiled(model, strict=True)(ids, ids)
+    error = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(error, NotStreamed) and "opaque" in str(error)
+
+
+def test_logits_of_hugging_face_are_deferred():
+    model, ids = hugging_face("Qwen3"), ids_of()
+    truth = gradients(model, lambda: model(input_ids=ids, labels=ids).loss)
+    both = gradients(model, lambda: (lambda o: o.loss + o.logits.pow(2).mean())(model(input_ids=ids, labels=ids)))
+    logits, step = model(input_ids=ids).logits, compiled(model)
+    out = step(input_ids=ids, labels=ids)
+    assert type(out.logits).__name__ == "Deferred" and isinstance(out.logits, torch.Tensor)
+    assert out.logits.shape == logits.shape and out.logits.dtype == logits.dtype and "not computed" in repr(out.logits)
+    assert worst_error(gradients(model, lambda: out.loss), truth) < 1e-5
+    assert out.logits.made is None
+    torch.testing.assert_close(out.logits.detach() + 0, logits.detach())
+
+    def reading():
+        out = step(input_ids=ids, labels=ids)
+        return out.loss + out.logits.pow(2).mean()
+
+    assert worst_error(gradients(model, reading), both) < 1e-5
+
+
+def test_hooks_may_keep_gradients():
+    model, ids = Plain().double(), ids_of()
+    step, kept, copies = compiled(model), [], []
+
+    def keep(grads):
+        kept.extend(g for g in grads if g is not None)
+        copies.extend(g.clone() for g in grads if g is not None)
+
+    truth = gradients(model, lambda: model(ids, ids))
+    loss = step(ids, ids)
+    stack, nodes = [loss.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            if "AccumulateGrad" not in node.name():
+                node.register_prehook(keep)
+            stack.extend(f for f, _ in node.next_functions)
+    assert worst_error(gradients(model, lambda: loss), truth) < EXACT
+    assert len(kept) >= 4 and any(g.dim() == 3 for g in kept)
+    for held, copy in zip(kept, copies):
+        assert torch.equal(held, copy)
+
+
+def test_given_gradient_of_hidden_states_is_unchanged():
+    """A region that returns hidden states must not overwrite the gradient that its caller made and still holds."""
+    model = Plain().double()
+    x, given = torch.randn(2, 97, 64, dtype=torch.float64), torch.randn(2, 97, 64, dtype=torch.float64)
+    copy = given.clone()
+
+    def layers(x):
+        for layer in model.layers:
+            x = layer(x)
+        return F.layer_norm(x, (64,))
+
+    step = compiled(layers)
+    ours = gradients(model, lambda: step(x).backward(given))
+    assert torch.equal(given, copy)
+    truth = gradients(model, lambda: layers(x).backward(given))
+    assert worst_error(ours, truth) < EXACT

@@ -1,0 +1,45 @@
+"""Peak memory of one training step, counted to the byte; no times."""
+
+import sys
+from pathlib import Path
+
+import torch
+from models import Plain, ids_of
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.memory import peak  # noqa: E402
+
+LENGTH, VOCABULARY = 2048, 4096
+
+
+def step_peak(model, loss, ids) -> int:
+    """The peak of a step after a first one, with gradients allocated."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def step():
+        loss(ids).backward()
+
+    step()
+    return peak(step)
+
+
+def test_peak_of_a_step(fresh_dynamo):
+    model = Plain(VOCABULARY, 128, 4, 4)
+    ids = ids_of(1, LENGTH)
+
+    def checkpointed(ids):
+        x = model.embed(ids)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return model.loss(x, ids)
+
+    streamed = torch.compile(lambda ids: model(ids, ids), backend="streambp", options={"chunk_size": 128})
+    ours, theirs = step_peak(model, streamed, ids), step_peak(model, checkpointed, ids)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    logits = LENGTH * VOCABULARY * 4
+    print(f"streamed {ours / 2**20:.1f} MiB, checkpointed {theirs / 2**20:.1f} MiB, logits {logits / 2**20:.0f} MiB, "
+          f"parameters {parameters / 2**20:.1f} MiB")
+    assert 0 < ours < theirs / 3
+    assert ours < logits + parameters
