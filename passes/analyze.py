@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .bands import Band, evaluate
-from .ir import (EVERYWHERE, HERE, Analysis, CannotStream, Edge, Fact, Mark, Reach, Shared, Signature, Size, Summed, Tokens, hint,
+from .ir import (EVERYWHERE, HERE, Analysis, CannotStream, Edge, Fact, Mark, Reach, Refusal, Shared, Signature, Size, Summed, Tokens, hint,
                  is_tensor, refuse, shape_of, tensor_operands, value_of)
 from .rules import rule_of
 
@@ -368,6 +368,9 @@ class Reader:
         if not is_tensor(node) or not self.spread.of(node):
             return Shared()
         slot = (node, -1)
+        if slot in self.spread.keys:
+            raise CannotStream(Refusal(f"input {node.name}", "a stored matrix of tokens by tokens",
+                                       "Make the mask from torch.arange inside the model, or attend with is_causal=True"))
         rows = self.spread.rows(slot)
         lo = self.gauge.low(node) or 0
         return Tokens(rows, self.spread.key(slot), lo, lo + self.excess(node, node.meta["val"].shape, rows))
@@ -386,6 +389,9 @@ class Reader:
         row, key, kind = self.roles(node, operands, signature)
         slots = [(node, o) for o in outputs_of(node)]
         tokens = [bool(self.spread.marks.get(s)) for s in slots]
+        facts_in = [self.facts[a] for a in operands]
+        if key is not None and any(isinstance(f, Tokens) and (f.lo, f.hi) != (0, 0) for f in facts_in):
+            raise refuse(node, "its keys are those of a shifted sequence", "Attend over all tokens, and slice what comes after")
         low = self.gauge.low(node) if node in self.gauge.heavy else None
         if low is None:
             low = self.first_row(node, operands, signature, row)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -192,7 +192,7 @@ class Writer:
         fact = self.fact(node)
         return isinstance(fact, Tokens) and fact.rows.dim == dim
 
-    def copy(self, node: Node, replace: Mapping[int, Node] | None = None) -> Node:
+    def copy(self, node: Node, given: Mapping[int, Node] | None = None) -> Node:
         """The same node with operands at chunk length and its shape argument rewritten."""
         rule = rule_of(node)
         edges = iter(self.analysis.edges[node])
@@ -203,7 +203,7 @@ class Writer:
                 value = value_of(arg)
                 if isinstance(value, (torch.Tensor, tuple, list)):
                     edge, index = next(edges), next(counter)
-                    return replace[index] if replace and index in replace else self.operand(edge)
+                    return given[index] if given and index in given else self.operand(edge)
                 return self.read_int(arg)
             if isinstance(arg, (list, tuple)):
                 return type(arg)(mapped(a) for a in arg) if not isinstance(arg, torch.Size) else [mapped(a) for a in arg]
@@ -260,10 +260,22 @@ class Writer:
     def edges(self, node: Node):
         return self.analysis.edges[node]
 
-    def summand(self, node: Node, operand: Node, value: Node | None = None) -> Node:
+    def only_rows_of(self, edge, value: Node, like: Node | None = None) -> Node:
+        """A value, zero in the rows that this edge's operand does not have (counted where the edge reads them)."""
+        fact, like = self.fact(edge.operand), edge.operand if like is None else like
+        if not isinstance(fact, Tokens):
+            return value
+        shift = int(edge.reach.lo) if edge.role == "halo" and edge.reach.lo == edge.reach.hi else 0
+        fact = replace(fact, lo=fact.lo - shift, hi=fact.hi - shift)
+        if fact.lo <= 0 and fact.hi >= 0:
+            return value
+        zero = self.graph.call_function(aten.full.default, ([], 0), dict(dtype=value_of(like).dtype, device=value_of(like).device))
+        return self.graph.call_function(aten.where.self, (self.inside_domain(fact, rank_of(like), fact.rows), value, zero))
+
+    def summand(self, node: Node, operand: Node) -> Node:
         """An operand of a sum over rows, zero where its rows do not count."""
-        value, fact = self.read(operand) if value is None else value, self.fact(operand)
-        if not isinstance(fact, Tokens) or fact.lo <= 0 and fact.hi >= 0:
+        value, fact = self.read(operand), self.fact(operand)
+        if fact.lo <= 0 and fact.hi >= 0:
             return value
         zero = self.graph.call_function(aten.full.default, ([], 0), dict(dtype=value_of(operand).dtype, device=value_of(operand).device))
         return self.graph.call_function(aten.where.self, (self.inside_domain(fact, rank_of(operand), fact.rows), value, zero))

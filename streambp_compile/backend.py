@@ -433,10 +433,10 @@ class CompiledRegion:
         outputs = outputs_of(region.joint)
         if region.fused:
             kept = [o for o in outputs[forward_outputs:]]
-            saved = list(dict.fromkeys(o for o in kept if isinstance(o, Node)))
+            saved = list(dict.fromkeys(o for o in kept if isinstance(o, Node) and o not in region.tangents))
             forward = one_call(owner, region.placeholders, run_forward(region, [*outputs[:forward_outputs], *saved]),
                                [*outputs[:forward_outputs], *saved])
-            backward = one_call(owner, [*saved, *region.tangents], run_scaled(saved, kept), kept)
+            backward = one_call(owner, [*saved, *region.tangents], run_scaled(saved, kept, region.tangents[0]), kept)
             return forward, backward
         symbols = [n for n in region.saved if not is_tensor(n)]
         tensors = [n for n in region.saved if is_tensor(n)]
@@ -541,7 +541,7 @@ def run_forward(region: StreamedRegion, outputs: Sequence[object]) -> Driver:
     return Driver("streambp_forward", take)
 
 
-def run_scaled(saved: Sequence[Node], outputs: Sequence[object]) -> Driver:
+def run_scaled(saved: Sequence[Node], outputs: Sequence[object], unscaled: Node) -> Driver:
     """The backward of a fused head: gradients for a unit tangent exist already; scale them unless the tangent is one."""
 
     def take(args: list) -> list:
@@ -550,6 +550,7 @@ def run_scaled(saved: Sequence[Node], outputs: Sequence[object]) -> Driver:
         if tangent.device.type != "cpu" or tangent.item() != 1:
             for node in saved:
                 values[node] = (values[node] * tangent).to(values[node].dtype)
+        values[unscaled] = tangent
         gradients = [values[o] if isinstance(o, Node) else o for o in outputs]
         return gradients if internals.graph_is_kept() else sole_owners(gradients)
 

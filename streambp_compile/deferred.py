@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from .internals import DisableTorchFunctionSubclass
+
 DESCRIPTIONS = {
     torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.layout.__get__,
     torch.Tensor.ndim.__get__, torch.Tensor.is_sparse.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.is_leaf.__get__,
@@ -37,7 +39,7 @@ class Deferred(torch.Tensor):
 
     def value(self) -> torch.Tensor:
         """The tensor itself, computed once."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if self.made is None:
                 self.made = self.compute()
                 self.compute = None
@@ -47,7 +49,7 @@ class Deferred(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in DESCRIPTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], cls) else None
         if first is not None and first.made is None:

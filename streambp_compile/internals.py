@@ -22,6 +22,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
@@ -78,12 +79,19 @@ def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, *
     random = any(isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
                  for n in joint.graph.nodes)
     if random or not inputs[1]:
-        joint_graph_passes(joint)  # seeds are drawn once, so that recomputation sees the same bits
+        replace_random(joint)  # seeds are drawn once, so that recomputation sees the same bits
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]
     tensors = [n for n in primals if isinstance(n.meta.get("val"), torch.Tensor)]
     symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
     return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs)
+
+
+def replace_random(module: GraphModule) -> None:
+    """Inductor's passes over a joint graph, which make random numbers from seeds."""
+    mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
+    with V.set_fake_mode(mode):
+        joint_graph_passes(module)
 
 
 def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
@@ -92,7 +100,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     with detect_fake_mode(examples) or contextlib.nullcontext():
         plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*examples)
     if kwargs.get("is_inference"):
-        joint_graph_passes(plain)
+        replace_random(plain)
     return compile_fx_inner(plain, inputs, **kwargs)
 
 
@@ -208,6 +216,7 @@ def tracing_of(mode: FakeTensorMode | None):
 
 
 set_grad_enabled = torch._C._set_grad_enabled
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 
 def graph_is_kept() -> bool:

@@ -117,6 +117,7 @@ SAMPLES = {
     "aten::select.int": [call("aten::select.int", t(3, 4, 5), *a) for a in ((1, 2), (-1, -1), (0, 0))],
     "aten::constant_pad_nd": [call("aten::constant_pad_nd", t(3, 4), *a) for a in (
         ([1, 2],), ([0, 1], 7.0), ([-1, 2],), ([-1, 0],), ([0, 0, 1, 0],), ([1, 0, -1, -1], 2.0))],
+    "aten::select_scatter": [call("aten::select_scatter", t(3, 4, 5), t(3, 5), 1, 2), call("aten::select_scatter", t(3, 4), t(4), 0, -1)],
     "aten::slice_scatter": [call("aten::slice_scatter", t(3, 6), t(*s), *a) for s, a in (
         ((3, 4), (1, 1, 5)), ((3, 2), (1, -2)), ((2, 6), (0, 1, 9)), ((3, 3), (1, 0, 6, 2)), ((3, 6), (1,)))],
     "aten::cat": [call("aten::cat", [t(3, 4), t(3, 2)], 1), call("aten::cat", [t(3, 4), t(1, 4)]), call("aten::cat", [t(3, 4), t(3, 4)], -1),

@@ -153,20 +153,20 @@ def fused_mask_with_padding(ids, w):
     return loss_of(x + attend(x, w, attn_mask=mask), ids, w)
 
 
-@idiom("streams")
+@idiom()  # a stored matrix of tokens by tokens is refused; the README says so
 def mask_from_a_buffer(ids, w):
     x = F.embedding(ids, w.table)
     s, v = scores(x, w)
     return loss_of(x + merged(s.masked_fill(~BUFFER[:, :, :TOKENS, :TOKENS], INF).softmax(-1) @ v), ids, w)
 
 
-@idiom("streams")
+@idiom()
 def mask_from_a_buffer_fused(ids, w):
     x = F.embedding(ids, w.table)
     return loss_of(x + attend(x, w, attn_mask=BUFFER[:, :, :TOKENS, :TOKENS]), ids, w)
 
 
-@idiom("streams")
+@idiom()  # so is a mask that is written into
 def mask_made_in_place(ids, w):
     x = F.embedding(ids, w.table)
     mask = torch.full((1, 1, TOKENS, TOKENS), INF, dtype=x.dtype)

@@ -9,12 +9,13 @@ from streambp_compile.passes import ops  # noqa: F401  (defines torch.ops.stream
 
 streambp = torch.ops.streambp
 B, HQ, T, D = 2, 4, 37, 16
+LONG = 130  # in half precision, enough entries that errors are averages
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def operands(kv_heads: int, dtype=torch.float64) -> tuple[Tensor, ...]:
+def operands(kv_heads: int, dtype=torch.float64, length: int = T) -> tuple[Tensor, ...]:
     """Query, key, value, and the gradient of the output."""
-    shapes = ((B, HQ, T, D), (B, kv_heads, T, D), (B, kv_heads, T, D), (B, HQ, T, D))
+    shapes = [(B, heads, length, D) for heads in (HQ, kv_heads, kv_heads, HQ)]
     return tuple(torch.randn(s, dtype=torch.float64).to(dtype) for s in shapes)
 
 
@@ -44,12 +45,12 @@ def chunked(q, k, v, grad, mask, causal, scale, chunk) -> tuple[Tensor, ...]:
     return torch.cat(outs, 2), torch.cat(dqs[::-1], 2), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def mask_of(kind: str, dtype=torch.float64) -> Tensor | None:
+def mask_of(kind: str, dtype=torch.float64, length: int = T) -> Tensor | None:
     if kind == "causal":
         return None
-    full = torch.randn(B, 1 if "shared" in kind else HQ, T, T, dtype=torch.float64)
+    full = torch.randn(B, 1 if "shared" in kind else HQ, length, length, dtype=torch.float64)
     if "causal" in kind:
-        full = full.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+        full = full.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
     return full.to(dtype)
 
 
@@ -70,16 +71,17 @@ def test_attention_in_chunks(chunk, kv_heads, kind):
         assert a.shape == b.shape and error(a, b) < 1e-12, name
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 16, T])
+@pytest.mark.parametrize("chunk", [1, 5, 16, LONG])
 @pytest.mark.parametrize("kv_heads", [HQ, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_in_bfloat16_is_as_good_as_the_kernel(chunk, kv_heads, kind):
-    tensors, mask = operands(kv_heads, torch.bfloat16), mask_of(kind, torch.bfloat16)
+    tensors, mask = operands(kv_heads, torch.bfloat16, LONG), mask_of(kind, torch.bfloat16, LONG)
     causal = kind == "causal"
     truth = whole(*(t.double() for t in tensors), None if mask is None else mask.double(), causal, 0.3)
     kernel = whole(*tensors, mask, causal, 0.3)
-    for name, a, b, c in zip(NAMES, chunked(*tensors, mask, causal, 0.3, chunk), kernel, truth):
-        assert error(a, c) <= 1.05 * error(b, c), name
+    ours = chunked(*tensors, mask, causal, 0.3, chunk)
+    ratios = {name: error(a, c) / error(b, c) for name, a, b, c in zip(NAMES, ours, kernel, truth)}
+    assert max(ratios.values()) <= 1.05, ratios
 
 
 def test_attention_backward_at_once():

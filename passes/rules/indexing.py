@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, refuse, shape_of, tensor_operands, value_of
+from ..ir import Signature, shape_of, value_of
 from . import rule
-from .signatures import aligned, argument
+from .signatures import aligned, all_at_once, argument
 
 
 @rule("aten::embedding")
@@ -25,7 +25,7 @@ def emit_embedding_backward(body, node: Node):
 @rule("aten::embedding_dense_backward", emit=emit_embedding_backward)
 def embedding_backward(node: Node) -> Signature:
     if len(node.args) > 4 and node.args[4]:
-        raise refuse(node, "scale_grad_by_freq counts all tokens first", "Set scale_grad_by_freq=False to stream the embedding")
+        return all_at_once(node)  # it counts all tokens first
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
     return Signature(((*index, "d"), index), ((None, "d"),))
 
@@ -67,12 +67,15 @@ def gather(node: Node) -> Signature:
     dim = node.args[1] % max(len(rows), 1)
     # An index narrower than the table along another dimension reads its first rows only: a tie of row 0 to row 0.
     labels = tuple(("moved", i) if i == dim else i for i in range(len(table)))
-    return Signature((labels, tuple(range(len(rows)))), (tuple(range(len(rows))),), contracts="all")
+    shifts = {i: (0, 0) for i in range(len(rows)) if i != dim and table[i] != rows[i]}
+    return Signature((labels, tuple(range(len(rows)))), (tuple(range(len(rows))),), contracts="all", offsets=shifts)
 
 
 def emit_scatter(body, node: Node):
     """Rows that a narrower index does not have must not be written: adding zero writes nothing."""
-    return body.copy(node, {2: body.summand(node, node.args[3], body.operand(body.edges(node)[2]))})
+    _, index, source = body.edges(node)
+    value = body.only_rows_of(source, body.operand(source))
+    return body.copy(node, {2: body.only_rows_of(index, value, source.operand)})
 
 
 def scattered(node: Node) -> Signature:
@@ -83,8 +86,8 @@ def scattered(node: Node) -> Signature:
     labels = [tuple((("moved", k), i) if i == dim else i for i in range(len(base))) for k in range(1 + len(sources))]
     narrow = any(index[i] != base[i] for i in range(len(base)) if i != dim)
     if narrow and "scatter_add" not in str(node.target):
-        raise refuse(node, "its index has fewer rows than what it writes into", "Write rows of equal number, or use scatter_add")
-    return Signature(tuple(labels), (out,), contracts="all")
+        return all_at_once(node)
+    return Signature(tuple(labels), (out,), contracts="all", offsets={i: (0,) * len(labels) for i in range(len(base)) if i != dim} if narrow else {})
 
 
 rule("aten::scatter.value", "aten::scatter.src", "aten::scatter_reduce.two")(scattered)
@@ -104,8 +107,7 @@ def index_put(node: Node) -> Signature:
         value_of(indices[i]).dtype is torch.int64 for i in used)
     index_labels = tuple(("i", j) for j in range(spread))
     if not (argument(node, 3, "accumulate", False) and zeros and rows and aligned_rows(values, indices, used, spread)):
-        operands = [tuple(("all", k, i) for i in range(len(shape_of(a)))) for k, a in enumerate(tensor_operands(node))]
-        return Signature(tuple(operands), ((None,) * rank,), contracts="all")
+        return all_at_once(node)
     operands = [tuple(("written", i) if i in used else ("x", i) for i in range(rank))]
     operands += [index_labels[spread - len(shape_of(indices[i])):] for i in used]
     operands.append((*index_labels, *kept))
@@ -120,5 +122,4 @@ def aligned_rows(values: Node, indices, used, spread: int) -> bool:
 
 @rule("aten::index_add")
 def index_add(node: Node) -> Signature:
-    operands = [tuple(("all", k, i) for i in range(len(shape_of(a)))) for k, a in enumerate(tensor_operands(node))]
-    return Signature(tuple(operands), ((None,) * len(shape_of(node)),), contracts="all")
+    return all_at_once(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..ir import Labels, Signature, shape_of, tensor_operands
+from ..ir import Labels, Signature, shape_of, tensor_operands, value_of
 
 
 def aligned(operand: tuple[int, ...], output: tuple[int, ...]) -> Labels:
@@ -14,9 +14,17 @@ def aligned(operand: tuple[int, ...], output: tuple[int, ...]) -> Labels:
 
 
 def broadcast(node: Node) -> Signature:
-    """Every operand broadcasts against the output; row t reads row t."""
-    out = shape_of(node)
-    return Signature(tuple(aligned(shape_of(a), out) for a in tensor_operands(node)), (tuple(range(len(out))),))
+    """Every operand broadcasts against the outputs; row t reads row t."""
+    several = isinstance(value_of(node), (tuple, list))
+    out = shape_of(node, 0 if several else None)
+    outputs = (tuple(range(len(out))),) * (len(value_of(node)) if several else 1)
+    return Signature(tuple(aligned(shape_of(a), out) for a in tensor_operands(node)), outputs)
+
+
+def all_at_once(node: Node) -> Signature:
+    """No dimension can be followed: where tokens come in, the node needs all of them."""
+    operands = tuple(tuple(("all", k, i) for i in range(len(shape_of(a)))) for k, a in enumerate(tensor_operands(node)))
+    return Signature(operands, ((None,) * len(shape_of(node)),), contracts="all")
 
 
 def equation(node: Node, text: str, **kwargs) -> Signature:

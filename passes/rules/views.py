@@ -127,7 +127,9 @@ def pad(node: Node) -> Signature:
     rank, amounts = len(shape_of(node)), node.args[1]
     offsets = {rank - 1 - i // 2: (-amounts[i],) for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]}
     labels = tuple(range(rank))
-    return Signature((labels,), (labels,), offsets=offsets)
+    cropped = {rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount < 0}
+    out = tuple(None if i in cropped else i for i in labels)
+    return Signature((labels,), (out,), contracts="all", offsets={d: k for d, k in offsets.items() if d not in cropped})
 
 
 def emit_slice_scatter(body, node: Node):
@@ -144,7 +146,9 @@ def slice_scatter(node: Node) -> Signature:
     dim = argument(node, 2, "dim", 0) % len(shape)
     start, step = argument(node, 3, "start") or 0, argument(node, 5, "step", 1)
     labels = tuple(range(len(shape)))
-    if step != 1:
+    base = node.args[0]
+    zeros = base.target is torch.ops.aten.full.default and base.args[1] == 0
+    if step != 1 or not zeros and shape_of(node.args[1])[dim] != shape[dim]:
         out = tuple(None if i == dim else i for i in labels)
         return Signature((tuple(("base", i) if i == dim else i for i in labels), tuple(("source", i) if i == dim else i for i in labels)),
                          (out,), contracts="all")
