@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 
 import torch
@@ -10,8 +9,8 @@ import torch
 from .ir import Analysis, Tokens, bytes_of, hint, is_tensor, value_of
 from .partition import Sweep
 
-CHUNK_BYTES = 24 << 20  # what one chunk's widest moment may take: well past cache, well under any model
-SHORTEST, LONGEST = 64, 1024
+CHUNK_BYTES = 20 << 20  # what one chunk's widest moment may take: well past cache, well under any model
+SHORTEST, LONGEST, STEP = 32, 1024, 16
 MATERIALISED = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward", "embedding", "cat", "_log_softmax", "_softmax")
 
 
@@ -46,8 +45,8 @@ def read_until(node, last, index: int) -> int:
 
 
 def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None) -> int:
-    """Tokens per chunk: the user's word, or the power of two whose widest moment fits `CHUNK_BYTES`."""
+    """Tokens per chunk: the user's word, or the most, in steps of 16, whose widest moment fits `CHUNK_BYTES`."""
     if chosen is not None:
         return chosen
     fits = CHUNK_BYTES // row_bytes(sweep, analysis)
-    return max(SHORTEST, min(LONGEST, 1 << int(math.log2(max(fits, 1)))))
+    return max(SHORTEST, min(LONGEST, fits // STEP * STEP))

@@ -415,7 +415,7 @@ class CompiledRegion:
                                        "Do not change inputs in place across layers"))
         try:
             return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of,
-                          self.config.chunk_size, internals.compile_body)
+                          self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode))
         except CannotStream:
             raise
         except Exception as error:  # a defect of ours must cost memory, loudly, and not the run

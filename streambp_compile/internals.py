@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.decomposition import select_decomp_table
@@ -183,12 +184,18 @@ def _contiguous(sizes) -> list:
 COMPILED: dict[str, Callable] = {}
 
 
-def compile_body(body: Body, chunk: int) -> Callable:
+def compile_body(body: Body, chunk: int, mode: str | None = None) -> Callable:
     """One Inductor artifact for a body, shared by every body of the same text on the same inputs.
+
+    mode  `torch.compile`'s mode, as Inductor options
 
     Returns a function of the list of inputs. Raises if Inductor fixed a size that must stay free.
     """
-    inputs = BodyInputs(body, chunk)
+    with inductor_config.patch(list_mode_options(mode) if mode else {}):
+        return compile_once(body, BodyInputs(body, chunk))
+
+
+def compile_once(body: Body, inputs: BodyInputs) -> Callable:
     key = f"{body.graph.code}|{[describe(v) for v in inputs.values]}|{inductor_config.save_config_portable()}"
     if key not in COMPILED:
         with tracing(TracingContext(inputs.mode)):  # a body's sizes are its own, not those of the graph around it

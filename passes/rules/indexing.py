@@ -24,10 +24,9 @@ def emit_embedding_backward(body, node: Node):
 
 @rule("aten::embedding_dense_backward", emit=emit_embedding_backward)
 def embedding_backward(node: Node) -> Signature:
-    if len(node.args) > 4 and node.args[4]:
-        return all_at_once(node)  # it counts all tokens first
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
-    return Signature(((*index, "d"), index), ((None, "d"),))
+    counts = len(node.args) > 4 and node.args[4]  # scale_grad_by_freq counts all tokens first
+    return Signature(((*index, "d"), index), ((None, "d"),), contracts="all" if counts else "sum")
 
 
 @rule("aten::index_select")
