@@ -104,7 +104,26 @@ def lifted(arg: object, node: Node, get) -> Abstract:
 
 
 def same(node: Node, get) -> Abstract:
-    return get(node.args[0])
+    """A copy, or a cast that keeps every value: an integer may become wider, a float stay a float, a boolean anything."""
+    value, old, new = get(node.args[0]), value_of(node.args[0]).dtype, value_of(node).dtype
+    if old == new or old.is_floating_point and new.is_floating_point and isinstance(value, Band):
+        return value
+    whole = isinstance(value, Affine) and float(value.const).is_integer() and all(float(s).is_integer() for _, s in value.slopes)
+    if whole and new is not torch.bool:
+        return value
+    flag = isinstance(value, Affine) and not value.slopes and value.const in (0, 1)
+    return value if flag or old is torch.bool and new is torch.bool else None
+
+
+def is_score(node: object) -> bool:
+    """Is this a product of queries and keys, scaled at most? Such scores hide no key by themselves."""
+    while isinstance(node, Node) and node.target in SCALED:
+        node = node.args[0]
+    return isinstance(node, Node) and node.target in (aten.bmm.default, aten.mm.default, aten.baddbmm.default)
+
+
+SCALED = (aten.view.default, aten._unsafe_view.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
+          aten.tanh.default, aten.clone.default, prims.convert_element_type.default, aten.add.Scalar)
 
 
 def reshaped(node: Node, get) -> Abstract:
@@ -140,9 +159,9 @@ def sliced(node: Node, get) -> Abstract:
     start = max(0, start + shape[dim] if start < 0 else min(start, shape[dim]))
     if isinstance(value, Affine):
         return cleaned(Affine(value.const + value.slope(dim) * start, value.slopes), node)
-    if isinstance(value, Band) and dim in (value.row, value.key) and start:
-        shift = start if dim == value.row else -start
-        return replace(value, lo=value.lo + shift, hi=value.hi + shift)
+    if isinstance(value, Band) and dim in (value.row, value.key):
+        shift = 0 if not start else start if dim == value.row else -start
+        return replace(value, lo=value.lo + shift, hi=value.hi + shift, dense=value.dense and shape_of(node) == shape)
     return value
 
 
@@ -184,10 +203,13 @@ def added(sign: int):
             return None
         for band, other in ((a, b), (b, a)):  # a mask added to scores empties them outside its band
             if isinstance(band, Band) and band.outside in (-math.inf, "min"):
-                if isinstance(other, Band) and same_axes(band, other):
-                    return replace(band, lo=max(band.lo, other.lo), hi=min(band.hi, other.hi), exact=band.exact and other.exact)
+                if sign < 0:
+                    return None
+                if isinstance(other, Band) and other.outside in (-math.inf, "min") and same_axes(band, other):
+                    return replace(band, lo=max(band.lo, other.lo), hi=min(band.hi, other.hi), dense=False,
+                                   outside=band.outside if band.outside == other.outside else "min", exact=band.exact and other.exact)
                 zero = isinstance(other, Affine) and other == Affine(0.0)
-                return replace(band, exact=band.exact and zero, dense=band.lo <= 0 <= band.hi and (band.exact or band.dense))
+                return replace(band, exact=band.exact and zero, dense=band.dense and (zero or is_score(node.args[0] if band is b else node.args[1])))
         if isinstance(a, Band) and isinstance(b, Band) and a.outside == b.outside == 0.0 and same_axes(a, b):
             return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), exact=False)
         return None
@@ -203,7 +225,7 @@ def multiplied(node: Node, get) -> Abstract:
     for band, other in ((a, b), (b, a)):
         if isinstance(band, Band) and band.outside == 0.0:
             return replace(band, exact=False)
-        if isinstance(band, Band) and isinstance(other, Affine) and not other.slopes and other.const > 0:
+        if isinstance(band, Band) and isinstance(other, Affine) and not other.slopes and other.const >= 1:
             return band
     return None
 
@@ -232,7 +254,7 @@ def compared(node: Node, get) -> Abstract:
     for d, s in b.slopes:
         slopes[d] = slopes.get(d, 0) - s
     slopes = {d: s for d, s in slopes.items() if s}
-    const = a.const - b.const
+    const = float(a.const - b.const)
     name = node.target.overloadpacket.__name__
     if not slopes:
         return Affine(float(getattr(operator, name)(const, 0)))
@@ -242,6 +264,8 @@ def compared(node: Node, get) -> Abstract:
     key, row = rank - 1, rank - 2  # scores are [..., row, key] when a mask is made
     if set(slopes) != {row, key}:
         row, key = sorted(slopes)
+    if not const.is_integer():
+        return None
     # const + sign * (key - row)  ?  0
     sign = slopes[key]
     if name == "eq":
@@ -258,6 +282,8 @@ def compared(node: Node, get) -> Abstract:
 
 
 def conjoined(node: Node, get) -> Abstract:
+    if value_of(node).dtype is not torch.bool:
+        return None
     a, b = (lifted(x, node, get) for x in node.args[:2])
     for constant_, other in ((a, b), (b, a)):
         if isinstance(constant_, Affine) and not constant_.slopes:
@@ -269,6 +295,8 @@ def conjoined(node: Node, get) -> Abstract:
 
 
 def disjoined(node: Node, get) -> Abstract:
+    if value_of(node).dtype is not torch.bool:
+        return None
     a, b = (lifted(x, node, get) for x in node.args[:2])
     for constant_, other in ((a, b), (b, a)):
         if isinstance(constant_, Affine) and not constant_.slopes:
@@ -292,7 +320,7 @@ def lowest(value: float, node: Node) -> object:
     if value == -math.inf or value == 0:
         return value
     dtype = value_of(node).dtype
-    return "min" if dtype.is_floating_point and value <= torch.finfo(torch.float16).min else None
+    return "min" if dtype.is_floating_point and value <= torch.finfo(dtype).min / 2 else None
 
 
 def chosen(node: Node, get) -> Abstract:

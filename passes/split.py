@@ -79,7 +79,8 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
 def mutated(node: Node) -> Node | None:
     """The value that a node writes into, if it does (``x[i] = y``, ``x.add_(y)``, ``x += y``, ``out=``, ``inplace=True``)."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__") or name in IN_PLACE) and node.op in ("call_method", "call_function")
+    spelt = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")  # operator's own names
+    in_place = (spelt or name in IN_PLACE) and node.op in ("call_method", "call_function")
     if in_place and node.args and isinstance(node.args[0], Node):
         return node.args[0]
     if isinstance(node.kwargs.get("out"), Node):

@@ -58,7 +58,7 @@ class Deferred(torch.Tensor):
             if func == torch.Tensor.detach:
                 return first.later(first.dtype, lambda t: t.detach(), False)
             if func in CASTS and len(args) == 1:
-                return first.later(CASTS[func], lambda t: func(t), first.wants_grad)
+                return first.later(CASTS[func], lambda t: t.to(CASTS[func]), first.wants_grad)
             if func == torch.Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
                 return first.later(args[1], lambda t: t.to(args[1]), first.wants_grad)
             if func == torch.Tensor.__repr__:
