@@ -330,18 +330,18 @@ def chosen(node: Node, get) -> Abstract:
         return inside if condition.const else filling
     if not (isinstance(condition, Band) and condition.outside is False):
         return None
+    if isinstance(inside, Affine) and not inside.slopes and condition.exact:  # where(hidden, -inf, scores)
+        visible = complement(condition)
+        outside = lowest(inside.const, node)
+        if visible is not None and outside is not None and outside != 0:
+            zero = isinstance(filling, Affine) and filling == Affine(0.0)
+            return replace(visible, outside=outside, exact=zero and outside != 0, dense=visible.lo <= 0 <= visible.hi)
     if isinstance(filling, Affine) and not filling.slopes:
         outside = lowest(filling.const, node)
         if outside is not None:
             zero_inside = isinstance(inside, Affine) and inside == Affine(0.0)
             dense = condition.exact and condition.lo <= 0 <= condition.hi
             return replace(condition, outside=outside, exact=condition.exact and zero_inside and outside != 0, dense=dense)
-    if isinstance(inside, Affine) and not inside.slopes and condition.exact:  # where(hidden, -inf, scores)
-        visible = complement(condition)
-        outside = lowest(inside.const, node)
-        if visible is not None and outside is not None:
-            zero = isinstance(filling, Affine) and filling == Affine(0.0)
-            return replace(visible, outside=outside, exact=zero and outside != 0, dense=visible.lo <= 0 <= visible.hi)
     return None
 
 

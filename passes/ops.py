@@ -86,6 +86,11 @@ def dense_last(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
+def rounds_twice(query: Tensor, start: int, causal: bool) -> bool:
+    """Two calls in half precision would be rounded before they are added; they run in float32 instead."""
+    return causal and start > 0 and query.dtype.itemsize == 2
+
+
 def head_groups(q: Tensor, k: Tensor):
     """Queries by position in their group, so that every key head meets one query head: views, no copies."""
     shared = q.shape[1] // k.shape[1]
@@ -103,6 +108,8 @@ def attention_forward(query, key, value, mask, causal: bool, scale: float, start
         o, l, *_ = aten._scaled_dot_product_flash_attention(
             query, key[:, :, :stop], value[:, :, :stop], 0.0, causal, False, scale=scale)
         return out.copy_(o), lse.copy_(l)
+    if rounds_twice(query, start, causal):
+        query, key, value = query.float(), key.float(), value.float()
     for group in head_groups(query, key):
         q, total, total_lse = group(query), None, None
         m = mask if mask is None or mask.shape[1] == 1 else group(mask)
@@ -132,6 +139,8 @@ def attention_backward_(grad, query, key, value, out, lse, mask, causal: bool, s
         key_grad[:, :, :stop].add_(b)
         value_grad[:, :, :stop].add_(c)
         return dq.copy_(a)
+    if rounds_twice(query, start, causal):
+        grad, query, key, value, out = (t.float() for t in (grad, query, key, value, out))
     for group in head_groups(query, key):
         total = None
         m = mask if mask is None or mask.shape[1] == 1 else group(mask)
@@ -140,7 +149,7 @@ def attention_backward_(grad, query, key, value, out, lse, mask, causal: bool, s
                                       group(lse), m, square, scale)
             key_grad[:, :, part].add_(b)
             value_grad[:, :, part].add_(c)
-            total = a if total is None else total.float().add_(a) if a.dtype.itemsize == 2 else total.add_(a)
+            total = a if total is None else total.add_(a)
         group(dq).copy_(total)
     return dq
 

@@ -95,13 +95,6 @@ def with_padding(keep: Tensor) -> Tensor:
     return (k <= q)[None, None] & keep[:, None, None, :]
 
 
-def hugging_face_additive(keep: Tensor) -> Tensor:
-    """The mask of older transformers: triu of the minimum, then padding filled in."""
-    n = keep.shape[1]
-    causal = torch.full((n, n), LOW).masked_fill(torch.arange(n) < torch.arange(n)[:, None] + 1, 0.0)
-    return causal[None, None].expand(2, 1, n, n).masked_fill(~keep[:, None, None, :], LOW)
-
-
 # (what it is, the function of its inputs, the inputs, the bounds, outside, exact or not)
 PROVED = [
     ("k <= q", lambda: (lambda q, k: k <= q)(*positions(9)), (), CAUSAL, False, True),
@@ -124,11 +117,10 @@ PROVED = [
     ("minimum of a window", lambda: additive(window(9, 4)), (), (-3, 0), "min", True),
     ("filled", lambda: torch.zeros(9, 9).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -INF), (), CAUSAL, -INF, True),
     ("filled by float", lambda s: s.masked_fill(~lower(9), LOW), (scores(),), CAUSAL, "min", False),
-    ("Hugging Face, additive", hugging_face_additive, (keeps(),), CAUSAL, "min", False),
     ("scores + mask", lambda s: s + additive(lower(9), -INF), (scores(),), CAUSAL, -INF, False),
     ("softmax of -inf", lambda s: s.masked_fill(~lower(9), -INF).softmax(-1), (scores(),), CAUSAL, 0.0, False),
-    ("softmax of minimum", lambda s: (s + additive(lower(9))).softmax(-1), (scores(),), CAUSAL, 0.0, False),
-    ("softmax of a window", lambda s: (s + additive(window(9, 4))).softmax(-1), (scores(),), (-3, 0), 0.0, False),
+    ("softmax of minimum", lambda s: (s @ s + additive(lower(9))).softmax(-1), (scores(),), CAUSAL, 0.0, False),
+    ("softmax of a window", lambda s: (s @ s + additive(window(9, 4))).softmax(-1), (scores(),), (-3, 0), 0.0, False),
     ("scaled probabilities", lambda s: s.masked_fill(~lower(9), -INF).softmax(-1) / 0.9 * s, (scores(),), CAUSAL, 0.0, False),
 ]
 
