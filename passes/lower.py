@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .ir import HERE, Analysis, Mark, Tokens, hint, is_tensor, rank_of, tensor_operands, value_of
+from .ir import Analysis, Mark, Tokens, is_tensor, rank_of, tensor_operands, value_of
 from .partition import Program, Sweep
 from .rules import rule_of
-from .rules.signatures import argument
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 

@@ -12,7 +12,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -21,7 +21,7 @@ from . import internals
 from .config import Config
 from .deferred import Deferred
 from .passes.analyze import Spread
-from .passes.ir import CannotStream, Mark, Refusal, bytes_of, hint, is_tensor, refuse, shape_of, tensor_operands, value_of
+from .passes.ir import CannotStream, Mark, Refusal, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
 from .passes.normalize import normalize
 from .passes.split import Region, Traits, mutated, split
 from .pipeline import StreamedRegion, outputs_of, stream, unit

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from .passes.ir import Analysis, Mark, Size, Tokens, hint, value_of
+from .passes.ir import Analysis, Mark, Size, hint, value_of
 from .passes.lower import Binding, Body, total_dtype
 from .passes.partition import DESCENDING, Program, Sweep
 

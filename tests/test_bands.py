@@ -95,6 +95,13 @@ def with_padding(keep: Tensor) -> Tensor:
     return (k <= q)[None, None] & keep[:, None, None, :]
 
 
+def hugging_face_additive(keep: Tensor) -> Tensor:
+    """The mask of older transformers: triu of the minimum, then padding filled in. Sound, but its band is not found."""
+    n = keep.shape[1]
+    causal = torch.full((n, n), LOW).masked_fill(torch.arange(n) < torch.arange(n)[:, None] + 1, 0.0)
+    return causal[None, None].expand(2, 1, n, n).masked_fill(~keep[:, None, None, :], LOW)
+
+
 # (what it is, the function of its inputs, the inputs, the bounds, outside, exact or not)
 PROVED = [
     ("k <= q", lambda: (lambda q, k: k <= q)(*positions(9)), (), CAUSAL, False, True),
