@@ -105,21 +105,21 @@ def attention_forward(query, key, value, mask, causal: bool, scale: float, start
     lse = query.new_empty((batch, heads, rows), dtype=statistics(query))
     if aligns_bottom_right(query, mask):
         stop = start + rows if causal else key.shape[2]
-        o, l, *_ = aten._scaled_dot_product_flash_attention(
+        o, logsum, *_ = aten._scaled_dot_product_flash_attention(
             query, key[:, :, :stop], value[:, :, :stop], 0.0, causal, False, scale=scale)
-        return out.copy_(o), lse.copy_(l)
+        return out.copy_(o), lse.copy_(logsum)
     if rounds_twice(query, start, causal):
         query, key, value = query.float(), key.float(), value.float()
     for group in head_groups(query, key):
         q, total, total_lse = group(query), None, None
         m = mask if mask is None or mask.shape[1] == 1 else group(mask)
         for part, square in pieces(rows, key.shape[2], start, causal):
-            o, l = kernel_forward(q, key[:, :, part], value[:, :, part], m, square, scale)
+            o, logsum = kernel_forward(q, key[:, :, part], value[:, :, part], m, square, scale)
             if total is None:
-                total, total_lse = o, l
+                total, total_lse = o, logsum
                 continue
-            merged = torch.logaddexp(total_lse, l)
-            total = (total * (total_lse - merged).exp().unsqueeze(-1)).add_(o * (l - merged).exp().unsqueeze(-1))
+            merged = torch.logaddexp(total_lse, logsum)
+            total = (total * (total_lse - merged).exp().unsqueeze(-1)).add_(o * (logsum - merged).exp().unsqueeze(-1))
             total_lse = merged
         group(out).copy_(total)
         group(lse).copy_(total_lse)

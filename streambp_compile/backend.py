@@ -110,7 +110,8 @@ class Chain:
             regions = whole_graph(self.module.graph)
         postponed: dict[Node, Region] = {}
         if axis:
-            regions, postponed = postpone(regions, axis)
+            if not internals.ends_in_graph_break(self.module):  # what follows a break is traced by Dynamo, which wants real tensors
+                regions, postponed = postpone(regions, axis)
             self.hint_at_outputs(regions, axis)
         built: dict[str, CompiledRegion] = {}
 

@@ -226,6 +226,11 @@ set_grad_enabled = torch._C._set_grad_enabled
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 
+def ends_in_graph_break(module: GraphModule) -> bool:
+    """Does this Dynamo graph stop before the function does?"""
+    return bool(getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False))
+
+
 def graph_is_kept() -> bool:
     """Does the running backward keep its graph (``retain_graph=True``), and with it what the forward saved?"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
