@@ -368,7 +368,8 @@ class Reader:
         if not is_tensor(node) or not self.spread.of(node):
             return Shared()
         slot = (node, -1)
-        if slot in self.spread.keys:
+        square = {shape_of(node)[d] for d in self.spread.of(node)}
+        if slot in self.spread.keys and len(square) == 1:
             raise CannotStream(Refusal(f"input {node.name}", "a stored matrix of tokens by tokens",
                                        "Make the mask from torch.arange inside the model, or attend with is_causal=True"))
         rows = self.spread.rows(slot)

@@ -85,19 +85,21 @@ def mutated(node: Node) -> Node | None:
         return node.args[0]
     if isinstance(node.kwargs.get("out"), Node):
         return node.kwargs["out"]
-    flagged = node.kwargs.get("inplace") is True or node.op == "call_function" and True in node.args[1:] and "inplace" in parameters(node.target)
-    return node.args[0] if flagged and node.args and isinstance(node.args[0], Node) else None
+    return node.args[0] if node.args and isinstance(node.args[0], Node) and flagged_in_place(node) else None
+
+
+def flagged_in_place(node: Node) -> bool:
+    """``inplace=True``, by name or by position."""
+    if node.kwargs.get("inplace") is True or node.op != "call_function":
+        return node.kwargs.get("inplace") is True
+    try:
+        return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace") is True
+    except (TypeError, ValueError):
+        return False
 
 
 IN_PLACE = {"setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
             "irshift", "imatmul"}
-
-
-def parameters(function: object) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ()
 
 
 def written_to(flow: networkx.DiGraph) -> set[Node]:
