@@ -4,7 +4,6 @@
 #   make test    the tests
 #
 # Another Python: make demo PYTHON=python3.12
-# The smaller CPU-only build of torch: make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
