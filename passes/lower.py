@@ -65,13 +65,7 @@ def total_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def lower(program: Program, analysis: Analysis) -> tuple[Body, ...]:
     """One body per sweep."""
-    made: dict[Node, int] = {}
-    bodies = []
-    for sweep in program.sweeps:
-        bodies.append(Writer(program, sweep, analysis).write())
-        for node in sweep.nodes:
-            made.setdefault(node, len(bodies) - 1)
-    return tuple(bodies)
+    return tuple(Writer(program, sweep, analysis).write() for sweep in program.sweeps)
 
 
 class Writer:

@@ -237,8 +237,6 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
         if any(dim in s.marks.get((node, -1), {}) for s, _ in seen):
             continue
         spread = Spread(graph, {node: (Mark(dim),)})
-        if any(spread.of(p) for p, f in zip(placeholders, fakes) if is_parameter(f) and shape_of(p)[0] == 0):
-            continue
         seen.append((spread, node))
         rows = shape_of(node)[dim]
         mixers = sum(1 for n in graph.nodes if mixes(n, spread))

@@ -25,7 +25,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -50,10 +50,6 @@ def decompositions() -> dict:
     table[aten.mean.default] = mean
     table.update(get_decompositions([aten.t, aten.transpose.int, aten.detach, aten.select_backward, aten.slice_backward]))
     return table
-
-
-def is_fake(value: object) -> bool:
-    return isinstance(value, FakeTensor)
 
 
 def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:

@@ -33,10 +33,6 @@ def equation(node: Node, text: str, **kwargs) -> Signature:
     return Signature(tuple(tuple(o) for o in left.split(",")), tuple(tuple(o) for o in right.split(",")), **kwargs)
 
 
-def along(rank: int, *labels: object) -> Labels:
-    return tuple(range(rank)) if not labels else tuple(labels)
-
-
 def dims_of(arg: object, rank: int) -> tuple[int, ...]:
     """Dimensions named by an argument, as non-negative numbers; ``None`` and ``[]`` mean all."""
     if arg is None or (isinstance(arg, (list, tuple)) and not arg):
