@@ -3,6 +3,10 @@
     python benchmarks/peers.py --tokens 8192
     python benchmarks/peers.py --tokens 8192 --methods checkpointing,streambp --rounds 5 --save t8192
     python benchmarks/peers.py --tokens 65536 --device cuda --dtype bfloat16
+    python benchmarks/peers.py --tokens 8192 --published other/bin/python
+
+The last also runs the code that the authors of StreamBP published. It wants an older transformers, so it gets an interpreter of its own, with
+``pip install torch==2.13.0 transformers==4.51.3 trl==0.17.0 streambp==1.0``; chunks of a third of the sequence in layers, of 100 tokens in the head.
 
 Every method is a process of its own with cold compilation caches. All of them stay alive and wait; this process lets one at a time take
 a step, round by round and every second round in reverse, so that a slow moment of the machine falls on all alike. Between steps a process holds
@@ -38,12 +42,13 @@ REFERENCE = "checkpointing"
 
 @dataclass(frozen=True)
 class Peer:
-    """A method: what its row is called, whether layers are checkpointed, its compiler, and how its process prepares torch."""
+    """A method: what its row is called, whether layers are checkpointed, its compiler, how its process prepares torch, what wraps the model."""
 
     title: str
     checkpointed: bool = False
     backend: str | None = None
     prepare: Callable[[], None] = lambda: None
+    wrap: Callable | None = None
 
 
 def enable_auto_chunker() -> None:
@@ -60,6 +65,16 @@ def set_memory_budget() -> None:
     config.activation_memory_budget = 0.3
 
 
+def wrap_published(model, tokens: int):
+    from streambp import StreamModel
+
+    wrapped = StreamModel(model, gradient_accumulation_steps=1, logits_chunk_size=100, stream_checkpoint=True,
+                          checkpoint_chunk_size=-(-tokens // 3))
+    wrapped.gradient_checkpointing_enable()
+    return wrapped.train()
+
+
+PUBLISHED = "published"
 PEERS = {
     "eager": Peer("eager"),
     REFERENCE: Peer("gradient checkpointing", checkpointed=True),
@@ -67,6 +82,7 @@ PEERS = {
     "inductor-checkpointing": Peer("Inductor + checkpointing", checkpointed=True, backend="inductor"),
     "inductor-chunker": Peer("Inductor + checkpointing + auto_chunker", checkpointed=True, backend="inductor", prepare=enable_auto_chunker),
     "inductor-budget": Peer("Inductor, activation_memory_budget=0.3", backend="inductor", prepare=set_memory_budget),
+    PUBLISHED: Peer("StreamBP's published code", wrap=wrap_published),
     "streambp": Peer("streambp", backend="streambp"),
 }
 
@@ -94,6 +110,9 @@ class Step:
         if peer.checkpointed:
             # the name that transformers 5 prefers, or the one that every version before knows
             getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
+        if peer.wrap:
+            self.model = peer.wrap(self.model, chosen.tokens)
+        self.backward_inside = peer.wrap is not None  # the published code goes backward within its forward
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.ids = torch.randint(0, config.vocab_size, (1, chosen.tokens)).to(chosen.device)
@@ -104,7 +123,10 @@ class Step:
         self.chosen = chosen
 
     def plain_loss(self, ids):
-        return self.model(input_ids=ids, labels=ids).loss
+        import torch
+
+        mask = {"attention_mask": torch.ones_like(ids)} if self.backward_inside else {}  # the published code wants one
+        return self.model(input_ids=ids, labels=ids, **mask).loss
 
     def synchronize(self) -> None:
         if self.chosen.device == "cuda":
@@ -115,7 +137,8 @@ class Step:
     def take(self):
         """Loss and backward, gradients added to what is there."""
         loss = self.loss_of(self.ids)
-        loss.backward()
+        if not self.backward_inside:
+            loss.backward()
         self.synchronize()
         return loss.detach()
 
@@ -143,7 +166,7 @@ class Step:
         found = [p.grad for p in self.model.parameters()]
         if write:
             torch.save([g.cpu() for g in found], reference)
-        elif reference is not None:
+        elif reference is not None and not self.backward_inside:  # its transformers draws other random weights
             from benchmarks.gradients import largest_difference
 
             answer["difference"] = largest_difference((g.cpu() for g in found), torch.load(reference, mmap=True))
@@ -255,13 +278,13 @@ class Row:
             self.process.wait()
 
 
-def start(name: str, scratch: Path, flags: list[str]) -> Row:
+def start(name: str, scratch: Path, flags: list[str], python: str) -> Row:
     caches = scratch / name
     caches.mkdir()
     environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(caches), TRITON_CACHE_DIR=str(caches / "triton"))
     log = scratch / f"{name}.log"
     with log.open("w") as errors:
-        process = subprocess.Popen([sys.executable, __file__, "--method", name, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        process = subprocess.Popen([python, __file__, "--method", name, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    stderr=errors, text=True, env=environment)
     return Row(name, process, log)
 
@@ -274,7 +297,7 @@ def measure(chosen: argparse.Namespace, flags: list[str]) -> list[Row]:
         reference = str(scratch / "gradients.pt") if REFERENCE in chosen.methods else None
         try:
             for name in sorted(chosen.methods, key=lambda n: n != REFERENCE):
-                row = rows[name] = start(name, scratch, flags)
+                row = rows[name] = start(name, scratch, flags, chosen.published if name == PUBLISHED else sys.executable)
                 report(name, "first step", row.ask(do="first", reference=reference, write=name == REFERENCE))
                 report(name, "memory", row.ask(do="peak"))
                 if name == REFERENCE and not row.alive:
@@ -365,10 +388,15 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seed", type=int, default=0)
     passed_on = [action for action in parser._actions if action.dest != "help"]
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each method (%(default)s)")
-    parser.add_argument("--methods", type=some, default=list(PEERS), metavar="A,B,...", help=f"of {', '.join(PEERS)} (all)")
+    parser.add_argument("--methods", type=some, default=None, metavar="A,B,...", help=f"of {', '.join(PEERS)} (all)")
+    parser.add_argument("--published", metavar="PYTHON", help="an interpreter that has StreamBP's published code: adds its row")
     parser.add_argument("--save", metavar="NAME", help="also write the table to benchmarks/results/NAME.md")
     parser.add_argument("--method", choices=PEERS, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.methods is None:
+        chosen.methods = [name for name in PEERS if name != PUBLISHED or chosen.published]
+    if PUBLISHED in chosen.methods and not chosen.published:
+        parser.error(f"the method {PUBLISHED} needs --published PYTHON")
     for name in ("tokens", "layers", "threads", "rounds"):
         if getattr(chosen, name) < 1:
             parser.error(f"--{name} must be 1 or more")
