@@ -43,7 +43,7 @@ def streambp(module: GraphModule, example_inputs: Sequence[object], *, mode: str
 SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
 
 
-class TooShort(Exception):
+class TooShort(CannotStream):
     """A graph of a fixed, tiny length: nothing to stream, nothing to warn about."""
 
 
@@ -230,23 +230,22 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     candidates = []
     for node, fake in zip(placeholders, fakes):
-        if isinstance(fake, torch.Tensor) and not isinstance(fake, torch.nn.Parameter) and not is_parameter(fake):
+        if isinstance(fake, torch.Tensor) and not is_parameter(fake):
             candidates += [(node, d) for d, s in enumerate(fake.shape) if hint(s) > 1 and fake.dim() <= 3]
-    best, chosen, seen = (0, 0, 0), None, []
+    found: list[tuple[int, int, int, Spread, object]] = []
     for node, dim in candidates:
-        if any(dim in s.marks.get((node, -1), {}) for s, _ in seen):
+        if any(dim in spread.marks.get((node, -1), {}) for *_, spread, _ in found):
             continue
         spread = Spread(graph, {node: (Mark(dim),)})
-        seen.append((spread, node))
-        rows = shape_of(node)[dim]
         mixers = sum(1 for n in graph.nodes if mixes(n, spread))
         width = sum(bytes_of(value_of(n)) for n in graph.nodes if is_tensor(n) and spread.of(n)
                     and value_of(n).dtype.is_floating_point)
-        if width and (mixers, width, rows) > best:
-            best, chosen = (mixers, width, rows), (spread, value_of(node).shape[dim])
+        if width:
+            found.append((mixers, width, shape_of(node)[dim], spread, value_of(node).shape[dim]))
+    chosen = preferred(found)
     if chosen is None:
         return None
-    spread, length = chosen
+    *_, spread, length = chosen
     marks = {n: tuple(spread.of(v).values()) for n, v in values.items() if spread.of(v)}
     mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)
               and is_tensor(n) and value_of(n).dtype.is_floating_point}
@@ -254,9 +253,21 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
     return Axis(length, marks, mixing)
 
 
+def preferred(found: Sequence[tuple]) -> tuple | None:
+    """Of (mixers, bytes, rows, …): the most mixers; then, of those that carry about as many bytes, the most rows.
+
+    In a head without attention the batch carries the same values as the tokens do, and a few numbers per sequence besides.
+    """
+    most = max((f[0] for f in found), default=0)
+    mixing = [f for f in found if f[0] == most]
+    widest = max((f[1] for f in mixing), default=0)
+    return max((f for f in mixing if 2 * f[1] >= widest), key=lambda f: f[2], default=None)
+
+
 def is_parameter(fake: object) -> bool:
+    """A weight, declared or not. Hidden states may be leaves that want gradients too, but they come as ``[B, T, d]``."""
     return isinstance(fake, torch.nn.Parameter) or getattr(fake, "_is_param", False) or (
-        isinstance(fake, torch.Tensor) and fake.is_leaf and fake.requires_grad and fake.dtype.is_floating_point)
+        isinstance(fake, torch.Tensor) and fake.is_leaf and fake.requires_grad and fake.dtype.is_floating_point and fake.dim() != 3)
 
 
 def touches(node: Node, spread: Spread) -> bool:
@@ -394,7 +405,8 @@ class CompiledRegion:
         self.report.joint = joint
         try:
             self.streamed = self.stream(joint, num_fwd_outputs, len(joint_inputs[1]))
-        except TooShort:
+        except TooShort as short:
+            self.report.refusal = short.refusal
             return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
         except CannotStream as refusal:
             self.report.refusal = refusal.refusal
@@ -407,7 +419,7 @@ class CompiledRegion:
         if self.axis is None:
             raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
         if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
-            raise TooShort
+            raise TooShort(Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost"))
         tangent_of = [i for i, n in enumerate(self.region.outputs) if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad]
         if tangents and len(tangent_of) != tangents:
             raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
@@ -455,7 +467,8 @@ class CompiledRegion:
         outputs = outputs_of(module)
         try:
             self.streamed = self.stream(module, len(outputs), 0)
-        except TooShort:
+        except TooShort as short:
+            self.report.refusal = short.refusal
             return internals.compile_graph(module, inputs, is_inference=True)
         except CannotStream as refusal:
             self.report.refusal = refusal.refusal
