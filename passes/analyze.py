@@ -1,7 +1,6 @@
 """Facts and reaches of every value, forward and backward alike.
 
-Tokens spread from the seeds along equally labelled dimensions, in both directions: from inputs to what is made of them, and
-from readers back to creation ops, whose sizes alone never say which dimension carries tokens. What a node does with its rows, and how it reads
+`Spread` says which dimensions carry tokens, `Gauge` which token has row 0. What a node does with its rows, and how it reads
 each operand, then follows from where its labels went.
 """
 
@@ -16,177 +15,10 @@ import torch
 from torch.fx import Graph, Node
 
 from .bands import Band, evaluate
+from .gauge import Gauge, offset
 from .ir import (EVERYWHERE, HERE, Analysis, CannotStream, Edge, Fact, Mark, Reach, Refusal, Shared, Signature, Size, Summed, Tokens, hint,
                  is_tensor, refuse, shape_of, tensor_operands, value_of)
-from .rules import rule_of
-
-Slot = tuple[Node, int]  # a node and which of its outputs; -1 for a node that is one value
-
-
-def outputs_of(node: Node) -> tuple[int, ...]:
-    value = value_of(node)
-    return tuple(range(len(value))) if isinstance(value, (tuple, list)) else (-1,)
-
-
-def slot_of(node: Node) -> Slot:
-    return (node.args[0], node.args[1]) if node.target is operator.getitem else (node, -1)
-
-
-class Spread:
-    """Marks, spread to a fixpoint. ``marks[slot][dim]`` is the mark of that dimension."""
-
-    def __init__(self, graph: Graph, seeds: Mapping[Node, tuple[Mark, ...]]):
-        self.graph = graph
-        self.marks: dict[Slot, dict[int, Mark]] = {}
-        self.signatures: dict[Node, Signature] = {}
-        self.missing: dict[Node, CannotStream] = {}
-        self.lost: dict[Node, str] = {}
-        self.keys: dict[Slot, int] = {}
-        for node in graph.nodes:
-            if node.op == "call_function" and node.target is not operator.getitem and has_tensors(node):
-                try:
-                    self.signatures[node] = rule_of(node).signature(node)
-                except CannotStream as refusal:
-                    self.missing[node] = refusal
-                except Exception as error:  # a rule that does not fit this call; harmless unless tokens come here
-                    self.missing[node] = refuse(node, f"its rule fails on these arguments ({error})", "Please report this call")
-        for node, marks in seeds.items():
-            for mark in marks:
-                self.marks.setdefault((node, -1), {})[mark.dim] = mark
-        while self.sweep():
-            pass
-        while self.orient() or self.orient_one():
-            pass
-
-    def of(self, node: Node) -> dict[int, Mark]:
-        return self.marks.get(slot_of(node), {})
-
-    def add(self, slot: Slot, mark: Mark | None) -> bool:
-        if mark is None:
-            return False
-        known = self.marks.setdefault(slot, {})
-        if mark.dim in known:
-            return False
-        known[mark.dim] = mark
-        return True
-
-    def sweep(self) -> bool:
-        changed = False
-        for order in (self.graph.nodes, reversed(self.graph.nodes)):
-            for node in order:
-                if node in self.signatures:
-                    changed |= self.tie(node, self.signatures[node])
-        return changed
-
-    def tie(self, node: Node, signature: Signature) -> bool:
-        operands = tensor_operands(node)
-        if signature.reshape:
-            return self.tie_reshape(node, operands[0])
-        places: dict[object, list[tuple[Slot, int]]] = {}
-        for operand, labels in zip(operands, signature.operands):
-            for dim, label in enumerate(labels):
-                if label is not None:
-                    places.setdefault(label, []).append((slot_of(operand), dim))
-        for output, labels in zip(outputs_of(node), signature.outputs):
-            for dim, label in enumerate(labels):
-                if label is not None:
-                    places.setdefault(label, []).append(((node, output), dim))
-        changed = False
-        for tied in places.values():
-            found = next((self.marks[slot][dim] for slot, dim in tied if dim in self.marks.get(slot, {})), None)
-            if found is not None:
-                for slot, dim in tied:
-                    changed |= self.add(slot, Mark(dim, found.outer, found.inner))
-        return changed
-
-    def tie_reshape(self, node: Node, operand: Node) -> bool:
-        changed = False
-        ends = ((slot_of(operand), shape_of(operand)), ((node, -1), shape_of(node)))
-        for (source, old), (target, new) in (ends, ends[::-1]):
-            for mark in list(self.marks.get(source, {}).values()):
-                moved = reshaped(mark, old, new)
-                if moved is None and source != (node, -1):
-                    self.lost[node] = f"{list(old)} → {list(new)} splits the token dimension"
-                changed |= self.add(target, moved)
-        return changed
-
-    # Which of two token dimensions holds the keys
-
-    def pairs(self, slot: Slot) -> bool:
-        return len(self.marks.get(slot, {})) == 2
-
-    def orient(self) -> bool:
-        changed = False
-        for order in (self.graph.nodes, reversed(self.graph.nodes)):
-            for node in order:
-                signature = self.signatures.get(node)
-                if signature is None:
-                    continue
-                operands = [slot_of(a) for a in tensor_operands(node)]
-                if signature.reshape:
-                    changed |= self.orient_reshape(operands[0], (node, -1), shape_of(tensor_operands(node)[0]), shape_of(node))
-                    continue
-                slots = [*zip(operands, signature.operands),
-                         *(((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs))]
-                label = signature.keys
-                if label is None:
-                    label = next((labels[self.keys[s]] for s, labels in slots if s in self.keys and labels[self.keys[s]] is not None), None)
-                if label is None:
-                    continue
-                for slot, labels in slots:
-                    if slot not in self.keys and self.pairs(slot) and label in labels and labels.index(label) in self.marks[slot]:
-                        self.keys[slot] = labels.index(label)
-                        changed = True
-        return changed
-
-    def orient_reshape(self, source: Slot, target: Slot, old, new) -> bool:
-        for a, b, x, y in ((source, target, old, new), (target, source, new, old)):
-            if a in self.keys and self.pairs(b) and b not in self.keys:
-                moved = reshaped(self.marks[a][self.keys[a]], x, y)
-                if moved is not None:
-                    self.keys[b] = moved.dim
-                    return True
-        return False
-
-    def orient_one(self) -> bool:
-        """Nothing tells rows from keys: by custom, keys come last."""
-        for slot, marks in self.marks.items():
-            if len(marks) == 2 and slot not in self.keys:
-                self.keys[slot] = max(marks)
-                return True
-        return False
-
-    def rows(self, slot: Slot) -> Mark | None:
-        return next((m for d, m in self.marks.get(slot, {}).items() if d != self.keys.get(slot)), None)
-
-    def key(self, slot: Slot) -> Mark | None:
-        return self.marks[slot][self.keys[slot]] if slot in self.keys else None
-
-
-def has_tensors(node: Node) -> bool:
-    return isinstance(value_of(node), (torch.Tensor, tuple, list))
-
-
-def product(sizes) -> int:
-    return math.prod(sizes)
-
-
-def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | None:
-    """Where a token dimension goes in a reshape: the place with the same rows before it and after it."""
-    length = old[mark.dim] // (mark.outer * mark.inner)
-    before = product(old[:mark.dim]) * mark.outer
-    after = mark.inner * product(old[mark.dim + 1:])
-    for dim, size in enumerate(new):
-        ahead = product(new[:dim])
-        if before % ahead or size == 1 and length != 1:
-            continue
-        outer = before // ahead
-        if size % (outer * length):
-            continue
-        inner = size // (outer * length)
-        if inner * product(new[dim + 1:]) == after:
-            return Mark(dim, outer, inner)
-    return None
+from .spread import Slot, Spread, has_tensors, outputs_of, product, slot_of
 
 
 def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]]) -> Analysis:
@@ -203,111 +35,6 @@ def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]]) 
         reader.visit(node)
     reaches = key_ranges(graph, reader, bands)
     return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches)
-
-
-class Gauge:
-    """Which token is row 0 of a value, for values shifted against one another by slicing.
-
-    Slices keep the token of every row; what meets row by row must agree. Wide values (and what is computed from them) settle it among
-    themselves, starting at inputs that have all T rows; values with one number per token (labels, masks) then follow, by a shift.
-    """
-
-    def __init__(self, graph: Graph, spread: Spread, length: Size):
-        self.spread, self.length = spread, length
-        self.parent: dict[Node, tuple[Node, int]] = {}
-        self.root_low: dict[Node, int] = {}
-        self.uniform: set[Node] = set()
-        self.heavy: set[Node] = set()
-        for node in graph.nodes:
-            self.classify(node)
-        for node in graph.nodes:
-            self.join(node)
-        for node in graph.nodes:
-            if node.op == "placeholder" and node in self.heavy and self.rows(node) == hint(length):
-                self.root_low.setdefault(self.find(node)[0], -self.find(node)[1])
-
-    def rows(self, node: Node) -> int:
-        mark = self.spread.rows((node, -1))
-        return shape_of(node)[mark.dim] // (mark.outer * mark.inner)
-
-    def classify(self, node: Node) -> None:
-        signature = self.spread.signatures.get(node)
-        if node.target is operator.getitem:
-            if node.args[0] in self.heavy:
-                self.heavy.add(node)
-            return
-        marked = [a for a in tensor_operands(node) if self.spread.of(a)]
-        if signature is not None:
-            others = [a for a in tensor_operands(node) if a not in marked]
-            if signature.uniform or marked and all(a in self.uniform for a in marked) and not others or (
-                    not marked and others and all(a in self.uniform for a in others)):
-                self.uniform.add(node)
-                return
-        slots = [slot for slot in ((node, o) for o in outputs_of(node)) if self.spread.marks.get(slot)] if has_tensors(node) else []
-        wide = False
-        for slot in slots:
-            mark, value = self.spread.rows(slot), value_of(node) if slot[1] == -1 else value_of(node)[slot[1]]
-            shape = [hint(s) for s in value.shape]
-            wide |= product(shape) > product(shape[:mark.dim + 1])
-        if slots and (wide or any(a in self.heavy for a in marked)):
-            self.heavy.add(node)
-
-    def find(self, node: Node) -> tuple[Node, int]:
-        """(root, d) with low(node) = low(root) + d."""
-        delta = 0
-        while node in self.parent:
-            node, step = self.parent[node]
-            delta += step
-        return node, delta
-
-    def tie(self, a: Node, b: Node, difference: int) -> None:
-        """low(a) = low(b) + difference, unless they are tied already."""
-        (ra, da), (rb, db) = self.find(a), self.find(b)
-        if ra is not rb:
-            self.parent[ra] = (rb, db + difference - da)
-
-    def join(self, node: Node) -> None:
-        signature = self.spread.signatures.get(node)
-        if node.target is operator.getitem and node in self.heavy:
-            self.tie(node, node.args[0], 0)
-        if signature is None:
-            return
-        operands = tensor_operands(node)
-        if signature.reshape:
-            if node in self.heavy and operands[0] in self.heavy:
-                self.tie(node, operands[0], 0)
-            return
-        row = row_label(node, operands, signature, self.spread)
-        met = [(a, offset(signature, row, i)) for i, (a, labels) in enumerate(zip(operands, signature.operands))
-               if a in self.heavy and row is not None and row in labels and self.spread.of(a).get(labels.index(row)) is not None]
-        if node in self.heavy and any(row in labels for labels in signature.outputs):
-            for operand, shift in met:
-                self.tie(node, operand, shift)
-        for (a, x), (b, y) in zip(met, met[1:]):
-            self.tie(a, b, y - x)
-
-    def low(self, node: Node) -> int | None:
-        """The token of row 0, or None if nothing has settled it yet."""
-        root, delta = self.find(node)
-        return None if root not in self.root_low else self.root_low[root] + delta
-
-    def settle(self, node: Node, low: int) -> None:
-        root, delta = self.find(node)
-        self.root_low.setdefault(root, low - delta)
-
-
-def row_label(node: Node, operands, signature: Signature, spread: Spread):
-    """The label along which rows run through a node, or None."""
-    if signature.rows is not None:
-        return signature.rows
-    slots = [((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs)]
-    slots += [(slot_of(a), labels) for a, labels in zip(operands, signature.operands)]
-    pairs = [(s, labels) for s, labels in slots if spread.key(s) is not None]
-    for slot, labels in (*pairs, *slots):
-        mark = spread.rows(slot)
-        if mark is not None and labels[mark.dim] is not None:
-            return labels[mark.dim]
-    return None
 
 
 class Reader:
@@ -487,11 +214,6 @@ class Reader:
         if label is not None and label == key:
             return Edge(operand, "keys", signature.reach.get(key, EVERYWHERE))
         return Edge(operand, "halo", EVERYWHERE)
-
-
-def offset(signature: Signature, label: object, operand: int) -> int:
-    offsets = signature.offsets.get(label, ())
-    return offsets[operand] if operand < len(offsets) else 0
 
 
 def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object]) -> dict[Node, Reach]:

@@ -53,6 +53,7 @@ class Program:
     given    nodes whose values come from outside (inputs, and what the forward saved)
     whole    per stage, nodes computed at once and at full length: token-free values, and cheap ones that are read beyond their rows
     outputs  nodes (or constants) to return
+    distilled  those of ``kept`` that are a few numbers per token, made of wide rows
     """
 
     given: tuple[Node, ...]
@@ -60,6 +61,7 @@ class Program:
     sweeps: tuple[Sweep, ...]
     kept: tuple[Node, ...]
     outputs: tuple[object, ...]
+    distilled: tuple[Node, ...] = ()
 
 
 def partition(graph: Graph, analysis: Analysis, outputs: Iterable[object], given: Iterable[Node] = (),
@@ -138,10 +140,7 @@ class Search:
         return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor)) <= self.small * hint(self.analysis.length)
 
     def find_whole(self) -> set[Node]:
-        able: dict[Node, bool] = {}
-        for node in self.needed:
-            able[node] = node in self.given or all(able[a] for a in node.all_input_nodes) and (
-                not self.tokens(node) or self.is_small(node))
+        """What runs at full length: token-free values, and small ones that must meet all rows at once or that come after a sum."""
         whole: set[Node] = set()
 
         def take(node: Node) -> None:
@@ -149,26 +148,44 @@ class Search:
                 return
             whole.add(node)
             for operand in node.all_input_nodes:
-                if self.tokens(operand) or operand.target is operator.getitem or not is_tensor(operand):
+                if operand in self.early and (self.tokens(operand) or operand.target is operator.getitem or not is_tensor(operand)):
                     take(operand)
 
+        self.early, late = self.before_any_sweep(), set()
         for node in self.needed:
             if node in self.given:
                 continue
             kind = self.analysis.kinds.get(node, "whole")
+            after = any(a in late for a in node.all_input_nodes)
+            exists = self.can_exist(node) and all(map(self.can_exist, node.all_input_nodes))
             if kind == "whole":
                 whole.add(node)
             elif kind == "all":
-                if not able[node]:
+                if node not in self.early and not exists:
                     raise refuse(node, "reads rows of every chunk at once, and they are too large to exist whole",
                                  "Reduce over features first, or compute this outside the compiled function")
                 take(node)
-            elif kind == "sum" and able[node]:
+            elif kind == "sum" and node in self.early:
                 take(node)
+            elif after and exists and all(a in whole or a not in late or self.analysis.kinds[a] == "sum" for a in node.all_input_nodes):
+                take(node)  # the tail of a loss that looks at sums: a few numbers per token, and no sweep of its own
+            if node not in self.early and (after or kind in ("sum", "all")):
+                late.add(node)
             for edge in self.analysis.edges.get(node, ()):
-                if edge.role in ("keys", "halo") and able.get(edge.operand) and edge.operand not in self.given:
+                if edge.role in ("keys", "halo") and edge.operand in self.early and edge.operand not in self.given:
                     take(edge.operand)
         return whole
+
+    def before_any_sweep(self) -> set[Node]:
+        """Inputs, and what small values alone make of them."""
+        early: set[Node] = set()
+        for node in self.needed:
+            if node in self.given or all(a in early for a in node.all_input_nodes) and (not self.tokens(node) or self.is_small(node)):
+                early.add(node)
+        return early
+
+    def can_exist(self, node: Node) -> bool:
+        return node in self.given or not self.tokens(node) or self.is_small(node)
 
     def check_domains(self) -> None:
         for node in self.streamed:
@@ -245,6 +262,8 @@ class Search:
                 for operand in node.all_input_nodes:
                     if operand in level and operand not in self.whole and operand not in self.given:
                         roots[level[operand]].add(operand)
+                        if self.analysis.kinds[operand] == "rows":
+                            kept.add(operand)
         for at in reversed(range(count)):
             stack = list(roots[at])
             while stack:
@@ -266,7 +285,7 @@ class Search:
                             stack.append(operand)
                     elif made == at:
                         stack.append(operand)
-                    elif operand in kept or not self.recomputable(operand):
+                    elif operand in kept or not self.recomputable(operand) or self.is_distilled(operand):
                         kept.add(operand)
                         roots[made].add(operand)
                     else:
@@ -294,7 +313,8 @@ class Search:
         # Ties go to fewer nodes computed, then to ascending sweeps.
         order = (cost, sum(len(b) for b in bodies), tuple(d != ASCENDING for d in directions))
         given = tuple(n for n in self.needed if n in self.given)
-        return order, Program(given, whole, tuple(sweeps), tuple(sorted(kept, key=self.order.get)), self.outputs)
+        ordered = tuple(sorted(kept, key=self.order.get))
+        return order, Program(given, whole, tuple(sweeps), ordered, self.outputs, tuple(n for n in ordered if self.is_distilled(n)))
 
     def recomputable(self, node: Node) -> bool:
         """Cheap rows: a chain of own-row ops. Attention and what was added up are kept."""
@@ -302,6 +322,10 @@ class Search:
         return self.analysis.kinds[node] == "rows" and not any(
             e.role in ("keys", "halo") and e.operand not in self.given and e.operand not in self.whole
             for e in self.edges_of(source))
+
+    def is_distilled(self, node: Node) -> bool:
+        """A few numbers per token that took wide rows to make: kept rather than made again."""
+        return self.is_small(node) and node not in self.early
 
     def in_place(self, at: int, count: int, nodes, writes, movable) -> tuple[tuple[Node, Node], ...]:
         """Outputs of the last sweep that may take over an input's buffer: same rows, same layout, read nowhere else."""

@@ -20,10 +20,10 @@ from torch.fx import Graph, GraphModule, Node
 from . import internals
 from .config import Config
 from .deferred import Deferred
-from .passes.analyze import Spread
 from .passes.ir import CannotStream, Mark, Refusal, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
 from .passes.normalize import normalize
 from .passes.split import Region, Traits, mutated, split
+from .passes.spread import Spread
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
 from .runtime import Sizes

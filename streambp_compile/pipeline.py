@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from .passes.analyze import Spread, analyze
+from .passes.analyze import analyze
 from .passes.ir import Analysis, CannotStream, Mark, Refusal, Size, is_tensor
 from .passes.lower import Body, lower
 from .passes.normalize import normalize
 from .passes.partition import Program, partition
 from .passes.plan import chunk_length
+from .passes.spread import Spread
 from .passes.verify import verify_analysis, verify_program
 from .runtime import Runner
 
@@ -107,9 +108,9 @@ def marks_of_tangents(graph, marks, forward_part, tangents, tangent_of) -> dict[
 
 
 def sums_of_forward(graph, analysis: Analysis, forward: Program, tangents) -> frozenset[Node]:
-    """Token-free values that the forward adds up over chunks: handed to the backward rather than summed again."""
+    """What the forward adds up over chunks, and the few numbers per token that it keeps: handed on rather than made again."""
     late = {n for stage in forward.whole[1:] for n in stage if is_tensor(n)}
-    return frozenset(late | {n for s in forward.sweeps for n in s.sums})
+    return frozenset(late | set(forward.distilled) | {n for s in forward.sweeps for n in s.sums})
 
 
 def one_sweep_is_enough(graph, analysis: Analysis, outputs, forward: Program, tangents) -> bool:

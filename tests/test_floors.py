@@ -1,4 +1,4 @@
-"""Imports go one way: doorway → pipeline → passes → rules → types → torch.fx. Read from the source, so that nothing need be run."""
+"""Imports go one way: doorway → pipeline → passes → parts → rules → types → torch.fx. Read from the source, so that nothing need be run."""
 
 import ast
 from pathlib import Path
@@ -10,6 +10,8 @@ FILES = sorted([*(ROOT / "streambp_compile").rglob("*.py"), *(ROOT / "passes").r
 PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch")
 TYPES = {"Program", "Sweep"}  # what partition hands to the passes after it
 VERIFIED = {"verify", "lower", "plan"}  # who may read them
+SPOKEN = ("rules", "ops", "bands")  # the table, and what it and the passes speak
+PARTS = ("spread", "gauge")  # no passes, but parts of one: which dimensions carry tokens, and which token has row 0
 
 
 def module_of(path: Path) -> str:
@@ -40,18 +42,15 @@ def imports_of(path: Path) -> set[tuple[str, str | None]]:
 MODULES = {module_of(p) for p in FILES}
 IMPORTS = {module_of(p): imports_of(p) for p in FILES}
 PASSES = {m for m in MODULES if m.startswith("streambp_compile.passes.") and m.count(".") == 2}
-PASSES -= {f"streambp_compile.passes.{name}" for name in ("ir", "rules", "ops", "bands")}  # types, the table, and what they speak
+PASSES -= {f"streambp_compile.passes.{name}" for name in ("ir", *SPOKEN, *PARTS)}
 
 
 def floor(module: str) -> int:
-    """0 types … 4 doorway."""
-    if module == "streambp_compile.passes.ir":
-        return 0
-    if module.startswith(("streambp_compile.passes.rules", "streambp_compile.passes.ops", "streambp_compile.passes.bands")):
-        return 1
-    if module.startswith("streambp_compile.passes"):
-        return 2
-    return 3 if module in ("streambp_compile.pipeline", "streambp_compile.runtime") else 4
+    """0 types … 5 doorway."""
+    if not module.startswith("streambp_compile.passes"):
+        return 4 if module in ("streambp_compile.pipeline", "streambp_compile.runtime") else 5
+    name = (*module.split("."), "")[2]
+    return 0 if name == "ir" else 1 if name in SPOKEN else 2 if name in PARTS else 3
 
 
 def inside(module: str) -> list[tuple[str, str | None]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from graphs import single
 from samples import SAMPLES, UNFILLED, Sample, cases, sample_of
-from streambp_compile.passes.analyze import reshaped
+from streambp_compile.passes.spread import reshaped
 from streambp_compile.passes.ir import EVERYWHERE, HERE, CannotStream, Mark
 from streambp_compile.passes.rules import TABLE, overload, rule_of
 
