@@ -1,0 +1,123 @@
+"""The token axis of a model: which dimension of its inputs carries tokens, and where those go in the Dynamo graph.
+
+The forward is captured once, every candidate is spread over it, and the one that reaches the rows of attention wins; sizes are never
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from . import internals
+from .passes.ir import Mark, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
+from .passes.normalize import normalize
+from .passes.spread import Spread
+from .pipeline import outputs_of
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The token axis of a model: its length, and the marks of every value of the Dynamo graph."""
+
+    length: object
+    marks: dict[Node, tuple[Mark, ...]]
+    mixing: frozenset[Node]
+
+
+def fake_of(node: Node):
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
+    """The dimension of the inputs along which tokens run: the one that reaches the rows of attention; else the widest.
+
+    The whole forward is captured once and every candidate (a dimension of a data input) is spread over it; sizes are never compared.
+    """
+    captured_for: dict[Node, set[str]] = {}
+    made: list[tuple[Node, int]] = []
+
+    class Recorder(torch.fx.Interpreter):
+        def run_node(self, n: Node):
+            before, _ = internals.captured_after(None)
+            result = super().run_node(n)
+            captured_for[n] = set(internals.captured_after(before)[1])
+            if isinstance(result, torch.Tensor) and n.op not in ("output",):
+                made.append((n, result))
+            return result
+
+    results: list[Node] = []
+
+    def run(*args):
+        made.clear()
+        Recorder(module).run(*args)
+        results[:] = [n for n, _ in made]
+        return [t for _, t in made]
+
+    fake_mode = internals.detect_fake_mode(fakes)
+    with fake_mode:
+        captured = normalize(internals.capture(run, fakes))
+    graph = captured.graph
+    values = {n: v for n, v in zip(results, outputs_of(captured)) if isinstance(v, Node)}
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    candidates = []
+    for node, fake in zip(placeholders, fakes):
+        if isinstance(fake, torch.Tensor) and not is_parameter(fake):
+            candidates += [(node, d) for d, s in enumerate(fake.shape) if hint(s) > 1 and fake.dim() <= 3]
+    found: list[tuple[int, int, int, Spread, object]] = []
+    for node, dim in candidates:
+        if any(dim in spread.marks.get((node, -1), {}) for *_, spread, _ in found):
+            continue
+        spread = Spread(graph, {node: (Mark(dim),)})
+        mixers = sum(1 for n in graph.nodes if mixes(n, spread))
+        width = sum(bytes_of(value_of(n)) for n in graph.nodes if is_tensor(n) and spread.of(n)
+                    and value_of(n).dtype.is_floating_point)
+        if width:
+            found.append((mixers, width, shape_of(node)[dim], spread, value_of(node).shape[dim]))
+    chosen = preferred(found)
+    if chosen is None:
+        return None
+    *_, spread, length = chosen
+    marks = {n: tuple(spread.of(v).values()) for n, v in values.items() if spread.of(v)}
+    mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)
+              and is_tensor(n) and value_of(n).dtype.is_floating_point}
+    mixing = frozenset(n for n, names in captured_for.items() if names & mixers)
+    return Axis(length, marks, mixing)
+
+
+def preferred(found: Sequence[tuple]) -> tuple | None:
+    """Of (mixers, bytes, rows, …): the most mixers; then, of those that carry about as many bytes, the most rows.
+
+    In a head without attention the batch carries the same values as the tokens do, and a few numbers per sequence besides.
+    """
+    most = max((f[0] for f in found), default=0)
+    mixing = [f for f in found if f[0] == most]
+    widest = max((f[1] for f in mixing), default=0)
+    return max((f for f in mixing if 2 * f[1] >= widest), key=lambda f: f[2], default=None)
+
+
+def is_parameter(fake: object) -> bool:
+    """A weight, declared or not. Hidden states may be leaves that want gradients too, but they come as ``[B, T, d]``."""
+    return isinstance(fake, torch.nn.Parameter) or getattr(fake, "_is_param", False) or (
+        isinstance(fake, torch.Tensor) and fake.is_leaf and fake.requires_grad and fake.dtype.is_floating_point and fake.dim() != 3)
+
+
+def touches(node: Node, spread: Spread) -> bool:
+    return any(spread.of(a) for a in tensor_operands(node))
+
+
+def mixes(node: Node, spread: Spread) -> bool:
+    """Does this op let one token see another: attention over rows, a product that contracts keys, a scan along tokens?"""
+    signature = spread.signatures.get(node)
+    if signature is None or signature.reshape:
+        return False
+    operands = tensor_operands(node)
+    if signature.rows is not None:
+        return any(labels[d] == signature.rows for a, labels in zip(operands, signature.operands) for d in spread.of(a))
+    if any(labels[d] in signature.reach for a, labels in zip(operands, signature.operands) for d in spread.of(a)):
+        return value_of(node).dtype.is_floating_point
+    pairs = [a for a in operands if len(spread.of(a)) == 2]
+    return bool(pairs) and is_tensor(node) and len(spread.of(node)) == 1 and value_of(node).dtype.is_floating_point and len(operands) > 1

@@ -1,0 +1,173 @@
+"""One distinct region, compiled: AOTAutograd → pipeline → Inductor, as an autograd node of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from . import internals
+from .axis import Axis, fake_of
+from .config import Config
+from .drivers import Driver, boxed, driver_of, one_call
+from .ownership import ours_alone, sole_owners
+from .passes.ir import CannotStream, Mark, Refusal, bytes_of, is_tensor, value_of
+from .passes.split import Region
+from .pipeline import StreamedRegion, outputs_of, stream, unit
+from .report import RegionReport
+
+SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
+
+
+class TooShort(CannotStream):
+    """A graph of a fixed, tiny length: nothing to stream, nothing to warn about."""
+
+
+class CompiledRegion:
+    """One distinct region: traced by AOTAutograd, streamed if the passes can, compiled whole otherwise."""
+
+    def __init__(self, module: GraphModule, inputs: list[object], region: Region, axis: Axis | None, config: Config,
+                 refuse: Callable[[Refusal, int | None], None]):
+        self.module, self.region, self.axis, self.config, self.refuse = module, region, axis, config, refuse
+        self.inputs = [n for n in region.inputs if n.op != "get_attr"]
+        self.report = RegionReport(module)
+        self.streamed: StreamedRegion | None = None
+        fake_mode = internals.detect_fake_mode(inputs)
+        if not region.nodes:
+            self.call = None
+            return
+        with fake_mode:
+            compile_ = internals.aot_autograd(
+                fw_compiler=self.compile_forward, bw_compiler=self.compile_backward, inference_compiler=self.compile_inference,
+                partition_fn=self.cut, decompositions=internals.decompositions(), keep_inference_input_mutations=True)
+            self.call = compile_(module, inputs)
+
+    def seeds(self) -> dict[int, tuple[Mark, ...]]:
+        return {i: self.axis.marks[n] for i, n in enumerate(self.inputs) if n in self.axis.marks}
+
+    # What AOTAutograd calls
+
+    def cut(self, joint: GraphModule, joint_inputs, *, num_fwd_outputs: int, **kwargs):
+        """AOTAutograd's partition function."""
+        self.report.joint = joint
+        try:
+            self.streamed = self.stream(joint, num_fwd_outputs, len(joint_inputs[1]))
+        except TooShort as short:
+            self.report.refusal = short.refusal
+            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        except CannotStream as refusal:
+            self.report.refusal = refusal.refusal
+            self.refuse(refusal.refusal, self.whole_cost(joint))
+            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        self.report.streamed = self.streamed
+        return self.modules(num_fwd_outputs)
+
+    def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
+        if self.axis is None:
+            raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
+        if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
+            raise TooShort(Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost"))
+        tangent_of = [i for i, n in enumerate(self.region.outputs) if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad]
+        if tangents and len(tangent_of) != tangents:
+            raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
+                                       "Do not change inputs in place across layers"))
+        try:
+            return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of,
+                          self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode))
+        except CannotStream:
+            raise
+        except Exception as error:  # a defect of ours must cost memory, loudly, and not the run
+            internals.log.debug("streaming a region failed", exc_info=True)
+            raise CannotStream(Refusal("region", f"streambp failed on it with {type(error).__name__}: {str(error).splitlines()[0]}",
+                                       "Please report this with the model's layer")) from error
+
+    def whole_cost(self, graph_module: GraphModule) -> int:
+        return max((bytes_of(value_of(n)) for n in graph_module.graph.nodes if is_tensor(n) and n.op == "call_function"), default=0)
+
+    def modules(self, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
+        """Forward and backward as graph modules of one call each, in the order of values that AOTAutograd expects."""
+        region = self.streamed
+        owner = GraphModule({}, Graph())
+        outputs = outputs_of(region.joint)
+        if region.fused:
+            kept = [o for o in outputs[forward_outputs:]]
+            saved = list(dict.fromkeys(o for o in kept if isinstance(o, Node) and o not in region.tangents))
+            forward = one_call(owner, region.placeholders, run_forward(region, [*outputs[:forward_outputs], *saved]),
+                               [*outputs[:forward_outputs], *saved])
+            backward = one_call(owner, [*saved, *region.tangents], run_scaled(saved, kept, region.tangents[0]), kept)
+            return forward, backward
+        symbols = [n for n in region.saved if not is_tensor(n)]
+        tensors = [n for n in region.saved if is_tensor(n)]
+        forward = one_call(owner, region.placeholders, run_forward(region, [*outputs[:forward_outputs], *tensors, *symbols]),
+                           [*outputs[:forward_outputs], *tensors, *symbols])
+        given = [*symbols, *tensors, *region.tangents]
+        backward = one_call(owner, given, run_backward(region, given), outputs[forward_outputs:])
+        return forward, backward
+
+    def compile_forward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
+        return driver_of(module) or internals.compile_graph(module, inputs)
+
+    def compile_backward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
+        return driver_of(module) or internals.compile_graph(module, inputs, is_backward=True)
+
+    def compile_inference(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
+        outputs = outputs_of(module)
+        try:
+            self.streamed = self.stream(module, len(outputs), 0)
+        except TooShort as short:
+            self.report.refusal = short.refusal
+            return internals.compile_graph(module, inputs, is_inference=True)
+        except CannotStream as refusal:
+            self.report.refusal = refusal.refusal
+            self.refuse(refusal.refusal, self.whole_cost(module))
+            return internals.compile_graph(module, inputs, is_inference=True)
+        self.report.streamed = self.streamed
+        return boxed(run_forward(self.streamed, outputs_of(self.streamed.joint)))
+
+
+def run_forward(region: StreamedRegion, outputs: Sequence[object]) -> Driver:
+    runner = region.forward.runner
+    index = {o: i for i, o in enumerate(region.forward.program.outputs) if isinstance(o, Node)}
+    placeholders = region.placeholders
+
+    def take(args: list) -> list:
+        inputs = dict(zip(placeholders, args))
+        args.clear()
+        passed = {n: inputs[n] for n in outputs if n in inputs}
+        for tangent in region.tangents if region.fused else ():
+            inputs[tangent] = unit(tangent)
+        results = runner(inputs)
+        return [results[index[o]] if o in index else passed.get(o, o) if isinstance(o, Node) else o for o in outputs]
+
+    return Driver("streambp_forward", take)
+
+
+def run_scaled(saved: Sequence[Node], outputs: Sequence[object], unscaled: Node) -> Driver:
+    """The backward of a fused head: gradients for a unit tangent exist already; scale them unless the tangent is one."""
+
+    def take(args: list) -> list:
+        values, tangent = dict(zip(saved, args)), args[-1]
+        args.clear()
+        if tangent.device.type != "cpu" or tangent.item() != 1:
+            for node in saved:
+                values[node] = (values[node] * tangent).to(values[node].dtype)
+        values[unscaled] = tangent
+        gradients = [values[o] if isinstance(o, Node) else o for o in outputs]
+        return gradients if internals.graph_is_kept() else sole_owners(gradients)
+
+    return Driver("streambp_scale", take)
+
+
+def run_backward(region: StreamedRegion, given: Sequence[Node]) -> Driver:
+    runner = region.backward.runner
+    tangents = region.tangents
+
+    def take(args: list) -> list:
+        inputs = dict(zip(given, args))
+        args.clear()
+        owned = frozenset(n for n in tangents if ours_alone(inputs[n]))
+        return sole_owners(runner(inputs, owned))
+
+    return Driver("streambp_backward", take)

@@ -1,0 +1,175 @@
+"""Regions of the Dynamo graph, before and after the cut: what may be cut, what each piece is made of, and which are the same.
+
+Activation-checkpoint wrappers are inlined first. Outputs that merely widen a small value (logits beside a loss) leave the last region
+for one of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from . import internals
+from .axis import Axis, fake_of
+from .passes.ir import bytes_of
+from .passes.split import Region, Traits, mutated
+from .pipeline import outputs_of
+
+MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_log_api_usage_once")
+
+
+def inline_checkpoints(module: GraphModule) -> GraphModule:
+    """Replace activation-checkpoint wrappers by what they wrap: recomputation is ours."""
+    while True:
+        wrappers = [n for n in module.graph.nodes if n.target is torch.ops.higher_order.tag_activation_checkpoint]
+        if not wrappers:
+            module.recompile()
+            return module
+        for node in wrappers:
+            inner = getattr(module, node.args[0].target)
+            values: dict[Node, object] = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), node.args[1:]))
+            with module.graph.inserting_before(node):
+                for n in inner.graph.nodes:
+                    if n.op == "get_attr":
+                        name = f"{node.args[0].target}_{n.target}".replace(".", "_")
+                        setattr(module, name, getattr(inner, n.target))
+                        values[n] = module.graph.get_attr(name)
+                    elif n.op not in ("placeholder", "output"):
+                        values[n] = module.graph.node_copy(n, lambda a: values[a])
+                    if n.op != "placeholder" and n in values and isinstance(values[n], Node):
+                        values[n].meta = dict(n.meta)
+            result = outputs_of(inner)
+            for user in list(node.users):
+                user.replace_all_uses_with(values[result[user.args[1]]])
+                module.graph.erase_node(user)
+            module.graph.erase_node(node)
+
+
+def is_switch(node: Node) -> bool:
+    return getattr(node.target, "__name__", "") in MODE_SWITCHES
+
+
+def whole_graph(graph: Graph) -> tuple[Region, ...]:
+    nodes = tuple(n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_switch(n))
+    inside = set(nodes)
+    inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+    returned = next(n for n in graph.nodes if n.op == "output").all_input_nodes
+    return (Region(nodes, inputs, tuple(n for n in returned if n in inside)),)
+
+
+def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
+    found = {}
+    for node in graph.nodes:
+        fake = fake_of(node)
+        tensor = isinstance(fake, torch.Tensor)
+        plain = fake is None or isinstance(fake, (int, float, bool, torch.SymInt, torch.Size))
+        size = bytes_of(fake) if tensor else 0 if plain else -1
+        found[node] = Traits(
+            size, tensor and fake.requires_grad, node in axis.marks, tensor and fake.dtype.is_floating_point and fake.dim() >= 2,
+            node in axis.mixing)
+    return found
+
+
+def widest_input(region: Region, axis: Axis) -> int:
+    return max((bytes_of(fake_of(n)) for n in region.inputs if n in axis.marks and fake_of(n).dtype.is_floating_point), default=1 << 62)
+
+
+def postpone(regions: Sequence[Region], axis: Axis) -> tuple[list[Region], dict[Node, Region]]:
+    """Take outputs that merely widen a small value (logits beside a loss) out of the last region; each gets a region of its own."""
+    last = regions[-1]
+    wide = [n for n in last.outputs if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(last, axis)]
+    if not wide or len(wide) == len(last.outputs):
+        return list(regions), {}
+    kept = tuple(n for n in last.outputs if n not in wide)
+    return [*regions[:-1], narrowed(last, kept)], {n: narrowed(last, (n,)) for n in wide}
+
+
+def narrowed(region: Region, outputs: tuple[Node, ...]) -> Region:
+    """The part of a region that some of its outputs need."""
+    inside, needed, stack = set(region.nodes), set(), list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in inside and node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+        stack += [n for n in inside - needed if mutated(n) in needed]
+    nodes = tuple(n for n in region.nodes if n in needed)
+    return Region(nodes, tuple(n for n in region.inputs if any(n in m.all_input_nodes for m in nodes)), outputs)
+
+
+def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list[object]]:
+    """A module of its own for a region, with the modes (autocast, gradients) that held at its nodes replayed around them."""
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    inputs = []
+    for i, node in enumerate(region.inputs):
+        if node.op == "get_attr":
+            continue
+        values[node] = graph.placeholder(f"in_{i}")
+        inputs.append(fresh(fake_of(node)))
+        values[node].meta["example_value"] = inputs[-1]
+    inside, active, replayed = set(region.nodes), [], []
+
+    def replay(wanted: list[Node]) -> None:
+        """Close what no longer holds, open what now does."""
+        common = 0
+        while common < min(len(wanted), len(replayed)) and replayed[common][0] is wanted[common]:
+            common += 1
+        while len(replayed) > common:
+            switch, copy = replayed.pop()
+            if "autocast" in switch.target.__name__:
+                graph.call_function(torch.amp.autocast_mode._exit_autocast, (copy,))
+            else:
+                before = next((s.args[0] for s, _ in reversed(replayed) if "grad" in s.target.__name__), True)
+                graph.call_function(internals.set_grad_enabled, (before,))
+        for switch in wanted[common:]:
+            replayed.append((switch, graph.call_function(switch.target, switch.args, switch.kwargs)))
+
+    for node in module.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled":
+            active = [s for s in active if s.target.__name__ != name]
+            if not node.args[0]:
+                active.append(node)
+        elif name == "_enter_autocast":
+            active.append(node)
+        elif name == "_exit_autocast":
+            active = [s for s in active if s is not node.args[0]]
+        elif node.op == "get_attr" and any(u in inside for u in node.users):
+            values[node] = graph.get_attr(node.target)
+        elif node in inside:
+            if replayed or active:
+                replay(active)
+            values[node] = graph.node_copy(node, lambda a: values[a])
+    replay([])
+    graph.output(tuple(values[n] for n in region.outputs))
+    return GraphModule(module, graph), inputs
+
+
+def fresh(fake: object):
+    """A leaf of the same description: a region's inputs have no history."""
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    if isinstance(fake, torch.nn.Parameter) or fake.is_leaf:
+        return fake
+    with fake.fake_mode, torch.no_grad():
+        leaf = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return leaf.requires_grad_(fake.requires_grad)
+
+
+def region_text(module: GraphModule, inputs: Sequence[object], axis: Axis | None, region: Region) -> str:
+    """Everything that a region's compilation depends on; equal texts, equal artifacts."""
+    index: dict[Node, str] = {}
+    lines = []
+    for node in module.graph.nodes:
+        index[node] = f"%{len(index)}"
+        args = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: index[n])
+        target = node.target if node.op in ("get_attr", "call_method") else torch.typename(node.target) + getattr(node.target, "__name__", str(node.target))
+        lines.append(f"{index[node]} {node.op} {target if node.op != 'placeholder' else ''} {args if node.op != 'placeholder' else ''}")
+    for value, node in zip(inputs, (n for n in region.inputs if n.op != "get_attr")):
+        grad = isinstance(value, torch.Tensor) and value.requires_grad
+        lines.append(f"{internals.describe(value)} {grad} {axis.marks.get(node) if axis else None}")
+    lines.append(f"{[fake_of(n).requires_grad if isinstance(fake_of(n), torch.Tensor) else None for n in region.outputs]}")
+    return "\n".join(lines)
