@@ -1,192 +1,400 @@
 """Architectures, one row each: exact or not, how much of it streams, what it costs, and the reason of every refusal.
 
-    python benchmarks/zoo.py                       all rows
-    python benchmarks/zoo.py --only llama,mixtral  some of them
-    python benchmarks/zoo.py --save zoo            also to benchmarks/results/zoo.md
+    python benchmarks/zoo.py                           all rows
+    python benchmarks/zoo.py --only llama,mixtral      some of them, by name or by kind
+    python benchmarks/zoo.py --tokens 0 --interpret    gradients alone and quickly: no peak, chunk bodies run node by node
+    python benchmarks/zoo.py --save zoo                also to benchmarks/results/zoo.md
 
-Models are small and random, built from their configurations. Every row is a process of its own. *Error*: the largest relative difference of a
-parameter's gradient from eager's in float64 (Hugging Face models compute norms, rotary tables and their loss in float32 inside; there the
-difference is held under 1e-5), at an odd length and chunk length, two sequences, the second padded where the model takes a mask.
-*Streamed*: regions streamed of all regions, occurrences counted. *Peak*: allocator events of one float32 step at ``--tokens`` tokens,
-as a part of eager gradient checkpointing's where the model has it, of plain eager's otherwise.
+Models are small and random; those of Hugging Face are built from their configurations. Every row is a process of its own. *Error*: the largest
+relative difference of a parameter's gradient from eager's in float64, at a length and a chunk length of which neither divides the other, two
+sequences, the second padded where the model takes a mask. It must stay under 1e-9, or under 1e-5 where the model itself computes in float32
+inside (norms, rotary tables and the loss of Hugging Face) or an op of it has no float64. *Streamed*: regions streamed of all regions,
+occurrences counted. *Keys*: which keys a row of attention reads, and whether the masks prove it. *Peak*: allocator events of one float32
+step at ``--tokens`` tokens, two sequences; as a part of eager's with every layer checkpointed.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
+import re
 import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LENGTH, CHUNK = 77, 24  # of the exactness check: neither divides the other
+HALF = 0.5  # of checkpointing's peak: what a row should stay under
 
 
 @dataclass(frozen=True)
 class Row:
     """A model to build.
 
-    kind     dense, moe, recurrent, encoder, or own (not of Hugging Face)
-    build    makes the model, and a function from it and a length to the arguments of its loss
+    kind     dense, moe, recurrent (hybrids as well), encoder (encoder-decoders as well), or own (not of Hugging Face)
+    build    length in tokens → model, the arguments of one batch, and a function from both to the loss
     exact    the largest error that passes
+    unrolls  its graph grows with the length, so that no long step can be measured
     """
 
     kind: str
     build: Callable
     exact: float = 1e-5
+    unrolls: bool = False
 
 
 ROWS: dict[str, Row] = {}
 
-# Hugging Face causal language models. What a configuration has is set; nothing else is known about a family.
+# Hugging Face. What a configuration has is set from these small values; nothing else is known about a family.
 
 SMALL = dict(
-    vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     max_position_embeddings=8192, attention_dropout=0.0, hidden_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, dropout=0.0,
     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, activation_dropout=0.0, residual_dropout=0.0, resid_dropout=0.0,
     embedding_dropout=0.0, layerdrop=0.0, classifier_dropout=0.0, summary_first_dropout=0.0, embed_dropout=0.0, ffn_dropout=0.0,
+    dropout_rate=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, mlp_dropout=0.0, head_pdrop=0.0, dropout_prob=0.0,
     n_embd=64, n_layer=2, n_head=4, n_positions=8192, n_ctx=8192, n_inner=96, d_model=64, n_heads=4, n_layers=2, max_seq_len=8192,
     ffn_dim=96, num_layers=2, word_embed_proj_dim=64, rotary_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
     num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
     shared_expert_intermediate_size=32, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
-    n_group=1, topk_group=1, first_k_dense_replace=1, sliding_window=32, attention_window_size=32, moe_num_experts=4, moe_k=2,
+    n_group=1, topk_group=1, first_k_dense_replace=1, sliding_window=32, attention_window_size=32, moe_num_experts=4, moe_k=2, moe_topk=2,
     num_heads=4, attention_heads=4, num_kv_heads=2, num_query_groups=2, multi_query=True, state_size=8, mamba_d_state=8,
     mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, expand=2,
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, lru_width=64,
-    output_router_logits=False, moe_layer_start_index=0, num_codebooks=1, hidden_size_per_layer_input=16, vocab_size_per_layer_input=320,
+    output_router_logits=False, moe_layer_start_index=0, num_codebooks=1, hidden_size_per_layer_input=16, vocab_size_per_layer_input=1024,
     laurel_rank=8, num_kv_shared_layers=0, moe_num_shared_experts=1, n_shared_experts=1, index_n_heads=2, index_head_dim=16, index_topk=16,
-    dim_model=64, dim_head=16, dim_ff=96, n_embed=64,
+    dim_model=64, dim_head=16, dim_ff=96, n_embed=64, embedding_size=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, d_ff=96, d_kv=16, num_decoder_layers=2, dim=64, hidden_dim=96,
+    decoder_start_token_id=1, type_vocab_size=2, moe_intermediate_size_mlp=96, intermediate_size_mlp=96,
 )
 
 
-def hugging_face(family: str, **given) -> Callable:
-    def build():
+def hugging_face(family: str, head: str | None = None, *, batch: Callable | None = None, attention: str | None = None,
+                 experts: str | None = None, **given) -> Callable:
+    """A family from its configuration.
+
+    head       the model class, the family's causal language model by default
+    batch      configuration, length → arguments; token ids, labels and a padding mask by default
+    attention  which of the library's attention functions, experts which of its loops over experts; its own choice by default
+    given      settings beside `SMALL`
+    """
+
+    def build(length: int):
         import torch
+        import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        kind = CONFIG_MAPPING[family]
-        known = kind()
-        asked = {k: v for k, v in SMALL.items() if hasattr(known, k) and k not in given}
-        pattern = given.pop("layer_types", None)
-        if pattern is not None:
-            asked["layer_types"] = list(pattern)
-        elif isinstance(getattr(known, "layer_types", None), (list, tuple)):
-            kinds = list(dict.fromkeys(known.layer_types))
-            asked["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
-            for name in ("num_hidden_layers", "num_layers", "n_layer"):
-                if name in asked:
-                    asked[name] = len(asked["layer_types"])
-        config = kind(**{**asked, **given})
+        transformers.logging.set_verbosity_error()
+        configuration = CONFIG_MAPPING[family]
+        config = configuration(**settings(configuration, given))
         config.use_cache = False
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[kind](config)
-
-        def arguments(length: int):
-            make = torch.Generator().manual_seed(2)
-            ids = torch.randint(3, getattr(config, "vocab_size", 320), (2, length), generator=make)
-            mask = torch.ones_like(ids)
-            labels = ids.clone()
-            mask[1, -length // 4:] = 0
-            labels[mask == 0] = -100
-            return dict(input_ids=ids, labels=labels, attention_mask=mask)
-
-        return model, arguments, lambda model, **batch: model(**batch).loss
+        if attention:
+            config._attn_implementation = attention
+        if experts:
+            config._experts_implementation = experts
+        torch.manual_seed(0)
+        model = (getattr(transformers, head) if head else MODEL_FOR_CAUSAL_LM_MAPPING[configuration])(config)
+        return model, (batch or texts)(config, length), lambda model, **arguments: model(**arguments).loss
 
     return build
 
 
-for _family, _options in {
-    "afmoe": {}, "apertus": {}, "arcee": {}, "bert": dict(is_decoder=True), "biogpt": {}, "bitnet": {}, "bloom": {}, "codegen": {}, "cohere": {},
-    "cohere2": {}, "ctrl": {}, "doge": {}, "ernie4_5": {}, "exaone4": {}, "falcon": {}, "gemma": {}, "gemma2": {}, "gemma3_text": {}, "gemma3n_text": {},
-    "gemma4_text": {}, "glm": {}, "glm4": {}, "gpt2": {}, "gpt_bigcode": {}, "gpt_neo": dict(attention_types=[[["global", "local"], 1]]), "gpt_neox": {}, "gptj": {},
-    "granite": {}, "helium": {}, "hunyuan_v1_dense": {}, "internlm3": {}, "jais2": {}, "llama": {}, "minicpm3": {}, "ministral": {}, "ministral3": {},
-    "mistral": {}, "modernbert-decoder": {}, "mpt": {}, "nanochat": {}, "nemotron": {}, "olmo": {}, "olmo2": {}, "olmo3": {}, "openai-gpt": {},
-    "opt": {}, "persimmon": {}, "phi": {}, "phi3": {}, "qwen2": {}, "qwen3": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {},
+def settings(configuration, given: dict) -> dict:
+    """What a configuration knows of `SMALL`: two layers, or two of every kind of layer where there are kinds."""
+    known = configuration()
+
+    def settable(name: str) -> bool:
+        found = getattr(configuration, configuration.attribute_map.get(name, name), None)
+        return hasattr(known, name) and not (isinstance(found, property) and found.fset is None)
+
+    asked = {k: v for k, v in SMALL.items() if k not in given and settable(k)}
+    if "qk_rope_head_dim" in asked:
+        asked["head_dim"] = asked["qk_rope_head_dim"]  # latent attention: the part that rotates, and no groups of heads
+        asked["num_key_value_heads"] = asked["num_attention_heads"]
+    kinds = list(dict.fromkeys(getattr(known, "layer_types", None) or ()))
+    if kinds and settable("layer_types") and "layer_types" not in given:
+        asked["layer_types"] = kinds * 2
+    layers = len({**asked, **given}.get("layer_types", ()))
+    if layers:
+        asked.update({name: layers for name in ("num_hidden_layers", "num_layers", "n_layer") if name in asked})
+    return {**asked, **given}
+
+
+def texts(config, length: int) -> dict:
+    import torch
+
+    ids = torch.randint(3, getattr(config, "vocab_size", None) or config.get_text_config().vocab_size, (2, length),
+                        generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, -length // 4:] = 0
+    return dict(input_ids=ids, labels=ids.masked_fill(mask == 0, -100), attention_mask=mask)
+
+
+def bare(config, length: int) -> dict:
+    """No padding and no mask."""
+    batch = texts(config, length)
+    return dict(input_ids=batch["input_ids"], labels=batch["labels"])
+
+
+def left_padded(config, length: int) -> dict:
+    batch = texts(config, length)
+    return {name: value.flip(1) for name, value in batch.items()}
+
+
+def packed(config, length: int) -> dict:
+    """Three documents in a sequence, told apart by positions that start again."""
+    import torch
+
+    batch = bare(config, length)
+    third = -(-length // 3)
+    positions = torch.arange(length) % third
+    return dict(batch, position_ids=positions.expand(2, length).contiguous())
+
+
+def translations(config, length: int) -> dict:
+    """A source with a mask, and a target a third as long."""
+    source, target = texts(config, length), texts(config, length // 3)
+    return dict(input_ids=source["input_ids"], attention_mask=source["attention_mask"], labels=target["labels"])
+
+
+def images(config, length: int) -> dict:
+    """A square image of about that many patches."""
+    import torch
+
+    side = round(length ** 0.5) * config.patch_size
+    make = torch.Generator().manual_seed(2)
+    return dict(pixel_values=torch.randn(2, 3, side, side, generator=make), labels=torch.tensor([0, 1]), interpolate_pos_encoding=True)
+
+
+DENSE = {
+    "apertus": {}, "arcee": {}, "bert": dict(is_decoder=True), "biogpt": {}, "bitnet": {}, "bloom": {}, "codegen": {}, "cohere": {}, "cohere2": {},
+    "cpmant": {}, "ctrl": {}, "cwm": {}, "diffllama": {}, "doge": {}, "ernie4_5": {}, "exaone4": {}, "falcon": {}, "gemma": {}, "gemma2": {},
+    "gemma3_text": {}, "gemma3n_text": {}, "gemma4_text": {}, "glm": {}, "glm4": {}, "gpt2": {}, "gpt_bigcode": {},
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=32), "gpt_neox": {}, "gptj": {}, "granite": {}, "helium": {},
+    "hunyuan_v1_dense": {}, "internlm3": {}, "jais2": {}, "llama": {}, "minicpm3": {}, "ministral": {}, "ministral3": {}, "mistral": {},
+    "modernbert-decoder": {}, "mpt": {}, "nanochat": {}, "nemotron": {}, "olmo": {}, "olmo2": {}, "olmo3": {}, "openai-gpt": {}, "opt": {},
+    "persimmon": {}, "phi": {}, "phi3": {}, "qwen2": {}, "qwen3": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {},
     "vaultgemma": {}, "xglm": {}, "youtu": {},
-}.items():
-    ROWS[_family] = Row("dense", hugging_face(_family, **_options))
-for _family, _options in {
-    "dbrx": {}, "deepseek_v2": {}, "deepseek_v3": {}, "dots1": {}, "ernie4_5_moe": {}, "flex_olmo": {}, "glm4_moe": {}, "gpt_oss": {}, "granitemoe": {},
-    "granitemoeshared": {}, "hunyuan_v1_moe": {}, "jetmoe": {}, "llama4_text": {}, "longcat_flash": {}, "minimax_m2": {}, "mixtral": {}, "olmoe": {}, "phimoe": {},
-    "qwen2_moe": {}, "qwen3_moe": {}, "solar_open": {},
-}.items():
-    ROWS[_family] = Row("moe", hugging_face(_family, **_options))
-for _family, _options in {
-    "bamba": {}, "falcon_h1": {}, "falcon_mamba": {}, "granitemoehybrid": {}, "jamba": {}, "lfm2": {}, "mamba": {}, "mamba2": {}, "minimax": {},
-    "qwen3_next": {}, "recurrent_gemma": {}, "rwkv": {}, "zamba2": {},
-}.items():
-    ROWS[_family] = Row("recurrent", hugging_face(_family, **_options))
+}
+MOE = {
+    "afmoe": {}, "dbrx": dict(attn_config=dict(kv_n_heads=2), ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2, hidden_size=64)),
+    "deepseek_v2": {}, "deepseek_v3": {}, "dots1": {}, "ernie4_5_moe": {}, "exaone_moe": {}, "flex_olmo": {}, "glm4_moe": {}, "gpt_oss": {},
+    "granitemoe": {}, "granitemoeshared": {}, "hunyuan_v1_moe": {}, "jetmoe": {}, "llama4_text": {}, "longcat_flash": {}, "minimax_m2": {},
+    "mixtral": {}, "olmoe": {}, "phimoe": {}, "qwen2_moe": {}, "qwen3_moe": {}, "solar_open": {},
+}
+RECURRENT = {
+    "bamba": dict(attn_layer_indices=[1]), "falcon_h1": dict(mamba_d_ssm=128), "falcon_mamba": {}, "granitemoehybrid": {}, "jamba": dict(attn_layer_offset=1, attn_layer_period=2), "lfm2": {}, "mamba": {}, "mamba2": dict(num_heads=8, n_groups=1), "minimax": {},
+    "qwen3_next": {}, "recurrent_gemma": dict(num_hidden_layers=3), "rwkv": {}, "zamba2": {},
+}
+for _kind, _families in (("dense", DENSE), ("moe", MOE), ("recurrent", RECURRENT)):
+    for _family, _given in _families.items():
+        ROWS[_family] = Row(_kind, hugging_face(_family, **_given))
+
+# Other ways to train the same models.
+ROWS |= {
+    "llama, no mask": Row("dense", hugging_face("llama", batch=bare)),
+    "llama, left padding": Row("dense", hugging_face("llama", batch=left_padded)),
+    "llama, packed": Row("dense", hugging_face("llama", batch=packed)),
+    "llama, eager attention": Row("dense", hugging_face("llama", attention="eager")),
+    "qwen3, window, packed": Row("dense", hugging_face("qwen3", batch=packed, use_sliding_window=True, max_window_layers=1,
+                                                      layer_types=["full_attention", "sliding_attention"])),
+    "gemma3_text, eager attention": Row("dense", hugging_face("gemma3_text", attention="eager")),
+    "mixtral, batched experts": Row("moe", hugging_face("mixtral", experts="batched_mm")),
+    "mixtral, looped experts": Row("moe", hugging_face("mixtral", experts="eager")),
+    "mixtral, router loss": Row("moe", hugging_face("mixtral", experts="batched_mm", output_router_logits=True)),
+    "deepseek_v3, batched experts": Row("moe", hugging_face("deepseek_v3", experts="batched_mm")),
+    "qwen3_moe, batched experts": Row("moe", hugging_face("qwen3_moe", experts="batched_mm")),
+    "gpt_oss, batched experts": Row("moe", hugging_face("gpt_oss", experts="batched_mm")),
+}
+
+ROWS |= {
+    "BERT": Row("encoder", hugging_face("bert", "BertForMaskedLM")),
+    "RoBERTa": Row("encoder", hugging_face("roberta", "RobertaForMaskedLM")),
+    "DistilBERT": Row("encoder", hugging_face("distilbert", "DistilBertForMaskedLM")),
+    "ALBERT": Row("encoder", hugging_face("albert", "AlbertForMaskedLM")),
+    "DeBERTa": Row("encoder", hugging_face("deberta-v2", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"])),
+    "ModernBERT": Row("encoder", hugging_face("modernbert", "ModernBertForMaskedLM", local_attention=32)),
+    "T5": Row("encoder", hugging_face("t5", "T5ForConditionalGeneration", batch=translations, decoder_start_token_id=0)),
+    "BART": Row("encoder", hugging_face("bart", "BartForConditionalGeneration", batch=translations)),
+    "ViT": Row("encoder", hugging_face("vit", "ViTForImageClassification", batch=images, patch_size=4, image_size=36)),
+}
+
+# Not of Hugging Face: benchmarks/architectures.py.
+
+
+def own(name: str) -> Callable:
+    def build(length: int):
+        import torch
+        from benchmarks.architectures import ARCHITECTURES
+
+        torch.manual_seed(0)
+        model = ARCHITECTURES[name]()
+        return model, model.batch(length), lambda model, **arguments: model(**arguments)
+
+    return build
+
+
+OWN = ("nanogpt", "stored mask", "added triangle", "alibi", "relative bias", "sinks", "window", "chunked", "capped", "differential", "latent",
+       "complex rotary", "sequence first", "flex", "packed", "prefix", "parallel", "sandwich", "post-norm", "shared layers", "u-net skips",
+       "hyper-connections", "value residual", "shared keys", "layer embeddings", "torch encoder", "torch decoder", "own norm", "token-wise",
+       "sorted experts", "masked experts", "one-hot experts", "convolution", "token shift", "linear attention", "gated delta")
+for _name in OWN:
+    ROWS[_name] = Row("own", own(_name), exact=1e-9, unrolls=_name == "gated delta")
 
 
 # A row's process
 
+
+class NotRun(Exception):
+    """The model does not run at all, with or without this backend."""
+
+
 def measure(name: str, tokens: int) -> dict:
-    """Run one row. The answer has error, streamed and all regions, reasons, peaks; or an error."""
-    import copy
-
+    """Run one row: error, regions streamed and all, keys, reasons, peaks."""
     import torch
-    from benchmarks.gradients import largest_difference
-    from benchmarks.memory import peak
-
-    from streambp_compile import NotStreamed, explain
 
     torch.set_num_threads(2)
-    torch.manual_seed(0)
     row = ROWS[name]
-    model, arguments, loss = row.build()
-    model.train()
-    answer: dict = {"kind": row.kind, "exact": row.exact}
-
-    def gradients(model, step, batch):
-        model.zero_grad()
-        value = step(**batch)
-        value.backward()
-        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-    double = copy.deepcopy(model).double()
-    batch = arguments(LENGTH)
-    start = time.perf_counter()
-    try:
-        truth = gradients(double, lambda **b: loss(double, **b), batch)
-    except Exception as error:  # noqa: BLE001 (a model whose ops have no float64, or that does not run at all)
-        answer["note"] = f"float32: {first_line(error)}"
-        double = copy.deepcopy(model)
-        truth = gradients(double, lambda **b: loss(double, **b), batch)
+    answer = exactness(row)
     torch._dynamo.reset()
+    if tokens and not row.unrolls:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            answer |= peaks(row, tokens)
+    return answer
+
+
+def exactness(row: Row) -> dict:
+    """The error of a step's loss and gradients, and the report of its compilation."""
+    import torch
+    from benchmarks.gradients import largest_difference
+
+    from streambp_compile import NotStreamed
+    from streambp_compile.backend import Chain
+    from streambp_compile.config import Config
+    from streambp_compile.report import Report
+
+    model, batch, loss = built(row, LENGTH)
+    truth, model, note = reference(model, batch, loss)
+    report = Report()
+
+    def backend(module, example_inputs):
+        return Chain(module, example_inputs, Config(chunk_size=CHUNK), report).compiled()
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = torch.compile(lambda **b: loss(double, **b), backend="streambp", options={"chunk_size": CHUNK})
-        ours = gradients(double, step, batch)
-        answer["error"] = largest_difference(iter(ours), truth)
-        answer["reasons"] = list(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, NotStreamed)))
-    answer["seconds"] = time.perf_counter() - start
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = explain(lambda **b: loss(model, **b), **arguments(LENGTH))
-        answer["regions"] = sum(r.times for r in report.regions)
-        answer["streamed"] = sum(r.times for r in report.regions if r.streamed)
-        answer["reads"] = report.reads()
-        torch._dynamo.reset()
-        if tokens:
-            batch = arguments(tokens)
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            compiled = torch.compile(lambda **b: loss(model, **b), backend="streambp")
-            compiled(**batch).backward()
-            answer["peak"] = peak(lambda: compiled(**batch).backward())
-            if getattr(model, "supports_gradient_checkpointing", False):
-                model.gradient_checkpointing_enable()
-                answer["against"] = "checkpointing"
-            loss(model, **batch).backward()
-            answer["eager"] = peak(lambda: loss(model, **batch).backward())
-    return answer
+        ours = gradients(model, torch.compile(lambda **b: loss(model, **b), backend=backend), widened(batch, model))
+    graphs = f"{len(report.split)} graphs" if len(report.split) != 1 else ""
+    return dict(
+        error=largest_difference(ours, truth), regions=sum(r.times for r in report.regions),
+        streamed=sum(r.times for r in report.regions if r.streamed is not None or r.joint is None), keys=keys_of(report),
+        reasons=list(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, NotStreamed))),
+        note="; ".join(filter(None, (note, graphs))))
+
+
+def built(row: Row, length: int):
+    try:
+        model, batch, loss = row.build(length)
+    except Exception as error:
+        raise NotRun(f"not built: {first_line(error)}") from error
+    return model.train(), batch, loss
+
+
+def reference(model, batch: dict, loss: Callable):
+    """Eager's loss and gradients in float64, or in float32 where an op of the model has no float64; the model of that precision; a note."""
+    double = copy.deepcopy(model).double()
+    try:
+        return gradients(double, lambda **b: loss(double, **b), widened(batch, double)), double, ""
+    except Exception as error:  # noqa: BLE001 (whatever the model's author did not foresee)
+        note = f"in float32: {first_line(error)}"
+    try:
+        return gradients(model, lambda **b: loss(model, **b), batch), model, note
+    except Exception as error:
+        raise NotRun(f"does not run: {first_line(error)}") from error
+
+
+def widened(batch: dict, model) -> dict:
+    """Inputs that are no ids, in the precision of the model."""
+    dtype = next(model.parameters()).dtype
+    return {name: value.to(dtype) if getattr(value, "is_floating_point", bool)() else value for name, value in batch.items()}
+
+
+def gradients(model, step: Callable, batch: dict) -> list:
+    """The loss and the gradient of every parameter, zeros where there is none."""
+    import torch
+
+    model.zero_grad()
+    value = step(**batch)
+    value.backward()
+    return [value.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())]
+
+
+def keys_of(report) -> list[str]:
+    """What is proved of the keys that attention reads, once for every answer."""
+    from streambp_compile.report import proof
+
+    found = []
+    for region in report.regions:
+        for schedule in filter(None, (region.forward, region.backward)):
+            for sweep, body in zip(schedule.program.sweeps, schedule.bodies):
+                if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings):
+                    found.append(proof(sweep.keys))
+    return list(dict.fromkeys(found))
+
+
+def peaks(row: Row, tokens: int) -> dict:
+    """Bytes of one step above what is held before it, ours and eager's with checkpointing."""
+    import torch
+    from benchmarks.memory import peak
+
+    model, batch, loss = built(row, tokens)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    compiled = torch.compile(lambda **b: loss(model, **b), backend="streambp")
+    compiled(**batch).backward()
+    ours = peak(lambda: compiled(**batch).backward())
+    checkpoint_layers(model)
+    loss(model, **batch).backward()
+    return dict(peak=ours, eager=peak(lambda: loss(model, **batch).backward()))
+
+
+def checkpoint_layers(model) -> None:
+    """Gradient checkpointing of every layer: the model's own, or around the members of its lists of layers."""
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    if getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        return
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and all(any(True for _ in c.parameters()) for c in m)]
+    inner = {m for stack in stacks for layer in stack for m in layer.modules() if isinstance(m, nn.ModuleList)}
+    for layer in {layer for stack in stacks if stack not in inner for layer in stack}:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def interpret_bodies() -> None:
+    """Run what Inductor would compile node by node: seconds in place of a minute for a row."""
+    import torch
+
+    from streambp_compile import internals
+
+    def interpreted(module, example_inputs, **kwargs):
+        def call(args: list):
+            return torch.fx.Interpreter(module).boxed_run(args)
+
+        call._boxed_call = True
+        return call
+
+    internals.compile_fx_inner = interpreted
 
 
 def first_line(error: BaseException) -> str:
@@ -194,9 +402,155 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
+def serve(name: str, chosen: argparse.Namespace) -> None:
+    """One row's answer as the last line of stdout."""
+    import traceback
+
+    if chosen.interpret:
+        interpret_bodies()
+    try:
+        answer = measure(name, chosen.tokens)
+    except NotRun as missing:
+        answer = dict(missing=str(missing))
+    except Exception as error:  # noqa: BLE001 (the table says what broke)
+        traceback.print_exc()
+        answer = dict(failed=first_line(error))
+    print(json.dumps(answer))
+
+
 # The table's process
 
-@dataclass
-class Result:
-    name: str
-    answer: dict = field(default_factory=dict)
+
+def run(name: str, chosen: argparse.Namespace) -> dict:
+    """A row in a process of its own, stopped after ``--limit`` seconds."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--row", name, "--tokens", str(chosen.tokens)]
+    command += ["--interpret"] if chosen.interpret else []
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=chosen.limit)
+    except subprocess.TimeoutExpired:
+        return dict(failed=f"more than {chosen.limit} seconds")
+    try:
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        last = done.stderr.strip().splitlines()[-1:] or ["nothing"]
+        return dict(failed=f"its process ended with {done.returncode}: {last[0][:200]}")
+    if "failed" in answer:
+        print(done.stderr, file=sys.stderr, flush=True)
+    return dict(answer, seconds=time.perf_counter() - start)
+
+
+def is_exact(name: str, answer: dict) -> bool:
+    return answer.get("error", float("inf")) <= ROWS[name].exact
+
+
+def is_proved(answer: dict) -> bool:
+    """Are all its regions streamed, with keys that look back alone?"""
+    return answer.get("regions", 0) > 0 and answer["streamed"] == answer["regions"] and all(
+        keys.startswith(("causal", "window")) for keys in answer["keys"])
+
+
+def is_half(answer: dict) -> bool:
+    return "peak" in answer and answer["peak"] < HALF * answer["eager"]
+
+
+def table(answers: dict[str, dict]) -> str:
+    """A Markdown table; every value that is not there is a dash."""
+    lines = [["architecture", "kind", "error", "exact", "streamed", "keys", "peak", "of checkpointing's", "refused, and notes"]]
+    for name, answer in answers.items():
+        lines.append([
+            name, ROWS[name].kind,
+            f"{answer['error']:.0e}" if "error" in answer else "–",
+            "–" if "missing" in answer else "yes" if is_exact(name, answer) else "**no**",
+            f"{answer['streamed']}/{answer['regions']}" if "regions" in answer else "–",
+            ", ".join(shown(keys) for keys in answer.get("keys", ())) or "–",
+            f"{answer['peak'] / 2**20:.1f} MiB" if "peak" in answer else "–",
+            f"{answer['peak'] / answer['eager']:.2f}" if "peak" in answer else "–",
+            remarks(answer),
+        ])
+    rule = ["---"] * 2 + ["---:"] + ["---"] + ["---:"] + ["---"] + ["---:"] * 2 + ["---"]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
+
+
+def shown(keys: str) -> str:
+    """``causal, proved`` → ``causal: proved``; a window with its length."""
+    return re.sub(r"window of (\d+), ", r"window \1: ", keys).replace("causal, ", "causal: ").replace("band, ", "band: ")
+
+
+def remarks(answer: dict) -> str:
+    texts = [shortened(reason) for reason in answer.get("reasons", ())]
+    texts += [answer[key] for key in ("note", "missing", "failed") if answer.get(key)]
+    return "; ".join(text.replace("|", "¦") for text in dict.fromkeys(texts))
+
+
+def shortened(reason: str) -> str:
+    """A refusal without what all of them say, and without the folders of the file."""
+    text = reason.removeprefix("streambp compiles a region whole: ").replace(" Gradients stay exact.", "")
+    text = re.sub(r"\S*/([\w.-]+\.py:\d+): (.*?): ", r"\1 `\2`: ", text)
+    return text if len(text) <= 240 else text[:239] + "…"
+
+
+def summary(answers: dict[str, dict]) -> str:
+    """A line per kind: how many rows ran, are exact, stream altogether with keys proved, and stay under half of checkpointing's peak."""
+    lines = []
+    for kind in dict.fromkeys(ROWS[name].kind for name in answers):
+        ran = {n: a for n, a in answers.items() if ROWS[n].kind == kind and "missing" not in a}
+        count = Counter()
+        for name, answer in ran.items():
+            count["exact"] += is_exact(name, answer)
+            count["proved"] += is_proved(answer)
+            count["peak"] += "peak" in answer
+            count["half"] += is_half(answer)
+        half = f", {count['half']} of {count['peak']} under half of checkpointing's peak" if count["peak"] else ""
+        lines.append(f"{kind}: {len(ran)} rows, {count['exact']} exact, {count['proved']} with all regions streamed and keys proved{half}")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def arguments() -> argparse.Namespace:
+
+    def some(text: str) -> list[str]:
+        asked = [part.strip() for part in text.split(",") if part.strip()]
+        kinds = {row.kind for row in ROWS.values()}
+        unknown = [part for part in asked if part not in kinds and not any(name == part or name.startswith(f"{part},") for name in ROWS)]
+        if unknown or not asked:
+            raise argparse.ArgumentTypeError(f"unknown row {', '.join(unknown) or text!r}; kinds are {', '.join(sorted(kinds))}, rows {', '.join(ROWS)}")
+        return [name for name, row in ROWS.items() if any(part in (name, row.kind, name.split(",")[0]) for part in asked)]
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=2048, help="length at which the peak is measured, 0 for no peak (%(default)s)")
+    parser.add_argument("--interpret", action="store_true", help="run chunk bodies node by node instead of compiling them")
+    parser.add_argument("--only", type=some, default=list(ROWS), metavar="A,B,...", help="rows or kinds (all)")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for a row (%(default)s)")
+    parser.add_argument("--save", metavar="NAME", help="also write the table to benchmarks/results/NAME.md")
+    parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.tokens < 0 or chosen.limit <= 0:
+        parser.error("--tokens must be 0 or more, --limit more than 0")
+    return chosen
+
+
+def main() -> int:
+    chosen = arguments()
+    sys.path.insert(0, str(ROOT))
+    if chosen.row:
+        serve(chosen.row, chosen)
+        return 0
+    answers: dict[str, dict] = {}
+    for i, name in enumerate(chosen.only):
+        answer = answers[name] = run(name, chosen)
+        print(f"[{i + 1}/{len(chosen.only)}] {name}: {json.dumps(answer)}", file=sys.stderr, flush=True)
+    text = f"{table(answers)}\n\n{summary(answers)}"
+    print(text)
+    if chosen.save:
+        import torch
+        import transformers
+
+        RESULTS.mkdir(exist_ok=True)
+        command = " ".join(["python benchmarks/zoo.py", *sys.argv[1:]])
+        versions = f"T={chosen.tokens} for the peak; torch {torch.__version__}, transformers {transformers.__version__}"
+        (RESULTS / f"{chosen.save}.md").write_text(f"`{command}`\n\n{versions}\n\n{text}\n", encoding="utf-8")
+    return 0 if all("missing" in a or is_exact(n, a) for n, a in answers.items()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
