@@ -45,6 +45,18 @@ class Sweep:
     in_place: tuple[tuple[Node, Node], ...] = ()
     keys: Reach = EVERYWHERE
 
+    def __str__(self) -> str:
+        """``descending, keys [-inf,0]: 41 ops; reads x, w; writes dx over dy; adds up dw``."""
+        inside, over = set(self.nodes), dict(self.in_place)
+        parts = {
+            "reads": dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside),
+            "writes": [f"{n} over {over[n]}" if n in over else n for n in self.writes if n not in self.fed],
+            "feeds": self.fed, "adds up": self.sums, "settles" if self.settled else "adds up per key": self.keysums,
+        }
+        said = [f"{what} {', '.join(map(str, values))}" for what, values in parts.items() if values]
+        keys = "" if self.keys == EVERYWHERE else f", keys {self.keys}"
+        return "; ".join([f"{self.direction}{keys}: {len(self.nodes)} ops", *said])
+
 
 @dataclass(frozen=True)
 class Program:
@@ -62,6 +74,13 @@ class Program:
     kept: tuple[Node, ...]
     outputs: tuple[object, ...]
     distilled: tuple[Node, ...] = ()
+
+    def __str__(self) -> str:
+        lines = []
+        for stage, nodes in enumerate(self.whole):
+            lines += [f"whole: {', '.join(map(str, nodes))}"] if nodes else []
+            lines += [str(self.sweeps[stage])] if stage < len(self.sweeps) else []
+        return "\n".join([*lines, f"returns {', '.join(map(str, self.outputs))}"])
 
 
 def partition(graph: Graph, analysis: Analysis, outputs: Iterable[object], given: Iterable[Node] = (),

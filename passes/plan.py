@@ -10,6 +10,7 @@ from .ir import Analysis, Tokens, bytes_of, hint, is_tensor, value_of
 from .partition import Sweep
 
 CHUNK_BYTES = 20 << 20  # what one chunk's widest moment may take: well past cache, well under any model
+WIDE = 8 * CHUNK_BYTES  # a weight gradient beyond this takes more memory than its chunks do, and more time to walk over for each of them
 SHORTEST, LONGEST, STEP = 32, 1024, 16
 MATERIALISED = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward", "embedding", "cat", "_log_softmax", "_softmax")
 
@@ -45,8 +46,12 @@ def read_until(node, last, index: int) -> int:
 
 
 def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None) -> int:
-    """Tokens per chunk: the user's word, or the most, in steps of 16, whose widest moment fits `CHUNK_BYTES`."""
+    """Tokens per chunk: the user's word, or the most, in steps of 16, whose widest moment fits.
+
+    It fits in `CHUNK_BYTES`; beside a `WIDE` gradient that the sweep adds up, in two thirds of that.
+    """
     if chosen is not None:
         return chosen
-    fits = CHUNK_BYTES // row_bytes(sweep, analysis)
+    added = max((bytes_of(value_of(n)) for n in sweep.sums if is_tensor(n)), default=0)
+    fits = (2 * added // 3 if added > WIDE else CHUNK_BYTES) // row_bytes(sweep, analysis)
     return max(SHORTEST, min(LONGEST, fits // STEP * STEP))

@@ -39,6 +39,11 @@ class Region:
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
 
+    def __str__(self) -> str:
+        """``x, w → y: scores, mixed, y``."""
+        inputs, outputs, nodes = (", ".join(map(str, part)) for part in (self.inputs, self.outputs, self.nodes))
+        return f"{inputs} → {outputs}: {nodes}"
+
 
 def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], bool]) -> tuple[Region, ...]:
     """Regions in execution order.
@@ -53,9 +58,11 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     body = [n for n in nodes if n not in cheap]
     widths = frontier(body, traits)
     mixers = [i for i, n in enumerate(body) if traits[n].mixing]
-    cuts = [narrowest(widths, before, after)[-1] for before, after in zip(mixers, mixers[1:])]
-    if mixers:
-        cuts += tail_cut(body, widths, traits, mixers[-1], cuts)
+    cuts: list[int] = []
+    for mixer, following in zip(mixers, [*mixers[1:], None]):
+        end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
+        cuts += head_cut(body, widths, traits, mixer, end, cuts)
+        cuts += [] if following is None else [end]
     pieces = [body[a:b] for a, b in zip([0, *(c + 1 for c in cuts)], [*(c + 1 for c in cuts), len(body)])]
     returned = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
     loose = [n for n in nodes if n in cheap and n in returned]
@@ -137,19 +144,23 @@ def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:
     return [i for i in range(start, stop) if widths[i] == least]
 
 
-def tail_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], last: int, cuts: Sequence[int]) -> list[int]:
-    """Part the last layer from a head that widens it (logits) or adds it up (a loss).
+def head_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixer: int, end: int, cuts: Sequence[int]) -> list[int]:
+    """Part a layer from a head behind it that widens it (logits) or adds it up (a loss), and so ends narrower than layers do.
 
-    Of equally narrow places, the one that makes the last layer equal to the layer before it; else the first after the mixer's own sum.
+    The cut goes where the layers before were cut off, at the same width; of several such places, to the one that makes this layer equal to
+    the layer before it, else to the last. With no layer before, it goes to the narrowest place before the widest value.
     """
-    until = max((i for i, n in enumerate(body) if traits[n].tokens and widths[i] > 0), default=-1)
-    alive = [i for i in range(last, until + 1) if widths[i] < FORBIDDEN]
-    if not alive:
+    widest = max((traits[n].bytes for n in body[mixer:end + 1] if traits[n].tokens), default=0)
+    until = max((i for i in range(mixer, end + 1) if traits[body[i]].tokens and traits[body[i]].bytes == widest), default=-1)
+    places = [i for i in range(mixer, end) if cuts and widths[i] == widths[cuts[-1]]]
+    if not places:
+        alive = [i for i in range(mixer, until) if 0 < widths[i] < FORBIDDEN]
+        least = min((widths[i] for i in alive), default=0)
+        places = [i for i in alive if widths[i] == least]
+    if not places or 2 * widths[end] > widths[places[0]]:
         return []
-    least = min(widths[i] for i in alive)
-    places = [i for i in alive if widths[i] == least]
-    after = body[places[0] + 1:]
-    widens = any(traits[n].tokens and traits[n].bytes > 2 * least for n in after)
+    after = body[places[0] + 1:end + 1]
+    widens = any(traits[n].tokens and traits[n].bytes > 2 * widths[places[0]] for n in after)
     adds_up = any(traits[n].bytes > 0 and not traits[n].tokens for n in after)
     if not (widens or adds_up):
         return []

@@ -67,7 +67,7 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
     for node, fake in zip(placeholders, fakes):
         if isinstance(fake, torch.Tensor) and not is_parameter(fake):
             candidates += [(node, d) for d, s in enumerate(fake.shape) if hint(s) > 1 and fake.dim() <= 3]
-    found: list[tuple[int, int, int, Spread, object]] = []
+    found: list[tuple[int, int, float, int, Spread, object]] = []
     for node, dim in candidates:
         if any(dim in spread.marks.get((node, -1), {}) for *_, spread, _ in found):
             continue
@@ -76,7 +76,7 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
         width = sum(bytes_of(value_of(n)) for n in graph.nodes if is_tensor(n) and spread.of(n)
                     and value_of(n).dtype.is_floating_point)
         if width:
-            found.append((mixers, width, shape_of(node)[dim], spread, value_of(node).shape[dim]))
+            found.append((mixers, width, lost_bytes(graph, spread) / width, shape_of(node)[dim], spread, value_of(node).shape[dim]))
     chosen = preferred(found)
     if chosen is None:
         return None
@@ -89,14 +89,29 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
 
 
 def preferred(found: Sequence[tuple]) -> tuple | None:
-    """Of (mixers, bytes, rows, …): the most mixers; then, of those that carry about as many bytes, the most rows.
+    """Of (mixers, bytes, lost, rows, …): the most mixers; of those that carry about as many bytes and lose about as few, the most rows.
 
-    In a head without attention the batch carries the same values as the tokens do, and a few numbers per sequence besides.
+    In a head without attention the batch carries the same values as the tokens do, and a few numbers per sequence besides; features and
+    classes carry much, but products and the softmax lose them.
     """
-    most = max((f[0] for f in found), default=0)
-    mixing = [f for f in found if f[0] == most]
-    widest = max((f[1] for f in mixing), default=0)
-    return max((f for f in mixing if 2 * f[1] >= widest), key=lambda f: f[2], default=None)
+    for better in (lambda f, best: f[0] == max(x[0] for x in best), lambda f, best: f[2] <= 2 * min(x[2] for x in best) + 1 / 32,
+                   lambda f, best: 2 * f[1] >= max(x[1] for x in best)):
+        found = [f for f in found if better(f, found)]
+    return max(found, key=lambda f: f[3], default=None)
+
+
+def lost_bytes(graph: Graph, spread: Spread) -> int:
+    """Bytes of values whose marked dimension ends in a reader: contracted, normalised over, or looked up."""
+    lost = 0
+    for node, signature in spread.signatures.items():
+        if signature.reshape or not is_tensor(node):
+            continue
+        outputs = {label for labels in signature.outputs for label in labels}
+        for operand, labels in zip(tensor_operands(node), signature.operands):
+            ends = any(labels[d] is None or labels[d] not in outputs or labels[d] == signature.keys for d in spread.of(operand))
+            if ends and value_of(operand).dtype.is_floating_point and signature.rows is None and len(spread.of(operand)) < 2:
+                lost += bytes_of(value_of(operand))
+    return lost
 
 
 def is_parameter(fake: object) -> bool:

@@ -144,8 +144,24 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
                 replay(active)
             values[node] = graph.node_copy(node, lambda a: values[a])
     replay([])
-    graph.output(tuple(values[n] for n in region.outputs))
+    graph.output(tuple(unaliased(graph, values, region)))
     return GraphModule(module, graph), inputs
+
+
+def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[Node]:
+    """The outputs of a region, copied where they share memory with its inputs or one another: each is to have a gradient of its own."""
+    shared = {storage_of(n) for n in region.inputs}
+    results = []
+    for node in region.outputs:
+        storage = storage_of(node)
+        results.append(graph.call_method("clone", (values[node],)) if storage is not None and storage in shared else values[node])
+        shared.add(storage)
+    return results
+
+
+def storage_of(node: Node) -> int | None:
+    fake = fake_of(node)
+    return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) and fake.requires_grad else None
 
 
 def fresh(fake: object):

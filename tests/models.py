@@ -101,14 +101,17 @@ class LlamaLike(nn.Module):
         self.norm, self.head = Norm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.half = width // heads // 2
 
-    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         speed = 10000.0 ** (-torch.arange(self.half, dtype=x.dtype) / self.half)
         angle = torch.arange(ids.shape[1], dtype=x.dtype)[:, None] * speed
         cos, sin = (f(torch.cat((angle, angle), -1)) for f in (torch.cos, torch.sin))
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return F.cross_entropy(self.head(self.norm(x)).view(-1, VOCABULARY), y.reshape(-1))
+        return self.norm(x)
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.hidden(ids)).view(-1, VOCABULARY), y.reshape(-1))
 
 
 def hugging_face(name: str, **options) -> nn.Module:

@@ -1,0 +1,78 @@
+"""Objectives behind a real layer: exact to 1e-9, streamed, in no more sweeps than they need; forward alone too."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import VOCABULARY, LlamaLike, ids_of, worst_error
+from torch import nn
+
+from streambp_compile import NotStreamed, explain
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.losses import OBJECTIVES, Batch, Heads  # noqa: E402
+from benchmarks.memory import peak  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")]
+WIDTH, LENGTH = 64, 53
+
+
+class Trained(nn.Module):
+    """A trunk of one layer, and the heads; a frozen trunk makes the teacher's hidden states where a batch has ids for it."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.trunk, self.heads, self.objective = LlamaLike(layers=1), Heads(WIDTH, VOCABULARY), OBJECTIVES[name]
+        self.trunk.head = None
+
+    def forward(self, ids, batch):
+        return self.objective.loss(self.heads, self.trunk.hidden(ids), batch)
+
+
+def gradients(model, step) -> dict:
+    model.zero_grad()
+    step().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objective(name):
+    torch.manual_seed(0)
+    model, ids, batch = Trained(name).double(), ids_of(4, LENGTH), Batch(4, LENGTH, WIDTH, VOCABULARY)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    truth = gradients(model, lambda: model(ids, batch))
+    assert worst_error(gradients(model, lambda: step(ids, batch)), truth) < 1e-9
+    with torch.no_grad():
+        torch.testing.assert_close(step(ids, batch), model(ids, batch), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_sweeps(name):
+    model, batch = Heads(WIDTH, VOCABULARY).double(), Batch(4, LENGTH, WIDTH, VOCABULARY)
+    hidden = torch.randn(4, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    report = explain(lambda h: OBJECTIVES[name].loss(model, h, batch), hidden, streambp_options={"chunk_size": 16})
+    assert report.regions and all(region.streamed for region in report.regions)
+    for region in report.regions:
+        both = len(region.forward.program.sweeps) + (len(region.backward.program.sweeps) if region.backward else 0)
+        assert both <= OBJECTIVES[name].sweeps
+
+
+@pytest.mark.parametrize("name", ["cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distillation, forward KL"])
+def test_peak_of_a_head(name):
+    """Far under one logits tensor; at most six chunks of it at the default chunk length."""
+    tokens, width, vocabulary = 2048, 128, 32768
+    model, batch = Heads(width, vocabulary), Batch(2, tokens // 2, width, vocabulary, torch.float32)
+    hidden = torch.randn(2, tokens // 2, width).requires_grad_()
+    for tensor in (hidden, *(p for p in model.parameters() if p.requires_grad)):
+        tensor.grad = torch.zeros_like(tensor)
+
+    def loss(h):
+        return OBJECTIVES[name].loss(model, h, batch)
+
+    step = torch.compile(loss, backend="streambp")
+    step(hidden).backward()
+    measured = peak(lambda: step(hidden).backward())
+    chunk = explain(loss, hidden).regions[-1].forward.chunks[-1]
+    assert measured < tokens * vocabulary * 4 / 2
+    assert measured <= 6 * 2 * chunk * vocabulary * 4
