@@ -154,6 +154,10 @@ class Search:
         return max(16 * (min(batches) if len(batches) > 1 else 1), max(widths) // 16)
 
     def is_small(self, node: Node) -> bool:
+        """Few bytes per token, at any length: what has a column per key never is."""
+        fact = self.analysis.facts.get(node)
+        if any(isinstance(f, Tokens) and f.keys is not None for f in (fact if isinstance(fact, tuple) else (fact,))):
+            return False
         value = value_of(node)
         values = value if isinstance(value, (tuple, list)) else (value,)
         return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor)) <= self.small * hint(self.analysis.length)
