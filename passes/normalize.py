@@ -128,7 +128,7 @@ def outputs_of(node: Node) -> dict[int, Node]:
 
 def fuse_attention(graph: Graph) -> None:
     """Rewrite each fused kernel without dropout, together with its backward, to ``streambp.attention``."""
-    rewritten: dict[Node, Node] = {}
+    rewritten: list[Node] = []
     for node in list(graph.nodes):
         if node.target in FORWARD:
             replaced = forward_of(graph, node)
@@ -138,11 +138,15 @@ def fuse_attention(graph: Graph) -> None:
             continue
         if replaced is None:
             continue
-        rewritten[node] = replaced
+        rewritten.append(node)
         for index, user in outputs_of(node).items():
             if index < len(replaced.meta["val"]):
                 user.replace_input_with(node, replaced)
                 user.meta["val"] = replaced.meta["val"][index]
+    for node in reversed(rewritten):  # torch takes a kernel that could draw random numbers for impure, and keeps it
+        for unread in [node, *node.users][::-1]:
+            if not unread.users:
+                graph.erase_node(unread)
 
 
 def scale_of(given: object, query: Node) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from streambp_compile.passes.ir import Mark
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
@@ -30,6 +32,54 @@ def single(target, args, kwargs) -> tuple[Graph, Node]:
     value = target(*args, **kwargs)
     call.meta["val"] = tuple(value) if isinstance(value, (tuple, list)) else value
     return graph, call
+
+
+class Written:
+    """A graph written down node by node: every node has the name that it is given here, and bears its real value."""
+
+    def __init__(self):
+        self.graph = Graph()
+
+    def given(self, name: str, value: torch.Tensor) -> Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+    def __call__(self, name: str, target, *args, **kwargs) -> Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta["val"] = target(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+        return node
+
+
+def value_of(arg: object) -> object:
+    return arg.meta["val"] if isinstance(arg, Node) else arg
+
+
+def causal_layer(causal: bool = True) -> tuple[Written, dict[Node, tuple[Mark, ...]], Node, tuple[Node, ...]]:
+    """The joint graph of a layer of five tokens: ``y = x + attention(x, x w, x w)``.
+
+    Returns the graph, the seeds of its tokens, its output and its gradients (of x, of w).
+    """
+    write, aten, streambp = Written(), torch.ops.aten, torch.ops.streambp
+    x, w = write.given("x", torch.randn(2, 5, 8)), write.given("w", torch.randn(8, 8))
+    dy = write.given("dy", torch.randn(2, 5, 8))
+    flat = write("flat", aten.view.default, x, [10, 8])
+    projected = write("projected", aten.mm.default, flat, w)
+    keys = write("keys", aten.view.default, projected, [2, 1, 5, 8])
+    query = write("query", aten.unsqueeze.default, x, 1)
+    both = write("both", streambp.attention.default, query, keys, keys, None, causal, 1.0, 0)
+    out, lse = write("out", operator.getitem, both, 0), write("lse", operator.getitem, both, 1)
+    y = write("y", aten.add.Tensor, x, write("mixed", aten.squeeze.dim, out, 1))
+    dout = write("dout", aten.unsqueeze.default, dy, 1)
+    grads = write("grads", streambp.attention_backward.default, dout, query, keys, keys, out, lse, None, causal, 1.0)
+    dquery, dk, dv = (write(name, operator.getitem, grads, i) for i, name in enumerate(("dquery", "dk", "dv")))
+    dprojected = write("dprojected", aten.reshape.default, write("dkeys", aten.add.Tensor, dk, dv), [10, 8])
+    dw = write("dw", aten.mm.default, write("rows_first", aten.permute.default, flat, [1, 0]), dprojected)
+    dflat = write("dflat", aten.mm.default, dprojected, write("turned", aten.permute.default, w, [1, 0]))
+    beside = write("beside", aten.add.Tensor, dy, write("of_query", aten.squeeze.dim, dquery, 1))
+    dx = write("dx", aten.add.Tensor, beside, write("of_keys", aten.view.default, dflat, [2, 5, 8]))
+    write.graph.output((y, dx, dw))
+    return write, {x: (Mark(1),), dy: (Mark(1),)}, y, (dx, dw)
 
 
 def traced(function, *inputs) -> GraphModule:

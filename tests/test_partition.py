@@ -1,0 +1,131 @@
+"""Which op runs in which sweep: the programs of small graphs as text."""
+
+import operator
+
+import pytest
+import torch
+from graphs import Written, causal_layer
+from streambp_compile.passes.analyze import analyze
+from streambp_compile.passes.ir import CannotStream, Mark
+from streambp_compile.passes.partition import partition
+from streambp_compile.passes.verify import verify_program
+
+aten, streambp = torch.ops.aten, torch.ops.streambp
+LENGTH = 5
+
+
+def program(write: Written, seeds, outputs, movable=()) -> str:
+    analysis = analyze(write.graph, LENGTH, seeds)
+    found = partition(write.graph, analysis, outputs, movable=movable)
+    verify_program(found, analysis)
+    return str(found)
+
+
+FORWARD = """
+ascending, keys [-inf,0]: 8 ops; reads x, w; writes y; feeds keys
+returns y
+"""
+BACKWARD = """
+whole: turned
+descending: 3 ops; reads x, w; writes keys
+descending, keys [-inf,0]: 19 ops; reads x, keys, dy, turned; writes dx over dy; adds up dw; settles dk, dv
+returns dx, dw
+"""
+
+
+def test_a_causal_layer_is_one_sweep_forward_and_two_backward():
+    write, seeds, y, gradients = causal_layer()
+    dy = next(n for n in seeds if n.name == "dy")
+    assert program(write, seeds, (y,)) == FORWARD.strip()
+    assert program(write, seeds, gradients, movable=(dy,)) == BACKWARD.strip()
+
+
+BOTH_WAYS_FORWARD = """
+ascending: 3 ops; reads x, w; writes keys
+ascending: 5 ops; reads x, keys; writes y
+returns y
+"""
+BOTH_WAYS_BACKWARD = """
+whole: turned
+ascending: 3 ops; reads x, w; writes keys
+ascending: 9 ops; reads x, keys, dy; writes dquery; adds up per key dk, dv
+ascending: 10 ops; reads x, dk, dv, turned, dquery, dy; writes dx; adds up dw
+returns dx, dw
+"""
+
+
+def test_a_bidirectional_layer_is_two_sweeps_forward_and_three_backward():
+    write, seeds, y, gradients = causal_layer(causal=False)
+    assert program(write, seeds, (y,)) == BOTH_WAYS_FORWARD.strip()
+    assert program(write, seeds, gradients) == BOTH_WAYS_BACKWARD.strip()
+
+
+def head(separable: bool):
+    """A head and the sum of its squares; or the logarithm of that sum, whose gradient reads the sum."""
+    write = Written()
+    x, w, dloss = write.given("x", torch.randn(LENGTH, 8)), write.given("w", torch.randn(8, 16)), write.given("dloss", torch.ones(()))
+    logits = write("logits", aten.mm.default, x, w)
+    loss = write("total", aten.sum.default, write("squares", aten.mul.Tensor, logits, logits))
+    if separable:
+        scale = dloss
+    else:
+        scale = write("scale", aten.div.Tensor, dloss, loss)
+        loss = write("loss", aten.log.default, loss)
+    dlogits = write("dlogits", aten.mul.Tensor, logits, scale)
+    dx = write("dx", aten.mm.default, dlogits, write("turned", aten.permute.default, w, [1, 0]))
+    dw = write("dw", aten.mm.default, write("rows_first", aten.permute.default, x, [1, 0]), dlogits)
+    write.graph.output((loss, dx, dw))
+    return write, {x: (Mark(0),)}, (loss, dx, dw)
+
+
+SEPARABLE = """
+whole: turned
+ascending: 7 ops; reads x, w, dloss, turned; writes dx; adds up total, dw
+returns total, dx, dw
+"""
+SUMMED = """
+whole: turned
+ascending: 3 ops; reads x, w; adds up total
+whole: scale, loss
+ascending: 5 ops; reads x, w, scale, turned; writes dx; adds up dw
+returns loss, dx, dw
+"""
+
+
+def test_a_separable_loss_is_one_sweep_and_one_that_looks_at_its_sum_is_two():
+    assert program(*head(separable=True)) == SEPARABLE.strip()
+    assert program(*head(separable=False)) == SUMMED.strip()
+
+
+def test_only_what_the_outputs_need_is_run():
+    write, seeds, y, (dx, dw) = causal_layer()
+    assert "dw" not in program(write, seeds, (dx,))
+    assert program(write, seeds, (next(n for n in write.graph.nodes if n.name == "turned"),)) == "whole: turned\nreturns turned"
+
+
+def test_a_gradient_that_somebody_else_reads_is_not_overwritten():
+    write, seeds, _, (dx, dw) = causal_layer()
+    dy = next(n for n in seeds if n.name == "dy")
+    with write.graph.inserting_before(next(reversed(write.graph.nodes))):
+        write("copied", aten.clone.default, dy)
+    assert "over dy" in program(write, seeds, (dx, dw), movable=(dy,))
+    assert "over" not in program(write, seeds, (dx, dw, dy), movable=(dy,))
+    assert "over" not in program(write, seeds, (dx, dw))
+
+
+def test_more_than_four_sweeps_are_refused():
+    write = Written()
+    x = write.given("x", torch.randn(1, 1, LENGTH, 8))
+    y = x
+    for i in range(5):
+        pair = write(f"attend{i}", streambp.attention.default, y, y, y, None, False, 1.0, 0)
+        y = write(f"out{i}", operator.getitem, pair, 0)
+    with pytest.raises(CannotStream):
+        program(write, {x: (Mark(2),)}, (y,))
+
+
+def test_the_graph_is_left_alone():
+    write, seeds, y, gradients = causal_layer()
+    before = str(write.graph)
+    first, second = (program(write, seeds, gradients) for _ in range(2))
+    assert first == second and str(write.graph) == before
