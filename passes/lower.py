@@ -253,6 +253,38 @@ class Writer:
     def edges(self, node: Node):
         return self.analysis.edges[node]
 
+    def rows_of_chunk(self, index: Node, mark: Mark, low: int = 0) -> tuple[Node, Node]:
+        """Where the rows that an index names lie in the chunk, and whether they do; the others get some row that exists.
+
+        index  a value (or number) of the body: positions along the marked dimension at full length, negative ones from its end
+        low    the token of row 0 of that dimension
+        """
+        call, rows, length = self.graph.call_function, self.scalar("rows"), self.scalar("length")
+        size = call(operator.mul, (length, mark.outer * mark.inner)) if mark.outer * mark.inner != 1 else length
+        index = call(aten.where.self, (call(aten.lt.Scalar, (index, 0)), call(aten.add.Tensor, (index, size)), index))
+        inner = call(aten.remainder.Scalar, (index, mark.inner)) if mark.inner != 1 else None
+        tokens = call(aten.floor_divide.default, (index, mark.inner)) if mark.inner != 1 else index
+        outer = call(aten.floor_divide.default, (tokens, length)) if mark.outer != 1 else None
+        tokens = call(aten.remainder.Scalar, (tokens, length)) if mark.outer != 1 else tokens
+        offset = call(operator.sub, (low, self.scalar("first"))) if low else call(operator.neg, (self.scalar("first"),))
+        local = call(aten.add.Tensor, (tokens, offset))
+        inside = call(aten.logical_and.default, (call(aten.ge.Scalar, (local, 0)), call(aten.lt.Scalar, (local, rows))))
+        local = call(aten.clamp.default, (local, 0, call(operator.sub, (rows, 1))))
+        if outer is not None:
+            local = call(aten.add.Tensor, (local, call(aten.mul.Tensor, (outer, rows))))
+        if inner is not None:
+            local = call(aten.add.Tensor, (call(aten.mul.Scalar, (local, mark.inner)), inner))
+        return local, inside
+
+    def zeros(self, node: Node) -> Node:
+        """The chunk's rows of a value of zeros."""
+        value = value_of(node)
+        return self.graph.call_function(aten.full.default, (self.sizes(node), 0), dict(dtype=value.dtype, device=value.device))
+
+    def added(self, node: Node, part: Node) -> Node:
+        """Add a chunk's part to the sum that a node is."""
+        return self.graph.call_function(streambp.add_.default, (part, self.bind("total", node, node.name)))
+
     def only_rows_of(self, edge, value: Node, like: Node | None = None) -> Node:
         """A value, zero in the rows that this edge's operand does not have (counted where the edge reads them)."""
         fact, like = self.fact(edge.operand), edge.operand if like is None else like

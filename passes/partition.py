@@ -107,6 +107,11 @@ def partition(graph: Graph, analysis: Analysis, outputs: Iterable[object], given
     raise refuse(node, f"more than {MOST_SWEEPS} sweeps would be needed", "Report the printed graph; the region runs whole")
 
 
+def is_view(node: Node) -> bool:
+    """Takes no memory of its own."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
 def fills_with_zeros(node: Node) -> bool:
     """Does this node make rows beyond the tokens by padding with zeros?"""
     if node.target is torch.ops.aten.constant_pad_nd.default:
@@ -203,7 +208,8 @@ class Search:
         """Inputs, and what small values alone make of them."""
         early: set[Node] = set()
         for node in self.needed:
-            if node in self.given or all(a in early for a in node.all_input_nodes) and (not self.tokens(node) or self.is_small(node)):
+            if node in self.given or all(a in early for a in node.all_input_nodes) and (
+                    not self.tokens(node) or self.is_small(node) or is_view(node)):
                 early.add(node)
         return early
 

@@ -94,7 +94,7 @@ def preferred(found: Sequence[tuple]) -> tuple | None:
     In a head without attention the batch carries the same values as the tokens do, and a few numbers per sequence besides; features and
     classes carry much, but products and the softmax lose them.
     """
-    for better in (lambda f, best: f[0] == max(x[0] for x in best), lambda f, best: f[2] <= 2 * min(x[2] for x in best) + 1 / 32,
+    for better in (lambda f, best: f[0] == max(x[0] for x in best), lambda f, best: f[2] <= 2 * min(x[2] for x in best) + 1 / 8,
                    lambda f, best: 2 * f[1] >= max(x[1] for x in best)):
         found = [f for f in found if better(f, found)]
     return max(found, key=lambda f: f[3], default=None)

