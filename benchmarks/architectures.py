@@ -431,6 +431,27 @@ class PostNorm(nn.Module):
         return self.second(x + self.feed_forward(x))
 
 
+class InPlace(nn.Module):
+    """Whatever autograd lets one write over is written over: sums, masks, activations, a slice of the keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(inplace=True), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        query, key, value = (heads(part).clone() for part in self.qkv(self.first(x)).chunk(3, dim=-1))
+        query.mul_(HEAD ** -0.5)
+        key[..., : HEAD // 2] = key[..., : HEAD // 2] * 0.5
+        scores = query @ key.transpose(-2, -1)
+        scores.masked_fill_(torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu_(1), float("-inf"))
+        mixed = self.out(merged(scores.softmax(-1) @ value))
+        mixed += x
+        made = self.feed_forward(self.second(mixed))
+        return made.add_(mixed)
+
+
 class SharedLayers(Decoder):
     """ALBERT: one layer, four times."""
 
@@ -796,6 +817,7 @@ ARCHITECTURES: dict[str, Callable[[], Decoder]] = {
     "parallel": lambda: Decoder(lambda i: Parallel()),
     "sandwich": lambda: Decoder(lambda i: Sandwich()),
     "post-norm": lambda: Decoder(lambda i: PostNorm()),
+    "in place": lambda: Decoder(lambda i: InPlace()),
     "shared layers": SharedLayers,
     "u-net skips": Skips,
     "hyper-connections": HyperConnections,

@@ -410,6 +410,13 @@ def _(m, h, b):
     return F.cross_entropy(m.lm(pooled), b.targets[:, 0])
 
 
+@objective("reward model, one row of all", trains=("value",), sweeps=0)
+def _(m, h, b):
+    scores = m.value(torch.tanh(h)).squeeze(-1)
+    half = h.shape[0] // 2
+    return -F.logsigmoid(scores[:half, -1] - scores[half:, -1]).mean() + 0.1 * torch.tanh(h)[:, 7].pow(2).mean()
+
+
 @objective("classification, mean of rows", sweeps=2)
 def _(m, h, b):
     pooled = (h * b.mask.unsqueeze(-1)).sum(1) / b.mask.sum(1, keepdim=True)

@@ -183,7 +183,7 @@ class Reader:
                 return pair_in[0], single, "keysum"
             return single, pair_in[1] if pair_in else None, "rows"
         contracted = pair_in[0] if pair_in else next(label_at(s, ls, r) for s, ls, r, _ in ins if r is not None)
-        return contracted, pair_in[1] if pair_in else None, "sum" if signature.contracts == "sum" else "all"
+        return contracted, pair_in[1] if pair_in else None, "sum" if signature.contracts in ("sum", "picked") else "all"
 
     def first_row(self, node: Node, operands, signature: Signature, row: object) -> int:
         """The token of output row 0: that of the widest operand whose rows it has."""

@@ -122,7 +122,8 @@ class Signature:
     ``None`` is a dimension tied to nothing (size one, broadcast).
 
     reach      label → rows read along it, where that is more than the own row
-    contracts  ``"sum"`` if chunks of a contracted label may be added up, else ``"all"``
+    contracts  ``"sum"`` if chunks of a contracted label may be added up, ``"picked"`` if they may where the rule's ``emit`` looks rows up
+               by their place among all tokens, else ``"all"``
     rows/keys  labels of queries and keys, for an operator that is attention by itself
     reshape    the node moves rows between dimensions; ties come from the sizes
     offsets    label → for each operand k: output row j reads row j+k along it (slices and padding)

@@ -89,7 +89,7 @@ def index(node: Node) -> Signature:
         operands.append(tuple(None if j is None else ("i", j) for j in aligned(shape_of(indices[i]), shape)))
     outputs = (*(("x", i) for i in before), *index_labels, *(("x", i) for i in after))
     picks = all(value_of(indices[i]).dtype is torch.int64 for i in used)
-    return Signature(tuple(operands), (outputs,), contracts="sum" if picks else "all")
+    return Signature(tuple(operands), (outputs,), contracts="picked" if picks else "all")
 
 
 @rule("aten::gather")

@@ -95,21 +95,58 @@ def clamped(index: object, size: int) -> int:
     return max(0, min(size, number + size if number < 0 else number))
 
 
-@rule("aten::select.int")
+def emit_select(body, node: Node):
+    """One row of all tokens: the chunk that has it gives it, and the chunks add up."""
+    if body.kind(node) != "sum":
+        return body.copy(node)
+    x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
+    local, inside = one_row(body, body.fact(x), node.args[2], value_of(x).device)
+    call, aten = body.graph.call_function, torch.ops.aten
+    picked = call(aten.squeeze.dim, (call(aten.index_select.default, (body.read(x), dim, local)), dim))
+    return body.added(node, call(aten.where.self, (inside, picked, call(aten.zeros_like.default, (picked,)))))
+
+
+def one_row(body, fact, index, device) -> tuple[Node, Node]:
+    """The place of a row in the chunk, as ``[1]``, and whether it is there."""
+    place = body.graph.call_function(torch.ops.aten.full.default, ([1], body.read_int(index) if isinstance(index, Node) else index),
+                                     dict(dtype=torch.int64, device=device))
+    return body.rows_of_chunk(place, fact.rows, fact.lo)
+
+
+@rule("aten::select.int", emit=emit_select)
 def select(node: Node) -> Signature:
     shape = shape_of(node.args[0])
     dim = node.args[1] % len(shape)
-    return Signature((tuple(range(len(shape))),), (tuple(i for i in range(len(shape)) if i != dim),), contracts="all")
+    return Signature((tuple(range(len(shape))),), (tuple(i for i in range(len(shape)) if i != dim),), contracts="picked")
 
 
-@rule("aten::select_scatter")
+def emit_select_scatter(body, node: Node):
+    """One row written among zeros: the chunk that has it takes it."""
+    dim = argument(node, 2, "dim", 0) % len(shape_of(node))
+    if not body.carries_tokens(node, dim):
+        return body.copy(node)
+    call, aten = body.graph.call_function, torch.ops.aten
+    source = node.args[1]
+    local, inside = one_row(body, body.fact(node), argument(node, 3, "index"), value_of(node).device)
+    row = call(aten.unsqueeze.default, (body.read(source, "whole"), dim))
+    row = call(aten.where.self, (inside, row, call(aten.zeros_like.default, (row,))))
+    return call(aten.index_add.default, (body.zeros(node), dim, local, row))
+
+
+@rule("aten::select_scatter", emit=emit_select_scatter)
 def select_scatter(node: Node) -> Signature:
     rank = len(shape_of(node))
     dim = argument(node, 2, "dim", 0) % rank
-    labels = tuple(range(rank))
+    labels, rest = tuple(range(rank)), tuple(i for i in range(rank) if i != dim)
+    if is_zeros(node.args[0]):
+        return Signature((labels, rest), (labels,))
     kept = tuple(None if i == dim else i for i in labels)
     base = tuple(("written", i) if i == dim else i for i in labels)
-    return Signature((base, tuple(i for i in labels if i != dim)), (kept,), contracts="all")
+    return Signature((base, rest), (kept,), contracts="all")
+
+
+def is_zeros(node: Node) -> bool:
+    return node.target is torch.ops.aten.full.default and node.args[1] == 0
 
 
 def emit_pad(body, node: Node):
@@ -146,9 +183,7 @@ def slice_scatter(node: Node) -> Signature:
     dim = argument(node, 2, "dim", 0) % len(shape)
     start, step = argument(node, 3, "start") or 0, argument(node, 5, "step", 1)
     labels = tuple(range(len(shape)))
-    base = node.args[0]
-    zeros = base.target is torch.ops.aten.full.default and base.args[1] == 0
-    if step != 1 or not zeros and shape_of(node.args[1])[dim] != shape[dim]:
+    if step != 1 or not is_zeros(node.args[0]) and shape_of(node.args[1])[dim] != shape[dim]:
         out = tuple(None if i == dim else i for i in labels)
         return Signature((tuple(("base", i) if i == dim else i for i in labels), tuple(("source", i) if i == dim else i for i in labels)),
                          (out,), contracts="all")
