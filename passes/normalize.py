@@ -62,6 +62,7 @@ def normalize(module: GraphModule) -> GraphModule:
         new.meta = dict(old.meta)
     result = GraphModule(module, copied)
     read_sizes_from_inputs(result.graph)
+    create_from_nothing(result.graph)
     fuse_attention(result.graph)
     drop_proved_masks(result.graph)
     group_heads(result.graph)
@@ -112,6 +113,26 @@ def read_sizes_from_inputs(graph: Graph) -> None:
             replacement = written(size.node.expr, node)
             if replacement is not None:
                 node.replace_all_uses_with(replacement)
+
+
+CREATED_LIKE = {  # op → the argument that holds its filling; None: nothing in particular, and zero will do
+    aten.new_empty.default: None, aten.new_empty_strided.default: None, aten.empty_strided.default: None, aten.new_zeros.default: None,
+    aten.new_ones.default: 1, aten.new_full.default: "fill_value",
+}
+
+
+def create_from_nothing(graph: Graph) -> None:
+    """``x.new_zeros(size)`` reads nothing of ``x``, and an empty value has no strides of its own to keep: both are plain constants."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in CREATED_LIKE:
+            continue
+        filling, given, value = CREATED_LIKE[node.target], arguments(node), value_of(node)
+        with graph.inserting_before(node):
+            new = graph.call_function(aten.full.default, (given["size"], given[filling] if isinstance(filling, str) else filling or 0),
+                                      dict(dtype=value.dtype, device=value.device))
+        new.meta = {**node.meta, "val": value.new_empty(value.shape)}
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
 
 
 def arguments(node: Node) -> dict[str, object]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 LIBRARY = torch.library.Library("streambp", "DEF")
-
+KERNELS: dict[torch._ops.OpOverload, object] = {}  # what runs when an operator is called
 
 def define(schema: str, kernel, meta) -> None:
     tags = (torch.Tag.needs_exact_strides,) if hasattr(torch.Tag, "needs_exact_strides") else ()
@@ -24,6 +24,7 @@ def define(schema: str, kernel, meta) -> None:
     name = schema.partition("(")[0]
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     LIBRARY.impl(name, meta, "Meta")
+    KERNELS[getattr(torch.ops.streambp, name).default] = kernel
 
 
 def heads_last(batch, heads, rows, width, like: Tensor) -> Tensor:
@@ -57,6 +58,23 @@ def kernel_backward(grad, q, k, v, out, lse, mask, causal: bool, scale: float) -
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, bias, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale)
     return dq, dk, dv
+
+
+def flash_scratch(func, args: tuple) -> int:
+    """Bytes that the CPU kernels take while they run: per thread a tile of scores or two, and gradients laid out anew."""
+    if func not in FLASH_ON_CPU:
+        return 0
+    grad, query, key, lse = (None, *args[:2], None) if func is FLASH_ON_CPU[0] else (*args[:3], args[5])
+    rows = query.shape[2]
+    tile, keys = 256 if rows >= 768 else 64 if rows >= 192 else 32, min(512, key.shape[2])  # of FlashAttentionKernel.cpp
+    tile = min(tile, rows)
+    numbers = tile * (keys + 2 + query.shape[3]) if grad is None else 2 * tile * keys
+    relaid = sum(t.numel() * t.dtype.itemsize for t in (grad, lse) if t is not None and not t.transpose(1, 2).is_contiguous())
+    return torch.get_num_threads() * numbers * statistics(query).itemsize + relaid
+
+
+FLASH_ON_CPU = (aten._scaled_dot_product_flash_attention_for_cpu.default,
+                aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 
 
 def aligned_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:

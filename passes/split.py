@@ -17,13 +17,14 @@ from torch.fx import Graph, Node
 
 @dataclass(frozen=True)
 class Traits:
-    """What the cut needs to know of a node: bytes of its value (0: none; -1: not a tensor), and what it does with tokens."""
+    """What the cut needs to know of a node: bytes of its value (0: none; -1: not a tensor), what it does with tokens, whose memory it is."""
 
     bytes: int
     grad: bool
     tokens: bool
     matrix: bool
     mixing: bool
+    storage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
+        if following is not None and widths[end] >= FORBIDDEN:
+            continue  # two mixers that no cut can part share a region
         cuts += head_cut(body, widths, traits, mixer, end, cuts)
         cuts += [] if following is None else [end]
     pieces = [body[a:b] for a, b in zip([0, *(c + 1 for c in cuts)], [*(c + 1 for c in cuts), len(body)])]
@@ -123,7 +126,10 @@ FORBIDDEN = 1 << 100
 
 
 def frontier(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[int]:
-    """Bytes alive after each node of the body: made up to there and read later. Where a value that is no tensor is alive, no cut can be."""
+    """Bytes alive after each node of the body: made up to there and read later.
+
+    No cut can be where a value that is no tensor is alive, nor before the last write into one that is.
+    """
     place = {n: i for i, n in enumerate(body)}
     change = [0] * (len(body) + 1)
     for i, node in enumerate(body):
@@ -131,11 +137,29 @@ def frontier(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[int]:
         size = FORBIDDEN if traits[node].bytes < 0 else traits[node].bytes
         change[i] += size if end > i else 0
         change[end] -= size if end > i else 0
+    for first, last in unfinished(body, traits):
+        change[first] += FORBIDDEN
+        change[last] -= FORBIDDEN
     widths, alive = [], 0
     for step in change[:-1]:
         alive += step
         widths.append(alive)
     return widths
+
+
+def unfinished(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[tuple[int, int]]:
+    """For all memory that is written into: the places of the first node that has it, and of the last that writes."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, node in enumerate(body):
+        storage = traits[node].storage
+        if storage is not None:
+            first.setdefault(storage, i)
+        target = mutated(node)
+        if target is not None and traits[target].storage is not None:
+            first.setdefault(traits[target].storage, i)
+            last[traits[target].storage] = i
+    return [(first[s], i) for s, i in last.items()]
 
 
 def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:

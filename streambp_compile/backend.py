@@ -74,9 +74,10 @@ class Chain:
 
         links = [(compiled(region), region) for region in regions]
         later = {node: (functools.partial(self.outside_tracing, compiled, region), region) for node, region in postponed.items()}
-        self.report.add(self.module, [r.report for r, _ in links], axis.length if axis else None)
+        call = linked(links, later, self.placeholders, outputs_of(self.module))
+        self.report.add(self.module, [r.report for r, _ in links], axis.length if axis else None, call, self.fakes)
         internals.trace_artifact("streambp_report", lambda: str(self.report))
-        return linked(links, later, self.placeholders, outputs_of(self.module))
+        return call
 
     @staticmethod
     def outside_tracing(compiled: Callable, region: Region) -> Callable:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from . import internals
 from .backend import Chain
 from .config import Config
+from .rehearsal import rehearse
 from .report import Report
 
 
 def explain(fn: Callable, *args, streambp_options: Mapping[str, object] | None = None, **kwargs) -> Report:
-    """Compile ``fn`` for these arguments, run its forward once, and report every region.
+    """Compile ``fn`` for these arguments, run its forward once, and report every region and the memory that a step will take.
 
     fn                a function or module, as given to ``torch.compile``
     args, kwargs      its arguments
@@ -28,4 +30,16 @@ def explain(fn: Callable, *args, streambp_options: Mapping[str, object] | None =
         return Chain(module, example_inputs, config, report).compiled()
 
     torch.compile(fn, backend=backend)(*args, **kwargs)
+    predict(report)
     return report
+
+
+def predict(report: Report) -> None:
+    """Rehearse the step, if it is one graph on a CPU: between graphs runs code that only the user knows."""
+    if len(report.steps) != 1 or any(f.device.type != "cpu" for f in report.steps[0][1] if isinstance(f, torch.Tensor)):
+        return
+    try:
+        report.peak = rehearse(*report.steps[0])
+    except Exception as error:  # an operator that has no fake form: the report is still good
+        internals.log.debug("rehearsing a step failed", exc_info=True)
+        report.notes.append(f"note: the peak of a step could not be predicted: {type(error).__name__}: {str(error).splitlines()[0]}")

@@ -7,7 +7,9 @@ compilation, Dynamo's graph idioms and the structured trace all come in here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import types
 from collections.abc import Callable, Sequence
 
 import sympy
@@ -23,12 +25,14 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .passes.lower import Binding, Body, total_dtype
 from .passes.normalize import KEPT, mean
@@ -205,6 +209,45 @@ def compile_once(body: Body, inputs: BodyInputs) -> Callable:
         if fixed:
             raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
     return COMPILED[key]
+
+
+@contextlib.contextmanager
+def without_kernels():
+    """Run Inductor's artifacts on fake tensors: their wrappers allocate and free as ever, and launch nothing."""
+    before = CompiledFxGraph.__call__
+    CompiledFxGraph.__call__ = lambda artifact, inputs: wrapper_alone(artifact)(inputs)
+    try:
+        yield
+    finally:
+        CompiledFxGraph.__call__ = before
+
+
+def wrapper_alone(artifact: CompiledFxGraph) -> Callable:
+    """An artifact's Python wrapper with its allocators under torch's dispatch and its kernels replaced by nothing."""
+    call = artifact.current_callable
+    names = dict(call.__globals__)
+    for name, value in call.__globals__.items():
+        if name.startswith(("cpp_fused", "triton_")):
+            names[name] = Silent()
+    names.update(
+        extern_kernels=Silent(), assert_size_stride=Silent(), assert_alignment=Silent(), reinterpret_tensor=torch.as_strided,
+        empty_strided_cpu=functools.partial(empty_on, "cpu"), empty_strided_cuda=functools.partial(empty_on, "cuda"))
+    alone = types.FunctionType(call.__func__.__code__, names, closure=call.__func__.__closure__)
+    return functools.partial(alone, call.__self__)
+
+
+def empty_on(device: str, sizes, strides, dtype) -> torch.Tensor:
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+
+class Silent:
+    """Whatever is asked of it, it does nothing."""
+
+    def __getattr__(self, name: str) -> Silent:
+        return self
+
+    def __call__(self, *args, **kwargs) -> None:
+        return None
 
 
 def describe(value: object) -> str:

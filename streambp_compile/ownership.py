@@ -23,9 +23,9 @@ def sole_owners(gradients: list) -> list:
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, torch.Tensor):
             continue
-        if gradient.untyped_storage().data_ptr() in seen:
+        if gradient.untyped_storage()._cdata in seen:
             gradients[i] = gradient = gradient.clone()
-        seen.add(gradient.untyped_storage().data_ptr())
+        seen.add(gradient.untyped_storage()._cdata)
         gradient.streambp_owned = True
     return gradients
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from .passes.ir import Analysis, Refusal, Tokens, bytes_of, hint, is_tensor, ran
 from .passes.lower import total_dtype
 from .passes.plan import row_bytes
 from .pipeline import Schedule, StreamedRegion
+from .rehearsal import Peak
 
 
 class NotStreamed(UserWarning, RuntimeError):
@@ -132,18 +134,23 @@ class Report:
     regions  the distinct regions
     order    for every link of the chain, the index of its region
     split    one graph module per Dynamo graph (more than one where the function has graph breaks)
+    steps    per Dynamo graph, the compiled function and the fake inputs that it was compiled for
     notes    hints about outputs that cost memory
+    peak     what a step will hold at most, if it was rehearsed
     """
 
     regions: list[RegionReport] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     split: list[GraphModule] = field(default_factory=list)
+    steps: list[tuple[Callable, Sequence[object]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     length: object = None
+    peak: Peak | None = None
 
-    def add(self, module: GraphModule, links: list[RegionReport], length: object) -> None:
+    def add(self, module: GraphModule, links: list[RegionReport], length: object, call: Callable, fakes: Sequence[object]) -> None:
         """Record the chain of one Dynamo graph."""
         self.split.append(module)
+        self.steps.append((call, fakes))
         self.length = length if self.length is None else self.length
         for region in links:
             known = next((i for i, r in enumerate(self.regions) if r is region), None)
@@ -159,4 +166,4 @@ class Report:
         total = sum(r.times for r in self.regions)
         head = (f"streambp: {streamed} of {total} regions streamed, {len(self.regions)} distinct, "
                 f"{self.length} tokens, in {len(self.split)} graph{'s' * (len(self.split) != 1)}")
-        return "\n\n".join([head, *map(str, self.regions), *self.notes])
+        return "\n\n".join([head, *map(str, self.regions), *([str(self.peak)] if self.peak else []), *self.notes])

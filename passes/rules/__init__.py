@@ -53,9 +53,19 @@ def rule(*names: str, shape_arg: int | None = None, emit: Callable | None = None
     return enter
 
 
+def functional(target: object) -> object:
+    """The op that an in-place op (``add_``) carries out; joint graphs have none of them, graphs straight from a capture do."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
+        return None
+    try:
+        return overload(f"{target._schema.name[:-1]}.{target._overloadname}")
+    except AttributeError:
+        return None
+
+
 def rule_of(node: Node) -> Rule:
     """The row for this node's op; pointwise ops are known by their tag. No row means refuse."""
-    found = TABLE.get(node.target)
+    found = TABLE.get(node.target) or TABLE.get(functional(node.target))
     if found is not None:
         return found
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:

@@ -1,0 +1,101 @@
+"""A training step without data: what it will hold in memory, byte by byte, before it runs.
+
+The very drivers, artifacts and autograd nodes that run a step are run on fake tensors, which have sizes and no contents. Kernels are
+left out; every allocation around them is made, counted, and given back when the last reference to it goes. So the prediction is no second
+model of the schedule, and cannot drift from it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import internals
+from .passes.ir import hint
+from .passes.ops import KERNELS, flash_scratch
+
+
+class Ledger(internals.TorchDispatchMode):
+    """Bytes of all storages that came into being under this mode and are alive, and the most there ever were."""
+
+    def __init__(self):
+        super().__init__()
+        self.known: weakref.WeakSet = weakref.WeakSet()
+        self.held = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1  # the only number that drivers ask for is the tangent of the loss
+        if func in KERNELS:  # ours are Python, and make values of their own on the way
+            with self:
+                return KERNELS[func](*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.count(value)
+        self.peak = max(self.peak, self.held + flash_scratch(func, args))
+        return result
+
+    def know(self, value: torch.Tensor) -> None:
+        """What existed before the step does not count."""
+        self.known.add(value.untyped_storage())
+
+    def count(self, value: torch.Tensor) -> None:
+        storage = value.untyped_storage()
+        if storage in self.known:
+            return
+        size = storage.nbytes()
+        self.known.add(storage)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self.release, size)
+
+    def release(self, size: int) -> None:
+        self.held -= size
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes held at once, above inputs, weights and their allocated gradients; ``backward`` if a loss was found to go back from."""
+
+    bytes: int
+    backward: bool
+
+    def __str__(self) -> str:
+        return (f"predicted peak of {'a step' if self.backward else 'the forward'}: {self.bytes / 2**20:.1f} MiB "
+                "above weights and their gradients")
+
+
+def rehearse(call: Callable, fakes: Sequence[object]) -> Peak:
+    """The peak of one call of a compiled chain and its backward.
+
+    call   the function of a graph's inputs that the backend returned; its first differentiable scalar output is the loss
+    fakes  those inputs as Dynamo gave them; symbols stand for the sizes at which they were traced
+    """
+    with internals.FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [stand_in(f) for f in fakes]
+        ledger = Ledger()
+        for value in inputs:
+            if isinstance(value, torch.Tensor):
+                ledger.know(value)
+                if value.requires_grad:
+                    value.grad = torch.zeros_like(value)
+                    ledger.know(value.grad)
+        with ledger, internals.without_kernels():
+            outputs = call(*inputs)
+            loss = next((o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad and o.numel() == 1), None)
+            del outputs
+            if loss is not None:
+                loss.backward()
+    return Peak(ledger.peak, loss is not None)
+
+
+def stand_in(fake: object) -> object:
+    """A fake tensor of the same description in the mode that is active, with numbers for symbols."""
+    if not isinstance(fake, torch.Tensor):
+        return hint(fake) if isinstance(fake, torch.SymInt) else fake
+    sizes, strides = ([hint(s) for s in part] for part in (fake.shape, fake.stride()))
+    return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
