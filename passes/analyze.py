@@ -95,13 +95,11 @@ class Reader:
         if not is_tensor(node) or not self.spread.of(node):
             return Shared()
         slot = (node, -1)
-        square = {shape_of(node)[d] for d in self.spread.of(node)}
-        if slot in self.spread.keys and len(square) == 1:
-            raise CannotStream(Refusal(f"input {node.name}", "a stored matrix of tokens by tokens",
-                                       "Make the mask from torch.arange inside the model, or attend with is_causal=True"))
-        rows = self.spread.rows(slot)
+        rows, key = self.spread.rows(slot), self.spread.key(slot)
+        if key is not None:  # a stored mask, perhaps for more tokens than there are: it is cut before it is read
+            return Tokens(rows, key)
         lo = self.gauge.low(node) or 0
-        return Tokens(rows, self.spread.key(slot), lo, lo + self.excess(node, node.meta["val"].shape, rows))
+        return Tokens(rows, key, lo, lo + self.excess(node, node.meta["val"].shape, rows))
 
     def excess(self, node: Node, shape, mark: Mark) -> int:
         """Rows beyond T (negative: missing)."""

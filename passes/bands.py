@@ -127,12 +127,11 @@ SCALED = (aten.view.default, aten._unsafe_view.default, aten.mul.Tensor, aten.mu
 
 
 def reshaped(node: Node, get) -> Abstract:
-    """Only unit dimensions come and go; a true merge or split of dimensions is not followed."""
+    """A dimension that keeps its size and what comes before it keeps its meaning; what merges or splits must not matter."""
     old, new = shape_of(node.args[0]), shape_of(node)
-    a, b = [i for i, s in enumerate(old) if s != 1], [i for i, s in enumerate(new) if s != 1]
-    if [old[i] for i in a] != [new[i] for i in b]:
-        return get(node.args[0]) if isinstance(get(node.args[0]), Affine) and not get(node.args[0]).slopes else None
-    return moved(get(node.args[0]), dict(zip(a, b)))
+    places = {(math.prod(new[:i]), size): i for i, size in enumerate(new) if size != 1}
+    keys = {i: (math.prod(old[:i]), size) for i, size in enumerate(old) if size != 1}
+    return moved(get(node.args[0]), {i: places[key] for i, key in keys.items() if key in places})
 
 
 def expanded(node: Node, get) -> Abstract:
@@ -168,6 +167,8 @@ def sliced(node: Node, get) -> Abstract:
 def selected(node: Node, get) -> Abstract:
     value, shape = get(node.args[0]), shape_of(node.args[0])
     dim, index = node.args[1] % len(shape), node.args[2]
+    if isinstance(value, Band):
+        return moved(value, {d: d - (d > dim) for d in range(len(shape)) if d != dim})
     if not isinstance(value, Affine) or isinstance(index, Node):
         return None
     rest = Affine(value.const + value.slope(dim) * (index % shape[dim]), tuple(s for s in value.slopes if s[0] != dim))
@@ -199,6 +200,8 @@ def added(sign: int):
             for d, s in b.slopes:
                 slopes[d] = slopes.get(d, 0) + scale * s
             return cleaned(Affine(a.const + scale * b.const, tuple(slopes.items())), node)
+        if isinstance(a, Band) and isinstance(b, Band) and a.outside == b.outside == 0.0 and same_axes(a, b):
+            return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), exact=False)
         if sign < 0 and not isinstance(a, Band):
             return None
         for band, other in ((a, b), (b, a)):  # a mask added to scores empties them outside its band
@@ -210,8 +213,6 @@ def added(sign: int):
                                    outside=band.outside if band.outside == other.outside else "min", exact=band.exact and other.exact)
                 zero = isinstance(other, Affine) and other == Affine(0.0)
                 return replace(band, exact=band.exact and zero, dense=band.dense and (zero or is_score(node.args[0] if band is b else node.args[1])))
-        if isinstance(a, Band) and isinstance(b, Band) and a.outside == b.outside == 0.0 and same_axes(a, b):
-            return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), exact=False)
         return None
 
     return handler
@@ -417,6 +418,16 @@ def looked_up(node: Node, get) -> Abstract:
     return cleaned(total, node)
 
 
+def summed(node: Node, get) -> Abstract:
+    """A sum over dimensions that are neither row nor key leaves zeros where they are."""
+    value, rank = get(node.args[0]), len(shape_of(node.args[0]))
+    dims = {d % rank for d in node.args[1]} if len(node.args) > 1 and node.args[1] else set(range(rank))
+    if not isinstance(value, Band) or value.outside != 0.0 or value.row in dims or value.key in dims:
+        return None
+    keep = len(node.args) > 2 and node.args[2]
+    return moved(replace(value, exact=False), {d: d if keep else d - sum(e < d for e in dims) for d in range(rank) if d not in dims})
+
+
 def normalized(node: Node, get) -> Abstract:
     """Softmax over keys turns empty scores into zeros; its gradient is zero where it is."""
     value = get(node.args[0])
@@ -454,5 +465,5 @@ HANDLERS = {
     aten.where.self: chosen,
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), filled),
     aten.cat.default: joined, aten.cumsum.default: accumulated, aten.index.Tensor: looked_up,
-    aten._softmax.default: normalized, aten._softmax_backward_data.default: normalized_backward,
+    aten.sum.dim_IntList: summed, aten._softmax.default: normalized, aten._softmax_backward_data.default: normalized_backward,
 }

@@ -37,6 +37,7 @@ class Binding:
             keytotal  the key range of an accumulator
     low     the token of row 0 of the source, after any shift
     size    for a scalar that is a size of the model: the symbol
+    columns  for rows of a stored matrix: its dimension of keys, cut like keys
     """
 
     role: str
@@ -45,6 +46,7 @@ class Binding:
     mark: Mark | None = None
     low: int = 0
     size: torch.SymInt | None = None
+    columns: Mark | None = None
 
     def __str__(self) -> str:
         return f"{self.role:<8} {self.name}"
@@ -105,7 +107,8 @@ class Writer:
                 if any(n.target == unique for _, n in self.bindings.values()):
                     unique = f"{unique}_{len(self.bindings)}"
                 node = self.graph.placeholder(unique)
-            self.bindings[key] = (Binding(role, source, name, mark, low, size), node)
+            columns = self.fact(source).keys if role == "rows" else None
+            self.bindings[key] = (Binding(role, source, name, mark, low, size, columns), node)
         return self.bindings[key][1]
 
     def scalar(self, name: str) -> Node:

@@ -70,7 +70,8 @@ def flash_scratch(func, args: tuple) -> int:
     tile = min(tile, rows)
     numbers = tile * (keys + 2 + query.shape[3]) if grad is None else 2 * tile * keys
     relaid = sum(t.numel() * t.dtype.itemsize for t in (grad, lse) if t is not None and not t.transpose(1, 2).is_contiguous())
-    return torch.get_num_threads() * numbers * statistics(query).itemsize + relaid
+    halves = tile * keys * (1 if grad is None else 2) * query.dtype.itemsize if query.dtype.itemsize == 2 else 0
+    return torch.get_num_threads() * (numbers * statistics(query).itemsize + halves) + relaid
 
 
 FLASH_ON_CPU = (aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -160,8 +160,7 @@ class Search:
 
     def is_small(self, node: Node) -> bool:
         """Few bytes per token, at any length: what has a column per key never is."""
-        fact = self.analysis.facts.get(node)
-        if any(isinstance(f, Tokens) and f.keys is not None for f in (fact if isinstance(fact, tuple) else (fact,))):
+        if self.is_matrix(node):
             return False
         value = value_of(node)
         values = value if isinstance(value, (tuple, list)) else (value,)
@@ -195,14 +194,21 @@ class Search:
                 take(node)
             elif kind == "sum" and node in self.early:
                 take(node)
-            elif after and exists and all(a in whole or a not in late or self.analysis.kinds[a] == "sum" for a in node.all_input_nodes):
+            elif node.target is not operator.getitem and after and exists and all(a in whole or a not in late or self.analysis.kinds[a] == "sum" for a in node.all_input_nodes):
                 take(node)  # the tail of a loss that looks at sums: a few numbers per token, and no sweep of its own
             if node not in self.early and (after or kind in ("sum", "all")):
                 late.add(node)
+            if node.target is operator.getitem and node.args[0] in whole or node in self.early and is_view(node) and self.is_matrix(node):
+                take(node)
             for edge in self.analysis.edges.get(node, ()):
                 if edge.role in ("keys", "halo") and edge.operand in self.early and edge.operand not in self.given:
                     take(edge.operand)
         return whole
+
+    def is_matrix(self, node: Node) -> bool:
+        """Has a row and a column per token."""
+        fact = self.analysis.facts.get(node)
+        return any(isinstance(f, Tokens) and f.keys is not None for f in (fact if isinstance(fact, tuple) else (fact,)))
 
     def before_any_sweep(self) -> set[Node]:
         """Inputs, and what small values alone make of them."""
@@ -219,6 +225,8 @@ class Search:
     def check_domains(self) -> None:
         for node in self.streamed:
             fact = self.analysis.facts[node]
+            if node in self.outputs and self.is_matrix(node):
+                raise refuse(node, "a matrix of tokens by tokens leaves the region", "Make masks where they are read, from ranges and padding")
             if not isinstance(fact, Tokens) or fact.lo >= 0 and fact.hi <= 0 or not tensor_operands(node):
                 continue
             if node not in self.outputs or not fills_with_zeros(node):

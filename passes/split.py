@@ -75,7 +75,7 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
     """Values made from inputs without weights: positions, masks, rotary tables."""
     cheap: set[Node] = set()
-    changed = written_to(flow)
+    changed = written_to(flow, traits)
     for node in networkx.topological_sort(flow):
         if node.op in ("placeholder", "output") or node in changed:
             continue
@@ -112,14 +112,11 @@ IN_PLACE = {"setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloo
             "irshift", "imatmul"}
 
 
-def written_to(flow: networkx.DiGraph) -> set[Node]:
-    """Values that are written into, what they may be views of, and the writers: none of them can be made a second time."""
+def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Node]:
+    """Values whose memory is written into, and the writers: none of them can be made a second time."""
     writers = {n: target for n in flow.nodes if (target := mutated(n)) is not None}
-    found = set(writers)
-    for target in writers.values():
-        found.add(target)
-        found.update(networkx.ancestors(flow, target))
-    return found
+    written = {traits[target].storage for target in writers.values()} - {None}
+    return {*writers, *writers.values(), *(n for n in flow.nodes if n in traits and traits[n].storage in written)}
 
 
 FORBIDDEN = 1 << 100

@@ -160,6 +160,8 @@ class BodyInputs:
         strides = _contiguous(full) if binding.role == "keytotal" else layout_of(value).strides(full)
         rows = self.symbol("rows" if binding.role in ("rows", "write") else "keys",
                            self.hints["rows" if binding.role in ("rows", "write") else "keys"])
+        if binding.columns is not None:
+            full[binding.columns.dim] = self.symbol("keys", self.hints["keys"])
         if mark.outer == mark.inner == 1 or binding.role not in ("rows", "write"):
             sizes = [*full[:mark.dim], rows, *full[mark.dim + 1:]]
         else:

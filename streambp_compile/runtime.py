@@ -74,6 +74,10 @@ class Sizes:
         return self.symbols[expr] if expr in self.symbols else int(expr.subs(self.symbols))
 
 
+# What was a view of the traced value may have to copy: buffers of ours have layouts of their own.
+AS_COPIES = {torch.ops.aten.view.default: torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default}
+
+
 class Runner:
     """Executes a program: whole stages eagerly, sweeps chunk by chunk through their compiled bodies."""
 
@@ -92,7 +96,7 @@ class Runner:
         for stage, nodes in enumerate(self.program.whole):
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = node.target(*args, **kwargs)
+                values[node] = AS_COPIES.get(node.target, node.target)(*args, **kwargs)
             if stage < len(self.program.sweeps):
                 self.sweep(stage, values, sizes, length, owned)
                 for node in self.last_read[stage]:
@@ -206,6 +210,8 @@ def cut(binding: Binding, source, start: int, stop: int, first_key: int, last_ke
         return source
     if role in ("keys", "feed", "keytotal"):
         return source.narrow(mark.dim, first_key, last_key - first_key) if mark is not None else source
+    if binding.columns is not None:
+        source = source.narrow(binding.columns.dim, first_key, last_key - first_key)
     if mark.outer == mark.inner == 1:
         return source.narrow(mark.dim, start, stop - start)
     length = source.shape[mark.dim] // (mark.outer * mark.inner)

@@ -3,9 +3,12 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from models import Plain, ids_of
+from models import LlamaLike, Plain, ids_of
 from torch.utils.checkpoint import checkpoint
+
+from streambp_compile import explain
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.memory import peak  # noqa: E402
@@ -43,3 +46,31 @@ def test_peak_of_a_step(fresh_dynamo):
           f"parameters {parameters / 2**20:.1f} MiB")
     assert 0 < ours < theirs / 3
     assert ours < logits + parameters
+
+
+@pytest.mark.parametrize("length", (1000, 3000))
+@pytest.mark.parametrize("kind", (Plain, LlamaLike))
+def test_the_predicted_peak_of_a_step_is_the_measured(kind, length, fresh_dynamo):
+    model, ids = kind(), ids_of(2, length)
+    report = explain(lambda ids: model(ids, ids), ids)
+    measured = step_peak(model, torch.compile(lambda ids: model(ids, ids), backend="streambp"), ids)
+    assert report.peak.backward and f"{report.peak.bytes / 2**20:.1f} MiB" in str(report)
+    assert abs(report.peak.bytes - measured) < measured / 10
+
+
+def test_what_runs_between_graphs_is_not_predicted(fresh_dynamo):
+    model, ids = Plain(layers=1), ids_of(1, 64)
+
+    def step(ids):
+        x = model.embed(ids)
+        torch._dynamo.graph_break()
+        return model.loss(model.layers[0](x), ids)
+
+    assert explain(step, ids).peak is None
+
+
+def test_a_forward_alone_is_predicted_without_gradients(fresh_dynamo):
+    model, ids = Plain(layers=1), ids_of(1, 64)
+    with torch.no_grad():
+        report = explain(lambda ids: model(ids, ids), ids)
+    assert not report.peak.backward and "of the forward" in str(report)

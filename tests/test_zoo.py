@@ -1,0 +1,89 @@
+"""The zoo's own reading of its answers, and a few of its rows, chunk bodies interpreted."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import zoo  # noqa: E402
+from benchmarks.architectures import ARCHITECTURES  # noqa: E402
+
+EXACT = dict(error=1e-12, streamed=3, regions=3, keys=["causal, proved"], reasons=[], note="", peak=1, eager=4)
+PLAIN = ("nanogpt", "window", "packed", "value residual", "own norm", "one-hot experts")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    from streambp_compile import internals
+
+    monkeypatch.setattr(internals, "compile_fx_inner", internals.compile_fx_inner)
+    zoo.interpret_bodies()
+    yield
+    internals.COMPILED.clear()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.filterwarnings("default::streambp_compile.NotStreamed")
+def test_own_rows_are_exact_and_proved(name, interpreted):
+    answer = zoo.measure(name, tokens=0)
+    assert zoo.is_exact(name, answer)
+    assert zoo.is_proved(answer), answer
+
+
+@pytest.mark.parametrize("name", ("stored mask", "latent", "sorted experts", "in place", "convolution"))
+@pytest.mark.filterwarnings("default::streambp_compile.NotStreamed")
+def test_hard_rows_are_exact(name, interpreted):
+    assert zoo.is_exact(name, zoo.measure(name, tokens=0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("name", ("qwen3", "cohere2", "BERT"))
+@pytest.mark.filterwarnings("default::streambp_compile.NotStreamed")
+def test_hugging_face_rows_are_exact_and_streamed(name, interpreted):
+    answer = zoo.measure(name, tokens=0)
+    assert zoo.is_exact(name, answer)
+    assert answer["streamed"] == answer["regions"] > 0
+
+
+def test_every_own_architecture_has_a_row():
+    assert {name for name, row in zoo.ROWS.items() if row.kind == "own"} == set(ARCHITECTURES)
+
+
+def test_a_gradient_that_is_zero_counts_by_the_size_of_the_others():
+    import torch
+
+    ours, truth = [torch.tensor([1.0, 0.0]), torch.tensor([1e-20])], [torch.tensor([1.0, 0.0]), torch.tensor([-3e-20])]
+    assert zoo.largest_error(ours, truth) < 1e-13
+    assert zoo.largest_error([torch.tensor([1.0, 0.1]), truth[1]], truth) == pytest.approx(0.1)
+
+
+def test_the_table_says_what_is_missing():
+    answers = {
+        "nanogpt": EXACT,
+        "llama": dict(EXACT, error=0.1, keys=["not proved, read whole", "window of 8, proved"], streamed=1,
+                      reasons=["streambp compiles a region whole: aten.x at /a/b/model.py:3: y = f(x): no rule. Do. Its largest value takes 1 MiB. "
+                               "Gradients stay exact."]),
+        "flex": dict(missing="does not run: NotImplementedError: no"),
+        "gated delta": dict(failed="more than 240 seconds"),
+    }
+    nanogpt, llama, flex, delta = zoo.table(answers).splitlines()[2:]
+    assert "| yes | 3/3 | causal: proved |" in nanogpt and "| 0.25 |" in nanogpt
+    assert "| **no** | 1/3 | not proved, read whole, window 8: proved |" in llama and "model.py:3 `y = f(x)`: no rule" in llama
+    assert "/a/b" not in llama
+    assert "does not run" in flex and "| – | – |" in flex
+    assert "**no**" in delta and "more than 240 seconds" in delta
+
+
+def test_the_summary_counts_by_kind():
+    text = zoo.summary({"nanogpt": EXACT, "packed": dict(EXACT, keys=["not proved, read whole"], eager=1.5), "flex": dict(missing="no")})
+    assert text == "- own: 2 rows, 2 exact, 1 with all regions streamed and keys proved, 1 of 2 under half of checkpointing's peak"
+
+
+def test_a_refusal_is_shortened():
+    text = "streambp compiles a region whole: " + "x" * 400
+    assert len(zoo.shortened(text)) == 240
