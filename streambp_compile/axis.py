@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from . import internals
 from .passes.ir import Mark, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of

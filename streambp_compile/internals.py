@@ -39,7 +39,8 @@ from .passes.normalize import KEPT, mean
 from .passes.rules import overload
 from .runtime import Layout, layout_of, source_value
 
-__all__ = ["aot_autograd", "capture", "compile_body", "decompositions", "detect_fake_mode", "keep_inputs_partition", "make_fx"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "aot_autograd", "capture", "compile_body", "decompositions", "detect_fake_mode",
+           "keep_inputs_partition", "make_fx"]
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
