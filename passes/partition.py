@@ -153,7 +153,7 @@ class Search:
         widths, batches = [0], [1 << 30]
         for node in self.given:
             fact = self.analysis.facts[node]
-            if isinstance(fact, Tokens):
+            if isinstance(fact, Tokens) and fact.keys is None:
                 widths.append(bytes_of(value_of(node)) // length)
                 batches.append(math.prod(shape_of(node)[:fact.rows.dim]) * fact.rows.outer)
         return max(16 * (min(batches) if len(batches) > 1 else 1), max(widths) // 16)
@@ -362,7 +362,7 @@ class Search:
 
     def is_distilled(self, node: Node) -> bool:
         """A few numbers per token that took wide rows to make: kept rather than made again."""
-        return self.is_small(node) and node not in self.early
+        return is_tensor(node) and self.is_small(node) and node not in self.early
 
     def in_place(self, at: int, count: int, nodes, writes, movable) -> tuple[tuple[Node, Node], ...]:
         """Outputs of the last sweep that may take over an input's buffer: same rows, same layout, read nowhere else."""
