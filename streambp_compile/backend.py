@@ -75,8 +75,12 @@ class Chain:
         links = [(compiled(region), region) for region in regions]
         later = {node: (functools.partial(self.outside_tracing, compiled, region), region) for node, region in postponed.items()}
         call = linked(links, later, self.placeholders, outputs_of(self.module))
+        known = len(self.report.regions)
         self.report.add(self.module, [r.report for r, _ in links], axis.length if axis else None, call, self.fakes)
         internals.trace_artifact("streambp_report", lambda: str(self.report))
+        for region in self.report.regions[known:]:
+            for name, text in region.artifacts():
+                internals.trace_artifact(name, text)
         return call
 
     @staticmethod

@@ -78,15 +78,23 @@ def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:
 
 def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, **kwargs):
     """Keep only inputs and recompute all of the rest, unless random numbers are drawn (then as Inductor would)."""
-    random = any(isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
-                 for n in joint.graph.nodes)
-    if random or not inputs[1]:
+    if any(map(draws_random, joint.graph.nodes)) or not inputs[1]:
         replace_random(joint)  # seeds are drawn once, so that recomputation sees the same bits
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]
     tensors = [n for n in primals if isinstance(n.meta.get("val"), torch.Tensor)]
     symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
     return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs)
+
+
+def draws_random(node: Node) -> bool:
+    """Does this node draw random numbers? Attention only with dropout, although its kernels are tagged so."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    arguments = node.target._schema.arguments
+    chances = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+               for i, a in enumerate(arguments) if a.name == "dropout_p"]
+    return chances != [0]
 
 
 def replace_random(module: GraphModule) -> None:

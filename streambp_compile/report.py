@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +63,24 @@ class RegionReport:
     @property
     def backward(self) -> Schedule | None:
         return self.streamed.backward if self.streamed else None
+
+    def artifacts(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """Every graph of this region and its facts, by name, as functions that make their text when it is wanted."""
+        graphs = {"split": self.split, "joint": self.joint}
+        if self.streamed is not None:
+            graphs["normalized"] = self.streamed.joint
+            yield self.artifact("facts"), self.analysis.table
+        for direction in ("forward", "backward"):
+            schedule = getattr(self, direction)
+            if schedule is not None:
+                yield self.artifact(direction), schedule.program.__str__
+                graphs.update({f"{direction}_body_{i}": body.graph for i, body in enumerate(schedule.bodies)})
+        for name, graph in graphs.items():
+            if graph is not None:
+                yield self.artifact(name), functools.partial(graph.print_readable, print_output=False)
+
+    def artifact(self, name: str) -> str:
+        return f"streambp_{self.name.replace(' ', '_')}_{name}"
 
     def __str__(self) -> str:
         lines = [f"{self.name}  ×{self.times}"]
