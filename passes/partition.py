@@ -198,12 +198,18 @@ class Search:
                 take(node)  # the tail of a loss that looks at sums: a few numbers per token, and no sweep of its own
             if node not in self.early and (after or kind in ("sum", "all")):
                 late.add(node)
-            if node.target is operator.getitem and node.args[0] in whole or node in self.early and is_view(node) and self.is_matrix(node):
+            if node.target is operator.getitem and node.args[0] in whole or node in self.early and is_view(node) and (
+                    self.is_matrix(node) or self.has_padding(node)):
                 take(node)
             for edge in self.analysis.edges.get(node, ()):
                 if edge.role in ("keys", "halo") and edge.operand in self.early and edge.operand not in self.given:
                     take(edge.operand)
         return whole
+
+    def has_padding(self, node: Node) -> bool:
+        """Has rows before the first token, or after the last."""
+        fact = self.analysis.facts.get(node)
+        return isinstance(fact, Tokens) and (fact.lo < 0 or fact.hi > 0)
 
     def is_matrix(self, node: Node) -> bool:
         """Has a row and a column per token."""
@@ -227,7 +233,7 @@ class Search:
             fact = self.analysis.facts[node]
             if node in self.outputs and self.is_matrix(node):
                 raise refuse(node, "a matrix of tokens by tokens leaves the region", "Make masks where they are read, from ranges and padding")
-            if not isinstance(fact, Tokens) or fact.lo >= 0 and fact.hi <= 0 or not tensor_operands(node):
+            if not self.has_padding(node) or not tensor_operands(node):
                 continue
             if node not in self.outputs or not fills_with_zeros(node):
                 raise refuse(node, "has rows beyond the tokens", "Pad labels or masks, not hidden states")

@@ -24,7 +24,7 @@ from .ownership import plain_references
 from .passes.ir import Refusal, bytes_of
 from .passes.split import Region, split
 from .pipeline import outputs_of
-from .regions import build_region, inline_checkpoints, is_switch, postpone, region_text, traits_of, whole_graph, widest_input
+from .regions import build_region, even_heads, inline_checkpoints, is_switch, postpone, region_text, traits_of, whole_graph, widest_input
 from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
 from .runtime import Sizes
 
@@ -42,7 +42,7 @@ class Chain:
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
         self.config = config
-        self.module = inline_checkpoints(module)
+        self.module = even_heads(inline_checkpoints(module))
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report

@@ -82,6 +82,11 @@ SAMPLES = {
     # pointwise
     **{n: [call(n, t(3, 4, 5)), call(n, t(3))] for n in (
         "aten::clone", "aten::detach", "aten::alias", "aten::_to_copy", "aten::lift_fresh_copy", "aten::zeros_like", "aten::ones_like")},
+    "aten::resolve_conj": [call("aten::resolve_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
+    "aten::polar": [call("aten::polar", t(3, 4), t(3, 4))],
+    "aten::complex": [call("aten::complex", t(3, 4), t(3, 4))],
+    "aten::view_as_real": [call("aten::view_as_real", lambda: torch.complex(x(3, 4), x(3, 4)))],
+    "aten::view_as_complex": [call("aten::view_as_complex", lambda: x(3, 4, 2).contiguous())],
     "aten::_conj": [call("aten::_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
     "aten::copy": [call("aten::copy", t(3, 4), t(3, 4)), call("aten::copy", t(3, 4), t(4)), call("aten::copy", t(3, 4), t(3, 1))],
     "prims::convert_element_type": [call("prims::convert_element_type", t(3, 4), torch.float32)],

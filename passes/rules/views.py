@@ -27,6 +27,18 @@ def unsqueeze(node: Node) -> Signature:
     return Signature((tuple(i for i in range(rank) if i != dim),), (tuple(range(rank)),))
 
 
+@rule("aten::view_as_complex")
+def view_as_complex(node: Node) -> Signature:
+    labels = tuple(range(len(shape_of(node))))
+    return Signature(((*labels, "parts"),), (labels,), contracts="all")
+
+
+@rule("aten::view_as_real")
+def view_as_real(node: Node) -> Signature:
+    labels = tuple(range(len(shape_of(node)) - 1))
+    return Signature((labels,), ((*labels, None),))
+
+
 @rule("aten::squeeze.dim", "aten::squeeze.dims", "aten::squeeze")
 def squeeze(node: Node) -> Signature:
     shape = shape_of(node.args[0])
