@@ -13,7 +13,7 @@ from .axis import Axis, fake_of
 from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
 from .ownership import ours_alone, sole_owners
-from .passes.ir import CannotStream, Mark, Refusal, bytes_of, is_tensor, value_of
+from .passes.ir import CannotStream, Mark, Refusal, bytes_of, is_tensor, value_of, where_of
 from .passes.split import Region
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport
@@ -38,7 +38,7 @@ class CompiledRegion:
         if not region.nodes:
             self.call = None
             return
-        with fake_mode:
+        with fake_mode, internals.effects_inside():
             compile_ = internals.aot_autograd(
                 fw_compiler=self.compile_forward, bw_compiler=self.compile_backward, inference_compiler=self.compile_inference,
                 partition_fn=self.cut, decompositions=internals.decompositions(), keep_inference_input_mutations=True)
@@ -69,6 +69,9 @@ class CompiledRegion:
             raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
         if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
             raise TooShort(Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost"))
+        for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+            raise CannotStream(Refusal(str(node.args[1]), "has an effect, which must happen once and in order", "Keep it out of the layers",
+                                       where_of(node)))
         tangent_of = [i for i, n in enumerate(self.region.outputs) if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad]
         if tangents and len(tangent_of) != tangents:
             raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",

@@ -18,6 +18,7 @@ from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -265,6 +266,11 @@ def describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)}{tuple(value.stride())}{value.dtype}{value.device}"
     return str(value)
+
+
+def effects_inside():
+    """AOTAutograd's graphs as Inductor wants them: what orders effects is neither among their inputs nor among their outputs."""
+    return functorch_config.patch(unlift_effect_tokens=True)
 
 
 def tracing_of(mode: FakeTensorMode | None):

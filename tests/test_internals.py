@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch.nn.functional as F
 from graphs import joint_of, without_inductor
-from models import Plain, ids_of
+from models import Plain, gradients, ids_of, worst_error
 from streambp_compile.passes.ir import Analysis
 
-from streambp_compile import Report, explain, internals
+from streambp_compile import NotStreamed, Report, explain, internals
 
 NAMES = ("split", "joint", "normalized", "facts", "forward", "forward_body_0")
 
@@ -60,3 +61,15 @@ def test_a_whole_region_with_attention_keeps_its_inputs_alone():
     forward, _ = internals.keep_inputs_partition(joint, (values[:-tangents], values[-tangents:]), num_fwd_outputs=outputs)
     returned = next(n for n in forward.graph.nodes if n.op == "output").args[0]
     assert [n.op for n in returned[outputs:]] == ["placeholder"]
+
+
+def test_an_op_with_effects_keeps_its_region_whole_and_exact(fresh_dynamo):
+    model, ids = Plain(layers=1).double(), ids_of(1, 64)
+
+    def loss(ids):  # an inverse checks for errors, which is an effect
+        x = model.layers[0](model.embed(ids))
+        return model.loss(x + torch.linalg.inv(x.transpose(1, 2) @ x + torch.eye(64, dtype=x.dtype)).sum(), ids)
+
+    with pytest.warns(NotStreamed, match="_linalg_check_errors.* has an effect"):
+        found = gradients(model, lambda: torch.compile(loss, backend="streambp")(ids))
+    assert worst_error(found, gradients(model, lambda: loss(ids))) < 1e-8
