@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from .bands import Band, evaluate
 from .gauge import Gauge, offset
-from .ir import (EVERYWHERE, HERE, Analysis, CannotStream, Edge, Fact, Mark, Reach, Refusal, Shared, Signature, Size, Summed, Tokens, hint,
+from .ir import (EVERYWHERE, HERE, Analysis, Edge, Fact, Mark, Reach, Shared, Signature, Size, Summed, Tokens, hint,
                  is_tensor, refuse, shape_of, tensor_operands, value_of)
 from .spread import Slot, Spread, has_tensors, outputs_of, product, slot_of
 

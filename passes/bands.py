@@ -249,6 +249,9 @@ def same_axes(a: Band, b: Band) -> bool:
 
 def compared(node: Node, get) -> Abstract:
     a, b = (lifted(x, node, get) for x in node.args[:2])
+    name = node.target.overloadpacket.__name__
+    if isinstance(a, Band) and a.outside == -math.inf and b == Affine(-math.inf) and name in ("eq", "ne"):
+        return replace(a, outside=name == "eq", exact=False)  # which scores are empty: those outside are
     if not (isinstance(a, Affine) and isinstance(b, Affine)):
         return None
     slopes = dict(a.slopes)
@@ -256,7 +259,6 @@ def compared(node: Node, get) -> Abstract:
         slopes[d] = slopes.get(d, 0) - s
     slopes = {d: s for d, s in slopes.items() if s}
     const = float(a.const - b.const)
-    name = node.target.overloadpacket.__name__
     if not slopes:
         return Affine(float(getattr(operator, name)(const, 0)))
     if len(slopes) != 2 or sorted(slopes.values()) != [-1, 1]:
@@ -312,6 +314,8 @@ def inverted(node: Node, get) -> Abstract:
     value = get(node.args[0])
     if isinstance(value, Affine) and not value.slopes:
         return Affine(float(not value.const))
+    if isinstance(value, Band) and value.outside is True:
+        return replace(value, outside=False)
     exact = isinstance(value, Band) and value.outside is False and value.exact
     return complement(value) if exact else None
 
@@ -329,6 +333,9 @@ def chosen(node: Node, get) -> Abstract:
     condition, inside, filling = (lifted(x, node, get) for x in node.args[:3])
     if isinstance(condition, Affine) and not condition.slopes:
         return inside if condition.const else filling
+    for zero, band in ((inside, filling), (filling, inside)):
+        if zero == Affine(0.0) and isinstance(band, Band) and band.outside is not False and band.outside == 0.0:
+            return replace(band, exact=False)
     if not (isinstance(condition, Band) and condition.outside is False):
         return None
     if isinstance(inside, Affine) and not inside.slopes and condition.exact:  # where(hidden, -inf, scores)

@@ -279,6 +279,38 @@ class Writer:
             local = call(aten.add.Tensor, (call(aten.mul.Scalar, (local, mark.inner)), inner))
         return local, inside
 
+    def places(self, node: Node, device: torch.device) -> Node:
+        """For every entry of the chunk's rows of a value, its position in the full value, counted in the order of dimensions."""
+        call, fact, rank = self.graph.call_function, self.fact(node), rank_of(node)
+        sizes, full = self.sizes(node), self.sizes(node)
+        total = None
+
+        def along(count, first=None) -> Node:
+            steps = call(prims.iota.default, (count,), dict(start=0, step=1, dtype=torch.int64, device=device, requires_grad=False))
+            return steps if first is None else call(aten.add.Tensor, (steps, first))
+
+        for dim in range(rank):
+            if dim == fact.rows.dim:
+                mark, rows = fact.rows, self.scalar("length")
+                if fact.hi != fact.lo:
+                    rows = call(operator.add, (rows, fact.hi - fact.lo))
+                first = self.scalar("first") if not fact.lo else call(operator.sub, (self.scalar("first"), fact.lo))
+                place, full[dim] = along(self.scalar("rows"), first), rows
+                if mark.outer != 1 or mark.inner != 1:
+                    outer = call(aten.mul.Tensor, (call(aten.view.default, (along(mark.outer), [mark.outer, 1, 1])), rows))
+                    place = call(aten.add.Tensor, (outer, call(aten.view.default, (place, [1, self.scalar("rows"), 1]))))
+                    place = call(aten.add.Tensor, (call(aten.mul.Scalar, (place, mark.inner)), along(mark.inner)))
+                    place = call(aten.reshape.default, (place, [sizes[dim]]))
+                    full[dim] = call(operator.mul, (rows, mark.outer * mark.inner))
+            elif fact.keys is not None and dim == fact.keys.dim:
+                first = call(operator.sub, (self.scalar("first"), self.scalar("offset")))
+                place, full[dim] = along(self.scalar("keys"), first), self.scalar("length")
+            else:
+                place = along(sizes[dim])
+            place = call(aten.view.default, (place, [-1] + [1] * (rank - dim - 1)))
+            total = place if total is None else call(aten.add.Tensor, (call(aten.mul.Tensor, (total, full[dim])), place))
+        return total
+
     def zeros(self, node: Node) -> Node:
         """The chunk's rows of a value of zeros."""
         value = value_of(node)

@@ -63,6 +63,7 @@ def normalize(module: GraphModule) -> GraphModule:
     result = GraphModule(module, copied)
     read_sizes_from_inputs(result.graph)
     create_from_nothing(result.graph)
+    draw_by_place(result.graph)
     fuse_attention(result.graph)
     drop_proved_masks(result.graph)
     group_heads(result.graph)
@@ -131,6 +132,25 @@ def create_from_nothing(graph: Graph) -> None:
             new = graph.call_function(aten.full.default, (given["size"], given[filling] if isinstance(filling, str) else filling or 0),
                                       dict(dtype=value.dtype, device=value.device))
         new.meta = {**node.meta, "val": value.new_empty(value.shape)}
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def draw_by_place(graph: Graph) -> None:
+    """Random numbers from a seed that is drawn once per call, so that any chunk of them can be made again."""
+    seeds: dict[torch.device, Node] = {}
+    drawn = [n for n in graph.nodes if n.op == "call_function" and n.target is aten.rand.default]
+    first = next((n for n in graph.nodes if n.op not in ("placeholder", "get_attr")), None)
+    for stream, node in enumerate(drawn):
+        value = value_of(node)
+        if value.device not in seeds:
+            with graph.inserting_before(first):
+                seed = graph.call_function(streambp.seed.default, (value.device,))
+            seed.meta["val"] = value.new_empty((), dtype=torch.int64)
+            seeds[value.device] = seed
+        with graph.inserting_before(node):
+            new = graph.call_function(streambp.uniform.default, (seeds[value.device], node.args[0], stream, value.dtype))
+        new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 

@@ -230,6 +230,43 @@ def write_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
     full.narrow(dim, start, rows.shape[dim]).copy_(rows)
 
 
+# Random numbers that depend on a seed and on their place among all tokens, and on nothing else: the forward, its recomputation, and chunks
+# of every length see the same bits. The mixer is a 32-bit integer hash of multiply and shift (low-bias constants of the hash-prospector
+# search); it is applied to both halves of place and seed. Products stay below 2**63, so that integers never overflow.
+
+LOW = 0xFFFFFFFF
+
+
+def mixed(x: Tensor) -> Tensor:
+    x = x ^ (x >> 16)
+    x = (x * 0x21F0AAAD) & LOW
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & LOW
+    return x ^ (x >> 15)
+
+
+def uniform_at(place: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
+    """Uniform numbers in [0, 1), 24 bits each: one for every place of a random stream.
+
+    place  integers, the positions in the full value, in its order
+    seed   one integer below 2**62
+    """
+    x = mixed((place & LOW) ^ ((seed + stream * 0x9E3779B1) & LOW))
+    x = mixed((x + (place >> 32) + (seed >> 31)) & LOW)
+    return ((x >> 8).to(torch.float32) * 2.0 ** -24).to(dtype)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    return torch.randint(1 << 62, (), dtype=torch.int64).to(device)
+
+
+def uniform(seed: Tensor, size: list[int], stream: int, dtype: torch.dtype) -> Tensor:
+    count = 1
+    for s in size:
+        count = count * s
+    return uniform_at(torch.arange(count, device=seed.device).view(size), seed, stream, dtype)
+
+
 MASKED = "Tensor query, Tensor key, Tensor value"
 define(f"attention({MASKED}, Tensor? mask, bool causal, float scale, SymInt start) -> (Tensor, Tensor)",
        attention_forward, forward_meta)
@@ -243,3 +280,6 @@ define("add_rows_(Tensor index, Tensor rows, int padding, Tensor(a!) total) -> (
 define("add_(Tensor part, Tensor(a!) total) -> ()", add_part_, nothing)
 define("rows_at(Tensor full, int dim, SymInt start, SymInt length) -> Tensor", rows_at, rows_meta)
 define("write_rows_(Tensor rows, int dim, SymInt start, Tensor(a!) full) -> ()", write_rows_, nothing)
+define("seed(Device device) -> Tensor", draw_seed, lambda device: torch.empty((), dtype=torch.int64, device=device))
+define("uniform(Tensor seed, SymInt[] size, int stream, ScalarType dtype) -> Tensor", uniform,
+       lambda seed, size, stream, dtype: seed.new_empty(size, dtype=dtype))

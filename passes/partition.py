@@ -230,7 +230,6 @@ class Search:
 
     def check_domains(self) -> None:
         for node in self.streamed:
-            fact = self.analysis.facts[node]
             if node in self.outputs and self.is_matrix(node):
                 raise refuse(node, "a matrix of tokens by tokens leaves the region", "Make masks where they are read, from ranges and padding")
             if not self.has_padding(node) or not tensor_operands(node):

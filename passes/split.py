@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 @dataclass(frozen=True)
 class Traits:
-    """What the cut needs to know of a node: bytes of its value (0: none; -1: not a tensor), what it does with tokens, whose memory it is."""
+    """What the cut needs to know of a node: bytes of its value (0: none; -1: it cannot cross a cut), what it does with tokens, whose memory it is."""
 
     bytes: int
     grad: bool
@@ -125,7 +125,7 @@ FORBIDDEN = 1 << 100
 def frontier(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[int]:
     """Bytes alive after each node of the body: made up to there and read later.
 
-    No cut can be where a value that is no tensor is alive, nor before the last write into one that is.
+    No cut can be where a value is alive that cannot cross one (no tensor, a matrix of tokens by tokens), nor before the last write into one that is.
     """
     place = {n: i for i, n in enumerate(body)}
     change = [0] * (len(body) + 1)

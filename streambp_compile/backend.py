@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,11 +20,12 @@ from . import internals
 from .axis import Axis, fake_of, find_axis
 from .compiled_region import CompiledRegion
 from .config import Config
-from .deferred import Deferred
+from .deferred import Deferred, deferred
 from .ownership import plain_references
 from .passes.ir import Refusal, bytes_of
 from .passes.split import Region, split
 from .pipeline import outputs_of
+from .recorded import Postponed
 from .regions import build_region, even_heads, inline_checkpoints, is_switch, postpone, region_text, traits_of, whole_graph, widest_input
 from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
 from .runtime import Sizes
@@ -73,7 +75,8 @@ class Chain:
             return built[text]
 
         links = [(compiled(region), region) for region in regions]
-        later = {node: (functools.partial(self.outside_tracing, compiled, region), region) for node, region in postponed.items()}
+        later = {node: Later(region, functools.partial(self.outside_tracing, compiled, region), self.recordable(region))
+                 for node, region in postponed.items()}
         call = linked(links, later, self.placeholders, outputs_of(self.module))
         known = len(self.report.regions)
         self.report.add(self.module, [r.report for r, _ in links], axis.length if axis else None, call, self.fakes)
@@ -88,6 +91,15 @@ class Chain:
         """Compile a postponed region when it is first read, long after Dynamo has left."""
         with internals.tracing_of(internals.detect_fake_mode([fake_of(n) for n in region.inputs])):
             return compiled(region).call
+
+    def recordable(self, region: Region) -> Postponed:
+        """A postponed region for what will be done to its output outside: each such expression is a function of its own to this backend."""
+        config = self.config
+
+        def compile_expression(module: GraphModule) -> Callable:
+            return torch.compile(module, backend=lambda graph, inputs: Chain(graph, inputs, config).compiled(), fullgraph=True)
+
+        return Postponed(functools.cache(lambda: build_region(self.module, region)[0]), config, compile_expression)
 
     def hint_at_outputs(self, regions: Sequence[Region], axis: Axis) -> None:
         """Values of layers that the function returns stay alive at full length: say what they cost and how to be rid of them."""
@@ -113,35 +125,38 @@ class Chain:
         warn_refused(refusal, cost)
 
 
-def linked(links, later, placeholders: Sequence[Node], outputs: Sequence[object]) -> Callable:
-    """The chain as one function: run the regions in order, hand values on, drop each after its last reader.
+@dataclass(frozen=True)
+class Later:
+    """An output that is computed when it is read: its region, what compiles that, and what records operations on it."""
 
-    later  output → (what compiles its region, that region): returned as a tensor that computes itself when read
-    """
+    region: Region
+    compile: Callable[[], Callable]
+    recordable: Postponed
+
+    def result(self, values: Mapping[Node, object], ready: dict[Node, Callable]) -> Deferred:
+        node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
+        given = tuple(values[n] for n in inputs)
+
+        def compute() -> torch.Tensor:
+            if node not in ready:
+                ready[node] = self.compile()
+            return ready[node](*given)[0]
+
+        sizes = Sizes(dict(zip(inputs, given)), fake_of)
+        return deferred(self.recordable, given, compute, tuple(sizes(s) for s in fake_of(node).shape), fake_of(node))
+
+
+def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], outputs: Sequence[object]) -> Callable:
+    """The chain as one function: run the regions in order, hand values on, drop each after its last reader."""
     last: dict[Node, int] = {}
     for i, (_, region) in enumerate(links):
         for node in region.inputs:
             last[node] = i
-    for node in (*outputs, *(n for _, region in later.values() for n in region.inputs)):
+    for node in (*outputs, *(n for postponed in later.values() for n in postponed.region.inputs)):
         if isinstance(node, Node):
             last[node] = len(links)
     dropped = [tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))]
     ready: dict[Node, Callable] = {}
-
-    def deferred(node: Node, values: dict) -> Deferred:
-        compile_region, region = later[node]
-        given = [values[n] for n in region.inputs if n.op != "get_attr"]
-        grad = torch.is_grad_enabled()
-
-        def compute() -> torch.Tensor:
-            with torch.set_grad_enabled(grad):
-                if node not in ready:
-                    ready[node] = compile_region()
-                return ready[node](*given)[0]
-
-        fake = fake_of(node)
-        sizes = Sizes({n: values[n] for n in region.inputs}, fake_of)
-        return Deferred([sizes(s) for s in fake.shape], fake.dtype, fake.device, compute, grad and fake.requires_grad)
 
     def call(*args):
         plain_references()
@@ -153,6 +168,6 @@ def linked(links, later, placeholders: Sequence[Node], outputs: Sequence[object]
                 del results
             for node in gone:
                 values.pop(node, None)
-        return tuple((deferred(o, values) if o in later else values[o]) if isinstance(o, Node) else o for o in outputs)
+        return tuple((later[o].result(values, ready) if o in later else values[o]) if isinstance(o, Node) else o for o in outputs)
 
     return call

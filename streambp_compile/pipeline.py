@@ -108,8 +108,9 @@ def marks_of_tangents(graph, marks, forward_part, tangents, tangent_of) -> dict[
 
 
 def sums_of_forward(graph, analysis: Analysis, forward: Program, tangents) -> frozenset[Node]:
-    """What the forward adds up over chunks, and the few numbers per token that it keeps: handed on rather than made again."""
+    """What the forward adds up over chunks, seeds that it draws, and the few numbers per token that it keeps: handed on, not made again."""
     late = {n for stage in forward.whole[1:] for n in stage if is_tensor(n)}
+    late |= {n for n in graph.nodes if n.target is torch.ops.streambp.seed.default}
     return frozenset(late | set(forward.distilled) | {n for s in forward.sweeps for n in s.sums})
 
 

@@ -101,7 +101,8 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
         fake = fake_of(node)
         tensor = isinstance(fake, torch.Tensor)
         plain = fake is None or isinstance(fake, (int, float, bool, torch.SymInt, torch.Size))
-        size = bytes_of(fake) if tensor else 0 if plain else -1
+        matrix = len(axis.marks.get(node, ())) > 1  # of tokens by tokens: never to exist, so never to cross a cut
+        size = bytes_of(fake) if tensor and not matrix else 0 if plain else -1
         found[node] = Traits(
             size, tensor and fake.requires_grad, node in axis.marks, tensor and fake.dtype.is_floating_point and fake.dim() >= 2,
             node in axis.mixing, fake.untyped_storage()._cdata if tensor else None)
@@ -113,10 +114,14 @@ def widest_input(region: Region, axis: Axis) -> int:
 
 
 def postpone(regions: Sequence[Region], axis: Axis) -> tuple[list[Region], dict[Node, Region]]:
-    """Take outputs that merely widen a small value (logits beside a loss) out of the last region; each gets a region of its own."""
+    """Take outputs that merely widen a small value (logits) out of the last region; each gets a region of its own.
+
+    Logits beside a loss go whatever they are made of. Logits alone go where a head makes them, not where attention would be done again.
+    """
     last = regions[-1]
     wide = [n for n in last.outputs if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(last, axis)]
-    if not wide or len(wide) == len(last.outputs):
+    alone = len(wide) == len(last.outputs)
+    if not wide or alone and any(n in axis.mixing for n in narrowed(last, tuple(wide)).nodes):
         return list(regions), {}
     kept = tuple(n for n in last.outputs if n not in wide)
     return [*regions[:-1], narrowed(last, kept)], {n: narrowed(last, (n,)) for n in wide}

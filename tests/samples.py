@@ -82,6 +82,8 @@ SAMPLES = {
     # pointwise
     **{n: [call(n, t(3, 4, 5)), call(n, t(3))] for n in (
         "aten::clone", "aten::detach", "aten::alias", "aten::_to_copy", "aten::lift_fresh_copy", "aten::zeros_like", "aten::ones_like")},
+    "streambp::seed": [call("streambp::seed", torch.device("cpu"))],
+    "streambp::uniform": [call("streambp::uniform", i(1 << 40), [2, 5, 3], 1, torch.float64)],
     "aten::resolve_conj": [call("aten::resolve_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
     "aten::polar": [call("aten::polar", t(3, 4), t(3, 4))],
     "aten::complex": [call("aten::complex", t(3, 4), t(3, 4))],

@@ -285,3 +285,46 @@ def test_logits_and_a_second_sum_before_a_graph_break():
 
     step = compiled(loss)
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: loss(ids))) < 1e-5
+
+
+class Dropping(Plain):
+    """Dropout on the embedding, in attention, and behind every layer."""
+
+    def forward(self, ids, labels):
+        x = F.dropout(self.embed(ids), 0.1, self.training)
+        for layer in self.layers:
+            y = layer.norm1(x)
+            scores = y @ y.transpose(1, 2) * 0.1
+            seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            scores = F.dropout(scores.masked_fill(~seen, -torch.inf).softmax(-1), 0.2, self.training)
+            x = F.dropout(layer(x) + scores @ y, 0.3, self.training)
+        return self.loss(x, labels)
+
+
+@pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")
+def test_dropout_draws_the_same_bits_in_chunks_of_any_length():
+    model, ids, found = Dropping().double(), ids_of(), {}
+    for chunk in (97, 32, 7):
+        torch._dynamo.reset()
+        step = compiled(model, chunk)
+        torch.manual_seed(3)
+        found[chunk] = gradients(model, lambda: step(ids, ids))
+    assert max(worst_error(found[chunk], found[97]) for chunk in (32, 7)) < EXACT
+    torch.manual_seed(4)
+    assert worst_error(gradients(model, lambda: step(ids, ids)), found[97]) > 0.01
+
+    def along(distance: float) -> float:
+        with torch.no_grad():
+            for p, d in zip(model.parameters(), direction):
+                p.add_(d, alpha=distance)
+            torch.manual_seed(3)
+            value = step(ids, ids).item()
+            for p, d in zip(model.parameters(), direction):
+                p.sub_(d, alpha=distance)
+        return value
+
+    direction = [torch.randn_like(p) for p in model.parameters()]
+    slope = sum((found[97][n] * d).sum().item() for (n, _), d in zip(model.named_parameters(), direction))
+    assert abs((along(1e-6) - along(-1e-6)) / 2e-6 - slope) < 1e-6 * abs(slope)
+    model.eval()
+    torch.testing.assert_close(step(ids, ids), model(ids, ids), rtol=1e-12, atol=0)

@@ -8,7 +8,7 @@ import torch
 from models import VOCABULARY, LlamaLike, ids_of, worst_error
 from torch import nn
 
-from streambp_compile import NotStreamed, explain
+from streambp_compile import explain
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.losses import OBJECTIVES, Batch, Heads  # noqa: E402

@@ -110,7 +110,7 @@ def test_pieces_are_pieces_of_the_whole(name, number):
     """(c) A tie of zero reach: the op on a slice is a slice of the op. A sum: pieces add up."""
     sample = sample_of(name, number, 0)
     signature = sample.signature
-    if signature.reshape or sample.target in UNFILLED or sample.target is prims.iota.default:
+    if signature.reshape or sample.target in UNFILLED or sample.target in (prims.iota.default, torch.ops.streambp.uniform.default):  # counted from the first token
         return
     labels = {label for ls in (*signature.operands, *signature.outputs) for label in ls if label is not None}
     for label in sorted(labels, key=str):

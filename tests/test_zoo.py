@@ -78,7 +78,7 @@ def test_the_table_says_what_is_missing():
 
 def test_the_summary_counts_by_kind():
     text = zoo.summary({"nanogpt": EXACT, "packed": dict(EXACT, keys=["not proved, read whole"], eager=1.5), "flex": dict(missing="no")})
-    assert text == "- own: 2 rows, 2 exact, 1 with all regions streamed and keys proved, 1 of 2 under half of checkpointing's peak"
+    assert text == "- own: 2 rows, 2 exact, 2 with all regions streamed, 1 of them with keys proved, 1 of 2 under half of checkpointing's peak"
 
 
 def test_a_refusal_is_shortened():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..ir import Signature, shape_of
+from ..ir import Signature, shape_of, value_of
+from ..ops import uniform_at
 from . import rule
 
 
@@ -37,3 +38,22 @@ def emit_iota(body, node: Node):
 @rule("prims::iota", emit=emit_iota)
 def iota(node: Node) -> Signature:
     return alone(node, uniform=False)
+
+
+@rule("streambp::seed")
+def seed(node: Node) -> Signature:
+    return alone(node, uniform=True)
+
+
+def emit_uniform(body, node: Node):
+    """The place of every number of the chunk, counted as in the full value."""
+    source, _, stream, dtype = node.args
+    if not any(body.carries_tokens(node, d) for d in range(len(shape_of(node)))):
+        return body.copy(node)
+    return body.graph.call_function(uniform_at, (body.places(node, value_of(node).device), body.read(source, "whole"), stream, dtype))
+
+
+@rule("streambp::uniform", emit=emit_uniform)
+def uniform(node: Node) -> Signature:
+    labels = alone(node, uniform=False).outputs
+    return Signature(((),), labels)
