@@ -176,12 +176,13 @@ def record(function: Callable, args: tuple, kwargs: dict) -> object:
     made = recorded(function, args, kwargs, given[0].device)
     if made is None:
         return None
-    if made.name in JOINS:
+    joins = made.name in JOINS
+    if joins:
         made = joined(JOINS[made.name], args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)) or made
     same = next((d for d in given if d.expression.fake is made.fake), None)
     if same is not None:
         return same
-    piece = any(d.piece for d in given) and made.name not in JOINS or is_piece(made)
+    piece = any(d.piece for d in given) and not joins or is_piece(made)
     results = [made] if isinstance(made.fake, torch.Tensor) else [item(made, i) for i in range(len(made.fake))]
     view = shares_memory(results[0], given[0])
     small = all(NARROW * r.fake.numel() <= widest(made) for r in results)

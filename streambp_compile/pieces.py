@@ -145,7 +145,7 @@ def span(part: Expression) -> tuple[Expression, int, int, bool] | None:
         return None
     over, key = part.args[0], part.args[1] if len(part.args) > 1 else None
     if part.function is operator.getitem and isinstance(over, Op):
-        if over.name in LOOPS and not over.args[1:] and not over.kwargs:
+        if over.name in LOOPS and not any(over.args[1:]) and not any(over.kwargs.values()):
             return over.args[0], key, key + 1, True
         if over.name in CUTS and not any(over.args[2:]) and not over.kwargs.get("dim"):
             start = sum(t.shape[0] for t in over.fake[:key])
