@@ -58,7 +58,15 @@ class Band:
         return f"band [{self.lo}, {self.hi}]: proved"
 
 
-Abstract = Affine | Band | None
+@dataclass(frozen=True)
+class Distance:
+    """A matrix over (row, key) dims that equals ``abs(key - row)``."""
+
+    row: int
+    key: int
+
+
+Abstract = Affine | Band | Distance | None
 
 
 def evaluate(graph: Graph) -> dict[Node, Abstract]:
@@ -87,7 +95,7 @@ def moved(value: Abstract, dims: dict[int, int]) -> Abstract:
         if any(d not in dims for d, _ in value.slopes):
             return None
         return Affine(value.const, tuple((dims[d], s) for d, s in value.slopes))
-    if isinstance(value, Band):
+    if isinstance(value, Band | Distance):
         if value.row not in dims or value.key not in dims:
             return None
         return replace(value, row=dims[value.row], key=dims[value.key])
@@ -232,8 +240,33 @@ def multiplied(node: Node, get) -> Abstract:
 
 
 def divided(node: Node, get) -> Abstract:
-    a = lifted(node.args[0], node, get)
+    a, b = (lifted(x, node, get) for x in node.args[:2])
+    if isinstance(a, Band) and a.outside == -math.inf and isinstance(b, Affine) and not b.slopes and b.const > 0:
+        return a
     return replace(a, exact=False) if isinstance(a, Band) and a.outside == 0.0 else None
+
+
+def product_added(node: Node, get) -> Abstract:
+    """``baddbmm(mask, queries, keys)``: a mask added to scores."""
+    mask = lifted(node.args[0], node, get)
+    plain = node.kwargs.get("beta", 1) == 1 and isinstance(mask, Band) and mask.outside in (-math.inf, "min")
+    return replace(mask, exact=False) if plain else None
+
+
+def at_least(node: Node, get) -> Abstract:
+    """``maximum(scores, lowest number)``: what is empty stays practically so."""
+    for band, other in (node.args[:2], node.args[1::-1]):
+        value, least = lifted(band, node, get), lifted(other, node, get)
+        if isinstance(value, Band) and value.outside in (-math.inf, "min") and isinstance(least, Affine) and not least.slopes:
+            return replace(value, outside="min", exact=False) if lowest(least.const, node) in ("min", -math.inf) else None
+    return None
+
+
+def distance(node: Node, get) -> Abstract:
+    """``abs(row - key)``; only a comparison reads it."""
+    value = get(node.args[0])
+    slopes = dict(value.slopes) if isinstance(value, Affine) else {}
+    return Distance(*sorted(slopes)) if len(slopes) == 2 and sorted(slopes.values()) == [-1, 1] and value.const == 0 else None
 
 
 def negated(node: Node, get) -> Abstract:
@@ -252,6 +285,9 @@ def compared(node: Node, get) -> Abstract:
     name = node.target.overloadpacket.__name__
     if isinstance(a, Band) and a.outside == -math.inf and b == Affine(-math.inf) and name in ("eq", "ne"):
         return replace(a, outside=name == "eq", exact=False)  # which scores are empty: those outside are
+    if isinstance(a, Distance) and isinstance(b, Affine) and not b.slopes and name in ("le", "lt"):
+        width = math.ceil(b.const) - 1 if name == "lt" else math.floor(b.const)
+        return Band(a.row, a.key, -width, width, False, True)
     if not (isinstance(a, Affine) and isinstance(b, Affine)):
         return None
     slopes = dict(a.slopes)
@@ -463,7 +499,7 @@ HANDLERS = {
     **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), added(-1)),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), multiplied),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), divided),
-    aten.neg.default: negated,
+    aten.neg.default: negated, aten.abs.default: distance, aten.baddbmm.default: product_added, aten.maximum.default: at_least,
     **{getattr(getattr(aten, name), kind): compared for name in ("le", "lt", "ge", "gt", "eq", "ne")
        for kind in ("Tensor", "Scalar")},
     **dict.fromkeys((aten.bitwise_and.Tensor, aten.logical_and.default), conjoined),

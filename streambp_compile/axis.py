@@ -19,6 +19,9 @@ from .passes.spread import Spread
 from .pipeline import outputs_of
 
 
+SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
+
+
 @dataclass(frozen=True)
 class Axis:
     """The token axis of a model: its length, and the marks of every value of the Dynamo graph."""
@@ -94,6 +97,7 @@ def preferred(found: Sequence[tuple]) -> tuple | None:
     In a head without attention the batch carries the same values as the tokens do, and a few numbers per sequence besides; features and
     classes carry much, but products and the softmax lose them.
     """
+    found = [f for f in found if f[3] >= SHORTEST_STREAMED] or found
     for better in (lambda f, best: f[0] == max(x[0] for x in best), lambda f, best: f[2] <= 2 * min(x[2] for x in best) + 1 / 8,
                    lambda f, best: 2 * f[1] >= max(x[1] for x in best)):
         found = [f for f in found if better(f, found)]

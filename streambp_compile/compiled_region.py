@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .axis import Axis, fake_of
+from .axis import SHORTEST_STREAMED, Axis, fake_of
 from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
 from .ownership import ours_alone, sole_owners
@@ -18,7 +18,6 @@ from .passes.split import Region
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport
 
-SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
 
 
 class TooShort(CannotStream):
