@@ -118,6 +118,8 @@ class Reader:
         facts_in = [self.facts[a] for a in operands]
         if key is not None and any(isinstance(f, Tokens) and (f.lo, f.hi) != (0, 0) for f in facts_in):
             raise refuse(node, "its keys are those of a shifted sequence", "Attend over all tokens, and slice what comes after")
+        if names_keys(node, operands, signature, self.spread):
+            raise refuse(node, "names keys by their place, which a chunk counts from its first", "Use amax for the value alone")
         low = self.gauge.low(node) if node in self.gauge.heavy else None
         if low is None:
             low = self.first_row(node, operands, signature, row)
@@ -212,6 +214,19 @@ class Reader:
         if label is not None and label == key:
             return Edge(operand, "keys", signature.reach.get(key, EVERYWHERE))
         return Edge(operand, "halo", EVERYWHERE)
+
+
+PLACES = {torch.ops.aten.argmax.default: -1, torch.ops.aten.argmin.default: -1, torch.ops.aten.max.dim: 1, torch.ops.aten.min.dim: 1,
+          torch.ops.aten.topk.default: 1, torch.ops.aten.sort.default: 1, torch.ops.aten.sort.stable: 1}  # op → its output of indices
+
+
+def names_keys(node: Node, operands: tuple[Node, ...], signature: Signature, spread: Spread) -> bool:
+    """Does an op give the places of keys to somebody?"""
+    if node.target not in PLACES or spread.key(slot_of(operands[0])) is None:
+        return False
+    place = PLACES[node.target]
+    named = signature.operands[0][spread.key(slot_of(operands[0])).dim] not in signature.outputs[0]
+    return named and (place == -1 or any(user.args[1] == place and user.users for user in node.users))
 
 
 def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object]) -> dict[Node, Reach]:

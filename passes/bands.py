@@ -199,6 +199,11 @@ def ranged(node: Node, get) -> Abstract:
     return None if isinstance(start, Node) or isinstance(step_, Node) else cleaned(Affine(start, ((0, step_),)), node)
 
 
+def one_per_row(node: Node, like: Node, band: Band) -> bool:
+    shift = len(shape_of(like)) - len(shape_of(node))
+    return band.key < shift or shape_of(node)[band.key - shift] == 1
+
+
 def added(sign: int):
     def handler(node: Node, get) -> Abstract:
         a, b = (lifted(x, node, get) for x in node.args[:2])
@@ -212,6 +217,8 @@ def added(sign: int):
             return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), exact=False)
         if sign < 0 and not isinstance(a, Band):
             return None
+        if sign < 0 and a.outside in (-math.inf, "min") and isinstance(node.args[1], Node) and b is None and one_per_row(node.args[1], node, a):
+            return replace(a, exact=False)  # scores less their row's largest
         for band, other in ((a, b), (b, a)):  # a mask added to scores empties them outside its band
             if isinstance(band, Band) and band.outside in (-math.inf, "min"):
                 if sign < 0:
@@ -417,6 +424,9 @@ def joined(node: Node, get) -> Abstract:
     parts = node.args[0]
     rank = len(shape_of(node))
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
+    scores = get(parts[0])
+    if isinstance(scores, Band) and dim == scores.key and all(shape_of(p)[dim] == 1 for p in parts[1:]):
+        return replace(scores, exact=False)  # columns beyond the keys are always read
     values, at = [], 0
     for part in parts:
         value = get(part)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .ir import Analysis, Mark, Tokens, is_tensor, rank_of, tensor_operands, value_of
+from .ir import Analysis, Mark, Tokens, hint, is_tensor, rank_of, shape_of, tensor_operands, value_of
 from .partition import Program, Sweep
 from .rules import rule_of
 
@@ -133,11 +133,25 @@ class Writer:
         if isinstance(fact, Tokens):
             sizes[fact.rows.dim] = self.size(fact.rows)
             if fact.keys is not None:
-                sizes[fact.keys.dim] = self.size(fact.keys, "keys")
+                sizes[fact.keys.dim] = self.columns(shape[fact.keys.dim], fact.keys)
         for i, size in enumerate(sizes):
             if size is None:
                 sizes[i] = self.symbol(shape[i])
         return sizes
+
+    def columns(self, size, mark: Mark) -> Node:
+        """The keys of the chunk, and the columns that a matrix of scores has beyond them (attention sinks)."""
+        keys, extra = self.size(mark, "keys"), hint(size) - hint(self.analysis.length)
+        return self.graph.call_function(operator.add, (keys, extra)) if extra else keys
+
+    def column(self, node: Node, at: int | None) -> object:
+        """A bound of a slice along keys, counted from the first key or, beyond the last, from there."""
+        length = hint(self.analysis.length)
+        if isinstance(at, Node):
+            at = hint(value_of(at))
+        if at is None or at < length:
+            return at
+        return self.columns(min(at, shape_of(node)[self.fact(node).keys.dim]), self.fact(node).keys)
 
     def symbol(self, size: torch.SymInt) -> Node:
         """A size that is neither rows nor keys but no constant either: handed in by the driver."""
@@ -183,6 +197,10 @@ class Writer:
 
     def kind(self, node: Node) -> str:
         return self.analysis.kinds[node]
+
+    def carries_keys(self, node: Node, dim: int) -> bool:
+        fact = self.fact(node)
+        return isinstance(fact, Tokens) and fact.keys is not None and fact.keys.dim == dim
 
     def carries_tokens(self, node: Node, dim: int) -> bool:
         fact = self.fact(node)

@@ -85,8 +85,16 @@ def repeat(node: Node) -> Signature:
 
 def emit_slice(body, node: Node):
     """Rows outside the slice stay where they are; the fact's domain remembers that they do not count."""
-    dim = argument(node, 1, "dim", 0) % len(shape_of(node))
-    return body.read(node.args[0]) if body.carries_tokens(node, dim) else body.copy(node)
+    x, dim = node.args[0], argument(node, 1, "dim", 0) % len(shape_of(node))
+    if body.kind(node) == "sum":  # one row of all
+        local, inside = one_row(body, body.fact(x), argument(node, 2, "start"), value_of(x).device)
+        call, aten = body.graph.call_function, torch.ops.aten
+        picked = call(aten.index_select.default, (body.read(x), dim, local))
+        return body.added(node, call(aten.where.self, (inside, picked, call(aten.zeros_like.default, (picked,)))))
+    if body.carries_keys(x, dim):
+        bounds = (body.column(x, argument(node, 2, "start")), body.column(x, argument(node, 3, "end")))
+        return body.graph.call_function(node.target, (body.read(x), dim, *bounds))
+    return body.read(x) if body.carries_tokens(node, dim) else body.copy(node)
 
 
 @rule("aten::slice.Tensor", emit=emit_slice)
@@ -95,9 +103,9 @@ def slice_(node: Node) -> Signature:
     dim = argument(node, 1, "dim", 0) % len(shape)
     start, step = argument(node, 2, "start") or 0, argument(node, 4, "step", 1)
     labels = tuple(range(len(shape)))
-    if step != 1:
+    if step != 1 or shape[dim] > shape_of(node)[dim] == 1:
         out = tuple(None if i == dim else i for i in labels)
-        return Signature((labels,), (out,), contracts="all")
+        return Signature((labels,), (out,), contracts="all" if step != 1 else "picked")
     return Signature((labels,), (labels,), offsets={dim: (clamped(start, shape[dim]),)})
 
 
@@ -183,8 +191,18 @@ def pad(node: Node) -> Signature:
 
 def emit_slice_scatter(body, node: Node):
     dim = argument(node, 2, "dim", 0) % len(shape_of(node))
+    source = node.args[1]
+    if body.carries_keys(node, dim):
+        bounds = (body.column(node, argument(node, 3, "start")), body.column(node, argument(node, 4, "end")))
+        return body.graph.call_function(node.target, (*(body.operand(edge) for edge in body.edges(node)), dim, *bounds))
     if not body.carries_tokens(node, dim):
         return body.copy(node)
+    if shape_of(source)[dim] == 1 < shape_of(node)[dim]:
+        call, aten = body.graph.call_function, torch.ops.aten
+        local, inside = one_row(body, body.fact(node), argument(node, 3, "start"), value_of(node).device)
+        row = body.read(source, "whole")
+        row = call(aten.where.self, (inside, row, call(aten.zeros_like.default, (row,))))
+        return call(aten.index_add.default, (body.zeros(node), dim, local, row))
     base, source = (body.operand(edge) for edge in body.edges(node))
     return body.fill_outside(node, source, base, source=node.args[1])
 
@@ -199,16 +217,22 @@ def slice_scatter(node: Node) -> Signature:
         out = tuple(None if i == dim else i for i in labels)
         return Signature((tuple(("base", i) if i == dim else i for i in labels), tuple(("source", i) if i == dim else i for i in labels)),
                          (out,), contracts="all")
+    if shape_of(node.args[1])[dim] == 1 < shape[dim]:
+        return Signature((labels, tuple(None if i == dim else i for i in labels)), (labels,))
     return Signature((labels, labels), (labels,), offsets={dim: (0, -clamped(start, shape[dim]))})
 
 
 @rule("aten::cat")
 def cat(node: Node) -> Signature:
+    """Columns behind a longer part (attention sinks behind scores) leave its own columns where they are."""
     rank = len(shape_of(node))
     dim = argument(node, 1, "dim", 0) % rank
-    labels = tuple(None if i == dim else i for i in range(rank))
     operands = tensor_operands(node)
-    inner = [tuple(("joined", k) if i == dim else i for i in range(rank)) for k in range(len(operands))]
+    sizes = [shape_of(a)[dim] if len(shape_of(a)) == rank else 0 for a in operands]
+    follows = sizes[0] > 1 and all(size == 1 for size in sizes[1:]) and dim == rank - 1
+    labels = tuple(i if follows or i != dim else None for i in range(rank))
+    inner = [tuple((dim if follows and k == 0 else None if follows else ("joined", k)) if i == dim else i for i in range(rank))
+             for k in range(len(operands))]
     return Signature(tuple(inner[k] if len(shape_of(a)) == rank else (None,) for k, a in enumerate(operands)), (labels,), contracts="all")
 
 
