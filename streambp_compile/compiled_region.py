@@ -40,7 +40,7 @@ class CompiledRegion:
         with fake_mode, internals.effects_inside():
             compile_ = internals.aot_autograd(
                 fw_compiler=self.compile_forward, bw_compiler=self.compile_backward, inference_compiler=self.compile_inference,
-                partition_fn=self.cut, decompositions=internals.decompositions(), keep_inference_input_mutations=True)
+                partition_fn=self.cut, decompositions=internals.decompositions())
             self.call = compile_(module, inputs)
 
     def seeds(self) -> dict[int, tuple[Mark, ...]]:

@@ -114,7 +114,7 @@ class Attached(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor):
         with torch.enable_grad():
             value = value_of(ctx.holder[0], False)
-        return None, *torch.autograd.grad(value, ctx.inputs, gradient, allow_unused=True)
+        return None, *torch.autograd.grad(value, ctx.inputs, values(gradient), allow_unused=True)
 
 
 def roots(expression: Expression) -> list[torch.Tensor]:
