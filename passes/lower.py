@@ -81,7 +81,7 @@ class Writer:
         self.inside = set(sweep.nodes)
         self.feeds: dict[Node, Node] = {}
         self.settled: dict[Node, Node] = {}
-        self.anchor: Node | None = None
+        self.writing: Node | None = None
 
     def write(self) -> Body:
         for name in ("rows", "length"):  # strides of row views are written in them
@@ -165,7 +165,9 @@ class Writer:
     def read(self, node: Node, role: str = "rows", low: int | None = None) -> Node:
         """The chunk's rows (or key range, or all) of a value, wherever it lives."""
         fact = self.fact(node) if not isinstance(value_of(node), (tuple, list)) else None
-        if role == "rows" and node in self.inside:
+        if role == "rows" and low is None and isinstance(fact, Tokens):
+            low = fact.lo - self.shift(node)
+        if role == "rows" and node in self.inside and (not isinstance(fact, Tokens) or low == fact.lo):
             if node in self.sweep.keysums:
                 return self.settled_rows(node)
             return self.values[node]
@@ -184,6 +186,16 @@ class Writer:
         if mark.outer == mark.inner == 1:
             return value
         return self.reshaped(value, self.sizes(node))
+
+    def shift(self, operand: Node) -> int:
+        """The rows of an operand that the node being written reads, relative to its own."""
+        edges = self.analysis.edges.get(self.writing, ())
+        return next((int(e.reach.lo) for e in edges if e.operand is operand and e.role == "halo" and e.reach.lo == e.reach.hi), 0)
+
+    def domain(self, operand: Node):
+        """The fact of an operand, its domain counted in the rows of the node being written."""
+        fact, shift = self.fact(operand), self.shift(operand)
+        return replace(fact, lo=fact.lo - shift, hi=fact.hi - shift) if isinstance(fact, Tokens) and shift else fact
 
     def operand(self, edge) -> Node:
         """An operand as its edge says."""
@@ -262,7 +274,7 @@ class Writer:
 
     def fill_outside(self, node: Node, value: Node, filling, source: Node | None = None) -> Node:
         """Rows that the source does not have get the filling."""
-        fact = self.fact(source if source is not None else node.args[0])
+        fact = self.domain(source if source is not None else node.args[0])
         if fact.lo <= 0 and fact.hi >= 0:
             return value
         if not isinstance(filling, Node):
@@ -352,7 +364,7 @@ class Writer:
 
     def summand(self, node: Node, operand: Node) -> Node:
         """An operand of a sum over rows, zero where its rows do not count."""
-        value, fact = self.read(operand), self.fact(operand)
+        value, fact = self.read(operand), self.domain(operand)
         if fact.lo <= 0 and fact.hi >= 0:
             return value
         zero = self.graph.call_function(aten.full.default, ([], 0), dict(dtype=value_of(operand).dtype, device=value_of(operand).device))
@@ -408,7 +420,7 @@ class Writer:
     # Writing
 
     def emit(self, node: Node) -> None:
-        kind = self.analysis.kinds[node]
+        kind, self.writing = self.analysis.kinds[node], node
         if node.target is operator.getitem:
             source = node.args[0]
             if self.analysis.kinds[source] == "mixed":
@@ -436,8 +448,8 @@ class Writer:
     def summands(self, node: Node) -> dict[int, Node]:
         """Operands with rows that do not count, zeroed; one zero factor is enough."""
         for i, edge in enumerate(self.analysis.edges[node]):
-            fact = self.fact(edge.operand)
-            if edge.role == "rows" and isinstance(fact, Tokens) and (fact.lo > 0 or fact.hi < 0):
+            fact = self.domain(edge.operand)
+            if edge.role in ("rows", "halo") and isinstance(fact, Tokens) and (fact.lo > 0 or fact.hi < 0):
                 return {i: self.summand(node, edge.operand)}
         return {}
 

@@ -328,3 +328,18 @@ def test_dropout_draws_the_same_bits_in_chunks_of_any_length():
     assert abs((along(1e-6) - along(-1e-6)) / 2e-6 - slope) < 1e-6 * abs(slope)
     model.eval()
     torch.testing.assert_close(step(ids, ids), model(ids, ids), rtol=1e-12, atol=0)
+
+
+@pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_logits_to_keep(dtype):
+    """The head reads the last rows of the hidden states: their gradient lies rows further on in the last layer."""
+    model, ids = hugging_face("Llama").to(dtype), ids_of()
+    weights = torch.linspace(-1, 1, 40, dtype=dtype)
+
+    def loss(model):
+        logits = model(input_ids=ids, logits_to_keep=41).logits[:, :-1]
+        return (F.log_softmax(logits, -1).gather(-1, ids[:, -40:, None]).squeeze(-1) * weights).sum()
+
+    step = compiled(lambda: loss(model))
+    assert total_error(gradients(model, step), truth_of(model, loss)) < 1e-5
