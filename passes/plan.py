@@ -5,44 +5,67 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch.fx import Node
 
 from .ir import Analysis, Tokens, bytes_of, hint, is_tensor, value_of
 from .partition import Sweep
 
-CHUNK_BYTES = 20 << 20  # what one chunk's widest moment may take: well past cache, well under any model
+CHUNK_BYTES = 20 << 20  # what one chunk's widest moment may take: past cache, so that matmuls run at speed, and well under any model
 WIDE = 8 * CHUNK_BYTES  # a weight gradient beyond this takes more memory than its chunks do, and more time to walk over for each of them
 SHORTEST, LONGEST, STEP = 32, 1024, 16
-MATERIALISED = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward", "embedding", "cat", "_log_softmax", "_softmax")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward")
+KERNELS = (*PRODUCTS, "embedding", "cat")  # they read and write memory; the rest fuses
 
 
 def row_bytes(sweep: Sweep, analysis: Analysis) -> int:
-    """Bytes per token alive at the widest moment of a chunk body, counting what Inductor will not fuse away."""
+    """Bytes per token alive at the widest moment of a chunk body, as Inductor will hold them.
+
+    It holds what a kernel reads or writes; what lies between is fused and made again from there. A fused value that is held is written
+    over an equally wide one that nobody reads after it.
+    """
     length = hint(analysis.length)
-    last = {operand: i for i, node in enumerate(sweep.nodes) for operand in node.all_input_nodes}
-    alive, most, ends = 0, 0, {}
-    for i, node in enumerate(sweep.nodes):
-        fact = analysis.facts[node]
-        solid = getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in MATERIALISED
-        if node.target is not operator.getitem and solid and any(
-                isinstance(f, Tokens) for f in (fact if isinstance(fact, tuple) else (fact,))):
-            values = value_of(node) if isinstance(value_of(node), (tuple, list)) else (value_of(node),)
-            width = sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor)) // length
-            alive += width
-            ends.setdefault(read_until(node, last, i), []).append(width)
-        most = max(most, alive)
-        alive -= sum(ends.pop(i, ()))
-    widest = max((bytes_of(value_of(n)) // length for n in sweep.nodes if is_tensor(n) and isinstance(analysis.facts[n], Tokens)
-                  and analysis.facts[n].keys is None), default=1)
-    return max(most, widest, 1)
+    holds: dict[Node, tuple[Node, ...]] = {}  # the values in memory that a read of this one reads
+    widths: dict[Node, int] = {}
+    steps = []  # what happens in order: who is made, from what
+    widest = 1
+    for node in sweep.nodes:
+        sources = tuple(dict.fromkeys(s for operand in node.all_input_nodes for s in holds.get(operand, ())))
+        holds[node] = sources
+        if not is_row_wise(analysis.facts[node]):
+            steps.append((None, sources))
+        elif not is_alias(node):
+            if is_tensor(node) and analysis.facts[node].keys is None:
+                widest = max(widest, bytes_of(value_of(node)) // length)
+            if is_one_of(node, KERNELS) or is_read_by_kernel(node):
+                values = value_of(node) if isinstance(value_of(node), (tuple, list)) else (value_of(node),)
+                widths[node] = sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor)) // length
+                holds[node] = (node,)
+                steps.append((node, sources))
+    last = {source: i for i, (_, sources) in enumerate(steps) for source in sources}
+    alive = most = 0
+    for i, (made, sources) in enumerate(steps):
+        ending = {widths[s] for s in sources if last[s] == i}
+        alive += 0 if made is None else widths[made]
+        overwrites = made is not None and not is_one_of(made, KERNELS) and widths[made] in ending
+        most = max(most, alive - widths[made] if overwrites else alive)
+        alive -= sum(widths[s] for s in sources if last[s] == i) + (widths[made] if made is not None and made not in last else 0)
+    return max(most, widest)
 
 
-def read_until(node, last, index: int) -> int:
-    """The last reader of a value, seen through views and outputs of several."""
-    end = last.get(node, index)
-    for user in node.users:
-        if user.target is operator.getitem or (isinstance(user.target, torch._ops.OpOverload) and user.target.is_view):
-            end = max(end, read_until(user, last, index))
-    return end
+def is_row_wise(fact) -> bool:
+    return any(isinstance(f, Tokens) for f in (fact if isinstance(fact, tuple) else (fact,)))
+
+
+def is_alias(node: Node) -> bool:
+    return node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def is_one_of(node: Node, names: tuple[str, ...]) -> bool:
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in names
+
+
+def is_read_by_kernel(node: Node) -> bool:
+    return any(is_read_by_kernel(user) if is_alias(user) else is_one_of(user, KERNELS) for user in node.users)
 
 
 def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None) -> int:

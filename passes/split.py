@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx
 from torch.fx import Graph, Node
@@ -17,13 +17,19 @@ from torch.fx import Graph, Node
 
 @dataclass(frozen=True)
 class Traits:
-    """What the cut needs to know of a node: bytes of its value (0: none; -1: it cannot cross a cut), what it does with tokens, whose memory it is."""
+    """What the cut needs to know of a node.
+
+    bytes    of its value (0: none; -1: it cannot cross a cut)
+    light    it costs little to compute and gives the same bits when computed again
+    storage  whose memory its value is
+    """
 
     bytes: int
     grad: bool
     tokens: bool
     matrix: bool
     mixing: bool
+    light: bool = False
     storage: int | None = None
 
 
@@ -34,11 +40,13 @@ class Region:
     nodes    its nodes in order, copies of cheap ones included
     inputs   placeholders and values of earlier regions that it reads
     outputs  its values that later regions or the caller read
+    light    its outputs are made again from the inputs of the graph when a backward wants them, and not kept for it
     """
 
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    light: bool = False
 
     def __str__(self) -> str:
         """``x, w → y: scores, mixed, y``."""
@@ -66,10 +74,13 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
             continue  # two mixers that no cut can part share a region
         cuts += head_cut(body, widths, traits, mixer, end, cuts)
         cuts += [] if following is None else [end]
+    prelude = prelude_cut(body, widths, traits, cuts)
+    cuts = [*prelude, *cuts]
     pieces = [body[a:b] for a, b in zip([0, *(c + 1 for c in cuts)], [*(c + 1 for c in cuts), len(body)])]
     returned = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
     loose = [n for n in nodes if n in cheap and n in returned]
-    return tuple(assemble(pieces, loose, cheap, returned, {n: i for i, n in enumerate(graph.nodes)}))
+    regions = assemble(pieces, loose, cheap, returned, {n: i for i, n in enumerate(graph.nodes)})
+    return (replace(regions[0], light=bool(prelude)), *regions[1:])
 
 
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
@@ -193,6 +204,16 @@ def head_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, 
             if piece == before[-len(piece):]:
                 return [place]
     return [places[-1]]
+
+
+def prelude_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cuts: Sequence[int]) -> list[int]:
+    """Part an embedding from the first layer where this makes that layer equal to the next one, and the embedding can be made again."""
+    if len(cuts) < 2:
+        return []
+    following = shape_of_piece(body[cuts[0] + 1:cuts[1] + 1])
+    place = cuts[0] - len(following)
+    equal = place >= 0 and widths[place] == widths[cuts[0]] and shape_of_piece(body[place + 1:cuts[0] + 1]) == following
+    return [place] if equal and all(traits[n].light for n in body[:place + 1]) else []
 
 
 def shape_of_piece(piece: Sequence[Node]) -> tuple:

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from . import internals
 from .passes.ir import Mark, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
 from .passes.normalize import normalize
+from .passes.plan import PRODUCTS, is_one_of
 from .passes.spread import Spread
 from .pipeline import outputs_of
 
@@ -24,11 +25,16 @@ SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled
 
 @dataclass(frozen=True)
 class Axis:
-    """The token axis of a model: its length, and the marks of every value of the Dynamo graph."""
+    """The token axis of a model: its length, and the marks of every value of the Dynamo graph.
+
+    mixing  nodes that let one token see another
+    light   nodes that are neither products nor random
+    """
 
     length: object
     marks: dict[Node, tuple[Mark, ...]]
     mixing: frozenset[Node]
+    light: frozenset[Node]
 
 
 def fake_of(node: Node):
@@ -88,7 +94,9 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
     mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)
               and is_tensor(n) and value_of(n).dtype.is_floating_point}
     mixing = frozenset(n for n, names in captured_for.items() if names & mixers)
-    return Axis(length, marks, mixing)
+    heavy = {n.meta.get("replaces", n.name) for n in graph.nodes if n in spread.missing or is_one_of(n, PRODUCTS) or internals.draws_random(n)}
+    light = frozenset(n for n, names in captured_for.items() if not names & heavy)
+    return Axis(length, marks, mixing, light)
 
 
 def preferred(found: Sequence[tuple]) -> tuple | None:

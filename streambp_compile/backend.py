@@ -8,6 +8,7 @@ is done. Equal regions share one trace, one analysis and one compilation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from .passes.split import Region, split
 from .pipeline import outputs_of
 from .recorded import Postponed
 from .regions import build_region, even_heads, inline_checkpoints, is_switch, postpone, region_text, traits_of, whole_graph, widest_input
+from .remade import Again, Recipe, kept_as_recipes
 from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
 from .runtime import Sizes
 
@@ -161,11 +163,18 @@ def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], out
     def call(*args):
         plain_references()
         values: dict[Node, object] = dict(zip(placeholders, args))
+        recipes: dict[Node, Again] = {}
         for (compiled, region), gone in zip(links, dropped):
             if compiled.call is not None:
-                results = compiled.call(*(values[n] for n in region.inputs if n.op != "get_attr"))
+                inputs = [values[n] for n in region.inputs if n.op != "get_attr"]
+                if region.light and torch.is_grad_enabled():
+                    recipe = Recipe.of(compiled.call, inputs)
+                    recipes.update((n, Again(recipe, i)) for i, n in enumerate(region.outputs))
+                again = [(values[n], recipes[n]) for n in region.inputs if n in recipes]
+                with kept_as_recipes(again) if again else contextlib.nullcontext():
+                    results = compiled.call(*inputs)
                 values.update(zip(region.outputs, results))
-                del results
+                del results, inputs, again
             for node in gone:
                 values.pop(node, None)
         return tuple((later[o].result(values, ready) if o in later else values[o]) if isinstance(o, Node) else o for o in outputs)

@@ -31,7 +31,7 @@ class CompiledRegion:
                  refuse: Callable[[Refusal, int | None], None]):
         self.module, self.region, self.axis, self.config, self.refuse = module, region, axis, config, refuse
         self.inputs = [n for n in region.inputs if n.op != "get_attr"]
-        self.report = RegionReport(module)
+        self.report = RegionReport(module, light=region.light)
         self.streamed: StreamedRegion | None = None
         fake_mode = internals.detect_fake_mode(inputs)
         if not region.nodes:

@@ -80,7 +80,7 @@ def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:
 def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, **kwargs):
     """Keep only inputs and recompute all of the rest, unless random numbers are drawn (then as Inductor would)."""
     if any(map(draws_random, joint.graph.nodes)) or not inputs[1]:
-        replace_random(joint)  # seeds are drawn once, so that recomputation sees the same bits
+        rewrite(joint)  # seeds are drawn once, so that recomputation sees the same bits
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]
     tensors = [n for n in primals if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -98,8 +98,8 @@ def draws_random(node: Node) -> bool:
     return chances != [0]
 
 
-def replace_random(module: GraphModule) -> None:
-    """Inductor's passes over a joint graph, which make random numbers from seeds."""
+def rewrite(module: GraphModule) -> None:
+    """Inductor's passes over a joint graph: they make random numbers from seeds, and a scatter into a constant a comparison."""
     mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
     with V.set_fake_mode(mode):
         joint_graph_passes(module)
@@ -111,7 +111,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     with detect_fake_mode(examples) or contextlib.nullcontext():
         plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*examples)
     if kwargs.get("is_inference"):
-        replace_random(plain)
+        rewrite(plain)
     return compile_fx_inner(plain, inputs, **kwargs)
 
 
@@ -215,6 +215,7 @@ def compile_once(body: Body, inputs: BodyInputs) -> Callable:
                 traced = make_fx(body.graph, decomposition_table=select_decomp_table(), tracing_mode="symbolic",
                                  _allow_non_fake_inputs=True)(*inputs.values)
             examples = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
+            rewrite(traced)
             counters["streambp"]["bodies"] += 1
             COMPILED[key] = compile_fx_inner(traced, examples)
         fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]

@@ -43,11 +43,13 @@ class RegionReport:
     joint     its joint forward-backward graph from AOTAutograd (forward alone under ``no_grad``), in ATen
     streamed  analysis and schedules, or None with a ``refusal``
     times     how often it occurs in the chain
+    light     its outputs are made again in the backward of the region behind it, and not kept
     """
 
     split: GraphModule
     name: str = ""
     times: int = 1
+    light: bool = False
     joint: GraphModule | None = None
     streamed: StreamedRegion | None = None
     refusal: Refusal | None = None
@@ -83,7 +85,7 @@ class RegionReport:
         return f"streambp_{self.name.replace(' ', '_')}_{name}"
 
     def __str__(self) -> str:
-        lines = [f"{self.name}  ×{self.times}"]
+        lines = [f"{self.name}  ×{self.times}{', made again in the backward, not kept' * self.light}"]
         if self.refusal is not None:
             return "\n".join([*lines, f"  whole, because {self.refusal}"])
         if self.streamed is None:

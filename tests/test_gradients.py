@@ -1,5 +1,7 @@
 """Whole models: streamed gradients equal eager ones, whatever surrounds the compiled function."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from streambp_compile import NotStreamed
+from streambp_compile.remade import Again, Recipe, kept_as_recipes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 EXACT = 1e-10
@@ -46,6 +49,55 @@ def test_plain_model(chunk):
     assert worst_error(gradients(model, lambda: step(ids, labels)), gradients(model, lambda: model(ids, labels))) < EXACT
     assert bodies() > 0
     torch.testing.assert_close(step(ids, labels), model(ids, labels), rtol=1e-12, atol=0)
+
+
+def bodies_for(layers: int) -> int:
+    before, ids = bodies(), ids_of(2, 61)
+    step = compiled(Plain(layers=layers).double(), 16)
+    step(ids, ids).backward()
+    return bodies() - before
+
+
+def test_the_first_layer_shares_its_bodies_with_the_others():
+    first = bodies_for(2)
+    torch._dynamo.reset()
+    assert first > 0 and bodies_for(5) == 0
+
+
+def test_a_value_kept_as_a_recipe_is_freed_and_made_again_as_often_as_wanted():
+    weight = torch.randn(4, requires_grad=True)
+    recipe = Recipe.of(lambda w: (w * 3,), (weight,))
+    (x,) = recipe.call(weight)
+    with kept_as_recipes([(x, Again(recipe, 0))]):
+        y = x.square().sum()
+    alive = weakref.ref(x)
+    del x
+    assert alive() is None
+    y.backward(retain_graph=True)
+    y.backward()
+    torch.testing.assert_close(weight.grad, 2 * 18 * weight.detach())
+
+
+def test_embeddings_made_again_twice():
+    model, ids = Plain().double(), ids_of()
+    step = compiled(model)
+
+    def twice():
+        loss = step(ids, ids)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    found = gradients(model, twice)
+    assert worst_error(found, {n: 2 * g for n, g in gradients(model, lambda: model(ids, ids)).items()}) < EXACT
+
+
+def test_weights_changed_between_forward_and_backward_are_an_error_as_in_autograd():
+    model, ids = Plain().double(), ids_of()
+    loss = compiled(model)(ids, ids)
+    with torch.no_grad():
+        model.embed.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_llama_like_model_with_aligned_targets():

@@ -1,5 +1,7 @@
 """Where a model is cut: the regions of a two-layer model written by hand, as text."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from graphs import Written
@@ -73,6 +75,21 @@ def test_a_region_reads_only_what_exists():
         assert all(n.op == "placeholder" or n in known for n in region.inputs)
         assert all(a in inside or a in region.inputs for n in region.nodes for a in n.all_input_nodes)
         known |= set(region.outputs)
+
+
+PRELUDE = """
+ids, table → x0: x0
+w1, x0 → x1: places, turns, angles, product1, turned1, heads1, attend1, mixed1, x1
+"""
+
+
+@pytest.mark.parametrize("light", (True, False))
+def test_an_embedding_that_can_be_made_again_leaves_the_first_layer_equal_to_the_others(light):
+    write = model(3)
+    traits = {n: replace(t, light=light and n.name == "x0") for n, t in traits_of(write.graph).items()}
+    found = regions(write, traits)
+    assert [r.light for r in found] == [light] + [False] * (len(found) - 1)
+    assert ("\n".join(map(str, found)).startswith(PRELUDE.strip())) == light
 
 
 def test_one_layer_without_a_head_is_one_region():
