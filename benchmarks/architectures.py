@@ -513,7 +513,17 @@ class HyperConnections(Decoder):
         return streams.sum(2)
 
 
-class ValueResidual(Decoder):
+class Handing(Decoder):
+    """Layers that hand a second value on."""
+
+    def hidden(self, ids, x):
+        handed = None
+        for layer in self.layers:
+            x, handed = layer(x, handed)
+        return x
+
+
+class ValueResidual(Handing):
     """Every layer mixes its values with those of the first (ResFormer)."""
 
     class Layer(nn.Module):
@@ -536,14 +546,8 @@ class ValueResidual(Decoder):
         super().__init__(lambda i: self.Layer())
         self.layers.append(self.Layer())
 
-    def hidden(self, ids, x):
-        first = None
-        for layer in self.layers:
-            x, first = layer(x, first)
-        return x
 
-
-class SharedKeys(Decoder):
+class SharedKeys(Handing):
     """Two layers read the keys and values that the first of them made (cross-layer attention)."""
 
     class Layer(nn.Module):
@@ -563,12 +567,6 @@ class SharedKeys(Decoder):
 
     def __init__(self):
         super().__init__(lambda i: self.Layer(i % 2 == 0))
-
-    def hidden(self, ids, x):
-        shared = None
-        for layer in self.layers:
-            x, shared = layer(x, shared)
-        return x
 
 
 class LayerEmbeddings(Decoder):

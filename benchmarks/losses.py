@@ -101,7 +101,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 @objective("cross-entropy, shifted slices")
 def _(m, h, b):
-    logits = m.lm(h)[:, :-1].float() if h.dtype == torch.bfloat16 else m.lm(h)[:, :-1]
+    logits = m.lm(h)[:, :-1]
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), b.labels[:, 1:].reshape(-1), ignore_index=IGNORED)
 
 
@@ -370,7 +370,7 @@ def _(m, h, b):
     kl_student = F.kl_div(mixture, student, reduction="none", log_target=True)
     jsd = beta * kl_teacher + (1 - beta) * kl_student
     mask = b.labels != IGNORED
-    return jsd[mask].sum() / mask.sum() if False else (jsd.sum(-1) * mask).sum() / mask.sum()
+    return (jsd.sum(-1) * mask).sum() / mask.sum()
 
 
 @objective("distillation, temperature, with labels")

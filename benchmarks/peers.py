@@ -123,9 +123,7 @@ class Step:
         self.chosen = chosen
 
     def plain_loss(self, ids):
-        import torch
-
-        mask = {"attention_mask": torch.ones_like(ids)} if self.backward_inside else {}  # the published code wants one
+        mask = {"attention_mask": ids.new_ones(ids.shape)} if self.backward_inside else {}  # the published code wants one
         return self.model(input_ids=ids, labels=ids, **mask).loss
 
     def synchronize(self) -> None:

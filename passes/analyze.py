@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from .bands import Band, evaluate
 from .gauge import Gauge, offset
 from .ir import (EVERYWHERE, HERE, Analysis, Edge, Fact, Mark, Reach, Shared, Signature, Size, Summed, Tokens, hint,
-                 is_tensor, refuse, shape_of, tensor_operands, value_of)
+                 is_tensor, parts_of, refuse, shape_of, tensor_operands, value_of)
 from .spread import Slot, Spread, has_tensors, outputs_of, product, slot_of
 
 
@@ -266,7 +266,7 @@ def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object]) -> di
 
 def meets_pair(node: Node, reader: Reader) -> bool:
     facts = [reader.facts[node], *(reader.facts[a] for a in tensor_operands(node))]
-    flat = [f for fact in facts for f in (fact if isinstance(fact, tuple) else (fact,))]
+    flat = [f for fact in facts for f in parts_of(fact)]
     return any(isinstance(f, Tokens) and f.keys is not None for f in flat)
 
 

@@ -227,6 +227,11 @@ def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:
     return tuple(hint(s) for s in value_of(node, output).shape)
 
 
+def parts_of(fact) -> tuple:
+    """The facts of a node's outputs: one, or several."""
+    return fact if isinstance(fact, tuple) else (fact,)
+
+
 def bytes_of(value: torch.Tensor) -> int:
     count = 1
     for size in value.shape:

@@ -350,25 +350,38 @@ class Writer:
         """Add a chunk's part to the sum that a node is."""
         return self.graph.call_function(streambp.add_.default, (part, self.bind("total", node, node.name)))
 
-    def only_rows_of(self, edge, value: Node, like: Node | None = None) -> Node:
-        """A value, zero in the rows that this edge's operand does not have (counted where the edge reads them)."""
-        fact, like = self.fact(edge.operand), edge.operand if like is None else like
-        if not isinstance(fact, Tokens):
-            return value
-        shift = int(edge.reach.lo) if edge.role == "halo" and edge.reach.lo == edge.reach.hi else 0
-        fact = replace(fact, lo=fact.lo - shift, hi=fact.hi - shift)
-        if fact.lo <= 0 and fact.hi >= 0:
-            return value
+    def zero_unless(self, inside: Node, value: Node, like: Node) -> Node:
+        """A value of the dtype of ``like``, zero where a mask is false."""
         zero = self.graph.call_function(aten.full.default, ([], 0), dict(dtype=value_of(like).dtype, device=value_of(like).device))
-        return self.graph.call_function(aten.where.self, (self.inside_domain(fact, rank_of(like), fact.rows), value, zero))
+        return self.graph.call_function(aten.where.self, (inside, value, zero))
 
-    def summand(self, node: Node, operand: Node) -> Node:
-        """An operand of a sum over rows, zero where its rows do not count."""
-        value, fact = self.read(operand), self.domain(operand)
-        if fact.lo <= 0 and fact.hi >= 0:
+    def zero_beyond(self, operand: Node, value: Node, like: Node) -> Node:
+        """A value shaped like ``like``, zero in the rows that an operand does not have."""
+        fact = self.domain(operand)
+        if not isinstance(fact, Tokens) or fact.lo <= 0 and fact.hi >= 0:
             return value
-        zero = self.graph.call_function(aten.full.default, ([], 0), dict(dtype=value_of(operand).dtype, device=value_of(operand).device))
-        return self.graph.call_function(aten.where.self, (self.inside_domain(fact, rank_of(operand), fact.rows), value, zero))
+        return self.zero_unless(self.inside_domain(fact, rank_of(like), fact.rows), value, like)
+
+    def summand(self, operand: Node) -> Node:
+        """An operand of a sum over rows, zero where its rows do not count."""
+        return self.zero_beyond(operand, self.read(operand), operand)
+
+    def place_of_row(self, node: Node, index: object) -> tuple[Node, Node]:
+        """The place in the chunk of one row of all tokens, as ``[1]``, and whether it is there."""
+        index = self.read_int(index) if isinstance(index, Node) else index
+        place = self.graph.call_function(aten.full.default, ([1], index), dict(dtype=torch.int64, device=value_of(node).device))
+        return self.rows_of_chunk(place, self.fact(node).rows, self.fact(node).lo)
+
+    def row_picked(self, operand: Node, dim: int, index: object) -> Node:
+        """One row of all tokens, ``[…, 1, …]``, from the chunk that has it; zero from the others."""
+        local, inside = self.place_of_row(operand, index)
+        row = self.graph.call_function(aten.index_select.default, (self.read(operand), dim, local))
+        return self.zero_unless(inside, row, operand)
+
+    def row_put(self, node: Node, dim: int, index: object, row: Node, like: Node) -> Node:
+        """The chunk's rows of a value of zeros with one row, ``[…, 1, …]``, written by the chunk that has it."""
+        local, inside = self.place_of_row(node, index)
+        return self.graph.call_function(aten.index_add.default, (self.zeros(node), dim, local, self.zero_unless(inside, row, like)))
 
     def iota(self, node: Node, start, step) -> Node:
         kwargs = dict(node.kwargs)
@@ -450,7 +463,7 @@ class Writer:
         for i, edge in enumerate(self.analysis.edges[node]):
             fact = self.domain(edge.operand)
             if edge.role in ("rows", "halo") and isinstance(fact, Tokens) and (fact.lo > 0 or fact.hi < 0):
-                return {i: self.summand(node, edge.operand)}
+                return {i: self.summand(edge.operand)}
         return {}
 
     def feed(self, node: Node) -> None:

@@ -38,6 +38,14 @@ def mean(x: torch.Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> tor
     return (total / count).to(result)
 
 
+def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
+    """A repeated value is an expanded one, laid out: rows that are repeated stay rows."""
+    x = x.reshape([1] * (len(repeats) - x.dim()) + list(x.shape))
+    apart = [(r, s) if r != 1 else (s,) for r, s in zip(repeats, x.shape)]
+    narrow = x.reshape([n for part in apart for n in ((1, part[1]) if len(part) == 2 else part)])
+    return narrow.expand([n for part in apart for n in part]).reshape([r * s for r, s in zip(repeats, x.shape)])
+
+
 FORWARD = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,

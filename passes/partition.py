@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from .ir import (EVERYWHERE, HERE, Analysis, Reach, Tokens, bytes_of, hint, is_tensor, refuse, shape_of, tensor_operands, value_of)
+from .ir import EVERYWHERE, HERE, Analysis, Reach, Tokens, bytes_of, hint, is_tensor, parts_of, refuse, shape_of, tensor_operands, value_of
 
 ASCENDING, DESCENDING = "ascending", "descending"
 MOST_SWEEPS = 4
@@ -144,8 +144,7 @@ class Search:
         return sorted(seen, key=self.order.get)
 
     def tokens(self, node: Node) -> bool:
-        fact = self.analysis.facts.get(node)
-        return any(isinstance(f, Tokens) for f in (fact if isinstance(fact, tuple) else (fact,)))
+        return any(isinstance(f, Tokens) for f in parts_of(self.analysis.facts.get(node)))
 
     def small_rows(self) -> int:
         """Bytes per token below which a value may as well exist at full length: a few numbers, or a sixteenth of the widest input."""
@@ -194,7 +193,8 @@ class Search:
                 take(node)
             elif kind == "sum" and node in self.early:
                 take(node)
-            elif node.target is not operator.getitem and after and exists and all(a in whole or a not in late or self.analysis.kinds[a] == "sum" for a in node.all_input_nodes):
+            elif node.target is not operator.getitem and after and exists and all(
+                    a in whole or a not in late or self.analysis.kinds[a] == "sum" for a in node.all_input_nodes):
                 take(node)  # the tail of a loss that looks at sums: a few numbers per token, and no sweep of its own
             if node not in self.early and (after or kind in ("sum", "all")):
                 late.add(node)
@@ -213,8 +213,7 @@ class Search:
 
     def is_matrix(self, node: Node) -> bool:
         """Has a row and a column per token."""
-        fact = self.analysis.facts.get(node)
-        return any(isinstance(f, Tokens) and f.keys is not None for f in (fact if isinstance(fact, tuple) else (fact,)))
+        return any(isinstance(f, Tokens) and f.keys is not None for f in parts_of(self.analysis.facts.get(node)))
 
     def before_any_sweep(self) -> set[Node]:
         """Inputs, and what small values alone make of them."""
@@ -259,8 +258,7 @@ class Search:
         return level
 
     def edges_of(self, node: Node):
-        known = self.analysis.edges.get(node, ())
-        return known
+        return self.analysis.edges.get(node, ())
 
     def ready(self, node: Node, level: dict[Node, int]) -> int:
         """When a node's full value exists."""

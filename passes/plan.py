@@ -7,12 +7,12 @@ import operator
 import torch
 from torch.fx import Node
 
-from .ir import Analysis, Tokens, bytes_of, hint, is_tensor, value_of
+from .ir import Analysis, Tokens, bytes_of, hint, is_tensor, parts_of, value_of
 from .partition import Sweep
 
-CHUNK_BYTES = 20 << 20  # what one chunk's widest moment may take: past cache, so that matmuls run at speed, and well under any model
+CHUNK_BYTES = 24 << 20  # what one chunk's widest moment may take: past cache, so that matmuls run at speed, and well under any model
 WIDE = 8 * CHUNK_BYTES  # a weight gradient beyond this takes more memory than its chunks do, and more time to walk over for each of them
-SHORTEST, LONGEST, STEP = 32, 1024, 16
+SHORTEST, LONGEST, STEP = 32, 2048, 16
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward")
 KERNELS = (*PRODUCTS, "embedding", "cat")  # they read and write memory; the rest fuses
 
@@ -53,7 +53,7 @@ def row_bytes(sweep: Sweep, analysis: Analysis) -> int:
 
 
 def is_row_wise(fact) -> bool:
-    return any(isinstance(f, Tokens) for f in (fact if isinstance(fact, tuple) else (fact,)))
+    return any(isinstance(f, Tokens) for f in parts_of(fact))
 
 
 def is_alias(node: Node) -> bool:

@@ -13,12 +13,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .passes.ir import Mark, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
+from .passes.ir import Mark, bytes_of, Size, hint, is_tensor, tensor_operands, value_of
 from .passes.normalize import normalize
 from .passes.plan import PRODUCTS, is_one_of
 from .passes.spread import Spread
 from .pipeline import outputs_of
-
 
 SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
 
@@ -31,7 +30,7 @@ class Axis:
     light   nodes that are neither products nor random
     """
 
-    length: object
+    length: Size
     marks: dict[Node, tuple[Mark, ...]]
     mixing: frozenset[Node]
     light: frozenset[Node]
@@ -76,40 +75,61 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
     for node, fake in zip(placeholders, fakes):
         if isinstance(fake, torch.Tensor) and not is_parameter(fake):
             candidates += [(node, d) for d, s in enumerate(fake.shape) if hint(s) > 1 and fake.dim() <= 3]
-    found: list[tuple[int, int, float, int, Spread, object]] = []
+    found: list[Candidate] = []
     for node, dim in candidates:
-        if any(dim in spread.marks.get((node, -1), {}) for *_, spread, _ in found):
+        if any(dim in spread.marks.get((node, -1), {}) for spread in (c.spread for c in found)):
             continue
         spread = Spread(graph, {node: (Mark(dim),)})
         mixers = sum(1 for n in graph.nodes if mixes(n, spread))
         width = sum(bytes_of(value_of(n)) for n in graph.nodes if is_tensor(n) and spread.of(n)
                     and value_of(n).dtype.is_floating_point)
         if width:
-            found.append((mixers, width, lost_bytes(graph, spread) / width, shape_of(node)[dim], spread, value_of(node).shape[dim]))
+            found.append(Candidate(mixers, width, lost_bytes(graph, spread) / width, value_of(node).shape[dim], spread))
     chosen = preferred(found)
     if chosen is None:
         return None
-    *_, spread, length = chosen
+    spread = chosen.spread
+    for node, fake in zip(placeholders, fakes):
+        for mark in spread.of(node).values():
+            fix_sizes(fake.shape[:mark.dim])
     marks = {n: tuple(spread.of(v).values()) for n, v in values.items() if spread.of(v)}
     mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)
               and is_tensor(n) and value_of(n).dtype.is_floating_point}
     mixing = frozenset(n for n, names in captured_for.items() if names & mixers)
     heavy = {n.meta.get("replaces", n.name) for n in graph.nodes if n in spread.missing or is_one_of(n, PRODUCTS) or internals.draws_random(n)}
     light = frozenset(n for n, names in captured_for.items() if not names & heavy)
-    return Axis(length, marks, mixing, light)
+    return Axis(chosen.length, marks, mixing, light)
 
 
-def preferred(found: Sequence[tuple]) -> tuple | None:
-    """Of (mixers, bytes, lost, rows, …): the most mixers; of those that carry about as many bytes and lose about as few, the most rows.
+def fix_sizes(sizes: Sequence[Size]) -> None:
+    """The batch, whose rows lie among those of tokens, becomes a constant of this graph: Dynamo compiles another for another batch."""
+    for size in sizes:
+        int(size)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A dimension of an input, spread over the graph: how many ops mix its rows, the bytes that carry it, the part of them that loses it."""
+
+    mixers: int
+    bytes: int
+    lost: float
+    length: Size
+    spread: Spread
+
+
+def preferred(found: Sequence[Candidate]) -> Candidate | None:
+    """The most mixers; of those that carry about as many bytes and lose about as few, the most rows.
 
     In a head without attention the batch carries the same values as the tokens do, and a few numbers per sequence besides; features and
     classes carry much, but products and the softmax lose them.
     """
-    found = [f for f in found if f[3] >= SHORTEST_STREAMED] or found
-    for better in (lambda f, best: f[0] == max(x[0] for x in best), lambda f, best: f[2] <= 2 * min(x[2] for x in best) + 1 / 8,
-                   lambda f, best: 2 * f[1] >= max(x[1] for x in best)):
-        found = [f for f in found if better(f, found)]
-    return max(found, key=lambda f: f[3], default=None)
+    found = [c for c in found if hint(c.length) >= SHORTEST_STREAMED] or found
+    for good in (lambda c, rivals: c.mixers == max(r.mixers for r in rivals),
+                 lambda c, rivals: c.lost <= 2 * min(r.lost for r in rivals) + 1 / 8,
+                 lambda c, rivals: 2 * c.bytes >= max(r.bytes for r in rivals)):
+        found = [c for c in found if good(c, found)]
+    return max(found, key=lambda c: hint(c.length), default=None)
 
 
 def lost_bytes(graph: Graph, spread: Spread) -> int:

@@ -19,7 +19,6 @@ from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport
 
 
-
 class TooShort(CannotStream):
     """A graph of a fixed, tiny length: nothing to stream, nothing to warn about."""
 
@@ -51,17 +50,19 @@ class CompiledRegion:
     def cut(self, joint: GraphModule, joint_inputs, *, num_fwd_outputs: int, **kwargs):
         """AOTAutograd's partition function."""
         self.report.joint = joint
-        try:
-            self.streamed = self.stream(joint, num_fwd_outputs, len(joint_inputs[1]))
-        except TooShort as short:
-            self.report.refusal = short.refusal
+        if not self.streams(joint, num_fwd_outputs, len(joint_inputs[1])):
             return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-        except CannotStream as refusal:
-            self.report.refusal = refusal.refusal
-            self.refuse(refusal.refusal, self.whole_cost(joint))
-            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-        self.report.streamed = self.streamed
         return self.modules(num_fwd_outputs)
+
+    def streams(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> bool:
+        """Stream it if the passes can; else say why, in the report and, unless nothing is lost, in a warning."""
+        try:
+            self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
+        except CannotStream as refused:
+            self.report.refusal = refused.refusal
+            if not isinstance(refused, TooShort):
+                self.refuse(refused.refusal, self.whole_cost(graph_module))
+        return self.streamed is not None
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
         if self.axis is None:
@@ -115,17 +116,8 @@ class CompiledRegion:
         return driver_of(module) or internals.compile_graph(module, inputs, is_backward=True)
 
     def compile_inference(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
-        outputs = outputs_of(module)
-        try:
-            self.streamed = self.stream(module, len(outputs), 0)
-        except TooShort as short:
-            self.report.refusal = short.refusal
+        if not self.streams(module, len(outputs_of(module)), 0):
             return internals.compile_graph(module, inputs, is_inference=True)
-        except CannotStream as refusal:
-            self.report.refusal = refusal.refusal
-            self.refuse(refusal.refusal, self.whole_cost(module))
-            return internals.compile_graph(module, inputs, is_inference=True)
-        self.report.streamed = self.streamed
         return boxed(run_forward(self.streamed, outputs_of(self.streamed.joint)))
 
 

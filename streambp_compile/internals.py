@@ -36,7 +36,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .passes.lower import Binding, Body, total_dtype
-from .passes.normalize import KEPT, mean
+from .passes.normalize import KEPT, mean, repeat
 from .passes.rules import overload
 from .runtime import Layout, layout_of, source_value
 
@@ -54,6 +54,7 @@ def decompositions() -> dict:
         table.pop(overload(name), None)
     table[aten.mean.dim] = mean
     table[aten.mean.default] = mean
+    table[aten.repeat.default] = repeat
     table.update(get_decompositions([aten.t, aten.transpose.int, aten.detach, aten.select_backward, aten.slice_backward]))
     return table
 

@@ -84,8 +84,8 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
         raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
     if not tangents:
         return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False)
-    if one_sweep_is_enough(graph, analysis, outputs, forward, tangent_nodes):
-        both = partition(graph, analysis, outputs)
+    both = in_one_sweep(graph, analysis, outputs, forward, tangent_nodes)
+    if both is not None:
         return StreamedRegion(module, analysis, primals, tangent_nodes, (), schedule(both), None, True)
     sums = sums_of_forward(graph, analysis, forward, tangent_nodes)
     backward = partition(graph, analysis, backward_part, given=sums, movable=tangent_nodes)
@@ -114,18 +114,18 @@ def sums_of_forward(graph, analysis: Analysis, forward: Program, tangents) -> fr
     return frozenset(late | set(forward.distilled) | {n for s in forward.sweeps for n in s.sums})
 
 
-def one_sweep_is_enough(graph, analysis: Analysis, outputs, forward: Program, tangents) -> bool:
-    """A loss whose rows need no sum of themselves: its gradient comes out of the very sweep that computes it.
+def in_one_sweep(graph, analysis: Analysis, outputs, forward: Program, tangents) -> Program | None:
+    """The program of a loss whose rows need no sum of themselves: its gradient comes out of the very sweep that computes it.
 
     The incoming tangent is one number, so the gradients may be computed for 1 and scaled later: three products instead of four.
     """
     if len(tangents) != 1 or any(not is_tensor(t) or t.meta["val"].numel() != 1 for t in tangents) or len(forward.sweeps) != 1:
-        return False
+        return None
     try:
         both = partition(graph, analysis, outputs)
     except CannotStream:
-        return False
-    return len(both.sweeps) == 1
+        return None
+    return both if len(both.sweeps) == 1 else None
 
 
 def unit(tangent: Node) -> torch.Tensor:

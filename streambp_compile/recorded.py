@@ -18,6 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import internals
 from .config import Config
+from .passes.ir import Refusal, bytes_of
+from .report import warn_refused
 
 NARROW = 8  # a value this many times smaller than the logits is worth computing; anything wider waits for what is done to it next
 FAKES = internals.FakeTensorMode()
@@ -234,7 +236,8 @@ def whole(results: Sequence[Expression]) -> list[torch.Tensor]:
 def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
     """Values far smaller than logits, in one pass over tokens; whole where that fails."""
     written = Written(results)
-    first = next(n for n in written.nodes if isinstance(n, Source)).region
+    source = next(n for n in written.nodes if isinstance(n, Source))
+    first = source.region
     text = "\n".join(written.text)
     for node in written.nodes:
         if not isinstance(node, Op):
@@ -246,10 +249,12 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
     try:
         with torch.set_grad_enabled(grad), torch.autocast(device, enabled=False):
             return first.compiled[text](*written.inputs)
-    except Exception:
+    except Exception as error:  # as in CompiledRegion.stream: loud, whole, exact
         if first.config.strict:
             raise
         internals.log.debug("streaming what was done to logits failed", exc_info=True)
+        warn_refused(Refusal("logits", f"what was done to them cannot be streamed: {type(error).__name__}: {str(error).splitlines()[0]}",
+                             "Compute the loss inside the compiled function"), bytes_of(source.fake))
         return whole(results)
 
 

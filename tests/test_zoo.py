@@ -1,6 +1,5 @@
 """The zoo's own reading of its answers, and a few of its rows, chunk bodies interpreted."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -39,7 +38,6 @@ def test_hard_rows_are_exact(name, interpreted):
     assert zoo.is_exact(name, zoo.measure(name, tokens=0))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("name", ("qwen3", "BERT"))
 def test_hugging_face_rows_are_exact_and_streamed(name, interpreted):
     answer = zoo.measure(name, tokens=0)

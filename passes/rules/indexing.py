@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, Tokens, shape_of, tensor_operands, value_of
+from ..ir import Signature, Tokens, shape_of, value_of
 from . import rule
 from .signatures import aligned, all_at_once, argument
 
@@ -19,7 +19,7 @@ def embedding(node: Node) -> Signature:
 def emit_embedding_backward(body, node: Node):
     if body.kind(node) != "sum":
         return body.copy(node)
-    return body.accumulate_rows(node, body.read(node.args[1]), body.summand(node, node.args[0]), padding=node.args[3])
+    return body.accumulate_rows(node, body.read(node.args[1]), body.summand(node.args[0]), padding=node.args[3])
 
 
 @rule("aten::embedding_dense_backward", emit=emit_embedding_backward)
@@ -44,10 +44,9 @@ def emit_index(body, node: Node):
     x, indices = node.args[0], list(node.args[1])
     mark = body.fact(x).rows
     local, inside = body.rows_of_chunk(body.read(indices[mark.dim], "whole"), mark, body.fact(x).lo)
-    operands = tensor_operands(node)
     position = 1 + sum(1 for ix in indices[: mark.dim] if ix is not None)
     picked = body.copy(node, {0: body.read(x), position: local})
-    return body.added(node, where_picked(body, node, picked, inside, len(operands[position].meta["val"].shape), trailing(node)))
+    return body.added(node, body.zero_unless(before_dims(body, inside, trailing(node)), picked, node))
 
 
 def trailing(node: Node) -> int:
@@ -58,14 +57,11 @@ def trailing(node: Node) -> int:
     return len(shape_of(x)) - (used[-1] + 1 if together else len(used))
 
 
-def where_picked(body, node: Node, picked: Node, inside: Node, rank: int, after: int) -> Node:
-    """A picked value, zero where its row is not in this chunk."""
-    call, aten = body.graph.call_function, torch.ops.aten
-    for _ in range(after):
-        inside = call(aten.unsqueeze.default, (inside, -1))
-    like = value_of(node)
-    zero = call(aten.full.default, ([], 0), dict(dtype=like.dtype, device=like.device))
-    return call(aten.where.self, (inside, picked, zero))
+def before_dims(body, mask: Node, count: int) -> Node:
+    """A mask that broadcasts against values with so many dimensions more."""
+    for _ in range(count):
+        mask = body.graph.call_function(torch.ops.aten.unsqueeze.default, (mask, -1))
+    return mask
 
 
 @rule("aten::index.Tensor", emit=emit_index)
@@ -105,8 +101,8 @@ def gather(node: Node) -> Signature:
 def emit_scatter(body, node: Node):
     """Rows that a narrower index does not have must not be written: adding zero writes nothing."""
     _, index, source = body.edges(node)
-    value = body.only_rows_of(source, body.operand(source))
-    return body.copy(node, {2: body.only_rows_of(index, value, source.operand)})
+    value = body.zero_beyond(source.operand, body.operand(source), source.operand)
+    return body.copy(node, {2: body.zero_beyond(index.operand, value, source.operand)})
 
 
 def scattered(node: Node) -> Signature:
@@ -133,15 +129,11 @@ def emit_index_put(body, node: Node):
     mark = body.fact(node).rows
     if mark.dim >= len(indices) or indices[mark.dim] is None:
         return body.copy(node)
-    call, aten = body.graph.call_function, torch.ops.aten
     local, inside = body.rows_of_chunk(body.read(indices[mark.dim], "whole"), mark, body.fact(node).lo)
     places = [None if ix is None else local if i == mark.dim else body.read(ix, "whole") for i, ix in enumerate(indices)]
-    for _ in range(len(shape_of(node)) - len(indices)):
-        inside = call(aten.unsqueeze.default, (inside, -1))
-    like = value_of(values)
-    zero = call(aten.full.default, ([], 0), dict(dtype=like.dtype, device=like.device))
-    given = call(aten.where.self, (inside, body.read(values, "whole"), zero))
-    return call(node.target, (body.zeros(node), places, given, True))
+    inside = before_dims(body, inside, len(shape_of(node)) - len(indices))
+    given = body.zero_unless(inside, body.read(values, "whole"), values)
+    return body.graph.call_function(node.target, (body.zeros(node), places, given, True))
 
 
 @rule("aten::index_put", "aten::_unsafe_index_put", emit=emit_index_put)

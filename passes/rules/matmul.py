@@ -11,7 +11,7 @@ def emit_mm(body, node: Node):
     """A product summed over rows goes straight into its accumulator; no partial result exists."""
     if body.kind(node) != "sum":
         return body.copy(node)
-    return body.accumulate_mm(node, body.summand(node, node.args[0]), body.read(node.args[1]))
+    return body.accumulate_mm(node, body.summand(node.args[0]), body.read(node.args[1]))
 
 
 @rule("aten::mm", emit=emit_mm)

@@ -87,10 +87,7 @@ def emit_slice(body, node: Node):
     """Rows outside the slice stay where they are; the fact's domain remembers that they do not count."""
     x, dim = node.args[0], argument(node, 1, "dim", 0) % len(shape_of(node))
     if body.kind(node) == "sum":  # one row of all
-        local, inside = one_row(body, body.fact(x), argument(node, 2, "start"), value_of(x).device)
-        call, aten = body.graph.call_function, torch.ops.aten
-        picked = call(aten.index_select.default, (body.read(x), dim, local))
-        return body.added(node, call(aten.where.self, (inside, picked, call(aten.zeros_like.default, (picked,)))))
+        return body.added(node, body.row_picked(x, dim, argument(node, 2, "start")))
     if body.carries_keys(x, dim):
         bounds = (body.column(x, argument(node, 2, "start")), body.column(x, argument(node, 3, "end")))
         return body.graph.call_function(node.target, (body.read(x), dim, *bounds))
@@ -120,17 +117,7 @@ def emit_select(body, node: Node):
     if body.kind(node) != "sum":
         return body.copy(node)
     x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
-    local, inside = one_row(body, body.fact(x), node.args[2], value_of(x).device)
-    call, aten = body.graph.call_function, torch.ops.aten
-    picked = call(aten.squeeze.dim, (call(aten.index_select.default, (body.read(x), dim, local)), dim))
-    return body.added(node, call(aten.where.self, (inside, picked, call(aten.zeros_like.default, (picked,)))))
-
-
-def one_row(body, fact, index, device) -> tuple[Node, Node]:
-    """The place of a row in the chunk, as ``[1]``, and whether it is there."""
-    place = body.graph.call_function(torch.ops.aten.full.default, ([1], body.read_int(index) if isinstance(index, Node) else index),
-                                     dict(dtype=torch.int64, device=device))
-    return body.rows_of_chunk(place, fact.rows, fact.lo)
+    return body.added(node, body.graph.call_function(torch.ops.aten.squeeze.dim, (body.row_picked(x, dim, node.args[2]), dim)))
 
 
 @rule("aten::select.int", emit=emit_select)
@@ -145,12 +132,8 @@ def emit_select_scatter(body, node: Node):
     dim = argument(node, 2, "dim", 0) % len(shape_of(node))
     if not body.carries_tokens(node, dim):
         return body.copy(node)
-    call, aten = body.graph.call_function, torch.ops.aten
-    source = node.args[1]
-    local, inside = one_row(body, body.fact(node), argument(node, 3, "index"), value_of(node).device)
-    row = call(aten.unsqueeze.default, (body.read(source, "whole"), dim))
-    row = call(aten.where.self, (inside, row, call(aten.zeros_like.default, (row,))))
-    return call(aten.index_add.default, (body.zeros(node), dim, local, row))
+    row = body.graph.call_function(torch.ops.aten.unsqueeze.default, (body.read(node.args[1], "whole"), dim))
+    return body.row_put(node, dim, argument(node, 3, "index"), row, node.args[1])
 
 
 @rule("aten::select_scatter", emit=emit_select_scatter)
@@ -198,11 +181,7 @@ def emit_slice_scatter(body, node: Node):
     if not body.carries_tokens(node, dim):
         return body.copy(node)
     if shape_of(source)[dim] == 1 < shape_of(node)[dim]:
-        call, aten = body.graph.call_function, torch.ops.aten
-        local, inside = one_row(body, body.fact(node), argument(node, 3, "start"), value_of(node).device)
-        row = body.read(source, "whole")
-        row = call(aten.where.self, (inside, row, call(aten.zeros_like.default, (row,))))
-        return call(aten.index_add.default, (body.zeros(node), dim, local, row))
+        return body.row_put(node, dim, argument(node, 3, "start"), body.read(source, "whole"), source)
     base, source = (body.operand(edge) for edge in body.edges(node))
     return body.fill_outside(node, source, base, source=node.args[1])
 
