@@ -398,6 +398,9 @@ class Writer:
     def accumulate_mm(self, node: Node, left: Node, right: Node) -> Node:
         return self.graph.call_function(streambp.add_product_.default, (left, right, self.bind("total", node, node.name)))
 
+    def accumulate_grouped(self, node: Node, left: Node, right: Node, groups: Node) -> Node:
+        return self.graph.call_function(streambp.add_grouped_outer_.default, (left, right, groups, self.bind("total", node, node.name)))
+
     def accumulate_rows(self, node: Node, index: Node, rows: Node, padding: int) -> Node:
         return self.graph.call_function(streambp.add_rows_.default, (index, rows, padding, self.bind("total", node, node.name)))
 

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .bands import Band, evaluate
 from .ir import shape_of, value_of
+from .unsort import undo_sorts
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -60,8 +61,11 @@ BACKWARD = {
 }
 
 
-def normalize(module: GraphModule) -> GraphModule:
-    """A copy of the graph in the spelling of the rules; the given module is left alone."""
+def normalize(module: GraphModule, probing: bool = False) -> GraphModule:
+    """A copy of the graph in the spelling of the rules; the given module is left alone.
+
+    probing  the graph returns all its values, for their shapes alone (`undo_sorts`)
+    """
     copied = Graph()
     names: dict[Node, Node] = {}
     output = copied.graph_copy(module.graph, names)
@@ -71,7 +75,9 @@ def normalize(module: GraphModule) -> GraphModule:
     result = GraphModule(module, copied)
     read_sizes_from_inputs(result.graph)
     create_from_nothing(result.graph)
+    undo_sorts(result.graph, probing)
     draw_by_place(result.graph)
+    scatter_to_extremes(result.graph)
     fuse_attention(result.graph)
     drop_proved_masks(result.graph)
     group_heads(result.graph)
@@ -159,6 +165,22 @@ def draw_by_place(graph: Graph) -> None:
         with graph.inserting_before(node):
             new = graph.call_function(streambp.uniform.default, (seeds[value.device], node.args[0], stream, value.dtype))
         new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def scatter_to_extremes(graph: Graph) -> None:
+    """The gradient of a maximum goes to where it is: found again there, so that places among keys need not be handed on."""
+    for node in graph.find_nodes(op="call_function", target=aten.scatter.src):
+        base, dim, index, grad = node.args
+        rank = len(shape_of(node))
+        if index.target is aten.unsqueeze.default and index.args[1] % rank == dim % rank:
+            index = index.args[0]
+        chosen = index.args[0] if index.target is operator.getitem and index.args[1] == 1 else None
+        if chosen is None or chosen.target not in (aten.max.dim, aten.min.dim) or chosen.args[1] % rank != dim % rank or not (
+                base.target is aten.full.default and base.args[1] == 0) or shape_of(chosen.args[0]) != shape_of(node):
+            continue
+        new = emitted(graph, node, streambp.to_extreme.default, (grad, chosen.args[0], dim % rank, chosen.target is aten.max.dim))
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 

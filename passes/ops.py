@@ -199,6 +199,46 @@ def add_product_(left: Tensor, right: Tensor, total: Tensor) -> None:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
+def to_extreme(grad: Tensor, x: Tensor, dim: int, largest: bool) -> Tensor:
+    """The gradient of ``x.max(dim)`` (or ``min``): zero but where the value was taken from. ``grad`` has one entry along ``dim``."""
+    index = (torch.max if largest else torch.min)(x, dim, keepdim=True).indices
+    return torch.zeros_like(x, dtype=grad.dtype).scatter(dim, index, grad)
+
+
+def sorted_groups(groups: Tensor, count: int) -> tuple[Tensor, list[tuple[int, slice]]]:
+    """Rows in the order of their groups, and every group that has rows with the slice of them. Rows of no group come last, in no slice."""
+    counts = groups.new_zeros(count + 1).scatter_add_(0, groups.clamp(0, count), torch.ones_like(groups))
+    slices, start = [], 0
+    for group, rows in enumerate(counts[:count].tolist()):
+        if rows:
+            slices.append((group, slice(start, start + rows)))
+        start += rows
+    return groups.argsort(stable=True), slices
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
+    """``rows[i] @ weight[groups[i]]``: ``[R, K]``, ``[G, K, N]``, ``[R]`` → ``[R, N]``; zero for a row of no group."""
+    order, slices = sorted_groups(groups, weight.shape[0])
+    ordered, made = rows[order], rows.new_zeros(rows.shape[0], weight.shape[2])
+    for group, part in slices:
+        torch.mm(ordered[part], weight[group], out=made[part])
+    return torch.empty_like(made).index_copy_(0, order, made)
+
+
+def grouped_outer(left: Tensor, right: Tensor, groups: Tensor, count: int) -> Tensor:
+    """The sum of ``left[i]ᵀ right[i]`` per group: ``[R, K]``, ``[R, N]``, ``[R]`` → ``[G, K, N]``."""
+    total = left.new_zeros((count, left.shape[1], right.shape[1]), dtype=torch.promote_types(left.dtype, torch.float32))
+    add_grouped_outer_(left, right, groups, total)
+    return total.to(left.dtype)
+
+
+def add_grouped_outer_(left: Tensor, right: Tensor, groups: Tensor, total: Tensor) -> None:
+    order, slices = sorted_groups(groups, total.shape[0])
+    left, right = left[order], right[order]
+    for group, part in slices:
+        add_product_(left[part].t(), right[part], total[group])
+
+
 def add_rows_(index: Tensor, rows: Tensor, padding: int, total: Tensor) -> None:
     """``total[index[i]] += rows[i]``, leaving the row ``padding`` alone."""
     flat, values = index.reshape(-1), rows.reshape(-1, rows.shape[-1])
@@ -276,6 +316,13 @@ define(f"attention_backward(Tensor grad, {MASKED}, Tensor out, Tensor lse, Tenso
 define(f"attention_backward_(Tensor grad, {MASKED}, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale,"
        " SymInt start, Tensor(a!) key_grad, Tensor(b!) value_grad) -> Tensor", attention_backward_, backward_meta)
 define("add_product_(Tensor left, Tensor right, Tensor(a!) total) -> ()", add_product_, nothing)
+define("to_extreme(Tensor grad, Tensor x, int dim, bool largest) -> Tensor", to_extreme,
+       lambda grad, x, dim, largest: torch.empty_like(x, dtype=grad.dtype))
+define("grouped_mm(Tensor rows, Tensor weight, Tensor groups) -> Tensor", grouped_mm,
+       lambda rows, weight, groups: rows.new_empty(rows.shape[0], weight.shape[2]))
+define("grouped_outer(Tensor left, Tensor right, Tensor groups, int count) -> Tensor", grouped_outer,
+       lambda left, right, groups, count: left.new_empty(count, left.shape[1], right.shape[1]))
+define("add_grouped_outer_(Tensor left, Tensor right, Tensor groups, Tensor(a!) total) -> ()", add_grouped_outer_, nothing)
 define("add_rows_(Tensor index, Tensor rows, int padding, Tensor(a!) total) -> ()", add_rows_, nothing)
 define("add_(Tensor part, Tensor(a!) total) -> ()", add_part_, nothing)
 define("rows_at(Tensor full, int dim, SymInt start, SymInt length) -> Tensor", rows_at, rows_meta)

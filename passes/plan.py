@@ -11,9 +11,11 @@ from .ir import Analysis, Tokens, bytes_of, hint, is_tensor, parts_of, value_of
 from .partition import Sweep
 
 CHUNK_BYTES = 24 << 20  # what one chunk's widest moment may take: past cache, so that matmuls run at speed, and well under any model
+ATTENTION_BYTES = 36 << 20  # the same with attention inside: it reads all earlier keys again for every chunk, and so wants fewer
 WIDE = 8 * CHUNK_BYTES  # a weight gradient beyond this takes more memory than its chunks do, and more time to walk over for each of them
 SHORTEST, LONGEST, STEP = 32, 2048, 16
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward")
+FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward", "grouped_mm", "grouped_outer")
 KERNELS = (*PRODUCTS, "embedding", "cat")  # they read and write memory; the rest fuses
 
 
@@ -71,10 +73,12 @@ def is_read_by_kernel(node: Node) -> bool:
 def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None) -> int:
     """Tokens per chunk: the user's word, or the most, in steps of 16, whose widest moment fits.
 
-    It fits in `CHUNK_BYTES`; beside a `WIDE` gradient that the sweep adds up, in two thirds of that.
+    It fits in `CHUNK_BYTES`, with attention in `ATTENTION_BYTES`; beside a `WIDE` gradient that the sweep adds up, in two thirds of that.
     """
     if chosen is not None:
         return chosen
     added = max((bytes_of(value_of(n)) for n in sweep.sums if is_tensor(n)), default=0)
-    fits = (2 * added // 3 if added > WIDE else CHUNK_BYTES) // row_bytes(sweep, analysis)
-    return max(SHORTEST, min(LONGEST, fits // STEP * STEP))
+    attends = any(edge.role == "keys" for node in sweep.nodes for edge in analysis.edges.get(node, ()))
+    fits = (2 * added // 3 if added > WIDE else ATTENTION_BYTES if attends else CHUNK_BYTES) // row_bytes(sweep, analysis)
+    quarter = max(SHORT, hint(analysis.length) // FEWEST)
+    return max(SHORTEST, min(LONGEST, quarter, fits) // STEP * STEP)

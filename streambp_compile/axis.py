@@ -67,7 +67,7 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
 
     fake_mode = internals.detect_fake_mode(fakes)
     with fake_mode:
-        captured = normalize(internals.capture(run, fakes))
+        captured = normalize(internals.capture(run, fakes), probing=True)
     graph = captured.graph
     values = {n: v for n, v in zip(results, outputs_of(captured)) if isinstance(v, Node)}
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from .. import ops as _streaming_operators  # noqa: F401  registers the operators of streambp
 from ..ir import CannotStream, Refusal, Signature, where_of
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from .. import ops as _streaming_operators  # noqa: F401  registers the operators named below
 from ..ir import EVERYWHERE, PAST, Signature, shape_of
 from . import rule
 

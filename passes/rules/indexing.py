@@ -142,25 +142,18 @@ def index_put(node: Node) -> Signature:
     rank = len(shape_of(node))
     base, indices, values = node.args[0], node.args[1], node.args[2]
     used = [i for i, ix in enumerate(indices) if ix is not None]
+    first, last = used[0], used[-1]
     spread = max(len(shape_of(indices[i])) for i in used)
-    kept = tuple(("x", i) for i in range(len(used), rank))
+    before, after = (tuple(("x", i) for i in dims) for dims in (range(first), range(last + 1, rank)))
     zeros = base.target is torch.ops.aten.full.default and base.args[1] == 0
-    rows = used == list(range(len(indices))) and len(shape_of(values)) == spread + len(kept) and all(
-        value_of(indices[i]).dtype is torch.int64 for i in used)
-    index_labels = tuple(("i", j) for j in range(spread))
-    if not (argument(node, 3, "accumulate", False) and zeros and rows and aligned_rows(values, indices, used, spread)):
+    rows = shape_of(values)[first:first + spread]  # none of them broadcast
+    fits = len(used) == last + 1 - first and len(shape_of(values)) == first + spread + len(after) and all(
+        value_of(indices[i]).dtype is torch.int64 and shape_of(indices[i]) == rows for i in used)
+    if not (argument(node, 3, "accumulate", False) and zeros and fits):
         return all_at_once(node)
+    index_labels = tuple(("i", j) for j in range(spread))
     labels = tuple(("written", i) if i in used else ("x", i) for i in range(rank))
-    operands = [labels]
-    operands += [index_labels[spread - len(shape_of(indices[i])):] for i in used]
-    operands.append((*index_labels, *kept))
-    return Signature(tuple(operands), (labels,))
-
-
-def aligned_rows(values: Node, indices, used, spread: int) -> bool:
-    """Do values and indices have the same rows, none of them broadcast?"""
-    rows = shape_of(values)[:spread]
-    return all(shape_of(indices[i]) == rows for i in used)
+    return Signature((labels, *[index_labels] * len(used), (*before, *index_labels, *after)), (labels,))
 
 
 @rule("aten::index_add")

@@ -34,6 +34,22 @@ def dot(node: Node) -> Signature:
     return equation(node, "k,k->")
 
 
+@rule("streambp::grouped_mm")
+def grouped_mm(node: Node) -> Signature:
+    return equation(node, "rk,gkn,r->rn", contracts="all")
+
+
+def emit_grouped_outer(body, node: Node):
+    if body.kind(node) != "sum":
+        return body.copy(node)
+    return body.accumulate_grouped(node, body.summand(node.args[0]), body.read(node.args[1]), body.read(node.args[2]))
+
+
+@rule("streambp::grouped_outer", emit=emit_grouped_outer)
+def grouped_outer(node: Node) -> Signature:
+    return equation(node, "rk,rn,r->gkn")
+
+
 def with_bias(node: Node, text: str) -> Signature:
     product = equation(node, text)
     bias = aligned(shape_of(node.args[0]), shape_of(node))

@@ -88,6 +88,12 @@ def softmax_backward(node: Node) -> Signature:
     return normalized(node, node.args[2], 2)
 
 
+@rule("streambp::to_extreme")
+def to_extreme(node: Node) -> Signature:
+    dim, labels = node.args[2], tuple(range(len(shape_of(node))))
+    return Signature((tuple(None if i == dim else i for i in labels), labels), (labels,), keys=dim)
+
+
 @rule("aten::cumsum", "aten::logcumsumexp", "aten::cumprod")
 def scan(node: Node) -> Signature:
     rank = len(shape_of(node))
