@@ -14,7 +14,7 @@ from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
 from .ownership import ours_alone, sole_owners
 from .passes.ir import CannotStream, Mark, Refusal, bytes_of, is_tensor, value_of, where_of
-from .passes.split import Region
+from .passes.split import Region, mutated
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport
 
@@ -51,7 +51,7 @@ class CompiledRegion:
         """AOTAutograd's partition function."""
         self.report.joint = joint
         if not self.streams(joint, num_fwd_outputs, len(joint_inputs[1])):
-            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, writes=writes_inputs(self.region), **kwargs)
         return self.modules(num_fwd_outputs)
 
     def streams(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> bool:
@@ -119,6 +119,17 @@ class CompiledRegion:
         if not self.streams(module, len(outputs_of(module)), 0):
             return internals.compile_graph(module, inputs, is_inference=True)
         return boxed(run_forward(self.streamed, outputs_of(self.streamed.joint)))
+
+
+def writes_inputs(region: Region) -> bool:
+    """Does a region change what it is given (a weight clamped in place)? Then its inputs are not what they were when its backward runs."""
+    given = {storage_of(n) for n in region.inputs} - {None}
+    return any(storage_of(target) in given for target in map(mutated, region.nodes) if target is not None)
+
+
+def storage_of(node: Node) -> int | None:
+    fake = fake_of(node)
+    return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
 
 
 def run_forward(region: StreamedRegion, outputs: Sequence[object]) -> Driver:

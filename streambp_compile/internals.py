@@ -78,9 +78,9 @@ def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:
     return newest, names
 
 
-def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, **kwargs):
-    """Keep only inputs and recompute all of the rest, unless random numbers are drawn (then as Inductor would)."""
-    if any(map(draws_random, joint.graph.nodes)) or not inputs[1]:
+def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, writes: bool = False, **kwargs):
+    """Keep only inputs and recompute all of the rest, unless random numbers are drawn or inputs written (then as Inductor would)."""
+    if any(map(draws_random, joint.graph.nodes)) or not inputs[1] or writes:
         rewrite(joint)  # seeds are drawn once, so that recomputation sees the same bits
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]

@@ -103,6 +103,10 @@ SAMPLES = {
         "aten::gelu_backward", "aten::silu_backward", "aten::tanh_backward", "aten::sigmoid_backward")},
     "aten::fill.Scalar": [call("aten::fill.Scalar", t(3, 4), 2.0)],
     "aten::full_like": [call("aten::full_like", t(3, 4), 2.0)],
+    # products of groups, and the gradient of an extreme
+    "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],
+    "streambp::grouped_outer": [call("streambp::grouped_outer", t(6, 4), t(6, 5), i(3, 6), 3)],
+    "streambp::to_extreme": [call("streambp::to_extreme", t(3, 1, 5), t(3, 4, 5), 1, largest) for largest in (True, False)],
     # views
     "aten::reshape": [call("aten::reshape", t(*s), o) for s, o in (
         ((3, 4, 5), [12, 5]), ((12, 5), [3, 4, 5]), ((3, 20), [3, 4, 5]), ((3, 4, 1), [3, 1, 4]))],
@@ -133,6 +137,7 @@ SAMPLES = {
     "aten::split_with_sizes": [call("aten::split_with_sizes", t(3, 5), [2, 3], -1)],
     "aten::unbind.int": [call("aten::unbind.int", t(3, 4, 5), d) for d in (0, 1, -1)],
     "aten::chunk": [call("aten::chunk", t(3, 5), 2, 1)],
+    "prims::rev": [call("prims::rev", t(3, 4), d) for d in ([0], [1], [0, 1])],
     "aten::flip": [call("aten::flip", t(3, 4), d) for d in ([0], [1], [-1, 0])],
     "aten::roll": [call("aten::roll", t(3, 4), [1], [1]), call("aten::roll", t(3, 4), [2])],
     "aten::as_strided": [],  # refuses: see test_as_strided_refuses

@@ -51,6 +51,14 @@ def test_plain_model(chunk):
     torch.testing.assert_close(step(ids, labels), model(ids, labels), rtol=1e-12, atol=0)
 
 
+def test_a_batch_of_another_size_streams_too():
+    model = Plain().double()
+    step = compiled(model)
+    for batch, length in ((3, 97), (2, 61), (3, 64)):
+        ids = ids_of(batch, length)
+        assert worst_error(gradients(model, lambda: step(ids, ids)), gradients(model, lambda: model(ids, ids))) < EXACT
+
+
 def bodies_for(layers: int) -> int:
     before, ids = bodies(), ids_of(2, 61)
     step = compiled(Plain(layers=layers).double(), 16)

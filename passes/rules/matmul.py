@@ -47,7 +47,7 @@ def emit_grouped_outer(body, node: Node):
 
 @rule("streambp::grouped_outer", emit=emit_grouped_outer)
 def grouped_outer(node: Node) -> Signature:
-    return equation(node, "rk,rn,r->gkn")
+    return Signature((("r", "k"), ("r", "n"), ("r",)), ((None, "k", "n"),))
 
 
 def with_bias(node: Node, text: str) -> Signature:

@@ -226,10 +226,10 @@ def split(node: Node) -> Signature:
     return Signature((labels,), tuple(out for _ in value_of(node)), contracts="all")
 
 
-@rule("aten::flip", "aten::roll")
+@rule("aten::flip", "prims::rev", "aten::roll")
 def moved(node: Node) -> Signature:
     rank = len(shape_of(node))
-    dims = dims_of(node.args[1] if node.target is torch.ops.aten.flip.default else argument(node, 2, "dims"), rank)
+    dims = dims_of(argument(node, 2, "dims") if node.target is torch.ops.aten.roll.default else node.args[1], rank)
     return Signature((tuple(range(rank)),), (tuple(None if i in dims else i for i in range(rank)),), contracts="all")
 
 
