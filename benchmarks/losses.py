@@ -434,3 +434,37 @@ def _(m, h, b):
     kept = 2 * h.shape[1] // 3
     logits = m.lm(h[:, -kept - 1:])[:, :-1]
     return -masked_mean(token_logprobs(logits, b.targets[:, -kept:]), b.mask[:, -kept:])
+
+
+# Of our own invention
+
+@objective("discounted returns, summed from the end")
+def _(m, h, b):
+    returns = (b.returns * b.mask).flip(1).cumsum(1).flip(1)
+    return -masked_mean(token_logprobs(m.lm(h), b.targets) * (returns - returns.mean(1, keepdim=True)), b.mask)
+
+
+@objective("log-probability of every prefix", sweeps=2)
+def _(m, h, b):
+    prefix = token_logprobs(m.lm(h), b.targets).cumsum(1)
+    return -masked_mean(F.logsigmoid(prefix / torch.arange(1, prefix.shape[1] + 1, device=h.device)), b.mask)
+
+
+@objective("margin to the best other token")
+def _(m, h, b):
+    logits, chosen = m.lm(h), b.targets.unsqueeze(-1)
+    other = logits.scatter(-1, chosen, -torch.inf).amax(-1)
+    return masked_mean(F.relu(1 + other - logits.gather(-1, chosen).squeeze(-1)), b.mask)
+
+
+@objective("mixture of softmaxes", trains=("extra", "value"))
+def _(m, h, b):
+    gate = torch.stack([m.value(h).squeeze(-1), h.sum(-1)], -1).log_softmax(-1)
+    parts = torch.stack([token_logprobs(head(h), b.targets) for head in m.extra], -1)
+    return -masked_mean(torch.logsumexp(gate + parts, -1), b.mask)
+
+
+@objective("expected embedding of the next token")
+def _(m, h, b):
+    expected = m.lm(h).softmax(-1) @ m.teacher.weight
+    return F.mse_loss(expected[:, :-1], h[:, 1:].detach()) - masked_mean(token_logprobs(m.lm(h), b.targets), b.mask)
