@@ -248,7 +248,8 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
     device = results[0].fake.device.type
     try:
         with torch.set_grad_enabled(grad), torch.autocast(device, enabled=False):
-            return first.compiled[text](*written.inputs)
+            made = first.compiled[text](*written.inputs)
+            return [m.to(r.fake.dtype) if isinstance(r.fake, torch.Tensor) else m for m, r in zip(made, results)]  # compiled autocast may widen
     except Exception as error:  # as in CompiledRegion.stream: loud, whole, exact
         if first.config.strict:
             raise
