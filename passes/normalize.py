@@ -15,7 +15,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from .bands import Band, evaluate
 from .ir import shape_of, value_of
-from .unsort import undo_sorts
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -61,11 +60,8 @@ BACKWARD = {
 }
 
 
-def normalize(module: GraphModule, probing: bool = False) -> GraphModule:
-    """A copy of the graph in the spelling of the rules; the given module is left alone.
-
-    probing  the graph returns all its values, for their shapes alone (`undo_sorts`)
-    """
+def normalize(module: GraphModule) -> GraphModule:
+    """A copy of the graph in the spelling of the rules; the given module is left alone."""
     copied = Graph()
     names: dict[Node, Node] = {}
     output = copied.graph_copy(module.graph, names)
@@ -75,7 +71,6 @@ def normalize(module: GraphModule, probing: bool = False) -> GraphModule:
     result = GraphModule(module, copied)
     read_sizes_from_inputs(result.graph)
     create_from_nothing(result.graph)
-    undo_sorts(result.graph, probing)
     draw_by_place(result.graph)
     scatter_to_extremes(result.graph)
     fuse_attention(result.graph)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .ir import CannotStream, Size, shape_of, tensor_operands, value_of
 from .rules import rule_of
@@ -31,11 +31,12 @@ class NotUndone(Exception):
     """Something reads sorted rows in an order that matters, or in a way that no rule describes."""
 
 
-def undo_sorts(graph: Graph, probing: bool = False) -> None:
-    """Rewrite a graph without the sorts that are undone in it.
+def unsort(module: GraphModule, probing: bool = False) -> GraphModule:
+    """Rewrite a normal graph, in place, without the sorts that are undone in it.
 
     probing  the graph returns values for their shapes alone: those that are sorted are returned in the order of tokens
     """
+    graph = module.graph
     for node in [n for n in graph.nodes if n.target in SORTS and len(shape_of(n.args[0])) == 1]:
         before = set(graph.nodes)
         if node not in before:  # the sort of an order that is undone already
@@ -49,6 +50,8 @@ def undo_sorts(graph: Graph, probing: bool = False) -> None:
             continue
         sort.rewrite(probing)
         graph.eliminate_dead_code()
+        module.recompile()
+    return module
 
 
 class Sort:

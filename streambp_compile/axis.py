@@ -17,6 +17,7 @@ from .passes.ir import Mark, bytes_of, Size, hint, is_tensor, tensor_operands, v
 from .passes.normalize import normalize
 from .passes.plan import PRODUCTS, is_one_of
 from .passes.spread import Spread
+from .passes.unsort import unsort
 from .pipeline import outputs_of
 
 SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
@@ -67,7 +68,7 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
 
     fake_mode = internals.detect_fake_mode(fakes)
     with fake_mode:
-        captured = normalize(internals.capture(run, fakes), probing=True)
+        captured = unsort(normalize(internals.capture(run, fakes)), probing=True)
     graph = captured.graph
     values = {n: v for n, v in zip(results, outputs_of(captured)) if isinstance(v, Node)}
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]

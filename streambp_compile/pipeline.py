@@ -15,6 +15,7 @@ from .passes.normalize import normalize
 from .passes.partition import Program, partition
 from .passes.plan import chunk_length
 from .passes.spread import Spread
+from .passes.unsort import unsort
 from .passes.verify import verify_analysis, verify_program
 from .runtime import Runner
 
@@ -61,7 +62,7 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     tangent_of  for each tangent, the forward output it is the gradient of
     Raises `CannotStream`.
     """
-    module = normalize(joint)
+    module = unsort(normalize(joint))
     graph = module.graph
     placeholders = tuple(n for n in graph.nodes if n.op == "placeholder")
     primals, tangent_nodes = placeholders[: len(placeholders) - tangents], placeholders[len(placeholders) - tangents:]
