@@ -130,14 +130,6 @@ def is_score(node: object) -> bool:
     return isinstance(node, Node) and node.target in (aten.bmm.default, aten.mm.default, aten.baddbmm.default)
 
 
-def is_weight(node: Node) -> bool:
-    """An input of the graph that learns, or a view of it: no mask, whatever it holds."""
-    while node.op == "call_function" and (node.target in SCALED or node.target in SPREAD):
-        node = node.args[0]
-    return node.op == "placeholder" and value_of(node).is_floating_point() and value_of(node).requires_grad
-
-
-SPREAD = (aten.expand.default, aten.reshape.default, aten.unsqueeze.default, aten._to_copy.default)
 SCALED = (aten.view.default, aten._unsafe_view.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
           aten.tanh.default, aten.clone.default, prims.convert_element_type.default, aten.add.Scalar)
 
@@ -434,8 +426,7 @@ def joined(node: Node, get) -> Abstract:
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
     scores = get(parts[0])
     if isinstance(scores, Band) and dim == scores.key and all(shape_of(p)[dim] == 1 for p in parts[1:]):
-        # columns beyond the keys are always read; weights there (attention sinks) are seen by every row
-        return replace(scores, exact=False, dense=scores.dense or all(map(is_weight, parts[1:])))
+        return replace(scores, exact=False)  # columns beyond the keys are always read
     values, at = [], 0
     for part in parts:
         value = get(part)

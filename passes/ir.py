@@ -232,6 +232,16 @@ def parts_of(fact) -> tuple:
     return fact if isinstance(fact, tuple) else (fact,)
 
 
+def is_row_wise(fact) -> bool:
+    """Has a value, or one of several outputs, a row per token?"""
+    return any(isinstance(f, Tokens) for f in parts_of(fact))
+
+
+def is_view(node: Node) -> bool:
+    """Takes no memory of its own."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
 def bytes_of(value: torch.Tensor) -> int:
     count = 1
     for size in value.shape:
@@ -241,6 +251,18 @@ def bytes_of(value: torch.Tensor) -> int:
 
 def is_tensor(node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
+
+
+def arguments(node: Node) -> dict[str, object]:
+    """Arguments by their schema names, defaults filled in."""
+    found = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+    found.update({a.name: v for a, v in zip(node.target._schema.arguments, node.args)})
+    found.update(node.kwargs)
+    return found
+
+
+def is_zeros(node: Node) -> bool:
+    return node.target is torch.ops.aten.full.default and node.args[1] == 0
 
 
 def tensor_operands(node: Node) -> tuple[Node, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .bands import Band, evaluate
-from .ir import shape_of, value_of
+from .ir import arguments, is_zeros, shape_of, value_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -173,19 +173,11 @@ def scatter_to_extremes(graph: Graph) -> None:
             index = index.args[0]
         chosen = index.args[0] if index.target is operator.getitem and index.args[1] == 1 else None
         if chosen is None or chosen.target not in (aten.max.dim, aten.min.dim) or chosen.args[1] % rank != dim % rank or not (
-                base.target is aten.full.default and base.args[1] == 0) or shape_of(chosen.args[0]) != shape_of(node):
+                is_zeros(base)) or shape_of(chosen.args[0]) != shape_of(node):
             continue
         new = emitted(graph, node, streambp.to_extreme.default, (grad, chosen.args[0], dim % rank, chosen.target is aten.max.dim))
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-
-
-def arguments(node: Node) -> dict[str, object]:
-    """Arguments by their schema names, defaults filled in."""
-    found = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
-    found.update({a.name: v for a, v in zip(node.target._schema.arguments, node.args)})
-    found.update(node.kwargs)
-    return found
 
 
 def outputs_of(node: Node) -> dict[int, Node]:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from .ir import EVERYWHERE, HERE, Analysis, Reach, Tokens, bytes_of, hint, is_tensor, parts_of, refuse, shape_of, tensor_operands, value_of
+from .ir import (EVERYWHERE, HERE, Analysis, Reach, Tokens, bytes_of, hint, is_row_wise, is_tensor, is_view, is_zeros, parts_of, refuse,
+                 shape_of, tensor_operands, value_of)
 
 ASCENDING, DESCENDING = "ascending", "descending"
 MOST_SWEEPS = 4
@@ -107,17 +108,12 @@ def partition(graph: Graph, analysis: Analysis, outputs: Iterable[object], given
     raise refuse(node, f"more than {MOST_SWEEPS} sweeps would be needed", "Report the printed graph; the region runs whole")
 
 
-def is_view(node: Node) -> bool:
-    """Takes no memory of its own."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-
-
 def fills_with_zeros(node: Node) -> bool:
     """Does this node make rows beyond the tokens by padding with zeros?"""
     if node.target is torch.ops.aten.constant_pad_nd.default:
         return len(node.args) < 3 or node.args[2] == 0
     base = node.args[0] if node.target is torch.ops.aten.slice_scatter.default else None
-    return base is not None and base.target is torch.ops.aten.full.default and base.args[1] == 0
+    return base is not None and is_zeros(base)
 
 
 class Search:
@@ -144,7 +140,7 @@ class Search:
         return sorted(seen, key=self.order.get)
 
     def tokens(self, node: Node) -> bool:
-        return any(isinstance(f, Tokens) for f in parts_of(self.analysis.facts.get(node)))
+        return is_row_wise(self.analysis.facts.get(node))
 
     def small_rows(self) -> int:
         """Bytes per token below which a value may as well exist at full length: a few numbers, or a sixteenth of the widest input."""

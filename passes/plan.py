@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from .ir import Analysis, Tokens, bytes_of, hint, is_tensor, parts_of, value_of
+from .ir import Analysis, bytes_of, hint, is_row_wise, is_tensor, is_view, value_of
 from .partition import Sweep
 
 CHUNK_BYTES = 24 << 20  # what one chunk's widest moment may take: past cache, so that matmuls run at speed, and well under any model
@@ -54,12 +54,8 @@ def row_bytes(sweep: Sweep, analysis: Analysis) -> int:
     return max(most, widest)
 
 
-def is_row_wise(fact) -> bool:
-    return any(isinstance(f, Tokens) for f in parts_of(fact))
-
-
 def is_alias(node: Node) -> bool:
-    return node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return node.target is operator.getitem or is_view(node)
 
 
 def is_one_of(node: Node, names: tuple[str, ...]) -> bool:

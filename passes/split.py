@@ -213,7 +213,7 @@ def prelude_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Nod
     following = shape_of_piece(body[cuts[0] + 1:cuts[1] + 1])
     place = cuts[0] - len(following)
     equal = place >= 0 and widths[place] == widths[cuts[0]] and shape_of_piece(body[place + 1:cuts[0] + 1]) == following
-    return [place] if equal and all(traits[n].light for n in body[:place + 1]) else []
+    return [place] if equal and all(traits[n].light and mutated(n) is None for n in body[:place + 1]) else []
 
 
 def shape_of_piece(piece: Sequence[Node]) -> tuple:

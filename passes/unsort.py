@@ -14,7 +14,7 @@ import operator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .ir import CannotStream, Size, shape_of, tensor_operands, value_of
+from .ir import CannotStream, Size, arguments, is_zeros, shape_of, tensor_operands, value_of
 from .rules import rule_of
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
@@ -111,8 +111,6 @@ class Sort:
             self.read_write(node, node.args[1][0], node.args[2], len(node.args) > 3 and node.args[3])
         elif node.target is aten.index_add.default and node.args[1] == 0 and self.is_index(node.args[2]) and len(node.args) == 4 and not node.kwargs:
             self.read_write(node, node.args[2], node.args[3], True)
-        elif node.target in PRODUCTS_OF_GROUPS:
-            PRODUCTS_OF_GROUPS[node.target](self, node)
         elif str(node.target) in PRODUCTS_OF_GROUPS:
             PRODUCTS_OF_GROUPS[str(node.target)](self, node)
         else:
@@ -146,7 +144,7 @@ class Sort:
         """Rows added where the order says go back; rows added at their places are sorted; ``inverse[order] = 0, 1, …`` are the places."""
         named = self.tokens.get(index, 1)
         if not self.has_tokens(node, named) or not isinstance(values, Node) or shape_of(values)[1:] != shape_of(node)[1:] or (
-                not is_zeros(node.args[0]) if accumulate else named != 1):
+                not is_zeros(without_casts(node.args[0])) if accumulate else named != 1):
             raise NotUndone(node)  # not every row is written once, or added to nothing
         if index in self.tokens and named == 1 and counts_up(values):
             self.places.add(node)
@@ -208,9 +206,9 @@ class Sort:
         source = without_casts(node.args[0]) if node.target is aten.cumsum.default else None
         if source is None or source.target not in COUNTS or descending(self.sort):
             raise NotUndone(node)
-        arguments = {**dict(zip([a.name for a in source.target._schema.arguments], source.args)), **source.kwargs}
-        bins = (arguments.get("bins"), arguments.get("min"), arguments.get("max"))
-        fits = bins == (experts, 0, experts - 1) if source.target is aten.histc.default else arguments.get("minlength") == experts
+        given = arguments(source)
+        fits = (given["bins"], given["min"], given["max"]) == (experts, 0, experts - 1) if source.target is aten.histc.default else (
+            given["minlength"] == experts)
         counted = without_casts(source.args[0])
         if not fits or counted is not self.keys and without_casts(self.plain.get(counted)) is not self.keys or shape_of(source) != (experts,):
             raise NotUndone(node)
@@ -309,8 +307,7 @@ def same_size(a: Size, b: Size) -> bool:
 
 
 def descending(sort: Node) -> bool:
-    given = {**dict(zip([a.name for a in sort.target._schema.arguments], sort.args)), **sort.kwargs}
-    return bool(given.get("descending", False))
+    return bool(arguments(sort)["descending"])
 
 
 def without_casts(node: object) -> object:
@@ -325,8 +322,3 @@ def counts_up(node: object) -> bool:
     return isinstance(node, Node) and (
         node.target is prims.iota.default and node.kwargs.get("start", 0) == 0 and node.kwargs.get("step", 1) == 1
         or node.target is aten.arange.default)
-
-
-def is_zeros(node: object) -> bool:
-    node = without_casts(node)
-    return isinstance(node, Node) and node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0

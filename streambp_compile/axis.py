@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .passes.ir import Mark, bytes_of, Size, hint, is_tensor, tensor_operands, value_of
+from .passes.ir import Mark, Size, bytes_of, hint, is_tensor, tensor_operands, value_of
 from .passes.normalize import normalize
 from .passes.plan import PRODUCTS, is_one_of
 from .passes.spread import Spread
@@ -39,6 +39,12 @@ class Axis:
 
 def fake_of(node: Node):
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def storage_of(node: Node) -> int | None:
+    """Whose memory the value of a node is; equal numbers, the same memory."""
+    fake = fake_of(node)
+    return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
 
 
 def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
@@ -78,7 +84,7 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
             candidates += [(node, d) for d, s in enumerate(fake.shape) if hint(s) > 1 and fake.dim() <= 3]
     found: list[Candidate] = []
     for node, dim in candidates:
-        if any(dim in spread.marks.get((node, -1), {}) for spread in (c.spread for c in found)):
+        if any(dim in c.spread.marks.get((node, -1), {}) for c in found):
             continue
         spread = Spread(graph, {node: (Mark(dim),)})
         mixers = sum(1 for n in graph.nodes if mixes(n, spread))

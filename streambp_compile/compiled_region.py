@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .axis import SHORTEST_STREAMED, Axis, fake_of
+from .axis import SHORTEST_STREAMED, Axis, fake_of, storage_of
 from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
 from .ownership import ours_alone, sole_owners
@@ -125,11 +125,6 @@ def writes_inputs(region: Region) -> bool:
     """Does a region change what it is given (a weight clamped in place)? Then its inputs are not what they were when its backward runs."""
     given = {storage_of(n) for n in region.inputs} - {None}
     return any(storage_of(target) in given for target in map(mutated, region.nodes) if target is not None)
-
-
-def storage_of(node: Node) -> int | None:
-    fake = fake_of(node)
-    return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
 
 
 def run_forward(region: StreamedRegion, outputs: Sequence[object]) -> Driver:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .axis import Axis, fake_of
+from .axis import Axis, fake_of, storage_of
 from .passes.ir import bytes_of
 from .passes.split import Region, Traits, mutated
 from .pipeline import outputs_of
@@ -105,7 +105,7 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
         size = bytes_of(fake) if tensor and not matrix else 0 if plain else -1
         found[node] = Traits(
             size, tensor and fake.requires_grad, node in axis.marks, tensor and fake.dtype.is_floating_point and fake.dim() >= 2,
-            node in axis.mixing, node in axis.light, fake.untyped_storage()._cdata if tensor else None)
+            node in axis.mixing, node in axis.light, storage_of(node))
     return found
 
 
@@ -191,18 +191,17 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
 
 def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[Node]:
     """The outputs of a region, copied where they share memory with its inputs or one another: each is to have a gradient of its own."""
-    shared = {storage_of(n) for n in region.inputs}
+    shared = {storage_of(n) for n in region.inputs if wants_gradient(n)}
     results = []
     for node in region.outputs:
-        storage = storage_of(node)
+        storage = storage_of(node) if wants_gradient(node) else None
         results.append(graph.call_method("clone", (values[node],)) if storage is not None and storage in shared else values[node])
         shared.add(storage)
     return results
 
 
-def storage_of(node: Node) -> int | None:
-    fake = fake_of(node)
-    return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) and fake.requires_grad else None
+def wants_gradient(node: Node) -> bool:
+    return isinstance(fake_of(node), torch.Tensor) and fake_of(node).requires_grad
 
 
 def fresh(fake: object):

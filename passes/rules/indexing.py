@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, Tokens, shape_of, value_of
+from ..ir import Signature, Tokens, is_zeros, shape_of, value_of
 from . import rule
 from .signatures import aligned, all_at_once, argument
 
@@ -145,11 +145,10 @@ def index_put(node: Node) -> Signature:
     first, last = used[0], used[-1]
     spread = max(len(shape_of(indices[i])) for i in used)
     before, after = (tuple(("x", i) for i in dims) for dims in (range(first), range(last + 1, rank)))
-    zeros = base.target is torch.ops.aten.full.default and base.args[1] == 0
     rows = shape_of(values)[first:first + spread]  # none of them broadcast
     fits = len(used) == last + 1 - first and len(shape_of(values)) == first + spread + len(after) and all(
         value_of(indices[i]).dtype is torch.int64 and shape_of(indices[i]) == rows for i in used)
-    if not (argument(node, 3, "accumulate", False) and zeros and fits):
+    if not (argument(node, 3, "accumulate", False) and is_zeros(base) and fits):
         return all_at_once(node)
     index_labels = tuple(("i", j) for j in range(spread))
     labels = tuple(("written", i) if i in used else ("x", i) for i in range(rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, hint, refuse, shape_of, tensor_operands, value_of
+from ..ir import Signature, hint, is_zeros, refuse, shape_of, tensor_operands, value_of
 from . import rule
 from .signatures import aligned, argument, dims_of
 
@@ -146,10 +146,6 @@ def select_scatter(node: Node) -> Signature:
     kept = tuple(None if i == dim else i for i in labels)
     base = tuple(("written", i) if i == dim else i for i in labels)
     return Signature((base, rest), (kept,), contracts="all")
-
-
-def is_zeros(node: Node) -> bool:
-    return node.target is torch.ops.aten.full.default and node.args[1] == 0
 
 
 def emit_pad(body, node: Node):
