@@ -14,27 +14,28 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Graph, Node
 
-from .bands import Band, evaluate
+from .bands import HIDING, Band, evaluate
 from .gauge import Gauge, offset
-from .ir import (EVERYWHERE, HERE, Analysis, Edge, Fact, Mark, Reach, Shared, Signature, Size, Summed, Tokens, hint,
+from .ir import (EVERYWHERE, HERE, Analysis, Condition, Edge, Fact, Mark, Reach, Shared, Signature, Size, Summed, Tokens, hint,
                  is_tensor, parts_of, refuse, shape_of, tensor_operands, value_of)
 from .spread import Slot, Spread, has_tensors, outputs_of, product, slot_of
 
 
-def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]]) -> Analysis:
+def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]], may_check: bool = True) -> Analysis:
     """Facts, edges and kinds of every node.
 
-    length  number of tokens T (int or symbol)
-    seeds   placeholder → the marks it carries
+    length     number of tokens T (int or symbol)
+    seeds      placeholder → the marks it carries
+    may_check  keys may be left out under conditions that are checked at every call
     Raises `CannotStream` at the first node whose rows cannot be told.
     """
     spread = Spread(graph, seeds)
-    bands = evaluate(graph)
+    bands = evaluate(graph, seeds)
     reader = Reader(spread, length, Gauge(graph, spread, length))
     for node in graph.nodes:
         reader.visit(node)
-    reaches = key_ranges(graph, reader, bands)
-    return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches)
+    reaches, conditions = key_ranges(graph, reader, bands, may_check)
+    return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches, conditions)
 
 
 class Reader:
@@ -229,24 +230,33 @@ def names_keys(node: Node, operands: tuple[Node, ...], signature: Signature, spr
     return named and (place == -1 or any(user.args[1] == place and user.users for user in node.users))
 
 
-def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object]) -> dict[Node, Reach]:
-    """For every node that meets keys: the keys a row can reach, as far as the masks prove it.
+def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], may_check: bool) -> tuple[dict[Node, Reach], tuple[Condition, ...]]:
+    """For every node that meets keys: the keys a row can reach, as far as the masks prove it; and the conditions of those proofs.
 
     Score matrices that feed one another share one range, and it may be narrowed only if every way out of them (a softmax over
     keys, a product that contracts rows or keys) is proved empty outside the band.
     """
     ranges: dict[Node, Reach] = {}
+    conditions: dict[Reach, tuple[Condition, ...]] = {}
+
+    def proved(band: object) -> Reach:
+        """The reach of a band, if what it rests on can be checked."""
+        if not isinstance(band, Band) or band.rests_on is None or not all(may_check and is_light(s.node) for s in band.rests_on):
+            return EVERYWHERE
+        reach = Reach(band.lo, band.hi)
+        conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *(Condition(s, reach) for s in band.rests_on))))
+        return reach
+
     for node in graph.nodes:
         signature = reader.spread.signatures.get(node)
         if signature is None or node not in reader.kinds or reader.kinds[node] == "whole":
             continue
         if signature.rows is not None:
             reach = signature.reach[signature.keys]
-            mask = next((a for a in tensor_operands(node) if isinstance(bands.get(a), Band)), None)
-            band = bands.get(mask)
-            if band is not None and (band.row, band.key) == (2, 3) and band.outside in (-math.inf, "min") and (
-                    band.outside != "min" or band.dense):
-                reach = Reach(max(reach.lo, band.lo), min(reach.hi, band.hi))
+            band = next((bands[a] for a in tensor_operands(node) if isinstance(bands.get(a), Band)), None)
+            if band is not None and (band.row, band.key) == (2, 3) and band.outside in HIDING:
+                mask = proved(band)
+                reach = Reach(max(reach.lo, mask.lo), min(reach.hi, mask.hi))
             ranges[node] = reach
     paired = [n for n in graph.nodes if n in reader.facts and meets_pair(n, reader)
               and reader.spread.signatures.get(n) is not None and n not in ranges]
@@ -256,12 +266,24 @@ def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object]) -> di
             leaves = exits(node, reader)
             if leaves is None:
                 continue
-            band = next((b for b in (bands.get(a) for a in leaves) if isinstance(b, Band) and closes(b, node, reader)), None)
-            found.append(Reach(band.lo, band.hi) if band is not None else EVERYWHERE)
+            found.append(proved(next((b for b in (bands.get(a) for a in leaves) if isinstance(b, Band) and closes(b, node)), None)))
         reach = functools.reduce(Reach.join, found) if found else EVERYWHERE
         for node in paired:
             ranges[node] = reach
-    return ranges
+    pruned = any(reach != EVERYWHERE for reach in ranges.values())
+    return ranges, tuple(c for reach, found in conditions.items() for c in found if pruned and reach != EVERYWHERE)
+
+
+def is_light(node: Node) -> bool:
+    """Is a value made, all the way from what the region is given, of nothing larger than itself?"""
+    size, known, stack = math.prod(shape_of(node)), {node}, [node]
+    while stack:
+        at = stack.pop()
+        if is_tensor(at) and math.prod(shape_of(at)) > size or isinstance(value_of(at), (tuple, list)):
+            return False
+        stack += [a for a in at.all_input_nodes if a not in known]
+        known.update(at.all_input_nodes)
+    return True
 
 
 def meets_pair(node: Node, reader: Reader) -> bool:
@@ -283,9 +305,12 @@ def exits(node: Node, reader: Reader) -> list[Node] | None:
     return None if keeps else pairs
 
 
-def closes(band: Band, node: Node, reader: Reader) -> bool:
-    """Is what lies outside harmless to this reader: minus infinity to a softmax, zero to a sum?"""
-    softmax = node.target in (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
-    if softmax:
-        return band.outside == -math.inf or band.outside == "min" and band.dense
+OF_VISIBLE = {torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default, torch.ops.aten.amax.default,
+              torch.ops.aten.max.dim, torch.ops.streambp.to_extreme.default}  # of scores, what is hidden does not count in them
+
+
+def closes(band: Band, node: Node) -> bool:
+    """Is what lies outside harmless to this reader: empty to a softmax, zero to a sum?"""
+    if node.target in OF_VISIBLE:
+        return band.outside in HIDING
     return band.outside == 0.0

@@ -5,21 +5,24 @@ Masks are made from ranges, comparisons and padding rows. Evaluated over two sma
 * `Affine`  an integer tensor whose entry is ``const + Σ slope[d] * index[d]`` (ranges, position ids, a mask that is all true);
 * `Band`    a matrix that differs from its filling only where ``lo <= key - row <= hi``.
 
-Nothing is assumed: an op not listed here evaluates to ``None`` (unknown), and unknown prunes nothing.
+Nothing is assumed: an op not listed here evaluates to ``None`` (unknown), and unknown prunes nothing. A mask of lowest numbers (not of
+``-inf``) empties what is outside only for rows that see a key: what padding leaves to be seen is kept beside the band, to be checked when
+the graph runs.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
 
-from .ir import shape_of, value_of
+from .ir import Seen, shape_of, tensor_operands, value_of
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,11 @@ class Affine:
 class Band:
     """A matrix over (row, key) dims that equals ``outside`` unless ``lo <= key - row <= hi``.
 
-    outside  ``False`` (a boolean mask), ``0.0``, ``-inf``, or ``"min"`` (so low that it vanishes beside any visible key)
-    exact    inside, a boolean is all ``True`` and an additive mask all ``0``
-    dense    inside, no entry is masked, so that every row sees a key
+    outside  ``False`` (a boolean mask; ``True``: one of what is hidden), ``0.0``, ``-inf``, or ``"min"`` (so low that it vanishes beside
+             any visible key)
+    seen     the paddings that hide entries inside, and nothing else does: ``()`` where every entry is visible, ``None`` where one cannot
+             tell. Of zeros: what their proof rests on
+    zero     entries that are visible are ``0`` (an additive mask, not yet added to scores)
     """
 
     row: int
@@ -47,8 +52,8 @@ class Band:
     lo: float
     hi: float
     outside: object
-    exact: bool = False
-    dense: bool = False
+    seen: tuple[Seen, ...] | None = None
+    zero: bool = False
 
     def __str__(self) -> str:
         if (self.lo, self.hi) == (-math.inf, 0):
@@ -56,6 +61,18 @@ class Band:
         if self.hi == 0:
             return f"window {int(1 - self.lo)}: proved"
         return f"band [{self.lo}, {self.hi}]: proved"
+
+    @property
+    def exact(self) -> bool:
+        """Is this the mask of its band and nothing else?"""
+        return self.seen == () and (self.zero or self.outside is False)
+
+    @property
+    def rests_on(self) -> tuple[Seen, ...] | None:
+        """Paddings of which every row must see a key for the outside to be truly empty; None if that cannot be told."""
+        if self.outside != "min":
+            return self.seen if self.outside == 0.0 else ()
+        return self.seen if self.seen or self.lo <= 0 <= self.hi else None
 
 
 @dataclass(frozen=True)
@@ -69,24 +86,60 @@ class Distance:
 Abstract = Affine | Band | Distance | None
 
 
-def evaluate(graph: Graph) -> dict[Node, Abstract]:
-    """The abstract value of every node of the graph (``None`` where nothing is known)."""
-    values: dict[Node, Abstract] = {}
+def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[Node, Abstract]:
+    """The abstract value of every node of the graph (``None`` where nothing is known).
+
+    with_tokens  the placeholders that carry tokens; others hold weights, which hide nothing. By default none is taken for a weight
+    """
+    found = Evaluation(with_tokens)
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(value_of(node), torch.Tensor):
-            values[node] = step(node, values)
-    return values
+        found.visit(node)
+    return found.values
 
 
-def step(node: Node, values: dict[Node, Abstract]) -> Abstract:
-    handler = HANDLERS.get(node.target)
-    return None if handler is None else handler(node, lambda a: known(a, values))
+class Evaluation:
+    """What is known so far; called with an argument, its abstract value.
+
+    plain  floating-point nodes without lowest numbers: made of products, weights and looked-up rows by `ORDINARY` operations
+    """
+
+    def __init__(self, with_tokens: Container[Node] | None):
+        self.with_tokens = with_tokens
+        self.values: dict[Node, Abstract] = {}
+        self.plain: set[Node] = set()
+
+    def visit(self, node: Node) -> None:
+        if not isinstance(value_of(node), torch.Tensor):
+            return
+        if node.op == "call_function":
+            handler = HANDLERS.get(node.target)
+            self.values[node] = None if handler is None else handler(node, self)
+        if self.hides_nothing(node):
+            self.plain.add(node)
+
+    def __call__(self, arg: object) -> Abstract:
+        if isinstance(arg, Node):
+            return self.values.get(arg)
+        return Affine(float(arg)) if isinstance(arg, (bool, int, float)) else None
+
+    def hides_nothing(self, node: Node) -> bool:
+        if not value_of(node).dtype.is_floating_point:
+            return True
+        if node.op == "placeholder":
+            return self.with_tokens is not None and node not in self.with_tokens
+        if isinstance(self(node), Affine):
+            return is_ordinary(self(node).const)
+        if node.target in PRODUCTS:
+            return True
+        if node.target is aten.log1p.default:  # of a softplus: what else it is taken of may be -1
+            return node.args[0] in self.plain and node.args[0].target is aten.exp.default
+        return node.target in ORDINARY and all(a in self.plain for a in tensor_operands(node)) and all(
+            is_ordinary(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float)) and node.target is not aten.slice.Tensor)
 
 
-def known(arg: object, values: dict[Node, Abstract]) -> Abstract:
-    if isinstance(arg, Node):
-        return values.get(arg)
-    return Affine(float(arg)) if isinstance(arg, (bool, int, float)) else None
+def is_ordinary(number: float) -> bool:
+    """Far from the lowest number of every dtype."""
+    return abs(number) <= torch.finfo(torch.float16).max / 2
 
 
 def moved(value: Abstract, dims: dict[int, int]) -> Abstract:
@@ -102,7 +155,7 @@ def moved(value: Abstract, dims: dict[int, int]) -> Abstract:
     return None
 
 
-def lifted(arg: object, node: Node, get) -> Abstract:
+def lifted(arg: object, node: Node, get: Evaluation) -> Abstract:
     """An operand's value in the dimensions of a broadcast output."""
     value = get(arg)
     if not isinstance(arg, Node) or value is None:
@@ -111,7 +164,7 @@ def lifted(arg: object, node: Node, get) -> Abstract:
     return moved(value, {d: d + shift for d in range(len(shape_of(arg)))})
 
 
-def same(node: Node, get) -> Abstract:
+def same(node: Node, get: Evaluation) -> Abstract:
     """A copy, or a cast that keeps every value: an integer may become wider, a float stay a float, a boolean anything."""
     value, old, new = get(node.args[0]), value_of(node.args[0]).dtype, value_of(node).dtype
     if old == new or old.is_floating_point and new.is_floating_point and isinstance(value, Band):
@@ -123,18 +176,7 @@ def same(node: Node, get) -> Abstract:
     return value if flag or old is torch.bool and new is torch.bool else None
 
 
-def is_score(node: object) -> bool:
-    """Is this a product of queries and keys, scaled at most? Such scores hide no key by themselves."""
-    while isinstance(node, Node) and node.target in SCALED:
-        node = node.args[0]
-    return isinstance(node, Node) and node.target in (aten.bmm.default, aten.mm.default, aten.baddbmm.default)
-
-
-SCALED = (aten.view.default, aten._unsafe_view.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
-          aten.tanh.default, aten.clone.default, prims.convert_element_type.default, aten.add.Scalar)
-
-
-def reshaped(node: Node, get) -> Abstract:
+def reshaped(node: Node, get: Evaluation) -> Abstract:
     """A dimension that keeps its size and what comes before it keeps its meaning; what merges or splits must not matter."""
     old, new = shape_of(node.args[0]), shape_of(node)
     places = {(math.prod(new[:i]), size): i for i, size in enumerate(new) if size != 1}
@@ -142,11 +184,11 @@ def reshaped(node: Node, get) -> Abstract:
     return moved(get(node.args[0]), {i: places[key] for i, key in keys.items() if key in places})
 
 
-def expanded(node: Node, get) -> Abstract:
+def expanded(node: Node, get: Evaluation) -> Abstract:
     return lifted(node.args[0], node, get)
 
 
-def permuted(node: Node, get) -> Abstract:
+def permuted(node: Node, get: Evaluation) -> Abstract:
     rank = len(shape_of(node))
     if node.target is aten.permute.default:
         order = [d % rank for d in node.args[1]]
@@ -157,7 +199,7 @@ def permuted(node: Node, get) -> Abstract:
     return moved(get(node.args[0]), {old: new for new, old in enumerate(order)})
 
 
-def sliced(node: Node, get) -> Abstract:
+def sliced(node: Node, get: Evaluation) -> Abstract:
     value, shape = get(node.args[0]), shape_of(node.args[0])
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape)
     start = node.args[2] if len(node.args) > 2 and node.args[2] is not None else 0
@@ -168,11 +210,12 @@ def sliced(node: Node, get) -> Abstract:
         return cleaned(Affine(value.const + value.slope(dim) * start, value.slopes), node)
     if isinstance(value, Band) and dim in (value.row, value.key):
         shift = 0 if not start else start if dim == value.row else -start
-        return replace(value, lo=value.lo + shift, hi=value.hi + shift, dense=value.dense and shape_of(node) == shape)
+        kept = dim == value.row or value.outside == 0.0 or shape_of(node) == shape
+        return replace(value, lo=value.lo + shift, hi=value.hi + shift, seen=value.seen if kept else None)
     return value
 
 
-def selected(node: Node, get) -> Abstract:
+def selected(node: Node, get: Evaluation) -> Abstract:
     value, shape = get(node.args[0]), shape_of(node.args[0])
     dim, index = node.args[1] % len(shape), node.args[2]
     if isinstance(value, Band):
@@ -189,12 +232,12 @@ def cleaned(value: Affine, node: Node) -> Affine:
     return Affine(value.const, tuple((d, s) for d, s in value.slopes if s != 0 and shape[d] != 1))
 
 
-def constant(node: Node, get) -> Abstract:
+def constant(node: Node, get: Evaluation) -> Abstract:
     fill = node.args[1] if node.target is aten.full.default else node.args[0]
     return Affine(float(fill)) if isinstance(fill, (bool, int, float)) else None
 
 
-def ranged(node: Node, get) -> Abstract:
+def ranged(node: Node, get: Evaluation) -> Abstract:
     start, step_ = node.kwargs["start"], node.kwargs["step"]
     return None if isinstance(start, Node) or isinstance(step_, Node) else cleaned(Affine(start, ((0, step_),)), node)
 
@@ -204,8 +247,62 @@ def one_per_row(node: Node, like: Node, band: Band) -> bool:
     return band.key < shift or shape_of(node)[band.key - shift] == 1
 
 
+def padding(arg: object, like: Node, band: Band, hides: bool | None) -> Seen | None:
+    """An operand that is alike for all rows of a matrix, as what hides some of their keys."""
+    if not isinstance(arg, Node):
+        return None
+    shift, shape = len(shape_of(like)) - len(shape_of(arg)), shape_of(arg)
+    row, key = band.row - shift, band.key - shift
+    alike = (row < 0 or shape[row] == 1) and key >= 0 and shape[key] == shape_of(like)[band.key] > 1
+    return Seen(arg, key, hides) if alike else None
+
+
+def everything(node: Node, outside: object) -> Band:
+    """A matrix of scores of which nothing is known yet."""
+    rank = len(shape_of(node))
+    return Band(rank - 2, rank - 1, -math.inf, math.inf, outside, seen=())
+
+
+def all_of(*seens: tuple[Seen, ...] | None) -> tuple[Seen, ...] | None:
+    """What several paddings leave to be seen; more than one of them is not followed."""
+    if None in seens:
+        return None
+    found = tuple(dict.fromkeys(s for seen in seens for s in seen))
+    return found if len(found) <= 1 else None
+
+
+def shown(arg: object, like: Node, band: Band, get: Evaluation) -> tuple[Seen, ...] | None:
+    """What hides entries of an operand of a score matrix."""
+    value = lifted(arg, like, get)
+    if isinstance(value, Band) and value.outside in HIDING:
+        return value.seen if same_axes(value, band) else None
+    if arg in get.plain if isinstance(arg, Node) else is_ordinary(arg):
+        return ()
+    found = padding(arg, like, band, None)
+    return (found,) if found is not None else None
+
+
+HIDING = (-math.inf, "min")
+
+
+def intersected(a: Band, b: Band) -> Band:
+    """Entries that two masks of scores leave, each hiding others."""
+    return replace(a, lo=max(a.lo, b.lo), hi=min(a.hi, b.hi), outside=a.outside if a.outside == b.outside else "min",
+                   seen=all_of(a.seen, b.seen), zero=a.zero and b.zero)
+
+
+def is_zero_outside(band: Band) -> bool:
+    return band.outside is not False and band.outside == 0.0
+
+
+def hull(a: Band, b: Band) -> Band | None:
+    """Outside of both, zeros."""
+    seen = all_of(a.seen, b.seen)
+    return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), seen=seen) if seen is not None else None
+
+
 def added(sign: int):
-    def handler(node: Node, get) -> Abstract:
+    def handler(node: Node, get: Evaluation) -> Abstract:
         a, b = (lifted(x, node, get) for x in node.args[:2])
         if isinstance(a, Affine) and isinstance(b, Affine):
             scale = sign * (node.kwargs.get("alpha", 1))
@@ -213,88 +310,99 @@ def added(sign: int):
             for d, s in b.slopes:
                 slopes[d] = slopes.get(d, 0) + scale * s
             return cleaned(Affine(a.const + scale * b.const, tuple(slopes.items())), node)
-        if isinstance(a, Band) and isinstance(b, Band) and a.outside == b.outside == 0.0 and same_axes(a, b):
-            return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), exact=False)
-        if sign < 0 and not isinstance(a, Band):
-            return None
-        if sign < 0 and a.outside in (-math.inf, "min") and isinstance(node.args[1], Node) and b is None and one_per_row(node.args[1], node, a):
-            return replace(a, exact=False)  # scores less their row's largest
-        for band, other in ((a, b), (b, a)):  # a mask added to scores empties them outside its band
-            if isinstance(band, Band) and band.outside in (-math.inf, "min"):
-                if sign < 0:
-                    return None
-                if isinstance(other, Band) and other.outside in (-math.inf, "min") and same_axes(band, other):
-                    return replace(band, lo=max(band.lo, other.lo), hi=min(band.hi, other.hi), dense=False,
-                                   outside=band.outside if band.outside == other.outside else "min", exact=band.exact and other.exact)
-                zero = isinstance(other, Affine) and other == Affine(0.0)
-                return replace(band, exact=band.exact and zero, dense=band.dense and (zero or is_score(node.args[0] if band is b else node.args[1])))
-        return None
+        if isinstance(a, Band) and isinstance(b, Band) and is_zero_outside(a) and is_zero_outside(b) and same_axes(a, b):
+            return hull(a, b)
+        if sign < 0:  # scores less their row's largest
+            less = isinstance(a, Band) and a.outside in HIDING and isinstance(node.args[1], Node) and b is None
+            return replace(a, zero=False) if less and one_per_row(node.args[1], node, a) else None
+        for band, other, arg in ((a, b, node.args[1]), (b, a, node.args[0])):  # a mask added to scores empties them outside its band
+            if isinstance(band, Band) and band.outside in HIDING:
+                if isinstance(other, Band) and other.outside in HIDING and same_axes(band, other):
+                    return intersected(band, other)
+                return replace(band, seen=all_of(band.seen, shown(arg, node, band, get)), zero=band.zero and other == Affine(0.0))
+        return padded(node, get)
 
     return handler
 
 
-def multiplied(node: Node, get) -> Abstract:
+def padded(node: Node, get: Evaluation) -> Band | None:
+    """Scores plus an additive padding."""
+    if len(shape_of(node)) < 2 or not value_of(node).dtype.is_floating_point:
+        return None
+    band = everything(node, "min")
+    seen = all_of(*(shown(arg, node, band, get) for arg in node.args[:2]))
+    return replace(band, seen=seen) if seen else None
+
+
+def multiplied(node: Node, get: Evaluation) -> Abstract:
     a, b = (lifted(x, node, get) for x in node.args[:2])
     for scale, other in ((a, b), (b, a)):
         if isinstance(scale, Affine) and not scale.slopes and isinstance(other, Affine):
             return cleaned(Affine(scale.const * other.const, tuple((d, scale.const * s) for d, s in other.slopes)), node)
     for band, other in ((a, b), (b, a)):
         if isinstance(band, Band) and band.outside == 0.0:
-            return replace(band, exact=False)
-        if isinstance(band, Band) and isinstance(other, Affine) and not other.slopes and other.const >= 1:
+            return band
+        if isinstance(band, Band) and band.outside in HIDING and is_constant(other) and stays_lowest(other.const, node):
             return band
     return None
 
 
-def divided(node: Node, get) -> Abstract:
+def stays_lowest(scale: float, node: Node) -> bool:
+    """Is what was hidden by a lowest number still far below the scores when all are scaled?"""
+    return scale >= torch.finfo(value_of(node).dtype).max ** -0.25
+
+
+def divided(node: Node, get: Evaluation) -> Abstract:
     a, b = (lifted(x, node, get) for x in node.args[:2])
-    if isinstance(a, Band) and a.outside == -math.inf and isinstance(b, Affine) and not b.slopes and b.const > 0:
+    if isinstance(a, Band) and a.outside in HIDING and is_constant(b) and b.const > 0 and stays_lowest(1 / b.const, node):
         return a
-    return replace(a, exact=False) if isinstance(a, Band) and a.outside == 0.0 else None
+    return a if isinstance(a, Band) and a.outside == 0.0 else None
 
 
-def product_added(node: Node, get) -> Abstract:
+def product_added(node: Node, get: Evaluation) -> Abstract:
     """``baddbmm(mask, queries, keys)``: a mask added to scores."""
     mask = lifted(node.args[0], node, get)
-    plain = node.kwargs.get("beta", 1) == 1 and isinstance(mask, Band) and mask.outside in (-math.inf, "min")
-    return replace(mask, exact=False) if plain else None
+    plain = node.kwargs.get("beta", 1) == 1 and isinstance(mask, Band) and mask.outside in HIDING
+    return replace(mask, zero=False) if plain else None
 
 
-def at_least(node: Node, get) -> Abstract:
+def at_least(node: Node, get: Evaluation) -> Abstract:
     """``maximum(scores, lowest number)``: what is empty stays practically so."""
     for band, other in (node.args[:2], node.args[1::-1]):
         value, least = lifted(band, node, get), lifted(other, node, get)
-        if isinstance(value, Band) and value.outside in (-math.inf, "min") and isinstance(least, Affine) and not least.slopes:
-            return replace(value, outside="min", exact=False) if lowest(least.const, node) in ("min", -math.inf) else None
+        if isinstance(value, Band) and value.outside in HIDING and isinstance(least, Affine) and not least.slopes:
+            return replace(value, outside="min") if lowest(least.const, node) in HIDING else None
     return None
 
 
-def distance(node: Node, get) -> Abstract:
+def distance(node: Node, get: Evaluation) -> Abstract:
     """``abs(row - key)``; only a comparison reads it."""
     value = get(node.args[0])
     slopes = dict(value.slopes) if isinstance(value, Affine) else {}
     return Distance(*sorted(slopes)) if len(slopes) == 2 and sorted(slopes.values()) == [-1, 1] and value.const == 0 else None
 
 
-def negated(node: Node, get) -> Abstract:
+def negated(node: Node, get: Evaluation) -> Abstract:
     value = get(node.args[0])
     if isinstance(value, Affine):
         return Affine(-value.const, tuple((d, -s) for d, s in value.slopes))
-    return replace(value, exact=False) if isinstance(value, Band) and value.outside == 0.0 else None
+    return value if isinstance(value, Band) and value.outside == 0.0 else None
 
 
 def same_axes(a: Band, b: Band) -> bool:
     return (a.row, a.key) == (b.row, b.key)
 
 
-def compared(node: Node, get) -> Abstract:
+def compared(node: Node, get: Evaluation) -> Abstract:
     a, b = (lifted(x, node, get) for x in node.args[:2])
     name = node.target.overloadpacket.__name__
     if isinstance(a, Band) and a.outside == -math.inf and b == Affine(-math.inf) and name in ("eq", "ne"):
-        return replace(a, outside=name == "eq", exact=False)  # which scores are empty: those outside are
+        return replace(a, outside=name == "eq", zero=False)  # which scores are empty: those outside are
+    if isinstance(a, Band) and a.zero and b == Affine(0.0) and name in ("eq", "ne"):
+        return replace(a, outside=name == "ne", zero=False)  # which entries of a mask hide
     if isinstance(a, Distance) and isinstance(b, Affine) and not b.slopes and name in ("le", "lt"):
         width = math.ceil(b.const) - 1 if name == "lt" else math.floor(b.const)
-        return Band(a.row, a.key, -width, width, False, True)
+        return Band(a.row, a.key, -width, width, False, ())
     if not (isinstance(a, Affine) and isinstance(b, Affine)):
         return None
     slopes = dict(a.slopes)
@@ -316,31 +424,34 @@ def compared(node: Node, get) -> Abstract:
     sign = slopes[key]
     if name == "eq":
         bound = -const * sign
-        return Band(row, key, bound, bound, False, True)
+        return Band(row, key, bound, bound, False, ())
     if name == "ne":
         return None
     less = (name in ("le", "lt")) == (sign > 0)
     strict = name in ("lt", "gt")
     bound = -const * sign
     if less:
-        return Band(row, key, -math.inf, bound - strict, False, True)
-    return Band(row, key, bound + strict, math.inf, False, True)
+        return Band(row, key, -math.inf, bound - strict, False, ())
+    return Band(row, key, bound + strict, math.inf, False, ())
 
 
-def conjoined(node: Node, get) -> Abstract:
+def conjoined(node: Node, get: Evaluation) -> Abstract:
     if value_of(node).dtype is not torch.bool:
         return None
     a, b = (lifted(x, node, get) for x in node.args[:2])
     for constant_, other in ((a, b), (b, a)):
         if isinstance(constant_, Affine) and not constant_.slopes:
             return other if constant_.const else Affine(0.0)
-    bands = [v for v in (a, b) if isinstance(v, Band) and v.outside is False]
-    if len(bands) == 2 and same_axes(*bands):
-        return Band(a.row, a.key, max(a.lo, b.lo), min(a.hi, b.hi), False, a.exact and b.exact)
-    return replace(bands[0], exact=False) if bands else None
+    for band, other, arg in ((a, b, node.args[1]), (b, a, node.args[0])):
+        if isinstance(band, Band) and band.outside is False:
+            if isinstance(other, Band) and other.outside is False and same_axes(band, other):
+                return intersected(band, other)
+            seen = padding(arg, node, band, False) if other is None else None
+            return replace(band, seen=all_of(band.seen, (seen,) if seen else None))
+    return None
 
 
-def disjoined(node: Node, get) -> Abstract:
+def disjoined(node: Node, get: Evaluation) -> Abstract:
     if value_of(node).dtype is not torch.bool:
         return None
     a, b = (lifted(x, node, get) for x in node.args[:2])
@@ -348,19 +459,36 @@ def disjoined(node: Node, get) -> Abstract:
         if isinstance(constant_, Affine) and not constant_.slopes:
             return Affine(1.0) if constant_.const else other
     if isinstance(a, Band) and isinstance(b, Band) and a.outside is b.outside is False and same_axes(a, b):
-        return Band(a.row, a.key, min(a.lo, b.lo), max(a.hi, b.hi), False, False)
+        hull = Band(a.row, a.key, min(a.lo, b.lo), max(a.hi, b.hi), False)
+        if hull.lo > -math.inf or hull.hi < math.inf:
+            return hull
+    left = [visible(a), visible(b)]  # both as what hides
+    if None not in left and same_axes(*left):
+        return replace(intersected(*left), outside=True)
+    for band, other, arg in ((left[0], b, node.args[1]), (left[1], a, node.args[0])):
+        if band is not None:
+            seen = padding(arg, node, band, True) if other is None else None
+            return replace(band, outside=True, seen=all_of(band.seen, (seen,) if seen else None))
     return None
 
 
-def inverted(node: Node, get) -> Abstract:
-    """The complement of a half-plane is a half-plane."""
+def inverted(node: Node, get: Evaluation) -> Abstract:
+    """The complement of a half-plane is a half-plane; of another band, the same band with the outside true."""
     value = get(node.args[0])
     if isinstance(value, Affine) and not value.slopes:
         return Affine(float(not value.const))
-    if isinstance(value, Band) and value.outside is True:
-        return replace(value, outside=False)
-    exact = isinstance(value, Band) and value.outside is False and value.exact
-    return complement(value) if exact else None
+    if not isinstance(value, Band):
+        return None
+    return visible(value) or (replace(value, outside=True) if value.outside is False else None)
+
+
+def visible(hidden: Abstract) -> Band | None:
+    """What a boolean that hides entries leaves to be seen."""
+    if not isinstance(hidden, Band):
+        return None
+    if hidden.outside is True:
+        return replace(hidden, outside=False)
+    return complement(hidden) if hidden.exact else None
 
 
 def lowest(value: float, node: Node) -> object:
@@ -371,29 +499,51 @@ def lowest(value: float, node: Node) -> object:
     return "min" if dtype.is_floating_point and value <= torch.finfo(dtype).min / 2 else None
 
 
-def chosen(node: Node, get) -> Abstract:
+def chosen(node: Node, get: Evaluation) -> Abstract:
     """``where(mask, inside, filling)``."""
     condition, inside, filling = (lifted(x, node, get) for x in node.args[:3])
     if isinstance(condition, Affine) and not condition.slopes:
         return inside if condition.const else filling
     for zero, band in ((inside, filling), (filling, inside)):
-        if zero == Affine(0.0) and isinstance(band, Band) and band.outside is not False and band.outside == 0.0:
-            return replace(band, exact=False)
-    if not (isinstance(condition, Band) and condition.outside is False):
+        if zero == Affine(0.0) and isinstance(band, Band) and is_zero_outside(band):
+            return band
+    if isinstance(inside, Band) and isinstance(filling, Band) and is_zero_outside(inside) and is_zero_outside(filling) and same_axes(inside, filling):
+        return hull(inside, filling)
+    found = []
+    if is_constant(filling):
+        found.append(emptied(node.args[1], seen_where(node.args[0], condition, node, False), filling.const, node, get))
+    if is_constant(inside):  # where(hidden, -inf, scores)
+        found.append(emptied(node.args[2], visible(condition) or seen_where(node.args[0], condition, node, True), inside.const, node, get))
+    bands = [band for band in found if band is not None]
+    return next((band for band in bands if band.outside in HIDING), bands[0] if bands else None)
+
+
+def is_constant(value: Abstract) -> bool:
+    return isinstance(value, Affine) and not value.slopes
+
+
+def seen_where(arg: object, condition: Abstract, like: Node, hides: bool) -> Band | None:
+    """A condition as what is visible where it is not ``hides``: a band, or a padding."""
+    if isinstance(condition, Band) and condition.outside is False and not hides:
+        return condition
+    if condition is not None or len(shape_of(like)) < 2:
         return None
-    if isinstance(inside, Affine) and not inside.slopes and condition.exact:  # where(hidden, -inf, scores)
-        visible = complement(condition)
-        outside = lowest(inside.const, node)
-        if visible is not None and outside is not None and outside != 0:
-            zero = isinstance(filling, Affine) and filling == Affine(0.0)
-            return replace(visible, outside=outside, exact=zero and outside != 0, dense=visible.lo <= 0 <= visible.hi)
-    if isinstance(filling, Affine) and not filling.slopes:
-        outside = lowest(filling.const, node)
-        if outside is not None:
-            zero_inside = isinstance(inside, Affine) and inside == Affine(0.0)
-            dense = condition.exact and condition.lo <= 0 <= condition.hi
-            return replace(condition, outside=outside, exact=condition.exact and zero_inside and outside != 0, dense=dense)
-    return None
+    band = everything(like, False)
+    seen = padding(arg, like, band, hides)
+    return replace(band, seen=(seen,)) if seen else None
+
+
+def emptied(scores: object, mask: Band | None, value: float, node: Node, get: Evaluation) -> Band | None:
+    """Scores filled with one number where a mask does not leave them."""
+    outside = lowest(value, node)
+    if mask is None or outside is None:
+        return None
+    if outside == 0.0:
+        return replace(mask, outside=0.0, seen=())
+    inner = lifted(scores, node, get)
+    if isinstance(inner, Band) and inner.outside in HIDING and same_axes(inner, mask):
+        return intersected(replace(mask, outside=outside, zero=inner.zero), inner)
+    return replace(mask, outside=outside, seen=all_of(mask.seen, shown(scores, node, mask, get)), zero=inner == Affine(0.0))
 
 
 def complement(band: Band) -> Band | None:
@@ -403,30 +553,31 @@ def complement(band: Band) -> Band | None:
     return replace(band, lo=-math.inf, hi=band.lo - 1) if band.hi == math.inf else None
 
 
-def filled(node: Node, get) -> Abstract:
+def filled(node: Node, get: Evaluation) -> Abstract:
     """``masked_fill(x, hidden, value)``."""
     x, hidden = (lifted(a, node, get) for a in node.args[:2])
     value = get(node.args[2])
-    if isinstance(hidden, Affine) and not hidden.slopes:
+    if is_constant(hidden):
         return value if hidden.const else x
-    if isinstance(hidden, Band) and hidden.outside is False and hidden.exact and isinstance(value, Affine):
-        visible, outside = complement(hidden), lowest(value.const, node)
-        if visible is not None and outside is not None:
-            return replace(visible, outside=outside, dense=visible.lo <= 0 <= visible.hi,
-                           exact=isinstance(x, Affine) and x == Affine(0.0) and outside != 0)
-    if isinstance(x, Band) and isinstance(value, Affine) and lowest(value.const, node) == x.outside:
-        return replace(x, exact=False, dense=False)  # more is hidden, nothing less
-    return None
+    if not is_constant(value):
+        return None
+    if value == Affine(0.0) and isinstance(x, Band) and is_zero_outside(x):
+        return x
+    found = emptied(node.args[0], visible(hidden) or seen_where(node.args[1], hidden, node, True), value.const, node, get)
+    if found is None and isinstance(x, Band) and x.outside in HIDING and lowest(value.const, node) in HIDING:
+        return replace(x, outside=x.outside if lowest(value.const, node) == x.outside else "min", seen=None)
+    return found
 
 
-def joined(node: Node, get) -> Abstract:
+def joined(node: Node, get: Evaluation) -> Abstract:
     """Ranges that continue one another are one range."""
     parts = node.args[0]
     rank = len(shape_of(node))
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
     scores = get(parts[0])
     if isinstance(scores, Band) and dim == scores.key and all(shape_of(p)[dim] == 1 for p in parts[1:]):
-        return replace(scores, exact=False)  # columns beyond the keys are always read
+        always = scores.outside in HIDING and any(p in get.plain for p in parts[1:])  # a sink: every row sees that
+        return replace(scores, seen=() if always else scores.seen, zero=False)  # columns beyond the keys are always read
     values, at = [], 0
     for part in parts:
         value = get(part)
@@ -443,14 +594,14 @@ def joined(node: Node, get) -> Abstract:
     return whole
 
 
-def accumulated(node: Node, get) -> Abstract:
+def accumulated(node: Node, get: Evaluation) -> Abstract:
     value, dim = get(node.args[0]), node.args[1] % max(len(shape_of(node)), 1)
     if not isinstance(value, Affine) or value.slopes:
         return None
     return cleaned(Affine(value.const, ((dim, value.const),)), node)
 
 
-def looked_up(node: Node, get) -> Abstract:
+def looked_up(node: Node, get: Evaluation) -> Abstract:
     """A range read at ranges is a range."""
     table = get(node.args[0])
     if not isinstance(table, Affine):
@@ -471,29 +622,35 @@ def looked_up(node: Node, get) -> Abstract:
     return cleaned(total, node)
 
 
-def summed(node: Node, get) -> Abstract:
+def summed(node: Node, get: Evaluation) -> Abstract:
     """A sum over dimensions that are neither row nor key leaves zeros where they are."""
     value, rank = get(node.args[0]), len(shape_of(node.args[0]))
     dims = {d % rank for d in node.args[1]} if len(node.args) > 1 and node.args[1] else set(range(rank))
     if not isinstance(value, Band) or value.outside != 0.0 or value.row in dims or value.key in dims:
         return None
     keep = len(node.args) > 2 and node.args[2]
-    return moved(replace(value, exact=False), {d: d if keep else d - sum(e < d for e in dims) for d in range(rank) if d not in dims})
+    return moved(value, {d: d if keep else d - sum(e < d for e in dims) for d in range(rank) if d not in dims})
 
 
-def normalized(node: Node, get) -> Abstract:
+def normalized(node: Node, get: Evaluation) -> Abstract:
     """Softmax over keys turns empty scores into zeros; its gradient is zero where it is."""
     value = get(node.args[0])
-    rank = len(shape_of(node))
-    if isinstance(value, Band) and value.key == node.args[1] % rank and (
-            value.outside == -math.inf or (value.outside == "min" and value.dense)):
-        return replace(value, outside=0.0, exact=False)
+    if isinstance(value, Band) and value.outside in HIDING and value.key == node.args[1] % len(shape_of(node)):
+        return replace(value, outside=0.0, seen=value.rests_on, zero=False) if value.rests_on is not None else None
     return None
 
 
-def normalized_backward(node: Node, get) -> Abstract:
+def largest_backward(node: Node, get: Evaluation) -> Abstract:
+    """The gradient of a row's largest score is zero but at that, which is never hidden."""
     value = get(node.args[1])
-    return replace(value, exact=False) if isinstance(value, Band) and value.outside == 0.0 else None
+    if isinstance(value, Band) and value.outside in HIDING and value.key == node.args[2] % len(shape_of(node)) and node.args[3]:
+        return replace(value, outside=0.0, seen=value.rests_on, zero=False) if value.rests_on is not None else None
+    return None
+
+
+def normalized_backward(node: Node, get: Evaluation) -> Abstract:
+    value = get(node.args[1])
+    return value if isinstance(value, Band) and value.outside == 0.0 else None
 
 
 HANDLERS = {
@@ -518,5 +675,16 @@ HANDLERS = {
     aten.where.self: chosen,
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), filled),
     aten.cat.default: joined, aten.cumsum.default: accumulated, aten.index.Tensor: looked_up,
-    aten.sum.dim_IntList: summed, aten._softmax.default: normalized, aten._softmax_backward_data.default: normalized_backward,
+    aten.sum.dim_IntList: summed, aten._softmax.default: normalized, aten._safe_softmax.default: normalized,
+    streambp.to_extreme.default: largest_backward, aten._softmax_backward_data.default: normalized_backward,
+}
+
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.embedding.default}
+ORDINARY = {
+    aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.alias.default,
+    aten._to_copy.default, prims.convert_element_type.default, aten.cat.default, aten.index.Tensor, aten.gather.default,
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor,
+    aten.div.Scalar, aten.neg.default, aten.abs.default, aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.exp.default, aten.pow.Tensor_Tensor,
+    aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.maximum.default, aten.minimum.default, aten.amax.default, aten.baddbmm.default, aten.where.self, aten.cumsum.default, aten.constant_pad_nd.default,
 }

@@ -179,11 +179,41 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What leaves keys to be seen, alike for every row: a padding.
+
+    node   a boolean that hides a key where it is ``hides``; or (``hides`` is None) numbers added to scores, which hide where they are
+           nearly as low as their dtype goes
+    key    its dimension of keys
+    """
+
+    node: Node
+    key: int
+    hides: bool | None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What has to hold of a call: every row sees one at least of the keys that its band allows.
+
+    A mask of lowest numbers empties what is outside a band beside a key that is seen; a row that sees none would read all keys alike.
+    """
+
+    seen: Seen
+    band: Reach
+
+    def __str__(self) -> str:
+        return f"every row sees a key in {self.band} by {self.seen.node.name}"
+
+
+@dataclass(frozen=True)
 class Analysis:
     """Facts of a graph: what every value carries, how every edge reads, what every node does with its rows.
 
     kinds   node → ``rows`` (one output row per token), ``sum`` (adds up over chunks), ``keysum`` (adds up per key),
             ``whole`` (no tokens at all), ``mixed`` (several outputs, each with its own kind)
+    reaches     node that meets keys → the keys that a row can reach
+    conditions  what a call has to keep for that to be so
     """
 
     length: Size
@@ -191,6 +221,7 @@ class Analysis:
     edges: Mapping[Node, tuple[Edge, ...]]
     kinds: Mapping[Node, str]
     reaches: Mapping[Node, Reach]
+    conditions: tuple[Condition, ...] = ()
 
     def table(self) -> str:
         lines = []

@@ -19,7 +19,7 @@ from .ir import arguments, is_zeros, shape_of, value_of
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
 KEPT = (  # ops that the rules know better than their decompositions; a chunk body decomposes them later
-    "aten::_softmax", "aten::_softmax_backward_data", "aten::_log_softmax", "aten::_log_softmax_backward_data",
+    "aten::_softmax", "aten::_safe_softmax", "aten::_softmax_backward_data", "aten::_log_softmax", "aten::_log_softmax_backward_data",
     "aten::embedding_dense_backward", "aten::cumsum", "aten::select_backward",
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,11 +13,12 @@ from . import internals
 from .axis import SHORTEST_STREAMED, Axis, fake_of, storage_of
 from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
+from .guard import Guard
 from .ownership import ours_alone, sole_owners
 from .passes.ir import CannotStream, Mark, Refusal, bytes_of, is_tensor, value_of, where_of
 from .passes.split import Region, mutated
 from .pipeline import StreamedRegion, outputs_of, stream, unit
-from .report import RegionReport
+from .report import RegionReport, StreamHint
 
 
 class TooShort(CannotStream):
@@ -27,8 +29,9 @@ class CompiledRegion:
     """One distinct region: traced by AOTAutograd, streamed if the passes can, compiled whole otherwise."""
 
     def __init__(self, module: GraphModule, inputs: list[object], region: Region, axis: Axis | None, config: Config,
-                 refuse: Callable[[Refusal, int | None], None]):
-        self.module, self.region, self.axis, self.config, self.refuse = module, region, axis, config, refuse
+                 refuse: Callable[[Refusal, int | None], None], may_check: bool = True):
+        self.module, self.fakes, self.region, self.axis, self.config, self.refuse = module, inputs, region, axis, config, refuse
+        self.may_check = may_check
         self.inputs = [n for n in region.inputs if n.op != "get_attr"]
         self.report = RegionReport(module, light=region.light)
         self.streamed: StreamedRegion | None = None
@@ -40,7 +43,26 @@ class CompiledRegion:
             compile_ = internals.aot_autograd(
                 fw_compiler=self.compile_forward, bw_compiler=self.compile_backward, inference_compiler=self.compile_inference,
                 partition_fn=self.cut, decompositions=internals.decompositions())
-            self.call = compile_(module, inputs)
+            self.call = self.checked(compile_(module, inputs))
+
+    def checked(self, call: Callable) -> Callable:
+        """A call that leaves keys out only where the masks of its inputs allow it; else the region is compiled once more, to read all."""
+        if self.streamed is None or not self.streamed.analysis.conditions:
+            return call
+        guard = Guard(self.streamed.placeholders, self.streamed.analysis.conditions)
+
+        @functools.cache
+        def reading_all() -> Callable:
+            warnings.warn("streambp: a row of attention sees no key (padding on the left?). Its mask of lowest numbers, not of -inf, spreads "
+                          "such a row over all keys, so all are read, by a region compiled for that. Pad on the right, and keys that "
+                          "causality hides are left out.", StreamHint, stacklevel=2)
+            with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
+                return CompiledRegion(self.module, self.fakes, self.region, self.axis, self.config, self.refuse, may_check=False).call
+
+        def run(*inputs):
+            return (call if guard(inputs) else reading_all())(*inputs)
+
+        return run
 
     def seeds(self) -> dict[int, tuple[Mark, ...]]:
         return {i: self.axis.marks[n] for i, n in enumerate(self.inputs) if n in self.axis.marks}
@@ -78,7 +100,7 @@ class CompiledRegion:
                                        "Do not change inputs in place across layers"))
         try:
             return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of,
-                          self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode))
+                          self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode), self.may_check)
         except CannotStream:
             raise
         except Exception as error:  # a defect of ours must cost memory, loudly, and not the run

@@ -94,6 +94,7 @@ class RegionReport:
         lines += describe(forward, self.streamed.forward, self.analysis)
         if self.backward is not None:
             lines += describe("backward", self.backward, self.analysis)
+        lines += [f"  checked in each call: {condition}; else all keys are read" for condition in self.analysis.conditions]
         return "\n".join(lines)
 
 
