@@ -9,32 +9,33 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch.fx import Graph, Node
 
-from .bands import HIDING, Band, evaluate
+from .bands import HIDING, Band, evaluate, stored_mask
 from .gauge import Gauge, offset
-from .ir import (EVERYWHERE, HERE, Analysis, Condition, Edge, Fact, Mark, Reach, Shared, Signature, Size, Summed, Tokens, hint,
-                 is_tensor, parts_of, refuse, shape_of, tensor_operands, value_of)
+from .ir import (EVERYWHERE, HERE, Analysis, Condition, Edge, Fact, HidesOutside, Mark, Reach, RowsSee, Seen, Shared,
+                 Signature, Size, Summed, Tokens, hint,
+                 is_tensor, is_view, parts_of, refuse, shape_of, tensor_operands, value_of)
 from .spread import Slot, Spread, has_tensors, outputs_of, product, slot_of
 
 
-def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]], may_check: bool = True) -> Analysis:
+def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]], checkable: Container[Node] = ()) -> Analysis:
     """Facts, edges and kinds of every node.
 
     length     number of tokens T (int or symbol)
     seeds      placeholder → the marks it carries
-    may_check  keys may be left out under conditions that are checked at every call
+    checkable  placeholders of masks that each call may be checked for: keys may be left out under conditions on them
     Raises `CannotStream` at the first node whose rows cannot be told.
     """
     spread = Spread(graph, seeds)
-    bands = evaluate(graph, seeds)
+    bands = evaluate(graph, {n for n in seeds if n in checkable})
     reader = Reader(spread, length, Gauge(graph, spread, length))
     for node in graph.nodes:
         reader.visit(node)
-    reaches, conditions = key_ranges(graph, reader, bands, may_check)
+    reaches, conditions = key_ranges(graph, reader, bands, checkable)
     return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches, conditions)
 
 
@@ -230,7 +231,7 @@ def names_keys(node: Node, operands: tuple[Node, ...], signature: Signature, spr
     return named and (place == -1 or any(user.args[1] == place and user.users for user in node.users))
 
 
-def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], may_check: bool) -> tuple[dict[Node, Reach], tuple[Condition, ...]]:
+def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], checkable: Container[Node]) -> tuple[dict[Node, Reach], tuple[Condition, ...]]:
     """For every node that meets keys: the keys a row can reach, as far as the masks prove it; and the conditions of those proofs.
 
     Score matrices that feed one another share one range, and it may be narrowed only if every way out of them (a softmax over
@@ -241,10 +242,13 @@ def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], may_c
 
     def proved(band: object) -> Reach:
         """The reach of a band, if what it rests on can be checked."""
-        if not isinstance(band, Band) or band.rests_on is None or not all(may_check and is_light(s.node) for s in band.rests_on):
+        if not isinstance(band, Band) or band.rests_on is None:
             return EVERYWHERE
         reach = Reach(band.lo, band.hi)
-        conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *(Condition(s, reach) for s in band.rests_on))))
+        needed = [HidesOutside((s,), reach) for s in band.assumes] + [RowsSee(band.rests_on, reach)] * bool(band.rests_on)
+        if not all(is_light(s, checkable) for condition in needed for s in condition.seen):
+            return EVERYWHERE
+        conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *needed)))
         return reach
 
     for node in graph.nodes:
@@ -253,10 +257,11 @@ def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], may_c
             continue
         if signature.rows is not None:
             reach = signature.reach[signature.keys]
-            band = next((bands[a] for a in tensor_operands(node) if isinstance(bands.get(a), Band)), None)
-            if band is not None and (band.row, band.key) == (2, 3) and band.outside in HIDING:
-                mask = proved(band)
-                reach = Reach(max(reach.lo, mask.lo), min(reach.hi, mask.hi))
+            mask = node.args[3 if node.target is torch.ops.streambp.attention.default else 6]
+            if mask is not None:
+                band = bands.get(mask) or stored_mask(mask)
+                band = proved(band) if isinstance(band, Band) and band.outside in HIDING else EVERYWHERE
+                reach = Reach(max(reach.lo, band.lo), min(reach.hi, band.hi))
             ranges[node] = reach
     paired = [n for n in graph.nodes if n in reader.facts and meets_pair(n, reader)
               and reader.spread.signatures.get(n) is not None and n not in ranges]
@@ -274,16 +279,21 @@ def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], may_c
     return ranges, tuple(c for reach, found in conditions.items() for c in found if pruned and reach != EVERYWHERE)
 
 
-def is_light(node: Node) -> bool:
-    """Is a value made, all the way from what the region is given, of nothing larger than itself?"""
-    size, known, stack = math.prod(shape_of(node)), {node}, [node]
+def is_light(mask: Seen, checkable: Container[Node]) -> bool:
+    """Is a mask made, all the way from what may be checked, of nothing larger than itself, or than what is stored anyway?"""
+    known, stack = {mask.node}, [mask.node]
     while stack:
-        at = stack.pop()
-        if is_tensor(at) and math.prod(shape_of(at)) > size or isinstance(value_of(at), (tuple, list)):
-            return False
-        stack += [a for a in at.all_input_nodes if a not in known]
-        known.update(at.all_input_nodes)
-    return True
+        fresh = [a for a in stack.pop().all_input_nodes if a not in known]
+        stack += fresh
+        known.update(fresh)
+    given = [n for n in known if n.op == "placeholder" and is_tensor(n)]
+    size = max((math.prod(shape_of(n)) for n in given), default=0)
+    if mask.row is None:
+        size = max(size, math.prod(shape_of(mask.node)))
+    elif size < shape_of(mask.node)[mask.row] * shape_of(mask.node)[mask.key]:
+        return False
+    made = [n for n in known if n.op == "call_function" and has_tensors(n) and not is_view(n)]
+    return all(n in checkable for n in given) and all(is_tensor(n) and math.prod(shape_of(n)) <= size for n in made)
 
 
 def meets_pair(node: Node, reader: Reader) -> bool:

@@ -42,9 +42,10 @@ class Band:
 
     outside  ``False`` (a boolean mask; ``True``: one of what is hidden), ``0.0``, ``-inf``, or ``"min"`` (so low that it vanishes beside
              any visible key)
-    seen     the paddings that hide entries inside, and nothing else does: ``()`` where every entry is visible, ``None`` where one cannot
+    seen     the masks that hide entries inside, and nothing else does: ``()`` where every entry is visible, ``None`` where one cannot
              tell. Of zeros: what their proof rests on
     zero     entries that are visible are ``0`` (an additive mask, not yet added to scores)
+    assumes  the stored masks that are taken to hide all that is outside
     """
 
     row: int
@@ -54,6 +55,7 @@ class Band:
     outside: object
     seen: tuple[Seen, ...] | None = None
     zero: bool = False
+    assumes: tuple[Seen, ...] = ()
 
     def __str__(self) -> str:
         if (self.lo, self.hi) == (-math.inf, 0):
@@ -65,11 +67,11 @@ class Band:
     @property
     def exact(self) -> bool:
         """Is this the mask of its band and nothing else?"""
-        return self.seen == () and (self.zero or self.outside is False)
+        return self.seen == () and not self.assumes and (self.zero or self.outside is False)
 
     @property
     def rests_on(self) -> tuple[Seen, ...] | None:
-        """Paddings of which every row must see a key for the outside to be truly empty; None if that cannot be told."""
+        """Masks by which every row must see a key for the outside to be truly empty; None if that cannot be told."""
         if self.outside != "min":
             return self.seen if self.outside == 0.0 else ()
         return self.seen if self.seen or self.lo <= 0 <= self.hi else None
@@ -176,6 +178,12 @@ def same(node: Node, get: Evaluation) -> Abstract:
     return value if flag or old is torch.bool and new is torch.bool else None
 
 
+def copied(node: Node, get: Evaluation) -> Abstract:
+    """``copy(target, source)``: the source, in the dtype of the target."""
+    source, target = node.args[:2][::-1]
+    return lifted(source, node, get) if value_of(source).dtype == value_of(target).dtype else None
+
+
 def reshaped(node: Node, get: Evaluation) -> Abstract:
     """A dimension that keeps its size and what comes before it keeps its meaning; what merges or splits must not matter."""
     old, new = shape_of(node.args[0]), shape_of(node)
@@ -247,28 +255,32 @@ def one_per_row(node: Node, like: Node, band: Band) -> bool:
     return band.key < shift or shape_of(node)[band.key - shift] == 1
 
 
-def padding(arg: object, like: Node, band: Band, hides: bool | None) -> Seen | None:
-    """An operand that is alike for all rows of a matrix, as what hides some of their keys."""
+def mask_of(arg: object, like: Node, band: Band, hides: bool | None) -> Seen | None:
+    """An operand of a matrix of which nothing is known, as what hides some of its keys: from all rows alike, or from each its own."""
     if not isinstance(arg, Node):
         return None
     shift, shape = len(shape_of(like)) - len(shape_of(arg)), shape_of(arg)
     row, key = band.row - shift, band.key - shift
-    alike = (row < 0 or shape[row] == 1) and key >= 0 and shape[key] == shape_of(like)[band.key] > 1
-    return Seen(arg, key, hides) if alike else None
+    if key < 0 or shape[key] != shape_of(like)[band.key] or shape[key] == 1:
+        return None
+    if row < 0 or shape[row] == 1:
+        return Seen(arg, None, key, hides)
+    return Seen(arg, row, key, hides) if shape[row] == shape_of(like)[band.row] else None
 
 
-def everything(node: Node, outside: object) -> Band:
-    """A matrix of scores of which nothing is known yet."""
-    rank = len(shape_of(node))
-    return Band(rank - 2, rank - 1, -math.inf, math.inf, outside, seen=())
+def everything(node: Node, outside: object, *seens: tuple[Seen, ...] | None) -> Band | None:
+    """A matrix that hides by what is given alone: nothing is known of its band, or, of a stored mask, taken to be causal."""
+    rank, seen = len(shape_of(node)), all_of(*seens)
+    stored = tuple(s for s in seen or () if s.row is not None)
+    return Band(rank - 2, rank - 1, -math.inf, 0 if stored else math.inf, outside, seen, assumes=stored) if seen else None
 
 
 def all_of(*seens: tuple[Seen, ...] | None) -> tuple[Seen, ...] | None:
-    """What several paddings leave to be seen; more than one of them is not followed."""
+    """What several masks leave to be seen. They must be told apart by no more than one batch."""
     if None in seens:
         return None
     found = tuple(dict.fromkeys(s for seen in seens for s in seen))
-    return found if len(found) <= 1 else None
+    return found if sum(s.batch > 1 for s in found) <= 1 else None
 
 
 def shown(arg: object, like: Node, band: Band, get: Evaluation) -> tuple[Seen, ...] | None:
@@ -278,17 +290,35 @@ def shown(arg: object, like: Node, band: Band, get: Evaluation) -> tuple[Seen, .
         return value.seen if same_axes(value, band) else None
     if arg in get.plain if isinstance(arg, Node) else is_ordinary(arg):
         return ()
-    found = padding(arg, like, band, None)
-    return (found,) if found is not None else None
+    return one(mask_of(arg, like, band, None))
+
+
+def one(seen: Seen | None) -> tuple[Seen, ...] | None:
+    return None if seen is None else (seen,)
+
+
+def stored_mask(node: Node) -> Band | None:
+    """An additive mask of which nothing is known."""
+    return everything(node, "min", one(mask_of(node, node, matrix(node), None)))
+
+
+def matrix(node: Node) -> Band:
+    """The axes of a matrix of scores: rows and keys are its last."""
+    rank = len(shape_of(node))
+    return Band(rank - 2, rank - 1, -math.inf, math.inf, None)
 
 
 HIDING = (-math.inf, "min")
 
 
 def intersected(a: Band, b: Band) -> Band:
-    """Entries that two masks of scores leave, each hiding others."""
+    """Entries that two masks of scores leave, each hiding others. What is known of one is worth more than what is taken of the other."""
+    seen, zero = all_of(a.seen, b.seen), a.zero and b.zero
+    for sure, guess in ((a, b), (b, a)):
+        if guess.assumes and not sure.assumes and sure.hi <= guess.hi:
+            return replace(sure, seen=seen, zero=zero)
     return replace(a, lo=max(a.lo, b.lo), hi=min(a.hi, b.hi), outside=a.outside if a.outside == b.outside else "min",
-                   seen=all_of(a.seen, b.seen), zero=a.zero and b.zero)
+                   seen=seen, zero=zero, assumes=tuple(dict.fromkeys(a.assumes + b.assumes)))
 
 
 def is_zero_outside(band: Band) -> bool:
@@ -298,7 +328,8 @@ def is_zero_outside(band: Band) -> bool:
 def hull(a: Band, b: Band) -> Band | None:
     """Outside of both, zeros."""
     seen = all_of(a.seen, b.seen)
-    return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), seen=seen) if seen is not None else None
+    assumes = tuple(dict.fromkeys(a.assumes + b.assumes))
+    return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), seen=seen, assumes=assumes) if seen is not None else None
 
 
 def added(sign: int):
@@ -326,12 +357,10 @@ def added(sign: int):
 
 
 def padded(node: Node, get: Evaluation) -> Band | None:
-    """Scores plus an additive padding."""
+    """Scores plus an additive mask."""
     if len(shape_of(node)) < 2 or not value_of(node).dtype.is_floating_point:
         return None
-    band = everything(node, "min")
-    seen = all_of(*(shown(arg, node, band, get) for arg in node.args[:2]))
-    return replace(band, seen=seen) if seen else None
+    return everything(node, "min", *(shown(arg, node, matrix(node), get) for arg in node.args[:2]))
 
 
 def multiplied(node: Node, get: Evaluation) -> Abstract:
@@ -340,7 +369,7 @@ def multiplied(node: Node, get: Evaluation) -> Abstract:
         if isinstance(scale, Affine) and not scale.slopes and isinstance(other, Affine):
             return cleaned(Affine(scale.const * other.const, tuple((d, scale.const * s) for d, s in other.slopes)), node)
     for band, other in ((a, b), (b, a)):
-        if isinstance(band, Band) and band.outside == 0.0:
+        if isinstance(band, Band) and is_zero_outside(band):
             return band
         if isinstance(band, Band) and band.outside in HIDING and is_constant(other) and stays_lowest(other.const, node):
             return band
@@ -446,9 +475,15 @@ def conjoined(node: Node, get: Evaluation) -> Abstract:
         if isinstance(band, Band) and band.outside is False:
             if isinstance(other, Band) and other.outside is False and same_axes(band, other):
                 return intersected(band, other)
-            seen = padding(arg, node, band, False) if other is None else None
-            return replace(band, seen=all_of(band.seen, (seen,) if seen else None))
-    return None
+            return replace(band, seen=all_of(band.seen, one(mask_of(arg, node, band, False)) if other is None else None))
+    return both_masks(node, False) if a is b is None else None
+
+
+def both_masks(node: Node, hides: bool) -> Band | None:
+    """Two masks of which nothing is known, each hiding its own keys."""
+    if len(shape_of(node)) < 2:
+        return None
+    return everything(node, hides, *(one(mask_of(x, node, matrix(node), hides)) for x in node.args[:2]))
 
 
 def disjoined(node: Node, get: Evaluation) -> Abstract:
@@ -459,17 +494,16 @@ def disjoined(node: Node, get: Evaluation) -> Abstract:
         if isinstance(constant_, Affine) and not constant_.slopes:
             return Affine(1.0) if constant_.const else other
     if isinstance(a, Band) and isinstance(b, Band) and a.outside is b.outside is False and same_axes(a, b):
-        hull = Band(a.row, a.key, min(a.lo, b.lo), max(a.hi, b.hi), False)
-        if hull.lo > -math.inf or hull.hi < math.inf:
-            return hull
+        either = Band(a.row, a.key, min(a.lo, b.lo), max(a.hi, b.hi), False, assumes=a.assumes + b.assumes)
+        if either.lo > -math.inf or either.hi < math.inf:
+            return either
     left = [visible(a), visible(b)]  # both as what hides
     if None not in left and same_axes(*left):
         return replace(intersected(*left), outside=True)
     for band, other, arg in ((left[0], b, node.args[1]), (left[1], a, node.args[0])):
         if band is not None:
-            seen = padding(arg, node, band, True) if other is None else None
-            return replace(band, outside=True, seen=all_of(band.seen, (seen,) if seen else None))
-    return None
+            return replace(band, outside=True, seen=all_of(band.seen, one(mask_of(arg, node, band, True)) if other is None else None))
+    return both_masks(node, True) if a is b is None else None
 
 
 def inverted(node: Node, get: Evaluation) -> Abstract:
@@ -523,14 +557,12 @@ def is_constant(value: Abstract) -> bool:
 
 
 def seen_where(arg: object, condition: Abstract, like: Node, hides: bool) -> Band | None:
-    """A condition as what is visible where it is not ``hides``: a band, or a padding."""
+    """A condition as what is visible where it is not ``hides``: a band, a padding, or a stored mask."""
     if isinstance(condition, Band) and condition.outside is False and not hides:
         return condition
     if condition is not None or len(shape_of(like)) < 2:
         return None
-    band = everything(like, False)
-    seen = padding(arg, like, band, hides)
-    return replace(band, seen=(seen,)) if seen else None
+    return everything(like, False, one(mask_of(arg, like, matrix(like), hides)))
 
 
 def emptied(scores: object, mask: Band | None, value: float, node: Node, get: Evaluation) -> Band | None:
@@ -539,7 +571,7 @@ def emptied(scores: object, mask: Band | None, value: float, node: Node, get: Ev
     if mask is None or outside is None:
         return None
     if outside == 0.0:
-        return replace(mask, outside=0.0, seen=())
+        return replace(mask, outside=0.0, seen=()) if mask.hi < math.inf or mask.lo > -math.inf else None
     inner = lifted(scores, node, get)
     if isinstance(inner, Band) and inner.outside in HIDING and same_axes(inner, mask):
         return intersected(replace(mask, outside=outside, zero=inner.zero), inner)
@@ -656,6 +688,7 @@ def normalized_backward(node: Node, get: Evaluation) -> Abstract:
 HANDLERS = {
     **dict.fromkeys((aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default,
                      prims.convert_element_type.default, aten.lift_fresh_copy.default), same),
+    aten.copy.default: copied,
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim,
                      aten.squeeze.dims, aten.squeeze.default), reshaped),
     aten.expand.default: expanded,

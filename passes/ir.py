@@ -180,30 +180,51 @@ class Edge:
 
 @dataclass(frozen=True)
 class Seen:
-    """What leaves keys to be seen, alike for every row: a padding.
+    """What leaves keys to be seen: a padding, alike for every row, or a stored mask.
 
     node   a boolean that hides a key where it is ``hides``; or (``hides`` is None) numbers added to scores, which hide where they are
            nearly as low as their dtype goes
+    row    its dimension of rows, or None
     key    its dimension of keys
     """
 
     node: Node
+    row: int | None
     key: int
     hides: bool | None
 
+    @property
+    def batch(self) -> int:
+        """How many masks these are."""
+        return math.prod(size for d, size in enumerate(shape_of(self.node)) if d not in (self.row, self.key))
+
 
 @dataclass(frozen=True)
-class Condition:
-    """What has to hold of a call: every row sees one at least of the keys that its band allows.
+class RowsSee:
+    """A condition that a call must keep: by these masks every row sees one at least of the keys that its band allows.
 
-    A mask of lowest numbers empties what is outside a band beside a key that is seen; a row that sees none would read all keys alike.
+    Lowest numbers (not ``-inf``) empty what is outside a band beside a key that is seen; a row that sees none would read all keys alike.
     """
 
-    seen: Seen
+    seen: tuple[Seen, ...]
     band: Reach
 
     def __str__(self) -> str:
-        return f"every row sees a key in {self.band} by {self.seen.node.name}"
+        return f"every row sees a key in {self.band} by {', '.join(s.node.name for s in self.seen)}"
+
+
+@dataclass(frozen=True)
+class HidesOutside:
+    """A condition that a call must keep: a stored mask hides all keys outside a band."""
+
+    seen: tuple[Seen]
+    band: Reach
+
+    def __str__(self) -> str:
+        return f"{self.seen[0].node.name} hides what is not in {self.band}"
+
+
+Condition = RowsSee | HidesOutside
 
 
 @dataclass(frozen=True)

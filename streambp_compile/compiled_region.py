@@ -15,10 +15,14 @@ from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
 from .guard import Guard
 from .ownership import ours_alone, sole_owners
-from .passes.ir import CannotStream, Mark, Refusal, bytes_of, is_tensor, value_of, where_of
+from .passes.ir import CannotStream, Condition, HidesOutside, Mark, Refusal, RowsSee, bytes_of, is_tensor, value_of, where_of
 from .passes.split import Region, mutated
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport, StreamHint
+
+
+HELP = {RowsSee: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
+        HidesOutside: "Nothing is lost if it is meant to; causal masks of `torch.tril` or `is_causal` need no check."}
 
 
 class TooShort(CannotStream):
@@ -32,6 +36,7 @@ class CompiledRegion:
                  refuse: Callable[[Refusal, int | None], None], may_check: bool = True):
         self.module, self.fakes, self.region, self.axis, self.config, self.refuse = module, inputs, region, axis, config, refuse
         self.may_check = may_check
+        self.unconditional: CompiledRegion | None = None
         self.inputs = [n for n in region.inputs if n.op != "get_attr"]
         self.report = RegionReport(module, light=region.light)
         self.streamed: StreamedRegion | None = None
@@ -51,21 +56,28 @@ class CompiledRegion:
             return call
         guard = Guard(self.streamed.placeholders, self.streamed.analysis.conditions)
 
-        @functools.cache
-        def reading_all() -> Callable:
-            warnings.warn("streambp: a row of attention sees no key (padding on the left?). Its mask of lowest numbers, not of -inf, spreads "
-                          "such a row over all keys, so all are read, by a region compiled for that. Pad on the right, and keys that "
-                          "causality hides are left out.", StreamHint, stacklevel=2)
-            with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
-                return CompiledRegion(self.module, self.fakes, self.region, self.axis, self.config, self.refuse, may_check=False).call
-
         def run(*inputs):
-            return (call if guard(inputs) else reading_all())(*inputs)
+            broken = guard.broken(inputs)
+            return call(*inputs) if broken is None else self.reading_all(broken)(*inputs)
 
         return run
 
+    def reading_all(self, broken: Condition) -> Callable:
+        """The same region without conditions, compiled when a call does not keep one."""
+        if self.unconditional is None:
+            warnings.warn(f"streambp: this call's masks do not keep that {broken}, so attention reads all keys, by a region compiled for that. "
+                          f"{HELP[type(broken)]}", StreamHint, stacklevel=2)
+            with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
+                self.unconditional = CompiledRegion(self.module, self.fakes, self.region, self.axis, self.config, self.refuse, may_check=False)
+        return self.unconditional.call
+
     def seeds(self) -> dict[int, tuple[Mark, ...]]:
         return {i: self.axis.marks[n] for i, n in enumerate(self.inputs) if n in self.axis.marks}
+
+    def checkable(self) -> list[int]:
+        """Inputs that may be masks: whatever is neither learned nor made by what is learned."""
+        return [i for i, n in enumerate(self.inputs) if self.may_check and isinstance(fake_of(n), torch.Tensor)
+                and not fake_of(n).requires_grad and not isinstance(fake_of(n), torch.nn.Parameter)]
 
     # What AOTAutograd calls
 
@@ -94,13 +106,14 @@ class CompiledRegion:
         for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
             raise CannotStream(Refusal(str(node.args[1]), "has an effect, which must happen once and in order", "Keep it out of the layers",
                                        where_of(node)))
+        internals.inline_numbers(graph_module)
         tangent_of = [i for i, n in enumerate(self.region.outputs) if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad]
         if tangents and len(tangent_of) != tangents:
             raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
                                        "Do not change inputs in place across layers"))
         try:
             return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of,
-                          self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode), self.may_check)
+                          self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode), self.checkable())
         except CannotStream:
             raise
         except Exception as error:  # a defect of ours must cost memory, loudly, and not the run

@@ -1,72 +1,114 @@
-"""What the analysis of a region assumes of the masks of each call, checked when it is called."""
+"""What the analysis of a region takes for granted of the masks of a call, checked when it is called."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .passes.ir import Condition, Seen
+from .passes.ir import Condition, HidesOutside, Reach, Seen
+
+BLOCK = 1 << 22  # entries of a stored mask that are looked at together
 
 
 class Guard:
     """Do the inputs of a call keep the conditions?
 
-    Costs a few operations on ``[B, T]`` values and one synchronisation with the device; nothing for inputs that were just checked,
-    so that all layers of a step share one check.
+    Costs a few operations on ``[B, T]`` values, one pass over a stored mask, and one synchronisation with the device; nothing for inputs that
+    were checked last, so that all layers of a step share one check, and all steps that of a stored mask.
     """
 
     def __init__(self, placeholders: Sequence[Node], conditions: Sequence[Condition]):
-        self.conditions = conditions
-        self.paddings, self.reads = paddings_of(placeholders, [c.seen.node for c in conditions])
-        self.checked: tuple[tuple, bool] | None = None
+        self.checks = [Check(placeholders, c) for c in conditions]
+
+    def broken(self, inputs: Sequence[object]) -> Condition | None:
+        """The first condition that the inputs do not keep, if any."""
+        return next((check.condition for check in self.checks if not check(inputs)), None)
+
+
+class Check:
+    """One condition, and what it was last found to be for which inputs."""
+
+    def __init__(self, placeholders: Sequence[Node], condition: Condition):
+        self.condition = condition
+        self.masks, self.reads = masks_of(placeholders, [s.node for s in condition.seen])
+        self.last: tuple[tuple, bool] | None = None
 
     def __call__(self, inputs: Sequence[object]) -> bool:
         given = [inputs[i] for i in self.reads]
-        if self.checked is not None and all(same(old, new) for old, new in zip(self.checked[0], given)):
-            return self.checked[1]
-        with torch.no_grad():
-            values = self.paddings(*given)
-            kept = bool(torch.stack([every_row_sees(value, c) for value, c in zip(values, self.conditions)]).all())
-        self.checked = tuple(remembered(v) for v in given), kept
-        return kept
+        if self.last is None or not all(same(old, new) for old, new in zip(self.last[0], given)):
+            with torch.no_grad():
+                kept = holds(self.condition, self.masks(*given))
+            self.last = tuple(remembered(v) for v in given), kept
+        return self.last[1]
 
 
-def paddings_of(placeholders: Sequence[Node], paddings: Sequence[Node]) -> tuple[GraphModule, list[int]]:
-    """A graph that computes the paddings alone, and the positions of the inputs that it reads."""
-    needed, stack = set(), list(paddings)
+def masks_of(placeholders: Sequence[Node], masks: Sequence[Node]) -> tuple[GraphModule, list[int]]:
+    """A graph that computes the masks alone, and the positions of the inputs that it reads."""
+    needed, stack = set(), list(masks)
     while stack:
         node = stack.pop()
         if node not in needed:
             needed.add(node)
             stack += node.all_input_nodes
     graph, values = Graph(), {}
-    for node in paddings[0].graph.nodes:
+    for node in masks[0].graph.nodes:
         if node in needed:
             values[node] = graph.node_copy(node, lambda n: values[n])
-    graph.output(tuple(values[n] for n in paddings))
-    return GraphModule(paddings[0].graph.owning_module, graph), [i for i, n in enumerate(placeholders) if n in needed]
+    graph.output(tuple(values[n] for n in masks))
+    return GraphModule(masks[0].graph.owning_module, graph), [i for i, n in enumerate(placeholders) if n in needed]
 
 
-def every_row_sees(padding: torch.Tensor, condition: Condition) -> torch.Tensor:
-    """Is a visible key among those that the band allows, for each row? One boolean."""
-    keys = visible(padding, condition.seen).movedim(condition.seen.key, -1)
+def holds(condition: Condition, masks: Sequence[torch.Tensor]) -> bool:
+    """Do the masks of a call keep a condition?"""
+    masks = [ordered(mask, seen) for mask, seen in zip(masks, condition.seen)]
+    if isinstance(condition, HidesOutside):
+        return all((allowed | ~visible(part, condition.seen[0].hides)).all() for (part,), allowed in blocks(masks, condition.band))
+    if len(masks) == 1 and masks[0].shape[1] == 1:
+        return every_row_sees(visible(masks[0], condition.seen[0].hides), condition.band)
+    for parts, allowed in blocks(masks, condition.band):
+        for part, seen in zip(parts, condition.seen):
+            allowed = allowed & visible(part, seen.hides)
+        if not allowed.any(-1).all():
+            return False
+    return True
+
+
+def ordered(mask: torch.Tensor, seen: Seen) -> torch.Tensor:
+    """A mask as ``[masks, rows or 1, keys]``."""
+    mask = mask.movedim(seen.key, -1).unsqueeze(-2) if seen.row is None else mask.movedim((seen.row, seen.key), (-2, -1))
+    return mask.flatten(0, -3) if mask.dim() > 2 else mask[None]
+
+
+def blocks(masks: Sequence[torch.Tensor], band: Reach) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Masks a few rows at a time, and which of those rows' keys a band allows."""
+    keys = torch.arange(masks[0].shape[-1], device=masks[0].device)
+    rows = max(mask.shape[1] for mask in masks)
+    step = max(1, BLOCK // max(math.prod((mask.shape[0], mask.shape[2])) for mask in masks))
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        distance = keys - torch.arange(start, start + count, device=keys.device)[:, None]
+        yield [m if m.shape[1] == 1 else m.narrow(1, start, count) for m in masks], (distance >= band.lo) & (distance <= band.hi)
+
+
+def every_row_sees(keys: torch.Tensor, band: Reach) -> bool:
+    """Is one of the keys that the band allows visible, for each row? ``keys``: ``[masks, 1, keys]``, alike for all rows."""
     count, length = torch.nn.functional.pad(keys.cumsum(-1), (1, 0)), keys.shape[-1]
     rows = torch.arange(length, device=keys.device)
-    band = condition.band
     first = (rows + max(band.lo, -length)).clamp(0, length).long()
     last = (rows + min(band.hi, length) + 1).clamp(0, length).long()
-    return (count[..., last] > count[..., first]).all()
+    return bool((count[..., last] > count[..., first]).all())
 
 
-def visible(padding: torch.Tensor, seen: Seen) -> torch.Tensor:
-    """Where a padding leaves a key. Numbers added to scores: nowhere, unless all are far below the largest that there are."""
-    if seen.hides is not None:
-        return padding != seen.hides
-    far = torch.finfo(padding.dtype).max / 4
-    return (padding > -far) & (padding < far).all()
+def visible(mask: torch.Tensor, hides: bool | None) -> torch.Tensor:
+    """Where a mask leaves a key. Numbers added to scores: nowhere, unless all are far below the largest that there are."""
+    if hides is not None:
+        return mask != hides
+    far = torch.finfo(mask.dtype).max / 4
+    return (mask > -far) & (mask < far).all()
 
 
 def remembered(value: object) -> object:

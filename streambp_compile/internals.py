@@ -29,7 +29,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -63,6 +63,20 @@ def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
     """The forward of a function on fake inputs, as one ATen graph in the spelling of the rules."""
     with torch.no_grad():
         return make_fx(function, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def inline_numbers(module: GraphModule) -> None:
+    """Write constants of one number (``torch.tensor(-1.0)`` in a forward) into the graph, where the analysis can read them."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        with unset_fake_temporarily():
+            value = getattr(module, node.target, None)
+            number = value.item() if type(value) is torch.Tensor and value.dim() == 0 else None
+        if number is not None:
+            with module.graph.inserting_before(node):
+                new = module.graph.call_function(aten.full.default, ([], number), {"dtype": value.dtype, "device": value.device})
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            module.graph.erase_node(node)
 
 
 def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:

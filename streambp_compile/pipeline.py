@@ -55,12 +55,12 @@ def outputs_of(module: GraphModule) -> tuple[object, ...]:
 
 
 def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...]], forward_outputs: int, tangents: int,
-           tangent_of: Sequence[int], chunk_size: int | None, compile_body: CompileBody, may_check: bool = True) -> StreamedRegion:
+           tangent_of: Sequence[int], chunk_size: int | None, compile_body: CompileBody, checkable: Sequence[int] = ()) -> StreamedRegion:
     """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
 
     seeds       input position → token marks of that input
     tangent_of  for each tangent, the forward output it is the gradient of
-    may_check   the result may have conditions, which its caller checks at every call
+    checkable   positions of inputs that may be masks: the result may have conditions on them, which its caller checks at every call
     Raises `CannotStream`.
     """
     module = unsort(normalize(joint))
@@ -71,7 +71,7 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     forward_part, backward_part = outputs[:forward_outputs], outputs[forward_outputs:]
     marks = {primals[i]: m for i, m in seeds.items()}
     marks.update(marks_of_tangents(graph, marks, forward_part, tangent_nodes, tangent_of))
-    analysis = analyze(graph, length, marks, may_check)
+    analysis = analyze(graph, length, marks, {primals[i] for i in checkable})
     verify_analysis(graph, analysis)
 
     def schedule(program: Program) -> Schedule:

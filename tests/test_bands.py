@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import Interpreter
 
-from streambp_compile.guard import visible
+from streambp_compile.guard import holds, ordered, visible
 from streambp_compile.passes.bands import Affine, Band, evaluate
+from streambp_compile.passes.ir import HidesOutside, Reach
 
 INF = math.inf
 LOW = torch.finfo(torch.float32).min
@@ -32,10 +33,12 @@ def seen_by(abstract: Band, real: Tensor, environment) -> Tensor:
     """Which entries the paddings beside a band leave, in the band and outside."""
     left = torch.ones(real.shape, dtype=torch.bool)
     for seen in abstract.seen:
-        shown = visible(environment[seen.node], seen)
-        if shown.dim() != real.dim():  # of keys alone, whatever became of the other dimensions: what every one of them shows
-            shown = shown.movedim(seen.key, -1).flatten(0, -2).all(0) if shown.dim() > 1 else shown
-            shown = shown.view([-1 if d == abstract.key else 1 for d in range(real.dim())])
+        shown = visible(environment[seen.node], seen.hides)
+        if shown.dim() != real.dim():  # whatever became of the batch: what every one of it shows
+            shown = ordered(shown, seen).all(0)
+            shown = shown if abstract.row < abstract.key else shown.T
+            shown = shown.reshape([real.shape[d] if d == abstract.key or d == abstract.row and seen.row is not None else 1
+                                   for d in range(real.dim())])
         left = left & shown
     return left
 
@@ -50,6 +53,9 @@ def check(abstract, real: Tensor, environment) -> None:
     if isinstance(abstract, Band):
         offset = index(real, abstract.key) - index(real, abstract.row)
         inside = (offset >= abstract.lo) & (offset <= abstract.hi)
+        band = Reach(abstract.lo, abstract.hi)
+        if not all(holds(HidesOutside((s,), band), [environment[s.node]]) for s in abstract.assumes):
+            return  # what it claims is of a stored mask that hides what is outside
         out, kept = real[~inside], real[inside]
         if abstract.outside == 0.0 and abstract.outside is not False:
             sees = (inside & seen_by(abstract, real, environment)).any(abstract.key, keepdim=True) | (abstract.seen == ())
