@@ -14,7 +14,8 @@ from collections.abc import Container, Mapping
 import torch
 from torch.fx import Graph, Node
 
-from .bands import HIDING, Band, evaluate, stored_mask
+from .bands import evaluate
+from .domains import HIDING, Band, stored_mask
 from .gauge import Gauge, offset
 from .ir import (EVERYWHERE, HERE, Analysis, Condition, Edge, Fact, HidesOutside, Mark, Reach, RowsSee, Seen, Shared,
                  Signature, Size, Summed, Tokens, hint,

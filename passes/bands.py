@@ -1,13 +1,9 @@
 """Which columns of a score matrix are provably empty: an abstract evaluation of the mask's own subgraph.
 
-Masks are made from ranges, comparisons and padding rows. Evaluated over two small domains, their emptiness can be *proved*:
-
-* `Affine`  an integer tensor whose entry is ``const + Σ slope[d] * index[d]`` (ranges, position ids, a mask that is all true);
-* `Band`    a matrix that differs from its filling only where ``lo <= key - row <= hi``.
-
-Nothing is assumed: an op not listed here evaluates to ``None`` (unknown), and unknown prunes nothing. A mask of lowest numbers (not of
-``-inf``) empties what is outside only for rows that see a key: what padding leaves to be seen is kept beside the band, to be checked when
-the graph runs.
+Masks are made from ranges, comparisons and padding rows. Evaluated over the domains of ``domains.py``, their emptiness can be *proved*.
+Nothing is assumed: an op not listed here evaluates to ``None`` (unknown), and unknown prunes nothing. Where a proof rests on a padding or
+on a stored mask, its value says so, for a condition that is checked when the graph runs: lowest numbers (not ``-inf``) empty a row only
+beside a key that is seen, and a stored mask may hold anything.
 """
 
 from __future__ import annotations
@@ -15,77 +11,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
+from .domains import (HIDING, Abstract, Affine, Band, Distance, all_of, everything, hull, intersected, is_constant, is_zero_outside, mask_of,
+                      matrix, moved, one, same_axes, visible)
 from .ir import Seen, shape_of, tensor_operands, value_of
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
-
-
-@dataclass(frozen=True)
-class Affine:
-    """``const + Σ slope * index[dim]``; booleans are 0 and 1."""
-
-    const: float
-    slopes: tuple[tuple[int, float], ...] = ()
-
-    def slope(self, dim: int) -> float:
-        return dict(self.slopes).get(dim, 0)
-
-
-@dataclass(frozen=True)
-class Band:
-    """A matrix over (row, key) dims that equals ``outside`` unless ``lo <= key - row <= hi``.
-
-    outside  ``False`` (a boolean mask; ``True``: one of what is hidden), ``0.0``, ``-inf``, or ``"min"`` (so low that it vanishes beside
-             any visible key)
-    seen     the masks that hide entries inside, and nothing else does: ``()`` where every entry is visible, ``None`` where one cannot
-             tell. Of zeros: what their proof rests on
-    zero     entries that are visible are ``0`` (an additive mask, not yet added to scores)
-    assumes  the stored masks that are taken to hide all that is outside
-    """
-
-    row: int
-    key: int
-    lo: float
-    hi: float
-    outside: object
-    seen: tuple[Seen, ...] | None = None
-    zero: bool = False
-    assumes: tuple[Seen, ...] = ()
-
-    def __str__(self) -> str:
-        if (self.lo, self.hi) == (-math.inf, 0):
-            return "causal: proved"
-        if self.hi == 0:
-            return f"window {int(1 - self.lo)}: proved"
-        return f"band [{self.lo}, {self.hi}]: proved"
-
-    @property
-    def exact(self) -> bool:
-        """Is this the mask of its band and nothing else?"""
-        return self.seen == () and not self.assumes and (self.zero or self.outside is False)
-
-    @property
-    def rests_on(self) -> tuple[Seen, ...] | None:
-        """Masks by which every row must see a key for the outside to be truly empty; None if that cannot be told."""
-        if self.outside != "min":
-            return self.seen if self.outside == 0.0 else ()
-        return self.seen if self.seen or self.lo <= 0 <= self.hi else None
-
-
-@dataclass(frozen=True)
-class Distance:
-    """A matrix over (row, key) dims that equals ``abs(key - row)``."""
-
-    row: int
-    key: int
-
-
-Abstract = Affine | Band | Distance | None
 
 
 def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[Node, Abstract]:
@@ -142,19 +77,6 @@ class Evaluation:
 def is_ordinary(number: float) -> bool:
     """Far from the lowest number of every dtype."""
     return abs(number) <= torch.finfo(torch.float16).max / 2
-
-
-def moved(value: Abstract, dims: dict[int, int]) -> Abstract:
-    """Rename dimensions (old → new); a dimension that is dropped must not matter."""
-    if isinstance(value, Affine):
-        if any(d not in dims for d, _ in value.slopes):
-            return None
-        return Affine(value.const, tuple((dims[d], s) for d, s in value.slopes))
-    if isinstance(value, Band | Distance):
-        if value.row not in dims or value.key not in dims:
-            return None
-        return replace(value, row=dims[value.row], key=dims[value.key])
-    return None
 
 
 def lifted(arg: object, node: Node, get: Evaluation) -> Abstract:
@@ -255,34 +177,6 @@ def one_per_row(node: Node, like: Node, band: Band) -> bool:
     return band.key < shift or shape_of(node)[band.key - shift] == 1
 
 
-def mask_of(arg: object, like: Node, band: Band, hides: bool | None) -> Seen | None:
-    """An operand of a matrix of which nothing is known, as what hides some of its keys: from all rows alike, or from each its own."""
-    if not isinstance(arg, Node):
-        return None
-    shift, shape = len(shape_of(like)) - len(shape_of(arg)), shape_of(arg)
-    row, key = band.row - shift, band.key - shift
-    if key < 0 or shape[key] != shape_of(like)[band.key] or shape[key] == 1:
-        return None
-    if row < 0 or shape[row] == 1:
-        return Seen(arg, None, key, hides)
-    return Seen(arg, row, key, hides) if shape[row] == shape_of(like)[band.row] else None
-
-
-def everything(node: Node, outside: object, *seens: tuple[Seen, ...] | None) -> Band | None:
-    """A matrix that hides by what is given alone: nothing is known of its band, or, of a stored mask, taken to be causal."""
-    rank, seen = len(shape_of(node)), all_of(*seens)
-    stored = tuple(s for s in seen or () if s.row is not None)
-    return Band(rank - 2, rank - 1, -math.inf, 0 if stored else math.inf, outside, seen, assumes=stored) if seen else None
-
-
-def all_of(*seens: tuple[Seen, ...] | None) -> tuple[Seen, ...] | None:
-    """What several masks leave to be seen. They must be told apart by no more than one batch."""
-    if None in seens:
-        return None
-    found = tuple(dict.fromkeys(s for seen in seens for s in seen))
-    return found if sum(s.batch > 1 for s in found) <= 1 else None
-
-
 def shown(arg: object, like: Node, band: Band, get: Evaluation) -> tuple[Seen, ...] | None:
     """What hides entries of an operand of a score matrix."""
     value = lifted(arg, like, get)
@@ -291,45 +185,6 @@ def shown(arg: object, like: Node, band: Band, get: Evaluation) -> tuple[Seen, .
     if arg in get.plain if isinstance(arg, Node) else is_ordinary(arg):
         return ()
     return one(mask_of(arg, like, band, None))
-
-
-def one(seen: Seen | None) -> tuple[Seen, ...] | None:
-    return None if seen is None else (seen,)
-
-
-def stored_mask(node: Node) -> Band | None:
-    """An additive mask of which nothing is known."""
-    return everything(node, "min", one(mask_of(node, node, matrix(node), None)))
-
-
-def matrix(node: Node) -> Band:
-    """The axes of a matrix of scores: rows and keys are its last."""
-    rank = len(shape_of(node))
-    return Band(rank - 2, rank - 1, -math.inf, math.inf, None)
-
-
-HIDING = (-math.inf, "min")
-
-
-def intersected(a: Band, b: Band) -> Band:
-    """Entries that two masks of scores leave, each hiding others. What is known of one is worth more than what is taken of the other."""
-    seen, zero = all_of(a.seen, b.seen), a.zero and b.zero
-    for sure, guess in ((a, b), (b, a)):
-        if guess.assumes and not sure.assumes and sure.hi <= guess.hi:
-            return replace(sure, seen=seen, zero=zero)
-    return replace(a, lo=max(a.lo, b.lo), hi=min(a.hi, b.hi), outside=a.outside if a.outside == b.outside else "min",
-                   seen=seen, zero=zero, assumes=tuple(dict.fromkeys(a.assumes + b.assumes)))
-
-
-def is_zero_outside(band: Band) -> bool:
-    return band.outside is not False and band.outside == 0.0
-
-
-def hull(a: Band, b: Band) -> Band | None:
-    """Outside of both, zeros."""
-    seen = all_of(a.seen, b.seen)
-    assumes = tuple(dict.fromkeys(a.assumes + b.assumes))
-    return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), seen=seen, assumes=assumes) if seen is not None else None
 
 
 def added(sign: int):
@@ -416,10 +271,6 @@ def negated(node: Node, get: Evaluation) -> Abstract:
     if isinstance(value, Affine):
         return Affine(-value.const, tuple((d, -s) for d, s in value.slopes))
     return value if isinstance(value, Band) and value.outside == 0.0 else None
-
-
-def same_axes(a: Band, b: Band) -> bool:
-    return (a.row, a.key) == (b.row, b.key)
 
 
 def compared(node: Node, get: Evaluation) -> Abstract:
@@ -516,15 +367,6 @@ def inverted(node: Node, get: Evaluation) -> Abstract:
     return visible(value) or (replace(value, outside=True) if value.outside is False else None)
 
 
-def visible(hidden: Abstract) -> Band | None:
-    """What a boolean that hides entries leaves to be seen."""
-    if not isinstance(hidden, Band):
-        return None
-    if hidden.outside is True:
-        return replace(hidden, outside=False)
-    return complement(hidden) if hidden.exact else None
-
-
 def lowest(value: float, node: Node) -> object:
     """How a filling empties a score: exactly (-inf), practically (the dtype's minimum), as zero, or not at all."""
     if value == -math.inf or value == 0:
@@ -552,10 +394,6 @@ def chosen(node: Node, get: Evaluation) -> Abstract:
     return next((band for band in bands if band.outside in HIDING), bands[0] if bands else None)
 
 
-def is_constant(value: Abstract) -> bool:
-    return isinstance(value, Affine) and not value.slopes
-
-
 def seen_where(arg: object, condition: Abstract, like: Node, hides: bool) -> Band | None:
     """A condition as what is visible where it is not ``hides``: a band, a padding, or a stored mask."""
     if isinstance(condition, Band) and condition.outside is False and not hides:
@@ -576,13 +414,6 @@ def emptied(scores: object, mask: Band | None, value: float, node: Node, get: Ev
     if isinstance(inner, Band) and inner.outside in HIDING and same_axes(inner, mask):
         return intersected(replace(mask, outside=outside, zero=inner.zero), inner)
     return replace(mask, outside=outside, seen=all_of(mask.seen, shown(scores, node, mask, get)), zero=inner == Affine(0.0))
-
-
-def complement(band: Band) -> Band | None:
-    """Where an exact band is false: a band too, if it was a half-plane."""
-    if band.lo == -math.inf:
-        return replace(band, lo=band.hi + 1, hi=math.inf)
-    return replace(band, lo=-math.inf, hi=band.lo - 1) if band.hi == math.inf else None
 
 
 def filled(node: Node, get: Evaluation) -> Abstract:

@@ -13,7 +13,8 @@ import operator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .bands import Band, evaluate
+from .bands import evaluate
+from .domains import Band
 from .ir import arguments, is_zeros, shape_of, value_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp

@@ -1,7 +1,14 @@
 """Every test starts from the same seed, on two threads, with nothing compiled before it."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,3 +27,15 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def interpreted(monkeypatch, fresh_dynamo):
+    """Chunk bodies run node by node, not compiled: for what is about their analysis."""
+    from benchmarks import zoo
+    from streambp_compile import internals
+
+    monkeypatch.setattr(internals, "compile_fx_inner", internals.compile_fx_inner)
+    zoo.interpret_bodies()
+    yield
+    internals.COMPILED.clear()

@@ -3,20 +3,16 @@
 import copy
 import io
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.memory import peak
 from models import Plain, ids_of, worst_error
 from torch import nn
 from torch._dynamo.utils import counters
 
 from streambp_compile.deferred import Deferred
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.memory import peak  # noqa: E402
 
 EXACT = 1e-10
 VOCABULARY = 1024

@@ -10,7 +10,7 @@ FILES = sorted([*(ROOT / "streambp_compile").rglob("*.py"), *(ROOT / "passes").r
 PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch")
 TYPES = {"Program", "Sweep"}  # what partition hands to the passes after it
 VERIFIED = {"verify", "lower", "plan"}  # who may read them
-SPOKEN = ("rules", "ops", "bands")  # the table, and what it and the passes speak
+SPOKEN = ("rules", "ops", "bands", "domains")  # the table, and what it and the passes speak
 PARTS = ("spread", "gauge")  # no passes, but parts of one: which dimensions carry tokens, and which token has row 0
 
 

@@ -1,17 +1,12 @@
 """Peak memory of one training step, counted to the byte; no times."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from benchmarks.memory import peak
 from models import LlamaLike, Plain, ids_of
 from torch.utils.checkpoint import checkpoint
 
 from streambp_compile import explain
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.memory import peak  # noqa: E402
 
 LENGTH, VOCABULARY = 2048, 4096
 

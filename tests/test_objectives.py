@@ -1,18 +1,13 @@
 """Objectives behind a real layer: exact to 1e-9, streamed, in no more sweeps than they need; forward alone too."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from benchmarks.losses import OBJECTIVES, Batch, Heads
+from benchmarks.memory import peak
 from models import VOCABULARY, LlamaLike, ids_of, worst_error
 from torch import nn
 
 from streambp_compile import explain
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.losses import OBJECTIVES, Batch, Heads  # noqa: E402
-from benchmarks.memory import peak  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")]
 WIDTH, LENGTH = 64, 53

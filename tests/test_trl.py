@@ -2,8 +2,6 @@
 
 import os
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.memory import peak  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -1,29 +1,12 @@
 """The zoo's own reading of its answers, and a few of its rows, chunk bodies interpreted."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import zoo  # noqa: E402
-from benchmarks.architectures import ARCHITECTURES  # noqa: E402
+from benchmarks import zoo
+from benchmarks.architectures import ARCHITECTURES
 
 EXACT = dict(error=1e-12, streamed=3, regions=3, keys=["causal, proved"], reasons=[], note="", peak=1, eager=4)
 PLAIN = ("nanogpt", "packed", "value residual", "one-hot experts")
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    from streambp_compile import internals
-
-    monkeypatch.setattr(internals, "compile_fx_inner", internals.compile_fx_inner)
-    zoo.interpret_bodies()
-    yield
-    internals.COMPILED.clear()
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -1,0 +1,227 @@
+"""Conditions on masks: what a call is checked for, and what happens when it does not keep them."""
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Layer, gradients, ids_of, worst_error
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+
+from streambp_compile import StreamHint, explain
+from streambp_compile.guard import Check, holds
+from streambp_compile.passes.ir import EVERYWHERE, PAST, HidesOutside, Reach, RowsSee, Seen
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+EXACT = 1e-10
+LENGTH = 61
+
+
+def band_matrix(band: Reach, length: int) -> Tensor:
+    distance = torch.arange(length) - torch.arange(length)[:, None]
+    return (distance >= band.lo) & (distance <= band.hi)
+
+
+def seen(row: int | None, key: int, hides: bool | None) -> Seen:
+    return Seen(None, row, key, hides)
+
+
+@pytest.mark.parametrize("band", [PAST, EVERYWHERE, Reach(-2, 0), Reach(-3, 1), Reach(1, math.inf)], ids=str)
+def test_every_row_sees_a_key(band):
+    """Against brute force, for every padding of five keys, as booleans of both meanings and as numbers."""
+    found = set()
+    for keep in itertools.product((True, False), repeat=5):
+        keep = torch.tensor([keep, (True,) * 5])
+        expected = bool((band_matrix(band, 5) & keep[:, None]).any(-1).all())
+        spellings = (keep, seen(None, 1, False)), (~keep, seen(None, 1, True)), (torch.where(keep, 0.3, -3e38), seen(None, 1, None)), (
+            keep[:, None, None, :], seen(None, 3, False)), (keep.T, seen(None, 0, False))
+        assert {holds(RowsSee((what,), band), [mask]) for mask, what in spellings} == {expected}
+        found.add(expected)
+    assert len(found) == (1 if band.lo == 1 else 2)
+
+
+def test_a_stored_mask_beside_a_padding():
+    stored, keep = band_matrix(Reach(-1, 0), 6)[None], torch.ones(2, 6, dtype=torch.bool)
+    both = RowsSee((seen(1, 2, False), seen(None, 1, False)), PAST)
+    assert holds(both, [stored, keep])
+    keep[1, 2] = False
+    assert holds(both, [stored, keep])
+    keep[1, 3] = False  # row 3 sees but 2 and 3
+    assert not holds(both, [stored, keep])
+
+
+@pytest.mark.parametrize("block", [1, 20, 1 << 22])
+def test_a_stored_mask_hides_outside(block, monkeypatch):
+    monkeypatch.setattr("streambp_compile.guard.BLOCK", block)
+    for spelled, hides in ((lambda m: m, False), (lambda m: ~m, True), (lambda m: torch.where(m, 0.0, -math.inf), None)):
+        lower = torch.ones(7, 7, dtype=torch.bool).tril()
+        assert holds(HidesOutside((seen(0, 1, hides),), PAST), [spelled(lower)])
+        lower[5, 6] = True
+        assert not holds(HidesOutside((seen(0, 1, hides),), PAST), [spelled(lower)])
+        assert holds(HidesOutside((seen(0, 1, hides),), Reach(-math.inf, 1)), [spelled(lower)])
+
+
+def test_numbers_so_large_that_lowest_numbers_may_not_vanish_beside_them_do_not_count():
+    assert not holds(RowsSee((seen(None, 1, None),), PAST), [torch.tensor([[0.0, 3e38, 0.0]])])
+
+
+def test_a_mask_is_looked_at_once_until_it_changes(monkeypatch):
+    module = symbolic_trace(lambda ids, mask: mask > 0)
+    placeholders, node = [n for n in module.graph.nodes if n.op == "placeholder"], next(n for n in module.graph.nodes if n.op == "call_function")
+    check, looks = Check(placeholders, RowsSee((Seen(node, None, 1, False),), PAST)), []
+    monkeypatch.setattr("streambp_compile.guard.holds", lambda *a: looks.append(a) or holds(*a))
+    ids, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    assert check((ids, mask)) and check((ids + 1, mask)) and len(looks) == 1
+    mask[0, 0] = 0
+    assert not check((ids, mask)) and not check((ids, mask)) and len(looks) == 2
+    assert check((ids, torch.ones(2, 3))) and len(looks) == 3
+
+
+# Whole models
+
+LOWEST = torch.finfo(torch.float64).min
+
+
+class Masked(Layer):
+    """Scores, a mask, a softmax, as ``hide`` has it."""
+
+    def __init__(self, hide, **buffers: Tensor):
+        super().__init__(32, 2)
+        self.hide = hide
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, -1))
+        weights = self.hide(self, query @ key.transpose(-2, -1) * 0.25, padding).softmax(-1)
+        return x + self.out((weights @ value).transpose(1, 2).reshape(batch, length, width))
+
+
+class Model(nn.Module):
+    def __init__(self, hide, **buffers: Tensor):
+        super().__init__()
+        self.embed = nn.Embedding(256, 32)
+        self.layers = nn.ModuleList([Masked(hide, **buffers) for _ in range(2)])
+        self.head = nn.Linear(32, 256)
+
+    def forward(self, ids: Tensor, padding: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, padding)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def causal(scores: Tensor) -> Tensor:
+    return torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+
+
+def keep_and_causal(layer, scores, keep):
+    return scores + torch.zeros_like(scores).masked_fill(~(causal(scores) & keep[:, None, None, :]), LOWEST)
+
+
+def padding_then_causal(layer, scores, keep):
+    return scores.masked_fill(~keep[:, None, None, :], LOWEST).masked_fill(~causal(scores), LOWEST)
+
+
+def hidden_either_way(layer, scores, keep):
+    return torch.where(~causal(scores) | ~keep[:, None, None, :], LOWEST, scores)
+
+
+def additive_padding(layer, scores, keep):
+    return (scores + (1 - keep.double())[:, None, None, :] * LOWEST).where(causal(scores), LOWEST)
+
+
+def stored(layer, scores, keep):
+    length = scores.shape[-1]
+    return scores.masked_fill(layer.triangle[:length, :length] == 0, float("-inf"))
+
+
+def stored_and_padding(layer, scores, keep):
+    length = scores.shape[-1]
+    return scores.where(layer.triangle[:length, :length], LOWEST).where(keep[:, None, None, :], LOWEST)
+
+
+def added(layer, scores, keep):
+    length = scores.shape[-1]
+    return scores + layer.triangle[:length, :length]
+
+
+def padded(side: str) -> Tensor:
+    keep = torch.ones(2, LENGTH, dtype=torch.bool)
+    keep[1, slice(None, 9) if side == "left" else slice(-9, None)] = False
+    return keep
+
+
+def compiled(model: nn.Module):
+    return torch.compile(model, backend="streambp", options={"chunk_size": 16})
+
+
+def hints(step) -> list[str]:
+    """What is said in a call about what it does not keep."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    return [str(w.message) for w in caught if issubclass(w.category, StreamHint)]
+
+
+@pytest.mark.parametrize("hide", [keep_and_causal, padding_then_causal, hidden_either_way, additive_padding])
+def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
+    model, ids = Model(hide).double(), ids_of(2, LENGTH)
+    report = explain(model, ids, padded("right"), streambp_options={"chunk_size": 16})
+    assert "causal, proved" in str(report) and "every row sees a key in [-inf,0]" in str(report) and "not proved" not in str(report)
+    step = compiled(model)
+    for side, told in (("right", False), ("left", True), ("right", False), ("left", False)):
+        keep = padded(side)
+        assert bool(hints(lambda: step(ids, keep))) == told
+        assert worst_error(gradients(model, lambda: step(ids, keep)), gradients(model, lambda: model(ids, keep))) < EXACT
+
+
+STORED = [(stored, torch.ones(80, 80).tril()), (stored_and_padding, torch.ones(80, 80, dtype=torch.bool).tril()),
+          (added, torch.zeros(80, 80, dtype=torch.float64).masked_fill(torch.ones(80, 80, dtype=torch.bool).triu(1), float("-inf")))]
+
+
+@pytest.mark.parametrize("hide, triangle", STORED, ids=[hide.__name__ for hide, _ in STORED])
+def test_a_stored_triangle_prunes_until_it_is_none(hide, triangle):
+    model, ids, keep = Model(hide, triangle=triangle.clone()).double(), ids_of(2, LENGTH), padded("right")
+    report = str(explain(model, ids, keep, streambp_options={"chunk_size": 16}))
+    assert "causal, proved" in report and "hides what is not in [-inf,0]" in report and "not proved" not in report
+    step = compiled(model)
+    for change, told in ((None, False), ((3, 40), True), ((5, 50), False)):  # one more entry that is seen ahead
+        if change is not None:
+            for layer in model.layers:
+                layer.triangle[change] = triangle[0, 0]
+        assert bool(hints(lambda: step(ids, keep))) == told
+        assert worst_error(gradients(model, lambda: step(ids, keep)), gradients(model, lambda: model(ids, keep))) < EXACT
+
+
+@torch.no_grad()
+def test_a_mask_that_is_learned_is_not_taken_for_causal():
+    model = Model(added).double()
+    for layer in model.layers:
+        layer.triangle = nn.Parameter(torch.randn(LENGTH, LENGTH, dtype=torch.float64))
+    ids, keep = ids_of(2, LENGTH), padded("right")
+    step = compiled(model)
+    assert hints(lambda: step(ids, keep)) == []
+    torch.testing.assert_close(step(ids, keep), model(ids, keep), rtol=1e-12, atol=0)
+
+
+def test_a_mask_given_to_fused_attention_is_looked_at():
+    class Given(Masked):
+        def forward(self, x, mask):
+            batch, length, width = x.shape
+            parts = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, -1))
+            return x + self.out(F.scaled_dot_product_attention(*parts, attn_mask=mask).transpose(1, 2).reshape(batch, length, width))
+
+    model = Model(None).double()
+    model.layers = nn.ModuleList([Given(None) for _ in range(2)]).double()
+    ids, triangle = ids_of(2, LENGTH), torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    ahead = triangle.clone()
+    ahead[7, 30] = True
+    step = compiled(model)
+    for mask, told in ((triangle[None, None], False), (ahead[None, None], True), (triangle[None, None].clone(), False)):
+        assert bool(hints(lambda: step(ids, mask))) == told
+        assert worst_error(gradients(model, lambda: step(ids, mask)), gradients(model, lambda: model(ids, mask))) < EXACT
