@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from .bands import evaluate
 from .domains import HIDING, Band, stored_mask
 from .gauge import Gauge, offset
-from .ir import (EVERYWHERE, HERE, Analysis, Condition, Edge, Fact, HidesOutside, Mark, Reach, RowsSee, Seen, Shared,
+from .ir import (EVERYWHERE, HERE, Alike, Analysis, Condition, Edge, Fact, HidesOutside, Mark, Reach, Restarts, RowsSee, Shared,
                  Signature, Size, Summed, Tokens, hint,
                  is_tensor, is_view, parts_of, refuse, shape_of, tensor_operands, value_of)
 from .spread import Slot, Spread, has_tensors, outputs_of, product, slot_of
@@ -246,8 +246,11 @@ def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], check
         if not isinstance(band, Band) or band.rests_on is None:
             return EVERYWHERE
         reach = Reach(band.lo, band.hi)
-        needed = [HidesOutside((s,), reach) for s in band.assumes] + [RowsSee(band.rests_on, reach)] * bool(band.rests_on)
-        if not all(is_light(s, checkable) for condition in needed for s in condition.seen):
+        needed = [Restarts(a) if isinstance(a, Alike) else HidesOutside((a,), reach) for a in band.assumes]
+        needed += [RowsSee(band.rests_on, reach)] * bool(band.rests_on)
+        masks = [(s.node, s.cells) for c in needed if not isinstance(c, Restarts) for s in c.seen]
+        masks += [(node, 0) for c in needed if isinstance(c, Restarts) for node in c.nodes]
+        if not all(is_light(node, cells, checkable) for node, cells in masks):
             return EVERYWHERE
         conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *needed)))
         return reach
@@ -280,21 +283,18 @@ def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], check
     return ranges, tuple(c for reach, found in conditions.items() for c in found if pruned and reach != EVERYWHERE)
 
 
-def is_light(mask: Seen, checkable: Container[Node]) -> bool:
-    """Is a mask made, all the way from what may be checked, of nothing larger than itself, or than what is stored anyway?"""
-    known, stack = {mask.node}, [mask.node]
+def is_light(mask: Node, cells: int, checkable: Container[Node]) -> bool:
+    """Is a mask made, all the way from what may be checked, of nothing larger than itself, or, of so many cells, than what is stored anyway?"""
+    known, stack = {mask}, [mask]
     while stack:
         fresh = [a for a in stack.pop().all_input_nodes if a not in known]
         stack += fresh
         known.update(fresh)
     given = [n for n in known if n.op == "placeholder" and is_tensor(n)]
-    size = max((math.prod(shape_of(n)) for n in given), default=0)
-    if mask.row is None:
-        size = max(size, math.prod(shape_of(mask.node)))
-    elif size < shape_of(mask.node)[mask.row] * shape_of(mask.node)[mask.key]:
-        return False
+    stored = max((math.prod(shape_of(n)) for n in given), default=0)
+    size = stored if cells else max(stored, math.prod(shape_of(mask)))
     made = [n for n in known if n.op == "call_function" and has_tensors(n) and not is_view(n)]
-    return all(n in checkable for n in given) and all(is_tensor(n) and math.prod(shape_of(n)) <= size for n in made)
+    return stored >= cells and all(n in checkable for n in given) and all(is_tensor(n) and math.prod(shape_of(n)) <= size for n in made)
 
 
 def meets_pair(node: Node, reader: Reader) -> bool:

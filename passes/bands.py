@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from .domains import (HIDING, Abstract, Affine, Band, Distance, all_of, everything, hull, intersected, is_constant, is_zero_outside, mask_of,
                       matrix, moved, one, same_axes, visible)
-from .ir import Seen, shape_of, tensor_operands, value_of
+from .ir import Alike, Seen, shape_of, tensor_operands, value_of
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
@@ -82,7 +82,7 @@ def is_ordinary(number: float) -> bool:
 def lifted(arg: object, node: Node, get: Evaluation) -> Abstract:
     """An operand's value in the dimensions of a broadcast output."""
     value = get(arg)
-    if not isinstance(arg, Node) or value is None:
+    if not isinstance(arg, Node) or value is None or isinstance(value, Alike):  # which is of the last two dimensions
         return value
     shift = len(shape_of(node)) - len(shape_of(arg))
     return moved(value, {d: d + shift for d in range(len(shape_of(arg)))})
@@ -284,7 +284,7 @@ def compared(node: Node, get: Evaluation) -> Abstract:
         width = math.ceil(b.const) - 1 if name == "lt" else math.floor(b.const)
         return Band(a.row, a.key, -width, width, False, ())
     if not (isinstance(a, Affine) and isinstance(b, Affine)):
-        return None
+        return agreeing(node, name) if a is b is None else None
     slopes = dict(a.slopes)
     for d, s in b.slopes:
         slopes[d] = slopes.get(d, 0) - s
@@ -315,6 +315,24 @@ def compared(node: Node, get: Evaluation) -> Abstract:
     return Band(row, key, bound + strict, math.inf, False, ())
 
 
+def agreeing(node: Node, name: str) -> Alike | None:
+    """A comparison of a value of every row with one of every key."""
+    rank = len(shape_of(node))
+    sides = {}  # which of the two has a value for every row, and which for every key
+    for arg in node.args[:2]:
+        if isinstance(arg, Node) and rank >= 2 and not value_of(arg).dtype.is_floating_point:
+            sizes = (1,) * (rank - len(shape_of(arg))) + shape_of(arg)
+            if sizes[-2:] in ((shape_of(node)[-2], 1), (1, shape_of(node)[-1])):
+                sides["row" if sizes[-1] == 1 else "key"] = arg
+    if len(sides) < 2 or shape_of(node)[-1] == 1:
+        return None
+    pair = (sides["row"], sides["key"])
+    if name == "eq":
+        return Alike(same=(pair,))
+    below = "le" if node.args[0] is sides["key"] else "ge"
+    return Alike(upto=(pair,)) if name in (below, below.replace("e", "t")) else None
+
+
 def conjoined(node: Node, get: Evaluation) -> Abstract:
     if value_of(node).dtype is not torch.bool:
         return None
@@ -322,7 +340,11 @@ def conjoined(node: Node, get: Evaluation) -> Abstract:
     for constant_, other in ((a, b), (b, a)):
         if isinstance(constant_, Affine) and not constant_.slopes:
             return other if constant_.const else Affine(0.0)
+    if isinstance(a, Alike) and isinstance(b, Alike):
+        return Alike(a.same + b.same, a.upto + b.upto)
     for band, other, arg in ((a, b, node.args[1]), (b, a, node.args[0])):
+        if isinstance(band, Alike) and not isinstance(other, Band):
+            return band
         if isinstance(band, Band) and band.outside is False:
             if isinstance(other, Band) and other.outside is False and same_axes(band, other):
                 return intersected(band, other)
@@ -398,6 +420,8 @@ def seen_where(arg: object, condition: Abstract, like: Node, hides: bool) -> Ban
     """A condition as what is visible where it is not ``hides``: a band, a padding, or a stored mask."""
     if isinstance(condition, Band) and condition.outside is False and not hides:
         return condition
+    if isinstance(condition, Alike) and condition.upto and not hides:  # taken to grow with the rows
+        return replace(matrix(like), hi=0, outside=False, assumes=(condition,))
     if condition is not None or len(shape_of(like)) < 2:
         return None
     return everything(like, False, one(mask_of(arg, like, matrix(like), hides)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from .ir import Seen, shape_of
+from .ir import Alike, Seen, shape_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Band:
     seen     the masks that hide entries inside, and nothing else does: ``()`` where every entry is visible, ``None`` where one cannot
              tell. Of zeros: what their proof rests on
     zero     entries that are visible are ``0`` (an additive mask, not yet added to scores)
-    assumes  the stored masks that are taken to hide all that is outside
+    assumes  stored masks that are taken to hide all that is outside, and values that are taken to grow with the rows
     """
 
     row: int
@@ -44,7 +44,7 @@ class Band:
     outside: object
     seen: tuple[Seen, ...] | None = None
     zero: bool = False
-    assumes: tuple[Seen, ...] = ()
+    assumes: tuple[Seen | Alike, ...] = ()
 
     def __str__(self) -> str:
         if (self.lo, self.hi) == (-math.inf, 0):
@@ -74,7 +74,7 @@ class Distance:
     key: int
 
 
-Abstract = Affine | Band | Distance | None
+Abstract = Affine | Band | Distance | Alike | None
 HIDING = (-math.inf, "min")  # fillings that empty a score
 
 

@@ -194,6 +194,11 @@ class Seen:
     hides: bool | None
 
     @property
+    def cells(self) -> int:
+        """Entries of one stored mask; a padding has none."""
+        return 0 if self.row is None else shape_of(self.node)[self.row] * shape_of(self.node)[self.key]
+
+    @property
     def batch(self) -> int:
         """How many masks these are."""
         return math.prod(size for d, size in enumerate(shape_of(self.node)) if d not in (self.row, self.key))
@@ -209,6 +214,10 @@ class RowsSee:
     seen: tuple[Seen, ...]
     band: Reach
 
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(s.node for s in self.seen)
+
     def __str__(self) -> str:
         return f"every row sees a key in {self.band} by {', '.join(s.node.name for s in self.seen)}"
 
@@ -220,11 +229,50 @@ class HidesOutside:
     seen: tuple[Seen]
     band: Reach
 
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.seen[0].node,)
+
     def __str__(self) -> str:
         return f"{self.seen[0].node.name} hides what is not in {self.band}"
 
 
-Condition = RowsSee | HidesOutside
+@dataclass(frozen=True)
+class Alike:
+    """A boolean over rows and keys that is true only where values of a row and a key agree: packed sequences, position ids that restart.
+
+    same   pairs of (value of the row, value of the key), each ``[.., T]`` but for dimensions of one, that are equal
+    upto   pairs of which the key's is no larger than the row's
+    """
+
+    same: tuple[tuple[Node, Node], ...] = ()
+    upto: tuple[tuple[Node, Node], ...] = ()
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(node for pair in (*self.same, *self.upto) for node in pair)
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """A condition that a call must keep: values of rows and keys are the same, and grow with each token until the sequence is another.
+
+    Then no later key agrees with a row.
+    """
+
+    alike: Alike
+    band: Reach = PAST
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.alike.nodes
+
+    def __str__(self) -> str:
+        grows, same = (", ".join(row.name for row, _ in pairs) for pairs in (self.alike.upto, self.alike.same))
+        return f"{grows} grows from token to token" + (f" while {same} stays" if same else "")
+
+
+Condition = RowsSee | HidesOutside | Restarts
 
 
 @dataclass(frozen=True)

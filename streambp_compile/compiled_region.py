@@ -15,13 +15,14 @@ from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
 from .guard import Guard
 from .ownership import ours_alone, sole_owners
-from .passes.ir import CannotStream, Condition, HidesOutside, Mark, Refusal, RowsSee, bytes_of, is_tensor, value_of, where_of
+from .passes.ir import CannotStream, Condition, HidesOutside, Mark, Refusal, Restarts, RowsSee, bytes_of, is_tensor, value_of, where_of
 from .passes.split import Region, mutated
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport, StreamHint
 
 
 HELP = {RowsSee: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
+        Restarts: "Number the tokens of each packed sequence upwards.",
         HidesOutside: "Nothing is lost if it is meant to; causal masks of `torch.tril` or `is_causal` need no check."}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .passes.ir import Condition, HidesOutside, Reach, Seen
+from .passes.ir import Condition, HidesOutside, Reach, Restarts, Seen
 
 BLOCK = 1 << 22  # entries of a stored mask that are looked at together
 
@@ -34,7 +34,7 @@ class Check:
 
     def __init__(self, placeholders: Sequence[Node], condition: Condition):
         self.condition = condition
-        self.masks, self.reads = masks_of(placeholders, [s.node for s in condition.seen])
+        self.masks, self.reads = masks_of(placeholders, condition.nodes)
         self.last: tuple[tuple, bool] | None = None
 
     def __call__(self, inputs: Sequence[object]) -> bool:
@@ -64,6 +64,8 @@ def masks_of(placeholders: Sequence[Node], masks: Sequence[Node]) -> tuple[Graph
 
 def holds(condition: Condition, masks: Sequence[torch.Tensor]) -> bool:
     """Do the masks of a call keep a condition?"""
+    if isinstance(condition, Restarts):
+        return grow(masks[: 2 * len(condition.alike.same)], masks[2 * len(condition.alike.same):])
     masks = [ordered(mask, seen) for mask, seen in zip(masks, condition.seen)]
     if isinstance(condition, HidesOutside):
         return all((allowed | ~visible(part, condition.seen[0].hides)).all() for (part,), allowed in blocks(masks, condition.band))
@@ -75,6 +77,20 @@ def holds(condition: Condition, masks: Sequence[torch.Tensor]) -> bool:
         if not allowed.any(-1).all():
             return False
     return True
+
+
+def grow(same: Sequence[torch.Tensor], upto: Sequence[torch.Tensor]) -> bool:
+    """Does one of the values ``upto`` grow with every token over which those of ``same`` stay, and do those never return?
+
+    Each comes twice: for the rows ``[.., T, 1]``, and for the keys ``[.., 1, T]``.
+    """
+    pairs = [(rows.squeeze(-1), keys.squeeze(-2)) for rows, keys in zip((*same, *upto)[::2], (*same, *upto)[1::2])]
+    alike = torch.stack([(rows == keys).all() for rows, keys in pairs]).all()
+    steps = [keys.diff() for _, keys in pairs]
+    stays = torch.stack([step == 0 for step in torch.broadcast_tensors(*steps[: len(same) // 2])]).all(0) if same else torch.ones((), dtype=torch.bool)
+    back = [(step < 0).any() for step in steps[: len(same) // 2]]
+    grows = torch.stack([((step > 0) | ~stays.to(step.device)).all() for step in steps[len(same) // 2:]]).any()
+    return bool(torch.stack([alike, grows, *(~b for b in back)]).all())
 
 
 def ordered(mask: torch.Tensor, seen: Seen) -> torch.Tensor:
