@@ -11,7 +11,7 @@ from .ir import Analysis, bytes_of, hint, is_row_wise, is_tensor, is_view, value
 from .partition import Sweep
 
 CHUNK_BYTES = 24 << 20  # what one chunk's widest moment may take: past cache, so that matmuls run at speed, and well under any model
-ATTENTION_BYTES = 36 << 20  # the same with attention inside: it reads all earlier keys again for every chunk, and so wants fewer
+ATTENTION_BYTES = 30 << 20  # the same with attention inside: it reads all earlier keys again for every chunk, and so wants fewer
 WIDE = 8 * CHUNK_BYTES  # a weight gradient beyond this takes more memory than its chunks do, and more time to walk over for each of them
 SHORTEST, LONGEST, STEP = 32, 2048, 16
 FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this

@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .passes.ir import hint
 from .passes.lower import Binding, Body, total_dtype
 from .passes.normalize import KEPT, mean, repeat
 from .passes.rules import overload
@@ -208,6 +209,15 @@ def _contiguous(sizes) -> list:
     return strides[::-1]
 
 
+def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``aten.mm``, in panels where few rows meet a wide transposed weight (a head) on a CPU."""
+    wide = hint(weight.shape[1]) >= WIDE * hint(rows.shape[0]) and weight.stride(0) == 1
+    panels = wide and rows.device.type == "cpu" and rows.dtype.itemsize >= 4
+    return torch.ops.streambp.panels_mm(rows, weight) if panels else NotImplemented
+
+
+WIDE = 8  # columns of a weight for every row, from which its product is made in panels
+
 COMPILED: dict[str, Callable] = {}
 
 
@@ -227,7 +237,7 @@ def compile_once(body: Body, inputs: BodyInputs) -> Callable:
     if key not in COMPILED:
         with tracing(TracingContext(inputs.mode)):  # a body's sizes are its own, not those of the graph around it
             with inputs.mode:
-                traced = make_fx(body.graph, decomposition_table=select_decomp_table(), tracing_mode="symbolic",
+                traced = make_fx(body.graph, decomposition_table={**select_decomp_table(), aten.mm.default: product}, tracing_mode="symbolic",
                                  _allow_non_fake_inputs=True)(*inputs.values)
             examples = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
             rewrite(traced)
