@@ -284,7 +284,7 @@ def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], check
 
 
 def is_light(mask: Node, cells: int, checkable: Container[Node]) -> bool:
-    """Is a mask made, all the way from what may be checked, of nothing larger than itself, or, of so many cells, than what is stored anyway?"""
+    """Is a mask made, all the way from what may be checked, of nothing much larger than itself, or, of so many cells, than what is stored?"""
     known, stack = {mask}, [mask]
     while stack:
         fresh = [a for a in stack.pop().all_input_nodes if a not in known]
@@ -294,7 +294,7 @@ def is_light(mask: Node, cells: int, checkable: Container[Node]) -> bool:
     stored = max((math.prod(shape_of(n)) for n in given), default=0)
     size = stored if cells else max(stored, math.prod(shape_of(mask)))
     made = [n for n in known if n.op == "call_function" and has_tensors(n) and not is_view(n)]
-    return stored >= cells and all(n in checkable for n in given) and all(is_tensor(n) and math.prod(shape_of(n)) <= size for n in made)
+    return stored >= cells and all(n in checkable for n in given) and all(is_tensor(n) and math.prod(shape_of(n)) <= 2 * size for n in made)
 
 
 def meets_pair(node: Node, reader: Reader) -> bool:

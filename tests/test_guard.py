@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
 from streambp_compile import StreamHint, explain
-from streambp_compile.guard import Check, holds
+from streambp_compile.guard import Check, grow, holds
 from streambp_compile.passes.ir import EVERYWHERE, PAST, HidesOutside, Reach, RowsSee, Seen
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -225,3 +225,44 @@ def test_a_mask_given_to_fused_attention_is_looked_at():
     for mask, told in ((triangle[None, None], False), (ahead[None, None], True), (triangle[None, None].clone(), False)):
         assert bool(hints(lambda: step(ids, mask))) == told
         assert worst_error(gradients(model, lambda: step(ids, mask)), gradients(model, lambda: model(ids, mask))) < EXACT
+
+
+def packed(ids: Tensor, lengths) -> tuple[Tensor, Tensor]:
+    """Position ids that restart, and which sequence each token is of."""
+    at = torch.cat([torch.arange(n) for n in lengths]).expand(len(ids), -1)
+    return at, (at == 0).cumsum(-1)
+
+
+@pytest.mark.parametrize("lengths, steps, kept", [((20, 30, 11), 1, True), ((LENGTH,), 1, True), ((20, 30, 11), -1, False)])
+def test_packed_sequences_prune_while_positions_grow(lengths, steps, kept):
+    class Packed(Masked):
+        def forward(self, x, given):
+            at, of = given
+            batch, length, width = x.shape
+            parts = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, -1))
+            mask = (of[:, :, None] == of[:, None, :]) & (at[:, None, :] <= at[:, :, None])
+            mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask[:, None])
+            return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+    model = Model(None)
+    model.layers = nn.ModuleList([Packed(None) for _ in range(2)])
+    model, ids = model.double(), ids_of(2, LENGTH)
+    at, of = packed(ids, lengths)
+    given = (at * steps, of)
+    step = compiled(model)
+    assert bool(hints(lambda: step(ids, given))) != kept
+    assert worst_error(gradients(model, lambda: step(ids, given)), gradients(model, lambda: model(ids, given))) < EXACT
+    report = str(explain(model, ids, given, streambp_options={"chunk_size": 16}))
+    assert "causal, proved" in report and "grows from token to token" in report
+
+
+@pytest.mark.parametrize("same, upto, expected", [
+    ([0, 0, 1, 1], [0, 1, 0, 1], True), ([0, 0, 1, 1], [0, 0, 0, 1], False), ([0, 1, 0, 1], [0, 0, 0, 0], False), ([2, 2, 2, 2], [5, 6, 7, 9], True)])
+def test_values_that_grow(same, upto, expected):
+    """What is claimed then, that no later key agrees, is so in each of them."""
+    s, p = torch.tensor([same]), torch.tensor([upto])
+    given = [s[:, :, None], s[:, None, :]], [p[:, :, None], p[:, None, :]]
+    assert grow(*given) == expected
+    agrees = (s[0, :, None] == s[0]) & (p[0] <= p[0, :, None])
+    assert not expected or not agrees.triu(1).any()
+    assert not grow(given[0], [p[:, :, None], p[:, None, :] + 1])
