@@ -72,18 +72,16 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
         results[:] = [n for n, _ in made]
         return [t for _, t in made]
 
-    fake_mode = internals.detect_fake_mode(fakes)
-    with fake_mode:
-        captured = unsort(normalize(internals.capture(run, fakes)), probing=True)
+    captured = unsort(normalize(internals.capture(run, fakes)), probing=True)
     graph = captured.graph
     values = {n: v for n, v in zip(results, outputs_of(captured)) if isinstance(v, Node)}
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     candidates = []
     for node, fake in zip(placeholders, fakes):
         if isinstance(fake, torch.Tensor) and not is_parameter(fake):
-            candidates += [(node, d) for d, s in enumerate(fake.shape) if hint(s) > 1 and fake.dim() <= 3]
+            candidates += [(node, d, s) for d, s in enumerate(fake.shape) if hint(s) > 1 and fake.dim() <= 3]
     found: list[Candidate] = []
-    for node, dim in candidates:
+    for node, dim, length in candidates:
         if any(dim in c.spread.marks.get((node, -1), {}) for c in found):
             continue
         spread = Spread(graph, {node: (Mark(dim),)})
@@ -91,7 +89,7 @@ def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
         width = sum(bytes_of(value_of(n)) for n in graph.nodes if is_tensor(n) and spread.of(n)
                     and value_of(n).dtype.is_floating_point)
         if width:
-            found.append(Candidate(mixers, width, lost_bytes(graph, spread) / width, value_of(node).shape[dim], spread))
+            found.append(Candidate(mixers, width, lost_bytes(graph, spread) / width, length, spread))
     chosen = preferred(found)
     if chosen is None:
         return None

@@ -61,9 +61,21 @@ def decompositions() -> dict:
 
 
 def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
-    """The forward of a function on fake inputs, as one ATen graph in the spelling of the rules."""
-    with torch.no_grad():
-        return make_fx(function, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    """The forward of a function on fake inputs, as one ATen graph in the spelling of the rules.
+
+    Sizes are numbers there: a symbol that became one on the way (in a range of so many tokens) would be one for Dynamo as well.
+    """
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        numbers = [stand_in(value) for value in inputs]
+        return make_fx(function, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(*numbers)
+
+
+def stand_in(fake: object) -> object:
+    """A fake tensor of the same description in the mode that is active, with numbers for symbols."""
+    if not isinstance(fake, torch.Tensor):
+        return hint(fake) if isinstance(fake, torch.SymInt) else fake
+    sizes, strides = ([hint(s) for s in part] for part in (fake.shape, fake.stride()))
+    return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
 
 
 def inline_numbers(module: GraphModule) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from . import internals
-from .passes.ir import hint
 from .passes.ops import KERNELS, flash_scratch
 
 
@@ -76,7 +75,7 @@ def rehearse(call: Callable, fakes: Sequence[object]) -> Peak:
     fakes  those inputs as Dynamo gave them; symbols stand for the sizes at which they were traced
     """
     with internals.FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = [stand_in(f) for f in fakes]
+        inputs = [internals.stand_in(f) for f in fakes]
         ledger = Ledger()
         for value in inputs:
             if isinstance(value, torch.Tensor):
@@ -91,11 +90,3 @@ def rehearse(call: Callable, fakes: Sequence[object]) -> Peak:
             if loss is not None:
                 loss.backward()
     return Peak(ledger.peak, loss is not None)
-
-
-def stand_in(fake: object) -> object:
-    """A fake tensor of the same description in the mode that is active, with numbers for symbols."""
-    if not isinstance(fake, torch.Tensor):
-        return hint(fake) if isinstance(fake, torch.SymInt) else fake
-    sizes, strides = ([hint(s) for s in part] for part in (fake.shape, fake.stride()))
-    return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)

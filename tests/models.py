@@ -124,7 +124,7 @@ def hugging_face(name: str, **options) -> nn.Module:
         return transformers.GPT2LMHeadModel(config).double()
     sizes = dict(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=3, intermediate_size=128, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=16, use_cache=False, max_position_embeddings=512)
-    config = getattr(transformers, f"{name}Config")(**sizes, **options)
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
     return getattr(transformers, f"{name}ForCausalLM")(config).double()
 
 

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from streambp_compile import NotStreamed
+from streambp_compile.backend import streambp
 from streambp_compile.remade import Again, Recipe, kept_as_recipes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -169,6 +170,30 @@ def test_lengths_share_bodies():
         assert worst_error(gradients(model, lambda: step(ids, ids)), gradients(model, lambda: model(ids, ids))) < EXACT
         counts.append(bodies())
     assert before < counts[0] and counts[1] == counts[2] == counts[3]
+
+
+def test_lengths_share_a_graph():
+    """The number of tokens is a symbol from the second length on, and nothing that looks for the tokens makes a number of it."""
+    model = hugging_face("Qwen3", vocab_size=272)
+
+    def loss(ids, labels, seen):
+        return model(input_ids=ids, labels=labels, attention_mask=seen).loss
+
+    graphs, counts = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return streambp(graph, inputs, options={"chunk_size": 32})
+
+    step = torch.compile(loss, backend=backend)
+    for length in (97, 64, 33):
+        ids = ids_of(length=length)
+        seen = torch.ones_like(ids)
+        seen[1, -9:] = 0
+        batch = ids, ids.masked_fill(seen == 0, -100), seen
+        assert worst_error(gradients(model, lambda: step(*batch)), gradients(model, lambda: loss(*batch))) < 1e-5
+        counts.append((len(graphs), bodies()))
+    assert [n for n, _ in counts] == [1, 2, 2] and counts[1] == counts[2]
 
 
 def test_tied_frozen_accumulated():
