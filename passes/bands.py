@@ -67,7 +67,7 @@ class Evaluation:
         if isinstance(self(node), Affine):
             return is_ordinary(self(node).const)
         if node.target in PRODUCTS:
-            return True
+            return node.target not in SUMS or node.args[0] in self.plain
         if node.target is aten.log1p.default:  # of a softplus: what else it is taken of may be -1
             return node.args[0] in self.plain and node.args[0].target is aten.exp.default
         return node.target in ORDINARY and all(a in self.plain for a in tensor_operands(node)) and all(
@@ -556,7 +556,7 @@ HANDLERS = {
     **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), added(-1)),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), multiplied),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), divided),
-    aten.neg.default: negated, aten.abs.default: distance, aten.baddbmm.default: product_added, aten.maximum.default: at_least,
+    aten.neg.default: negated, aten.abs.default: distance, aten.baddbmm.default: product_added, aten.addmm.default: product_added, aten.maximum.default: at_least,
     **{getattr(getattr(aten, name), kind): compared for name in ("le", "lt", "ge", "gt", "eq", "ne")
        for kind in ("Tensor", "Scalar")},
     **dict.fromkeys((aten.bitwise_and.Tensor, aten.logical_and.default), conjoined),
@@ -569,12 +569,13 @@ HANDLERS = {
     streambp.to_extreme.default: largest_backward, aten._softmax_backward_data.default: normalized_backward,
 }
 
-PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.embedding.default}
+SUMS = {aten.addmm.default, aten.baddbmm.default}  # products to which something is added
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.embedding.default, *SUMS}
 ORDINARY = {
     aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
     aten.permute.default, aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.alias.default,
     aten._to_copy.default, prims.convert_element_type.default, aten.cat.default, aten.index.Tensor, aten.gather.default,
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor,
     aten.div.Scalar, aten.neg.default, aten.abs.default, aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.exp.default, aten.pow.Tensor_Tensor,
-    aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.maximum.default, aten.minimum.default, aten.amax.default, aten.baddbmm.default, aten.where.self, aten.cumsum.default, aten.constant_pad_nd.default,
+    aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.maximum.default, aten.minimum.default, aten.amax.default, aten.where.self, aten.cumsum.default, aten.constant_pad_nd.default,
 }

@@ -11,14 +11,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from .passes.ir import Condition, HidesOutside, Reach, Restarts, Seen
 
-BLOCK = 1 << 22  # entries of a stored mask that are looked at together
+BLOCK = 1 << 20  # entries of a stored mask that are looked at together
 
 
 class Guard:
     """Do the inputs of a call keep the conditions?
 
     Costs a few operations on ``[B, T]`` values, one pass over a stored mask, and one synchronisation with the device; nothing for inputs that
-    were checked last, so that all layers of a step share one check, and all steps that of a stored mask.
+    were checked before, so that all layers of a step share one check, and all steps that of a stored mask.
     """
 
     def __init__(self, placeholders: Sequence[Node], conditions: Sequence[Condition]):
@@ -30,20 +30,22 @@ class Guard:
 
 
 class Check:
-    """One condition, and what it was last found to be for which inputs."""
+    """One condition, and of which inputs that are alive it was found to be kept."""
 
     def __init__(self, placeholders: Sequence[Node], condition: Condition):
         self.condition = condition
         self.masks, self.reads = masks_of(placeholders, condition.nodes)
-        self.last: tuple[tuple, bool] | None = None
+        self.known: dict[tuple, tuple[tuple, bool]] = {}
 
     def __call__(self, inputs: Sequence[object]) -> bool:
         given = [inputs[i] for i in self.reads]
-        if self.last is None or not all(same(old, new) for old, new in zip(self.last[0], given)):
+        key = tuple(id(v) if isinstance(v, torch.Tensor) else v for v in given)
+        if key not in self.known or not all(map(same, self.known[key][0], given)):
             with torch.no_grad():
                 kept = holds(self.condition, self.masks(*given))
-            self.last = tuple(remembered(v) for v in given), kept
-        return self.last[1]
+            self.known = {k: found for k, found in self.known.items() if all(map(is_alive, found[0]))}
+            self.known[key] = tuple(map(remembered, given)), kept
+        return self.known[key][1]
 
 
 def masks_of(placeholders: Sequence[Node], masks: Sequence[Node]) -> tuple[GraphModule, list[int]]:
@@ -69,6 +71,8 @@ def holds(condition: Condition, masks: Sequence[torch.Tensor]) -> bool:
     masks = [ordered(mask, seen) for mask, seen in zip(masks, condition.seen)]
     if isinstance(condition, HidesOutside):
         return all((allowed | ~visible(part, condition.seen[0].hides)).all() for (part,), allowed in blocks(masks, condition.band))
+    if any(seen.hides is None and not (mask < far(mask)).all() for mask, seen in zip(masks, condition.seen)):
+        return False  # numbers so large that lowest ones may not vanish beside them
     if len(masks) == 1 and masks[0].shape[1] == 1:
         return every_row_sees(visible(masks[0], condition.seen[0].hides), condition.band)
     for parts, allowed in blocks(masks, condition.band):
@@ -120,11 +124,16 @@ def every_row_sees(keys: torch.Tensor, band: Reach) -> bool:
 
 
 def visible(mask: torch.Tensor, hides: bool | None) -> torch.Tensor:
-    """Where a mask leaves a key. Numbers added to scores: nowhere, unless all are far below the largest that there are."""
-    if hides is not None:
-        return mask != hides
-    far = torch.finfo(mask.dtype).max / 4
-    return (mask > -far) & (mask < far).all()
+    """Where a mask leaves a key. Numbers added to scores do where they are not nearly the lowest."""
+    return mask != hides if hides is not None else ~(mask <= -far(mask))
+
+
+def far(mask: torch.Tensor) -> float:
+    return torch.finfo(mask.dtype).max / 4
+
+
+def is_alive(old: object) -> bool:
+    return old is not None and (not isinstance(old, tuple) or old[0]() is not None)
 
 
 def remembered(value: object) -> object:

@@ -77,7 +77,12 @@ def test_a_mask_is_looked_at_once_until_it_changes(monkeypatch):
     assert check((ids, mask)) and check((ids + 1, mask)) and len(looks) == 1
     mask[0, 0] = 0
     assert not check((ids, mask)) and not check((ids, mask)) and len(looks) == 2
-    assert check((ids, torch.ones(2, 3))) and len(looks) == 3
+    kept = torch.ones(2, 3)
+    assert check((ids, kept)) and len(looks) == 3
+    assert not check((ids, mask)) and check((ids, kept)) and len(looks) == 3
+    del kept
+    check((ids, torch.ones(1, 3)))
+    assert len(check.known) == 2  # what is gone is forgotten
 
 
 # Whole models
