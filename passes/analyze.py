@@ -6,8 +6,6 @@ each operand, then follows from where its labels went.
 
 from __future__ import annotations
 
-import functools
-import math
 import operator
 from collections.abc import Container, Mapping
 
@@ -15,11 +13,10 @@ import torch
 from torch.fx import Graph, Node
 
 from .bands import evaluate
-from .domains import HIDING, Band, stored_mask
 from .gauge import Gauge, offset
-from .ir import (EVERYWHERE, HERE, Alike, Analysis, Condition, Edge, Fact, HidesOutside, Mark, Reach, Restarts, RowsSee, Shared,
-                 Signature, Size, Summed, Tokens, hint,
-                 is_tensor, is_view, parts_of, refuse, shape_of, tensor_operands, value_of)
+from .ir import (EVERYWHERE, HERE, Analysis, Edge, Fact, Mark, Reach, Shared, Signature, Size, Summed, Tokens, hint, is_tensor, refuse,
+                 shape_of, tensor_operands, value_of)
+from .keys import key_ranges
 from .spread import Slot, Spread, has_tensors, outputs_of, product, slot_of
 
 
@@ -36,7 +33,7 @@ def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]], 
     reader = Reader(spread, length, Gauge(graph, spread, length))
     for node in graph.nodes:
         reader.visit(node)
-    reaches, conditions = key_ranges(graph, reader, bands, checkable)
+    reaches, conditions = key_ranges(graph, reader.facts, reader.kinds, spread.signatures, bands, checkable)
     return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches, conditions)
 
 
@@ -230,98 +227,3 @@ def names_keys(node: Node, operands: tuple[Node, ...], signature: Signature, spr
     place = PLACES[node.target]
     named = signature.operands[0][spread.key(slot_of(operands[0])).dim] not in signature.outputs[0]
     return named and (place == -1 or any(user.args[1] == place and user.users for user in node.users))
-
-
-def key_ranges(graph: Graph, reader: Reader, bands: Mapping[Node, object], checkable: Container[Node]) -> tuple[dict[Node, Reach], tuple[Condition, ...]]:
-    """For every node that meets keys: the keys a row can reach, as far as the masks prove it; and the conditions of those proofs.
-
-    Score matrices that feed one another share one range, and it may be narrowed only if every way out of them (a softmax over
-    keys, a product that contracts rows or keys) is proved empty outside the band.
-    """
-    ranges: dict[Node, Reach] = {}
-    conditions: dict[Reach, tuple[Condition, ...]] = {}
-
-    def proved(band: object) -> Reach:
-        """The reach of a band, if what it rests on can be checked."""
-        if not isinstance(band, Band) or band.rests_on is None:
-            return EVERYWHERE
-        reach = Reach(band.lo, band.hi)
-        needed = [Restarts(a) if isinstance(a, Alike) else HidesOutside((a,), reach) for a in band.assumes]
-        needed += [RowsSee(band.rests_on, reach)] * bool(band.rests_on)
-        masks = [(s.node, s.cells) for c in needed if not isinstance(c, Restarts) for s in c.seen]
-        masks += [(node, 0) for c in needed if isinstance(c, Restarts) for node in c.nodes]
-        if not all(is_light(node, cells, checkable) for node, cells in masks):
-            return EVERYWHERE
-        conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *needed)))
-        return reach
-
-    for node in graph.nodes:
-        signature = reader.spread.signatures.get(node)
-        if signature is None or node not in reader.kinds or reader.kinds[node] == "whole":
-            continue
-        if signature.rows is not None:
-            reach = signature.reach[signature.keys]
-            mask = node.args[3 if node.target is torch.ops.streambp.attention.default else 6]
-            if mask is not None:
-                band = bands.get(mask) or stored_mask(mask)
-                band = proved(band) if isinstance(band, Band) and band.outside in HIDING else EVERYWHERE
-                reach = Reach(max(reach.lo, band.lo), min(reach.hi, band.hi))
-            ranges[node] = reach
-    paired = [n for n in graph.nodes if n in reader.facts and meets_pair(n, reader)
-              and reader.spread.signatures.get(n) is not None and n not in ranges]
-    if paired:
-        found = list(ranges.values())  # masks of fused attention need the keys that it reads
-        for node in paired:
-            leaves = exits(node, reader)
-            if leaves is None:
-                continue
-            found.append(proved(next((b for b in (bands.get(a) for a in leaves) if isinstance(b, Band) and closes(b, node)), None)))
-        reach = functools.reduce(Reach.join, found) if found else EVERYWHERE
-        for node in paired:
-            ranges[node] = reach
-    pruned = any(reach != EVERYWHERE for reach in ranges.values())
-    return ranges, tuple(c for reach, found in conditions.items() for c in found if pruned and reach != EVERYWHERE)
-
-
-def is_light(mask: Node, cells: int, checkable: Container[Node]) -> bool:
-    """Is a mask made, all the way from what may be checked, of nothing much larger than itself, or, of so many cells, than what is stored?"""
-    known, stack = {mask}, [mask]
-    while stack:
-        fresh = [a for a in stack.pop().all_input_nodes if a not in known]
-        stack += fresh
-        known.update(fresh)
-    given = [n for n in known if n.op == "placeholder" and is_tensor(n)]
-    stored = max((math.prod(shape_of(n)) for n in given), default=0)
-    size = stored if cells else max(stored, math.prod(shape_of(mask)))
-    made = [n for n in known if n.op == "call_function" and has_tensors(n) and not is_view(n)]
-    return stored >= cells and all(n in checkable for n in given) and all(is_tensor(n) and math.prod(shape_of(n)) <= 2 * size for n in made)
-
-
-def meets_pair(node: Node, reader: Reader) -> bool:
-    facts = [reader.facts[node], *(reader.facts[a] for a in tensor_operands(node))]
-    flat = [f for fact in facts for f in parts_of(fact)]
-    return any(isinstance(f, Tokens) and f.keys is not None for f in flat)
-
-
-def exits(node: Node, reader: Reader) -> list[Node] | None:
-    """The score operands of a node through which entries outside the band could be seen, or None if it is no way out."""
-    signature = reader.spread.signatures[node]
-    pairs = [a for a in tensor_operands(node) if isinstance(reader.facts[a], Tokens) and reader.facts[a].keys is not None]
-    if not pairs:
-        return None
-    if signature.keys is not None:  # a softmax reads a whole row; its gradient a whole row of products
-        return pairs
-    out = reader.facts[node]
-    keeps = isinstance(out, Tokens) and out.keys is not None
-    return None if keeps else pairs
-
-
-OF_VISIBLE = {torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default, torch.ops.aten.amax.default,
-              torch.ops.aten.max.dim, torch.ops.streambp.to_extreme.default}  # of scores, what is hidden does not count in them
-
-
-def closes(band: Band, node: Node) -> bool:
-    """Is what lies outside harmless to this reader: empty to a softmax, zero to a sum?"""
-    if node.target in OF_VISIBLE:
-        return band.outside in HIDING
-    return band.outside == 0.0

@@ -556,7 +556,8 @@ HANDLERS = {
     **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), added(-1)),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), multiplied),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), divided),
-    aten.neg.default: negated, aten.abs.default: distance, aten.baddbmm.default: product_added, aten.addmm.default: product_added, aten.maximum.default: at_least,
+    aten.neg.default: negated, aten.abs.default: distance, aten.maximum.default: at_least,
+    aten.baddbmm.default: product_added, aten.addmm.default: product_added,
     **{getattr(getattr(aten, name), kind): compared for name in ("le", "lt", "ge", "gt", "eq", "ne")
        for kind in ("Tensor", "Scalar")},
     **dict.fromkeys((aten.bitwise_and.Tensor, aten.logical_and.default), conjoined),
@@ -574,8 +575,9 @@ PRODUCTS = {aten.mm.default, aten.bmm.default, aten.embedding.default, *SUMS}
 ORDINARY = {
     aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
     aten.permute.default, aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.alias.default,
-    aten._to_copy.default, prims.convert_element_type.default, aten.cat.default, aten.index.Tensor, aten.gather.default,
-    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor,
-    aten.div.Scalar, aten.neg.default, aten.abs.default, aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.exp.default, aten.pow.Tensor_Tensor,
-    aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.maximum.default, aten.minimum.default, aten.amax.default, aten.where.self, aten.cumsum.default, aten.constant_pad_nd.default,
+    aten._to_copy.default, prims.convert_element_type.default, aten.cat.default, aten.constant_pad_nd.default,
+    aten.index.Tensor, aten.gather.default, aten.where.self, aten.cumsum.default, aten.amax.default, aten.maximum.default, aten.minimum.default,
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
+    aten.neg.default, aten.abs.default, aten.relu.default, aten.tanh.default, aten.sigmoid.default,
+    aten.exp.default, aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -91,10 +92,11 @@ def grow(same: Sequence[torch.Tensor], upto: Sequence[torch.Tensor]) -> bool:
     pairs = [(rows.squeeze(-1), keys.squeeze(-2)) for rows, keys in zip((*same, *upto)[::2], (*same, *upto)[1::2])]
     alike = torch.stack([(rows == keys).all() for rows, keys in pairs]).all()
     steps = [keys.diff() for _, keys in pairs]
-    stays = torch.stack([step == 0 for step in torch.broadcast_tensors(*steps[: len(same) // 2])]).all(0) if same else torch.ones((), dtype=torch.bool)
-    back = [(step < 0).any() for step in steps[: len(same) // 2]]
-    grows = torch.stack([((step > 0) | ~stays.to(step.device)).all() for step in steps[len(same) // 2:]]).any()
-    return bool(torch.stack([alike, grows, *(~b for b in back)]).all())
+    held, growing = steps[: len(same) // 2], steps[len(same) // 2:]
+    restarts = functools.reduce(torch.logical_or, [step > 0 for step in held], torch.zeros((), dtype=torch.bool, device=alike.device))
+    never_back = [(step >= 0).all() for step in held]
+    grows = torch.stack([((step > 0) | restarts).all() for step in growing]).any()
+    return bool(torch.stack([alike, grows, *never_back]).all())
 
 
 def ordered(mask: torch.Tensor, seen: Seen) -> torch.Tensor:

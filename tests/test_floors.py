@@ -11,7 +11,7 @@ PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch")
 TYPES = {"Program", "Sweep"}  # what partition hands to the passes after it
 VERIFIED = {"verify", "lower", "plan"}  # who may read them
 SPOKEN = ("rules", "ops", "bands", "domains")  # the table, and what it and the passes speak
-PARTS = ("spread", "gauge")  # no passes, but parts of one: which dimensions carry tokens, and which token has row 0
+PARTS = ("spread", "gauge", "keys")  # no passes, but parts of one: which dimensions carry tokens, which token has row 0, which keys rows reach
 
 
 def module_of(path: Path) -> str:
