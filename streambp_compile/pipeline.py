@@ -9,11 +9,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .passes.analyze import analyze
-from .passes.ir import Analysis, CannotStream, Mark, Refusal, Size, is_tensor
+from .passes.ir import Analysis, CannotStream, Mark, Refusal, Shared, Size, is_tensor
 from .passes.lower import Body, lower
 from .passes.normalize import normalize
 from .passes.partition import Program, partition
-from .passes.plan import chunk_length
+from .passes.plan import PRODUCTS, chunk_length, is_one_of
 from .passes.spread import Spread
 from .passes.unsort import unsort
 from .passes.verify import verify_analysis, verify_program
@@ -82,6 +82,10 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
         return Schedule(program, bodies, chunks, Runner(program, analysis, bodies, compiled, chunks))
 
     forward = partition(graph, analysis, forward_part)
+    if not forward.sweeps and any(
+            is_one_of(n, PRODUCTS) and isinstance(analysis.facts[n], Shared) for stage in forward.whole for n in stage):
+        raise CannotStream(Refusal("region", "its products are of no token of the sequence that streams", "Of several sequences (an encoder "
+                                   "beside a decoder) one streams"))
     if not forward.sweeps and not any(is_tensor(n) and analysis.kinds[n] != "whole" for n in graph.nodes if n.op == "call_function"):
         raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
     if not tangents:
