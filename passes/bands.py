@@ -91,12 +91,14 @@ def lifted(arg: object, node: Node, get: Evaluation) -> Abstract:
 def same(node: Node, get: Evaluation) -> Abstract:
     """A copy, or a cast that keeps every value: an integer may become wider, a float stay a float, a boolean anything."""
     value, old, new = get(node.args[0]), value_of(node.args[0]).dtype, value_of(node).dtype
+    if new is torch.bool and isinstance(value, Band) and value.zero:
+        return replace(value, outside=True, zero=False)  # which entries of a mask hide
     if old == new or old.is_floating_point and new.is_floating_point and isinstance(value, Band):
         return value
     whole = isinstance(value, Affine) and float(value.const).is_integer() and all(float(s).is_integer() for _, s in value.slopes)
     if whole and new is not torch.bool:
         return value
-    flag = isinstance(value, Affine) and not value.slopes and value.const in (0, 1)
+    flag = is_constant(value) and value.const in (0, 1)
     return value if flag or old is torch.bool and new is torch.bool else None
 
 
@@ -142,9 +144,13 @@ def sliced(node: Node, get: Evaluation) -> Abstract:
         return cleaned(Affine(value.const + value.slope(dim) * start, value.slopes), node)
     if isinstance(value, Band) and dim in (value.row, value.key):
         shift = 0 if not start else start if dim == value.row else -start
-        kept = dim == value.row or value.outside == 0.0 or shape_of(node) == shape
+        if shift and (value.assumes or any(s.cells for s in value.seen or ())):
+            return None  # a stored mask is checked as it is stored
+        all_see = value.seen == () and value.lo == -math.inf  # the first key, whichever that is
+        kept = dim == value.row or is_zero_outside(value) or all_see or shape_of(node) == shape
         return replace(value, lo=value.lo + shift, hi=value.hi + shift, seen=value.seen if kept else None)
-    return value
+    matters = isinstance(value, Distance) and dim in (value.row, value.key) or isinstance(value, Alike) and dim >= len(shape) - 2
+    return None if matters and shape_of(node) != shape else value
 
 
 def selected(node: Node, get: Evaluation) -> Abstract:
@@ -223,7 +229,7 @@ def padded(node: Node, get: Evaluation) -> Band | None:
 def multiplied(node: Node, get: Evaluation) -> Abstract:
     a, b = (lifted(x, node, get) for x in node.args[:2])
     for scale, other in ((a, b), (b, a)):
-        if isinstance(scale, Affine) and not scale.slopes and isinstance(other, Affine):
+        if is_constant(scale) and isinstance(other, Affine):
             return cleaned(Affine(scale.const * other.const, tuple((d, scale.const * s) for d, s in other.slopes)), node)
     for band, other in ((a, b), (b, a)):
         if isinstance(band, Band) and is_zero_outside(band):
@@ -242,7 +248,7 @@ def divided(node: Node, get: Evaluation) -> Abstract:
     a, b = (lifted(x, node, get) for x in node.args[:2])
     if isinstance(a, Band) and a.outside in HIDING and is_constant(b) and b.const > 0 and stays_lowest(1 / b.const, node):
         return a
-    return a if isinstance(a, Band) and a.outside == 0.0 else None
+    return a if isinstance(a, Band) and is_zero_outside(a) else None
 
 
 def product_added(node: Node, get: Evaluation) -> Abstract:
@@ -256,7 +262,7 @@ def at_least(node: Node, get: Evaluation) -> Abstract:
     """``maximum(scores, lowest number)``: what is empty stays practically so."""
     for band, other in (node.args[:2], node.args[1::-1]):
         value, least = lifted(band, node, get), lifted(other, node, get)
-        if isinstance(value, Band) and value.outside in HIDING and isinstance(least, Affine) and not least.slopes:
+        if isinstance(value, Band) and value.outside in HIDING and is_constant(least):
             return replace(value, outside="min") if lowest(least.const, node) in HIDING else None
     return None
 
@@ -272,7 +278,7 @@ def negated(node: Node, get: Evaluation) -> Abstract:
     value = get(node.args[0])
     if isinstance(value, Affine):
         return Affine(-value.const, tuple((d, -s) for d, s in value.slopes))
-    return value if isinstance(value, Band) and value.outside == 0.0 else None
+    return value if isinstance(value, Band) and is_zero_outside(value) else None
 
 
 def compared(node: Node, get: Evaluation) -> Abstract:
@@ -282,7 +288,7 @@ def compared(node: Node, get: Evaluation) -> Abstract:
         return replace(a, outside=name == "eq", zero=False)  # which scores are empty: those outside are
     if isinstance(a, Band) and a.zero and b == Affine(0.0) and name in ("eq", "ne"):
         return replace(a, outside=name == "ne", zero=False)  # which entries of a mask hide
-    if isinstance(a, Distance) and isinstance(b, Affine) and not b.slopes and name in ("le", "lt"):
+    if isinstance(a, Distance) and is_constant(b) and name in ("le", "lt"):
         width = math.ceil(b.const) - 1 if name == "lt" else math.floor(b.const)
         return Band(a.row, a.key, -width, width, False, ())
     if not (isinstance(a, Affine) and isinstance(b, Affine)):
@@ -340,7 +346,7 @@ def conjoined(node: Node, get: Evaluation) -> Abstract:
         return None
     a, b = (lifted(x, node, get) for x in node.args[:2])
     for constant_, other in ((a, b), (b, a)):
-        if isinstance(constant_, Affine) and not constant_.slopes:
+        if is_constant(constant_):
             return other if constant_.const else Affine(0.0)
     if isinstance(a, Alike) and isinstance(b, Alike):
         return Alike(a.same + b.same, a.upto + b.upto)
@@ -366,7 +372,7 @@ def disjoined(node: Node, get: Evaluation) -> Abstract:
         return None
     a, b = (lifted(x, node, get) for x in node.args[:2])
     for constant_, other in ((a, b), (b, a)):
-        if isinstance(constant_, Affine) and not constant_.slopes:
+        if is_constant(constant_):
             return Affine(1.0) if constant_.const else other
     if isinstance(a, Band) and isinstance(b, Band) and a.outside is b.outside is False and same_axes(a, b):
         either = Band(a.row, a.key, min(a.lo, b.lo), max(a.hi, b.hi), False, assumes=a.assumes + b.assumes)
@@ -384,7 +390,7 @@ def disjoined(node: Node, get: Evaluation) -> Abstract:
 def inverted(node: Node, get: Evaluation) -> Abstract:
     """The complement of a half-plane is a half-plane; of another band, the same band with the outside true."""
     value = get(node.args[0])
-    if isinstance(value, Affine) and not value.slopes:
+    if is_constant(value):
         return Affine(float(not value.const))
     if not isinstance(value, Band):
         return None
@@ -402,7 +408,7 @@ def lowest(value: float, node: Node) -> object:
 def chosen(node: Node, get: Evaluation) -> Abstract:
     """``where(mask, inside, filling)``."""
     condition, inside, filling = (lifted(x, node, get) for x in node.args[:3])
-    if isinstance(condition, Affine) and not condition.slopes:
+    if is_constant(condition):
         return inside if condition.const else filling
     for zero, band in ((inside, filling), (filling, inside)):
         if zero == Affine(0.0) and isinstance(band, Band) and is_zero_outside(band):
@@ -434,7 +440,7 @@ def emptied(scores: object, mask: Band | None, value: float, node: Node, get: Ev
     outside = lowest(value, node)
     if mask is None or outside is None:
         return None
-    if outside == 0.0:
+    if value == 0:
         return replace(mask, outside=0.0, seen=()) if mask.hi < math.inf or mask.lo > -math.inf else None
     inner = lifted(scores, node, get)
     if isinstance(inner, Band) and inner.outside in HIDING and same_axes(inner, mask):
@@ -485,7 +491,7 @@ def joined(node: Node, get: Evaluation) -> Abstract:
 
 def accumulated(node: Node, get: Evaluation) -> Abstract:
     value, dim = get(node.args[0]), node.args[1] % max(len(shape_of(node)), 1)
-    if not isinstance(value, Affine) or value.slopes:
+    if not is_constant(value):
         return None
     return cleaned(Affine(value.const, ((dim, value.const),)), node)
 
@@ -515,31 +521,32 @@ def summed(node: Node, get: Evaluation) -> Abstract:
     """A sum over dimensions that are neither row nor key leaves zeros where they are."""
     value, rank = get(node.args[0]), len(shape_of(node.args[0]))
     dims = {d % rank for d in node.args[1]} if len(node.args) > 1 and node.args[1] else set(range(rank))
-    if not isinstance(value, Band) or value.outside != 0.0 or value.row in dims or value.key in dims:
+    if not isinstance(value, Band) or not is_zero_outside(value) or value.row in dims or value.key in dims:
         return None
     keep = len(node.args) > 2 and node.args[2]
     return moved(value, {d: d if keep else d - sum(e < d for e in dims) for d in range(rank) if d not in dims})
 
 
 def normalized(node: Node, get: Evaluation) -> Abstract:
-    """Softmax over keys turns empty scores into zeros; its gradient is zero where it is."""
-    value = get(node.args[0])
-    if isinstance(value, Band) and value.outside in HIDING and value.key == node.args[1] % len(shape_of(node)):
-        return replace(value, outside=0.0, seen=value.rests_on, zero=False) if value.rests_on is not None else None
-    return None
+    """Softmax over keys turns empty scores into zeros."""
+    return zeroed(get(node.args[0]), node.args[1] % len(shape_of(node)))
 
 
 def largest_backward(node: Node, get: Evaluation) -> Abstract:
     """The gradient of a row's largest score is zero but at that, which is never hidden."""
-    value = get(node.args[1])
-    if isinstance(value, Band) and value.outside in HIDING and value.key == node.args[2] % len(shape_of(node)) and node.args[3]:
-        return replace(value, outside=0.0, seen=value.rests_on, zero=False) if value.rests_on is not None else None
+    return zeroed(get(node.args[1]), node.args[2] % len(shape_of(node))) if node.args[3] else None
+
+
+def zeroed(scores: Abstract, dim: int) -> Band | None:
+    """What is zero where scores along their keys are empty."""
+    if isinstance(scores, Band) and scores.outside in HIDING and scores.key == dim and scores.rests_on is not None:
+        return replace(scores, outside=0.0, seen=scores.rests_on, zero=False)
     return None
 
 
 def normalized_backward(node: Node, get: Evaluation) -> Abstract:
     value = get(node.args[1])
-    return value if isinstance(value, Band) and value.outside == 0.0 else None
+    return value if isinstance(value, Band) and is_zero_outside(value) else None
 
 
 HANDLERS = {
@@ -578,6 +585,6 @@ ORDINARY = {
     aten._to_copy.default, prims.convert_element_type.default, aten.cat.default, aten.constant_pad_nd.default,
     aten.index.Tensor, aten.gather.default, aten.where.self, aten.cumsum.default, aten.amax.default, aten.maximum.default, aten.minimum.default,
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
-    aten.neg.default, aten.abs.default, aten.relu.default, aten.tanh.default, aten.sigmoid.default,
+    aten.neg.default, aten.abs.default, aten.reciprocal.default, aten.relu.default, aten.tanh.default, aten.sigmoid.default,
     aten.exp.default, aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar,
 }

@@ -62,7 +62,7 @@ class Band:
     def rests_on(self) -> tuple[Seen, ...] | None:
         """Masks by which every row must see a key for the outside to be truly empty; None if that cannot be told."""
         if self.outside != "min":
-            return self.seen if self.outside == 0.0 else ()
+            return self.seen if is_zero_outside(self) else ()
         return self.seen if self.seen or self.lo <= 0 <= self.hi else None
 
 

@@ -8,7 +8,7 @@ reads rows ``t+lo … t+hi`` of an operand, and that interval is the operand edg
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -358,6 +358,17 @@ def arguments(node: Node) -> dict[str, object]:
     found = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
     found.update({a.name: v for a, v in zip(node.target._schema.arguments, node.args)})
     found.update(node.kwargs)
+    return found
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and all that they are made of."""
+    found, stack = set(), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
     return found
 
 

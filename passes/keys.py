@@ -9,9 +9,9 @@ from collections.abc import Container, Mapping
 import torch
 from torch.fx import Graph, Node
 
-from .domains import HIDING, Abstract, Band, stored_mask
-from .ir import (EVERYWHERE, Alike, Condition, Fact, HidesOutside, Reach, Restarts, RowsSee, Signature, Tokens, is_tensor, is_view, parts_of,
-                 shape_of, tensor_operands)
+from .domains import HIDING, Abstract, Band, is_zero_outside, stored_mask
+from .ir import (EVERYWHERE, Alike, Condition, Fact, HidesOutside, Reach, Restarts, RowsSee, Signature, Tokens, ancestors, is_tensor,
+                 is_view, parts_of, shape_of, tensor_operands)
 from .spread import has_tensors
 
 Facts = Mapping[Node, Fact | tuple[Fact, ...]]
@@ -69,17 +69,13 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
 
 
 def is_light(mask: Node, cells: int, checkable: Container[Node]) -> bool:
-    """Is a mask made, all the way from what may be checked, of nothing much larger than itself, or, of so many cells, than what is stored?"""
-    known, stack = {mask}, [mask]
-    while stack:
-        fresh = [a for a in stack.pop().all_input_nodes if a not in known]
-        stack += fresh
-        known.update(fresh)
+    """Is a mask made of inputs that may be checked, all the way from them no larger than itself, or, of so many cells, than what is stored?"""
+    known = ancestors([mask])
     given = [n for n in known if n.op == "placeholder" and is_tensor(n)]
     stored = max((math.prod(shape_of(n)) for n in given), default=0)
     size = stored if cells else max(stored, math.prod(shape_of(mask)))
     made = [n for n in known if n.op == "call_function" and has_tensors(n) and not is_view(n)]
-    return stored >= cells and all(n in checkable for n in given) and all(is_tensor(n) and math.prod(shape_of(n)) <= 2 * size for n in made)
+    return bool(given) and stored >= cells and all(n in checkable for n in given) and all(is_tensor(n) and math.prod(shape_of(n)) <= 2 * size for n in made)
 
 
 def meets_pair(node: Node, facts: Facts) -> bool:
@@ -107,4 +103,4 @@ def closes(band: Band, node: Node) -> bool:
     """Is what lies outside harmless to this reader: empty to a softmax, zero to a sum?"""
     if node.target in OF_VISIBLE:
         return band.outside in HIDING
-    return band.outside == 0.0
+    return is_zero_outside(band)

@@ -16,6 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from .bands import evaluate
 from .domains import Band
 from .ir import arguments, is_zeros, shape_of, value_of
+from .ranges import shorten
+from .sizes import Sizes
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -72,6 +74,7 @@ def normalize(module: GraphModule) -> GraphModule:
     result = GraphModule(module, copied)
     read_sizes_from_inputs(result.graph)
     create_from_nothing(result.graph)
+    shorten(result.graph)
     draw_by_place(result.graph)
     scatter_to_extremes(result.graph)
     fuse_attention(result.graph)
@@ -84,44 +87,10 @@ def normalize(module: GraphModule) -> GraphModule:
 
 def read_sizes_from_inputs(graph: Graph) -> None:
     """A size asked of an intermediate value is asked of an input that has it, so that nothing must exist for its size alone."""
-    known: dict[object, tuple[Node, int]] = {}
-    symbols: dict[object, Node] = {}
-    for node in graph.nodes:
-        value = value_of(node)
-        if node.op == "placeholder" and isinstance(value, torch.SymInt):
-            symbols.setdefault(value.node.expr, node)
-        elif node.op == "placeholder" and isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.shape):
-                known.setdefault(size.node.expr if isinstance(size, torch.SymInt) else size, (node, dim))
-    def written(expr, before: Node):
-        """A node (or number) for an expression over sizes of inputs, or None."""
-        if expr.is_Integer:
-            return int(expr)
-        if expr in symbols:
-            return symbols[expr]
-        if expr in known:
-            with graph.inserting_before(before):
-                size = graph.call_function(aten.sym_size.int, known[expr])
-            size.meta["val"] = value_of(known[expr][0]).shape[known[expr][1]]
-            return size
-        if not (expr.is_Add or expr.is_Mul):
-            return None
-        combine = operator.add if expr.is_Add else operator.mul
-        parts = [written(part, before) for part in expr.args]
-        if None in parts:
-            return None
-        total = parts[0]
-        for part in parts[1:]:
-            values = [p.meta["val"] if isinstance(p, Node) else p for p in (total, part)]
-            with graph.inserting_before(before):
-                total = graph.call_function(combine, (total, part))
-            total.meta["val"] = combine(*values)
-        return total
-
+    sizes = Sizes(graph)
     for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
-        size = value_of(node)
-        if isinstance(size, torch.SymInt) and node.args[0].op != "placeholder":
-            replacement = written(size.node.expr, node)
+        if isinstance(value_of(node), torch.SymInt) and node.args[0].op != "placeholder":
+            replacement = sizes.written(value_of(node), node)
             if replacement is not None:
                 node.replace_all_uses_with(replacement)
 

@@ -20,10 +20,9 @@ from .passes.split import Region, mutated
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport, StreamHint
 
-
 HELP = {RowsSee: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
         Restarts: "Number the tokens of each packed sequence upwards.",
-        HidesOutside: "Nothing is lost if it is meant to; causal masks of `torch.tril` or `is_causal` need no check."}
+        HidesOutside: "Causal masks made by `torch.tril` or `is_causal` in the compiled function are proved without a check."}
 
 
 class TooShort(CannotStream):

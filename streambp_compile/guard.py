@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .passes.ir import Condition, HidesOutside, Reach, Restarts, Seen
+from .passes.ir import Condition, HidesOutside, Reach, Restarts, Seen, ancestors
 
 BLOCK = 1 << 20  # entries of a stored mask that are looked at together
 
@@ -51,12 +51,7 @@ class Check:
 
 def masks_of(placeholders: Sequence[Node], masks: Sequence[Node]) -> tuple[GraphModule, list[int]]:
     """A graph that computes the masks alone, and the positions of the inputs that it reads."""
-    needed, stack = set(), list(masks)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
+    needed = ancestors(masks)
     graph, values = Graph(), {}
     for node in masks[0].graph.nodes:
         if node in needed:
@@ -87,9 +82,9 @@ def holds(condition: Condition, masks: Sequence[torch.Tensor]) -> bool:
 def grow(same: Sequence[torch.Tensor], upto: Sequence[torch.Tensor]) -> bool:
     """Does one of the values ``upto`` grow with every token over which those of ``same`` stay, and do those never return?
 
-    Each comes twice: for the rows ``[.., T, 1]``, and for the keys ``[.., 1, T]``.
+    Each comes twice: for the rows ``[.., T, 1]``, and for the keys ``[.., 1, T]`` or ``[T]``.
     """
-    pairs = [(rows.squeeze(-1), keys.squeeze(-2)) for rows, keys in zip((*same, *upto)[::2], (*same, *upto)[1::2])]
+    pairs = [(rows.squeeze(-1), keys if keys.dim() == 1 else keys.squeeze(-2)) for rows, keys in zip((*same, *upto)[::2], (*same, *upto)[1::2])]
     alike = torch.stack([(rows == keys).all() for rows, keys in pairs]).all()
     steps = [keys.diff() for _, keys in pairs]
     held, growing = steps[: len(same) // 2], steps[len(same) // 2:]

@@ -232,6 +232,34 @@ def test_a_mask_given_to_fused_attention_is_looked_at():
         assert worst_error(gradients(model, lambda: step(ids, mask)), gradients(model, lambda: model(ids, mask))) < EXACT
 
 
+def test_positions_of_all_rows_alike_are_looked_at():
+    class Flat(Masked):
+        def forward(self, x, at):
+            batch, length, width = x.shape
+            parts = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, -1))
+            mixed = F.scaled_dot_product_attention(*parts, attn_mask=at[:, None] >= at)
+            return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+    model = Model(None)
+    model.layers = nn.ModuleList([Flat(None) for _ in range(2)])
+    model, ids = model.double(), ids_of(2, LENGTH)
+    step = compiled(model)
+    for at, told in ((torch.arange(LENGTH) * 3 + 5, False), (torch.arange(LENGTH).flip(0), True)):
+        assert bool(hints(lambda: step(ids, at))) == told
+        assert worst_error(gradients(model, lambda: step(ids, at)), gradients(model, lambda: model(ids, at))) < EXACT
+
+
+def test_what_no_call_can_change_is_no_condition():
+    """Rows 0 to 3 see no key by a mask that comes from no input: nothing is pruned, and nothing is asked of calls."""
+    def late_and_causal(layer, scores, keep):
+        return scores.masked_fill(~(causal(scores) & (torch.arange(scores.shape[-1]) * 2 % 7 >= 3)), LOWEST)
+
+    model, ids, keep = Model(late_and_causal).double(), ids_of(2, LENGTH), padded("right")
+    step = compiled(model)
+    assert hints(lambda: step(ids, keep)) == []
+    assert worst_error(gradients(model, lambda: step(ids, keep)), gradients(model, lambda: model(ids, keep))) < EXACT
+
+
 def packed(ids: Tensor, lengths) -> tuple[Tensor, Tensor]:
     """Position ids that restart, and which sequence each token is of."""
     at = torch.cat([torch.arange(n) for n in lengths]).expand(len(ids), -1)

@@ -1,8 +1,9 @@
 """One spelling: what normalisation removes, and what it leaves alone."""
 
+import pytest
 import torch
 import torch.nn.functional as F
-from graphs import joint_of
+from graphs import joint_of, traced
 from streambp_compile.passes.normalize import normalize
 
 streambp = torch.ops.streambp
@@ -45,3 +46,23 @@ def test_the_given_graph_is_left_alone_and_a_normal_one_stays_as_it_is():
     once = normalize(given)
     assert str(given.graph) == before
     assert str(normalize(once).graph) == str(once.graph)
+
+
+@pytest.mark.parametrize("table", [
+    lambda: (torch.arange(-39, 1).view(1, 1, 40) * torch.tensor(0.5))[:, :, -6:],
+    lambda: (torch.arange(40)[:, None] - torch.arange(40))[-6:, -6:] * 0.5,
+    lambda: torch.outer(torch.arange(40).float(), 1 / torch.arange(1, 7)).cos().t()[:, 3:9],
+    lambda: torch.full((2, 40), 3.0).squeeze(0)[:, :6].unsqueeze(0).expand(2, 2, 6) + torch.arange(5, 40)[2:8]], ids=range(4))
+def test_tables_are_made_as_short_as_they_are_read(table):
+    graph = normalize(traced(table))
+    torch.testing.assert_close(graph()[0] if isinstance(graph(), (tuple, list)) else graph(), table(), rtol=0, atol=0)
+    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+    assert all(max(n.meta["val"].shape, default=0) < 35 for n in graph.graph.nodes if n.op == "call_function")
+
+
+def test_what_is_more_than_ranges_is_cut_where_it_was():
+    def cut(x):
+        return (x + torch.arange(40))[-6:], torch.arange(40).cumsum(0)[3:], (torch.arange(40) * torch.rand(40))[3:]
+
+    graph = normalize(traced(cut, torch.randn(40)))
+    assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)) == 3
