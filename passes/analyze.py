@@ -107,7 +107,7 @@ class Reader:
         excess = size - hint(self.length)
         if not isinstance(self.length, int):
             exact = shape[mark.dim] - (self.length + excess) * mark.outer * mark.inner
-            if not isinstance(exact, int) and exact.node.expr != 0:
+            if not isinstance(exact, int) and exact.node.expr != 0 and not holds_of(exact, self.length):
                 raise refuse(node, f"{shape[mark.dim]} rows are not T plus a constant", "Pass a length that divides evenly")
         return excess
 
@@ -214,6 +214,11 @@ class Reader:
         if label is not None and label == key:
             return Edge(operand, "keys", signature.reach.get(key, EVERYWHERE))
         return Edge(operand, "halo", EVERYWHERE)
+
+
+def holds_of(difference: torch.SymInt, length: torch.SymInt) -> bool:
+    """Is a difference that depends on the length nothing, as it is now (``n - max(0, n - T) - T``)? Dynamo then guards on it."""
+    return not difference.node.expr.is_number and difference.node.expr.has(*length.node.expr.free_symbols) and bool(difference == 0)
 
 
 PLACES = {torch.ops.aten.argmax.default: -1, torch.ops.aten.argmin.default: -1, torch.ops.aten.max.dim: 1, torch.ops.aten.min.dim: 1,

@@ -6,6 +6,7 @@ a slice that starts late moves them against it; made short, they are as long as 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +41,16 @@ def shorten(graph: Graph) -> None:
 
 def part_of(node: Node, sizes: Sizes) -> tuple[int, Part | None]:
     given = arguments(node)
-    dim, start, whole = given["dim"] % len(shape_of(node)), given["start"] or 0, value_of(given["self"]).shape[given["dim"]]
-    if isinstance(start, int) and start < 0:
-        start = max(0, start + whole) if isinstance(whole, int) else None
+    dim, start = given["dim"] % len(shape_of(node)), given["start"] or 0
+    whole = sizes.written(value_of(given["self"]).shape[dim], node)
+    if given["step"] != 1 or whole is None:
+        return dim, None
+    if (hint(value_of(start)) if isinstance(start, Node) else start) < 0:  # counted from the end
+        start = sizes.sum(start, whole, node)
     count = sizes.written(value_of(node).shape[dim], node)
-    late = isinstance(start, Node) and hint(value_of(start)) < 0
-    return dim, None if given["step"] != 1 or start is None or late or count is None else Part(start, count)
+    if count is None and given["end"] == sys.maxsize:
+        count = sizes.sum(whole, sizes.product(start, -1, node), node)
+    return dim, None if count is None else Part(start, count)
 
 
 class Shortened:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import networkx
 from torch.fx import Graph, Node
 
+from .ir import ancestors
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -80,21 +82,24 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     returned = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
     loose = [n for n in nodes if n in cheap and n in returned]
     regions = assemble(pieces, loose, cheap, returned, {n: i for i, n in enumerate(graph.nodes)})
-    return (replace(regions[0], light=bool(prelude)), *regions[1:])
+    return (replace(regions[0], light=bool(prelude) and again(pieces[0], traits)), *regions[1:])
 
 
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
-    """Values made from inputs without weights: positions, masks, rotary tables."""
+    """Values made from inputs without weights: positions, masks, rotary tables. And matrices of tokens by tokens that weights are merely
+    looked up for (a bias by distance): every region adds its part to their gradient."""
     cheap: set[Node] = set()
+    light: set[Node] = set()
     changed = written_to(flow, traits)
     for node in networkx.topological_sort(flow):
-        if node.op in ("placeholder", "output") or node in changed:
+        if node.op in ("placeholder", "output") or node in changed or traits[node].mixing:
             continue
-        light = all(a in cheap or a.op == "placeholder" and a not in changed and not traits[a].matrix and not traits[a].grad
-                    for a in node.all_input_nodes)
-        if light and not traits[node].grad and not traits[node].mixing:
+        if not traits[node].grad and all(a in cheap or a.op == "placeholder" and a not in changed and not traits[a].matrix
+                                         and not traits[a].grad for a in node.all_input_nodes):
             cheap.add(node)
-    return cheap
+        if traits[node].light and all(a in light or a.op == "placeholder" and a not in changed for a in node.all_input_nodes):
+            light.add(node)
+    return cheap | {n for matrix in light if traits[matrix].bytes < 0 for n in ancestors([matrix]) if n in light}
 
 
 def mutated(node: Node) -> Node | None:
@@ -126,8 +131,24 @@ IN_PLACE = {"setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloo
 def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Node]:
     """Values whose memory is written into, and the writers: none of them can be made a second time."""
     writers = {n: target for n in flow.nodes if (target := mutated(n)) is not None}
-    written = {traits[target].storage for target in writers.values()} - {None}
-    return {*writers, *writers.values(), *(n for n in flow.nodes if n in traits and traits[n].storage in written)}
+    written: dict[int, list[Node]] = {traits[t].storage: [] for t in writers.values() if traits[t].storage is not None}
+    for node in flow.nodes:
+        if node in traits and traits[node].storage in written:
+            written[traits[node].storage].append(node)
+    found = {*writers, *writers.values(), *(n for nodes in written.values() for n in nodes)}
+    return found - {n for nodes in written.values() if is_linear(nodes, writers) for n in nodes}
+
+
+def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
+    """Is memory that is made here seen, up to the last write into it, by the next writer alone (``x = a + b; x += c``)?
+
+    Such writes are as good as values of their own.
+    """
+    writes = {w: t for w, t in writers.items() if t in nodes}
+    if not writes.keys() <= set(nodes) or nodes[0].op in ("placeholder", "get_attr"):
+        return False
+    last = max(map(nodes.index, writes))
+    return all(list(a.users) == [b] and writers.get(b) is a for a, b in zip(nodes[:last], nodes[1:last + 1]))
 
 
 FORBIDDEN = 1 << 100
@@ -207,13 +228,20 @@ def head_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, 
 
 
 def prelude_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cuts: Sequence[int]) -> list[int]:
-    """Part an embedding from the first layer where this makes that layer equal to the next one, and the embedding can be made again."""
+    """Part an embedding from the first layer where this makes that layer equal to the next one, and the embedding can be made again, or
+    is of no tokens yet (pixels)."""
     if len(cuts) < 2:
         return []
     following = shape_of_piece(body[cuts[0] + 1:cuts[1] + 1])
     place = cuts[0] - len(following)
     equal = place >= 0 and widths[place] == widths[cuts[0]] and shape_of_piece(body[place + 1:cuts[0] + 1]) == following
-    return [place] if equal and all(traits[n].light and mutated(n) is None for n in body[:place + 1]) else []
+    tokens = any(traits[a].tokens and a.op == "placeholder" for n in body[:place + 1] for a in n.all_input_nodes)
+    return [place] if equal and (not tokens or again(body[:place + 1], traits)) else []
+
+
+def again(piece: Sequence[Node], traits: Mapping[Node, Traits]) -> bool:
+    """Can a piece be computed a second time, at little cost?"""
+    return all(traits[n].light and mutated(n) is None for n in piece)
 
 
 def shape_of_piece(piece: Sequence[Node]) -> tuple:

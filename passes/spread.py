@@ -48,7 +48,7 @@ class Spread:
                     self.missing[node] = refuse(node, f"its rule fails on these arguments ({error})", "Please report this call")
         for node, marks in seeds.items():
             for mark in marks:
-                self.marks.setdefault((node, -1), {})[mark.dim] = mark
+                self.marks.setdefault(slot_of(node), {})[mark.dim] = mark
         while self.sweep():
             pass
         while self.orient() or self.orient_one():

@@ -1,21 +1,23 @@
-"""The token axis of a model: which dimension of its inputs carries tokens, and where those go in the Dynamo graph.
+"""The token axes of a model: which dimensions of its values carry tokens, and where those go in the Dynamo graph.
 
 The forward is captured once, every candidate is spread over it, and the one that reaches the rows of attention wins; sizes are never
-compared.
+compared. Attention that it does not reach is of another sequence (an encoder's, an image's), which has an axis of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .passes.ir import Mark, Size, bytes_of, hint, is_tensor, tensor_operands, value_of
+from .passes.ir import CannotStream, Mark, Size, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
 from .passes.normalize import normalize
 from .passes.plan import PRODUCTS, is_one_of
+from .passes.rules import rule_of
+from .passes.split import Region
 from .passes.spread import Spread
 from .passes.unsort import unsort
 from .pipeline import outputs_of
@@ -25,16 +27,30 @@ SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled
 
 @dataclass(frozen=True)
 class Axis:
-    """The token axis of a model: its length, and the marks of every value of the Dynamo graph.
+    """A token axis of a model: its length, and the marks of every value of the Dynamo graph.
 
     mixing  nodes that let one token see another
     light   nodes that are neither products nor random
     """
 
     length: Size
-    marks: dict[Node, tuple[Mark, ...]]
+    marks: Mapping[Node, tuple[Mark, ...]]
     mixing: frozenset[Node]
     light: frozenset[Node]
+
+
+def joined(axes: Sequence[Axis]) -> Axis | None:
+    """All axes as one, the first before the others: where there are tokens at all, whichever they are."""
+    if not axes:
+        return None
+    marks = {node: found for axis in reversed(axes) for node, found in axis.marks.items()}
+    return replace(axes[0], marks=marks, mixing=frozenset().union(*(a.mixing for a in axes)))
+
+
+def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
+    """The axis of a region: of the tokens that see one another in it; else of those that most of its values carry."""
+    mixed = [a for a in axes if any(n in a.mixing for n in region.nodes)]
+    return max(mixed[:1] or axes, key=lambda a: sum(bytes_of(fake_of(n)) for n in region.nodes if n in a.marks), default=None)
 
 
 def fake_of(node: Node):
@@ -47,63 +63,96 @@ def storage_of(node: Node) -> int | None:
     return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
 
 
-def find_axis(module: GraphModule, fakes: Sequence[object]) -> Axis | None:
+def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
     """The dimension of the inputs along which tokens run: the one that reaches the rows of attention; else the widest.
 
-    The whole forward is captured once and every candidate (a dimension of a data input) is spread over it; sizes are never compared.
+    Then, for attention whose rows it does not reach, other dimensions of inputs; and last, where those rows were made inside (patches of an
+    image), the rows themselves.
     """
-    captured_for: dict[Node, set[str]] = {}
-    made: list[tuple[Node, int]] = []
-
-    class Recorder(torch.fx.Interpreter):
-        def run_node(self, n: Node):
-            before, _ = internals.captured_after(None)
-            result = super().run_node(n)
-            captured_for[n] = set(internals.captured_after(before)[1])
-            if isinstance(result, torch.Tensor) and n.op not in ("output",):
-                made.append((n, result))
-            return result
-
-    results: list[Node] = []
-
-    def run(*args):
-        made.clear()
-        Recorder(module).run(*args)
-        results[:] = [n for n, _ in made]
-        return [t for _, t in made]
-
-    captured = unsort(normalize(internals.capture(run, fakes)), probing=True)
-    graph = captured.graph
-    values = {n: v for n, v in zip(results, outputs_of(captured)) if isinstance(v, Node)}
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    candidates = []
-    for node, fake in zip(placeholders, fakes):
-        if isinstance(fake, torch.Tensor) and not is_parameter(fake):
-            candidates += [(node, d, s) for d, s in enumerate(fake.shape) if hint(s) > 1 and fake.dim() <= 3]
+    trace = Trace(module, fakes)
     found: list[Candidate] = []
-    for node, dim, length in candidates:
-        if any(dim in c.spread.marks.get((node, -1), {}) for c in found):
-            continue
-        spread = Spread(graph, {node: (Mark(dim),)})
-        mixers = sum(1 for n in graph.nodes if mixes(n, spread))
-        width = sum(bytes_of(value_of(n)) for n in graph.nodes if is_tensor(n) and spread.of(n)
+    for node, fake in zip(trace.placeholders, fakes):
+        if isinstance(fake, torch.Tensor) and not is_parameter(fake) and fake.dim() <= 3:
+            for dim, size in enumerate(fake.shape):
+                if hint(size) > 1 and not any(dim in c.spread.of(node) for c in found):
+                    found += trace.candidate(node, dim)
+    main = preferred(found)
+    chosen = [] if main is None else [main]
+    while found:
+        left = [replace(c, mixers=c.attends - {n for other in chosen for n in other.mixers}) for c in found]
+        found = [c for c in left if c.mixers and c not in chosen]
+        chosen += [preferred(found)] if found else []
+    for node, dim in trace.rows_of_attention():
+        if not any(dim in c.spread.of(node) for c in chosen):
+            chosen += [c for c in trace.candidate(node, dim) if c.attends]
+    return tuple(map(trace.axis, [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen))
+
+
+class Trace:
+    """The whole forward, captured once; and which of its nodes come from which node of the Dynamo graph."""
+
+    def __init__(self, module: GraphModule, fakes: Sequence[object]):
+        self.captured_for: dict[Node, set[str]] = {}
+        made: list[tuple[Node, torch.Tensor]] = []
+        captured_for = self.captured_for
+
+        class Recorder(torch.fx.Interpreter):
+            def run_node(self, n: Node):
+                before, _ = internals.captured_after(None)
+                result = super().run_node(n)
+                captured_for[n] = set(internals.captured_after(before)[1])
+                if isinstance(result, torch.Tensor) and n.op not in ("output",):
+                    made.append((n, result))
+                return result
+
+        def run(*args):
+            made.clear()
+            Recorder(module).run(*args)
+            return [t for _, t in made]
+
+        captured = unsort(normalize(internals.capture(run, fakes)), probing=True)
+        self.graph = captured.graph
+        self.values = {n: v for (n, _), v in zip(made, outputs_of(captured)) if isinstance(v, Node)}
+        self.placeholders = self.graph.find_nodes(op="placeholder")
+
+    def candidate(self, node: Node, dim: int) -> list[Candidate]:
+        """A dimension of a value as the token axis, if anything comes of it."""
+        spread = Spread(self.graph, {node: (Mark(dim),)})
+        mixers = frozenset(n for n in self.graph.nodes if mixes(n, spread))
+        width = sum(bytes_of(value_of(n)) for n in self.graph.nodes if is_tensor(n) and spread.of(n)
                     and value_of(n).dtype.is_floating_point)
-        if width:
-            found.append(Candidate(mixers, width, lost_bytes(graph, spread) / width, length, spread))
-    chosen = preferred(found)
-    if chosen is None:
-        return None
-    spread = chosen.spread
-    for node, fake in zip(placeholders, fakes):
-        for mark in spread.of(node).values():
-            fix_sizes(fake.shape[:mark.dim])
-    marks = {n: tuple(spread.of(v).values()) for n, v in values.items() if spread.of(v)}
-    mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)
-              and is_tensor(n) and value_of(n).dtype.is_floating_point}
-    mixing = frozenset(n for n, names in captured_for.items() if names & mixers)
-    heavy = {n.meta.get("replaces", n.name) for n in graph.nodes if n in spread.missing or is_one_of(n, PRODUCTS) or internals.draws_random(n)}
-    light = frozenset(n for n, names in captured_for.items() if not names & heavy)
-    return Axis(chosen.length, marks, mixing, light)
+        by_attention = frozenset(n for n in mixers if attends(n, spread))
+        return [Candidate(mixers, by_attention, width, lost_bytes(self.graph, spread) / width, shape_of(node)[dim], spread)] if width else []
+
+    def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
+        """Queries of attention, or its scores, and their dimension of rows."""
+        for node in self.graph.nodes:
+            try:
+                signature = rule_of(node).signature(node) if node.op == "call_function" and is_wide(node) else None
+            except CannotStream:
+                continue
+            if signature is None or signature.keys is None:
+                continue
+            operand, labels = tensor_operands(node)[0], signature.operands[0]
+            rows = signature.rows if signature.rows is not None else labels[-2] if len(labels) > 2 and labels[-1] == signature.keys else None
+            if rows is not None and shape_of(operand)[labels.index(rows)] >= SHORTEST_STREAMED:
+                yield operand, labels.index(rows)
+
+    def axis(self, chosen: Candidate) -> Axis:
+        graph, spread = self.graph, chosen.spread
+        marks = {n: tuple(spread.of(v).values()) for n, v in self.values.items() if spread.of(v)}
+        plain = [(n, m) for n, found in marks.items() for m in found if (m.outer, m.inner) == (1, 1)]
+        first, at = next((n, m) for n, m in plain if hint(fake_of(n).shape[m.dim]) == chosen.length)
+        for node, mark in plain:
+            if node is first or node.op == "placeholder":
+                fix_sizes(fake_of(node).shape[:mark.dim])
+        mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)
+                  and is_tensor(n) and value_of(n).dtype.is_floating_point}
+        mixing = frozenset(n for n, names in self.captured_for.items() if names & mixers)
+        heavy = {n.meta.get("replaces", n.name) for n in graph.nodes
+                 if n in spread.missing or is_one_of(n, PRODUCTS) or internals.draws_random(n)}
+        light = frozenset(n for n, names in self.captured_for.items() if not names & heavy)
+        return Axis(fake_of(first).shape[at.dim], marks, mixing, light)
 
 
 def fix_sizes(sizes: Sequence[Size]) -> None:
@@ -114,12 +163,14 @@ def fix_sizes(sizes: Sequence[Size]) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A dimension of an input, spread over the graph: how many ops mix its rows, the bytes that carry it, the part of them that loses it."""
+    """A dimension of a value, spread over the graph: the ops that mix its rows (by attention, or otherwise), the bytes that carry it, the
+    part of them that loses it."""
 
-    mixers: int
+    mixers: frozenset[Node]
+    attends: frozenset[Node]
     bytes: int
     lost: float
-    length: Size
+    length: int
     spread: Spread
 
 
@@ -129,12 +180,12 @@ def preferred(found: Sequence[Candidate]) -> Candidate | None:
     In a head without attention the batch carries the same values as the tokens do, and a few numbers per sequence besides; features and
     classes carry much, but products and the softmax lose them.
     """
-    found = [c for c in found if hint(c.length) >= SHORTEST_STREAMED] or found
-    for good in (lambda c, rivals: c.mixers == max(r.mixers for r in rivals),
+    found = [c for c in found if c.length >= SHORTEST_STREAMED] or found
+    for good in (lambda c, rivals: len(c.mixers) == max(len(r.mixers) for r in rivals),
                  lambda c, rivals: c.lost <= 2 * min(r.lost for r in rivals) + 1 / 8,
                  lambda c, rivals: 2 * c.bytes >= max(r.bytes for r in rivals)):
         found = [c for c in found if good(c, found)]
-    return max(found, key=lambda c: hint(c.length), default=None)
+    return max(found, key=lambda c: c.length, default=None)
 
 
 def lost_bytes(graph: Graph, spread: Spread) -> int:
@@ -162,7 +213,16 @@ def touches(node: Node, spread: Spread) -> bool:
 
 
 def mixes(node: Node, spread: Spread) -> bool:
-    """Does this op let one token see another: attention over rows, a product that contracts keys, a scan along tokens?"""
+    """Does this op let one token see another: attention, a scan along tokens?"""
+    signature = spread.signatures.get(node)
+    if signature is None or signature.reshape or signature.rows is not None:
+        return attends(node, spread)
+    reads = any(labels[d] in signature.reach for a, labels in zip(tensor_operands(node), signature.operands) for d in spread.of(a))
+    return value_of(node).dtype.is_floating_point if reads else attends(node, spread)
+
+
+def attends(node: Node, spread: Spread) -> bool:
+    """Is this op attention over rows, or a product that contracts keys?"""
     signature = spread.signatures.get(node)
     if signature is None or signature.reshape:
         return False
@@ -170,6 +230,13 @@ def mixes(node: Node, spread: Spread) -> bool:
     if signature.rows is not None:
         return any(labels[d] == signature.rows for a, labels in zip(operands, signature.operands) for d in spread.of(a))
     if any(labels[d] in signature.reach for a, labels in zip(operands, signature.operands) for d in spread.of(a)):
-        return value_of(node).dtype.is_floating_point
+        return False
     pairs = [a for a in operands if len(spread.of(a)) == 2]
     return bool(pairs) and is_tensor(node) and len(spread.of(node)) == 1 and value_of(node).dtype.is_floating_point and len(operands) > 1
+
+
+def is_wide(node: Node) -> bool:
+    """Is it, or its first output, a matrix at least?"""
+    value = value_of(node)
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return isinstance(value, torch.Tensor) and value.dim() > 2

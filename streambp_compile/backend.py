@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import internals
-from .axis import Axis, fake_of, find_axis
+from .axis import Axis, axis_of, fake_of, find_axes, joined
 from .compiled_region import CompiledRegion
 from .config import Config
 from .deferred import Deferred, deferred
@@ -53,12 +53,13 @@ class Chain:
 
     def compiled(self) -> Callable:
         try:
-            axis = find_axis(self.module, self.fakes)
+            axes = find_axes(self.module, self.fakes)
         except Exception as error:  # as in CompiledRegion.stream: loud, whole, exact
             internals.log.debug("finding the token axis failed", exc_info=True)
-            axis = None
+            axes = ()
             self.refuse(Refusal("graph", f"its tokens could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}",
                                 "Please report this with the model"), None)
+        axis = joined(axes)
         regions = split(self.module.graph, traits_of(self.module.graph, axis), is_switch) if axis else ()
         if not regions:
             regions = whole_graph(self.module.graph)
@@ -71,9 +72,10 @@ class Chain:
 
         def compiled(region: Region) -> CompiledRegion:
             module, inputs = build_region(self.module, region)
-            text = region_text(module, inputs, axis, region)
+            own = axis_of(region, axes)
+            text = region_text(module, inputs, own, region)
             if text not in built:
-                built[text] = CompiledRegion(module, inputs, region, axis, self.config, self.refuse)
+                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse)
             return built[text]
 
         links = [(compiled(region), region) for region in regions]
@@ -81,7 +83,7 @@ class Chain:
                  for node, region in postponed.items()}
         call = linked(links, later, self.placeholders, outputs_of(self.module))
         known = len(self.report.regions)
-        self.report.add(self.module, [r.report for r, _ in links], axis.length if axis else None, call, self.fakes)
+        self.report.add(self.module, [r.report for r, _ in links], [a.length for a in axes], call, self.fakes)
         internals.trace_artifact("streambp_report", lambda: str(self.report))
         for region in self.report.regions[known:]:
             for name, text in region.artifacts():

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .axis import SHORTEST_STREAMED, Axis, fake_of, storage_of
+from .axis import SHORTEST_STREAMED, Axis, fake_of, is_parameter, storage_of
 from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
 from .guard import Guard
@@ -19,6 +19,7 @@ from .passes.ir import CannotStream, Condition, HidesOutside, Mark, Refusal, Res
 from .passes.split import Region, mutated
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport, StreamHint
+from .runtime import can_tell
 
 HELP = {RowsSee: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
         Restarts: "Number the tokens of each packed sequence upwards.",
@@ -101,6 +102,13 @@ class CompiledRegion:
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
         if self.axis is None:
             raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
+        data = [n for n in self.inputs if isinstance(fake_of(n), torch.Tensor) and not is_parameter(fake_of(n))]
+        if data and not any(n in self.axis.marks for n in data) and not any(n in self.axis.mixing for n in self.region.nodes):
+            raise CannotStream(Refusal("region", "its tokens are made in it, from values that have none (patches of an image)",
+                                       "It stays small where what makes them does"))
+        if not can_tell(self.fakes, self.axis.length):
+            raise CannotStream(Refusal("region", f"its {self.axis.length} tokens cannot be told from the sizes of its inputs",
+                                       "Pass a value that has them"))
         if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
             raise TooShort(Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost"))
         for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):

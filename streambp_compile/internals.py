@@ -12,7 +12,6 @@ import logging
 import types
 from collections.abc import Callable, Sequence
 
-import sympy
 import torch
 from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
@@ -34,6 +33,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from .passes.ir import hint
 from .passes.lower import Binding, Body, total_dtype
@@ -170,8 +171,8 @@ class BodyInputs:
             return self.symbol(expr, size.node.hint)
         names = sorted(expr.free_symbols, key=str)
         env = size.node.shape_env
-        args = [self.symbol(s, int(env.var_to_val[s]) if s in getattr(env, "var_to_val", {}) else int(env.backed_var_to_val[s])) for s in names]
-        return sympy.lambdify(names, expr)(*args)
+        hints = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the latter up to torch 2.11
+        return sympy_interp(PythonReferenceAnalysis, {s: self.symbol(s, int(hints[s])) for s in names}, expr)
 
     def fake(self, binding: Binding):
         if binding.role == "scalar":

@@ -158,6 +158,7 @@ class Report:
     split    one graph module per Dynamo graph (more than one where the function has graph breaks)
     steps    per Dynamo graph, the compiled function and the fake inputs that it was compiled for
     notes    hints about outputs that cost memory
+    lengths  tokens of the sequences that stream, the main one first
     peak     what a step will hold at most, if it was rehearsed
     """
 
@@ -166,14 +167,14 @@ class Report:
     split: list[GraphModule] = field(default_factory=list)
     steps: list[tuple[Callable, Sequence[object]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    length: object = None
+    lengths: Sequence[object] = ()
     peak: Peak | None = None
 
-    def add(self, module: GraphModule, links: list[RegionReport], length: object, call: Callable, fakes: Sequence[object]) -> None:
+    def add(self, module: GraphModule, links: list[RegionReport], lengths: Sequence[object], call: Callable, fakes: Sequence[object]) -> None:
         """Record the chain of one Dynamo graph."""
         self.split.append(module)
         self.steps.append((call, fakes))
-        self.length = length if self.length is None else self.length
+        self.lengths = self.lengths or lengths
         for region in links:
             known = next((i for i, r in enumerate(self.regions) if r is region), None)
             if known is None:
@@ -187,5 +188,5 @@ class Report:
         streamed = sum(r.times for r in self.regions if r.streamed is not None)
         total = sum(r.times for r in self.regions)
         head = (f"streambp: {streamed} of {total} regions streamed, {len(self.regions)} distinct, "
-                f"{self.length} tokens, in {len(self.split)} graph{'s' * (len(self.split) != 1)}")
+                f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} graph{'s' * (len(self.split) != 1)}")
         return "\n\n".join([head, *map(str, self.regions), *([str(self.peak)] if self.peak else []), *self.notes])

@@ -51,10 +51,10 @@ def source_value(binding: Binding) -> torch.Tensor:
 
 
 class Sizes:
-    """Sizes of this call: symbols resolved from the inputs."""
+    """Sizes of this call, told from the sizes of its inputs."""
 
     def __init__(self, inputs: Mapping[Node, object], fake_of: Callable[[Node], object] = value_of):
-        self.symbols: dict[object, int] = {}
+        self.known: dict[object, int] = {}
         for node, value in inputs.items():
             fake = fake_of(node)
             if isinstance(fake, torch.Tensor):
@@ -64,14 +64,20 @@ class Sizes:
                 self.learn(fake, value)
 
     def learn(self, size: Size, actual: int) -> None:
-        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-            self.symbols[size.node.expr] = actual
+        if isinstance(size, torch.SymInt):
+            self.known[size.node.expr] = actual
 
     def __call__(self, size: Size) -> int:
         if isinstance(size, int):
             return size
         expr = size.node.expr
-        return self.symbols[expr] if expr in self.symbols else int(expr.subs(self.symbols))
+        return self.known[expr] if expr in self.known else int(expr.subs(self.known))
+
+
+def can_tell(inputs: Sequence[object], size: Size) -> bool:
+    """Can a size be told from the sizes of inputs, given as fake values?"""
+    given = [s for v in inputs for s in (v.shape if isinstance(v, torch.Tensor) else [v]) if isinstance(s, torch.SymInt)]
+    return isinstance(size, int) or not size.node.expr.subs({s.node.expr: 1 for s in given}).free_symbols
 
 
 # What was a view of the traced value may have to copy: buffers of ours have layouts of their own.
