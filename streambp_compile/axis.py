@@ -29,28 +29,35 @@ SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled
 class Axis:
     """A token axis of a model: its length, and the marks of every value of the Dynamo graph.
 
-    mixing  nodes that let one token see another
-    light   nodes that are neither products nor random
+    mixing     nodes that let one token see another
+    attending  those of them that are attention of these tokens
+    light      nodes that are neither products nor random
     """
 
     length: Size
     marks: Mapping[Node, tuple[Mark, ...]]
     mixing: frozenset[Node]
+    attending: frozenset[Node]
     light: frozenset[Node]
 
 
 def joined(axes: Sequence[Axis]) -> Axis | None:
-    """All axes as one, the first before the others: where there are tokens at all, whichever they are."""
+    """All axes as one: where there are tokens at all, whichever they are. Scores of one sequence over another are matrices too."""
     if not axes:
         return None
-    marks = {node: found for axis in reversed(axes) for node, found in axis.marks.items()}
-    return replace(axes[0], marks=marks, mixing=frozenset().union(*(a.mixing for a in axes)))
+    marks: dict[Node, dict[int, Mark]] = {}
+    for axis in reversed(axes):
+        for node, found in axis.marks.items():
+            marks.setdefault(node, {}).update({m.dim: m for m in found})
+    mixing, attending = (frozenset().union(*(getattr(a, name) for a in axes)) for name in ("mixing", "attending"))
+    return replace(axes[0], marks={n: tuple(found.values()) for n, found in marks.items()}, mixing=mixing, attending=attending)
 
 
 def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
-    """The axis of a region: of the tokens that see one another in it; else of those that most of its values carry."""
-    mixed = [a for a in axes if any(n in a.mixing for n in region.nodes)]
-    return max(mixed[:1] or axes, key=lambda a: sum(bytes_of(fake_of(n)) for n in region.nodes if n in a.marks), default=None)
+    """The axis of a region: of the tokens that attend in it; else of those that see one another, or that most of its values carry."""
+    nodes = set(region.nodes)
+    fitting = [a for a in axes if not nodes.isdisjoint(a.attending)] or [a for a in axes if not nodes.isdisjoint(a.mixing)]
+    return max(fitting[:1] or axes, key=lambda a: sum(bytes_of(fake_of(n)) for n in region.nodes if n in a.marks), default=None)
 
 
 def fake_of(node: Node):
@@ -85,7 +92,8 @@ def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
     for node, dim in trace.rows_of_attention():
         if not any(dim in c.spread.of(node) for c in chosen):
             chosen += [c for c in trace.candidate(node, dim) if c.attends]
-    return tuple(map(trace.axis, [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen))
+    chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
+    return tuple(trace.axis(c, [other.spread for other in chosen if other is not c]) for c in chosen)
 
 
 class Trace:
@@ -138,8 +146,9 @@ class Trace:
             if rows is not None and shape_of(operand)[labels.index(rows)] >= SHORTEST_STREAMED:
                 yield operand, labels.index(rows)
 
-    def axis(self, chosen: Candidate) -> Axis:
+    def axis(self, chosen: Candidate, others: Sequence[Spread]) -> Axis:
         graph, spread = self.graph, chosen.spread
+        crossing = {n for n in graph.nodes if any(crosses(n, spread, other) for other in others)}
         marks = {n: tuple(spread.of(v).values()) for n, v in self.values.items() if spread.of(v)}
         plain = [(n, m) for n, found in marks.items() for m in found if (m.outer, m.inner) == (1, 1)]
         first, at = next((n, m) for n, m in plain if hint(fake_of(n).shape[m.dim]) == chosen.length)
@@ -148,11 +157,12 @@ class Trace:
                 fix_sizes(fake_of(node).shape[:mark.dim])
         mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)
                   and is_tensor(n) and value_of(n).dtype.is_floating_point}
-        mixing = frozenset(n for n, names in self.captured_for.items() if names & mixers)
+        attending = {n.meta.get("replaces", n.name) for n in chosen.attends | crossing}
+        mixing, attending = (frozenset(n for n, names in self.captured_for.items() if names & found) for found in (mixers | attending, attending))
         heavy = {n.meta.get("replaces", n.name) for n in graph.nodes
                  if n in spread.missing or is_one_of(n, PRODUCTS) or internals.draws_random(n)}
         light = frozenset(n for n, names in self.captured_for.items() if not names & heavy)
-        return Axis(fake_of(first).shape[at.dim], marks, mixing, light)
+        return Axis(fake_of(first).shape[at.dim], marks, mixing, attending, light)
 
 
 def fix_sizes(sizes: Sequence[Size]) -> None:
@@ -233,6 +243,13 @@ def attends(node: Node, spread: Spread) -> bool:
         return False
     pairs = [a for a in operands if len(spread.of(a)) == 2]
     return bool(pairs) and is_tensor(node) and len(spread.of(node)) == 1 and value_of(node).dtype.is_floating_point and len(operands) > 1
+
+
+def crosses(node: Node, spread: Spread, other: Spread) -> bool:
+    """Does this product leave rows of one sequence, and contract keys of another?"""
+    if node not in spread.signatures or not spread.of(node) or other.of(node) or not is_one_of(node, PRODUCTS):
+        return False
+    return any(len(spread.of(a).keys() | other.of(a).keys()) == 2 for a in tensor_operands(node) if spread.of(a) and other.of(a))
 
 
 def is_wide(node: Node) -> bool:

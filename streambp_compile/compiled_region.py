@@ -19,15 +19,15 @@ from .passes.ir import CannotStream, Condition, HidesOutside, Mark, Refusal, Res
 from .passes.split import Region, mutated
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport, StreamHint
-from .runtime import can_tell
+from .runtime import cannot_tell
 
 HELP = {RowsSee: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
         Restarts: "Number the tokens of each packed sequence upwards.",
         HidesOutside: "Causal masks made by `torch.tril` or `is_causal` in the compiled function are proved without a check."}
 
 
-class TooShort(CannotStream):
-    """A graph of a fixed, tiny length: nothing to stream, nothing to warn about."""
+class NothingToStream(CannotStream):
+    """A graph of a fixed, tiny length, or without tokens: nothing to warn about."""
 
 
 class CompiledRegion:
@@ -95,22 +95,24 @@ class CompiledRegion:
             self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
         except CannotStream as refused:
             self.report.refusal = refused.refusal
-            if not isinstance(refused, TooShort):
+            if not isinstance(refused, NothingToStream):
                 self.refuse(refused.refusal, self.whole_cost(graph_module))
         return self.streamed is not None
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
         if self.axis is None:
             raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
-        data = [n for n in self.inputs if isinstance(fake_of(n), torch.Tensor) and not is_parameter(fake_of(n))]
-        if data and not any(n in self.axis.marks for n in data) and not any(n in self.axis.mixing for n in self.region.nodes):
+        if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
+            raise NothingToStream(Refusal("region", "carries no tokens", "Nothing to do"))
+        if not any(n in self.axis.marks and not is_parameter(fake_of(n)) for n in self.inputs) and not any(
+                n in self.axis.mixing for n in self.region.nodes):
             raise CannotStream(Refusal("region", "its tokens are made in it, from values that have none (patches of an image)",
                                        "It stays small where what makes them does"))
-        if not can_tell(self.fakes, self.axis.length):
-            raise CannotStream(Refusal("region", f"its {self.axis.length} tokens cannot be told from the sizes of its inputs",
-                                       "Pass a value that has them"))
+        untold = cannot_tell(self.fakes, (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape))
+        if untold:
+            raise CannotStream(Refusal("region", f"a size of {untold[0]} cannot be told from the sizes of its inputs", "Pass a value that has it"))
         if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
-            raise TooShort(Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost"))
+            raise NothingToStream(Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost"))
         for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
             raise CannotStream(Refusal(str(node.args[1]), "has an effect, which must happen once and in order", "Keep it out of the layers",
                                        where_of(node)))

@@ -6,7 +6,8 @@ exists for one chunk at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,8 @@ class Sizes:
 
     def learn(self, size: Size, actual: int) -> None:
         if isinstance(size, torch.SymInt):
-            self.known[size.node.expr] = actual
+            part, factor, rest = parted(size.node.expr)
+            self.known[part] = (actual - rest) // factor
 
     def __call__(self, size: Size) -> int:
         if isinstance(size, int):
@@ -74,10 +76,20 @@ class Sizes:
         return self.known[expr] if expr in self.known else int(expr.subs(self.known))
 
 
-def can_tell(inputs: Sequence[object], size: Size) -> bool:
-    """Can a size be told from the sizes of inputs, given as fake values?"""
-    given = [s for v in inputs for s in (v.shape if isinstance(v, torch.Tensor) else [v]) if isinstance(s, torch.SymInt)]
-    return isinstance(size, int) or not size.node.expr.subs({s.node.expr: 1 for s in given}).free_symbols
+@functools.lru_cache(4096)
+def parted(expr) -> tuple[object, int, int]:
+    """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found in other sizes: of ``2 (h // 4) (w // 4) + 1``
+    the product."""
+    rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
+    factor, part = product.as_coeff_Mul()
+    return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
+
+
+def cannot_tell(inputs: Sequence[object], sizes: Iterable[Size]) -> list[Size]:
+    """The sizes that those of the inputs, given as fake values, do not tell."""
+    given = {parted(s.node.expr)[0]: 1 for v in inputs for s in (v.shape if isinstance(v, torch.Tensor) else [v]) if isinstance(s, torch.SymInt)}
+    wanted = {s.node.expr: s for s in sizes if isinstance(s, torch.SymInt)}
+    return [s for expr, s in wanted.items() if expr not in given and expr.subs(given).free_symbols]
 
 
 # What was a view of the traced value may have to copy: buffers of ours have layouts of their own.

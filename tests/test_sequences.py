@@ -1,0 +1,234 @@
+"""Several sequences in one model: an encoder beside a decoder, patches of images, latents that read a text; each streams along its own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCABULARY, Layer, gradients, ids_of, worst_error
+from torch import Tensor, nn
+
+from streambp_compile import NotStreamed, explain
+from streambp_compile.backend import streambp
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+EXACT = 1e-10
+WIDTH = 32
+
+
+class Attention(nn.Module):
+    """Queries of one sequence over keys of another (or the same); with a bias looked up by distance, as T5 has it, where it is given."""
+
+    def __init__(self, causal: bool = False):
+        super().__init__()
+        self.causal = causal
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, k, v = (p(t).unflatten(-1, (4, -1)).transpose(1, 2) for p, t in ((self.q, x), (self.k, y), (self.v, y)))
+        scores = q @ k.transpose(-1, -2) if bias is None else q @ k.transpose(-1, -2) + bias
+        if self.causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, causal: bool, crosses: bool):
+        super().__init__()
+        self.own, self.cross = Attention(causal), Attention() if crosses else None
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
+        x = self.own(x, x, bias)
+        x = x if self.cross is None else self.cross(x, memory)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Translator(nn.Module):
+    """The first layer looks the bias up for all of them; its index is counted in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.distance = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(16, 4)
+        self.encoder = nn.ModuleList([Block(False, False) for _ in range(2)])
+        self.decoder = nn.ModuleList([Block(True, True) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def bias(self, length: int) -> Tensor:
+        places = torch.arange(length)
+        index = (places[:, None] < places[None, :]).long() * 8
+        index += (places[:, None] - places[None, :]).abs().clamp(max=7)
+        return self.distance(index).permute(2, 0, 1)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory, bias = self.embed(source), self.bias(source.shape[1])
+        for block in self.encoder:
+            memory = block(memory, bias)
+        x = self.embed(target)
+        for block in self.decoder:
+            x = block(x, memory=memory)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def test_an_encoder_streams_beside_its_decoder():
+    model = Translator().double()
+    report = explain(model, ids_of(2, 61), ids_of(2, 45), streambp_options={"chunk_size": 16})
+    assert all(r.streamed for r in report.regions), report
+    assert {r.analysis.length for r in report.regions} == {61, 45} == set(report.lengths)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return streambp(graph, inputs, options={"chunk_size": 16})
+
+    torch._dynamo.reset()
+    step = torch.compile(model, backend=backend)
+    for of_source, of_target in ((61, 45), (40, 53), (33, 72), (50, 50)):
+        batch = ids_of(2, of_source), ids_of(2, of_target)
+        assert worst_error(gradients(model, lambda: step(*batch)), gradients(model, lambda: model(*batch))) < EXACT
+    assert len(graphs) == 2
+
+
+class Patches(nn.Module):
+    """An image of patches behind a class token; the class is read from the first row."""
+
+    def __init__(self, layers: int = 3):
+        super().__init__()
+        self.cut, self.first = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.layers, self.head = nn.ModuleList([Block(False, False) for _ in range(layers)]), nn.Linear(WIDTH, 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.cut(image).flatten(2).transpose(1, 2)
+        return self.after(torch.cat((self.first.expand(len(x), -1, -1), x), 1))
+
+    def after(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x[:, 0]), torch.arange(len(x)))
+
+
+@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+def test_layers_over_patches_of_an_image_stream():
+    model = Patches().double()
+    with pytest.warns(NotStreamed, match="its tokens are made in it"):
+        report = explain(model, torch.randn(2, 3, 32, 32, dtype=torch.float64), streambp_options={"chunk_size": 16})
+    assert [r.times for r in report.regions if r.streamed] == [3, 1] and report.lengths == [65]
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    for height, width in ((32, 32), (40, 24), (48, 20)):
+        image = torch.randn(2, 3, height, width, dtype=torch.float64)
+        assert worst_error(gradients(model, lambda: step(image)), gradients(model, lambda: model(image))) < EXACT
+
+
+class Captions(nn.Module):
+    """Causal text in front of which an image's patches are read by cross-attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.embed = Patches(2), nn.Embedding(VOCABULARY, WIDTH)
+        self.layers, self.head = nn.ModuleList([Block(True, True) for _ in range(2)]), nn.Linear(WIDTH, VOCABULARY)
+        self.image.after = self.patches
+        del self.image.head
+
+    def patches(self, x: Tensor) -> Tensor:
+        for layer in self.image.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, image: Tensor, ids: Tensor) -> Tensor:
+        memory, x = self.image(image), self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, memory=memory)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Latents(nn.Module):
+    """Few learned rows read a long text, see one another, and are read by it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.latents = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(1, 24, WIDTH))
+        self.read, self.think, self.back = Attention(), Block(False, False), Attention()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        latents = self.think(self.read(self.latents.expand(len(ids), -1, -1), x))
+        return F.cross_entropy(self.head(self.back(x, latents)).flatten(0, 1), ids.flatten())
+
+
+class Shared(nn.Module):
+    """The same layers over two sequences, which meet in a loss over pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)])
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        found = []
+        for x in (self.embed(a), self.embed(b)):
+            for layer in self.layers:
+                x = layer(x)
+            found.append(F.normalize(x.mean(1), dim=-1))
+        return F.cross_entropy(found[0] @ found[1].T * 10, torch.arange(len(a)))
+
+
+ODD = [(Captions, lambda: (torch.randn(2, 3, 32, 24, dtype=torch.float64), ids_of(2, 45)), 4),
+       (Latents, lambda: (ids_of(2, 61),), 3), (Shared, lambda: (ids_of(3, 61), ids_of(3, 45)), 4), (Shared, lambda: (ids_of(3, 61), ids_of(3, 61)), 2)]
+
+
+@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+@pytest.mark.parametrize("made, batch, streamed", ODD, ids=["captions", "latents", "pairs", "equal pairs"])
+def test_sequences_that_meet(made, batch, streamed):
+    model, given = made().double(), batch()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    assert worst_error(gradients(model, lambda: step(*given)), gradients(model, lambda: model(*given))) < EXACT
+    torch._dynamo.reset()
+    report = explain(model, *given, streambp_options={"chunk_size": 16})
+    assert sum(r.times for r in report.regions if r.streamed) >= streamed, report
+
+
+class InPlace(nn.Module):
+    """A bias by distance whose index is changed behind a reader's back: no region may make it anew in another order."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.embed, self.distance, self.write = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(80, 4), write
+        self.layers = nn.ModuleList([Attention() for _ in range(3)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        places = torch.arange(ids.shape[1])
+        index = (places[:, None] - places[None, :]).abs()
+        bias, again = self.write(index, self.distance)
+        x = self.layers[2](self.layers[1](self.layers[0](x, x, bias), x, again), x, bias)
+        return x.square().mean()
+
+
+def after_a_view(index, table):
+    seen = index.view(1, *index.shape)[0]
+    index += 3
+    return table(seen).permute(2, 0, 1), table(index).permute(2, 0, 1)
+
+
+def between(index, table):
+    first = index * -0.1
+    index.add_(5)
+    return first, table(index).permute(2, 0, 1)
+
+
+def by_item(index, table):
+    index[3] = 7
+    index[:, 5:].clamp_(max=4)
+    return table(index).permute(2, 0, 1), table(index.t()).permute(2, 0, 1)
+
+
+def twice(index, table):
+    index += 2
+    index *= 2
+    return table(index.clamp(max=79)).permute(2, 0, 1), table(index.clamp(max=11)).permute(2, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+@pytest.mark.parametrize("write", [after_a_view, between, by_item, twice])
+def test_what_is_written_in_place_is_made_once_or_as_it_was(write):
+    model, ids = InPlace(write).double(), ids_of(2, 41)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
