@@ -118,6 +118,9 @@ class Reader:
         facts_in = [self.facts[a] for a in operands]
         if key is not None and any(isinstance(f, Tokens) and (f.lo, f.hi) != (0, 0) for f in facts_in):
             raise refuse(node, "its keys are those of a shifted sequence", "Attend over all tokens, and slice what comes after")
+        if any(isinstance(f, Tokens) and f.keys is not None for f in facts_in) and any(
+                r.lo == r.hi != 0 for label, r in signature.reach.items() if label in (row, key)):
+            raise refuse(node, "moves rows or keys of a matrix of tokens by tokens", "Compute it from positions, where it is read")
         if names_keys(node, operands, signature, self.spread):
             raise refuse(node, "names keys by their place, which a chunk counts from its first", "Use amax for the value alone")
         low = self.gauge.low(node) if node in self.gauge.heavy else None

@@ -323,6 +323,12 @@ def hint(size: Size) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def is_equal(a: Size, b: Size) -> bool:
+    """Equal at every length, not only at the traced one."""
+    a, b = (s.node.expr if isinstance(s, torch.SymInt) else s for s in (a, b))
+    return a == b
+
+
 def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:
     return tuple(hint(s) for s in value_of(node, output).shape)
 

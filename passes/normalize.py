@@ -17,6 +17,7 @@ from .bands import evaluate
 from .domains import Band
 from .ir import arguments, is_zeros, shape_of, value_of
 from .ranges import shorten
+from .shifts import shift_rows
 from .sizes import Sizes
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
@@ -75,6 +76,7 @@ def normalize(module: GraphModule) -> GraphModule:
     read_sizes_from_inputs(result.graph)
     create_from_nothing(result.graph)
     shorten(result.graph)
+    shift_rows(result.graph)
     draw_by_place(result.graph)
     scatter_to_extremes(result.graph)
     fuse_attention(result.graph)

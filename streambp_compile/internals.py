@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch._decomp import get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
@@ -315,6 +316,13 @@ def effects_inside():
 def tracing_of(mode: FakeTensorMode | None):
     """A tracing context for compiling outside of Dynamo with fake tensors that Dynamo made."""
     return tracing(TracingContext(mode))
+
+
+@contextlib.contextmanager
+def faked(like: torch.Tensor):
+    """What is computed here has fake values as Dynamo computes them, and a history if that one has."""
+    with enable_python_dispatcher(), like.fake_mode, torch.set_grad_enabled(like.requires_grad):
+        yield
 
 
 set_grad_enabled = torch._C._set_grad_enabled

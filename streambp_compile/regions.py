@@ -6,11 +6,9 @@ for one of their own.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
@@ -20,40 +18,6 @@ from .passes.split import Region, Traits, mutated
 from .pipeline import outputs_of
 
 MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_log_api_usage_once")
-
-
-def even_heads(module: GraphModule) -> GraphModule:
-    """Give fused attention values as wide as its queries (latent attention has narrower ones), padded with zeros and cut again.
-
-    No kernel takes them uneven, and torch would fall back to matrices of tokens by tokens.
-    """
-    for node in module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, node.args)), **node.kwargs}
-        queries, values = (int(fake_of(given[name]).shape[-1]) for name in ("query", "value"))
-        if queries == values:
-            continue
-        missing = max(queries, values)
-        given["scale"] = given.get("scale") or queries ** -0.5
-        with module.graph.inserting_before(node):
-            for name, width in (("query", queries), ("key", queries), ("value", values)):
-                if width < missing:
-                    given[name] = inserted(node, F.pad, (given[name], (0, missing - width)))
-            attended = inserted(node, F.scaled_dot_product_attention, (), given)
-            result = inserted(node, operator.getitem, (attended, (..., slice(None, values))))
-        node.replace_all_uses_with(result)
-        module.graph.erase_node(node)
-    return module
-
-
-def inserted(like: Node, target: Callable, args: tuple, kwargs: dict | None = None) -> Node:
-    """A node in the place of another, with the fake value that Dynamo would have given it."""
-    new = like.graph.call_function(target, args, kwargs or {})
-    new.meta = {k: v for k, v in like.meta.items() if k != "example_value"}
-    fakes = torch.fx.node.map_arg((args, kwargs or {}), fake_of)
-    with fake_of(like).fake_mode, torch.set_grad_enabled(fake_of(like).requires_grad):
-        new.meta["example_value"] = target(*fakes[0], **fakes[1])
-    return new
 
 
 def inline_checkpoints(module: GraphModule) -> GraphModule:

@@ -104,6 +104,7 @@ SAMPLES = {
     "aten::fill.Scalar": [call("aten::fill.Scalar", t(3, 4), 2.0)],
     "aten::full_like": [call("aten::full_like", t(3, 4), 2.0)],
     # products of groups, and the gradient of an extreme
+    "streambp::shifted": [call("streambp::shifted", t(2, 5, 3), 1, by) for by in (1, -2)],
     "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],
     "streambp::grouped_outer": [call("streambp::grouped_outer", t(6, 4), t(6, 5), i(3, 6), 3)],
     "streambp::to_extreme": [call("streambp::to_extreme", t(3, 1, 5), t(3, 4, 5), 1, largest) for largest in (True, False)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, hint, is_zeros, refuse, shape_of, tensor_operands, value_of
+from ..ir import Reach, Signature, hint, is_zeros, refuse, shape_of, tensor_operands, value_of
 from . import rule
 from .signatures import aligned, argument, dims_of
 
@@ -166,6 +166,18 @@ def pad(node: Node) -> Signature:
     cropped = {rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount < 0}
     out = tuple(None if i in cropped else i for i in labels)
     return Signature((labels,), (out,), contracts="all", offsets={d: k for d, k in offsets.items() if d not in cropped})
+
+
+def emit_shifted(body, node: Node):
+    """The driver cuts the rows of a full-length value where the shift has them."""
+    return body.operand(body.edges(node)[0]) if body.carries_tokens(node, node.args[1]) else body.copy(node)
+
+
+@rule("streambp::shifted", emit=emit_shifted)
+def shifted(node: Node) -> Signature:
+    _, dim, by = node.args
+    labels = tuple(range(len(shape_of(node))))
+    return Signature((labels,), (labels,), reach={dim: Reach(-by, -by)})
 
 
 def emit_slice_scatter(body, node: Node):

@@ -1,0 +1,141 @@
+"""Rows that read their neighbours: token shifts and short convolutions, in the spellings that people use."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import traced
+from models import VOCABULARY, Layer, gradients, ids_of, worst_error
+from streambp_compile.passes.normalize import normalize
+from torch import Tensor, nn
+
+from streambp_compile import NotStreamed, explain
+
+EXACT = 1e-10
+WIDTH, LENGTH = 32, 61
+streambp = torch.ops.streambp
+
+
+class Mixed(nn.Module):
+    """Layers of one mixer each: ``x + out(mix(into(x)))``, an attention layer between them."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.into, self.out = (nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)]) for _ in range(2))
+        self.mixers, self.attention = nn.ModuleList([mix() for _ in range(3)]), Layer(WIDTH, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for i, (into, mix, out) in enumerate(zip(self.into, self.mixers, self.out)):
+            x = x + out(F.silu(mix(into(x))))
+            x = self.attention(x) if i == 1 else x
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Shift(nn.Module):
+    def __init__(self, before):
+        super().__init__()
+        self.before, self.blend = before, nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.before(x) - x) * self.blend
+
+
+def joined(x: Tensor) -> Tensor:
+    return torch.cat((torch.zeros_like(x[:, :2]), x[:, :-2]), 1)
+
+
+SHIFTS = {"one padding": lambda x: F.pad(x, (0, 0, 1, -1)), "padded, then cut": lambda x: F.pad(x, (0, 0, 3, 0))[:, :-3], "joined": joined,
+          "ahead": lambda x: F.pad(x[:, 2:], (0, 0, 0, 2)), "zeros in a module": nn.ZeroPad2d((0, 0, 1, -1)),
+          "both ways": lambda x: F.pad(x, (0, 0, 1, -1)) + F.pad(x, (0, 0, -1, 1))}
+
+
+class Convolution(nn.Module):
+    """``[B, T, d]`` in and out, as it stands in ``made(x)`` of ``[B, d, T]``."""
+
+    def __init__(self, *, before: int = 0, cut: bool = False, **given):
+        super().__init__()
+        self.filter, self.before, self.cut = nn.Conv1d(WIDTH, WIDTH, **given), before, cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, length = x.transpose(1, 2), x.shape[1]
+        x = self.filter(F.pad(x, (self.before, 0)) if self.before else x)
+        return (x[..., :length] if self.cut else x).transpose(1, 2)
+
+
+CONVOLUTIONS = {
+    "depthwise, cut behind": dict(kernel_size=4, groups=WIDTH, padding=3, cut=True), "padded in front": dict(kernel_size=3, groups=WIDTH, before=2),
+    "dense": dict(kernel_size=3, padding=2, cut=True, bias=False), "dilated": dict(kernel_size=3, groups=WIDTH, dilation=4, padding=8, cut=True),
+    "both sides": dict(kernel_size=5, groups=WIDTH, padding=2), "same": dict(kernel_size=3, padding="same"), "one tap": dict(kernel_size=1)}
+
+MIXERS = {**{name: lambda before=before: Shift(before) for name, before in SHIFTS.items()},
+          **{name: lambda given=given: Convolution(**given) for name, given in CONVOLUTIONS.items()}}
+
+
+def compiled(model: nn.Module):
+    return torch.compile(model, backend="streambp", options={"chunk_size": 16})
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_neighbours_stream(name, interpreted):
+    model = Mixed(MIXERS[name]).double()
+    step = compiled(model)
+    for length in (LENGTH, 40):  # the second makes the length a symbol
+        ids = ids_of(2, length)
+        assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+    torch._dynamo.reset()
+    report = explain(model, ids_of(2, LENGTH), streambp_options={"chunk_size": 16})
+    assert all(r.streamed for r in report.regions), report
+
+
+class Late(nn.Module):
+    """Cut in front: every row reads what comes after it, and the pattern of a causal filter does not fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Conv1d(WIDTH, WIDTH, 3, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.filter(x.transpose(1, 2))[..., 2:].transpose(1, 2)
+
+
+def test_other_convolutions_are_whole_and_exact(interpreted):
+    model, ids = Mixed(Late).double(), ids_of(2, LENGTH)
+    step = compiled(model)
+    with pytest.warns(NotStreamed, match="convolution"):
+        found = gradients(model, lambda: step(ids))
+    assert worst_error(found, gradients(model, lambda: model(ids))) < EXACT
+
+
+def test_compiled_by_inductor_under_autocast():
+    model, ids = Mixed(MIXERS["depthwise, cut behind"]), ids_of(2, 130)
+
+    def loss(f):
+        with torch.autocast("cpu", torch.bfloat16):
+            return f(ids)
+
+    truth = gradients(model, lambda: model(ids))
+    eager, ours = (gradients(model, lambda: loss(f)) for f in (model, compiled(model)))
+    assert worst_error(ours, truth) <= 1.05 * worst_error(eager, truth)
+
+
+def shifts_of(function, *inputs) -> list[tuple]:
+    return [n.args[1:] for n in normalize(traced(function, *inputs)).graph.find_nodes(op="call_function", target=streambp.shifted.default)]
+
+
+def test_only_what_keeps_every_row_but_those_moved_out_is_a_shift():
+    x = torch.randn(2, 9, 4)
+    assert shifts_of(lambda x: F.pad(x, (0, 0, 2, -2)), x) == [(1, 2)]
+    assert shifts_of(lambda x: F.pad(x[:, 1:], (0, 0, 0, 1)), x) == [(1, -1)]
+    assert shifts_of(lambda x: F.pad(F.pad(x, (0, 0, 2, 0))[:, :-1], (0, 0, -1, 0))[:, :9], x) == [(1, 1)]
+    for other in (lambda x: F.pad(x, (0, 0, 2, -2), value=1.0), lambda x: F.pad(x[:, :-2], (0, 0, 1, 1)), lambda x: F.pad(x[:, 2:], (0, 0, 2, 0)),
+                  lambda x: F.pad(x, (1, -1, 1, -1)), lambda x: F.pad(x[:, ::2], (0, 0, 2, 2)), lambda x: F.pad(x.long(), (0, 0, 1, -1)),
+                  lambda x: F.pad(x.sum(-1), (1, -1)), lambda x: torch.cat((x[:, :1], x[:, :-1]), 1)):
+        assert shifts_of(other, x) == []
+
+
+@pytest.mark.parametrize("by", [1, -2, 4, 5, -7])
+def test_the_operator_is_a_padding(by):
+    x = torch.randn(2, 5, 3)
+    expected = torch.zeros_like(x) if abs(by) > 5 else F.pad(x, (0, 0, by, -by))
+    torch.testing.assert_close(streambp.shifted(x, 1, by), expected, rtol=0, atol=0)
