@@ -112,6 +112,8 @@ class Reader:
         return excess
 
     def derive(self, node: Node, operands: tuple[Node, ...], signature: Signature) -> None:
+        if signature.reshape and not isinstance(self.facts[operands[0]], Tokens):
+            raise refuse(node, "makes rows of tokens out of what has none", "Nothing, if these are patches of an image: what makes them runs whole")
         row, key, kind = self.roles(node, operands, signature)
         slots = [(node, o) for o in outputs_of(node)]
         tokens = [bool(self.spread.marks.get(s)) for s in slots]

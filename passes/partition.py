@@ -100,6 +100,8 @@ def partition(graph: Graph, analysis: Analysis, outputs: Iterable[object], given
             if levels is None:
                 continue
             plan = search.build(directions, levels, frozenset(movable))
+            if any(map(search.is_matrix, plan[1].kept)):
+                continue  # it is made again, never kept
             if best is None or plan[0] < best[0]:
                 best = plan
         if best is not None:
@@ -321,7 +323,7 @@ class Search:
                             stack.append(operand)
                     elif made == at:
                         stack.append(operand)
-                    elif operand in kept or not self.recomputable(operand) or self.is_distilled(operand):
+                    elif operand in kept or not (self.recomputable(operand) or self.is_matrix(operand)) or self.is_distilled(operand):
                         kept.add(operand)
                         roots[made].add(operand)
                     else:

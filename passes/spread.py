@@ -99,8 +99,11 @@ class Spread:
         changed = False
         ends = ((slot_of(operand), shape_of(operand)), ((node, -1), shape_of(node)))
         for (source, old), (target, new) in (ends, ends[::-1]):
-            for mark in list(self.marks.get(source, {}).values()):
-                moved = reshaped(mark, old, new)
+            found = [(mark, reshaped(mark, old, new)) for mark in self.marks.get(source, {}).values()]
+            if len({moved.dim for _, moved in found if moved is not None}) < sum(moved is not None for _, moved in found):
+                self.lost[node] = f"{list(old)} → {list(new)} merges rows and keys"
+                continue
+            for _, moved in found:
                 if moved is None and source != (node, -1):
                     self.lost[node] = f"{list(old)} → {list(new)} splits the token dimension"
                 changed |= self.add(target, moved)

@@ -57,7 +57,13 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
     """The axis of a region: of the tokens that attend in it; else of those that see one another, or that most of its values carry."""
     nodes = set(region.nodes)
     fitting = [a for a in axes if not nodes.isdisjoint(a.attending)] or [a for a in axes if not nodes.isdisjoint(a.mixing)]
-    return max(fitting[:1] or axes, key=lambda a: sum(bytes_of(fake_of(n)) for n in region.nodes if n in a.marks), default=None)
+    holding = [a for a in axes if not any(has_more_rows(n, a) for n in (*region.inputs, *region.nodes))]
+    return max(fitting[:1] or holding or axes, key=lambda a: sum(bytes_of(fake_of(n)) for n in region.nodes if n in a.marks), default=None)
+
+
+def has_more_rows(node: Node, axis: Axis) -> bool:
+    """Has a value rows beside those of the tokens (a prefix of learned ones)?"""
+    return any(hint(fake_of(node).shape[m.dim]) > hint(axis.length) * m.outer * m.inner for m in axis.marks.get(node, ()))
 
 
 def fake_of(node: Node):
@@ -90,7 +96,7 @@ def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
         found = [c for c in left if c.mixers and c not in chosen]
         chosen += [preferred(found)] if found else []
     for node, dim in trace.rows_of_attention():
-        if not any(dim in c.spread.of(node) for c in chosen):
+        if not any(dim in c.spread.of(node) and is_all(node, c.spread.of(node)[dim], c.length) for c in chosen):
             chosen += [c for c in trace.candidate(node, dim) if c.attends]
     chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
     return tuple(trace.axis(c, [other.spread for other in chosen if other is not c]) for c in chosen)
@@ -125,12 +131,12 @@ class Trace:
 
     def candidate(self, node: Node, dim: int) -> list[Candidate]:
         """A dimension of a value as the token axis, if anything comes of it."""
-        spread = Spread(self.graph, {node: (Mark(dim),)})
-        mixers = frozenset(n for n in self.graph.nodes if mixes(n, spread))
+        spread, length = Spread(self.graph, {node: (Mark(dim),)}), shape_of(node)[dim]
+        mixers = frozenset(n for n in self.graph.nodes if mixes(n, spread, length))
         width = sum(bytes_of(value_of(n)) for n in self.graph.nodes if is_tensor(n) and spread.of(n)
                     and value_of(n).dtype.is_floating_point)
-        by_attention = frozenset(n for n in mixers if attends(n, spread))
-        return [Candidate(mixers, by_attention, width, lost_bytes(self.graph, spread) / width, shape_of(node)[dim], spread)] if width else []
+        by_attention = frozenset(n for n in mixers if attends(n, spread, length))
+        return [Candidate(mixers, by_attention, width, lost_bytes(self.graph, spread) / width, length, spread)] if width else []
 
     def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
         """Queries of attention, or its scores, and their dimension of rows."""
@@ -155,7 +161,7 @@ class Trace:
         for node, mark in plain:
             if node is first or node.op == "placeholder":
                 fix_sizes(fake_of(node).shape[:mark.dim])
-        mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread) or n in spread.missing and touches(n, spread)
+        mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread, chosen.length) or n in spread.missing and touches(n, spread)
                   and is_tensor(n) and value_of(n).dtype.is_floating_point}
         attending = {n.meta.get("replaces", n.name) for n in chosen.attends | crossing}
         mixing, attending = (frozenset(n for n, names in self.captured_for.items() if names & found) for found in (mixers | attending, attending))
@@ -222,27 +228,33 @@ def touches(node: Node, spread: Spread) -> bool:
     return any(spread.of(a) for a in tensor_operands(node))
 
 
-def mixes(node: Node, spread: Spread) -> bool:
+def mixes(node: Node, spread: Spread, length: int) -> bool:
     """Does this op let one token see another: attention, a scan along tokens?"""
     signature = spread.signatures.get(node)
     if signature is None or signature.reshape or signature.rows is not None:
-        return attends(node, spread)
+        return attends(node, spread, length)
     reads = any(labels[d] in signature.reach for a, labels in zip(tensor_operands(node), signature.operands) for d in spread.of(a))
-    return value_of(node).dtype.is_floating_point if reads else attends(node, spread)
+    return value_of(node).dtype.is_floating_point if reads else attends(node, spread, length)
 
 
-def attends(node: Node, spread: Spread) -> bool:
-    """Is this op attention over rows, or a product that contracts keys?"""
+def attends(node: Node, spread: Spread, length: int) -> bool:
+    """Is this op attention over rows, or a product that contracts keys? Rows of more than the tokens are another sequence."""
     signature = spread.signatures.get(node)
     if signature is None or signature.reshape:
         return False
     operands = tensor_operands(node)
     if signature.rows is not None:
-        return any(labels[d] == signature.rows for a, labels in zip(operands, signature.operands) for d in spread.of(a))
+        return any(labels[d] == signature.rows and is_all(a, mark, length)
+                   for a, labels in zip(operands, signature.operands) for d, mark in spread.of(a).items())
     if any(labels[d] in signature.reach for a, labels in zip(operands, signature.operands) for d in spread.of(a)):
         return False
-    pairs = [a for a in operands if len(spread.of(a)) == 2]
+    pairs = [a for a in operands if len(spread.of(a)) == 2 and all(is_all(a, mark, length) for mark in spread.of(a).values())]
     return bool(pairs) and is_tensor(node) and len(spread.of(node)) == 1 and value_of(node).dtype.is_floating_point and len(operands) > 1
+
+
+def is_all(node: Node, mark: Mark, length: int) -> bool:
+    """Are these rows the tokens, no fewer and no more?"""
+    return shape_of(node)[mark.dim] == length * mark.outer * mark.inner
 
 
 def crosses(node: Node, spread: Spread, other: Spread) -> bool:

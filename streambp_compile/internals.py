@@ -326,6 +326,7 @@ def faked(like: torch.Tensor):
 
 
 set_grad_enabled = torch._C._set_grad_enabled
+PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latter
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 

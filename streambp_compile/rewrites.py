@@ -73,7 +73,7 @@ def taps(node: Node) -> tuple[list[Node], tuple] | None:
     if stride != 1 or count > MOST_TAPS or fake_of(source).dim() != 3 or not (groups == 1 or groups == channels == weight.shape[0]):
         return None
     before = {"valid": 0, "same": dilation * (count - 1) // 2}.get(padding, padding)
-    pad = named(source, "input", "pad", "mode", "value") if source.target in (F.pad, torch._C._nn.pad) else {}
+    pad = named(source, "input", "pad", "mode", "value") if source.target in internals.PADDINGS else {}
     if pad.get("mode", "constant") == "constant" and not pad.get("value") and len(pad.get("pad", ())) == 2 and isinstance(pad["pad"][0], int):
         source, before = pad["input"], before + pad["pad"][0]
     rows = fake_of(source).shape[-1]

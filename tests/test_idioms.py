@@ -210,6 +210,17 @@ def relative_bias_fused(ids, w):
     return loss_of(x + attend(x, w, attn_mask=bias), ids, w)
 
 
+@idiom("streams")
+def scores_of_two_layers(ids, w):
+    """The second layer adds the first one's scores to its own (RealFormer): they are made again, never kept."""
+    x, before = base(ids, w), 0
+    for _ in range(2):
+        s, v = scores(x, w)
+        before = s + before
+        x = x + merged(before.masked_fill(hidden(), INF).softmax(-1) @ v)
+    return loss_of(x, ids, w)
+
+
 @idiom()
 def attention_sinks(ids, w):
     x = F.embedding(ids, w.table)
@@ -525,21 +536,21 @@ def normalised_over_tokens(ids, w):
     return loss_of((x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-3).sqrt(), ids, w)
 
 
-@idiom()
+@idiom("streams")
 def shifted_by_padding(ids, w):
     x = F.embedding(ids, w.table)
     x = x + (x - F.pad(x, (0, 0, 1, -1))) @ w.mix
     return loss_of(x + attend(x, w), ids, w)
 
 
-@idiom()
+@idiom("streams")
 def shifted_by_joining(ids, w):
     x = F.embedding(ids, w.table)
     x = x + (x - torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)) @ w.mix
     return loss_of(x + attend(x, w), ids, w)
 
 
-@idiom()
+@idiom("streams")
 def causal_convolution(ids, w):
     x = F.embedding(ids, w.table)
     kernel = w.mix[:, :3].unsqueeze(1)

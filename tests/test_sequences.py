@@ -154,6 +154,21 @@ class Latents(nn.Module):
         return F.cross_entropy(self.head(self.back(x, latents)).flatten(0, 1), ids.flatten())
 
 
+class Prefix(nn.Module):
+    """Learned rows in front of a text: layers see more tokens than there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.prefix = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(1, 7, WIDTH))
+        self.layers, self.head = nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)]), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.cat((self.prefix.expand(len(ids), -1, -1), self.embed(ids)), 1)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x[:, 7:])[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 class Shared(nn.Module):
     """The same layers over two sequences, which meet in a loss over pairs."""
 
@@ -171,11 +186,11 @@ class Shared(nn.Module):
 
 
 ODD = [(Captions, lambda: (torch.randn(2, 3, 32, 24, dtype=torch.float64), ids_of(2, 45)), 4),
-       (Latents, lambda: (ids_of(2, 61),), 3), (Shared, lambda: (ids_of(3, 61), ids_of(3, 45)), 4), (Shared, lambda: (ids_of(3, 61), ids_of(3, 61)), 2)]
+       (Latents, lambda: (ids_of(2, 61),), 4), (Prefix, lambda: (ids_of(2, 61),), 3), (Shared, lambda: (ids_of(3, 61), ids_of(3, 45)), 4), (Shared, lambda: (ids_of(3, 61), ids_of(3, 61)), 2)]
 
 
 @pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
-@pytest.mark.parametrize("made, batch, streamed", ODD, ids=["captions", "latents", "pairs", "equal pairs"])
+@pytest.mark.parametrize("made, batch, streamed", ODD, ids=["captions", "latents", "prefix", "pairs", "equal pairs"])
 def test_sequences_that_meet(made, batch, streamed):
     model, given = made().double(), batch()
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})

@@ -170,7 +170,10 @@ def pad(node: Node) -> Signature:
 
 def emit_shifted(body, node: Node):
     """The driver cuts the rows of a full-length value where the shift has them."""
-    return body.operand(body.edges(node)[0]) if body.carries_tokens(node, node.args[1]) else body.copy(node)
+    x, dim, by = node.args
+    if body.carries_tokens(node, dim):
+        return body.operand(body.edges(node)[0])
+    return body.graph.call_function(torch.ops.aten.constant_pad_nd.default, (body.read(x), [0, 0] * (len(shape_of(node)) - 1 - dim) + [by, -by]))
 
 
 @rule("streambp::shifted", emit=emit_shifted)
