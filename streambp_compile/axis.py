@@ -95,9 +95,11 @@ def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
         left = [replace(c, mixers=c.attends - {n for other in chosen for n in other.mixers}) for c in found]
         found = [c for c in left if c.mixers and c not in chosen]
         chosen += [preferred(found)] if found else []
+    born: list[Candidate] = []
     for node, dim in trace.rows_of_attention():
-        if not any(dim in c.spread.of(node) and is_all(node, c.spread.of(node)[dim], c.length) for c in chosen):
-            chosen += [c for c in trace.candidate(node, dim) if c.attends]
+        if not any(dim in c.spread.of(node) and is_all(node, c.spread.of(node)[dim], c.length) for c in (*chosen, *born)):
+            born += trace.candidate(node, dim)
+    chosen += [c for c in born if c.attends]
     chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
     return tuple(trace.axis(c, [other.spread for other in chosen if other is not c]) for c in chosen)
 

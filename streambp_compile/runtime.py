@@ -65,7 +65,7 @@ class Sizes:
                 self.learn(fake, value)
 
     def learn(self, size: Size, actual: int) -> None:
-        if isinstance(size, torch.SymInt):
+        if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
             part, factor, rest = parted(size.node.expr)
             self.known[part] = (actual - rest) // factor
 
@@ -87,7 +87,8 @@ def parted(expr) -> tuple[object, int, int]:
 
 def cannot_tell(inputs: Sequence[object], sizes: Iterable[Size]) -> list[Size]:
     """The sizes that those of the inputs, given as fake values, do not tell."""
-    given = {parted(s.node.expr)[0]: 1 for v in inputs for s in (v.shape if isinstance(v, torch.Tensor) else [v]) if isinstance(s, torch.SymInt)}
+    sizes_of = (v.shape if isinstance(v, torch.Tensor) else [v] for v in inputs)
+    given = {parted(s.node.expr)[0]: 1 for v in sizes_of for s in v if isinstance(s, torch.SymInt) and not s.node.expr.is_number}
     wanted = {s.node.expr: s for s in sizes if isinstance(s, torch.SymInt)}
     return [s for expr, s in wanted.items() if expr not in given and expr.subs(given).free_symbols]
 
