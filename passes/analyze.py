@@ -107,7 +107,7 @@ class Reader:
         excess = size - hint(self.length)
         if not isinstance(self.length, int):
             exact = shape[mark.dim] - (self.length + excess) * mark.outer * mark.inner
-            if not isinstance(exact, int) and exact.node.expr != 0 and not holds_of(exact, self.length):
+            if not isinstance(exact, int) and exact.node.expr != 0 and not is_now(shape[mark.dim], exact):
                 raise refuse(node, f"{shape[mark.dim]} rows are not T plus a constant", "Pass a length that divides evenly")
         return excess
 
@@ -221,9 +221,9 @@ class Reader:
         return Edge(operand, "halo", EVERYWHERE)
 
 
-def holds_of(difference: torch.SymInt, length: torch.SymInt) -> bool:
-    """Is a difference that depends on the length nothing, as it is now (``n - max(0, n - T) - T``)? Dynamo then guards on it."""
-    return not difference.node.expr.is_number and difference.node.expr.has(*length.node.expr.free_symbols) and bool(difference == 0)
+def is_now(size: Size, difference: torch.SymInt) -> bool:
+    """Is a difference nothing at the lengths of now (``n - max(0, n - T) - T``)? Dynamo then guards on it; not on a size that is a number."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number and bool(difference == 0)
 
 
 PLACES = {torch.ops.aten.argmax.default: -1, torch.ops.aten.argmin.default: -1, torch.ops.aten.max.dim: 1, torch.ops.aten.min.dim: 1,

@@ -101,7 +101,8 @@ def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
             born += trace.candidate(node, dim)
     chosen += [c for c in born if c.attends]
     chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
-    return tuple(trace.axis(c, [other.spread for other in chosen if other is not c]) for c in chosen)
+    found_axes = (trace.axis(c, [other.spread for other in chosen if other is not c]) for c in chosen)
+    return tuple(axis for axis in found_axes if axis is not None)
 
 
 class Trace:
@@ -154,12 +155,15 @@ class Trace:
             if rows is not None and shape_of(operand)[labels.index(rows)] >= SHORTEST_STREAMED:
                 yield operand, labels.index(rows)
 
-    def axis(self, chosen: Candidate, others: Sequence[Spread]) -> Axis:
+    def axis(self, chosen: Candidate, others: Sequence[Spread]) -> Axis | None:
+        """Where the tokens of a candidate go in the Dynamo graph; None if they have no dimension of their own in it."""
         graph, spread = self.graph, chosen.spread
         crossing = {n for n in graph.nodes if any(crosses(n, spread, other) for other in others)}
         marks = {n: tuple(spread.of(v).values()) for n, v in self.values.items() if spread.of(v)}
         plain = [(n, m) for n, found in marks.items() for m in found if (m.outer, m.inner) == (1, 1)]
-        first, at = next((n, m) for n, m in plain if hint(fake_of(n).shape[m.dim]) == chosen.length)
+        first, at = next(((n, m) for n, m in plain if hint(fake_of(n).shape[m.dim]) == chosen.length), (None, None))
+        if first is None:
+            return None
         for node, mark in plain:
             if node is first or node.op == "placeholder":
                 fix_sizes(fake_of(node).shape[:mark.dim])
