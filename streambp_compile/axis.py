@@ -13,10 +13,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .passes.ir import CannotStream, Mark, Size, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
+from .passes.ir import Mark, Size, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
 from .passes.normalize import normalize
 from .passes.plan import PRODUCTS, is_one_of
-from .passes.rules import rule_of
 from .passes.split import Region
 from .passes.spread import Spread
 from .passes.unsort import unsort
@@ -143,12 +142,8 @@ class Trace:
 
     def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
         """Queries of attention, or its scores, and their dimension of rows."""
-        for node in self.graph.nodes:
-            try:
-                signature = rule_of(node).signature(node) if node.op == "call_function" and is_wide(node) else None
-            except CannotStream:
-                continue
-            if signature is None or signature.keys is None:
+        for node, signature in Spread(self.graph, {}).signatures.items():
+            if signature.keys is None or not is_wide(node):
                 continue
             operand, labels = tensor_operands(node)[0], signature.operands[0]
             rows = signature.rows if signature.rows is not None else labels[-2] if len(labels) > 2 and labels[-1] == signature.keys else None

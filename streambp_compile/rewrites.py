@@ -76,10 +76,12 @@ def taps(node: Node) -> tuple[list[Node], tuple] | None:
     pad = named(source, "input", "pad", "mode", "value") if source.target in internals.PADDINGS else {}
     if pad.get("mode", "constant") == "constant" and not pad.get("value") and len(pad.get("pad", ())) == 2 and isinstance(pad["pad"][0], int):
         source, before = pad["input"], before + pad["pad"][0]
-    rows = fake_of(source).shape[-1]
+    rows, shifts = fake_of(source).shape[-1], tuple(before - k * dilation for k in range(count))
+    if not rows > max(map(abs, shifts)):  # of a length that may change, Dynamo then guards on it
+        return None
     ends = [node] if is_equal(fake_of(node).shape[-1], rows) else list(node.users)
     kept = all((n is node or is_prefix(n)) and is_equal(fake_of(n).shape[-1], rows) for n in ends)
-    return (ends, (source, given["weight"], given.get("bias"), tuple(before - k * dilation for k in range(count)))) if ends and kept else None
+    return (ends, (source, given["weight"], given.get("bias"), shifts)) if ends and kept else None
 
 
 def sum_of_taps(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shifts: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

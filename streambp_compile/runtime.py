@@ -208,7 +208,8 @@ def aligned(value: torch.Tensor, mark: Mark, shift: int, length: int) -> torch.T
     shape = [*split.shape]
     shape[mark.dim + 1] = length
     full = value.new_zeros(shape)
-    full.narrow(mark.dim + 1, low, high - low).copy_(split.narrow(mark.dim + 1, low + shift, high - low))
+    if low < high:
+        full.narrow(mark.dim + 1, low, high - low).copy_(split.narrow(mark.dim + 1, low + shift, high - low))
     return full.flatten(mark.dim, mark.dim + 2)
 
 

@@ -88,6 +88,16 @@ def test_neighbours_stream(name, interpreted):
     assert all(r.streamed for r in report.regions), report
 
 
+@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+@pytest.mark.parametrize("name", ["padded, then cut", "depthwise, cut behind", "dilated"])
+def test_texts_shorter_than_what_a_row_looks_back(name, interpreted):
+    model = Mixed(MIXERS[name]).double()
+    step = compiled(model)
+    for length in (40, LENGTH, 2, 3):
+        ids = ids_of(2, length)
+        assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
 class Late(nn.Module):
     """Cut in front: every row reads what comes after it, and the pattern of a causal filter does not fit."""
 
