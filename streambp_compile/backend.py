@@ -1,6 +1,6 @@
 """``torch.compile(..., backend="streambp")``: from a Dynamo graph to a chain of streamed regions.
 
-    Dynamo graph → inline checkpoint wrappers → find the token axis → split → for each distinct region: AOTAutograd → pipeline → Inductor
+    Dynamo graph → inline checkpoint wrappers → find the token axes → split → for each distinct region: AOTAutograd → pipeline → Inductor
 
 Every region is an autograd node of its own, so that the gradients of a layer's weights reach autograd (and its hooks) when the layer
 is done. Equal regions share one trace, one analysis and one compilation.
@@ -56,7 +56,7 @@ class Chain:
         try:
             axes = find_axes(self.module, self.fakes)
         except Exception as error:  # as in CompiledRegion.stream: loud, whole, exact
-            internals.log.debug("finding the token axis failed", exc_info=True)
+            internals.log.debug("finding the token axes failed", exc_info=True)
             axes = ()
             self.refuse(Refusal("graph", f"its tokens could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}",
                                 "Please report this with the model"), None)

@@ -103,7 +103,9 @@ class CompiledRegion:
         if self.axis is None:
             raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
         if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
-            raise NothingToStream(Refusal("region", "carries no tokens", "Nothing to do"))
+            small = self.whole_cost(graph_module) <= max((bytes_of(fake_of(n)) for n in self.axis.marks), default=0)
+            raise (NothingToStream if small else CannotStream)(Refusal("region", "carries no tokens", "Nothing is lost by small values; others "
+                                                                       "lost their tokens in an op before it"))
         if not any(n in self.axis.marks and not is_parameter(fake_of(n)) for n in self.inputs) and not any(
                 n in self.axis.mixing for n in self.region.nodes):
             raise CannotStream(Refusal("region", "its tokens are made in it, from values that have none (patches of an image)",

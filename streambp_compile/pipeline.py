@@ -84,8 +84,8 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     forward = partition(graph, analysis, forward_part)
     if not forward.sweeps and any(
             is_one_of(n, PRODUCTS) and isinstance(analysis.facts[n], Shared) for stage in forward.whole for n in stage):
-        raise CannotStream(Refusal("region", "its products are of no token of the sequence that streams", "Of several sequences (an encoder "
-                                   "beside a decoder) one streams"))
+        raise CannotStream(Refusal("region", "its products are of no token of the sequence that streams in it",
+                                   "Of sequences that no op lets see one another, one streams in a region"))
     if not forward.sweeps and not any(is_tensor(n) and analysis.kinds[n] != "whole" for n in graph.nodes if n.op == "call_function"):
         raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
     if not tangents:
