@@ -8,7 +8,8 @@ from models import VOCABULARY, Layer, gradients, ids_of, worst_error
 from streambp_compile.passes.normalize import normalize
 from torch import Tensor, nn
 
-from streambp_compile import NotStreamed, explain
+from streambp_compile import NotStreamed
+from streambp_compile.backend import streambp as streambp_backend
 
 EXACT = 1e-10
 WIDTH, LENGTH = 32, 61
@@ -78,14 +79,25 @@ def compiled(model: nn.Module):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_neighbours_stream(name, interpreted):
-    model = Mixed(MIXERS[name]).double()
+    """All of it: a region that is compiled whole warns, and a warning is an error here."""
+    model, ids = Mixed(MIXERS[name]).double(), ids_of(2, LENGTH)
     step = compiled(model)
-    for length in (LENGTH, 40):  # the second makes the length a symbol
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
+@pytest.mark.parametrize("name", ["one padding", "dense"])
+def test_lengths_share_a_graph(name, interpreted):
+    model, graphs = Mixed(MIXERS[name]).double(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return streambp_backend(graph, inputs, options={"chunk_size": 16})
+
+    step = torch.compile(model, backend=backend)
+    for length in (LENGTH, 40, 50):
         ids = ids_of(2, length)
         assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
-    torch._dynamo.reset()
-    report = explain(model, ids_of(2, LENGTH), streambp_options={"chunk_size": 16})
-    assert all(r.streamed for r in report.regions), report
+    assert len(graphs) == 2
 
 
 @pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
