@@ -18,7 +18,7 @@ from .domains import Band
 from .ir import arguments, is_zeros, shape_of, value_of
 from .ranges import shorten
 from .shifts import shift_rows
-from .sizes import Sizes
+from .sizes import SizeNodes
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -89,7 +89,7 @@ def normalize(module: GraphModule) -> GraphModule:
 
 def read_sizes_from_inputs(graph: Graph) -> None:
     """A size asked of an intermediate value is asked of an input that has it, so that nothing must exist for its size alone."""
-    sizes = Sizes(graph)
+    sizes = SizeNodes(graph)
     for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
         if isinstance(value_of(node), torch.SymInt) and node.args[0].op != "placeholder":
             replacement = sizes.written(value_of(node), node)

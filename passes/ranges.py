@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from .ir import CannotStream, Mark, Signature, arguments, hint, shape_of, tensor_operands, value_of
 from .rules import rule_of
-from .sizes import Sizes
+from .sizes import SizeNodes
 from .spread import reshaped
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -30,7 +30,7 @@ class Part:
 
 def shorten(graph: Graph) -> None:
     """Move slices through what computes their operand, up to the ranges and constants that it is made of, where it is made of nothing else."""
-    sizes = Sizes(graph)
+    sizes = SizeNodes(graph)
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         source = node.args[0]
         dim, part = part_of(node, sizes)
@@ -39,7 +39,7 @@ def shorten(graph: Graph) -> None:
             node.replace_all_uses_with(short)
 
 
-def part_of(node: Node, sizes: Sizes) -> tuple[int, Part | None]:
+def part_of(node: Node, sizes: SizeNodes) -> tuple[int, Part | None]:
     given = arguments(node)
     dim, start = given["dim"] % len(shape_of(node)), given["start"] or 0
     whole = sizes.written(value_of(given["self"]).shape[dim], node)
@@ -56,7 +56,7 @@ def part_of(node: Node, sizes: Sizes) -> tuple[int, Part | None]:
 class Shortened:
     """Copies of nodes with one dimension cut."""
 
-    def __init__(self, graph: Graph, before: Node, part: Part, sizes: Sizes):
+    def __init__(self, graph: Graph, before: Node, part: Part, sizes: SizeNodes):
         self.graph, self.before, self.part, self.sizes = graph, before, part, sizes
         self.known: dict[tuple[Node, int], Node | None] = {}
 
@@ -115,4 +115,3 @@ class Shortened:
         shape = [(value_of(count) if isinstance(count, Node) else count) if i == dim else size for i, size in enumerate(value.shape)]
         new.meta = {**node.meta, "val": value.new_empty(shape)}
         return new
-

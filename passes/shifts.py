@@ -64,7 +64,7 @@ def behind(node: Node) -> Node:
     """What a value is a copy of."""
     while node.target is aten.clone.default or node.target is aten.copy.default and value_of(node.args[1]).dtype == value_of(node).dtype and (
             len(shape_of(node.args[1])) == len(shape_of(node)) and all(map(is_equal, value_of(node.args[1]).shape, value_of(node).shape))):
-        node = node.args[-1]
+        node = node.args[0 if node.target is aten.clone.default else 1]
     return node
 
 
@@ -104,7 +104,7 @@ def of_scatter(node: Node) -> Iterator[tuple[int, Window]]:
 
 def of_join(node: Node) -> Iterator[tuple[int, Window]]:
     """Values joined to zeros."""
-    given, at = arguments(node), 0
+    given = arguments(node)
     parts = [p for p in given["tensors"] if len(shape_of(p)) == len(shape_of(node))]
     others = [p for p in parts if not is_zeros(p)]
     if len(others) == 1 and len(parts) == len(given["tensors"]) and len(set(parts)) == len(parts):

@@ -13,7 +13,7 @@ from .ir import value_of
 aten = torch.ops.aten
 
 
-class Sizes:
+class SizeNodes:
     """Which inputs have which sizes."""
 
     def __init__(self, graph: Graph):

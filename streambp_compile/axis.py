@@ -1,7 +1,7 @@
 """The token axes of a model: which dimensions of its values carry tokens, and where those go in the Dynamo graph.
 
-The forward is captured once, every candidate is spread over it, and the one that reaches the rows of attention wins; sizes are never
-compared. Attention that it does not reach is of another sequence (an encoder's, an image's), which has an axis of its own.
+The forward is captured once, every candidate is spread over it, and the one that reaches the rows of attention wins; which dimension
+carries tokens is never told from its size. Attention that it does not reach is of another sequence (an encoder's, an image's), which has an axis of its own.
 """
 
 from __future__ import annotations
