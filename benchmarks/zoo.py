@@ -19,6 +19,7 @@ import argparse
 import copy
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -438,9 +440,10 @@ def run(name: str, chosen: argparse.Namespace) -> dict:
     """A row in a process of its own, stopped after ``--limit`` seconds."""
     command = [sys.executable, str(Path(__file__).resolve()), "--row", name, "--tokens", str(chosen.tokens)]
     command += ["--interpret"] if chosen.interpret else []
+    threads = {} if chosen.jobs == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // chosen.jobs))}
     start = time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=chosen.limit)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=chosen.limit, env={**os.environ, **threads})
     except subprocess.TimeoutExpired:
         return dict(failed=f"more than {chosen.limit} seconds")
     try:
@@ -539,11 +542,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--interpret", action="store_true", help="run chunk bodies node by node instead of compiling them")
     parser.add_argument("--only", type=some, default=list(ROWS), metavar="A,B,...", help="rows or kinds (all)")
     parser.add_argument("--limit", type=float, default=240, help="seconds for a row (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="rows that run at a time, each with its share of the threads (%(default)s)")
     parser.add_argument("--save", metavar="NAME", help="also write the table to benchmarks/results/NAME.md")
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.tokens < 0 or chosen.limit <= 0:
-        parser.error("--tokens must be 0 or more, --limit more than 0")
+    if chosen.tokens < 0 or chosen.limit <= 0 or chosen.jobs < 1:
+        parser.error("--tokens must be 0 or more, --limit more than 0, --jobs 1 or more")
     return chosen
 
 
@@ -554,9 +558,10 @@ def main() -> int:
         serve(chosen.row, chosen)
         return 0
     answers: dict[str, dict] = {}
-    for i, name in enumerate(chosen.only):
-        answer = answers[name] = run(name, chosen)
-        print(f"[{i + 1}/{len(chosen.only)}] {name}: {json.dumps(answer)}", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        for i, (name, answer) in enumerate(zip(chosen.only, pool.map(lambda name: run(name, chosen), chosen.only))):
+            answers[name] = answer
+            print(f"[{i + 1}/{len(chosen.only)}] {name}: {json.dumps(answer)}", file=sys.stderr, flush=True)
     text = f"{table(answers)}\n\n{summary(answers)}"
     print(text)
     if chosen.save:

@@ -16,8 +16,10 @@ from .spread import Spread, has_tensors, outputs_of, product, slot_of
 class Gauge:
     """Which token is row 0 of a value, for values shifted against one another by slicing.
 
-    Slices keep the token of every row; what meets row by row must agree. Wide values (and what is computed from them) settle it among
-    themselves, starting at inputs that have all T rows; values with one number per token (labels, masks) then follow, by a shift.
+    Slices keep the token of every row; what meets row by row must agree. Wide values settle it among themselves, then what is computed from
+    them, starting at inputs that have all T rows; values with one number per token (labels, masks) then follow, by a shift.
+
+    heavy  wide values, and what is computed from them
     """
 
     def __init__(self, graph: Graph, spread: Spread, length: Size):
@@ -26,10 +28,12 @@ class Gauge:
         self.root_low: dict[Node, int] = {}
         self.uniform: set[Node] = set()
         self.heavy: set[Node] = set()
+        self.wide: set[Node] = set()
         for node in graph.nodes:
             self.classify(node)
-        for node in graph.nodes:
-            self.join(node)
+        for among in (self.wide, self.heavy):  # where neighbours meet, numbers per token are shifted, not rows
+            for node in graph.nodes:
+                self.join(node, among)
         for node in graph.nodes:
             if node.op == "placeholder" and node in self.heavy and self.rows(node) == hint(length):
                 self.root_low.setdefault(self.find(node)[0], -self.find(node)[1])
@@ -59,6 +63,7 @@ class Gauge:
             wide |= product(shape) > product(shape[:mark.dim + 1])
         if slots and (wide or any(a in self.heavy for a in marked)):
             self.heavy.add(node)
+            self.wide |= {node} if wide else set()
 
     def find(self, node: Node) -> tuple[Node, int]:
         """(root, d) with low(node) = low(root) + d."""
@@ -74,21 +79,21 @@ class Gauge:
         if ra is not rb:
             self.parent[ra] = (rb, db + difference - da)
 
-    def join(self, node: Node) -> None:
+    def join(self, node: Node, among: set[Node]) -> None:
         signature = self.spread.signatures.get(node)
-        if node.target is operator.getitem and node in self.heavy:
+        if node.target is operator.getitem and node in among:
             self.tie(node, node.args[0], 0)
         if signature is None:
             return
         operands = tensor_operands(node)
         if signature.reshape:
-            if node in self.heavy and operands[0] in self.heavy:
+            if node in among and operands[0] in among:
                 self.tie(node, operands[0], 0)
             return
         row = row_label(node, operands, signature, self.spread)
         met = [(a, offset(signature, row, i)) for i, (a, labels) in enumerate(zip(operands, signature.operands))
-               if a in self.heavy and row is not None and row in labels and self.spread.of(a).get(labels.index(row)) is not None]
-        if node in self.heavy and any(row in labels for labels in signature.outputs):
+               if a in among and row is not None and row in labels and self.spread.of(a).get(labels.index(row)) is not None]
+        if node in among and any(row in labels for labels in signature.outputs):
             for operand, shift in met:
                 self.tie(node, operand, shift)
         for (a, x), (b, y) in zip(met, met[1:]):

@@ -318,6 +318,13 @@ def rank_of(node: Node, output: int | None = None) -> int:
     return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
+def symbols_in(size: Size) -> list[torch.SymInt]:
+    """The symbols that a size is an expression of; none of a number, and none of a symbol itself."""
+    if not isinstance(size, torch.SymInt) or size.node.expr.is_Symbol:
+        return []
+    return [size.node.shape_env.create_symintnode(s, hint=None) for s in sorted(size.node.expr.free_symbols, key=str)]
+
+
 def hint(size: Size) -> int:
     """The size as a number: itself, or the length at which the graph was traced."""
     return size if isinstance(size, int) else int(size.node.hint)

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 import torch
 from torch.fx import Graph, Node
 
-from .domains import HIDING, Abstract, Band, is_zero_outside, stored_mask
+from .bands.domains import HIDING, Abstract, Band, is_zero_outside, stored_mask
 from .ir import (EVERYWHERE, Alike, Condition, Fact, HidesOutside, Reach, Restarts, RowsSee, Signature, Tokens, ancestors, is_tensor,
                  is_view, parts_of, shape_of, tensor_operands)
 from .spread import has_tensors

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .ir import Analysis, Mark, Tokens, hint, is_tensor, rank_of, shape_of, tensor_operands, value_of
+from .ir import Analysis, Mark, Tokens, hint, is_tensor, rank_of, shape_of, symbols_in, tensor_operands, value_of
 from .partition import Program, Sweep
 from .rules import rule_of
 
@@ -109,6 +109,9 @@ class Writer:
                 node = self.graph.placeholder(unique)
             columns = self.fact(source).keys if role == "rows" else None
             self.bindings[key] = (Binding(role, source, name, mark, low, size, columns), node)
+            if role == "whole":
+                for symbol in (s for size in value_of(source).shape for s in symbols_in(size)):  # Inductor wants each by itself
+                    self.symbol(symbol)
         return self.bindings[key][1]
 
     def scalar(self, name: str) -> Node:

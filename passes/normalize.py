@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .bands import evaluate
-from .domains import Band
+from .bands.domains import Band
 from .ir import arguments, is_zeros, shape_of, value_of
 from .ranges import shorten
 from .shifts import shift_rows

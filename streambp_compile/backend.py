@@ -30,7 +30,7 @@ from .recorded import Postponed
 from .regions import build_region, inline_checkpoints, is_switch, postpone, region_text, traits_of, whole_graph, widest_input
 from .remade import Again, Recipe, kept_as_recipes
 from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
-from .rewrites import even_heads, look_back
+from .rewrites import even_heads, look_back, rows_first
 from .runtime import Sizes
 
 
@@ -47,7 +47,7 @@ class Chain:
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
         self.config = config
-        self.module = look_back(even_heads(inline_checkpoints(module)))
+        self.module = rows_first(look_back(even_heads(inline_checkpoints(module))))
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report
@@ -66,9 +66,10 @@ class Chain:
             regions = whole_graph(self.module.graph)
         postponed: dict[Node, Region] = {}
         if axis:
-            if not internals.ends_in_graph_break(self.module):  # what follows a break is traced by Dynamo, which wants real tensors
+            broken = internals.graph_break(self.module)
+            if broken is None:  # what follows a break is traced by Dynamo, which wants real tensors
                 regions, postponed = postpone(regions, axis)
-            self.hint_at_outputs(regions, axis)
+            self.hint_at_outputs(regions, axis, broken)
         built: dict[str, CompiledRegion] = {}
 
         def compiled(region: Region) -> CompiledRegion:
@@ -106,7 +107,7 @@ class Chain:
 
         return Postponed(functools.cache(lambda: build_region(self.module, region)[0]), config, compile_expression)
 
-    def hint_at_outputs(self, regions: Sequence[Region], axis: Axis) -> None:
+    def hint_at_outputs(self, regions: Sequence[Region], axis: Axis, broken: internals.GraphBreak | None) -> None:
         """Values of layers that the function returns stay alive at full length: say what they cost and how to be rid of them."""
         returned = set(next(n for n in self.module.graph.nodes if n.op == "output").all_input_nodes)
         kept = [n for r in regions[:-1] for n in r.outputs if n in returned and n in axis.marks]
@@ -116,9 +117,13 @@ class Chain:
             self.hint(f"the compiled function returns {len(kept)} values of its layers, {mebibytes(cost)} that stay alive. If that is a "
                       "KV cache, pass use_cache=False; if hidden states, output_hidden_states=False")
         if wide:
-            cost = sum(bytes_of(fake_of(n)) for n in wide)
-            self.hint(f"logits leave the compiled function, {mebibytes(cost)} at full length. Compute the loss inside it, and the head "
-                      "streams with the loss")
+            logits = mebibytes(sum(bytes_of(fake_of(n)) for n in wide))
+            if broken is None:
+                self.hint(f"logits leave the compiled function, {logits} at full length. Compute the loss inside it, and the head "
+                          "streams with the loss")
+            else:
+                self.hint(f"Dynamo's graph breaks at {broken.where} ({broken.reason}), and logits leave it there, {logits} at full length. In one "
+                          f"graph with the loss the head would stream. Torch's remedy for the break: {broken.remedy.rstrip('.') or 'none'}")
 
     def hint(self, text: str) -> None:
         self.report.notes.append(f"note: {text}.")

@@ -170,6 +170,8 @@ def record(function: Callable, args: tuple, kwargs: dict) -> object:
             return foreign[-1]
         return leaf
 
+    if function is torch.Tensor.__getitem__:
+        args = (args[0], by_number(args[1]))
     args, kwargs = mapped((args, kwargs), expression)
     if all(d.made is not None for d in given):
         return None
@@ -192,6 +194,15 @@ def record(function: Callable, args: tuple, kwargs: dict) -> object:
         keep(foreign, widest(made))
         values = [Deferred(r, piece, given[0].family if view else None) for r in results]
     return values[0] if isinstance(made.fake, torch.Tensor) else type(made.fake)(values)
+
+
+def by_number(index: object) -> object:
+    """An index with masks as the numbers of the rows that they choose: how many, no fake tensor could say."""
+    found: list[object] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        mask = isinstance(part, torch.Tensor) and not isinstance(part, Deferred) and part.dtype is torch.bool and part.dim()
+        found += part.nonzero(as_tuple=True) if mask else [part]
+    return tuple(found) if isinstance(index, tuple) or len(found) > 1 else found[0]
 
 
 def shares_memory(result: Expression, operand: Deferred) -> bool:

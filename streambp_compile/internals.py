@@ -11,6 +11,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._decomp import get_decompositions
@@ -330,9 +331,24 @@ PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latt
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 
-def ends_in_graph_break(module: GraphModule) -> bool:
-    """Does this Dynamo graph stop before the function does?"""
-    return bool(getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False))
+@dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo gave up a graph, why, and what torch says to do about it."""
+
+    where: str
+    reason: str
+    remedy: str
+
+
+def graph_break(module: GraphModule) -> GraphBreak | None:
+    """The break at which this Dynamo graph stops before the function does."""
+    found = getattr(module, "compile_subgraph_reason", None)
+    if not getattr(found, "graph_break", False):
+        return None
+    lines = [line.strip() for line in found.reason.splitlines() if line.strip()] or [""]
+    last = found.user_stack[-1] if found.user_stack else None
+    remedy = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), "")
+    return GraphBreak(f"{last.filename}:{last.lineno}" if last else "a line unknown", lines[0].rstrip("."), remedy)
 
 
 def graph_is_kept() -> bool:

@@ -13,7 +13,7 @@ from torch.fx import Interpreter
 
 from streambp_compile.guard import holds, ordered, visible
 from streambp_compile.passes.bands import evaluate
-from streambp_compile.passes.domains import Affine, Band
+from streambp_compile.passes.bands.domains import Affine, Band
 from streambp_compile.passes.ir import HidesOutside, Reach
 
 INF = math.inf

@@ -111,11 +111,14 @@ SMALL = {
     "half of the batch": lambda x: x[:2].logsumexp(-1).sum() + x[2:, :5].logsumexp(-1).sum(),
     "last token": lambda x: x[:, -1].logsumexp(-1),
     "where": lambda x: torch.where(MASK[..., None], x, x * 2).logsumexp(-1),
+    "rows of a mask": lambda x: x[MASK].logsumexp(-1),
+    "cross-entropy of a mask": lambda x: F.cross_entropy(x[:, :-1][MASK[:, 1:]], IDS[:, 1:][MASK[:, 1:]]),
+    "flat rows of a mask": lambda x: (x.float() / 0.7).view(-1, VOCABULARY)[MASK.view(-1)].log_softmax(-1).gather(-1, TARGETS[MASK][:, None]),
+    "a row of each": lambda x: x[torch.arange(3), torch.tensor([40, 3, 7])].logsumexp(-1),
 }
 WHOLE = {
     "read": lambda x: x * WEIGHTS[..., None],
     "one row": lambda x: x[1].logsumexp(-1),
-    "rows of a mask": lambda x: x[MASK].logsumexp(-1),
     "over the tokens": lambda x: x.cumsum(1).tanh(),
     "written into": lambda x: (x.__setitem__((slice(None), 0), 0.0), x.logsumexp(-1))[1],
     "a view changed": lambda x: (x[:, :-1].mul_(2), x.logsumexp(-1))[1],
@@ -150,7 +153,8 @@ def test_equals_eager(model, name):
     assert worst_error(gradients, true_gradients) < (1e-5 if value.dtype == torch.float32 else EXACT)
 
 
-@pytest.mark.parametrize("name", ["gather", "cross-entropy of shifted", "rows one by one", "stacked", "in parts", "in one part", "in place"])
+@pytest.mark.parametrize("name", ["gather", "cross-entropy of shifted", "rows one by one", "stacked", "in parts", "in one part", "in place",
+                                  "rows of a mask", "cross-entropy of a mask", "flat rows of a mask"])
 def test_small_results_stream(model, name):
     """Forward and backward, without gradients, and for the second time: nothing new is compiled."""
     def step():
@@ -167,6 +171,19 @@ def test_small_results_stream(model, name):
         assert peak(lambda: SMALL[name](model.step(IDS))) < 0.6 * one
 
 
+def test_masks_of_any_number_of_rows(model):
+    """As many rows are made as are read, and what was compiled serves any number."""
+    def loss(logits, mask):
+        return F.cross_entropy(logits[mask], TARGETS[mask])
+
+    counted = []
+    for share in (0.3, 0.5, 0.6, 0.4, 0.8):
+        mask = torch.rand(3, 41, generator=torch.Generator().manual_seed(0)) < share
+        ours, truth = (outcome(model, f, lambda x: loss(x, mask)) for f in (model.step, model))
+        torch.testing.assert_close(ours[0], truth[0], rtol=EXACT, atol=1e-12)
+        assert worst_error(ours[1], truth[1]) < EXACT
+        counted.append(counters["stats"]["unique_graphs"])
+    assert counted[-1] == counted[2]
 
 
 def test_integers_and_pairs(model):

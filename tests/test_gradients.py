@@ -1,5 +1,6 @@
 """Whole models: streamed gradients equal eager ones, whatever surrounds the compiled function."""
 
+import logging
 import weakref
 
 import pytest
@@ -10,12 +11,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from streambp_compile import NotStreamed
+from streambp_compile import NotStreamed, StreamHint
 from streambp_compile.backend import streambp
 from streambp_compile.remade import Again, Recipe, kept_as_recipes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 EXACT = 1e-10
+LOG = logging.getLogger("loss")
 
 
 def compiled(function, chunk_size: int | None = 32, **options):
@@ -226,6 +228,20 @@ def test_functions_around_layers(kind):
 
     step = compiled(loss)
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids, ids))) < EXACT
+
+
+def test_a_break_before_the_loss_is_named():
+    """Logits then exist; the hint says where, why, and what torch says to do about it."""
+    model, ids = Plain().double(), ids_of()
+
+    def loss(ids):
+        logits = model.head(model.norm(model.layers[0](model.embed(ids))))
+        LOG.warning("here")
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    with pytest.warns(StreamHint, match=r"breaks at .*test_gradients.py:\d+ \(logging.Logger.*logits leave it.*ignore_logg"):
+        ours = gradients(model, lambda: compiled(loss)(ids))
+    assert worst_error(ours, gradients(model, lambda: loss(ids))) < EXACT
 
 
 def test_backward_twice_and_scaled():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from .ir import Alike, Seen, shape_of
+from ..ir import Alike, Seen, shape_of
 
 
 @dataclass(frozen=True)
