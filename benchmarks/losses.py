@@ -444,6 +444,16 @@ def _(m, h, b):
     return -masked_mean(token_logprobs(m.lm(h), b.targets) * (returns - returns.mean(1, keepdim=True)), b.mask)
 
 
+@objective("actor and critic, one-step advantages", trains=("lm", "value"), sweeps=2)
+def _(m, h, b):
+    """Values of neighbouring tokens meet, one of them detached."""
+    value = m.value(h).squeeze(-1)
+    target = b.returns[:, :-1] + 0.99 * value[:, 1:].detach()
+    advantage = (target - value[:, :-1]).detach()
+    chosen = token_logprobs(m.lm(h)[:, :-1], b.targets[:, 1:])
+    return -masked_mean(chosen * (advantage - advantage.mean()) / advantage.std(), b.mask[:, 1:]) + F.mse_loss(value[:, :-1], target)
+
+
 @objective("log-probability of every prefix", sweeps=2)
 def _(m, h, b):
     prefix = token_logprobs(m.lm(h), b.targets).cumsum(1)

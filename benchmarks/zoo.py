@@ -19,7 +19,6 @@ import argparse
 import copy
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -440,10 +439,9 @@ def run(name: str, chosen: argparse.Namespace) -> dict:
     """A row in a process of its own, stopped after ``--limit`` seconds."""
     command = [sys.executable, str(Path(__file__).resolve()), "--row", name, "--tokens", str(chosen.tokens)]
     command += ["--interpret"] if chosen.interpret else []
-    threads = {} if chosen.jobs == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // chosen.jobs))}
     start = time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=chosen.limit, env={**os.environ, **threads})
+        done = subprocess.run(command, capture_output=True, text=True, timeout=chosen.limit)
     except subprocess.TimeoutExpired:
         return dict(failed=f"more than {chosen.limit} seconds")
     try:
@@ -542,7 +540,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--interpret", action="store_true", help="run chunk bodies node by node instead of compiling them")
     parser.add_argument("--only", type=some, default=list(ROWS), metavar="A,B,...", help="rows or kinds (all)")
     parser.add_argument("--limit", type=float, default=240, help="seconds for a row (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="rows that run at a time, each with its share of the threads (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="rows that run at a time (%(default)s)")
     parser.add_argument("--save", metavar="NAME", help="also write the table to benchmarks/results/NAME.md")
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
     chosen = parser.parse_args()

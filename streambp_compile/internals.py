@@ -345,7 +345,10 @@ def graph_break(module: GraphModule) -> GraphBreak | None:
     found = getattr(module, "compile_subgraph_reason", None)
     if not getattr(found, "graph_break", False):
         return None
-    lines = [line.strip() for line in found.reason.splitlines() if line.strip()] or [""]
+    reason = found.reason
+    if reason == "step_unsupported":  # of a call that was traced into; what stopped it there was counted
+        reason = next(reversed(counters["graph_break"]), reason)
+    lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
     last = found.user_stack[-1] if found.user_stack else None
     remedy = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), "")
     return GraphBreak(f"{last.filename}:{last.lineno}" if last else "a line unknown", lines[0].rstrip("."), remedy)

@@ -230,13 +230,21 @@ def test_functions_around_layers(kind):
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids, ids))) < EXACT
 
 
-def test_a_break_before_the_loss_is_named():
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_break_before_the_loss_is_named(inside):
     """Logits then exist; the hint says where, why, and what torch says to do about it."""
     model, ids = Plain().double(), ids_of()
 
+    def said(logits):
+        LOG.warning("here")
+        return logits
+
     def loss(ids):
         logits = model.head(model.norm(model.layers[0](model.embed(ids))))
-        LOG.warning("here")
+        if inside:
+            logits = said(logits)
+        else:
+            LOG.warning("here")
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     with pytest.warns(StreamHint, match=r"breaks at .*test_gradients.py:\d+ \(logging.Logger.*logits leave it.*ignore_logg"):
