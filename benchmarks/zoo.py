@@ -8,7 +8,9 @@
 Models are small and random; those of Hugging Face are built from their configurations. Every row is a process of its own. *Error*: the largest
 relative difference of a parameter's gradient from eager's in float64, at a length and a chunk length of which neither divides the other, two
 sequences, the second padded where the model takes a mask. It must stay under 1e-9, or under 1e-5 where the model itself computes in float32
-inside (norms, rotary tables and the loss of Hugging Face) or an op of it has no float64. *Streamed*: regions streamed of all regions,
+inside (norms, rotary tables and the loss of Hugging Face) or an op of it has no float64. Where such a model is so badly conditioned that eager's
+own gradients move further than that when its weights are rounded to float32, the error must stay under that movement, and the notes say so.
+*Streamed*: regions streamed of all regions,
 occurrences counted. *Keys*: which keys a row of attention reads, and whether the masks prove it. *Peak*: allocator events of one float32
 step at ``--tokens`` tokens, two sequences; as a part of eager's with every layer checkpointed.
 """
@@ -201,9 +203,10 @@ RECURRENT = {
     "bamba": dict(attn_layer_indices=[1]), "falcon_h1": dict(mamba_d_ssm=128), "falcon_mamba": {}, "granitemoehybrid": {}, "jamba": dict(attn_layer_offset=1, attn_layer_period=2), "lfm2": {}, "mamba": {}, "mamba2": dict(num_heads=8, n_groups=1), "minimax": {},
     "qwen3_next": dict(experts="batched_mm"), "recurrent_gemma": dict(num_hidden_layers=3), "rwkv": {}, "zamba2": dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2),
 }
+LOOPS = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv")  # over the tokens, in Python
 for _kind, _families in (("dense", DENSE), ("moe", MOE), ("recurrent", RECURRENT)):
     for _family, _given in _families.items():
-        ROWS[_family] = Row(_kind, hugging_face(_family, **_given), unrolls=_family == "rwkv", draws=_family == "phimoe")
+        ROWS[_family] = Row(_kind, hugging_face(_family, **_given), unrolls=_family in LOOPS, draws=_family == "phimoe")
 
 # Other ways to train the same models.
 ROWS |= {
@@ -297,9 +300,13 @@ def exactness(row: Row) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = gradients(model, torch.compile(lambda **b: loss(model, **b), backend=backend), widened(batch, model))
+    error, noise = largest_error(ours, truth), 0.0
+    if row.exact < error:
+        noise = rounding(model, lambda **b: loss(model, **b), widened(batch, model), truth)
+        note = "; ".join(filter(None, (note, f"eager's own gradients move by {noise:.0e} when the weights are rounded to float32")))
     graphs = f"{len(report.split)} graphs" if len(report.split) != 1 else ""
     return dict(
-        error=largest_error(ours, truth), regions=sum(r.times for r in report.regions),
+        error=error, noise=noise, regions=sum(r.times for r in report.regions),
         streamed=sum(r.times for r in report.regions if r.streamed is not None or r.joint is None), keys=keys_of(report),
         reasons=list(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, NotStreamed))),
         note="; ".join(filter(None, (note, graphs))))
@@ -324,6 +331,20 @@ def reference(model, batch: dict, loss: Callable):
         return gradients(model, lambda **b: loss(model, **b), batch), model, note
     except Exception as error:
         raise NotRun(f"does not run: {first_line(error)}") from error
+
+
+def rounding(model, step: Callable, batch: dict, truth: list) -> float:
+    """How far eager's gradients move when every weight moves by at most half a unit in float32's last place.
+
+    No implementation of a model that computes in float32 inside can be told from another more closely than that.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + (2 * torch.rand_like(parameter) - 1) * 2.0**-24)
+    return largest_error(gradients(model, step, batch), truth)
 
 
 def widened(batch: dict, model) -> dict:
@@ -455,7 +476,8 @@ def run(name: str, chosen: argparse.Namespace) -> dict:
 
 
 def is_exact(name: str, answer: dict) -> bool:
-    return answer.get("error", float("inf")) <= ROWS[name].exact
+    bound = ROWS[name].exact
+    return answer.get("error", float("inf")) <= (max(bound, answer.get("noise", 0.0)) if bound > 1e-9 else bound)
 
 
 def is_streamed(answer: dict) -> bool:

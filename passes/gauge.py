@@ -63,7 +63,8 @@ class Gauge:
             wide |= product(shape) > product(shape[:mark.dim + 1])
         if slots and (wide or any(a in self.heavy for a in marked)):
             self.heavy.add(node)
-            self.wide |= {node} if wide else set()
+            if wide:
+                self.wide.add(node)
 
     def find(self, node: Node) -> tuple[Node, int]:
         """(root, d) with low(node) = low(root) + d."""

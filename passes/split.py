@@ -102,9 +102,14 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
     return cheap | {n for matrix in light if traits[matrix].bytes < 0 for n in ancestors([matrix]) if n in light}
 
 
+def name_of(node: Node) -> str:
+    """Of the function or method that a node of a Dynamo graph calls; a Tensor's method and torch's function often share it."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def mutated(node: Node) -> Node | None:
     """The value that a node writes into, if it does (``x[i] = y``, ``x.add_(y)``, ``x += y``, ``out=``, ``inplace=True``)."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name_of(node)
     spelt = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")  # operator's own names
     in_place = (spelt or name in IN_PLACE) and node.op in ("call_method", "call_function")
     if in_place and node.args and isinstance(node.args[0], Node):

@@ -117,7 +117,7 @@ class Trace:
                 before, _ = internals.captured_after(None)
                 result = super().run_node(n)
                 captured_for[n] = set(internals.captured_after(before)[1])
-                if isinstance(result, torch.Tensor) and n.op not in ("output",):
+                if isinstance(result, torch.Tensor) and n.op != "output":
                     made.append((n, result))
                 return result
 

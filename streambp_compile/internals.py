@@ -19,7 +19,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
-from torch._functorch import config as functorch_config
+from torch._functorch import config as functorch_config, predispatch
 from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -327,6 +327,7 @@ def faked(like: torch.Tensor):
 
 
 set_grad_enabled = torch._C._set_grad_enabled
+enter_map, leave_map = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting  # what Dynamo makes of torch.vmap
 PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latter
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 

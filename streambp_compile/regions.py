@@ -1,7 +1,6 @@
 """Regions of the Dynamo graph, before and after the cut: what may be cut, what each piece is made of, and which are the same.
 
-Activation-checkpoint wrappers are inlined first. Outputs that merely widen a small value (logits beside a loss) leave the last region
-for one of their own.
+Outputs that merely widen a small value (logits beside a loss) leave the last region for one of their own.
 """
 
 from __future__ import annotations
@@ -15,36 +14,8 @@ from . import internals
 from .axis import Axis, fake_of, storage_of
 from .passes.ir import bytes_of
 from .passes.split import Region, Traits, mutated
-from .pipeline import outputs_of
 
 MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_log_api_usage_once")
-
-
-def inline_checkpoints(module: GraphModule) -> GraphModule:
-    """Replace activation-checkpoint wrappers by what they wrap: recomputation is ours."""
-    while True:
-        wrappers = [n for n in module.graph.nodes if n.target is torch.ops.higher_order.tag_activation_checkpoint]
-        if not wrappers:
-            module.recompile()
-            return module
-        for node in wrappers:
-            inner = getattr(module, node.args[0].target)
-            values: dict[Node, object] = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), node.args[1:]))
-            with module.graph.inserting_before(node):
-                for n in inner.graph.nodes:
-                    if n.op == "get_attr":
-                        name = f"{node.args[0].target}_{n.target}".replace(".", "_")
-                        setattr(module, name, getattr(inner, n.target))
-                        values[n] = module.graph.get_attr(name)
-                    elif n.op not in ("placeholder", "output"):
-                        values[n] = module.graph.node_copy(n, lambda a: values[a])
-                    if n.op != "placeholder" and n in values and isinstance(values[n], Node):
-                        values[n].meta = dict(n.meta)
-            result = outputs_of(inner)
-            for user in list(node.users):
-                user.replace_all_uses_with(values[result[user.args[1]]])
-                module.graph.erase_node(user)
-            module.graph.erase_node(node)
 
 
 def is_switch(node: Node) -> bool:
