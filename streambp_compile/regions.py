@@ -14,6 +14,7 @@ from . import internals
 from .axis import Axis, fake_of, storage_of
 from .passes.ir import bytes_of
 from .passes.split import Region, Traits, mutated
+from .runtime import Layout
 
 MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_log_api_usage_once")
 
@@ -84,7 +85,7 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
         if node.op == "get_attr":
             continue
         values[node] = graph.placeholder(f"in_{i}")
-        inputs.append(fresh(fake_of(node)))
+        inputs.append(fresh(fake_of(node), made=node.op != "placeholder"))
         values[node].meta["example_value"] = inputs[-1]
     inside, active, replayed = set(region.nodes), [], []
 
@@ -125,28 +126,40 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
 
 
 def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[Node]:
-    """The outputs of a region, copied where they share memory with its inputs or one another: each is to have a gradient of its own."""
-    shared = {storage_of(n) for n in region.inputs if wants_gradient(n)}
+    """The outputs of a region, copied where they share memory with its inputs or one another: each is to have a gradient of its own.
+
+    And where another region reads a part of something wider: between regions all values are dense, as sweeps write them.
+    """
+    shared, inside = {storage_of(n) for n in region.inputs if wants_gradient(n)}, set(region.nodes)
     results = []
     for node in region.outputs:
         storage = storage_of(node) if wants_gradient(node) else None
-        results.append(graph.call_method("clone", (values[node],)) if storage is not None and storage in shared else values[node])
-        shared.add(storage)
+        read = any(u not in inside and u.op != "output" for u in node.users)
+        if read and not is_dense(fake_of(node)):
+            results.append(graph.call_method("contiguous", (values[node],)))
+        else:
+            results.append(graph.call_method("clone", (values[node],)) if storage is not None and storage in shared else values[node])
+            shared.add(storage)
     return results
+
+
+def is_dense(fake: object) -> bool:
+    return not isinstance(fake, torch.Tensor) or Layout.of(fake) is not None
 
 
 def wants_gradient(node: Node) -> bool:
     return isinstance(fake_of(node), torch.Tensor) and fake_of(node).requires_grad
 
 
-def fresh(fake: object):
-    """A leaf of the same description: a region's inputs have no history."""
+def fresh(fake: object, made: bool):
+    """A leaf of the same description: a region's inputs have no history. What another region has made is dense."""
     if not isinstance(fake, torch.Tensor):
         return fake
-    if isinstance(fake, torch.nn.Parameter) or fake.is_leaf:
+    dense = is_dense(fake) or not made
+    if isinstance(fake, torch.nn.Parameter) or dense and fake.is_leaf:
         return fake
     with fake.fake_mode, torch.no_grad():
-        leaf = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+        leaf = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device) if dense else fake.contiguous()
     return leaf.requires_grad_(fake.requires_grad)
 
 
