@@ -128,6 +128,7 @@ class Signature:
     reshape    the node moves rows between dimensions; ties come from the sizes
     offsets    label → for each operand k: output row j reads row j+k along it (slices and padding)
     uniform    all rows are alike (a constant), so that a shift does not matter
+    placed     labels along which the op names rows by their place, so that no fewer rows can be asked of it
     """
 
     operands: tuple[Labels, ...]
@@ -139,6 +140,7 @@ class Signature:
     reshape: bool = False
     offsets: Mapping[Label, tuple[int, ...]] = field(default_factory=dict)
     uniform: bool = False
+    placed: frozenset[Label] = frozenset()
 
 
 @dataclass(frozen=True)

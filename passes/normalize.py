@@ -42,6 +42,24 @@ def mean(x: torch.Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> tor
     return (total / count).to(result)
 
 
+def var_mean(x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """A variance of more than features (batch norm) is a sum of squares about a mean, and both sums can be streamed."""
+    dims = list(range(x.dim())) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
+    if [d % x.dim() for d in dims] == [x.dim() - 1] or x.is_complex():
+        return NotImplemented
+    middle = mean(x, dims, True)
+    squares = mean((x - middle).square(), dims, keepdim)
+    count = 1
+    for d in dims:
+        count = count * x.shape[d]
+    return squares * (count / (count - (1 if correction is None else correction))), middle if keepdim else middle.squeeze(dims)
+
+
+def var(x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = False) -> torch.Tensor:
+    both = var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return both if both is NotImplemented else both[0]
+
+
 def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
     """A repeated value is an expanded one, laid out: rows that are repeated stay rows."""
     x = x.reshape([1] * (len(repeats) - x.dim()) + list(x.shape))

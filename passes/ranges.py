@@ -98,7 +98,7 @@ class Shortened:
     def operands(self, node: Node, dim: int, signature: Signature) -> dict[Node, int]:
         """Operands that have a dimension of the node's own; none if rows along it do more than meet those beside them."""
         label = signature.outputs[0][dim]
-        if label is None or label in signature.reach or label in signature.offsets or label == signature.keys:
+        if label is None or label in {*signature.reach, *signature.offsets, *signature.placed, signature.keys}:
             return {}
         places = dict(zip(tensor_operands(node), signature.operands))
         if any(places[a] != labels for a, labels in zip(tensor_operands(node), signature.operands)):

@@ -27,7 +27,7 @@ from .passes.ir import Refusal, bytes_of
 from .passes.split import Region, split
 from .pipeline import outputs_of
 from .recorded import Postponed
-from .regions import build_region, is_switch, postpone, region_text, traits_of, whole_graph, widest_input
+from .regions import build_region, is_switch, postpone, region_text, traits_of, weight_views, whole_graph, widest_input
 from .remade import Again, Recipe, kept_as_recipes
 from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
 from .rewrites import even_heads, look_back
@@ -63,9 +63,10 @@ class Chain:
             self.refuse(Refusal("graph", f"its tokens could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}",
                                 "Please report this with the model"), None)
         axis = joined(axes)
-        regions = split(self.module.graph, traits_of(self.module.graph, axis), is_switch) if axis else ()
+        views = weight_views(self.module.graph)
+        regions = split(self.module.graph, traits_of(self.module.graph, axis), lambda n: is_switch(n) or n in views) if axis else ()
         if not regions:
-            regions = whole_graph(self.module.graph)
+            views, regions = (), whole_graph(self.module.graph)
         postponed: dict[Node, Region] = {}
         if axis:
             broken = internals.graph_break(self.module)
@@ -85,7 +86,7 @@ class Chain:
         links = [(compiled(region), region) for region in regions]
         later = {node: Later(region, functools.partial(self.outside_tracing, compiled, region), self.recordable(region))
                  for node, region in postponed.items()}
-        call = linked(links, later, self.placeholders, outputs_of(self.module))
+        call = linked(links, later, self.placeholders, views, outputs_of(self.module))
         known = len(self.report.regions)
         self.report.add(self.module, [r.report for r, _ in links], [a.length for a in axes], call, self.fakes)
         internals.trace_artifact("streambp_report", lambda: str(self.report))
@@ -158,8 +159,8 @@ class Later:
         return deferred(self.recordable, given, compute, tuple(sizes(s) for s in fake_of(node).shape), fake_of(node))
 
 
-def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], outputs: Sequence[object]) -> Callable:
-    """The chain as one function: run the regions in order, hand values on, drop each after its last reader."""
+def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], views: Sequence[Node], outputs: Sequence[object]) -> Callable:
+    """The chain as one function: take the views of weights, run the regions in order, hand values on, drop each after its last reader."""
     last: dict[Node, int] = {}
     for i, (_, region) in enumerate(links):
         for node in region.inputs:
@@ -173,6 +174,8 @@ def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], out
     def call(*args):
         plain_references()
         values: dict[Node, object] = dict(zip(placeholders, args))
+        for node in views:
+            values[node] = values[node.args[0]][node.args[1]]
         recipes: dict[Node, Again] = {}
         for (compiled, region), gone in zip(links, dropped):
             if compiled.call is not None:

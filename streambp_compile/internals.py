@@ -40,7 +40,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from .passes.ir import hint
 from .passes.lower import Binding, Body, total_dtype
-from .passes.normalize import KEPT, mean, repeat
+from .passes.normalize import KEPT, mean, repeat, var, var_mean
 from .passes.rules import overload
 from .runtime import Layout, layout_of, source_value
 
@@ -59,6 +59,8 @@ def decompositions() -> dict:
     table[aten.mean.dim] = mean
     table[aten.mean.default] = mean
     table[aten.repeat.default] = repeat
+    table[aten.var.correction] = var
+    table[aten.var_mean.correction] = var_mean
     table.update(get_decompositions([aten.t, aten.transpose.int, aten.detach, aten.select_backward, aten.slice_backward]))
     return table
 

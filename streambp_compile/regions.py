@@ -5,13 +5,14 @@ Outputs that merely widen a small value (logits beside a loss) leave the last re
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .axis import Axis, fake_of, storage_of
+from .axis import Axis, fake_of, is_parameter, storage_of
 from .passes.ir import bytes_of
 from .passes.split import Region, Traits, mutated
 from .runtime import Layout
@@ -21,6 +22,18 @@ MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_log
 
 def is_switch(node: Node) -> bool:
     return getattr(node.target, "__name__", "") in MODE_SWITCHES
+
+
+def weight_views(graph: Graph) -> tuple[Node, ...]:
+    """``weight[3]`` of weights that all layers have in one tensor: taken before the regions, which are then equal but for which weight they read."""
+    def plain(node: Node) -> bool:
+        if node.target is not operator.getitem or not isinstance(node.args[1], int) or node.args[0].op != "placeholder":
+            return False
+        weight, fake = node.args[0], fake_of(node)
+        written = any(mutated(u) in (weight, node) for u in (*weight.users, *node.users))
+        return is_parameter(fake_of(weight)) and fake_of(weight).requires_grad == fake.requires_grad and not written
+
+    return tuple(filter(plain, graph.nodes))
 
 
 def whole_graph(graph: Graph) -> tuple[Region, ...]:

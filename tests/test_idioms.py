@@ -500,6 +500,12 @@ def mean_pooled(ids, w):
     return F.cross_entropy(base(ids, w).mean(1) @ w.table.t(), ids[:, 0])
 
 
+@idiom("streams")
+def variance_of_features(ids, w):
+    x = base(ids, w)
+    return loss_of(x, ids, w) + F.relu(1 - (x.var(dim=(0, 1)) + 1e-4).sqrt()).mean()
+
+
 @idiom()
 def maximum_pooled(ids, w):
     return F.cross_entropy(base(ids, w).amax(1) @ w.table.t(), ids[:, 0])

@@ -66,3 +66,21 @@ def test_what_is_more_than_ranges_is_cut_where_it_was():
 
     graph = normalize(traced(cut, torch.randn(40)))
     assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)) == 3
+
+
+def test_what_is_written_by_its_place_is_cut_where_it_was():
+    def cut(x):
+        return torch.select_scatter(torch.zeros(4, 6), x, 0, 3)[1:], torch.slice_scatter(torch.zeros(4, 6), x[None], 0, 3, 4)[2:]
+
+    x = torch.randn(6)
+    for found, truth in zip(normalize(traced(cut, x))(x), cut(x), strict=True):
+        torch.testing.assert_close(found, truth, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("given", [dict(dim=(0, 1)), dict(dim=(0, 1), correction=0, keepdim=True), dict(dim=(1, -1)), dict(dim=None), dict(dim=1, correction=3)])
+def test_a_variance_of_tokens_is_made_of_sums(given):
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+    for function in (torch.var, torch.var_mean):
+        graph = traced(lambda x: function(x, **given), x)
+        torch.testing.assert_close(graph(x), function(x, **given))
+        assert not any("var" in str(n.target) for n in graph.graph.nodes)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from models import gradients, worst_error
 from torch import Tensor, nn
 
-from streambp_compile import NotStreamed
+from streambp_compile import NotStreamed, explain
 
 WIDTH, VOCAB, WINDOW = 16, 31, 4
 
@@ -50,3 +50,29 @@ def test_parts_of_something_wider_cross_a_cut(part, grad, interpreted):
             assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < 1e-10
         else:
             torch.testing.assert_close(step(ids), model(ids), rtol=1e-12, atol=0)
+
+
+class Stacked(nn.Module):
+    """The weights of all layers in one tensor each."""
+
+    def __init__(self, layers):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.qkv, self.out = (nn.Parameter(torch.randn(layers, WIDTH, width) / 4) for width in (3 * WIDTH, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for i in range(len(self.qkv)):
+            q, k, v = (x @ self.qkv[i])[:, None].chunk(3, -1)
+            x = F.layer_norm(x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0] @ self.out[i], (WIDTH,))
+        return F.cross_entropy((x @ self.table.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_whose_weights_are_one_tensor_are_equal(frozen, interpreted):
+    model, ids = Stacked(5).double(), torch.randint(VOCAB, (2, 61))
+    model.out.requires_grad_(not frozen)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < 1e-10
+    assert [r.times for r in explain(model, ids).regions] == [1, 5, 1]

@@ -142,7 +142,7 @@ def select_scatter(node: Node) -> Signature:
     dim = argument(node, 2, "dim", 0) % rank
     labels, rest = tuple(range(rank)), tuple(i for i in range(rank) if i != dim)
     if is_zeros(node.args[0]):
-        return Signature((labels, rest), (labels,))
+        return Signature((labels, rest), (labels,), placed=frozenset({dim}))
     kept = tuple(None if i == dim else i for i in labels)
     base = tuple(("written", i) if i == dim else i for i in labels)
     return Signature((base, rest), (kept,), contracts="all")
@@ -208,7 +208,7 @@ def slice_scatter(node: Node) -> Signature:
         return Signature((tuple(("base", i) if i == dim else i for i in labels), tuple(("source", i) if i == dim else i for i in labels)),
                          (out,), contracts="all")
     if shape_of(node.args[1])[dim] == 1 < shape[dim]:
-        return Signature((labels, tuple(None if i == dim else i for i in labels)), (labels,))
+        return Signature((labels, tuple(None if i == dim else i for i in labels)), (labels,), placed=frozenset({dim}))
     return Signature((labels, labels), (labels,), offsets={dim: (0, -clamped(start, shape[dim]))})
 
 
