@@ -217,6 +217,8 @@ class Reader:
             reach = signature.reach.get(label, HERE) + Reach(shift, shift)
             return Edge(operand, "rows" if reach == HERE else "halo", reach)
         if label is not None and label == key:
+            if fact.rows.inner != 1:
+                raise refuse(node, "its keys are several rows for each token", "Give them a dimension of their own, or make them before the layer")
             return Edge(operand, "keys", signature.reach.get(key, EVERYWHERE))
         return Edge(operand, "halo", EVERYWHERE)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .ir import Analysis, Mark, Tokens, hint, is_tensor, rank_of, shape_of, symbols_in, tensor_operands, value_of
+from .ir import Analysis, Mark, Tokens, hint, is_tensor, rank_of, refuse, shape_of, symbols_in, tensor_operands, value_of
 from .partition import Program, Sweep
 from .rules import rule_of
 
@@ -475,6 +475,8 @@ class Writer:
     def feed(self, node: Node) -> None:
         """Rows become keys of this very chunk and of all later ones."""
         fact = self.fact(node)
+        if fact.rows.outer != 1:
+            raise refuse(node, "writes keys in several places for each token", "Keep the tokens in a dimension of their own")
         full = self.bind("feed", node, node.name, fact.rows)
         self.graph.call_function(streambp.write_rows_.default, (self.values[node], fact.rows.dim, self.scalar("offset"), full))
         self.feeds[node] = full

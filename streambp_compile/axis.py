@@ -254,8 +254,8 @@ def attends(node: Node, spread: Spread, length: int) -> bool:
 
 
 def is_all(node: Node, mark: Mark, length: int) -> bool:
-    """Are these rows the tokens, no fewer and no more?"""
-    return shape_of(node)[mark.dim] == length * mark.outer * mark.inner
+    """Are these rows the tokens, no fewer and no more? Several rows for each token (states and actions in turn) are another sequence."""
+    return mark.inner == 1 and shape_of(node)[mark.dim] == length * mark.outer
 
 
 def crosses(node: Node, spread: Spread, other: Spread) -> bool:

@@ -280,3 +280,32 @@ def test_what_is_written_in_place_is_made_once_or_as_it_was(write):
     model, ids = InPlace(write).double(), ids_of(2, 41)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
+class InTurn(nn.Module):
+    """States and actions in turn: two rows of attention for each step of the inputs, of which one predicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.state, self.action, self.predict = nn.Linear(5, WIDTH), nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList([Block(True, False) for _ in range(3)])
+
+    def forward(self, states: Tensor, actions: Tensor) -> Tensor:
+        x = torch.stack([self.state(states), self.action(actions)], 2).flatten(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return (self.predict(x.unflatten(1, (-1, 2))[:, :, 0]) - actions).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+def test_several_rows_for_each_token_are_a_sequence_of_their_own():
+    """What makes them runs whole; the layers stream."""
+    model = InTurn().double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    for length in (45, 30):
+        given = torch.randn(2, length, 5).double(), torch.randn(2, length, 3).double()
+        assert worst_error(gradients(model, lambda: step(*given)), gradients(model, lambda: model(*given))) < EXACT
+        with torch.no_grad():
+            torch.testing.assert_close(step(*given), model(*given), rtol=1e-12, atol=0)
+    report = explain(model, *given)
+    assert [r.times for r in report.regions if r.streamed is not None and "causal, proved" in str(r)] and sum(r.streamed is None for r in report.regions) == 1
