@@ -52,7 +52,8 @@ def var_mean(x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = Fals
     count = 1
     for d in dims:
         count = count * x.shape[d]
-    return squares * (count / (count - (1 if correction is None else correction))), middle if keepdim else middle.squeeze(dims)
+    freedom = torch.sym_max(count - (1 if correction is None else correction), 0)
+    return squares * count / freedom, middle if keepdim else middle.squeeze(dims)
 
 
 def var(x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = False) -> torch.Tensor:

@@ -84,3 +84,9 @@ def test_a_variance_of_tokens_is_made_of_sums(given):
         graph = traced(lambda x: function(x, **given), x)
         torch.testing.assert_close(graph(x), function(x, **given))
         assert not any("var" in str(n.target) for n in graph.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:var")
+def test_a_variance_of_one_row_is_no_number():
+    x = torch.randn(1, 1, 3)
+    assert traced(lambda x: x.var((0, 1)), x)(x).isnan().all() and x.var((0, 1)).isnan().all()
