@@ -10,9 +10,8 @@ relative difference of a parameter's gradient from eager's in float64, at a leng
 sequences, the second padded where the model takes a mask. It must stay under 1e-9, or under 1e-5 where the model itself computes in float32
 inside (norms, rotary tables and the loss of Hugging Face) or an op of it has no float64. Where such a model is so badly conditioned that eager's
 own gradients move further than that when its weights are rounded to float32, the error must stay under that movement, and the notes say so.
-*Streamed*: regions streamed of all regions,
-occurrences counted. *Keys*: which keys a row of attention reads, and whether the masks prove it. *Peak*: allocator events of one float32
-step at ``--tokens`` tokens, two sequences; as a part of eager's with every layer checkpointed.
+*Streamed*: regions streamed of all regions, occurrences counted. *Keys*: which keys a row of attention reads, and whether the masks prove
+it. *Peak*: allocator events of one float32 step at ``--tokens`` tokens, two sequences; as a part of eager's with every layer checkpointed.
 """
 
 from __future__ import annotations
@@ -203,7 +202,7 @@ RECURRENT = {
     "bamba": dict(attn_layer_indices=[1]), "falcon_h1": dict(mamba_d_ssm=128), "falcon_mamba": {}, "granitemoehybrid": {}, "jamba": dict(attn_layer_offset=1, attn_layer_period=2), "lfm2": {}, "mamba": {}, "mamba2": dict(num_heads=8, n_groups=1), "minimax": {},
     "qwen3_next": dict(experts="batched_mm"), "recurrent_gemma": dict(num_hidden_layers=3), "rwkv": {}, "zamba2": dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2),
 }
-LOOPS = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv")  # over the tokens, in Python
+LOOPS = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv")  # over the tokens, in eager at least: see `Row.unrolls`
 for _kind, _families in (("dense", DENSE), ("moe", MOE), ("recurrent", RECURRENT)):
     for _family, _given in _families.items():
         ROWS[_family] = Row(_kind, hugging_face(_family, **_given), unrolls=_family in LOOPS, draws=_family == "phimoe")
