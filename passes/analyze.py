@@ -6,6 +6,7 @@ each operand, then follows from where its labels went.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Container, Mapping
 
@@ -123,6 +124,8 @@ class Reader:
         if any(isinstance(f, Tokens) and f.keys is not None for f in facts_in) and any(
                 r.lo == r.hi != 0 for label, r in signature.reach.items() if label in (row, key)):
             raise refuse(node, "moves rows or keys of a matrix of tokens by tokens", "Compute it from positions, where it is read")
+        if any(isinstance(f, Tokens) and f.keys is not None for f in facts_in) and signature.rows is None and row in signature.reach:
+            raise refuse(node, "scans the rows of a matrix of tokens by tokens", "Scan values with a row for each token")
         if names_keys(node, operands, signature, self.spread):
             raise refuse(node, "names keys by their place, which a chunk counts from its first", "Use amax for the value alone")
         low = self.gauge.low(node) if node in self.gauge.heavy else None
@@ -146,7 +149,7 @@ class Reader:
         for i, (operand, labels) in enumerate(zip(operands, signature.operands)):
             edges.append(self.edge(node, i, operand, labels, signature, row, key, low))
         if any(e.role == "halo" and e.reach.lo != e.reach.hi and row in signature.reach for e in edges):
-            kind = "all"  # a scan along tokens
+            kind = "all"  # a scan along tokens that share their dimension
         if kind == "all":
             edges = [e if e.role == "whole" else Edge(e.operand, "halo", EVERYWHERE) for e in edges]
         self.facts[node] = tuple(facts) if slots[0][1] != -1 else facts[0]
@@ -215,6 +218,8 @@ class Reader:
         if label is not None and label == row:
             shift = 0 if operand in self.uniform else offset(signature, row, i) + fact.lo - low
             reach = signature.reach.get(label, HERE) + Reach(shift, shift)
+            if math.isinf(reach.hi - reach.lo) and not shift and fact.rows.outer == fact.rows.inner == 1:
+                return Edge(operand, "carry", reach)
             return Edge(operand, "rows" if reach == HERE else "halo", reach)
         if label is not None and label == key:
             if fact.rows.inner != 1:

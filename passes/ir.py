@@ -49,6 +49,7 @@ class Reach:
 
 HERE = Reach(0, 0)
 PAST = Reach(-math.inf, 0)
+FUTURE = Reach(0, math.inf)
 EVERYWHERE = Reach(-math.inf, math.inf)
 
 
@@ -172,6 +173,7 @@ class Edge:
     ``role``  rows    the rows of the chunk itself (shifted where reach is ``[k,k]``)
               keys    the key range of the chunk
               halo    a finite or infinite range of rows around the chunk
+              carry   the rows of the chunk, and what a scan came to before them
               whole   the value as it is (shared, summed)
     """
 

@@ -90,6 +90,8 @@ def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
         return None
     if signature.keys is not None:  # a softmax reads a whole row; its gradient a whole row of products
         return pairs
+    if signature.reach:  # a scan over keys reads those that are left out
+        return pairs
     out = facts[node]
     keeps = isinstance(out, Tokens) and out.keys is not None
     return None if keeps else pairs
@@ -99,8 +101,12 @@ OF_VISIBLE = {torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.defa
               torch.ops.aten.max.dim, torch.ops.streambp.to_extreme.default}  # of scores, what is hidden does not count in them
 
 
+MINDS_ZERO = {torch.ops.aten.cumprod.default, torch.ops.aten.logcumsumexp.default, "cumprod", "logcumsumexp"}  # scans
+
+
 def closes(band: Band, node: Node) -> bool:
     """Is what lies outside harmless to this reader: empty to a softmax, zero to a sum?"""
     if node.target in OF_VISIBLE:
         return band.outside in HIDING
-    return is_zero_outside(band)
+    scan = node.args[2] if node.target is torch.ops.streambp.reverse_scan.default else node.target
+    return is_zero_outside(band) and scan not in MINDS_ZERO

@@ -34,9 +34,11 @@ class Binding:
             write   like rows, for a buffer that the body fills
             feed    like keys, for a buffer that the body fills and reads
             total   an accumulator
+            carry   a scan's state, which the body moves on; or, in a sweep that resumes the scan, only reads
             keytotal  the key range of an accumulator
     low     the token of row 0 of the source, after any shift
     size    for a scalar that is a size of the model: the symbol
+    filling  for a state: what it is before the first row
     columns  for rows of a stored matrix: its dimension of keys, cut like keys
     """
 
@@ -47,6 +49,7 @@ class Binding:
     low: int = 0
     size: torch.SymInt | None = None
     columns: Mark | None = None
+    filling: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.role:<8} {self.name}"
@@ -98,7 +101,7 @@ class Writer:
 
     # Reading
 
-    def bind(self, role: str, source: Node | None, name: str, mark: Mark | None = None, low: int = 0, size=None) -> Node:
+    def bind(self, role: str, source: Node | None, name: str, mark: Mark | None = None, low: int = 0, size=None, filling: float = 0.0) -> Node:
         key = (role, source, name if source is None else None, low if role == "rows" else 0)
         if key not in self.bindings:
             last = list(self.bindings.values())[-1][1] if self.bindings else None
@@ -108,7 +111,7 @@ class Writer:
                     unique = f"{unique}_{len(self.bindings)}"
                 node = self.graph.placeholder(unique)
             columns = self.fact(source).keys if role == "rows" else None
-            self.bindings[key] = (Binding(role, source, name, mark, low, size, columns), node)
+            self.bindings[key] = (Binding(role, source, name, mark, low, size, columns, filling), node)
             if role == "whole":
                 for symbol in (s for size in value_of(source).shape for s in symbols_in(size)):  # Inductor wants each by itself
                     self.symbol(symbol)
@@ -206,7 +209,7 @@ class Writer:
             if edge.reach.lo == edge.reach.hi:  # rows shifted by a constant
                 return self.read(edge.operand, "rows", self.fact(edge.operand).lo - int(edge.reach.lo))
             return self.read(edge.operand, "whole")
-        return self.read(edge.operand, edge.role)
+        return self.read(edge.operand, "rows" if edge.role == "carry" else edge.role)
 
     # What rules may ask
 
@@ -398,6 +401,26 @@ class Writer:
     def reshaped(self, value: Node, sizes: list) -> Node:
         return self.graph.call_function(aten.reshape.default, (value, sizes))
 
+    def scan(self, node: Node, scan, dim: int, join, filling: float, turned: bool = False) -> Node:
+        """A scan over the chunk's rows, joined to what it came to before them.
+
+        join     joins a state to rows behind it, ``filling`` is the state of no rows
+        turned   from the last row to the first
+        """
+        edge, = self.analysis.edges[node]
+        if edge.role != "carry":
+            return self.copy(node)
+        call, mark, dtype = self.graph.call_function, self.fact(node).rows, total_dtype(value_of(node).dtype)
+        state = self.bind("carry", node, node.name, mark, filling=filling)
+        rows = call(prims.convert_element_type.default, (self.fill_outside(node, self.operand(edge), filling), dtype))
+        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
+        rows = call(join, (call(scan, (rows, dim)), state))
+        if node in self.sweep.scans:
+            last = call(aten.unsqueeze.default, (call(aten.select.int, (rows, dim, -1)), dim))
+            call(aten.copy_.default, (state, last))
+        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
+        return call(prims.convert_element_type.default, (rows, value_of(node).dtype))
+
     def accumulate_mm(self, node: Node, left: Node, right: Node) -> Node:
         return self.graph.call_function(streambp.add_product_.default, (left, right, self.bind("total", node, node.name)))
 
@@ -468,7 +491,7 @@ class Writer:
         """Operands with rows that do not count, zeroed; one zero factor is enough."""
         for i, edge in enumerate(self.analysis.edges[node]):
             fact = self.domain(edge.operand)
-            if edge.role in ("rows", "halo") and isinstance(fact, Tokens) and (fact.lo > 0 or fact.hi < 0):
+            if edge.role in ("rows", "halo", "carry") and isinstance(fact, Tokens) and (fact.lo > 0 or fact.hi < 0):
                 return {i: self.summand(edge.operand)}
         return {}
 

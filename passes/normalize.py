@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .bands import evaluate
 from .bands.domains import Band
-from .ir import arguments, is_zeros, shape_of, value_of
+from .ir import arguments, is_tensor, is_zeros, shape_of, value_of
 from .ranges import shorten
 from .shifts import shift_rows
 from .sizes import SizeNodes
@@ -24,7 +24,7 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 
 KEPT = (  # ops that the rules know better than their decompositions; a chunk body decomposes them later
     "aten::_softmax", "aten::_safe_softmax", "aten::_softmax_backward_data", "aten::_log_softmax", "aten::_log_softmax_backward_data",
-    "aten::embedding_dense_backward", "aten::cumsum", "aten::select_backward",
+    "aten::embedding_dense_backward", "aten::cumsum", "aten::logcumsumexp", "aten::cumprod", "aten::select_backward",
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
 )
@@ -96,6 +96,7 @@ def normalize(module: GraphModule) -> GraphModule:
     create_from_nothing(result.graph)
     shorten(result.graph)
     shift_rows(result.graph)
+    turn_scans(result.graph)
     draw_by_place(result.graph)
     scatter_to_extremes(result.graph)
     fuse_attention(result.graph)
@@ -169,6 +170,30 @@ def scatter_to_extremes(graph: Graph) -> None:
         new = emitted(graph, node, streambp.to_extreme.default, (grad, chosen.args[0], dim % rank, chosen.target is aten.max.dim))
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+FLIPS = (aten.flip.default, torch.ops.prims.rev.default)
+SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+
+
+def turn_scans(graph: Graph) -> None:
+    """A scan of flipped rows, flipped back (every gradient of a scan), is a scan from the last row to the first; rows flipped twice are as they were."""
+    def flipped(node: Node) -> list[int] | None:
+        rank = len(shape_of(node)) if node.target in FLIPS else 0
+        return sorted(d % rank for d in node.args[1]) if node.target in FLIPS else None
+
+    floats = [n for n in graph.nodes if is_tensor(n) and value_of(n).dtype.is_floating_point]
+    for node in floats:
+        if flipped(node) and flipped(node) == flipped(node.args[0]):
+            node.replace_all_uses_with(node.args[0].args[0])
+    for node in floats:
+        scan = node.args[0] if flipped(node) else None
+        if scan is None or scan.target not in SCANS or [scan.args[1] % len(shape_of(scan))] != flipped(node):
+            continue
+        source = scan.args[0]
+        if flipped(source) == flipped(node) and value_of(source).dtype == value_of(node).dtype:
+            call = (source.args[0], flipped(node)[0], scan.target.overloadpacket.__name__)
+            node.replace_all_uses_with(emitted(graph, node, streambp.reverse_scan.default, call))
 
 
 def outputs_of(node: Node) -> dict[int, Node]:

@@ -226,6 +226,11 @@ def shifted(x: Tensor, dim: int, by: int) -> Tensor:
     return out
 
 
+def reverse_scan(x: Tensor, dim: int, kind: str) -> Tensor:
+    """``cumsum`` (or another scan of ATen) from the last row to the first."""
+    return getattr(aten, kind)(x.flip(dim), dim).flip(dim).contiguous()
+
+
 def panels_mm(rows: Tensor, weight: Tensor) -> Tensor:
     """``rows @ weight``: ``[C, K]``, ``[K, N]`` → ``[C, N]``, some columns at a time: a quarter faster in MKL where C is far below N."""
     out = rows.new_empty(rows.shape[0], weight.shape[1])
@@ -352,6 +357,8 @@ define("panels_mm(Tensor rows, Tensor weight) -> Tensor", panels_mm,
        lambda rows, weight: rows.new_empty(rows.shape[0], weight.shape[1]))
 define("to_extreme(Tensor grad, Tensor x, int dim, bool largest) -> Tensor", to_extreme,
        lambda grad, x, dim, largest: torch.empty_like(x, dtype=grad.dtype))
+define("reverse_scan(Tensor x, int dim, str kind) -> Tensor", reverse_scan,
+       lambda x, dim, kind: torch.empty_like(x, memory_format=torch.contiguous_format))
 define("shifted(Tensor x, int dim, int by) -> Tensor", shifted,
        lambda x, dim, by: torch.empty_like(x, memory_format=torch.contiguous_format))
 define("grouped_mm(Tensor rows, Tensor weight, Tensor groups) -> Tensor", grouped_mm,

@@ -1,9 +1,9 @@
 """Assign every node to a sweep: one loop over chunks of tokens, ascending or descending.
 
-Inside one sweep an edge is satisfied when it reads the chunk's own rows, when it reads past keys while the sweep ascends, or when it
-reads what later rows added while the sweep descends. Anything else (a sum that somebody reads, the wrong direction, both directions)
+Inside one sweep an edge is satisfied when it reads the chunk's own rows, when it reads past keys while the sweep ascends, when it
+reads what later rows added while the sweep descends, or when it is a scan's and the sweep goes its way. Anything else (a sum that somebody reads, the wrong direction, both directions)
 puts the reader into a later sweep. What crosses between sweeps is kept full-length if it is read beyond its own rows, and recomputed
-otherwise. The number of sweeps, their directions, and what is kept are *found*: the fewest sweeps, then the fewest kept bytes.
+otherwise; a scan is made again in a sweep of the other direction from what it came to at the start of each chunk. The number of sweeps, their directions, and what is kept are *found*: the fewest sweeps, then the fewest kept bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .ir import (EVERYWHERE, HERE, Analysis, Reach, Tokens, bytes_of, hint, is_r
 
 ASCENDING, DESCENDING = "ascending", "descending"
 MOST_SWEEPS = 4
+SHORTEST = 32  # tokens per chunk that are planned: a scan's state is kept once in so many at most
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Sweep:
     fed       those of ``writes`` that later rows of the same sweep read as keys
     sums      values added up over chunks
     keysums   values added up per key; ``settled`` says that a chunk's own rows are final in this sweep
+    scans     running values that go from chunk to chunk
+    noted     those of ``scans`` whose state before each chunk is kept for a later sweep
+    resumed   scans of the other direction, which go on from such states
     in_place  output → the input whose buffer it takes over
     """
 
@@ -45,6 +49,9 @@ class Sweep:
     settled: bool
     in_place: tuple[tuple[Node, Node], ...] = ()
     keys: Reach = EVERYWHERE
+    scans: tuple[Node, ...] = ()
+    noted: tuple[Node, ...] = ()
+    resumed: tuple[Node, ...] = ()
 
     def __str__(self) -> str:
         """``descending, keys [-inf,0]: 41 ops; reads x, w; writes dx over dy; adds up dw``."""
@@ -52,7 +59,7 @@ class Sweep:
         parts = {
             "reads": dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside),
             "writes": [f"{n} over {over[n]}" if n in over else n for n in self.writes if n not in self.fed],
-            "feeds": self.fed, "adds up": self.sums, "settles" if self.settled else "adds up per key": self.keysums,
+            "feeds": self.fed, "carries": self.scans, "notes": self.noted, "resumes": self.resumed, "adds up": self.sums, "settles" if self.settled else "adds up per key": self.keysums,
         }
         said = [f"{what} {', '.join(map(str, values))}" for what, values in parts.items() if values]
         keys = "" if self.keys == EVERYWHERE else f", keys {self.keys}"
@@ -99,11 +106,12 @@ def partition(graph: Graph, analysis: Analysis, outputs: Iterable[object], given
             levels = search.levels(directions)
             if levels is None:
                 continue
-            plan = search.build(directions, levels, frozenset(movable))
-            if any(map(search.is_matrix, plan[1].kept)):
-                continue  # it is made again, never kept
-            if best is None or plan[0] < best[0]:
-                best = plan
+            for late in (False, True) if search.scans else (False,):
+                plan = search.build(directions, search.sunk(levels, directions) if late else levels, frozenset(movable))
+                if any(map(search.is_matrix, plan[1].kept)):
+                    continue  # it is made again, never kept
+                if best is None or plan[0] < best[0]:
+                    best = plan
         if best is not None:
             return best[1]
     node = next(iter(search.streamed))
@@ -127,6 +135,7 @@ class Search:
         self.small = self.small_rows()
         self.whole = self.find_whole()
         self.streamed = [n for n in self.needed if n not in self.whole and n not in self.given]
+        self.scans = {n: way for n in self.streamed if (way := self.direction(n)) is not None}
         self.check_domains()
 
     def closure(self, roots: list[Node]) -> list[Node]:
@@ -189,7 +198,7 @@ class Search:
                     raise refuse(node, "reads rows of every chunk at once, and they are too large to exist whole",
                                  "Reduce over features first, or compute this outside the compiled function")
                 take(node)
-            elif kind == "sum" and node in self.early:
+            elif node in self.early and (kind == "sum" or self.direction(node) is not None):
                 take(node)
             elif node.target is not operator.getitem and after and exists and all(
                     a in whole or a not in late or self.analysis.kinds[a] == "sum" for a in node.all_input_nodes):
@@ -234,6 +243,11 @@ class Search:
             if node not in self.outputs or not fills_with_zeros(node):
                 raise refuse(node, "has rows beyond the tokens", "Pad labels or masks, not hidden states")
 
+    def direction(self, node: Node) -> str | None:
+        """The way a scan goes over the tokens; None of what is no scan."""
+        reach = next((e.reach for e in self.edges_of(node) if e.role == "carry"), None)
+        return None if reach is None else ASCENDING if reach.looks_back() else DESCENDING
+
     # Levels
 
     def levels(self, directions: tuple[str, ...]) -> dict[Node, int] | None:
@@ -250,6 +264,8 @@ class Search:
                 at = 0
                 for edge in self.edges_of(node):
                     at = max(at, self.satisfied(node, edge, level, directions))
+                while at < len(directions) and self.scans.get(node, directions[at]) != directions[at]:
+                    at += 1
                 if at >= len(directions):
                     return None
                 level[node] = at
@@ -275,11 +291,27 @@ class Search:
         if kind in ("sum",) or edge.role in ("halo", "whole"):
             return at if node.target is operator.getitem and kind != "sum" else at + 1
         if kind == "keysum":
-            return at if edge.role == "rows" and directions[at] == DESCENDING and self.causal(operand) else at + 1
+            return at if edge.role in ("rows", "carry") and directions[at] == DESCENDING and self.causal(operand) else at + 1
         if edge.role == "keys":
             reach = self.analysis.reaches.get(node, edge.reach)
             return at if directions[at] == ASCENDING and reach.looks_back() else at + 1
         return at
+
+    def sunk(self, level: dict[Node, int], directions: tuple[str, ...]) -> dict[Node, int]:
+        """The same levels with all that only the last sweep wants moved there, so that a sweep for a scan's states makes little else."""
+        late, last = dict(level), len(directions) - 1
+        for node in reversed(self.needed):
+            readers = [n for n in node.users if n in late]
+            if node in self.whole:
+                late[node] = last + 1 if all(late[r] > last for r in readers) else level[node]
+            elif node not in self.given and self.analysis.kinds[node] in ("rows", "sum") and (
+                    self.scans.get(node, directions[last]) == directions[last]):
+                late[node] = last
+                edges = [(r, e) for r in readers for e in self.edges_of(r) if e.operand is node]
+                if any(late[r] < self.ready(node, late) if r in self.whole else late[r] < last or self.satisfied(r, e, late, directions) > last
+                       for r, e in edges):
+                    late[node] = level[node]
+        return late
 
     def causal(self, node: Node) -> bool:
         source = node.args[0] if node.target is operator.getitem else node
@@ -290,6 +322,7 @@ class Search:
     def build(self, directions: tuple[str, ...], level: dict[Node, int], movable: frozenset[Node]) -> tuple[tuple, Program]:
         count = len(directions)
         kept: set[Node] = set()
+        noted: set[Node] = set()
         bodies: list[set[Node]] = [set() for _ in directions]
         roots: list[set[Node]] = [set() for _ in directions]
         for output in self.outputs:
@@ -309,6 +342,9 @@ class Search:
                 if node in bodies[at]:
                     continue
                 bodies[at].add(node)
+                if self.scans.get(node, directions[at]) != directions[at]:
+                    noted.add(node)
+                    roots[level[node]].add(node)
                 for edge in self.edges_of(node):
                     operand = edge.operand
                     if operand in self.given or operand in self.whole:
@@ -344,9 +380,11 @@ class Search:
                 if n in self.analysis.reaches:
                     reach = self.analysis.reaches[n] if reach is None else reach.join(self.analysis.reaches[n])
             settled = direction == DESCENDING and all(self.causal(n) for n in keysums)
-            sweeps.append(Sweep(direction, tuple(nodes), writes, fed, sums, keysums, settled,
-                                self.in_place(at, count, nodes, writes, movable), reach or EVERYWHERE))
+            scans, resumed = (tuple(n for n in nodes if n in self.scans and (self.scans[n] == direction) is same) for same in (True, False))
+            sweeps.append(Sweep(direction, tuple(nodes), writes, fed, sums, keysums, settled, self.in_place(at, count, nodes, writes, movable),
+                                reach or EVERYWHERE, scans, tuple(n for n in own if n in noted), resumed))
             cost += sum(bytes_of(value_of(n)) for n in (*(w for w in writes if w not in row_outputs), *keysums))
+            cost += sum(bytes_of(value_of(n)) for n in sweeps[-1].noted) // SHORTEST
         whole = tuple(tuple(n for n in self.needed if n in self.whole and level[n] == stage) for stage in range(count + 1))
         # Ties go to fewer nodes computed, then to ascending sweeps.
         order = (cost, sum(len(b) for b in bodies), tuple(d != ASCENDING for d in directions))

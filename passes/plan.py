@@ -8,15 +8,15 @@ import torch
 from torch.fx import Node
 
 from .ir import Analysis, bytes_of, hint, is_row_wise, is_tensor, is_view, value_of
-from .partition import Sweep
+from .partition import SHORTEST, Program, Sweep
 
 CHUNK_BYTES = 24 << 20  # what one chunk's widest moment may take: past cache, so that matmuls run at speed, and well under any model
 ATTENTION_BYTES = 30 << 20  # the same with attention inside: it reads all earlier keys again for every chunk, and so wants fewer
 WIDE = 8 * CHUNK_BYTES  # a weight gradient beyond this takes more memory than its chunks do, and more time to walk over for each of them
-SHORTEST, LONGEST, STEP = 32, 2048, 16
+LONGEST, STEP = 2048, 16
 FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward", "grouped_mm", "grouped_outer")
-KERNELS = (*PRODUCTS, "embedding", "cat")  # they read and write memory; the rest fuses
+KERNELS = (*PRODUCTS, "embedding", "cat", "cumsum", "cumprod", "logcumsumexp", "reverse_scan")  # they read and write memory; the rest fuses
 
 
 def row_bytes(sweep: Sweep, analysis: Analysis) -> int:
@@ -64,6 +64,13 @@ def is_one_of(node: Node, names: tuple[str, ...]) -> bool:
 
 def is_read_by_kernel(node: Node) -> bool:
     return any(is_read_by_kernel(user) if is_alias(user) else is_one_of(user, KERNELS) for user in node.users)
+
+
+def chunk_lengths(program: Program, analysis: Analysis, chosen: int | None) -> tuple[int, ...]:
+    """Tokens per chunk of every sweep; the same for those that note a scan's states and those that go on from them."""
+    lengths = [chunk_length(s, analysis, chosen) for s in program.sweeps]
+    shared = min((c for s, c in zip(program.sweeps, lengths) if s.noted or s.resumed), default=0)
+    return tuple(shared if s.noted or s.resumed else c for s, c in zip(program.sweeps, lengths))
 
 
 def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None) -> int:

@@ -22,6 +22,7 @@ class Traits:
     """What the cut needs to know of a node.
 
     bytes    of its value (0: none; -1: it cannot cross a cut)
+    attends  of what lets one token see another: by attention, and not as a scan or a convolution does
     light    it costs little to compute and gives the same bits when computed again
     storage  whose memory its value is
     """
@@ -31,6 +32,7 @@ class Traits:
     tokens: bool
     matrix: bool
     mixing: bool
+    attends: bool = True
     light: bool = False
     storage: int | None = None
 
@@ -69,11 +71,13 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     body = [n for n in nodes if n not in cheap]
     widths = frontier(body, traits)
     mixers = [i for i, n in enumerate(body) if traits[n].mixing]
+    layer = 2 * stream_width(body, widths, traits, mixers)
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
-        if following is not None and widths[end] >= FORBIDDEN:
-            continue  # two mixers that no cut can part share a region
+        if following is not None and (widths[end] >= FORBIDDEN or widths[end] >= layer and not (
+                traits[body[mixer]].attends and traits[body[following]].attends)):
+            continue  # two mixers that no cut can part share a region, and so do a scan or a convolution and what else its layer has
         cuts += head_cut(body, widths, traits, mixer, end, cuts)
         cuts += [] if following is None else [end]
     prelude = prelude_cut(body, widths, traits, cuts)
@@ -200,6 +204,15 @@ def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:
     """Places from ``start`` up to before ``stop`` where the fewest bytes are alive."""
     least = min(widths[start:stop])
     return [i for i in range(start, stop) if widths[i] == least]
+
+
+def stream_width(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]) -> int:
+    """The fewest bytes that are alive anywhere among the layers: those of the residual stream."""
+    if not mixers:
+        return 0
+    behind = range(mixers[-1], len(body))
+    until = max(behind, key=lambda i: (traits[body[i]].bytes if traits[body[i]].tokens else -1, i))
+    return min((w for w in widths[mixers[0]:until] if w > 0), default=FORBIDDEN)
 
 
 def head_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixer: int, end: int, cuts: Sequence[int]) -> list[int]:

@@ -36,6 +36,7 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
 def verify_program(program: Program, analysis: Analysis) -> None:
     """Everything is computed before it is read, and what a sweep reads beyond its rows was kept or is fed."""
     ready: set[Node] = set(program.given)
+    noted: set[Node] = set()
     for stage, nodes in enumerate(program.whole):
         for node in nodes:
             for operand in node.all_input_nodes:
@@ -45,14 +46,18 @@ def verify_program(program: Program, analysis: Analysis) -> None:
             break
         sweep = program.sweeps[stage]
         inside: set[Node] = set()
+        check(noted.issuperset(sweep.resumed), f"{sweep.resumed} go on from states that no sweep before noted")
+        noted.update(sweep.noted)
         for node in sweep.nodes:
+            scans = any(edge.role == "carry" for edge in analysis.edges[node])
+            check(not scans or node in sweep.scans or node in sweep.resumed, f"{node} scans, and has no state")
             for edge in analysis.edges[node]:
                 operand = edge.operand
                 check(operand in ready or operand in inside, f"{node} reads {operand} before it exists")
                 if edge.role in ("keys", "halo") and operand in inside and operand not in ready:
                     check(operand in sweep.fed and edge.role == "keys", f"{node} reads {operand} beyond its chunk")
                 if operand in inside and operand in sweep.keysums and operand not in ready:
-                    check(sweep.settled and edge.role == "rows" and edge.reach == HERE, f"{operand} is read before it is final")
+                    check(sweep.settled and (edge.role == "carry" or edge.role == "rows" and edge.reach == HERE), f"{operand} is read before it is final")
                 check(not (operand in inside and operand in sweep.sums), f"{node} reads the unfinished sum {operand}")
             inside.add(node)
         ready.update(sweep.writes)

@@ -187,9 +187,12 @@ class BodyInputs:
                 return self.size(binding.size)
             return self.symbol(binding.name, self.hints[binding.name])
         value = source_value(binding)
-        dtype = total_dtype(value.dtype) if binding.role in ("total", "keytotal") else value.dtype
+        dtype = total_dtype(value.dtype) if binding.role in ("total", "keytotal", "carry") else value.dtype
         mark = binding.mark
         full = [self.size(s) for s in value.shape]
+        if binding.role == "carry":
+            full[mark.dim] = 1
+            return self.empty(full, _contiguous(full), dtype, value.device)
         if binding.role in ("whole", "total") or mark is None:
             if binding.role == "total" or mark is None and binding.role == "keytotal":
                 strides = _contiguous(full)

@@ -13,7 +13,7 @@ from .passes.ir import Analysis, CannotStream, Mark, Refusal, Shared, Size, is_t
 from .passes.lower import Body, lower
 from .passes.normalize import normalize
 from .passes.partition import Program, partition
-from .passes.plan import PRODUCTS, chunk_length, is_one_of
+from .passes.plan import PRODUCTS, chunk_lengths, is_one_of
 from .passes.spread import Spread
 from .passes.unsort import unsort
 from .passes.verify import verify_analysis, verify_program
@@ -77,7 +77,7 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     def schedule(program: Program) -> Schedule:
         verify_program(program, analysis)
         bodies = lower(program, analysis)
-        chunks = tuple(chunk_length(s, analysis, chunk_size) for s in program.sweeps)
+        chunks = chunk_lengths(program, analysis, chunk_size)
         compiled = tuple(compile_body(b, c) for b, c in zip(bodies, chunks))
         return Schedule(program, bodies, chunks, Runner(program, analysis, bodies, compiled, chunks))
 

@@ -54,7 +54,7 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
         size = bytes_of(fake) if tensor and not matrix else 0 if plain else -1
         found[node] = Traits(
             size, tensor and fake.requires_grad, node in axis.marks, tensor and fake.dtype.is_floating_point and fake.dim() >= 2,
-            node in axis.mixing, node in axis.light, storage_of(node))
+            node in axis.mixing, node in axis.attending, node in axis.light, storage_of(node))
     return found
 
 

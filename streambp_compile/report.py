@@ -112,17 +112,18 @@ def describe(title: str, schedule: Schedule, analysis: Analysis) -> list[str]:
             if binding.source is None or not is_tensor(binding.source) or binding.role == "whole":
                 continue
             value = value_of(binding.source)
+            size = bytes_of(value) // length if binding.role == "carry" else bytes_of(value)
             fact = analysis.facts[binding.source]
             taken = f", becomes {in_place[binding.source].name}" if binding.source in in_place else ""
             lines.append(f"      {ROLES[binding.role]:<12} {binding.name:<26} {fact.pattern(rank_of(binding.source)):<22} "
-                         f"{mebibytes(bytes_of(value))}{taken}")
+                         f"{mebibytes(size)}{taken}")
     lines.append(f"    predicted: {mebibytes(streamed_bytes(schedule, analysis))} in sweeps, "
                  f"{mebibytes(whole_bytes(schedule, analysis))} whole")
     return lines
 
 
 ROLES = {"rows": "reads rows", "keys": "reads prefix", "write": "writes rows", "feed": "keeps prefix", "total": "adds up",
-         "keytotal": "adds suffix"}
+         "keytotal": "adds suffix", "carry": "carries"}
 
 
 def proof(keys) -> str:
@@ -138,8 +139,9 @@ def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
     kept = sum(bytes_of(value_of(n)) for n in schedule.program.kept)
     added = sum(bytes_of(value_of(n)) // value_of(n).dtype.itemsize * total_dtype(value_of(n).dtype).itemsize
                 for s in schedule.program.sweeps for n in (*s.sums, *s.keysums) if is_tensor(n))
+    noted = sum(bytes_of(value_of(n)) // c for s, c in zip(schedule.program.sweeps, schedule.chunks) for n in s.noted)
     chunk = max((row_bytes(s, analysis) * c for s, c in zip(schedule.program.sweeps, schedule.chunks)), default=0)
-    return kept + added + chunk
+    return kept + added + noted + chunk
 
 
 def whole_bytes(schedule: Schedule, analysis: Analysis) -> int:

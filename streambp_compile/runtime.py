@@ -112,23 +112,26 @@ class Runner:
         values = {n: inputs[n] if n in inputs else self.constants[n] for n in self.program.given}
         inputs.clear()
         length = sizes(self.analysis.length)
+        states: dict[Node, dict[int, torch.Tensor]] = {}
         for stage, nodes in enumerate(self.program.whole):
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
                 values[node] = AS_COPIES.get(node.target, node.target)(*args, **kwargs)
             if stage < len(self.program.sweeps):
-                self.sweep(stage, values, sizes, length, owned)
+                self.sweep(stage, values, states, sizes, length, owned)
                 for node in self.last_read[stage]:
                     values.pop(node, None)
         return [values[o] if isinstance(o, Node) else o for o in self.program.outputs]
 
-    def sweep(self, stage: int, values: dict, sizes: Sizes, length: int, owned: frozenset[Node]) -> None:
+    def sweep(self, stage: int, values: dict, states: dict, sizes: Sizes, length: int, owned: frozenset[Node]) -> None:
         sweep, body, compiled, chunk = self.program.sweeps[stage], self.bodies[stage], self.compiled[stage], self.chunks[stage]
         in_place = dict(sweep.in_place)
         for source in in_place.values():
             own = values[source] if source in owned else values[source].clone()
             values[source] = laid_out(own, layout_of(value_of(source)))
-        sources = [self.source(b, sweep, values, sizes, length) for b in body.bindings]
+        sources = [states[b.source] if b.role == "carry" and b.source in sweep.resumed else self.source(b, sweep, values, sizes, length)
+                   for b in body.bindings]
+        noted = [(states.setdefault(b.source, {}), s) for b, s in zip(body.bindings, sources) if b.role == "carry" and b.source in sweep.noted]
         starts = range(0, length, chunk)
         for start in (reversed(starts) if sweep.direction == DESCENDING else starts):
             stop = min(start + chunk, length)
@@ -136,6 +139,8 @@ class Runner:
             first_key = max(0, start + int(low)) if low > -length else 0
             last_key = min(length, stop + int(high)) if high < length else length
             scalars = {"rows": stop - start, "keys": last_key - first_key, "first": start, "offset": start - first_key, "length": length}
+            for known, state in noted:
+                known[start] = state.clone()
             compiled([cut(b, s, start, stop, first_key, last_key, scalars) for b, s in zip(body.bindings, sources)])
         for binding, source in zip(body.bindings, sources):
             if binding.role in ("write", "feed"):
@@ -154,6 +159,9 @@ class Runner:
         fake = source_value(binding)
         if binding.role in ("total", "keytotal"):
             return torch.zeros([sizes(s) for s in fake.shape], dtype=total_dtype(fake.dtype), device=fake.device)
+        if binding.role == "carry":
+            shape = [1 if d == binding.mark.dim else sizes(s) for d, s in enumerate(fake.shape)]
+            return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
         if binding.role in ("write", "feed"):
             shape = self.padded(binding, fake, sizes, length)
             return torch.empty_strided(shape, layout_of(fake).strides(shape), dtype=fake.dtype, device=fake.device)
@@ -228,6 +236,8 @@ def cut(binding: Binding, source, start: int, stop: int, first_key: int, last_ke
         return scalars.get(binding.name, source) if binding.source is None else source
     if role in ("whole", "total"):
         return source
+    if role == "carry":
+        return source[start] if isinstance(source, dict) else source
     if role in ("keys", "feed", "keytotal"):
         return source.narrow(mark.dim, first_key, last_key - first_key) if mark is not None else source
     if binding.columns is not None:

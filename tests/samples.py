@@ -176,6 +176,8 @@ SAMPLES = {
         "aten::_softmax_backward_data", "aten::_log_softmax_backward_data")},
     **{n: [call(n, t(3, 4), 1), call(n, t(3, 4), 0), call(n, t(4, 3, 2), -2)] for n in (
         "aten::cumsum", "aten::logcumsumexp", "aten::cumprod")},
+    "streambp::reverse_scan": [call("streambp::reverse_scan", t(*shape), d, kind) for shape, d, kind in (
+        ((3, 4), 1, "cumsum"), ((3, 4), 0, "logcumsumexp"), ((4, 3, 2), 1, "cumprod"))],
     # look-ups
     "aten::embedding": [call("aten::embedding", t(7, 3), i(7, 2, 4)), call("aten::embedding", t(7, 3), i(7, 4), 2)],
     "aten::embedding_dense_backward": [

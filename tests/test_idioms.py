@@ -522,13 +522,13 @@ def attention_pooled(ids, w):
     return F.cross_entropy(((x @ w.mix[:, :1]).softmax(1) * x).sum(1) @ w.table.t(), ids[:, 0])
 
 
-@idiom()
+@idiom("streams")
 def cumulative_features(ids, w):
     x = base(ids, w)
     return loss_of(x + (x @ w.mix).cumsum(1), ids, w)
 
 
-@idiom()
+@idiom("streams")
 def cumulative_features_without_gradient(ids, w):
     x = F.embedding(ids, w.table)
     with torch.no_grad():

@@ -110,6 +110,8 @@ def compared(node: Node, get: Evaluation) -> Abstract:
         return replace(a, outside=name == "eq", zero=False)  # which scores are empty: those outside are
     if isinstance(a, Band) and a.zero and b == Affine(0.0) and name in ("eq", "ne"):
         return replace(a, outside=name == "ne", zero=False)  # which entries of a mask hide
+    if isinstance(a, Band) and is_zero_outside(a) and a.seen == () and b == Affine(0.0) and not a.zero:
+        return replace(a, outside=name in ("eq", "le", "ge"), seen=None)  # where a ReLU of scores is shut
     if isinstance(a, Distance) and is_constant(b) and name in ("le", "lt"):
         width = math.ceil(b.const) - 1 if name == "lt" else math.floor(b.const)
         return Band(a.row, a.key, -width, width, False, ())

@@ -148,6 +148,12 @@ def zeroed(scores: Abstract, dim: int) -> Band | None:
     return None
 
 
+def vanished(node: Node, get: Evaluation) -> Abstract:
+    """An exponential turns minus infinity into zero, and so do a sigmoid and a ReLU."""
+    scores = get(node.args[0])
+    return replace(scores, outside=0.0, seen=(), zero=False) if isinstance(scores, Band) and scores.outside == -math.inf else None
+
+
 def normalized_backward(node: Node, get: Evaluation) -> Abstract:
     value = get(node.args[1])
     return value if isinstance(value, Band) and is_zero_outside(value) else None
@@ -160,5 +166,7 @@ TABLE = {
     aten.where.self: chosen,
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), filled),
     aten._softmax.default: normalized, aten._safe_softmax.default: normalized,
-    streambp.to_extreme.default: largest_backward, aten._softmax_backward_data.default: normalized_backward,
+    **dict.fromkeys((aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.relu.default), vanished),
+    streambp.to_extreme.default: largest_backward,
+    **dict.fromkeys((aten._softmax_backward_data.default, aten.sigmoid_backward.default, aten.threshold_backward.default), normalized_backward),
 }

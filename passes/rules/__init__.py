@@ -76,7 +76,7 @@ def rule_of(node: Node) -> Rule:
         "Register one with @streambp_compile.rule, or keep the op out of the compiled function", where_of(node)))
 
 
-for _family in ("pointwise", "views", "matmul", "reductions", "indexing", "creation", "attention"):
+for _family in ("pointwise", "views", "matmul", "reductions", "scans", "indexing", "creation", "attention"):
     importlib.import_module(f"{__name__}.{_family}")
 
 POINTWISE = TABLE[overload("aten::clone")]

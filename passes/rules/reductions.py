@@ -1,10 +1,10 @@
-"""Reductions, scans and the softmax family. A sum over tokens adds up chunk by chunk; nothing else does."""
+"""Reductions and the softmax family. A sum over tokens adds up chunk by chunk; nothing else does."""
 
 from __future__ import annotations
 
 from torch.fx import Node
 
-from ..ir import PAST, Signature, shape_of, value_of
+from ..ir import Signature, shape_of, value_of
 from . import rule
 from .signatures import argument, dims_of
 
@@ -93,9 +93,3 @@ def to_extreme(node: Node) -> Signature:
     dim, labels = node.args[2], tuple(range(len(shape_of(node))))
     return Signature((tuple(None if i == dim else i for i in labels), labels), (labels,), keys=dim)
 
-
-@rule("aten::cumsum", "aten::logcumsumexp", "aten::cumprod")
-def scan(node: Node) -> Signature:
-    rank = len(shape_of(node))
-    labels = tuple(range(rank))
-    return Signature((labels,), (labels,), reach={node.args[1] % max(rank, 1): PAST})

@@ -1,0 +1,44 @@
+"""Scans: row t is made of all rows up to it, or of all from it on.
+
+Over tokens, a chunk goes on from what the rows before it came to: a state of one row, whatever the length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Node
+
+from ..ir import FUTURE, PAST, Signature, shape_of
+from . import rule
+
+aten = torch.ops.aten
+
+JOINS = {  # scan → what joins a state to the rows behind it, and the state of no rows
+    aten.cumsum.default: (aten.add.Tensor, 0.0),
+    aten.cumprod.default: (aten.mul.Tensor, 1.0),
+    aten.logcumsumexp.default: (aten.logaddexp.default, -math.inf),
+}
+
+
+def emit_forward(body, node: Node):
+    return body.scan(node, node.target, node.args[1], *JOINS[node.target])
+
+
+@rule("aten::cumsum", "aten::logcumsumexp", "aten::cumprod", emit=emit_forward)
+def forward(node: Node) -> Signature:
+    rank = len(shape_of(node))
+    labels = tuple(range(rank))
+    return Signature((labels,), (labels,), reach={node.args[1] % max(rank, 1): PAST})
+
+
+def emit_reverse(body, node: Node):
+    scan = getattr(aten, node.args[2]).default
+    return body.scan(node, scan, node.args[1], *JOINS[scan], turned=True)
+
+
+@rule("streambp::reverse_scan", emit=emit_reverse)
+def reverse(node: Node) -> Signature:
+    labels = tuple(range(len(shape_of(node))))
+    return Signature((labels,), (labels,), reach={node.args[1]: FUTURE})
