@@ -304,13 +304,13 @@ class Search:
             readers = [n for n in node.users if n in late]
             if node in self.whole:
                 late[node] = last + 1 if all(late[r] > last for r in readers) else level[node]
-            elif node not in self.given and self.analysis.kinds[node] in ("rows", "sum") and (
-                    self.scans.get(node, directions[last]) == directions[last]):
+            elif node not in self.given and self.scans.get(node, directions[last]) == directions[last] and all(
+                    self.analysis.kinds[n] in ("rows", "sum") for n in (node, *node.all_input_nodes[:node.target is operator.getitem])):
                 late[node] = last
                 edges = [(r, e) for r in readers for e in self.edges_of(r) if e.operand is node]
                 if any(late[r] < self.ready(node, late) if r in self.whole else late[r] < last or self.satisfied(r, e, late, directions) > last
                        for r, e in edges):
-                    late[node] = level[node]
+                    late.update((n, level[n]) for n in (node, *readers) if n is node or n.target is operator.getitem)
         return late
 
     def causal(self, node: Node) -> bool:

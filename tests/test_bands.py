@@ -158,6 +158,11 @@ PROVED = [
     ("softmax of -inf", lambda s: s.masked_fill(~lower(9), -INF).softmax(-1), (scores(),), CAUSAL, 0.0, False),
     ("softmax of minimum", lambda s: (s @ s + additive(lower(9))).softmax(-1), (scores(),), CAUSAL, 0.0, False),
     ("softmax of a window", lambda s: (s @ s + additive(window(9, 4))).softmax(-1), (scores(),), (-3, 0), 0.0, False),
+    ("exponentials", lambda s: s.masked_fill(~lower(9), -INF).exp() * s, (scores(),), CAUSAL, 0.0, False),
+    ("sigmoids and their slopes", lambda s: (lambda p: p * p * (1 - p))(s.masked_fill(~window(9, 4), -INF).sigmoid()), (scores(),), (-3, 0), 0.0, False),
+    ("rectified", lambda s: s.masked_fill(~lower(9), -INF).relu(), (scores(),), CAUSAL, 0.0, False),
+    ("where rectified scores are shut", lambda s: torch.where(s.masked_fill(~lower(9), -INF).relu() <= 0, 0.0, s), (scores(),), CAUSAL, 0.0, False),
+    ("where they are open", lambda s: torch.where(s.masked_fill(~lower(9), -INF).relu() > 0, s, 0.0), (scores(),), CAUSAL, 0.0, False),
     ("scaled probabilities", lambda s: s.masked_fill(~lower(9), -INF).softmax(-1) / 0.9 * s, (scores(),), CAUSAL, 0.0, False),
 ]
 
@@ -171,6 +176,9 @@ def test_proved(function, inputs, bounds, outside, exact):
 
 # Masks of which nothing, or less, may be claimed: soundness is checked on the way.
 OPEN = [
+    ("exponentials of minimum", lambda s: s.masked_fill(~lower(9), LOW).exp(), (scores(),)),
+    ("rectified, compared otherwise", lambda s: s.masked_fill(~lower(9), -INF).relu() < 0, (scores(),)),
+    ("probabilities compared", lambda s, m: (s + additive(m)[:, None, None] + additive(lower(9))).softmax(-1) <= 0, (scores(), keeps().flip(1))),
     ("random", lambda s: s > 0, (scores(),)),
     ("anticausal softmax of minimum", lambda s: (s + additive(window(9, 4) & (lambda q, k: k < q)(*positions(9)))).softmax(-1), (scores(),)),
     ("k < q, softmax of minimum", lambda s: s.masked_fill((lambda q, k: k >= q)(*positions(9)), LOW).softmax(-1), (scores(),)),
