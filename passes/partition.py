@@ -99,22 +99,15 @@ def partition(graph: Graph, analysis: Analysis, outputs: Iterable[object], given
     Raises `CannotStream` where no four sweeps do.
     """
     outputs = tuple(outputs)
-    search = Search(graph, analysis, outputs, frozenset(given))
-    best = None
-    for count in range(0 if not search.streamed else 1, MOST_SWEEPS + 1):
-        for directions in itertools.product((ASCENDING, DESCENDING), repeat=count):
-            levels = search.levels(directions)
-            if levels is None:
-                continue
-            for late in (False, True) if search.scans else (False,):
-                plan = search.build(directions, search.sunk(levels, directions) if late else levels, frozenset(movable))
-                if any(map(search.is_matrix, plan[1].kept)):
-                    continue  # it is made again, never kept
-                if best is None or plan[0] < best[0]:
-                    best = plan
-        if best is not None:
-            return best[1]
-    node = next(iter(search.streamed))
+    searches = [Search(graph, analysis, outputs, frozenset(given))]
+    if searches[0].scans_whole:
+        searches.append(Search(graph, analysis, outputs, frozenset(given), carry_all=True))
+    for count in range(0 if not searches[0].streamed else 1, MOST_SWEEPS + 1):
+        for search in searches:
+            best = search.best(count, frozenset(movable))
+            if best is not None:
+                return best
+    node = next(iter(searches[0].streamed))
     raise refuse(node, f"more than {MOST_SWEEPS} sweeps would be needed", "Report the printed graph; the region runs whole")
 
 
@@ -127,16 +120,32 @@ def fills_with_zeros(node: Node) -> bool:
 
 
 class Search:
-    def __init__(self, graph: Graph, analysis: Analysis, outputs: tuple[object, ...], given: frozenset[Node]):
-        self.graph, self.analysis, self.outputs = graph, analysis, outputs
+    """The best program of so many sweeps.
+
+    carry_all  scans of a few numbers per token go from chunk to chunk too, and do not run whole between two sweeps
+    """
+
+    def __init__(self, graph: Graph, analysis: Analysis, outputs: tuple[object, ...], given: frozenset[Node], carry_all: bool = False):
+        self.graph, self.analysis, self.outputs, self.carry_all = graph, analysis, outputs, carry_all
         self.given = given | {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.needed = self.closure([o for o in outputs if isinstance(o, Node)])
         self.small = self.small_rows()
+        self.scans_whole = False
         self.whole = self.find_whole()
         self.streamed = [n for n in self.needed if n not in self.whole and n not in self.given]
         self.scans = {n: way for n in self.streamed if (way := self.direction(n)) is not None}
         self.check_domains()
+
+    def best(self, count: int, movable: frozenset[Node]) -> Program | None:
+        """The program of that many sweeps that keeps the fewest bytes."""
+        found: list[tuple[tuple, Program]] = []
+        for directions in itertools.product((ASCENDING, DESCENDING), repeat=count):
+            levels = self.levels(directions)
+            if levels is not None:
+                found += [self.build(directions, at, movable) for at in (levels, *([self.sunk(levels, directions)] if self.scans else []))]
+        made_again = [plan for plan in found if not any(map(self.is_matrix, plan[1].kept))]  # a matrix is, it is never kept
+        return min(made_again, key=lambda plan: plan[0], default=(None, None))[1]
 
     def closure(self, roots: list[Node]) -> list[Node]:
         seen: set[Node] = set()
@@ -198,12 +207,15 @@ class Search:
                     raise refuse(node, "reads rows of every chunk at once, and they are too large to exist whole",
                                  "Reduce over features first, or compute this outside the compiled function")
                 take(node)
-            elif node in self.early and (kind == "sum" or self.direction(node) is not None):
+            elif kind == "sum" and node in self.early:
+                take(node)
+            elif self.direction(node) is not None and (node in self.early or exists and not self.carry_all):
+                self.scans_whole |= node not in self.early
                 take(node)
             elif node.target is not operator.getitem and after and exists and all(
                     a in whole or a not in late or self.analysis.kinds[a] == "sum" for a in node.all_input_nodes):
                 take(node)  # the tail of a loss that looks at sums: a few numbers per token, and no sweep of its own
-            if node not in self.early and (after or kind in ("sum", "all")):
+            if node not in self.early and (after or kind in ("sum", "all") or node in whole and self.tokens(node)):
                 late.add(node)
             if node.target is operator.getitem and node.args[0] in whole or node in self.early and is_view(node) and (
                     self.is_matrix(node) or self.has_padding(node)):
