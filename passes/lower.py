@@ -390,10 +390,7 @@ class Writer:
         return self.graph.call_function(aten.index_add.default, (self.zeros(node), dim, local, self.zero_unless(inside, row, like)))
 
     def iota(self, node: Node, start, step) -> Node:
-        kwargs = dict(node.kwargs)
-        kwargs["start"], kwargs["step"] = 0, 1
-        rows = self.graph.call_function(prims.iota.default, (self.scalar("rows"),), kwargs)
-        rows = self.graph.call_function(aten.add.Scalar, (rows, self.scalar("first")))
+        rows = self.graph.call_function(prims.convert_element_type.default, (self.places(node, node.kwargs["device"]), node.kwargs["dtype"]))
         if step != 1:
             rows = self.graph.call_function(aten.mul.Scalar, (rows, step))
         return rows if start == 0 else self.graph.call_function(aten.add.Scalar, (rows, self.read_int(start) if isinstance(start, Node) else start))

@@ -13,13 +13,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
+from .capture import Captured
 from .passes.ir import Mark, Size, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
 from .passes.normalize import normalize
 from .passes.plan import PRODUCTS, is_one_of
 from .passes.split import Region
 from .passes.spread import Spread
 from .passes.unsort import unsort
-from .pipeline import outputs_of
 
 SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
 
@@ -108,27 +108,9 @@ class Trace:
     """The whole forward, captured once; and which of its nodes come from which node of the Dynamo graph."""
 
     def __init__(self, module: GraphModule, fakes: Sequence[object]):
-        self.captured_for: dict[Node, set[str]] = {}
-        made: list[tuple[Node, torch.Tensor]] = []
-        captured_for = self.captured_for
-
-        class Recorder(torch.fx.Interpreter):
-            def run_node(self, n: Node):
-                before, _ = internals.captured_after(None)
-                result = super().run_node(n)
-                captured_for[n] = set(internals.captured_after(before)[1])
-                if isinstance(result, torch.Tensor) and n.op != "output":
-                    made.append((n, result))
-                return result
-
-        def run(*args):
-            made.clear()
-            Recorder(module).run(*args)
-            return [t for _, t in made]
-
-        captured = unsort(normalize(internals.capture(run, fakes)), probing=True)
-        self.graph = captured.graph
-        self.values = {n: v for (n, _), v in zip(made, outputs_of(captured)) if isinstance(v, Node)}
+        captured = Captured(module, fakes)
+        rewritten = unsort(normalize(captured.module), probing=True)
+        self.graph, self.captured_for, self.values = rewritten.graph, captured.names, captured.values_in(rewritten)
         self.placeholders = self.graph.find_nodes(op="placeholder")
 
     def candidate(self, node: Node, dim: int) -> list[Candidate]:

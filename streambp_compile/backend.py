@@ -31,6 +31,7 @@ from .regions import build_region, is_switch, postpone, region_text, traits_of, 
 from .remade import Again, Recipe, kept_as_recipes
 from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
 from .rewrites import even_heads, look_back
+from .rolled import rolled
 from .rows_first import rows_first
 from .runtime import Sizes
 from .wrappers import fold_maps, inline_checkpoints
@@ -49,7 +50,7 @@ class Chain:
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
         self.config = config
-        self.module = rows_first(look_back(even_heads(fold_maps(inline_checkpoints(module)))))
+        self.module = rows_first(look_back(even_heads(rolled(fold_maps(inline_checkpoints(module))))))
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report
