@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from .passes.analyze import analyze
 from .passes.ir import Analysis, CannotStream, Mark, Refusal, Shared, Size, is_tensor
+from .passes.linear import is_linear
 from .passes.lower import Body, lower
 from .passes.normalize import normalize
 from .passes.partition import Program, partition
@@ -90,7 +91,7 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
         raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
     if not tangents:
         return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False)
-    both = in_one_sweep(graph, analysis, outputs, forward, tangent_nodes)
+    both = in_one_sweep(graph, analysis, outputs, forward, tangent_nodes) if all(is_linear(graph, t, backward_part) for t in tangent_nodes) else None
     if both is not None:
         return StreamedRegion(module, analysis, primals, tangent_nodes, (), schedule(both), None, True)
     sums = sums_of_forward(graph, analysis, forward, tangent_nodes)
