@@ -39,11 +39,15 @@ def is_linear(graph: Graph, tangent: Node, outputs: Iterable[object]) -> bool:
             zero.add(node)
         if linear.isdisjoint(node.all_input_nodes) or node.op == "output":
             continue
-        rounded = is_tensor(node) and not (value_of(node).is_floating_point() or value_of(node).is_complex()) or node.kwargs.get("rounding_mode")
-        if rounded or not keeps(node, linear, fits, is_nothing):
+        if node.kwargs.get("rounding_mode") or is_tensor(node) and is_rounded(value_of(node)) or not keeps(node, linear, fits, is_nothing):
             return False
         linear.add(node)
     return all(not isinstance(o, Node) or fits(o) for o in outputs)
+
+
+def is_rounded(value: torch.Tensor) -> bool:
+    """To whole numbers; or in float16, whose smallest numbers a loss is scaled to keep its gradients from."""
+    return not (value.is_floating_point() or value.is_complex()) or value.dtype is torch.float16
 
 
 def is_zero(node: Node, zero: set[Node]) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import traced
-from models import VOCABULARY, Layer, gradients, ids_of, worst_error
+from models import VOCABULARY, Layer, gradients, ids_of, total_error, truth_of, worst_error
 from streambp_compile.passes.linear import is_linear
 from streambp_compile.passes.normalize import normalize
 from torch import nn
@@ -27,6 +27,7 @@ OTHERWISE = {
     "divisor": lambda g, x, w, i: x / g, "both factors": lambda g, x, w, i: (g * x) @ (g * w), "rounded": lambda g, x, w, i: (g * x * 10).to(torch.int32).to(torch.float32),
     "in steps": lambda g, x, w, i: torch.div(g * x, 0.5, rounding_mode="floor"), "padded with ones": lambda g, x, w, i: F.pad(g * x, (1, 1), value=1.0),
     "norm": lambda g, x, w, i: (g * x) / (g * x).norm(), "of no tangent": lambda g, x, w, i: x * 2, "put into others": lambda g, x, w, i: x.scatter_add(1, i, (g * x)[:, :2]),
+    "range of half precision": lambda g, x, w, i: (g * x).half().float(),
     "largest": lambda g, x, w, i: (g * x).amax(1), "scanned": lambda g, x, w, i: (g * x).logcumsumexp(0),
 }
 
@@ -72,3 +73,27 @@ def test_a_gradient_clipped_by_a_function_is_clipped_at_its_own_size(scale, inte
     model, ids = Model().double(), ids_of(2, 61)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     assert worst_error(gradients(model, lambda: step(ids) * scale), gradients(model, lambda: model(ids) * scale)) < 1e-10
+
+
+class Plain(Model):
+    def forward(self, ids):
+        return F.cross_entropy(self.head(self.layer(self.embed(ids))).float().flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_scaled_loss_keeps_what_float16_would_lose(autocast, interpreted):
+    """Probabilities over so many tokens are below its smallest numbers, unless the loss is scaled as a gradient scaler does."""
+    model, ids = Plain(), ids_of(8, 256)
+    truth = truth_of(model, lambda m: m(ids) * 65536)
+    model = model if autocast else model.half()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 64})
+
+    def error(f) -> float:
+        def loss():
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                made = f(ids)
+            return made * 65536
+
+        return total_error(gradients(model, loss), truth)
+
+    assert error(step) <= 1.05 * error(model)
