@@ -71,7 +71,7 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     body = [n for n in nodes if n not in cheap]
     widths = frontier(body, traits)
     mixers = [i for i, n in enumerate(body) if traits[n].mixing]
-    layer = 2 * stream_width(body, widths, traits, mixers)
+    layer = layer_width(body, widths, traits, mixers)
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
@@ -206,13 +206,19 @@ def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:
     return [i for i in range(start, stop) if widths[i] == least]
 
 
-def stream_width(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]) -> int:
-    """The fewest bytes that are alive anywhere among the layers: those of the residual stream."""
-    if not mixers:
+def layer_width(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]) -> int:
+    """Bytes that are alive inside layers, rather than between them: twice the fewest between two mixers.
+
+    Of few mixers all may be of one layer; then half as much again as twice the fewest behind it.
+    """
+    if len(mixers) < 2:
         return 0
+    inside = 2 * min(min(widths[a:b]) for a, b in zip(mixers, mixers[1:]))
+    if len(mixers) > 3:
+        return inside
     behind = range(mixers[-1], len(body))
-    until = max(behind, key=lambda i: (traits[body[i]].bytes if traits[body[i]].tokens else -1, i))
-    return min((w for w in widths[mixers[0]:until] if w > 0), default=FORBIDDEN)
+    widest = max(behind, key=lambda i: (traits[body[i]].bytes if traits[body[i]].tokens else -1, i))
+    return min(inside, 3 * min((w for w in widths[mixers[-1]:widest] if w > 0), default=inside))
 
 
 def head_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixer: int, end: int, cuts: Sequence[int]) -> list[int]:
