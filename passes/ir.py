@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 Size = int | torch.SymInt
+SHORTEST = 32  # tokens of the shortest chunk that is planned
 
 
 @dataclass(frozen=True)

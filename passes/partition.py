@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from .ir import (EVERYWHERE, HERE, Analysis, Reach, Tokens, bytes_of, hint, is_row_wise, is_tensor, is_view, is_zeros, parts_of, refuse,
+from .ir import (EVERYWHERE, HERE, SHORTEST, Analysis, Reach, Tokens, bytes_of, hint, is_row_wise, is_tensor, is_view, is_zeros, parts_of, refuse,
                  shape_of, tensor_operands, value_of)
 
 ASCENDING, DESCENDING = "ascending", "descending"
 MOST_SWEEPS = 4
-SHORTEST = 32  # tokens per chunk that are planned: a scan's state is kept once in so many at most
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import operator
 import torch
 from torch.fx import Node
 
-from .ir import Analysis, bytes_of, hint, is_row_wise, is_tensor, is_view, value_of
-from .partition import SHORTEST, Program, Sweep
+from .ir import SHORTEST, Analysis, bytes_of, hint, is_row_wise, is_tensor, is_view, value_of
+from .partition import Program, Sweep
 
 CHUNK_BYTES = 24 << 20  # what one chunk's widest moment may take: past cache, so that matmuls run at speed, and well under any model
 ATTENTION_BYTES = 30 << 20  # the same with attention inside: it reads all earlier keys again for every chunk, and so wants fewer

@@ -1,0 +1,20 @@
+"""Write each sweep's chunk body as an FX graph: the same nodes at length C.
+
+Nothing is decided here: roles, directions and ranges are read from the partition and the analysis. A body's inputs are
+`Binding`s, which say how a driver cuts each one for a chunk; its size arguments are symbols, so that one compiled body serves every
+chunk, the short last one, every prefix and every sequence length.
+"""
+
+from __future__ import annotations
+
+from ..ir import Analysis
+from ..partition import Program
+from .reading import Binding, Body, total_dtype
+from .writer import Writer
+
+__all__ = ["Binding", "Body", "lower", "total_dtype"]
+
+
+def lower(program: Program, analysis: Analysis) -> tuple[Body, ...]:
+    """One body per sweep."""
+    return tuple(Writer(sweep, analysis).write() for sweep in program.sweeps)

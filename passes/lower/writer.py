@@ -1,0 +1,171 @@
+"""Write one body: every node of a sweep at chunk length, by the rule of its op or as a copy, and what becomes of its results."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..ir import Tokens, refuse, tensor_operands, value_of
+from ..rules import rule_of
+from .reading import Body, total_dtype
+from .rows import Rows
+
+aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
+
+
+class Writer(Rows):
+    """Builds one body. Rules with an ``emit`` call its public methods; everything else is copied."""
+
+    def write(self) -> Body:
+        for name in ("rows", "length"):  # strides of row views are written in them
+            self.scalar(name)
+        for node in self.sweep.nodes:
+            self.emit(node)
+        for node in self.sweep.writes:
+            if node not in self.feeds:
+                self.store(node)
+        self.graph.output(())
+        ordered = [b for b, _ in self.bindings.values()]
+        module = GraphModule({}, self.graph)
+        return Body(module, tuple(ordered))
+
+    def copy(self, node: Node, given: Mapping[int, Node] | None = None) -> Node:
+        """The same node with operands at chunk length and its shape argument rewritten."""
+        rule = rule_of(node)
+        edges = iter(self.analysis.edges[node])
+        counter = iter(range(len(tensor_operands(node))))
+
+        def mapped(arg):
+            if isinstance(arg, Node):
+                value = value_of(arg)
+                if isinstance(value, (torch.Tensor, tuple, list)):
+                    edge, index = next(edges), next(counter)
+                    return given[index] if given and index in given else self.operand(edge)
+                return self.read_int(arg)
+            if isinstance(arg, (list, tuple)):
+                return type(arg)(mapped(a) for a in arg) if not isinstance(arg, torch.Size) else [mapped(a) for a in arg]
+            return arg
+
+        args = [self.sizes(node) if i == rule.shape_arg else mapped(a) for i, a in enumerate(node.args)]
+        kwargs = {k: mapped(v) for k, v in node.kwargs.items()}
+        kwargs.pop("pin_memory", None)
+        return self.graph.call_function(node.target, tuple(args), kwargs)
+
+    def added(self, node: Node, part: Node) -> Node:
+        """Add a chunk's part to the sum that a node is."""
+        return self.graph.call_function(streambp.add_.default, (part, self.bind("total", node, node.name)))
+
+    def scan(self, node: Node, scan, dim: int, join, filling: float, turned: bool = False) -> Node:
+        """A scan over the chunk's rows, joined to what it came to before them.
+
+        join     joins a state to rows behind it, ``filling`` is the state of no rows
+        turned   from the last row to the first
+        """
+        edge, = self.analysis.edges[node]
+        if edge.role != "carry":
+            return self.copy(node)
+        call, mark, dtype = self.graph.call_function, self.fact(node).rows, total_dtype(value_of(node).dtype)
+        state = self.bind("carry", node, node.name, mark, filling=filling)
+        rows = call(prims.convert_element_type.default, (self.fill_outside(node, self.operand(edge), filling), dtype))
+        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
+        rows = call(join, (call(scan, (rows, dim)), state))
+        if node in self.sweep.scans:
+            last = call(aten.unsqueeze.default, (call(aten.select.int, (rows, dim, -1)), dim))
+            call(aten.copy_.default, (state, last))
+        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
+        return call(prims.convert_element_type.default, (rows, value_of(node).dtype))
+
+    def accumulate_mm(self, node: Node, left: Node, right: Node) -> Node:
+        return self.graph.call_function(streambp.add_product_.default, (left, right, self.bind("total", node, node.name)))
+
+    def accumulate_grouped(self, node: Node, left: Node, right: Node, groups: Node) -> Node:
+        return self.graph.call_function(streambp.add_grouped_outer_.default, (left, right, groups, self.bind("total", node, node.name)))
+
+    def accumulate_rows(self, node: Node, index: Node, rows: Node, padding: int) -> Node:
+        return self.graph.call_function(streambp.add_rows_.default, (index, rows, padding, self.bind("total", node, node.name)))
+
+    def attention(self, node: Node) -> Node:
+        query, key, value, mask = node.args[:4]
+        _, causal, scale = node.args[3:6]
+        return self.graph.call_function(streambp.attention.default, (
+            self.read(query), self.key_operand(node, 1), self.key_operand(node, 2), None if mask is None else self.read(mask),
+            causal, scale, self.scalar("offset") if causal else 0))
+
+    def key_operand(self, node: Node, position: int) -> Node:
+        edge = self.analysis.edges[node][position]
+        return self.operand(edge)
+
+    def attention_backward(self, node: Node) -> Node:
+        grad, query, _, _, out, lse, mask, causal, scale = node.args
+        key, value = (self.key_operand(node, i) for i in (2, 3))
+        grads = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        return self.graph.call_function(streambp.attention_backward_.default, (
+            self.read(grad), self.read(query), key, value, self.read(out), self.read(lse),
+            None if mask is None else self.read(mask), causal, scale, self.scalar("offset") if causal else 0,
+            self.key_total(node, grads.get(1), 1), self.key_total(node, grads.get(2), 2)))
+
+    def key_total(self, node: Node, grad: Node | None, index: int) -> Node:
+        """The accumulator of a key gradient; one that nobody reads still takes what the kernel computes."""
+        if grad is None:
+            return self.bind("keytotal", node, f"{node.name}_{index}", self.fact(node, index).rows if isinstance(self.fact(node, index), Tokens) else None, index)
+        fact = self.fact(grad)
+        if not isinstance(fact, Tokens):
+            return self.bind("total", grad, grad.name)
+        return self.bind("keytotal", grad, grad.name, fact.rows)
+
+    def emit(self, node: Node) -> None:
+        kind, self.writing = self.analysis.kinds[node], node
+        if node.target is operator.getitem:
+            source = node.args[0]
+            if self.analysis.kinds[source] == "mixed":
+                self.values[node] = self.values[source]
+            else:
+                self.values[node] = self.graph.call_function(operator.getitem, (self.values[source], node.args[1]))
+        else:
+            rule = rule_of(node)
+            self.values[node] = rule.emit(self, node) if rule.emit is not None else self.copied(node, kind)
+        if node in self.sweep.fed:
+            self.feed(node)
+
+    def copied(self, node: Node, kind: str) -> Node:
+        if kind == "sum":
+            part = self.copy(node, self.summands(node))
+            if value_of(node).dtype != total_dtype(value_of(node).dtype) and node.target in (aten.sum.dim_IntList, aten.sum.default):
+                part.kwargs = {**part.kwargs, "dtype": torch.float32}
+            return self.graph.call_function(streambp.add_.default, (part, self.bind("total", node, node.name)))
+        if kind == "keysum":
+            part = self.copy(node, self.summands(node))
+            total = self.bind("keytotal", node, node.name, self.fact(node).rows)
+            return self.graph.call_function(streambp.add_.default, (part, total))
+        return self.copy(node)
+
+    def summands(self, node: Node) -> dict[int, Node]:
+        """Operands with rows that do not count, zeroed; one zero factor is enough."""
+        for i, edge in enumerate(self.analysis.edges[node]):
+            fact = self.domain(edge.operand)
+            if edge.role in ("rows", "halo", "carry") and isinstance(fact, Tokens) and (fact.lo > 0 or fact.hi < 0):
+                return {i: self.summand(edge.operand)}
+        return {}
+
+    def feed(self, node: Node) -> None:
+        """Rows become keys of this very chunk and of all later ones."""
+        fact = self.fact(node)
+        if fact.rows.outer != 1:
+            raise refuse(node, "writes keys in several places for each token", "Keep the tokens in a dimension of their own")
+        full = self.bind("feed", node, node.name, fact.rows)
+        self.graph.call_function(streambp.write_rows_.default, (self.values[node], fact.rows.dim, self.scalar("offset"), full))
+        self.feeds[node] = full
+
+    def store(self, node: Node) -> None:
+        mark, value = self.fact(node).rows, self.values[node]
+        target = dict(self.sweep.in_place).get(node)
+        if target is not None:
+            buffer = self.bind("rows", target, target.name, mark, self.fact(target).lo)
+        else:
+            buffer = self.bind("write", node, node.name, mark, self.fact(node).lo)
+        if mark.outer != 1 or mark.inner != 1:
+            value = self.reshaped(value, self.unflattened(node, mark))
+        self.graph.call_function(aten.copy_.default, (buffer, value))
