@@ -26,7 +26,8 @@ class Captured:
         class Recorder(torch.fx.Interpreter):
             def run_node(self, n: Node):
                 before, _ = internals.captured_after(None)
-                result = super().run_node(n)
+                hooked = getattr(n.target, "__name__", "") == "register_hook"  # that is of a backward, and this a forward
+                result = self.fetch_args_kwargs_from_env(n)[0][0] if hooked else super().run_node(n)
                 names[n] = set(internals.captured_after(before)[1])
                 if isinstance(result, torch.Tensor) and n.op != "output":
                     made.append(n)

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from models import gradients, worst_error
+from models import Plain, gradients, ids_of, worst_error
 from torch import Tensor, nn
 
 from streambp_compile import NotStreamed, explain
@@ -76,3 +76,24 @@ def test_layers_whose_weights_are_one_tensor_are_equal(frozen, interpreted):
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < 1e-10
     assert [r.times for r in explain(model, ids).regions] == [1, 5, 1]
+
+
+HOOKS = {"between layers": 1, "before the head": 3, "on logits": 4}
+
+
+@pytest.mark.parametrize("where", HOOKS.values(), ids=HOOKS)
+@pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")
+def test_hooks_on_values_stream(where, interpreted):
+    """They are a part of the graph, and so of the backward's sweeps; one that clips makes a head's backward nonlinear."""
+    class Hooked(Plain):
+        def forward(self, ids, labels):
+            x = self.embed(ids)
+            for i, layer in enumerate((*self.layers, nn.Identity(), self.head)):
+                x = layer(x)
+                if i == where:
+                    x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3) * 2)
+            return F.cross_entropy(x[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    model, ids = Hooked().double(), ids_of(2, 61)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    assert worst_error(gradients(model, lambda: step(ids, ids) * 8), gradients(model, lambda: model(ids, ids) * 8)) < 1e-10
