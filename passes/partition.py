@@ -1,9 +1,10 @@
 """Assign every node to a sweep: one loop over chunks of tokens, ascending or descending.
 
 Inside one sweep an edge is satisfied when it reads the chunk's own rows, when it reads past keys while the sweep ascends, when it
-reads what later rows added while the sweep descends, or when it is a scan's and the sweep goes its way. Anything else (a sum that somebody reads, the wrong direction, both directions)
-puts the reader into a later sweep. What crosses between sweeps is kept full-length if it is read beyond its own rows, and recomputed
-otherwise; a scan is made again in a sweep of the other direction from what it came to at the start of each chunk. The number of sweeps, their directions, and what is kept are *found*: the fewest sweeps, then the fewest kept bytes.
+reads what later rows added while the sweep descends, or when it is a scan's and the sweep goes its way. Anything else (a sum that
+somebody reads, the wrong direction, both directions) puts the reader into a later sweep. What crosses between sweeps is kept
+full-length if it is read beyond its own rows, and recomputed otherwise; a scan, in a sweep of the other direction, from what it came to
+at the start of each chunk. The number of sweeps, their directions, and what is kept are *found*: the fewest sweeps, then the fewest kept bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from .ir import (EVERYWHERE, HERE, SHORTEST, Analysis, Reach, Tokens, bytes_of, hint, is_row_wise, is_tensor, is_view, is_zeros, parts_of, refuse,
+from .ir import (EVERYWHERE, HERE, SHORTEST, Analysis, Edge, Reach, Tokens, bytes_of, hint, is_row_wise, is_tensor, is_view, is_zeros, parts_of, refuse,
                  shape_of, tensor_operands, value_of)
 
 ASCENDING, DESCENDING = "ascending", "descending"
@@ -58,7 +59,8 @@ class Sweep:
         parts = {
             "reads": dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside),
             "writes": [f"{n} over {over[n]}" if n in over else n for n in self.writes if n not in self.fed],
-            "feeds": self.fed, "carries": self.scans, "notes": self.noted, "resumes": self.resumed, "adds up": self.sums, "settles" if self.settled else "adds up per key": self.keysums,
+            "feeds": self.fed, "carries": self.scans, "notes": self.noted, "resumes": self.resumed, "adds up": self.sums,
+            "settles" if self.settled else "adds up per key": self.keysums,
         }
         said = [f"{what} {', '.join(map(str, values))}" for what, values in parts.items() if values]
         keys = "" if self.keys == EVERYWHERE else f", keys {self.keys}"
@@ -137,14 +139,14 @@ class Search:
         self.check_domains()
 
     def best(self, count: int, movable: frozenset[Node]) -> Program | None:
-        """The program of that many sweeps that keeps the fewest bytes."""
-        found: list[tuple[tuple, Program]] = []
+        """The program of that many sweeps that keeps the fewest bytes, and no matrix of tokens by tokens."""
+        found = []
         for directions in itertools.product((ASCENDING, DESCENDING), repeat=count):
             levels = self.levels(directions)
             if levels is not None:
                 found += [self.build(directions, at, movable) for at in (levels, *([self.sunk(levels, directions)] if self.scans else []))]
-        made_again = [plan for plan in found if not any(map(self.is_matrix, plan[1].kept))]  # a matrix is, it is never kept
-        return min(made_again, key=lambda plan: plan[0], default=(None, None))[1]
+        allowed = [(cost, program) for cost, program in found if not any(map(self.is_matrix, program.kept))]
+        return min(allowed, key=lambda plan: plan[0], default=(None, None))[1]
 
     def closure(self, roots: list[Node]) -> list[Node]:
         seen: set[Node] = set()
@@ -311,17 +313,23 @@ class Search:
     def sunk(self, level: dict[Node, int], directions: tuple[str, ...]) -> dict[Node, int]:
         """The same levels with all that only the last sweep wants moved there, so that a sweep for a scan's states makes little else."""
         late, last = dict(level), len(directions) - 1
+
+        def reads_too_early(reader: Node, edge: Edge) -> bool:
+            if reader in self.whole:
+                return late[reader] < self.ready(edge.operand, late)
+            return late[reader] < last or self.satisfied(reader, edge, late, directions) > last
+
         for node in reversed(self.needed):
             readers = [n for n in node.users if n in late]
+            parts = [n for n in readers if n.target is operator.getitem]
+            source = node.args[:1] if node.target is operator.getitem else ()
             if node in self.whole:
                 late[node] = last + 1 if all(late[r] > last for r in readers) else level[node]
             elif node not in self.given and self.scans.get(node, directions[last]) == directions[last] and all(
-                    self.analysis.kinds[n] in ("rows", "sum") for n in (node, *node.all_input_nodes[:node.target is operator.getitem])):
+                    self.analysis.kinds[n] in ("rows", "sum") for n in (node, *source)):
                 late[node] = last
-                edges = [(r, e) for r in readers for e in self.edges_of(r) if e.operand is node]
-                if any(late[r] < self.ready(node, late) if r in self.whole else late[r] < last or self.satisfied(r, e, late, directions) > last
-                       for r, e in edges):
-                    late.update((n, level[n]) for n in (node, *readers) if n is node or n.target is operator.getitem)
+                if any(reads_too_early(r, e) for r in readers for e in self.edges_of(r) if e.operand is node):
+                    late.update((n, level[n]) for n in (node, *parts))
         return late
 
     def causal(self, node: Node) -> bool:

@@ -209,7 +209,7 @@ def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:
 def layer_width(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]) -> int:
     """Bytes that are alive inside layers, rather than between them: twice the fewest between two mixers.
 
-    Of few mixers all may be of one layer; then half as much again as twice the fewest behind it.
+    Few mixers may be all of one layer; then three times the fewest bytes behind them, if that is less.
     """
     if len(mixers) < 2:
         return 0

@@ -27,9 +27,10 @@ from .regions import is_switch
 from .rewrites import inserted, named
 
 CUTTERS = ("chunk", "split", "tensor_split", "split_with_sizes")
+IN_PLACE = {"add", "sub", "mul", "div", "truediv", "pow", "clamp", "clamp_min", "clamp_max", "masked_fill", "tanh", "sigmoid", "relu", "exp", "neg"}
 LOSSES = ("cross_entropy", "nll_loss", "kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
           "binary_cross_entropy_with_logits")
-
+JOINING = ("cat", "concat", "concatenate")
 
 Cuts = tuple[int, ...] | int  # where pieces of a dimension end (the last one where it does), or how many of them ``chunk`` makes of any size
 
@@ -46,15 +47,21 @@ class Tiling:
 
 def rolled(module: GraphModule) -> GraphModule:
     """Do to a value what is done to all of its pieces alike, row by row, wherever a product is among that."""
-    groups: dict[Cuts, list[Tiling]] = {}
-    for tiling in tilings(module.graph):
-        groups.setdefault(tiling.cuts, []).append(tiling)
-    for group in groups.values():
-        rows = fake_of(group[0].base).shape[group[0].dim]
-        alike = [t for t in group if hint(fake_of(t.base).shape[t.dim]) == hint(rows) and fake_of(t.base).shape[t.dim] == rows]  # Dynamo guards on it
-        if any(is_wide(t) for t in alike):
-            roll(module, alike)
-    return module
+    tried: set[Cuts] = set()
+    while True:
+        found = [t for t in tilings(module.graph) if t.cuts not in tried]
+        if not found:
+            return module
+        group = [t for t in found if t.cuts == found[0].cuts and has_rows_of(t, found[0])]
+        tried.add(found[0].cuts)
+        if any(map(is_wide, group)) and roll(module, group):
+            tried.clear()  # pieces of pieces: those may be alike now
+
+
+def has_rows_of(a: Tiling, b: Tiling) -> bool:
+    """As many rows now, on which Dynamo then guards."""
+    rows, others = (fake_of(t.base).shape[t.dim] for t in (a, b))
+    return hint(rows) == hint(others) and bool(rows == others)
 
 
 def is_wide(tiling: Tiling) -> bool:
@@ -147,7 +154,8 @@ class Pieces:
         self.complete = [key for key, members in self.classes.items() if len(members) == self.count]
 
     def classify(self, node: Node, piece: int) -> None:
-        if any(a in self.touched and a not in self.tiles and a not in self.class_of for a in node.all_input_nodes):
+        known = all(a in self.tiles or a in self.class_of for a in node.all_input_nodes if a in self.touched)
+        if not known or isinstance(node.target, torch._ops.HigherOrderOperator):  # a hook or a function with a backward of its own
             return
         args, kwargs = map_arg((node.args, node.kwargs), self.said)
         key = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
@@ -168,18 +176,19 @@ class Pieces:
         return any(mutated(n) in kept for n in self.graph.nodes if mutated(n) is not None)
 
 
-def roll(module: GraphModule, group: Sequence[Tiling]) -> None:
+def roll(module: GraphModule, group: Sequence[Tiling]) -> bool:
+    """Do once what is done to all pieces of a group alike, if anything is."""
     spell_out(module.graph, group)
     pieces = Pieces(module.graph, group)
     if not pieces.complete or pieces.written():
-        return
+        return False
     alike = row_by_row(pieces)
     inside = {n for n, key in pieces.class_of.items() if key in alike}
     if not inside:
-        return
+        return False
     first, last = min(inside), max(inside)
     if any(first < n for n in (*(t.base for t in group), *pieces.externals())) or any(map(is_switch, between(first, last))):
-        return
+        return False
     values: dict[Node, Node] = {t.pieces[0]: t.base for t in group}
     with module.graph.inserting_before(first):
         for key in alike:
@@ -201,9 +210,7 @@ def roll(module: GraphModule, group: Sequence[Tiling]) -> None:
         for unread in (node, cutter):
             if not unread.users and unread not in (t.base for t in group):
                 module.graph.erase_node(unread)
-
-
-JOINING = ("cat", "concat", "concatenate")
+    return True
 
 
 def between(first: Node, last: Node) -> Iterator[Node]:
@@ -283,12 +290,13 @@ def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
 def out_of_place(node: Node) -> Node | None:
     """The value that a node writes over another, if nobody sees the difference; later readers of the other are given it."""
     target, name = mutated(node), name_of(node)
-    plain = name[:-1] if node.op == "call_method" else getattr(operator, name[1:], None) if node.target is getattr(operator, name, None) else None
-    if plain is None or node.args[0] is not target or node.kwargs.get("out") is not None:
+    by_operator = node.target is getattr(operator, name, None)
+    name = name[1:] if by_operator else name[:-1]
+    if name not in IN_PLACE or not by_operator and node.op != "call_method":
         return None
     if any(n < node and n is not target and storage_of(n) is not None and storage_of(n) == storage_of(target) for n in node.graph.nodes):
         return None
-    new = inserted(node, plain, node.args, node.kwargs)
+    new = inserted(node, getattr(operator, name) if by_operator else name, node.args, node.kwargs)
     if (fake_of(new).shape, fake_of(new).dtype) != (fake_of(target).shape, fake_of(target).dtype):
         node.graph.erase_node(new)
         return None
@@ -331,7 +339,7 @@ def row_by_row(pieces: Pieces) -> dict[str, Mark]:
     seeds = dict(zip(graph.find_nodes(op="placeholder"), pieces.group))
     spread = Spread(graph, {n: (Mark(t.dim),) for n, t in seeds.items()})
     many = hint(fake_of(bases[0]).shape[pieces.group[0].dim])
-    fine, twins = {}, {}
+    fine, twins = {n.name: False for n in graph.nodes}, {}
     for a, b in zip(graph.nodes, whole.module.graph.nodes):
         twins[a] = b
         given = a in seeds or a.op == "placeholder" and not spread.of(a)
@@ -341,7 +349,7 @@ def row_by_row(pieces: Pieces) -> dict[str, Mark]:
     heavy = {n.name for n in graph.nodes if is_one_of(n, PRODUCTS) or n in spread.missing}
     merges = False
     for key, node in zip(pieces.complete, nodes):
-        names = piece.names[copies[node]]
+        names = piece.names[copies[node]] & fine.keys()
         marks = list(spread.of(values[copies[node]]).values()) if copies[node] in values else []
         if len(marks) == 1 and all(fine[name] for name in names) and all(
                 pieces.class_of[a] in found for a in node.all_input_nodes if a in pieces.class_of):

@@ -208,3 +208,32 @@ def test_a_loss_in_pieces_takes_no_more_than_under_checkpointing(fresh_dynamo):
         return peak(lambda: f(ids, ids).backward())
 
     assert measured(streamed) < measured(model) < 2 * 2048 * 8192 * 4
+
+
+def test_pieces_of_pieces(interpreted):
+    """What the pieces were cut from may itself be a piece, or what became of one."""
+    def loss(head, h, y):
+        total = 0.0
+        for a, b in zip(h.chunk(2, 1), y.chunk(2, 1)):
+            for c, d in zip(a.split(13, 1), b.split(13, 1)):
+                total = total + entropy(head, c, d, reduction="sum")
+        return total / y.numel()
+
+    model, ids = Model(loss).double(), ids_of(2, 52)
+    streamed = torch.compile(model, backend="streambp", options={"chunk_size": 7})
+    assert worst_error(gradients(model, lambda: streamed(ids, ids)), gradients(model, lambda: model(ids, ids))) < EXACT
+
+
+@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+def test_hooks_of_pieces_see_pieces(interpreted, monkeypatch):
+    def loss(head, h, y):
+        total = 0.0
+        for a, b in zip(h.chunk(4, 1), y.chunk(4, 1)):
+            logits = head(a)
+            logits.register_hook(lambda grad: grad / grad.norm())
+            total = total + F.cross_entropy(logits.flatten(0, 1), b.flatten(), reduction="sum")
+        return total / y.numel()
+
+    model, ids = Model(loss).double(), ids_of(2, 52)
+    streamed = torch.compile(model, backend="streambp", options={"chunk_size": 7})
+    assert worst_error(gradients(model, lambda: streamed(ids, ids)), gradients(model, lambda: model(ids, ids))) < EXACT
