@@ -367,6 +367,11 @@ def bytes_of(value: torch.Tensor) -> int:
     return count * value.dtype.itemsize
 
 
+def op_name(node: Node) -> str:
+    """``mm`` of ``aten.mm.default``; nothing of what is no op."""
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+
+
 def is_tensor(node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 

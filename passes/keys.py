@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from .bands.domains import HIDING, Abstract, Band, is_zero_outside, stored_mask
 from .ir import (EVERYWHERE, Alike, Condition, Fact, HidesOutside, Reach, Restarts, RowsSee, Signature, Tokens, ancestors, is_tensor,
                  is_view, parts_of, shape_of, tensor_operands)
+from .rules.scans import state_of_no_rows
 from .spread import has_tensors
 
 Facts = Mapping[Node, Fact | tuple[Fact, ...]]
@@ -101,12 +102,8 @@ OF_VISIBLE = {torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.defa
               torch.ops.aten.max.dim, torch.ops.streambp.to_extreme.default}  # of scores, what is hidden does not count in them
 
 
-MINDS_ZERO = {torch.ops.aten.cumprod.default, torch.ops.aten.logcumsumexp.default, "cumprod", "logcumsumexp"}  # scans
-
-
 def closes(band: Band, node: Node) -> bool:
     """Is what lies outside harmless to this reader: empty to a softmax, zero to a sum?"""
     if node.target in OF_VISIBLE:
         return band.outside in HIDING
-    scan = node.args[2] if node.target is torch.ops.streambp.reverse_scan.default else node.target
-    return is_zero_outside(band) and scan not in MINDS_ZERO
+    return is_zero_outside(band) and state_of_no_rows(node) == 0

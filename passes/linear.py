@@ -11,17 +11,17 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from .ir import arguments, is_tensor, is_view, is_zeros, value_of
+from .ir import arguments, is_tensor, is_view, is_zeros, op_name, value_of
 
-aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
+aten = torch.ops.aten
 
 ALONE = {  # linear in their first operand, and what else they read does not depend on the tangent
     "neg", "clone", "alias", "detach", "convert_element_type", "_to_copy", "sum", "mean", "div", "index", "_unsafe_index", "gather", "index_select",
     "select_backward", "slice_backward", "embedding_dense_backward", "flip", "rev", "roll", "cumsum", "repeat", "shifted", "squeeze", "view", "reshape",
     "_unsafe_view", "_reshape_copy", "tril", "triu", "split", "split_with_sizes", "to_extreme", "panels_mm", "unfold", "view_as_real", "view_as_complex"}
 ONE_OF = {"mul", "mm", "bmm", "grouped_mm", "grouped_outer"}  # linear in either factor, not in both
-ALL_OF = {"add", "sub", "cat", "stack", "addmm", "baddbmm", "slice_scatter", "select_scatter", "scatter_add", "index_add", "index_put",
-          "_unsafe_index_put", "copy"}  # linear in all that they add up, each of which depends on the tangent or is zero
+ALL_OF = {"add", "sub", "slice_scatter", "select_scatter", "scatter_add", "index_add", "index_put", "_unsafe_index_put",
+          "copy"}  # linear in all that they add up, each of which depends on the tangent or is zero
 
 
 def is_linear(graph: Graph, tangent: Node, outputs: Iterable[object]) -> bool:
@@ -55,16 +55,12 @@ def is_zero(node: Node, zero: set[Node]) -> bool:
     if node.target is aten.scalar_tensor.default:
         return node.args[0] == 0
     made = is_zeros(node) or node.target in (aten.zeros.default, aten.zeros_like.default)
-    return made or bool(node.args) and node.args[0] in zero and (is_view(node) or name_of(node) in ("clone", "convert_element_type", "alias"))
-
-
-def name_of(node: Node) -> str:
-    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return made or bool(node.args) and node.args[0] in zero and (is_view(node) or op_name(node) in ("clone", "convert_element_type", "alias"))
 
 
 def keeps(node: Node, linear: set[Node], fits, is_nothing) -> bool:
     """Is a node linear in those of its operands that are?"""
-    name, read = name_of(node), [a for a in node.all_input_nodes if a in linear]
+    name, read = op_name(node), [a for a in node.all_input_nodes if a in linear]
     first = read == [node.args[0]]
     if node.target is operator.getitem or is_view(node) or name in ALONE or "_backward" in name:
         return first

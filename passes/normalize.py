@@ -15,8 +15,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from .bands import evaluate
 from .bands.domains import Band
-from .ir import arguments, is_tensor, is_zeros, shape_of, value_of
+from .ir import arguments, is_tensor, is_zeros, op_name, shape_of, value_of
 from .ranges import shorten
+from .rules.scans import JOINS
 from .shifts import shift_rows
 from .sizes import SizeNodes
 
@@ -173,14 +174,12 @@ def scatter_to_extremes(graph: Graph) -> None:
 
 
 FLIPS = (aten.flip.default, torch.ops.prims.rev.default)
-SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
 
 
 def turn_scans(graph: Graph) -> None:
     """A scan of flipped rows, flipped back (every gradient of a scan), is a scan from the last row to the first; rows flipped twice are as they were."""
     def flipped(node: Node) -> list[int] | None:
-        rank = len(shape_of(node)) if node.target in FLIPS else 0
-        return sorted(d % rank for d in node.args[1]) if node.target in FLIPS else None
+        return sorted(d % len(shape_of(node)) for d in node.args[1]) if node.target in FLIPS else None
 
     floats = [n for n in graph.nodes if is_tensor(n) and value_of(n).dtype.is_floating_point]
     for node in floats:
@@ -188,11 +187,11 @@ def turn_scans(graph: Graph) -> None:
             node.replace_all_uses_with(node.args[0].args[0])
     for node in floats:
         scan = node.args[0] if flipped(node) else None
-        if scan is None or scan.target not in SCANS or [scan.args[1] % len(shape_of(scan))] != flipped(node):
+        if scan is None or scan.target not in JOINS or [scan.args[1] % len(shape_of(scan))] != flipped(node):
             continue
         source = scan.args[0]
         if flipped(source) == flipped(node) and value_of(source).dtype == value_of(node).dtype:
-            call = (source.args[0], flipped(node)[0], scan.target.overloadpacket.__name__)
+            call = (source.args[0], flipped(node)[0], op_name(scan))
             node.replace_all_uses_with(emitted(graph, node, streambp.reverse_scan.default, call))
 
 

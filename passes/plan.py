@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from .ir import SHORTEST, Analysis, bytes_of, hint, is_row_wise, is_tensor, is_view, value_of
+from .ir import SHORTEST, Analysis, bytes_of, hint, is_row_wise, is_tensor, is_view, op_name, value_of
 from .partition import Program, Sweep
 
 CHUNK_BYTES = 24 << 20  # what one chunk's widest moment may take: past cache, so that matmuls run at speed, and well under any model
@@ -59,7 +59,7 @@ def is_alias(node: Node) -> bool:
 
 
 def is_one_of(node: Node, names: tuple[str, ...]) -> bool:
-    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in names
+    return op_name(node) in names
 
 
 def is_read_by_kernel(node: Node) -> bool:

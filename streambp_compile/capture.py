@@ -16,6 +16,7 @@ class Captured:
 
     module  the ATen graph, whose outputs are the values of all nodes
     names   node → the names of what it became there
+    made    nodes that are tensors, in the order of those outputs
     """
 
     def __init__(self, graph_module: GraphModule, fakes: Sequence[object]):
@@ -26,8 +27,7 @@ class Captured:
         class Recorder(torch.fx.Interpreter):
             def run_node(self, n: Node):
                 before, _ = internals.captured_after(None)
-                hooked = getattr(n.target, "__name__", "") == "register_hook"  # that is of a backward, and this a forward
-                result = self.fetch_args_kwargs_from_env(n)[0][0] if hooked else super().run_node(n)
+                result = self.fetch_args_kwargs_from_env(n)[0][0] if internals.is_hook(n) else super().run_node(n)
                 names[n] = set(internals.captured_after(before)[1])
                 if isinstance(result, torch.Tensor) and n.op != "output":
                     made.append(n)

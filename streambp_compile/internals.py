@@ -83,6 +83,11 @@ def stand_in(fake: object) -> object:
     return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
 
 
+def is_hook(node: Node) -> bool:
+    """A hook on the gradient of a value: where Dynamo writes it, it is the value."""
+    return isinstance(node.target, HigherOrderOperator) and node.target.__name__ == "register_hook"
+
+
 def inline_numbers(module: GraphModule) -> None:
     """Write constants of one number (``torch.tensor(-1.0)`` in a forward) into the graph, where the analysis can read them."""
     for node in module.graph.find_nodes(op="get_attr"):
@@ -333,6 +338,7 @@ def faked(like: torch.Tensor):
 
 set_grad_enabled = torch._C._set_grad_enabled
 enter_map, leave_map = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting  # what Dynamo makes of torch.vmap
+HigherOrderOperator = torch._ops.HigherOrderOperator
 PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latter
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 

@@ -91,7 +91,7 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
         raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
     if not tangents:
         return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False)
-    both = in_one_sweep(graph, analysis, outputs, forward, tangent_nodes) if all(is_linear(graph, t, backward_part) for t in tangent_nodes) else None
+    both = in_one_sweep(graph, analysis, forward_part, backward_part, forward, tangent_nodes)
     if both is not None:
         return StreamedRegion(module, analysis, primals, tangent_nodes, (), schedule(both), None, True)
     sums = sums_of_forward(graph, analysis, forward, tangent_nodes)
@@ -121,15 +121,17 @@ def sums_of_forward(graph, analysis: Analysis, forward: Program, tangents) -> fr
     return frozenset(late | set(forward.distilled) | {n for s in forward.sweeps for n in s.sums})
 
 
-def in_one_sweep(graph, analysis: Analysis, outputs, forward: Program, tangents) -> Program | None:
+def in_one_sweep(graph, analysis: Analysis, forward_part, backward_part, forward: Program, tangents) -> Program | None:
     """The program of a loss whose rows need no sum of themselves: its gradient comes out of the very sweep that computes it.
 
-    The incoming tangent is one number, so the gradients may be computed for 1 and scaled later: three products instead of four.
+    The incoming tangent is one number, so gradients that are linear in it may be computed for 1 and scaled later: three products instead of four.
     """
     if len(tangents) != 1 or any(not is_tensor(t) or t.meta["val"].numel() != 1 for t in tangents) or len(forward.sweeps) != 1:
         return None
+    if not is_linear(graph, tangents[0], backward_part):
+        return None
     try:
-        both = partition(graph, analysis, outputs)
+        both = partition(graph, analysis, (*forward_part, *backward_part))
     except CannotStream:
         return None
     return both if len(both.sweeps) == 1 else None

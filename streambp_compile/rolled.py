@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -18,31 +17,19 @@ from torch.fx.node import map_arg
 from . import internals
 from .axis import fake_of, storage_of
 from .capture import Captured
-from .passes.ir import Mark, hint, is_equal, is_tensor, shape_of, tensor_operands
+from .passes.ir import Mark, hint, is_tensor, shape_of, tensor_operands
 from .passes.plan import PRODUCTS, is_one_of
 from .passes.rules import rule_of
 from .passes.split import mutated, name_of
 from .passes.spread import Spread
 from .regions import is_switch
 from .rewrites import inserted, named
+from .tiles import Cuts, Tiling, has_rows_of, is_wide, mean_of_piece, rows_of_piece, sum_of_piece, tilings
 
-CUTTERS = ("chunk", "split", "tensor_split", "split_with_sizes")
 IN_PLACE = {"add", "sub", "mul", "div", "truediv", "pow", "clamp", "clamp_min", "clamp_max", "masked_fill", "tanh", "sigmoid", "relu", "exp", "neg"}
 LOSSES = ("cross_entropy", "nll_loss", "kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
           "binary_cross_entropy_with_logits")
 JOINING = ("cat", "concat", "concatenate")
-
-Cuts = tuple[int, ...] | int  # where pieces of a dimension end (the last one where it does), or how many of them ``chunk`` makes of any size
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """A value that is cut along a dimension, all of it, and its pieces in order."""
-
-    base: Node
-    dim: int
-    cuts: Cuts
-    pieces: tuple[Node, ...]
 
 
 def rolled(module: GraphModule) -> GraphModule:
@@ -56,84 +43,6 @@ def rolled(module: GraphModule) -> GraphModule:
         tried.add(found[0].cuts)
         if any(map(is_wide, group)) and roll(module, group):
             tried.clear()  # pieces of pieces: those may be alike now
-
-
-def has_rows_of(a: Tiling, b: Tiling) -> bool:
-    """As many rows now, on which Dynamo then guards."""
-    rows, others = (fake_of(t.base).shape[t.dim] for t in (a, b))
-    return hint(rows) == hint(others) and bool(rows == others)
-
-
-def is_wide(tiling: Tiling) -> bool:
-    """Do its rows have features?"""
-    fake = fake_of(tiling.base)
-    return fake.dtype.is_floating_point and tiling.dim < fake.dim() - 1
-
-
-def tilings(graph: Graph) -> list[Tiling]:
-    """All values that are cut into at least two pieces, in one go or slice by slice."""
-    found = []
-    slices: dict[tuple[Node, int], dict[int, tuple[int | None, Node]]] = {}
-    for node in graph.nodes:
-        if name_of(node) in CUTTERS and isinstance(fake_of(node), (tuple, list)) and isinstance(node.args[0], Node):
-            found.append(cut_at_once(node))
-        part = slice_of(node)
-        if part is not None:
-            dim, start, stop = part
-            slices.setdefault((node.args[0], dim), {}).setdefault(start, (stop, node))
-    found += [cut_by_slices(base, dim, parts) for (base, dim), parts in slices.items()]
-    return [t for t in found if t is not None]
-
-
-def cut_by_slices(base: Node, dim: int, parts: Mapping[int, tuple[int | None, Node]]) -> Tiling | None:
-    rows, at, ends, pieces = fake_of(base).shape[dim], 0, [], []
-    while at in parts:
-        stop, node = parts[at]
-        pieces.append(node)
-        ends.append(rows if stop is None or isinstance(rows, int) and stop >= rows else stop)
-        at = ends[-1]
-        if at is rows:
-            break
-    complete = len(pieces) > 1 and is_equal(ends[-1], rows)
-    return Tiling(base, dim, tuple(map(hint, ends)), tuple(pieces)) if complete else None
-
-
-def cut_at_once(node: Node) -> Tiling | None:
-    """``x.chunk(n, dim)`` and its like, if all pieces are read."""
-    pieces = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-    fakes, base = fake_of(node), node.args[0]
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % fake_of(base).dim()
-    sizes = [f.shape[dim] for f in fakes]
-    if len(fakes) < 2 or set(pieces) != set(range(len(fakes))) or len(node.users) != len(fakes):
-        return None
-    ordered = tuple(pieces[i] for i in range(len(fakes)))
-    if all(isinstance(s, int) for s in sizes[:-1]):
-        ends = [sum(sizes[:i + 1]) for i in range(len(sizes) - 1)]
-        return Tiling(base, dim, (*ends, hint(fake_of(base).shape[dim])), ordered)
-    return Tiling(base, dim, len(sizes), ordered) if name_of(node) == "chunk" and all(is_equal(s, sizes[0]) for s in sizes[:-1]) else None
-
-
-def bounds(cuts: Cuts, i: int, rows: int) -> tuple[int, int]:
-    """The first row of piece ``i`` of so many rows, and the row behind its last one."""
-    if isinstance(cuts, int):
-        size = (rows + cuts - 1) // cuts
-        return i * size, rows if i == cuts - 1 else (i + 1) * size
-    return cuts[i - 1] if i else 0, rows if i == len(cuts) - 1 else cuts[i]
-
-
-def slice_of(node: Node) -> tuple[int, int, int | None] | None:
-    """(dimension, start, stop) of ``x[:, a:b]`` with plain numbers."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], Node) or not isinstance(fake_of(node.args[0]), torch.Tensor):
-        return None
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    if not all(isinstance(i, slice) and i.step in (None, 1) for i in index):
-        return None
-    cut = [(d, i) for d, i in enumerate(index) if i != slice(None)]
-    if len(cut) != 1:
-        return None
-    dim, (start, stop) = cut[0][0], (cut[0][1].start or 0, cut[0][1].stop)
-    numbers = type(start) is int and start >= 0 and (stop is None or type(stop) is int and stop > start)
-    return (dim, start, stop) if numbers else None
 
 
 class Pieces:
@@ -155,7 +64,7 @@ class Pieces:
 
     def classify(self, node: Node, piece: int) -> None:
         known = all(a in self.tiles or a in self.class_of for a in node.all_input_nodes if a in self.touched)
-        if not known or isinstance(node.target, torch._ops.HigherOrderOperator):  # a hook or a function with a backward of its own
+        if not known or isinstance(node.target, internals.HigherOrderOperator):  # a hook or a function with a backward of its own
             return
         args, kwargs = map_arg((node.args, node.kwargs), self.said)
         key = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
@@ -173,7 +82,7 @@ class Pieces:
     def written(self) -> bool:
         """Is a base, or what a piece is made into, written into?"""
         kept = {*(t.base for t in self.group), *self.tiles, *(n for key in self.complete for n in self.classes[key].values())}
-        return any(mutated(n) in kept for n in self.graph.nodes if mutated(n) is not None)
+        return any(mutated(n) in kept for n in self.graph.nodes)
 
 
 def roll(module: GraphModule, group: Sequence[Tiling]) -> bool:
@@ -242,34 +151,6 @@ def join(node: Node, count: int) -> None:
         for old in dict.fromkeys((node, *joined)):
             if not old.users:
                 node.graph.erase_node(old)
-
-
-def split_rows(whole: torch.Tensor, mark: tuple[int, int, int]) -> torch.Tensor:
-    """With the dimension that carries rows parted into outer, rows and inner."""
-    dim, outer, inner = mark
-    return whole.unflatten(dim, (outer, whole.shape[dim] // (outer * inner), inner))
-
-
-def rows_of_piece(whole: torch.Tensor, mark: tuple[int, int, int], cuts: Cuts, i: int) -> torch.Tensor:
-    dim, outer, inner = mark
-    start, stop = bounds(cuts, i, whole.shape[dim] // (outer * inner))
-    if outer == inner == 1:
-        return whole.narrow(dim, start, stop - start)
-    return split_rows(whole, mark).narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
-
-
-def sum_of_piece(whole: torch.Tensor, mark: tuple[int, int, int], cuts: Cuts, i: int) -> torch.Tensor:
-    """The sum of all there is in the rows of a piece."""
-    split, dim = split_rows(whole, mark), mark[0] + 1
-    start, stop = bounds(cuts, i, split.shape[dim])
-    place = torch.arange(split.shape[dim], device=whole.device).view([-1] + [1] * (split.dim() - dim - 1))
-    return torch.where((place >= start) & (place < stop), split, torch.zeros((), dtype=whole.dtype, device=whole.device)).sum()
-
-
-def mean_of_piece(whole: torch.Tensor, mark: tuple[int, int, int], cuts: Cuts, i: int) -> torch.Tensor:
-    rows = split_rows(whole, mark).shape[mark[0] + 1]
-    start, stop = bounds(cuts, i, rows)
-    return sum_of_piece(whole, mark, cuts, i) / (whole.numel() // rows * (stop - start))
 
 
 def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streambp_compile.backend import streambp
+
 VOCABULARY = 256
 
 
@@ -137,6 +139,17 @@ def gradients(model: nn.Module, loss) -> dict[str, Tensor]:
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
+
+
+def counted(model: nn.Module, chunk_size: int):
+    """The compiled model, and the list of Dynamo graphs that it has come to so far."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return streambp(graph, inputs, options={"chunk_size": chunk_size})
+
+    return torch.compile(model, backend=backend), graphs
 
 
 def truth_of(model: nn.Module, loss) -> dict[str, Tensor]:

@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import traced
-from models import VOCABULARY, Layer, gradients, ids_of, worst_error
+from models import VOCABULARY, Layer, counted, gradients, ids_of, worst_error
 from streambp_compile.passes.normalize import normalize
 from torch import Tensor, nn
 
 from streambp_compile import NotStreamed
-from streambp_compile.backend import streambp as streambp_backend
 
 EXACT = 1e-10
 WIDTH, LENGTH = 32, 61
@@ -87,13 +86,8 @@ def test_neighbours_stream(name, interpreted):
 
 @pytest.mark.parametrize("name", ["one padding", "dense"])
 def test_lengths_share_a_graph(name, interpreted):
-    model, graphs = Mixed(MIXERS[name]).double(), []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return streambp_backend(graph, inputs, options={"chunk_size": 16})
-
-    step = torch.compile(model, backend=backend)
+    model = Mixed(MIXERS[name]).double()
+    step, graphs = counted(model, 16)
     for length in (LENGTH, 40, 50):
         ids = ids_of(2, length)
         assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT

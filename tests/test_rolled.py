@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.memory import peak
-from models import VOCABULARY, Layer, gradients, ids_of, worst_error
+from models import VOCABULARY, Layer, counted, gradients, ids_of, worst_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streambp_compile import rolled
-from streambp_compile.backend import streambp as streambp_backend
 
 EXACT = 1e-10
 WIDTH, LENGTH = 32, 61
@@ -126,13 +125,8 @@ def by_sixteen(head, h, y):
 @pytest.mark.parametrize("loss", [chunked, means, log_probabilities, by_sixteen])
 def test_lengths_share_a_graph(loss, interpreted):
     """Four chunks of any length are one graph; pieces of sixteen rows are as many as there are."""
-    model, graphs = Model(loss).double(), []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return streambp_backend(graph, inputs, options={"chunk_size": 7})
-
-    streamed = torch.compile(model, backend=backend)
+    model = Model(loss).double()
+    streamed, graphs = counted(model, 7)
     for length in (LENGTH, 50, 57, 43):
         ids = ids_of(2, length)
         labels = labels_of(ids)

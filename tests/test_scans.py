@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.memory import peak
 from graphs import Written, traced
-from models import VOCABULARY, Layer, gradients, ids_of, total_error, truth_of, worst_error
+from models import VOCABULARY, Layer, counted, gradients, ids_of, total_error, truth_of, worst_error
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import Mark
 from streambp_compile.passes.normalize import normalize
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import streambp_compile
 from streambp_compile import NotStreamed, internals
-from streambp_compile.backend import streambp as streambp_backend
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 EXACT = 1e-10
@@ -115,13 +114,8 @@ def test_a_scan_streams(name, chunk, length, interpreted):
 
 
 def test_lengths_share_what_is_compiled(interpreted):
-    model, graphs = Scanned(linear_attention).double(), []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return streambp_backend(graph, inputs, options={"chunk_size": 16})
-
-    streamed = torch.compile(model, backend=backend)
+    model = Scanned(linear_attention).double()
+    streamed, graphs = counted(model, 16)
     for length in (LENGTH, 40, 33, 65):
         ids = ids_of(2, length)
         if len(graphs) == 2:

@@ -22,6 +22,16 @@ JOINS = {  # scan → what joins a state to the rows behind it, and the state of
 }
 
 
+def scan_of(node: Node):
+    """The scan that a node is, whichever way it goes."""
+    return getattr(aten, node.args[2]).default if node.target is torch.ops.streambp.reverse_scan.default else node.target
+
+
+def state_of_no_rows(node: Node) -> float:
+    """What a scan makes of nothing; zero for what is no scan, and adds up."""
+    return JOINS.get(scan_of(node), (None, 0.0))[1]
+
+
 def emit_forward(body, node: Node):
     return body.scan(node, node.target, node.args[1], *JOINS[node.target])
 
@@ -34,7 +44,7 @@ def forward(node: Node) -> Signature:
 
 
 def emit_reverse(body, node: Node):
-    scan = getattr(aten, node.args[2]).default
+    scan = scan_of(node)
     return body.scan(node, scan, node.args[1], *JOINS[scan], turned=True)
 
 
