@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import internals
+from .attention import one_attention
 from .axis import Axis, axis_of, fake_of, find_axes, joined
 from .compiled_region import CompiledRegion
 from .config import Config
@@ -50,7 +51,7 @@ class Chain:
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
         self.config = config
-        self.module = rows_first(look_back(even_heads(rolled(fold_maps(inline_checkpoints(module))))))
+        self.module = one_attention(rows_first(look_back(even_heads(rolled(fold_maps(inline_checkpoints(module)))))))
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
+from .attention import torch_attention
 from .axis import SHORTEST_STREAMED, Axis, fake_of, is_parameter, storage_of
 from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
@@ -30,6 +31,10 @@ class NothingToStream(CannotStream):
     """A graph of a fixed, tiny length, or without tokens: nothing to warn about."""
 
 
+class TraceAgain(Exception):
+    """A region that runs whole has torch's own attention again, and must be traced with it."""
+
+
 class CompiledRegion:
     """One distinct region: traced by AOTAutograd, streamed if the passes can, compiled whole otherwise."""
 
@@ -46,10 +51,17 @@ class CompiledRegion:
             self.call = None
             return
         with fake_mode, internals.effects_inside():
-            compile_ = internals.aot_autograd(
-                fw_compiler=self.compile_forward, bw_compiler=self.compile_backward, inference_compiler=self.compile_inference,
-                partition_fn=self.cut, decompositions=internals.decompositions())
-            self.call = self.checked(compile_(module, inputs))
+            try:
+                self.call = self.checked(self.traced())
+            except TraceAgain:
+                self.call = self.traced()
+
+    def traced(self) -> Callable:
+        """The region through AOTAutograd, and whatever that calls back."""
+        compile_ = internals.aot_autograd(
+            fw_compiler=self.compile_forward, bw_compiler=self.compile_backward, inference_compiler=self.compile_inference,
+            partition_fn=self.cut, decompositions=internals.decompositions())
+        return compile_(self.module, self.fakes)
 
     def checked(self, call: Callable) -> Callable:
         """A call that leaves keys out only where the masks of its inputs allow it; else the region is compiled once more, to read all."""
@@ -91,12 +103,16 @@ class CompiledRegion:
 
     def streams(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> bool:
         """Stream it if the passes can; else say why, in the report and, unless nothing is lost, in a warning."""
+        if self.report.refusal is not None:  # traced again, to run whole
+            return False
         try:
             self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
         except CannotStream as refused:
             self.report.refusal = refused.refusal
             if not isinstance(refused, NothingToStream):
                 self.refuse(refused.refusal, self.whole_cost(graph_module))
+            if torch_attention(self.module):
+                raise TraceAgain
         return self.streamed is not None
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:

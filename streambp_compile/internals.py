@@ -83,6 +83,11 @@ def stand_in(fake: object) -> object:
     return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
 
 
+def is_batched(value: torch.Tensor) -> bool:
+    """Is this the inside of a ``torch.vmap``?"""
+    return torch._C._functorch.is_batchedtensor(value)
+
+
 def is_hook(node: Node) -> bool:
     """A hook on the gradient of a value: where Dynamo writes it, it is the value."""
     return isinstance(node.target, HigherOrderOperator) and node.target.__name__ == "register_hook"
