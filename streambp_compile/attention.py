@@ -1,9 +1,10 @@
-"""Attention has one spelling on every device: ``streambp::attention``, put into the graph before autograd sees it.
+"""Attention has one spelling on every device, put into the graph before autograd sees it.
 
 ``scaled_dot_product_attention`` becomes another ATen kernel for every device, dtype, mask and release of torch, and some of those change what
 the user said (a boolean mask becomes -65504 for cuDNN in torch 2.11). What a graph means must not depend on that. So the call is replaced
 in Dynamo's graph, with the same arguments, by the function of the same name here. Facts, proofs and sweeps then come out the same on a CPU and on
-any GPU, and the kernel is chosen when a chunk body is written.
+any GPU, and the kernel is chosen when a chunk body is written. ``flex_attention`` becomes its mask and its scores, written out: the mask is then
+proved like any other, and without a score function it is the same operator.
 
 A region that cannot be streamed gets torch's own call back.
 """
@@ -11,13 +12,18 @@ A region that cannot be streamed gets torch's own call back.
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .axis import fake_of
+from .axis import fake_of, storage_of
+from .passes.ir import ancestors
+from .passes.split import mutated
 
 streambp = torch.ops.streambp
 
@@ -65,16 +71,56 @@ def is_fusible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, g
 
 def score_mask(mask: Tensor, query: Tensor, key: Tensor, flat: bool, causal: bool) -> Tensor:
     """A mask as numbers to be added to scores, of rank four; with causality in it, if that was asked for too."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(mask.logical_not(), -math.inf)
     if flat and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    if mask.dtype is torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(mask.logical_not(), -math.inf)
     if causal:
         rows, keys = (torch.arange(t.shape[2], device=mask.device) for t in (query, key))
         mask = mask.masked_fill(keys > rows[:, None], -math.inf)
     return mask
+
+
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: GraphModule, block_mask: tuple, scale: float, kernel_options: object,
+    score_buffers: tuple = (), mask_buffers: tuple = (),
+) -> tuple[Tensor]:
+    """The operator behind ``torch.nn.attention.flex_attention``, as ordinary operations; its first result alone.
+
+    score_mod   ``(score, batch, head, row, column, *buffers)`` → score, for single numbers
+    block_mask  its last entry is ``(batch, head, row, column, *buffers)`` → bool; blocks are for kernels, and not read here
+    """
+    places = tuple(torch.arange(n, device=query.device) for n in (*query.shape[:3], key.shape[2]))
+    mask = over_scores(block_mask[-1], None, places, mask_buffers)
+    if returns_first_input(score_mod):
+        return (scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True),)
+    groups, work = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
+    scores = query.to(work) @ key.to(work).transpose(-2, -1) * scale
+    scores = over_scores(score_mod, scores, places, score_buffers).masked_fill(mask.logical_not(), -math.inf)
+    return (torch.ops.aten._safe_softmax(scores, -1).to(query.dtype) @ value,)
+
+
+def over_scores(function: GraphModule, scores: Tensor | None, places: tuple[Tensor, ...], buffers: tuple) -> Tensor:
+    """A function of one score and its place, or of a place alone, for all of ``[B, H, T, S]``; without ``B`` or ``H`` where it reads neither."""
+    read = [bool(n.users) for n in function.graph.find_nodes(op="placeholder")][scores is not None:]
+    indexed = [d for d in range(4) if read[d] or scores is None and d > 1]
+    mapped = function
+    for dim in (3, 2, 1, 0):
+        if scores is not None or dim in indexed:
+            along = (0 if d == dim and d in indexed else None for d in range(4))
+            mapped = torch.vmap(mapped, (*([] if scores is None else [0]), *along, *(None for _ in buffers)))
+    given = [place if d in indexed else place[0] for d, place in enumerate(places)]
+    with internals.index_by_tensors():
+        return mapped(*(() if scores is None else (scores,)), *given, *buffers)
+
+
+def returns_first_input(function: GraphModule) -> bool:
+    result = next(iter(function.graph.find_nodes(op="output"))).args[0]
+    result = result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result
+    return result is next(iter(function.graph.find_nodes(op="placeholder")))
 
 
 def keep_for_backward(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -100,9 +146,43 @@ def one_attention(module: GraphModule) -> GraphModule:
             fake = fake_of(node)
             if isinstance(fake, Tensor) and fake.dim() == 4 and not fake.transpose(1, 2).is_contiguous():
                 node.update_kwarg("contiguous", True)
-        if calls:
+        flexible = [n for n in part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
+                    if all(user.target is operator.getitem and user.args[1] == 0 for user in n.users)]
+        for node in flexible:
+            written_out(part, node)
+        if calls or flexible:
             part.recompile()
     return module
+
+
+def written_out(module: GraphModule, node: Node) -> None:
+    """Make one call of flex attention ordinary, and forget the blocks of its mask."""
+    blocks = node.args[4]
+    node.target = flex_attention
+    node.update_arg(4, (blocks[-1],))
+    for arg in (node.args[3], blocks[-1]):  # equal functions of two layers are one, so that the layers are equal
+        arg.target = next(name for name, part in module.named_children()
+                          if isinstance(part, GraphModule) and part.code == getattr(module, arg.target).code)
+    erase_unread(module.graph, [a for a in blocks[:-1] if isinstance(a, Node)])
+
+
+def erase_unread(graph: Graph, roots: Iterable[Node]) -> None:
+    """Erase what only these nodes were made for, and what is written into it."""
+    candidates = ancestors(roots)
+    storages = {storage_of(n) for n in candidates} - {None}
+    candidates |= {n for n in graph.nodes if mutated(n) is not None and storage_of(mutated(n)) in storages}
+    candidates = {n for n in candidates if n.op.startswith("call_")}
+    kept = [n for n in graph.nodes if n not in candidates]
+    needed = ancestors(kept)
+    while True:
+        alive = {storage_of(n) for n in needed} - {None}
+        more = {n for n in candidates - needed if mutated(n) is not None and storage_of(mutated(n)) in alive}
+        if not more:
+            break
+        needed |= ancestors(more)
+    for node in reversed(graph.nodes):
+        if node in candidates and node not in needed:
+            graph.erase_node(node)
 
 
 def torch_attention(module: GraphModule) -> bool:

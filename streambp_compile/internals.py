@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
@@ -86,6 +87,11 @@ def stand_in(fake: object) -> object:
 def is_batched(value: torch.Tensor) -> bool:
     """Is this the inside of a ``torch.vmap``?"""
     return torch._C._functorch.is_batchedtensor(value)
+
+
+def index_by_tensors():
+    """Inside a ``torch.vmap``, ``values[i]`` may have a tensor for its index."""
+    return TransformGetItemToIndex()
 
 
 def is_hook(node: Node) -> bool:
