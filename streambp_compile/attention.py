@@ -104,7 +104,7 @@ def flex_attention(
 
 
 def over_scores(function: GraphModule, scores: Tensor | None, places: tuple[Tensor, ...], buffers: tuple) -> Tensor:
-    """A function of one score and its place, or of a place alone, for all of ``[B, H, T, S]``; without ``B`` or ``H`` where it reads neither."""
+    """A function of one score and its place, or of a place alone, for all of ``[B, H, T, S]``; of size one, or left out, what is not read."""
     read = [bool(n.users) for n in function.graph.find_nodes(op="placeholder")][scores is not None:]
     indexed = [d for d in range(4) if read[d] or scores is None and d > 1]
     mapped = function
@@ -114,7 +114,8 @@ def over_scores(function: GraphModule, scores: Tensor | None, places: tuple[Tens
             mapped = torch.vmap(mapped, (*([] if scores is None else [0]), *along, *(None for _ in buffers)))
     given = [place if d in indexed else place[0] for d, place in enumerate(places)]
     with internals.index_by_tensors():
-        return mapped(*(() if scores is None else (scores,)), *given, *buffers)
+        made = mapped(*(() if scores is None else (scores,)), *given, *buffers)
+    return made.unsqueeze(1) if scores is None and 0 in indexed and 1 not in indexed else made
 
 
 def returns_first_input(function: GraphModule) -> bool:
