@@ -72,7 +72,8 @@ def is_fusible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, g
 def score_mask(mask: Tensor, query: Tensor, key: Tensor, flat: bool, causal: bool) -> Tensor:
     """A mask as numbers to be added to scores, of rank four; with causality in it, if that was asked for too."""
     if mask.dtype is torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(mask.logical_not(), -math.inf)
+        shown, hidden = (torch.scalar_tensor(n, dtype=query.dtype, device=mask.device) for n in (0.0, -math.inf))
+        mask = torch.where(mask, shown, hidden)
     if flat and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     while mask.dim() < 4:
