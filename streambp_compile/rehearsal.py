@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from . import internals
-from .passes.ops import KERNELS, flash_scratch
+from .passes.attention import scratch_of
+from .passes.ops import KERNELS
 
 
 class Ledger(internals.TorchDispatchMode):
@@ -35,7 +36,7 @@ class Ledger(internals.TorchDispatchMode):
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
                 self.count(value)
-        self.peak = max(self.peak, self.held + flash_scratch(func, args))
+        self.peak = max(self.peak, self.held + scratch_of(func, args))
         return result
 
     def know(self, value: torch.Tensor) -> None:

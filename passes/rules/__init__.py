@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .. import ops as _streaming_operators  # noqa: F401  registers the operators of streambp
+from .. import attention as _attention, ops as _streaming_operators  # noqa: F401  register the operators of streambp
 from ..ir import CannotStream, Refusal, Signature, where_of
 
 
