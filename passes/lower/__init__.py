@@ -7,6 +7,7 @@ chunk, the short last one, every prefix and every sequence length.
 
 from __future__ import annotations
 
+from ..attention import Target
 from ..ir import Analysis
 from ..partition import Program
 from .reading import Binding, Body, total_dtype
@@ -15,6 +16,9 @@ from .writer import Writer
 __all__ = ["Binding", "Body", "lower", "total_dtype"]
 
 
-def lower(program: Program, analysis: Analysis) -> tuple[Body, ...]:
-    """One body per sweep."""
-    return tuple(Writer(sweep, analysis).write() for sweep in program.sweeps)
+def lower(program: Program, analysis: Analysis, target: Target = Target("cpu")) -> tuple[Body, ...]:
+    """One body per sweep.
+
+    target  the device that they are written for
+    """
+    return tuple(Writer(sweep, analysis, target).write() for sweep in program.sweeps)
