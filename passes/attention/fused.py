@@ -171,7 +171,8 @@ def efficient_forward(query, key, value, bias, diagonal, scale):
 
 
 def efficient_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    g, q, k, v, o = (t.transpose(1, 2) for t in (grad, query, key, value, out))
+    """The kernel takes the output's rows to be ``Hq * Dv`` apart, whatever its strides say (``o_strideM``)."""
+    g, q, k, v, o = (t.transpose(1, 2) for t in (heads_put_last(grad), query, key, value, heads_put_last(out)))
     rows, seed = query.shape[2], no_seed(query)
     padded = lse.new_full((*lse.shape[:2], rounded(rows, LSE_ROWS)), math.inf)
     padded[:, :, :rows] = lse
@@ -201,5 +202,4 @@ def efficient_backward_scratch(grad, query, key, value, *_) -> int:
     splits = max(1, min(200 // (batch * heads), math.ceil(key.shape[1] / 64)))
     spilled = max(width, value.shape[3]) > 128 and half
     keys = batch * heads * splits * 64 * (rounded(width, 64) + rounded(value.shape[3], 64)) * 4 if spilled else 0
-    relaid = 0 if grad.is_contiguous() else grad.nbytes
-    return max(delta + products, delta + queries + keys) + relaid
+    return max(delta + products, delta + queries + keys)
