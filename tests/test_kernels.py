@@ -23,8 +23,12 @@ MASKS = ("causal", "all", "boolean", "boolean per head", "hidden rows", "padding
 
 @pytest.fixture(autouse=True, scope="module")
 def cuda_operators():
+    """CUDA's operators on a CPU; on one thread, for all products here are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with cuda_kernels.installed():
         yield
+    torch.set_num_threads(threads)
 
 
 def mask_of(kind: str, heads: int, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
@@ -87,10 +91,13 @@ def error(found: Tensor, truth: Tensor) -> float:
     return ((found.double() - truth).norm() / truth.norm()).item()
 
 
+ROUNDED = {"cudnn": 1.5,  # its two pieces are rounded before they are joined, and again after
+           "flash_cpu": 4}  # it rounds the weights, too (test_ops.py holds it to what the whole kernel does)
+
+
 def rounding(kernel: str, dtype: torch.dtype) -> float:
-    """Relative error of a result that is rounded once; cuDNN's pieces are rounded before they are joined, and again after."""
-    once = torch.finfo(dtype).eps * (0.4 if dtype.itemsize == 2 else 8)
-    return once * (1.5 if kernel == "cudnn" else 1)
+    """Relative error of a result that is rounded once."""
+    return torch.finfo(dtype).eps * (0.4 * ROUNDED.get(kernel, 1) if dtype.itemsize == 2 else 8)
 
 
 def check(kernel: str, dtype: torch.dtype, tensors, mask, causal: bool, chunk: int) -> None:
@@ -100,7 +107,8 @@ def check(kernel: str, dtype: torch.dtype, tensors, mask, causal: bool, chunk: i
     assert torch.equal(found[1] > -INF, seen), "rows that see no key"
     assert not found[0].transpose(2, 3).masked_select(~seen.unsqueeze(2)).any() and not found[2].masked_select(~seen.unsqueeze(3)).any()
     lse = (found[1].double() - truth[1])[seen].abs().max().item()
-    assert lse < (1e-12 if dtype == torch.float64 else 1e-5), f"lse {lse}"
+    exact = 1e-12 if dtype == torch.float64 else 1e-3 if kernel == "flash_cpu" and dtype.itemsize == 2 else 1e-5
+    assert lse < exact, f"lse {lse}"
     for name, a, b in zip(NAMES, found, truth):
         if name != "lse":
             bound = rounding(kernel, dtype) * (1 if name == "out" or dtype.itemsize > 2 else 1.6)
