@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from streambp_compile.passes import attention  # noqa: F401  (defines torch.ops.streambp)
+from streambp_compile import internals
+from streambp_compile.passes.attention import Attention, Target, choose, composed, fused, masks, scratch_of, streaming
+from streambp_compile.rehearsal import Ledger
 
 streambp = torch.ops.streambp
 INF = float("inf")
@@ -140,3 +142,136 @@ def test_chunks_that_do_not_divide(kernel, chunk):
 def test_operands_that_no_load_is_aligned_to(kernel):
     dtype = DTYPES[kernel][0]
     check(kernel, dtype, operands_of("grouped", dtype, "askew"), None, True, 16)
+
+
+@pytest.mark.parametrize("kernel", ("flash", "cudnn"))
+def test_grouped_heads_apart(kernel, monkeypatch):
+    """From some length on, gradients of keys are never made for every query head."""
+    monkeypatch.setattr(streaming, "GROUPS_FILL", 1)
+    for shape in ("grouped", "one key head"):
+        check(kernel, torch.bfloat16, operands_of(shape, torch.bfloat16), None, True, 16)
+
+
+@pytest.mark.parametrize("bytes_at_once", (1, 5000))
+def test_composed_attention_in_blocks_of_rows(bytes_at_once, monkeypatch):
+    monkeypatch.setattr(composed, "BLOCK", bytes_at_once)
+    tensors = operands_of("grouped", torch.float64)
+    for kind in ("causal", "all", "hidden rows", "additive per head"):
+        mask, causal = mask_of(kind, 4, torch.float64)
+        check("composed", torch.float64, tensors, mask, causal, 16)
+
+
+@pytest.mark.parametrize("kernel", DTYPES)
+def test_a_chunk_without_keys(kernel):
+    q, k, v, grad = operands_of("grouped", DTYPES[kernel][0])
+    k, v = k[:, :, :0], v[:, :, :0]
+    for mask in (None, torch.zeros(1, 1, LENGTH, 0, dtype=torch.bool)):
+        out, lse = streambp.attention(q, k, v, mask, mask is None, SCALE, 0, kernel)
+        dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+        dq = streambp.attention_backward_(grad, q, k, v, out, lse, mask, mask is None, SCALE, 0, dk, dv, kernel)
+        assert not out.any() and not dq.any() and bool((lse == -INF).all())
+        assert out.transpose(1, 2).is_contiguous() and dq.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("start, keys", ((0, 3), (4, 9), (4, 5), (4, 3), (0, 1), (1, 30)))
+@pytest.mark.parametrize("kernel", DTYPES)
+def test_a_causal_chunk_with_any_number_of_keys(kernel, start, keys):
+    """A band that ends before the diagonal leaves fewer keys than rows, one that is not pruned leaves more."""
+    dtype = DTYPES[kernel][-2]
+    q, k, v, grad = operands_of("grouped", dtype)
+    q, grad, k, v = q[:, :, :8], grad[:, :, :8], k[:, :, :keys], v[:, :, :keys]
+    mask = torch.arange(keys) <= torch.arange(start, start + 8)[:, None]
+    truth = truth_of(q, k, v, grad, mask[None, None], False)
+    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+    out, lse = streambp.attention(q, k, v, None, True, SCALE, start, kernel)
+    dq = streambp.attention_backward_(grad, q, k, v, out, lse, None, True, SCALE, start, dk, dv, kernel)
+    for name, a, b in zip(NAMES, (out, lse, dq, dk, dv), truth):
+        assert (a.double() - b).norm() <= 2 * rounding(kernel, dtype) * max(b.norm(), 1), name
+
+
+def test_numbers_that_hide_and_numbers_that_are_merely_low():
+    """The lowest float32 number stays a number in half precision: such a row is spread over its keys, and not hidden."""
+    low = torch.full((1, 1, 2, 3), torch.finfo(torch.float32).min)
+    low[0, 0, 1] = -INF
+    bias = masks.additive(low, 3, 2, None, torch.bfloat16, 16)
+    assert torch.equal(masks.hidden_rows(bias), torch.tensor([[[False, True]]]))
+    assert bias.stride(2) == 16 and bias[0, 0, 0, 0] == torch.finfo(torch.bfloat16).min
+
+
+DEVICES = {"cpu": Target("cpu"), "mps": Target("mps"), "hip": Target("hip"), "cuda, unknown": Target("cuda"),
+           **{f"sm{a}{b}": Target("cuda", (a, b)) for a, b in ((7, 0), (7, 5), (8, 0), (9, 0))},
+           "sm90 without flash": Target("cuda", (9, 0), frozenset({"flash"})), "sm90 with FA3": Target("cuda", (9, 0), flash="FA3"),
+           "sm80 with FA3": Target("cuda", (8, 0), flash="FA3"), "sm90 with FA4": Target("cuda", (9, 0), flash="FA4")}
+ASKED = {"bf16": Attention(torch.bfloat16, 128, 128), "bf16 masked": Attention(torch.bfloat16, 128, 128, True),
+         "fp16": Attention(torch.float16, 64, 64), "fp32": Attention(torch.float32, 64, 64),
+         "fp64": Attention(torch.float64, 64, 64), "192/128": Attention(torch.bfloat16, 192, 128),
+         "576/512": Attention(torch.bfloat16, 576, 512), "20": Attention(torch.float16, 20, 20)}
+CHOSEN = """\
+                        bf16  bf16 masked         fp16         fp32         fp64      192/128      576/512           20
+cpu                flash_cpu    flash_cpu    flash_cpu    flash_cpu    flash_cpu    flash_cpu    flash_cpu    flash_cpu
+mps                 composed     composed     composed     composed     composed     composed     composed     composed
+hip                 composed     composed     composed     composed     composed     composed     composed     composed
+cuda, unknown       composed     composed     composed     composed     composed     composed     composed     composed
+sm70                composed     composed    efficient    efficient     composed     composed     composed    efficient
+sm75                composed     composed    efficient    efficient     composed     composed     composed    efficient
+sm80                   flash    efficient        flash    efficient     composed        flash    efficient        flash
+sm90                   flash    efficient        flash    efficient     composed        flash    efficient        flash
+sm90 without flash     cudnn    efficient        cudnn    efficient     composed    efficient    efficient        cudnn
+sm90 with FA3          flash    efficient        flash    efficient     composed        flash    efficient        flash
+sm80 with FA3          cudnn    efficient        cudnn    efficient     composed    efficient    efficient        cudnn
+sm90 with FA4          flash    efficient        flash    efficient     composed    efficient    efficient        flash"""
+
+
+def test_the_kernel_chosen_on_every_device():
+    lines = [" " * 18 + "".join(f"{name:>13}" for name in ASKED)[3:]]
+    for name, target in DEVICES.items():
+        lines.append(f"{name:<18}" + "".join(f"{choose(asked, target).kernel.name:>13}" for asked in ASKED.values())[3:])
+    assert "\n".join(lines) == CHOSEN
+
+
+def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
+    assert str(choose(ASKED["bf16 masked"], DEVICES["sm90"])) == (
+        "efficient (behind flash, which is faster: it takes masks, float32, any head width and older GPUs, and one call per group of "
+        "heads; not flash: it takes no mask; not cudnn: with a mask its dQ can be NaN)")
+    assert dict(choose(ASKED["fp64"], DEVICES["sm75"]).passed)["efficient"] == "it does not take float64"
+    assert dict(choose(ASKED["bf16"], DEVICES["sm75"]).passed)["flash"] == (
+        "bfloat16 needs compute capability 8.0, this device has 7.5")
+    assert dict(choose(ASKED["576/512"], DEVICES["sm90"]).passed)["flash"] == "it takes up to 256 features per head, not 576"
+    assert dict(choose(ASKED["bf16"], DEVICES["sm80 with FA3"]).passed)["flash"] == (
+        "FA3, which was activated, needs compute capability 9.x")
+
+
+def test_every_fused_kernel_says_what_it_takes_beside_its_results():
+    """One chunk of 2048 rows of Qwen3-8B's 32 heads, 8 of them keys', at 32768 tokens, in bytes."""
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta").transpose(1, 2)
+
+    q, k = empty(1, 2048, 32, 128), empty(1, 32768, 8, 128)
+    lse = torch.empty(1, 32, 2048, device="meta")
+    rows = 32 * 2048 * 4  # a float32 number for every row
+    expanded = 2 * 32768 * 32 * 128 * 2  # gradients of keys and values for every query head
+    assert scratch_of(fused.FLASH_FORWARD, (q, k, k, 0.0, True)) == 0
+    assert scratch_of(fused.FLASH_BACKWARD, (q, q, k, k, q, lse)) == rows * (1 + 128) + expanded
+    assert scratch_of(fused.FLASH_BACKWARD, (q[:, ::4], q[:, ::4], k, k, q[:, ::4], lse)) == (  # one query of each key head
+        rows // 4 * (1 + 128) + 2 * 2048 * 8 * 128 * 2)  # no expanded gradients, two operands laid out anew
+    assert scratch_of(fused.CUDNN_BACKWARD, (q, q, k, k, q, lse)) == rows * (1 + 128) + expanded
+    narrow, keys = (t.transpose(1, 2) for t in (q[:, :8], k))
+    assert scratch_of(fused.EFFICIENT_FORWARD, (narrow, keys, keys)) == 0
+    assert scratch_of(fused.EFFICIENT_BACKWARD, (narrow, narrow, keys, keys)) == rows // 4 * (1 + 128)
+    assert scratch_of(torch.ops.aten.mm.default, ()) == 0
+
+
+def test_the_rehearsal_counts_what_a_cuda_kernel_takes():
+    """On fake tensors, without a GPU: results, the operands that a call copies, and scratch."""
+    with internals.FakeTensorMode():
+        q, k = (torch.empty(1, rows, heads, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for rows, heads in ((256, 8), (512, 2)))
+        out, lse = torch.empty_like(q), torch.empty(1, 8, 256, device="cuda")
+        dk, dv = torch.zeros(k.shape, device="cuda"), torch.zeros(k.shape, device="cuda")
+        ledger = Ledger()
+        for t in (q, k, out, lse, dk, dv):
+            ledger.know(t)
+        with ledger:
+            dq = streambp.attention_backward_(out, q, k, k, out, lse, None, True, SCALE, 256, dk, dv, "flash")
+        results = dq.nbytes + 2 * k.nbytes
+        scratch = scratch_of(fused.FLASH_BACKWARD, (out, q, k, k, out, lse))
+        assert results + scratch <= ledger.peak <= results + scratch + 64  # and an empty random state

@@ -10,7 +10,7 @@ import math
 
 from torch import Tensor
 
-from .layout import by_key_head, heads_last, statistics
+from .layout import by_key_head, cut, first, heads_last, statistics
 from .masks import later
 
 BLOCK = 1 << 26  # bytes of scores that exist at once: small beside a chunk's hidden rows on a GPU, and many rows of a product
@@ -40,7 +40,7 @@ def scores(query: Tensor, key: Tensor, bias: Tensor | None, rows: slice, diagona
     made = stacked(query, key.shape[1]) @ key.flatten(0, 1).transpose(1, 2)
     made = made.mul_(scale).view(batch, heads, rows.stop - rows.start, key.shape[2])
     if bias is not None:
-        made.add_(bias[:, :, rows if bias.shape[2] > 1 else slice(None), : key.shape[2]])
+        made.add_(first(cut(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, key.shape[2]))
     if diagonal is not None and diagonal + rows.start + 1 < key.shape[2]:
         made.masked_fill_(later(rows.stop - rows.start, key.shape[2], diagonal + rows.start, key.device), -math.inf)
     return made
@@ -54,14 +54,15 @@ def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, diag
     out = heads_last(batch, heads, count, value.shape[-1], query)
     lse = query.new_empty((batch, heads, count), dtype=dtype)
     for rows, keys in row_blocks(query, key.shape[2], diagonal):
-        weights = scores(query[:, :, rows].to(dtype), wide_key[:, :, :keys], bias, rows, diagonal, scale)
+        seen, values = first(wide_key, 2, keys), first(wide_value, 2, keys)
+        weights = scores(cut(query, 2, rows).to(dtype), seen, bias, rows, diagonal, scale)
         top = weights.amax(-1, keepdim=True)
         top.masked_fill_(top == -math.inf, 0)
         weights.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        mixed = stacked(weights, key.shape[1]) @ wide_value[:, :, :keys].flatten(0, 1)
-        lse[:, :, rows] = (total.log() + top).squeeze(-1)
-        out[:, :, rows] = mixed.view(batch, heads, -1, value.shape[-1]).div_(total.masked_fill(total == 0, 1))
+        mixed = (stacked(weights, key.shape[1]) @ values.flatten(0, 1)).view(batch, heads, -1, value.shape[-1])
+        cut(lse, 2, rows).copy_((total.log() + top).squeeze(-1))
+        cut(out, 2, rows).copy_(mixed.div_(total.masked_fill(total == 0, 1)))
     return out, lse
 
 
@@ -72,15 +73,16 @@ def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tenso
     wide_key, wide_value = key.to(dtype), value.to(dtype)
     dq = heads_last(*query.shape, query)
     for rows, keys in row_blocks(query, key.shape[2], diagonal):
-        q, g = query[:, :, rows].to(dtype), grad[:, :, rows].to(dtype)
-        weights = scores(q, wide_key[:, :, :keys], bias, rows, diagonal, scale)
-        weights.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        part = g.mul(out[:, :, rows]).sum(-1, keepdim=True)
-        inner = stacked(g, heads) @ wide_value[:, :, :keys].flatten(0, 1).transpose(1, 2)
+        q, g = (cut(t, 2, rows).to(dtype) for t in (query, grad))
+        seen, values = first(wide_key, 2, keys), first(wide_value, 2, keys)
+        weights = scores(q, seen, bias, rows, diagonal, scale)
+        weights.sub_(cut(lse, 2, rows).unsqueeze(-1)).exp_()
+        part = g.mul(cut(out, 2, rows)).sum(-1, keepdim=True)
+        inner = stacked(g, heads) @ values.flatten(0, 1).transpose(1, 2)
         inner = inner.view_as(weights).sub_(part).mul_(weights).mul_(scale)
-        add_product(stacked(weights, heads).transpose(1, 2), stacked(g, heads), value_grad[:, :, :keys])
-        add_product(stacked(inner, heads).transpose(1, 2), stacked(q, heads), key_grad[:, :, :keys])
-        dq[:, :, rows] = (stacked(inner, heads) @ wide_key[:, :, :keys].flatten(0, 1)).view(q.shape)
+        add_product(stacked(weights, heads).transpose(1, 2), stacked(g, heads), first(value_grad, 2, keys))
+        add_product(stacked(inner, heads).transpose(1, 2), stacked(q, heads), first(key_grad, 2, keys))
+        cut(dq, 2, rows).copy_((stacked(inner, heads) @ seen.flatten(0, 1)).view(q.shape))
     return dq
 
 

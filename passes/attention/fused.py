@@ -15,15 +15,15 @@ import math
 import torch
 from torch import Tensor
 
-from .layout import heads_put_last, statistics
+from .layout import first, heads_put_last, statistics
 
 aten = torch.ops.aten
 
 
 def add_gradients(dk: Tensor, dv: Tensor, key_grad: Tensor, value_grad: Tensor) -> None:
     """Add what a kernel returns to accumulators of a wider dtype, without the features that only its padding has."""
-    key_grad.add_(dk[..., : key_grad.shape[-1]])
-    value_grad.add_(dv[..., : value_grad.shape[-1]])
+    key_grad.add_(first(dk, 3, key_grad.shape[3]))
+    value_grad.add_(first(dv, 3, value_grad.shape[3]))
 
 
 def no_seed(like: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def efficient_forward(query, key, value, bias, diagonal, scale):
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, lse, *_ = EFFICIENT_FORWARD(q, k, v, for_all_heads(bias, query, key), None, None, None, None, 0.0,
                                      WHOLE if diagonal is None else BOTTOM_RIGHT, True, scale=scale)
-    return out.transpose(1, 2), lse[:, :, : query.shape[2]]
+    return out.transpose(1, 2), first(lse, 2, query.shape[2])
 
 
 def efficient_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
@@ -175,7 +175,7 @@ def efficient_backward(grad, query, key, value, out, lse, bias, diagonal, scale,
     g, q, k, v, o = (t.transpose(1, 2) for t in (heads_put_last(grad), query, key, value, heads_put_last(out)))
     rows, seed = query.shape[2], no_seed(query)
     padded = lse.new_full((*lse.shape[:2], rounded(rows, LSE_ROWS)), math.inf)
-    padded[:, :, :rows] = lse
+    first(padded, 2, rows).copy_(lse)
     dq, dk, dv, _ = EFFICIENT_BACKWARD(g, q, k, v, for_all_heads(bias, query, key), o, None, None, rows, key.shape[2], padded, 0.0,
                                        seed, seed, WHOLE if diagonal is None else BOTTOM_RIGHT, False, scale=scale)
     add_gradients(dk.transpose(1, 2), dv.transpose(1, 2), key_grad, value_grad)

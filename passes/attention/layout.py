@@ -44,3 +44,12 @@ def widened(t: Tensor, width: int) -> Tensor:
 def by_key_head(t: Tensor, key_heads: int) -> Tensor:
     """``[B, Hq, ...]`` as ``[B, Hkv, Hq / Hkv, ...]``: the queries that share a key head, beside one another."""
     return t.unflatten(1, (key_heads, t.shape[1] // key_heads))
+
+
+def cut(t: Tensor, dim: int, part: slice) -> Tensor:
+    """A slice along one dimension; by an operator, which fake tensors of a device that is not there have, too."""
+    return t.narrow(dim, part.start, part.stop - part.start)
+
+
+def first(t: Tensor, dim: int, count: int) -> Tensor:
+    return t if t.shape[dim] == count else t.narrow(dim, 0, count)

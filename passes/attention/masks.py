@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .layout import first
+
 
 def additive(mask: Tensor, keys: int, rows: int, diagonal: int | None, dtype: torch.dtype, multiple: int) -> Tensor:
     """A boolean mask (true where a row may attend) or an additive one as numbers to be added to scores.
@@ -22,12 +24,12 @@ def additive(mask: Tensor, keys: int, rows: int, diagonal: int | None, dtype: to
     if mask.dtype == dtype and diagonal is None and multiple == 1:
         return mask
     room = mask.new_empty((*shape[:-1], -(-keys // multiple) * multiple), dtype=dtype)
-    bias = room[..., :keys]
+    bias = first(room, 3, keys)
     if mask.dtype == torch.bool:
         room.fill_(-math.inf)
         bias.masked_fill_(mask, 0)
     else:
-        room[..., keys:].zero_()
+        room.narrow(3, keys, room.shape[3] - keys).zero_()
         bias.copy_(narrowed(mask, dtype))
     return bias if diagonal is None else bias.masked_fill_(later(rows, keys, diagonal, mask.device), -math.inf)
 

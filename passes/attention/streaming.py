@@ -57,30 +57,31 @@ def pieces(rows: int, keys: int, diagonal: int | None, kernel: Kernel) -> tuple[
 class Call:
     """One kernel call of a piece: how its operands are taken from ``[B, Hkv, G, C, ...]``, and its results put back.
 
-    heads    the queries of each key head that it covers: all, or one
+    heads    the one query of each key head that it covers, or None for all
     stacked  queries that share a key head meet it as more rows, which is faster where neither causality nor a mask tells rows apart
     """
 
     piece: Piece
     bias: Tensor | None
-    heads: slice | int
+    heads: int | None
     stacked: bool
 
     def take(self, t: Tensor) -> Tensor:
-        t = t[:, :, :, self.piece.rows]
-        if isinstance(self.heads, int):
-            return t[:, :, self.heads]
+        t = layout.cut(t, 3, self.piece.rows)
+        if self.heads is not None:
+            return t.select(2, self.heads)
         return t.flatten(2, 3) if self.stacked else t.flatten(1, 2)
 
     def put(self, t: Tensor, shared: int) -> Tensor:
         """A result as ``[B, Hkv, C, ...]`` for one query of each key head, else as ``[B, Hkv, G, C, ...]``."""
-        if isinstance(self.heads, int):
+        if self.heads is not None:
             return t
         return t.unflatten(2, (shared, -1)) if self.stacked else t.unflatten(1, (-1, shared))
 
     def target(self, t: Tensor) -> Tensor:
         """Where its results belong in ``[B, Hkv, G, C, ...]``."""
-        return t[:, :, self.heads, self.piece.rows]
+        t = layout.cut(t, 3, self.piece.rows)
+        return t.select(2, self.heads) if self.heads is not None else t
 
 
 def calls(kernel: Kernel, parts: tuple[Piece, ...], shared: int, key_heads: int, bias: Tensor | None,
@@ -92,13 +93,13 @@ def calls(kernel: Kernel, parts: tuple[Piece, ...], shared: int, key_heads: int,
     """
     for piece in parts:
         if shared == 1 or kernel.grouped and not apart:
-            yield Call(piece, bias, slice(None), False)
+            yield Call(piece, bias, None, False)
         elif not kernel.grouped and piece.diagonal is None and (bias is None or bias.shape[1:3] == (1, 1)):
-            yield Call(piece, bias, slice(None), True)
+            yield Call(piece, bias, None, True)
         else:
             each = bias is not None and bias.shape[1] > 1
             for g in range(shared):
-                yield Call(piece, layout.by_key_head(bias, key_heads)[:, :, g] if each else bias, g, False)
+                yield Call(piece, layout.by_key_head(bias, key_heads).select(2, g) if each else bias, g, False)
 
 
 GROUPS_FILL = 1 << 15  # keys in all heads and sequences from which one query of each fills any GPU: 256 blocks of 128 keys
@@ -173,9 +174,9 @@ def joined(chunk: Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float, query
     out = None if one else layout.heads_last(batch, heads, rows, width, q if chunk.precise else query)
     lse = None if one else query.new_empty((batch, heads, rows), dtype=layout.statistics(query))
     for call in planned:
-        keys = call.piece.keys
-        o, logsum = chunk.kernel.forward(call.take(grouped), k[:, :, keys], v[:, :, keys], call.bias, call.piece.diagonal, scale)
-        o = o[..., :width]
+        keys, values = (layout.cut(t, 2, call.piece.keys) for t in (k, v))
+        o, logsum = chunk.kernel.forward(call.take(grouped), keys, values, call.bias, call.piece.diagonal, scale)
+        o = layout.first(o, 3, width)
         if one:
             return layout.heads_put_last(o), logsum.contiguous()
         here, here_lse = (call.target(layout.by_key_head(t, key_heads)) for t in (out, lse))
@@ -217,10 +218,10 @@ def gradients(chunk: Prepared, grad, query, key, value, out, lse, scale: float, 
     one = len(planned) == 1 and not planned[0].stacked
     dq = None if one else layout.heads_last(*query.shape, k if chunk.precise else query)
     for call in planned:
-        keys = call.piece.keys
         g, q, o, logsum = map(call.take, grouped)
-        part = kernel.backward(g, q, k[:, :, keys], v[:, :, keys], o, logsum, call.bias, call.piece.diagonal, scale,
-                               key_grad[:, :, keys], value_grad[:, :, keys])[..., :width]
+        keys, values, dk, dv = (layout.cut(t, 2, call.piece.keys) for t in (k, v, key_grad, value_grad))
+        part = kernel.backward(g, q, keys, values, o, logsum, call.bias, call.piece.diagonal, scale, dk, dv)
+        part = layout.first(part, 3, width)
         if one:
             return layout.heads_put_last(part)
         here, part = call.target(layout.by_key_head(dq, key_heads)), call.put(part, shared)
