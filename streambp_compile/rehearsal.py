@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from . import internals
-from .passes.attention import scratch_of
+from .passes.attention import STAND_INS, scratch_of
 from .passes.ops import KERNELS
 
 
@@ -32,7 +32,7 @@ class Ledger(internals.TorchDispatchMode):
         if func in KERNELS:  # ours are Python, and make values of their own on the way
             with self:
                 return KERNELS[func](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+        result = STAND_INS.get(func, func)(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
                 self.count(value)

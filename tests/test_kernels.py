@@ -275,3 +275,16 @@ def test_the_rehearsal_counts_what_a_cuda_kernel_takes():
         results = dq.nbytes + 2 * k.nbytes
         scratch = scratch_of(fused.FLASH_BACKWARD, (out, q, k, k, out, lse))
         assert results + scratch <= ledger.peak <= results + scratch + 64  # and an empty random state
+
+
+@pytest.mark.parametrize("kernel, masked", [(k, m) for k in ("flash", "cudnn", "efficient", "composed") for m in (False, True)
+                                            if not m or k in ("efficient", "composed")])
+def test_a_kernel_runs_on_fake_tensors_of_a_device_that_is_not_there(kernel, masked):
+    with internals.FakeTensorMode(), Ledger():
+        q, k = (torch.empty(2, rows, heads, 24, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for rows, heads in ((64, 4), (128, 2)))
+        mask = torch.empty(1, 1, 64, 128, dtype=torch.bool, device="cuda") if masked else None
+        dk, dv = torch.zeros(k.shape, device="cuda"), torch.zeros(k.shape, device="cuda")
+        out, lse = streambp.attention(q, k, k, mask, not masked, SCALE, 64, kernel)
+        dq = streambp.attention_backward_(out, q, k, k, out, lse, mask, not masked, SCALE, 64, dk, dv, kernel)
+    assert out.shape == dq.shape == q.shape and out.stride() == dq.stride() == q.stride()
+    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 from ..ops import define
-from .kernels import Attention, Choice, Target, choose, scratch_of
+from .kernels import STAND_INS, Attention, Choice, Target, choose, scratch_of
 from .layout import heads_last
 from .streaming import attention_backward, attention_backward_, attention_forward, backward_meta, forward_meta
 
-__all__ = ["Attention", "Choice", "Target", "choose", "scratch_of"]
+__all__ = ["STAND_INS", "Attention", "Choice", "Target", "choose", "scratch_of"]
 
 OPERANDS = "Tensor query, Tensor key, Tensor value"
 define(f"attention({OPERANDS}, Tensor? mask, bool causal, float scale, SymInt start, str kernel='') -> (Tensor, Tensor)",

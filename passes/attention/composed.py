@@ -10,7 +10,7 @@ import math
 
 from torch import Tensor
 
-from .layout import by_key_head, cut, first, heads_last, statistics
+from .layout import by_key_head, cut, first, heads_last, put, statistics
 from .masks import later
 
 BLOCK = 1 << 26  # bytes of scores that exist at once: small beside a chunk's hidden rows on a GPU, and many rows of a product
@@ -61,8 +61,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, diag
         weights.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
         mixed = (stacked(weights, key.shape[1]) @ values.flatten(0, 1)).view(batch, heads, -1, value.shape[-1])
-        cut(lse, 2, rows).copy_((total.log() + top).squeeze(-1))
-        cut(out, 2, rows).copy_(mixed.div_(total.masked_fill(total == 0, 1)))
+        put(cut(lse, 2, rows), (total.log() + top).squeeze(-1))
+        put(cut(out, 2, rows), mixed.div_(total.masked_fill(total == 0, 1)))
     return out, lse
 
 
@@ -82,7 +82,7 @@ def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tenso
         inner = inner.view_as(weights).sub_(part).mul_(weights).mul_(scale)
         add_product(stacked(weights, heads).transpose(1, 2), stacked(g, heads), first(value_grad, 2, keys))
         add_product(stacked(inner, heads).transpose(1, 2), stacked(q, heads), first(key_grad, 2, keys))
-        cut(dq, 2, rows).copy_((stacked(inner, heads) @ seen.flatten(0, 1)).view(q.shape))
+        put(cut(dq, 2, rows), (stacked(inner, heads) @ seen.flatten(0, 1)).view(q.shape))
     return dq
 
 

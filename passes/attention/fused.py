@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from .layout import first, heads_put_last, statistics
+from .layout import dense, first, heads_put_last, put, statistics
 
 aten = torch.ops.aten
 
@@ -91,7 +91,7 @@ def flash_forward(query, key, value, bias, diagonal, scale):
 
 def flash_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
     seed = no_seed(query)
-    dq, dk, dv = FLASH_BACKWARD(grad, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0,
+    dq, dk, dv = FLASH_BACKWARD(grad, query, key, value, out, dense(lse), None, None, query.shape[2], key.shape[2], 0.0,
                                 diagonal is not None, seed, seed, scale=scale)
     add_gradients(dk, dv, key_grad, value_grad)
     return dq
@@ -135,7 +135,7 @@ def cudnn_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key
     """Plans are kept by the layouts of query, key and value alone, so the other operands always come in one layout."""
     seed = no_seed(query)
     dq, dk, dv = CUDNN_BACKWARD(
-        heads_put_last(grad), query, key, value, heads_put_last(out), lse.contiguous().unsqueeze(-1), seed, seed, None, None, None,
+        heads_put_last(grad), query, key, value, heads_put_last(out), dense(lse).unsqueeze(-1), seed, seed, None, None, None,
         query.shape[2], key.shape[2], 0.0, diagonal is not None, scale=scale)
     add_gradients(dk, dv, key_grad, value_grad)
     return dq
@@ -175,11 +175,16 @@ def efficient_backward(grad, query, key, value, out, lse, bias, diagonal, scale,
     g, q, k, v, o = (t.transpose(1, 2) for t in (heads_put_last(grad), query, key, value, heads_put_last(out)))
     rows, seed = query.shape[2], no_seed(query)
     padded = lse.new_full((*lse.shape[:2], rounded(rows, LSE_ROWS)), math.inf)
-    first(padded, 2, rows).copy_(lse)
+    put(first(padded, 2, rows), lse)
     dq, dk, dv, _ = EFFICIENT_BACKWARD(g, q, k, v, for_all_heads(bias, query, key), o, None, None, rows, key.shape[2], padded, 0.0,
                                        seed, seed, WHOLE if diagonal is None else BOTTOM_RIGHT, False, scale=scale)
     add_gradients(dk.transpose(1, 2), dv.transpose(1, 2), key_grad, value_grad)
     return dq.transpose(1, 2)
+
+
+def efficient_backward_meta(grad, query, key, value, bias, out, *_, **__):
+    """What the operator returns; torch's own description of it leaves out an argument (2.11 to 2.13)."""
+    return tuple(t.new_empty(t.shape) for t in (query, key, value)) + (None,)
 
 
 def for_all_heads(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -210,3 +210,6 @@ def scratch_of(op: object, args: tuple) -> int:
     """Bytes that a call of a kernel takes beside its results; 0 for any other operator."""
     size = SCRATCH.get(op)
     return 0 if size is None else size(*args)
+
+
+STAND_INS = {fused.EFFICIENT_BACKWARD: fused.efficient_backward_meta}  # operators that cannot run on fake tensors as torch describes them

@@ -1,4 +1,8 @@
-"""How the operands of attention lie in memory: what kernels return, and what they read."""
+"""How the operands of attention lie in memory: what kernels return, and what they read.
+
+Copies and slices are made by operators, not by methods that open a device first, so that all of this also runs on fake tensors of a device
+that is not there.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,28 @@ def is_heads_last(t: Tensor) -> bool:
 
 def heads_put_last(t: Tensor) -> Tensor:
     """The same values laid out as ``[B, T, H, D]``; a copy only if they lie otherwise."""
-    return t if is_heads_last(t) else heads_last(*t.shape, t).copy_(t)
+    return t if is_heads_last(t) else put(heads_last(*t.shape, t), t)
+
+
+def put(target: Tensor, source: Tensor) -> Tensor:
+    """The target, filled with the source."""
+    return torch.ops.aten.copy_.default(target, source)
+
+
+def copied(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def dense(t: Tensor) -> Tensor:
+    return t if t.is_contiguous() else copied(t)
 
 
 def readable(t: Tensor, multiple: int) -> Tensor:
     """A tensor that kernels can load: features at stride one, every other step a multiple of what one load takes."""
     if t.stride(-1) != 1 and (t.shape[-1] > 1 or multiple > 1):
-        return t.contiguous()
+        return dense(t)
     steps = [t.storage_offset(), *(step for step, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1)]
-    return t if all(step % multiple == 0 for step in steps) else t.clone(memory_format=torch.contiguous_format)
+    return t if all(step % multiple == 0 for step in steps) else copied(t)
 
 
 def widened(t: Tensor, width: int) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .layout import first
+from .layout import first, put
 
 
 def additive(mask: Tensor, keys: int, rows: int, diagonal: int | None, dtype: torch.dtype, multiple: int) -> Tensor:
@@ -30,7 +30,7 @@ def additive(mask: Tensor, keys: int, rows: int, diagonal: int | None, dtype: to
         bias.masked_fill_(mask, 0)
     else:
         room.narrow(3, keys, room.shape[3] - keys).zero_()
-        bias.copy_(narrowed(mask, dtype))
+        put(bias, narrowed(mask, dtype))
     return bias if diagonal is None else bias.masked_fill_(later(rows, keys, diagonal, mask.device), -math.inf)
 
 

@@ -178,22 +178,22 @@ def joined(chunk: Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float, query
         o, logsum = chunk.kernel.forward(call.take(grouped), keys, values, call.bias, call.piece.diagonal, scale)
         o = layout.first(o, 3, width)
         if one:
-            return layout.heads_put_last(o), logsum.contiguous()
+            return layout.heads_put_last(o), layout.dense(logsum)
         here, here_lse = (call.target(layout.by_key_head(t, key_heads)) for t in (out, lse))
         join(here, here_lse, call.put(o, shared), call.put(logsum, shared), call.piece.again)
-    return (layout.heads_last(batch, heads, rows, width, query).copy_(out) if chunk.precise else out), lse
+    return (layout.put(layout.heads_last(batch, heads, rows, width, query), out) if chunk.precise else out), lse
 
 
 def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, again: bool) -> None:
     """Put what some keys give, or add it to what other keys gave the same rows."""
     if not again:
-        out.copy_(more)
-        lse.copy_(more_lse)
+        layout.put(out, more)
+        layout.put(lse, more_lse)
         return
     both = torch.logaddexp(lse, more_lse)
     before, now = ((t - both).exp().unsqueeze(-1) for t in (lse, more_lse))
-    out.copy_(out * before + more * now)
-    lse.copy_(both)
+    layout.put(out, out * before + more * now)
+    layout.put(lse, both)
 
 
 def attention_backward_(grad, query, key, value, out, lse, mask, causal: bool, scale: float, start: int, key_grad, value_grad,
@@ -225,8 +225,8 @@ def gradients(chunk: Prepared, grad, query, key, value, out, lse, scale: float, 
         if one:
             return layout.heads_put_last(part)
         here, part = call.target(layout.by_key_head(dq, key_heads)), call.put(part, shared)
-        here.add_(part) if call.piece.again else here.copy_(part)
-    return layout.heads_last(*query.shape, query).copy_(dq) if chunk.precise else dq
+        here.add_(part) if call.piece.again else layout.put(here, part)
+    return layout.put(layout.heads_last(*query.shape, query), dq) if chunk.precise else dq
 
 
 def attention_backward(grad, query, key, value, out, lse, mask, causal: bool, scale: float, kernel: str = ""):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..attention import Choice, Target
+from ..attention import Attention, Choice, Target, choose
 from ..ir import Analysis, Mark, Tokens, hint, is_tensor, shape_of, symbols_in, value_of
 from ..partition import Sweep
 
@@ -62,6 +62,14 @@ class Body:
 def total_dtype(dtype: torch.dtype) -> torch.dtype:
     """Accumulators are float32 for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> Choice:
+    """The kernel for an attention of these operands on a target; on a CPU, whatever the target, where they are on a CPU."""
+    like = value_of(query)
+    known = (target.device == "cpu") == (like.device.type == "cpu")
+    asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)
+    return choose(asked, target if known else Target(like.device.type))
 
 
 class Reading:

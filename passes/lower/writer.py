@@ -8,10 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule, Node
 
-from ..attention import Attention, Target, choose
-from ..ir import Tokens, refuse, shape_of, tensor_operands, value_of
+from ..ir import Tokens, refuse, tensor_operands, value_of
 from ..rules import rule_of
-from .reading import Body, total_dtype
+from .reading import Body, kernel_for, total_dtype
 from .rows import Rows
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
@@ -97,11 +96,7 @@ class Writer(Rows):
 
     def kernel(self, query: Node, value: Node, mask: Node | None) -> str:
         """The name of the kernel that attends on the device that this body is written for."""
-        like = value_of(query)
-        told = (self.target.device == "cpu") == (like.device.type == "cpu")
-        target = self.target if told else Target(like.device.type)
-        asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)
-        self.attends.append(choose(asked, target))
+        self.attends.append(kernel_for(query, value, mask, self.target))
         return self.attends[-1].kernel.name
 
     def key_operand(self, node: Node, position: int) -> Node:
