@@ -126,14 +126,14 @@ def returns_first_input(function: GraphModule) -> bool:
 
 
 def keep_for_backward(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, mask, ctx.causal, ctx.scale, _ = inputs
+    query, key, value, mask, ctx.causal, ctx.scale, *_ = inputs
     ctx.save_for_backward(query, key, value, *output, *([] if mask is None else [mask]))
 
 
 def attention_gradients(ctx, gradient: Tensor, _):
     query, key, value, out, logsumexp, *mask = ctx.saved_tensors
     found = streambp.attention_backward(gradient, query, key, value, out, logsumexp, mask[0] if mask else None, ctx.causal, ctx.scale)
-    return *found, None, None, None, None
+    return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
 
 
 torch.library.register_autograd("streambp::attention", attention_gradients, setup_context=keep_for_backward)

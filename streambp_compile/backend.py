@@ -23,6 +23,7 @@ from .axis import Axis, axis_of, fake_of, find_axes, joined
 from .compiled_region import CompiledRegion
 from .config import Config
 from .deferred import Deferred, deferred
+from .flash_attn import flash_attn_as_attention
 from .ownership import plain_references
 from .passes.ir import Refusal, bytes_of
 from .passes.split import Region, split
@@ -51,7 +52,8 @@ class Chain:
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
         self.config = config
-        self.module = one_attention(rows_first(look_back(even_heads(rolled(fold_maps(inline_checkpoints(module)))))))
+        module = fold_maps(flash_attn_as_attention(inline_checkpoints(module)))
+        self.module = one_attention(rows_first(look_back(even_heads(rolled(module)))))
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report

@@ -21,6 +21,7 @@ from .passes.split import Region, mutated
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import RegionReport, StreamHint
 from .runtime import cannot_tell
+from .target import target_of
 
 HELP = {RowsSee: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
         Restarts: "Number the tokens of each packed sequence upwards.",
@@ -92,6 +93,10 @@ class CompiledRegion:
         return [i for i, n in enumerate(self.inputs) if self.may_check and isinstance(fake_of(n), torch.Tensor)
                 and not fake_of(n).requires_grad and not isinstance(fake_of(n), torch.nn.Parameter)]
 
+    def device(self) -> torch.device:
+        """Where the region runs: the device of its first input that is a tensor."""
+        return next((f.device for f in self.fakes if isinstance(f, torch.Tensor)), torch.device("cpu"))
+
     # What AOTAutograd calls
 
     def cut(self, joint: GraphModule, joint_inputs, *, num_fwd_outputs: int, **kwargs):
@@ -141,7 +146,8 @@ class CompiledRegion:
                                        "Do not change inputs in place across layers"))
         try:
             return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of,
-                          self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode), self.checkable())
+                          self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode), self.checkable(),
+                          target_of(self.device()))
         except CannotStream:
             raise
         except Exception as error:  # a defect of ours must cost memory, loudly, and not the run

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .passes.analyze import analyze
+from .passes.attention import Target
 from .passes.ir import Analysis, CannotStream, Mark, Refusal, Shared, Size, is_tensor
 from .passes.linear import is_linear
 from .passes.lower import Body, lower
@@ -56,12 +57,14 @@ def outputs_of(module: GraphModule) -> tuple[object, ...]:
 
 
 def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...]], forward_outputs: int, tangents: int,
-           tangent_of: Sequence[int], chunk_size: int | None, compile_body: CompileBody, checkable: Sequence[int] = ()) -> StreamedRegion:
+           tangent_of: Sequence[int], chunk_size: int | None, compile_body: CompileBody, checkable: Sequence[int] = (),
+           target: Target = Target("cpu")) -> StreamedRegion:
     """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
 
     seeds       input position → token marks of that input
     tangent_of  for each tangent, the forward output it is the gradient of
     checkable   positions of inputs that may be masks: the result may have conditions on them, which its caller checks at every call
+    target      the device that chunk bodies are written for
     Raises `CannotStream`.
     """
     module = unsort(normalize(joint))
@@ -77,7 +80,7 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
 
     def schedule(program: Program) -> Schedule:
         verify_program(program, analysis)
-        bodies = lower(program, analysis)
+        bodies = lower(program, analysis, target)
         chunks = chunk_lengths(program, analysis, chunk_size)
         compiled = tuple(compile_body(b, c) for b, c in zip(bodies, chunks))
         return Schedule(program, bodies, chunks, Runner(program, analysis, bodies, compiled, chunks))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from . import internals
-from .passes.ops import KERNELS, flash_scratch
+from .passes.attention import STAND_INS, scratch_of
+from .passes.ops import KERNELS
 
 
 class Ledger(internals.TorchDispatchMode):
@@ -31,11 +32,11 @@ class Ledger(internals.TorchDispatchMode):
         if func in KERNELS:  # ours are Python, and make values of their own on the way
             with self:
                 return KERNELS[func](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+        result = STAND_INS.get(func, func)(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
                 self.count(value)
-        self.peak = max(self.peak, self.held + flash_scratch(func, args))
+        self.peak = max(self.peak, self.held + scratch_of(func, args))
         return result
 
     def know(self, value: torch.Tensor) -> None:

@@ -107,6 +107,7 @@ def describe(title: str, schedule: Schedule, analysis: Analysis) -> list[str]:
         if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings):
             keys = f", keys {sweep.keys}: {proof(sweep.keys)}"
         lines.append(f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, {len(sweep.nodes)} ops{keys}")
+        lines += [f"      attends by {choice}" for choice in body.attends]
         in_place = {source: out for out, source in sweep.in_place}
         for binding in body.bindings:
             if binding.source is None or not is_tensor(binding.source) or binding.role == "whole":

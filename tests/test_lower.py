@@ -4,11 +4,17 @@ import operator
 
 import pytest
 import torch
-from graphs import eagerly
+from graphs import Written, causal_layer, eagerly
 from samples import UNFILLED, cases, sample_of
 from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
 from torch.fx import GraphModule
 
+from streambp_compile import internals
+from streambp_compile.passes.analyze import analyze
+from streambp_compile.passes.attention import Target
+from streambp_compile.passes.lower import lower
+from streambp_compile.passes.lower.reading import kernel_for
+from streambp_compile.passes.partition import partition
 from streambp_compile.pipeline import stream
 
 aten = torch.ops.aten
@@ -64,3 +70,29 @@ def check(name, number, computed, operand, dim, chunk):
     got = region.forward.runner(dict(zip(region.placeholders, sample.operands)))
     for a, b in zip(got, wanted):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m: f"operand {operand} along {dim}, chunks of {chunk}: {m}")
+
+
+def test_a_body_names_its_kernel_and_says_why():
+    """The choice is made for the target that is given, which need not be there; a CPU's operands are a CPU's whatever the target."""
+    write, marks, y, grads = causal_layer()
+    analysis = analyze(write.graph, 5, marks, ())
+    bodies = lower(partition(write.graph, analysis, (y,)), analysis)
+    (call,) = [n for b in bodies for n in b.graph.graph.nodes if n.target is torch.ops.streambp.attention.default]
+    assert call.args[-1] == "flash_cpu" and [str(c.kernel.name) for b in bodies for c in b.attends] == ["flash_cpu"]
+    query = next(n for n in write.graph.nodes if n.name == "query")
+    with internals.FakeTensorMode():
+        query.meta["val"] = torch.empty(2, 1, 5, 8, dtype=torch.bfloat16, device="cuda")
+    assert kernel_for(query, query, None, Target("cuda", (9, 0))).kernel.name == "flash"
+    assert kernel_for(query, query, None, Target("cpu")).kernel.name == "composed"
+
+
+def test_attention_that_runs_whole_gets_a_kernel_too():
+    write = Written()
+    x, row = write.given("x", torch.randn(2, 5, 8)), write.given("rows", torch.randn(2, 1, 3, 8))
+    both = write("both", torch.ops.streambp.attention.default, row, row, row, None, False, 1.0, 0)
+    shared = write("sum", aten.sum.default, write("out", operator.getitem, both, 0))
+    y = write("y", aten.mul.Tensor, x, shared)
+    write.graph.output((y,))
+    analysis = analyze(write.graph, 5, {x: (Mark(1),)}, ())
+    lower(partition(write.graph, analysis, (y,)), analysis)
+    assert both.kwargs == {"kernel": "flash_cpu"}

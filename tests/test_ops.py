@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streambp_compile.passes import ops  # noqa: F401  (defines torch.ops.streambp)
+from streambp_compile.passes import attention, ops  # noqa: F401  (define torch.ops.streambp)
 
 streambp = torch.ops.streambp
 B, HQ, T, D = 2, 4, 37, 16

@@ -7,14 +7,27 @@ chunk, the short last one, every prefix and every sequence length.
 
 from __future__ import annotations
 
-from ..ir import Analysis
+import torch
+
+from ..attention import Target
+from ..ir import Analysis, arguments
 from ..partition import Program
-from .reading import Binding, Body, total_dtype
+from .reading import Binding, Body, kernel_for, total_dtype
 from .writer import Writer
 
 __all__ = ["Binding", "Body", "lower", "total_dtype"]
 
 
-def lower(program: Program, analysis: Analysis) -> tuple[Body, ...]:
-    """One body per sweep."""
-    return tuple(Writer(sweep, analysis).write() for sweep in program.sweeps)
+ATTENTION = (torch.ops.streambp.attention.default, torch.ops.streambp.attention_backward.default)
+
+
+def lower(program: Program, analysis: Analysis, target: Target = Target("cpu")) -> tuple[Body, ...]:
+    """One body per sweep.
+
+    target  the device that they are written for; attention that runs whole between sweeps gets its kernel's name, too
+    """
+    for node in (n for stage in program.whole for n in stage if n.target in ATTENTION):
+        given = arguments(node)
+        choice = kernel_for(given["query"], given["value"], given["mask"], target)
+        node.update_kwarg("kernel", choice.kernel.name)
+    return tuple(Writer(sweep, analysis, target).write() for sweep in program.sweeps)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..attention import Attention, Choice, Target, choose
 from ..ir import Analysis, Mark, Tokens, hint, is_tensor, shape_of, symbols_in, value_of
 from ..partition import Sweep
 
@@ -48,10 +49,14 @@ class Binding:
 
 @dataclass(frozen=True)
 class Body:
-    """A chunk body: its graph, and how to cut its inputs. All its results are written into them."""
+    """A chunk body: its graph, and how to cut its inputs. All its results are written into them.
+
+    attends  the kernels that were chosen for its attention, each once, and why
+    """
 
     graph: GraphModule
     bindings: tuple[Binding, ...]
+    attends: tuple[Choice, ...] = ()
 
 
 def total_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -59,17 +64,26 @@ def total_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> Choice:
+    """The kernel for an attention of these operands on a target; on a CPU, whatever the target, where they are on a CPU."""
+    like = value_of(query)
+    known = (target.device == "cpu") == (like.device.type == "cpu")
+    asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)
+    return choose(asked, target if known else Target(like.device.type))
+
+
 class Reading:
     """A body in the making: its graph, its inputs, and the values that it has of the nodes of a sweep."""
 
-    def __init__(self, sweep: Sweep, analysis: Analysis):
-        self.sweep, self.analysis = sweep, analysis
+    def __init__(self, sweep: Sweep, analysis: Analysis, target: Target):
+        self.sweep, self.analysis, self.target = sweep, analysis, target
         self.graph = Graph()
         self.bindings: dict[tuple, tuple[Binding, Node]] = {}
         self.values: dict[Node, Node] = {}
         self.inside = set(sweep.nodes)
         self.feeds: dict[Node, Node] = {}
         self.settled: dict[Node, Node] = {}
+        self.attends: list[Choice] = []
         self.writing: Node | None = None
 
     def bind(self, role: str, source: Node | None, name: str, mark: Mark | None = None, low: int = 0, size=None, filling: float = 0.0) -> Node:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ..ir import Tokens, refuse, tensor_operands, value_of
 from ..rules import rule_of
-from .reading import Body, total_dtype
+from .reading import Body, kernel_for, total_dtype
 from .rows import Rows
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
@@ -30,7 +30,7 @@ class Writer(Rows):
         self.graph.output(())
         ordered = [b for b, _ in self.bindings.values()]
         module = GraphModule({}, self.graph)
-        return Body(module, tuple(ordered))
+        return Body(module, tuple(ordered), tuple(dict.fromkeys(self.attends)))
 
     def copy(self, node: Node, given: Mapping[int, Node] | None = None) -> Node:
         """The same node with operands at chunk length and its shape argument rewritten."""
@@ -92,20 +92,25 @@ class Writer(Rows):
         _, causal, scale = node.args[3:6]
         return self.graph.call_function(streambp.attention.default, (
             self.read(query), self.key_operand(node, 1), self.key_operand(node, 2), None if mask is None else self.read(mask),
-            causal, scale, self.scalar("offset") if causal else 0))
+            causal, scale, self.scalar("offset") if causal else 0, self.kernel(query, value, mask)))
+
+    def kernel(self, query: Node, value: Node, mask: Node | None) -> str:
+        """The name of the kernel that attends on the device that this body is written for."""
+        self.attends.append(kernel_for(query, value, mask, self.target))
+        return self.attends[-1].kernel.name
 
     def key_operand(self, node: Node, position: int) -> Node:
         edge = self.analysis.edges[node][position]
         return self.operand(edge)
 
     def attention_backward(self, node: Node) -> Node:
-        grad, query, _, _, out, lse, mask, causal, scale = node.args
+        grad, query, _, given, out, lse, mask, causal, scale = node.args[:9]
         key, value = (self.key_operand(node, i) for i in (2, 3))
         grads = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         return self.graph.call_function(streambp.attention_backward_.default, (
             self.read(grad), self.read(query), key, value, self.read(out), self.read(lse),
             None if mask is None else self.read(mask), causal, scale, self.scalar("offset") if causal else 0,
-            self.key_total(node, grads.get(1), 1), self.key_total(node, grads.get(2), 2)))
+            self.key_total(node, grads.get(1), 1), self.key_total(node, grads.get(2), 2), self.kernel(query, given, mask)))
 
     def key_total(self, node: Node, grad: Node | None, index: int) -> Node:
         """The accumulator of a key gradient; one that nobody reads still takes what the kernel computes."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .. import ops as _streaming_operators  # noqa: F401  registers the operators of streambp
+from .. import attention as _attention, ops as _streaming_operators  # noqa: F401  register the operators of streambp
 from ..ir import CannotStream, Refusal, Signature, where_of
 
 
@@ -54,6 +54,19 @@ def rule(*names: str, shape_arg: int | None = None, emit: Callable | None = None
     return enter
 
 
+BY_NAME: dict[str, Rule] = {}
+
+
+def rule_by_name(*names: str):
+    """Enter a signature function for ops of other packages (``"namespace::op"``), which need not be registered yet."""
+
+    def enter(signature: Callable[[Node], Signature]) -> Callable[[Node], Signature]:
+        BY_NAME.update({name: Rule(signature) for name in names})
+        return signature
+
+    return enter
+
+
 def functional(target: object) -> object:
     """The op that an in-place op (``add_``) carries out; joint graphs have none of them, graphs straight from a capture do."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
@@ -69,8 +82,11 @@ def rule_of(node: Node) -> Rule:
     found = TABLE.get(node.target) or TABLE.get(functional(node.target))
     if found is not None:
         return found
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        return POINTWISE
+    if isinstance(node.target, torch._ops.OpOverload):
+        if torch.Tag.pointwise in node.target.tags:
+            return POINTWISE
+        if node.target._schema.name in BY_NAME:
+            return BY_NAME[node.target._schema.name]
     raise CannotStream(Refusal(
         str(node.target), "no rule says which rows this op reads",
         "Register one with @streambp_compile.rule, or keep the op out of the compiled function", where_of(node)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.fx import Node
 
-from ..ir import EVERYWHERE, PAST, Signature, shape_of
-from . import rule
+from ..ir import EVERYWHERE, PAST, Signature, refuse, shape_of
+from . import rule, rule_by_name
 
 
 def mask_labels(node: Node, mask: Node | None, heads: int) -> tuple:
@@ -45,3 +47,36 @@ def attention_backward(node: Node) -> Signature:
         (outs, ("b", "h", "q", "d"), ("b", h, "k", "d"), ("b", h, "k", "e"), outs, ("b", "h", "q"), *mask_labels(node, node.args[6], heads)),
         (queries, keys, values),
         reach={"k": PAST if node.args[7] else EVERYWHERE}, rows="q", keys="k")
+
+
+# flash_attn's operators, as far as their schemas tell (flash_attn/flash_attn_interface.py, 2.7 and 2.8). What torch can say, too, is written as
+# torch's attention before it comes here; the rest is refused by a sentence.
+
+FLASH_ATTN_FORWARD = "flash_attn::_flash_attn_forward"
+FLASH_ATTN = ("q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes",
+              "return_softmax")
+KERNEL_ONLY = (  # parameter, what it is where it does nothing, what it does otherwise
+    ("dropout_p", 0, "draws its dropout inside the kernel, where a chunk cannot draw the same numbers again"),
+    ("softcap", 0, "caps scores inside its kernel"),
+    ("alibi_slopes", None, "adds ALiBi slopes inside its kernel"),
+    ("return_softmax", False, "returns a probability for every pair of tokens"),
+)
+SDPA = 'Choose attn_implementation="sdpa", or call scaled_dot_product_attention, which streams'
+PACKED = 'For packed sequences choose attn_implementation="sdpa" and pass position_ids that restart with each of them'
+
+
+def kernel_only(given: Mapping[str, object]) -> str:
+    """What a call of flash_attn asks for that only its kernel can do, or nothing."""
+    return next((does for name, nothing, does in KERNEL_ONLY if given.get(name, nothing) != nothing), "")
+
+
+@rule_by_name(FLASH_ATTN_FORWARD, "flash_attn::_flash_attn_backward")
+def flash_attn(node: Node) -> Signature:
+    given = {**dict(zip(FLASH_ATTN, node.args)), **node.kwargs} if "forward" in str(node.target) else {}
+    raise refuse(node, kernel_only(given) or "is called in a way that is not flash_attn's own autograd function on sequences of equal length",
+                 SDPA)
+
+
+@rule_by_name("flash_attn::_flash_attn_varlen_forward", "flash_attn::_flash_attn_varlen_backward")
+def flash_attn_varlen(node: Node) -> Signature:
+    raise refuse(node, "reads the borders of packed sequences from a tensor, so that no chunk knows which keys it may see", PACKED)
