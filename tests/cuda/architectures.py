@@ -1,6 +1,6 @@
 """Ten architectures on fake tensors, and the structure of their reports: what must not depend on a device or a torch version.
 
-    python tests/cuda/architectures.py FOLDER     write the structures of a CPU, as this build of torch makes them, to FOLDER
+    python tests/cuda/architectures.py FOLDER     write the structures on a CPU to FOLDER/VERSION/NAME.txt, for this version of torch
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ def main(folder: Path) -> None:
     from benchmarks.zoo import interpret_bodies
 
     interpret_bodies()
+    folder = folder / torch.__version__
     folder.mkdir(parents=True, exist_ok=True)
     for name, architecture in ARCHITECTURES.items():
         (folder / f"{name}.txt").write_text(structure(report_of(architecture, "cpu")) + "\n")
