@@ -3,16 +3,26 @@
 #   make demo    train a small model on 8192 tokens at a time, beside gradient checkpointing; results in out/
 #   make test    the tests
 #
+# And, with neither a GPU nor CUDA installed (docs/testing-without-a-gpu.md):
+#
+#   make test-cuda    compiles ten architectures for an H200 and an A100; downloads a CUDA build of torch, about 3 GB
+#
 # Another Python: make demo PYTHON=python3.12
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
+TORCH_CUDA ?= 2.11.0
 PIP_ARGS ?=
+PIP_ARGS_CUDA ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 
-.PHONY: venv demo test lint clean
+VENV_CUDA := .venv-cuda
+RUN_CUDA := $(VENV_CUDA)/bin/python-gpu
+STRUCTURES := out/structures
+
+.PHONY: venv demo test test-cuda lint clean
 
 venv: $(STAMP)
 
@@ -29,10 +39,24 @@ demo: venv
 test: venv
 	$(RUN) -m pytest -q tests
 
+$(RUN_CUDA): pyproject.toml tests/cuda/build tests/cuda/pretend_gpu.c
+	test -x $(VENV_CUDA)/bin/python || $(PYTHON) -m venv $(VENV_CUDA)
+	$(VENV_CUDA)/bin/python -m pip install --quiet $(PIP_ARGS_CUDA) torch==$(TORCH_CUDA)
+	$(VENV_CUDA)/bin/python -m pip install --quiet $(PIP_ARGS_CUDA) -e '.[test]'
+	tests/cuda/build $(VENV_CUDA)
+
+# What both CPUs report, and then that a GPU's report is the same, for every GPU that we can pretend to have.
+test-cuda: venv $(RUN_CUDA)
+	rm -rf $(STRUCTURES)
+	$(RUN) tests/cuda/architectures.py $(STRUCTURES)
+	$(VENV_CUDA)/bin/python tests/cuda/architectures.py $(STRUCTURES)
+	PRETEND_GPU=h200 $(RUN_CUDA) -m pytest -q tests/cuda
+	PRETEND_GPU=a100 $(RUN_CUDA) -m pytest -q tests/cuda
+
 lint: venv
 	@$(RUN) -m ruff --version >/dev/null 2>&1 || $(RUN) -m pip install --quiet $(PIP_ARGS) ruff
 	$(RUN) -m ruff check .
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_CUDA) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

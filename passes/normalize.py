@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -68,6 +69,15 @@ def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
     apart = [(r, s) if r != 1 else (s,) for r, s in zip(repeats, x.shape)]
     narrow = x.reshape([n for part in apart for n in ((1, part[1]) if len(part) == 2 else part)])
     return narrow.expand([n for part in apart for n in part]).reshape([r * s for r, s in zip(repeats, x.shape)])
+
+
+def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: float) -> tuple[torch.Tensor, ...]:
+    """The statistics of half-precision rows in float32 on every device; torch rounds them on a CPU, and a GPU's report would differ.
+
+    decomposed  torch's own decomposition
+    """
+    result, average, deviation = decomposed(x.to(torch.promote_types(x.dtype, torch.float32)), shape, weight, bias, eps)
+    return result.to(x.dtype), average, deviation
 
 
 FORWARD = {

@@ -41,7 +41,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from .passes.ir import hint
 from .passes.lower import Binding, Body, total_dtype
-from .passes.normalize import KEPT, mean, repeat, var, var_mean
+from .passes.normalize import KEPT, layer_norm, mean, repeat, var, var_mean
 from .passes.rules import overload
 from .runtime import Layout, layout_of, source_value
 
@@ -62,6 +62,7 @@ def decompositions() -> dict:
     table[aten.repeat.default] = repeat
     table[aten.var.correction] = var
     table[aten.var_mean.correction] = var_mean
+    table[aten.native_layer_norm.default] = functools.partial(layer_norm, table[aten.native_layer_norm.default])
     table.update(get_decompositions([aten.t, aten.transpose.int, aten.detach, aten.select_backward, aten.slice_backward]))
     return table
 

@@ -1,5 +1,6 @@
 """Every test starts from the same seed, on two threads, with nothing compiled before it."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+collect_ignore = [] if os.environ.get("PRETEND_GPU") else ["cuda"]  # which want a CUDA build of torch: make test-cuda
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import joint_of, traced
+from streambp_compile import internals
 from streambp_compile.passes.normalize import normalize
 
 streambp = torch.ops.streambp
@@ -90,3 +91,14 @@ def test_a_variance_of_tokens_is_made_of_sums(given):
 def test_a_variance_of_one_row_is_no_number():
     x = torch.randn(1, 1, 3)
     assert traced(lambda x: x.var((0, 1)), x)(x).isnan().all() and x.var((0, 1)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+def test_statistics_of_a_layer_norm_have_the_precision_that_a_gpu_gives_them(dtype):
+    """Torch's decomposition rounds them to half precision on a CPU alone, so that its backward would keep other values than a GPU's."""
+    x, weight = torch.randn(5, 16, dtype=dtype), torch.randn(16, dtype=dtype)
+    graph = internals.make_fx(lambda x: torch.native_layer_norm(x, (16,), weight, None, 1e-5),
+                              decomposition_table=internals.decompositions())(x)
+    out, mean, deviation = graph(x)
+    assert out.dtype == dtype and mean.dtype == deviation.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(out, torch.native_layer_norm(x, (16,), weight, None, 1e-5)[0])

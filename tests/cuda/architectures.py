@@ -1,0 +1,182 @@
+"""Ten architectures on fake tensors, and the structure of their reports: what must not depend on a device or a torch version.
+
+    python tests/cuda/architectures.py FOLDER     write the structures on a CPU to FOLDER/VERSION/NAME.txt, for this version of torch
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import pretend_gpu
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention
+
+from streambp_compile import internals
+from streambp_compile.backend import Chain
+from streambp_compile.config import Config
+from streambp_compile.passes.ir import bytes_of, is_tensor, rank_of, value_of
+from streambp_compile.pipeline import Schedule
+from streambp_compile.report import RegionReport, Report
+
+LENGTH = 2048  # tokens
+SIZES = dict(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=64, max_position_embeddings=8192, use_cache=False, pad_token_id=0)
+EXPERTS = dict(moe_intermediate_size=128, num_experts_per_tok=2)
+LATENT = dict(q_lora_rank=96, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64, num_key_value_heads=4, head_dim=32,
+              n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model and what the report of its training step must say.
+
+    build   makes the model
+    keys    the key ranges that its attention is proved to read, each as `Reach` prints it
+    labels  the name of the argument that holds the targets
+    batch   sequences
+    dtype   of its weights
+    given   further arguments of its forward
+    """
+
+    build: Callable[[], nn.Module]
+    keys: frozenset[str] = frozenset({"[-inf,0]"})
+    labels: str = "labels"
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    given: Mapping[str, object] = field(default_factory=lambda: dict(use_cache=False))
+
+
+def hugging_face(family: str, **settings) -> Callable[[], nn.Module]:
+    """A causal language model of a family of transformers, from its configuration."""
+
+    def build() -> nn.Module:
+        from transformers import AutoModelForCausalLM
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**SIZES, **settings})).train()
+
+    return build
+
+
+def own(name: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        from benchmarks.architectures import ARCHITECTURES
+
+        return ARCHITECTURES[name]().train()
+
+    return build
+
+
+def hand_written(name: str, **given) -> Architecture:
+    return Architecture(own(name), labels="targets", batch=2, given={}, **given)
+
+
+WINDOW = "[-255,0]"  # of a window of 256 tokens
+ARCHITECTURES = {
+    "llama": Architecture(hugging_face("llama")),
+    "qwen3": Architecture(hugging_face("qwen3", num_hidden_layers=1), batch=2),
+    "gemma3": Architecture(hugging_face("gemma3_text", sliding_window=256, layer_types=["sliding_attention", "full_attention"]),
+                           keys=frozenset({WINDOW, "[-inf,0]"})),
+    "mistral": Architecture(hugging_face("mistral", num_hidden_layers=1, sliding_window=256), keys=frozenset({WINDOW})),
+    "gpt-oss": Architecture(hugging_face("gpt_oss", sliding_window=256, num_local_experts=4, num_experts_per_tok=2),
+                            keys=frozenset({WINDOW, "[-inf,0]"})),
+    "mixture of experts": Architecture(hugging_face("qwen3_moe", num_hidden_layers=1, num_experts=8, **EXPERTS)),
+    "latent attention": Architecture(hugging_face("deepseek_v3", **EXPERTS, **LATENT)),
+    "linear attention": hand_written("linear attention", keys=frozenset()),
+    "hand-written": hand_written("nanogpt"),
+    "flex attention": hand_written("flex"),
+}
+
+
+def report_of(architecture: Architecture, device: str, length: int = LENGTH) -> Report:
+    """The report of one training step, compiled for ``device``; the step itself is not run."""
+    mode, report = FakeTensorMode(allow_non_fake_inputs=True), Report()
+    model = pretend_gpu.model_on(mode, architecture.build, architecture.dtype, device)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        result = model(ids, **{architecture.labels: ids}, **architecture.given)
+        return result if isinstance(result, torch.Tensor) else result.loss
+
+    def backend(graph, inputs):
+        Chain(graph, inputs, Config.of(None, None), report).compiled()
+        return not_run
+
+    torch._dynamo.reset()
+    with mode:
+        ids = torch.empty((architecture.batch, length), dtype=torch.int64, device=device)
+        try:
+            torch.compile(step, backend=backend, fullgraph=True)(ids)
+        except Compiled:
+            pass
+    return report
+
+
+class Compiled(Exception):
+    """The step was compiled; on fake tensors there is nothing to run."""
+
+
+def not_run(*args):
+    raise Compiled
+
+
+def structure(report: Report) -> str:
+    """What a report says of regions, sweeps, roles, proofs and kept values; not names, operators, chunk lengths or kernels."""
+    times = " ".join(str(i) for i in report.order)
+    return "\n".join([f"regions {times}", *(line for i, r in enumerate(report.regions) for line in region_lines(i, r)), *report.notes])
+
+
+def region_lines(index: int, region: RegionReport) -> list[str]:
+    head = f"region {index} ×{region.times}{' light' * region.light}"
+    if region.refusal is not None:
+        return [f"{head} whole: {region.refusal.reason}"]
+    if region.streamed is None:
+        return [f"{head} nothing to run"]
+    lines = [f"{head}{' fused' * region.streamed.fused}"]
+    for direction in ("forward", "backward"):
+        schedule = getattr(region, direction)
+        lines += [] if schedule is None else [f"  {direction}", *schedule_lines(schedule, region)]
+    return lines + [f"  checked: {type(c).__name__} {c.band}" for c in region.analysis.conditions]
+
+
+def schedule_lines(schedule: Schedule, region: RegionReport) -> list[str]:
+    lines = []
+    for sweep, body in zip(schedule.program.sweeps, schedule.bodies):
+        attends = any(b.role in ("keys", "feed", "keytotal") for b in body.bindings)
+        lines.append(f"    {sweep.direction}{f' keys {sweep.keys}' * attends}, {len(sweep.in_place)} in place")
+        crossing = [b for b in body.bindings if b.source is not None and is_tensor(b.source)]
+        lines += sorted(f"      {binding_line(b, region)}" for b in crossing)
+    return lines
+
+
+def binding_line(binding, region: RegionReport) -> str:
+    value = value_of(binding.source)
+    pattern = region.analysis.facts[binding.source].pattern(rank_of(binding.source))
+    return f"{binding.role} {pattern}: {str(value.dtype).removeprefix('torch.')}, {bytes_of(value)} bytes"
+
+
+def key_ranges(report: Report) -> frozenset[str]:
+    """The key ranges of all sweeps that attend."""
+    schedules = [s for r in report.regions for s in (r.forward, r.backward) if s is not None]
+    return frozenset(str(sweep.keys) for s in schedules for sweep, body in zip(s.program.sweeps, s.bodies)
+                     if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings))
+
+
+def main(folder: Path) -> None:
+    """Write the structures of a CPU. Chunk bodies are not compiled, since nothing of a structure hangs on it."""
+    internals.compile_body = lambda body, chunk, mode=None: not_run
+    flex_attention._validate_device = lambda *_: None  # torch has no backward for it on a CPU; this backend has
+    folder = folder / torch.__version__
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, architecture in ARCHITECTURES.items():
+        (folder / f"{name}.txt").write_text(structure(report_of(architecture, "cpu")) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

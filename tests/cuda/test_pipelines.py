@@ -1,0 +1,41 @@
+"""Whole pipelines for ten architectures on a GPU that is not there: the same program as on a CPU, and Triton compiles all of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+from architectures import ARCHITECTURES, key_ranges, structure
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+STRUCTURES = Path(os.environ.get("STREAMBP_STRUCTURES", "out/structures"))  # what architectures.py wrote: VERSION/NAME.txt
+each = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+@each
+def test_the_report_is_that_of_a_cpu(name, compiled):
+    """Same regions, sweeps, directions, roles, proofs and kept values, whichever torch the CPU has."""
+    found = structure(compiled(name).report).splitlines()
+    written = sorted(STRUCTURES.glob(f"*/{name}.txt"))
+    assert written, f"nothing to compare with: run tests/cuda/architectures.py {STRUCTURES}, as `make test-cuda` does"
+    for path in written:
+        assert found == path.read_text().splitlines(), path
+
+
+@each
+def test_all_regions_stream(name, compiled):
+    assert not [str(r.refusal) for r in compiled(name).report.regions if r.refusal is not None]
+
+
+@each
+def test_keys_are_proved(name, compiled):
+    assert key_ranges(compiled(name).report) == ARCHITECTURES[name].keys
+
+
+@each
+def test_triton_compiled_every_body(name, compiled, capability):
+    """Every kernel that a body launches has a binary, and it is for this device."""
+    made = compiled(name)
+    assert 0 < made.bodies <= len(made.wrappers)
+    kernels = [k for m in made.wrappers for k in vars(m).values() if isinstance(k, CachingAutotuner)]
+    assert kernels and all(k.compile_results for k in kernels)
+    assert {r.compile_meta["cc"] for k in kernels for r in k.compile_results} == {capability}
