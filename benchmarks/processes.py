@@ -45,8 +45,11 @@ class Worker:
         return "killed, most likely for want of memory" if code == -9 else f"ended with status {code}: {self.last_words()}"
 
     def last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no message"
+        return self.tail(1) or "no message"
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines of what the process and its libraries printed."""
+        return "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-lines:])
 
     def kill(self) -> None:
         self.process.kill()
