@@ -32,7 +32,7 @@ from benchmarks.on_gpu.runner import Settings, run  # noqa: E402
 from benchmarks.tables import processor  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PARTS = {"correctness": "correctness", "memory": "longest", "time": "timing", "profile": "profiling"}  # in order of worth → module
+PARTS = {"correctness": "correctness", "memory": "capacity", "time": "timing", "profile": "profiling"}  # in order of worth → module
 
 
 def part_of(name: str):
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all without one")
     parser.add_argument("--all", action="store_true", help="go on with the parts behind PART")
-    parser.add_argument("--minutes", type=float, default=9, help="for each part (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=None, help="for each part (9 on a GPU, else 60)")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each method at each length (%(default)s)")
     parser.add_argument("--only", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B,...", help="jobs to run, by name")
     parser.add_argument("--list", action="store_true", help="print the names of all jobs and end")
@@ -56,6 +56,8 @@ def arguments() -> argparse.Namespace:
     unknown = [name for name in chosen.parts if name not in PARTS]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if chosen.minutes is None:
+        chosen.minutes = 9 if chosen.device == "cuda" and not chosen.dry_run else 60
     if chosen.minutes <= 0 or chosen.rounds < 1 or chosen.threads < 1:
         parser.error("--minutes must be more than 0, --rounds and --threads 1 or more")
     if chosen.all and len(chosen.parts) > 1:

@@ -78,25 +78,27 @@ class Step:
         self.stage, self.method, self.model = stage, method, model
         self.report = None
         self.loss: Callable = self.fused if method.fused_loss else self.plain
+        # Others are told that causality is all there is to a mask, which is their fastest way; streambp gets the call that users write.
+        self.unmasked = {} if method.compiler == "streambp" else {"attention_mask": {"full_attention": None}}
         if method.fused_loss:
             self.fused_loss = liger_loss(stage)
-        if method.checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        if method.checkpointed:  # by the name that transformers 5 prefers, or the one that every version before knows
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(dict(use_reentrant=False))
         if method.compiler == "streambp":
             self.loss, self.report = compile_streamed(stage, self.plain, **({"chunk_size": method.chunk_size} if method.chunk_size else {}))
         elif method.compiler:
             self.loss = torch.compile(self.loss, backend=functools.partial(inductor, stage))
 
     def plain(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        return self.model(input_ids=ids, labels=ids, use_cache=False, **self.unmasked).loss
 
     def fused(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = self.model.model(input_ids=ids, use_cache=False, **self.unmasked).last_hidden_state
         return self.fused_loss(self.model.lm_head.weight, hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     def layers_alone(self, ids: torch.Tensor) -> torch.Tensor:
         """A loss without a head, for the time of the layers where logits do not fit."""
-        return self.model.model(input_ids=ids, use_cache=False).last_hidden_state.float().mean()
+        return self.model.model(input_ids=ids, use_cache=False, **self.unmasked).last_hidden_state.float().mean()
 
     def take(self, ids: torch.Tensor, loss: Callable | None = None) -> None:
         with self.attending():
