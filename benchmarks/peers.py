@@ -23,9 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,8 +33,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import processes  # noqa: E402
+from benchmarks.tables import MIB, markdown, processor  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
-MIB = 2**20
 REFERENCE = "checkpointing"
 
 
@@ -203,8 +205,7 @@ class Step:
 
 def serve(name: str, chosen: argparse.Namespace) -> None:
     """Answer requests, one JSON object a line, until the input ends. Errors are answers too."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print must not get between the answers
+    answers = processes.answers()
     step: Step | None = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -218,15 +219,10 @@ def serve(name: str, chosen: argparse.Namespace) -> None:
                 answer = step.seconds()
         except Exception as error:  # noqa: BLE001 (a method that fails, whatever the reason, is a row of the table)
             traceback.print_exc()
-            answer = {"error": first_line(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+            answer = {"error": processes.first_line(error)}
+        processes.send(answers, answer)
         if "error" in answer:
             return
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 # The table's process
@@ -237,8 +233,7 @@ class Row:
     """A method's process, and what it answered so far."""
 
     name: str
-    process: subprocess.Popen
-    log: Path
+    worker: processes.Worker
     answers: dict = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
@@ -250,41 +245,18 @@ class Row:
         """Send a request, wait for its answer, and remember it."""
         if not self.alive:
             return {}
-        try:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if line:
-            answer = json.loads(line)
-        else:
-            code = self.process.wait()
-            answer = {"error": "killed, most likely for want of memory" if code == -9 else f"ended with status {code}: {self.last_words()}"}
+        self.worker.ask(request)
+        answer = self.worker.answer()
         self.answers.update(answer)
         return answer
-
-    def last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no message"
-
-    def stop(self) -> None:
-        self.process.stdin.close()
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 def start(name: str, scratch: Path, flags: list[str], python: str) -> Row:
     caches = scratch / name
     caches.mkdir()
     environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(caches), TRITON_CACHE_DIR=str(caches / "triton"))
-    log = scratch / f"{name}.log"
-    with log.open("w") as errors:
-        process = subprocess.Popen([python, __file__, "--method", name, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=errors, text=True, env=environment)
-    return Row(name, process, log)
+    command = [python, __file__, "--method", name, *flags]
+    return Row(name, processes.start(command, scratch / f"{name}.log", environment))
 
 
 def measure(chosen: argparse.Namespace, flags: list[str]) -> list[Row]:
@@ -308,7 +280,7 @@ def measure(chosen: argparse.Namespace, flags: list[str]) -> list[Row]:
                     report(name, f"round {number + 1} of {chosen.rounds}", answer)
         finally:
             for row in rows.values():
-                row.stop()
+                row.worker.stop()
     return [rows[name] for name in chosen.methods]
 
 
@@ -323,7 +295,7 @@ def table(rows: list[Row]) -> str:
     """A Markdown table; ``×`` is the median over the rounds of a method's seconds divided by checkpointing's in the same round."""
     heads = ["method", "peak MiB", "seconds", "× checkpointing", "first step s", "bodies", "loss", "gradient difference"]
     reference = next((row.seconds for row in rows if row.name == REFERENCE), [])
-    lines = [heads]
+    lines = []
     for row in rows:
         got = row.answers
         ratios = [a / b for a, b in zip(row.seconds, reference)]
@@ -337,12 +309,8 @@ def table(rows: list[Row]) -> str:
             f"{got['loss']:.6f}" if "loss" in got else "–",
             f"{got['difference']:.1e}" if "difference" in got else "–",
         ])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    text = [" | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))) for line in lines]
-    rule = " | ".join("-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths))
     failed = [f"{PEERS[row.name].title} failed: {row.answers['error']}" for row in rows if not row.alive]
-    marked = [f"| {line} |" for line in [text[0], rule, *text[1:]]]
-    return "\n".join([*marked, *(["", *failed] if failed else [])])
+    return "\n".join([markdown(heads, lines), *(["", *failed] if failed else [])])
 
 
 def circumstances(chosen: argparse.Namespace) -> str:
@@ -356,14 +324,6 @@ def circumstances(chosen: argparse.Namespace) -> str:
     chunks = f", chunk_size {chosen.chunk_size}" if chosen.chunk_size else ""
     return (f"T={chosen.tokens}, {chosen.layers} layers, {chosen.dtype}, {chosen.device}{chunks}; median of {chosen.rounds} rounds; "
             f"{machine}; torch {torch.__version__}, transformers {transformers.__version__}")
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -407,7 +367,6 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     chosen, flags = arguments()
-    sys.path.insert(0, str(ROOT))
     if chosen.method:
         serve(chosen.method, chosen)
         return

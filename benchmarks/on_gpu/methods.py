@@ -1,0 +1,169 @@
+"""Ways to take the same training step: one row each."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from benchmarks.on_gpu.stage import Stage
+from streambp_compile.backend import Chain
+from streambp_compile.config import Config
+from streambp_compile.passes.ir import hint
+from streambp_compile.rehearsal import rehearse
+from streambp_compile.report import Report
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    title         what its row is called
+    checkpointed  every layer is checkpointed
+    attention     the kernel that ``scaled_dot_product_attention`` must take on a GPU, a name of ``torch.nn.attention.SDPBackend``;
+                  None leaves the choice to torch, or to streambp
+    compiler      ``"inductor"`` or ``"streambp"``
+    chunk_size    tokens per chunk of streambp, None for its own choice
+    fused_loss    Liger's fused head and loss
+    """
+
+    title: str
+    checkpointed: bool = True
+    attention: str | None = None
+    compiler: str | None = None
+    chunk_size: int | None = None
+    fused_loss: bool = False
+
+
+CHECKPOINTING, STREAMBP, LIGER = "checkpointing", "streambp", "liger"
+METHODS = {
+    CHECKPOINTING: Method("checkpointing, cuDNN attention", attention="CUDNN_ATTENTION"),
+    STREAMBP: Method("streambp", checkpointed=False, compiler="streambp"),
+    "flash": Method("checkpointing, FlashAttention-2", attention="FLASH_ATTENTION"),
+    LIGER: Method("checkpointing, cuDNN attention, Liger's fused loss", attention="CUDNN_ATTENTION", fused_loss=True),
+    "inductor": Method("Inductor + checkpointing", compiler="inductor"),
+}
+
+
+def method_of(name: str) -> Method:
+    """The row of a name; ``streambp-2048`` is streambp with chunks of 2048 tokens."""
+    if name in METHODS:
+        return METHODS[name]
+    size = int(name.removeprefix("streambp-"))
+    return Method(f"streambp, chunks of {size}", checkpointed=False, compiler="streambp", chunk_size=size)
+
+
+class NotHere(Exception):
+    """A method that this machine cannot run; the message says what it lacks."""
+
+
+class Compiled(Exception):
+    """Raised in place of a compiled call where nothing runs: compilation is over. ``report`` is streambp's, or None."""
+
+    def __init__(self, report: Report | None):
+        super().__init__("compiled, not run")
+        self.report = report
+
+
+class Step:
+    """Loss and backward of one model by one method; gradients add to what is there.
+
+    report  what streambp made of the model, a ``streambp_compile`` report, or None
+    """
+
+    def __init__(self, stage: Stage, method: Method, model: nn.Module):
+        self.stage, self.method, self.model = stage, method, model
+        self.report = None
+        self.loss: Callable = self.fused if method.fused_loss else self.plain
+        # Others are told that causality is all there is to a mask, which is their fastest way; streambp gets the call that users write.
+        self.unmasked = {} if method.compiler == "streambp" else {"attention_mask": {"full_attention": None}}
+        if method.fused_loss:
+            self.fused_loss = liger_loss(stage)
+        if method.checkpointed:  # by the name that transformers 5 prefers, or the one that every version before knows
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(dict(use_reentrant=False))
+        if method.compiler == "streambp":
+            self.loss, self.report = compile_streamed(stage, self.plain, **({"chunk_size": method.chunk_size} if method.chunk_size else {}))
+        elif method.compiler:
+            self.loss = torch.compile(self.loss, backend=functools.partial(inductor, stage))
+
+    def plain(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, labels=ids, use_cache=False, **self.unmasked).loss
+
+    def fused(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.model(input_ids=ids, use_cache=False, **self.unmasked).last_hidden_state
+        return self.fused_loss(self.model.lm_head.weight, hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def layers_alone(self, ids: torch.Tensor) -> torch.Tensor:
+        """A loss without a head, for the time of the layers where logits do not fit."""
+        return self.model.model(input_ids=ids, use_cache=False, **self.unmasked).last_hidden_state.float().mean()
+
+    def take(self, ids: torch.Tensor, loss: Callable | None = None) -> None:
+        with self.attending():
+            value = (loss or self.loss)(ids)
+            value.backward()
+
+    def attending(self):
+        if self.method.attention is None or self.stage.kind == "cpu":
+            return contextlib.nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(getattr(SDPBackend, self.method.attention))
+
+    def predicted(self, ids: torch.Tensor) -> int | None:
+        """Bytes that a step will hold above weights and gradients, where nothing runs; None if the method's compiler cannot tell."""
+        with self.stage.inside():
+            if self.method.compiler is None:
+                return self.stage.peak(functools.partial(self.take, ids), self.model)
+            with contextlib.suppress(Compiled):
+                self.loss(ids)
+        return None if self.report is None else predicted_by(self.report)
+
+    def chunks(self) -> int:
+        """Chunks that streambp does in one step, over all regions and sweeps."""
+        return sum(region.times * -(-hint(region.analysis.length) // chunk)
+                   for region in self.report.regions if region.streamed
+                   for schedule in (region.forward, region.backward) if schedule for chunk in schedule.chunks)
+
+
+def compile_streamed(stage: Stage, loss: Callable, **options) -> tuple[Callable, Report]:
+    """A loss compiled by streambp with these options, and the report that its compilation fills in."""
+    report = Report()
+
+    def backend(graph, inputs):
+        return if_it_runs(stage, Chain(graph, inputs, Config.of(None, options), report).compiled(), report)
+
+    return torch.compile(loss, backend=backend), report
+
+
+def inductor(stage: Stage, graph, inputs) -> Callable:
+    from torch._inductor.compile_fx import compile_fx
+
+    return if_it_runs(stage, compile_fx(graph, inputs))
+
+
+def if_it_runs(stage: Stage, call: Callable, report: Report | None = None) -> Callable:
+    """A compiled call; where nothing runs, the end of the step."""
+
+    def end_of_compilation(*_inputs):
+        raise Compiled(report)
+
+    return call if stage.executes else end_of_compilation
+
+
+def predicted_by(report: Report) -> int:
+    """Bytes that the step will hold above weights and gradients, rehearsed for the sizes at which it was compiled."""
+    return rehearse(*report.steps[-1]).bytes
+
+
+def liger_loss(stage: Stage):
+    """Liger's fused linear cross-entropy: head weight, hidden states ``[rows, d]``, targets ``[rows]`` → loss."""
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError as error:
+        raise NotHere("liger_kernel is not installed") from error
+    if stage.kind != "cuda":
+        raise NotHere("its kernels need a GPU")
+    return LigerFusedLinearCrossEntropyLoss()

@@ -1,0 +1,96 @@
+"""A process per method: requests and answers are JSON objects, one a line, over its standard input and output.
+
+A method that crashes, hangs or runs out of memory ends its own process, and costs a benchmark one row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+
+@dataclass
+class Worker:
+    """A process that answers requests; start it with `start`."""
+
+    process: subprocess.Popen
+    log: Path
+    lines: queue.Queue
+
+    def ask(self, request: dict) -> None:
+        """Send a request. What a dead process does not read, `answer` reports."""
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            pass
+
+    def answer(self, seconds: float | None = None) -> dict:
+        """The next answer; ``{"error": why}`` if the process ended, or took more than ``seconds`` and was stopped."""
+        try:
+            line = self.lines.get(timeout=seconds)
+        except queue.Empty:
+            self.kill()
+            return {"error": f"stopped: no answer within {seconds:.0f} s", "ended": True}
+        return json.loads(line) if line else {"error": self.ending(), "ended": True}
+
+    def ending(self) -> str:
+        code = self.process.wait()
+        return "killed, most likely for want of memory" if code == -9 else f"ended with status {code}: {self.last_words()}"
+
+    def last_words(self) -> str:
+        return self.tail(1) or "no message"
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines of what the process and its libraries printed."""
+        return "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-lines:])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, seconds: float = 20) -> None:
+        """Let the process end by itself, and end it if it does not."""
+        try:
+            self.process.stdin.close()
+            self.process.wait(timeout=seconds)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self.kill()
+
+
+def start(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Worker:
+    """Start a worker; what it and its libraries print goes to ``log``."""
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    lines: queue.Queue = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    return Worker(process, log, lines)
+
+
+def answers() -> TextIO:
+    """In a worker: where answers go. Whatever libraries print on standard output goes to standard error from here on."""
+    stream = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return stream
+
+
+def send(stream: TextIO, answer: dict) -> None:
+    print(json.dumps(answer), file=stream, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    """``ValueError: the first line of its message``."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
