@@ -32,7 +32,7 @@ from .recorded import Postponed
 from .regions import build_region, is_switch, postpone, region_text, traits_of, weight_views, whole_graph, widest_input
 from .remade import Again, Recipe, kept_as_recipes
 from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
-from .rewrites import even_heads, look_back
+from .rewrites import look_back
 from .rolled import rolled
 from .rows_first import rows_first
 from .runtime import Sizes
@@ -53,7 +53,7 @@ class Chain:
     def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
         self.config = config
         module = fold_maps(flash_attn_as_attention(inline_checkpoints(module)))
-        self.module = one_attention(rows_first(look_back(even_heads(rolled(module)))))
+        self.module = one_attention(rows_first(look_back(rolled(module))))
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report

@@ -17,29 +17,6 @@ from .axis import fake_of
 from .passes.ir import is_equal
 
 
-def even_heads(module: GraphModule) -> GraphModule:
-    """Give fused attention values as wide as its queries (latent attention has narrower ones), padded with zeros and cut again.
-
-    No kernel takes them uneven, and torch would fall back to matrices of tokens by tokens.
-    """
-    for node in module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-        given = named(node, "query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        queries, values = (int(fake_of(given[name]).shape[-1]) for name in ("query", "value"))
-        if queries == values:
-            continue
-        missing = max(queries, values)
-        given["scale"] = given.get("scale") or queries ** -0.5
-        with module.graph.inserting_before(node):
-            for name, width in (("query", queries), ("key", queries), ("value", values)):
-                if width < missing:
-                    given[name] = inserted(node, F.pad, (given[name], (0, missing - width)))
-            attended = inserted(node, F.scaled_dot_product_attention, (), given)
-            result = inserted(node, operator.getitem, (attended, (..., slice(None, values))))
-        node.replace_all_uses_with(result)
-        module.graph.erase_node(node)
-    return module
-
-
 MOST_TAPS = 16
 
 
