@@ -7,12 +7,13 @@
 #
 #   make test-cuda    compiles ten architectures for an H200 and an A100; downloads a CUDA build of torch, about 3 GB
 #
-# Another Python: make demo PYTHON=python3.12
+# Another Python: make demo PYTHON=python3.12. Tests run in two processes; more: make test JOBS=8
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 TORCH_CUDA ?= 2.11.0
 PIP_ARGS ?=
+JOBS ?= 2
 PIP_ARGS_CUDA ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -37,7 +38,7 @@ demo: venv
 	$(RUN) examples/long_context.py
 
 test: venv
-	$(RUN) -m pytest -q tests
+	$(RUN) -m pytest -q -n $(JOBS) --dist worksteal tests
 
 $(RUN_CUDA): pyproject.toml tests/cuda/build tests/cuda/pretend_gpu.c
 	test -x $(VENV_CUDA)/bin/python || $(PYTHON) -m venv $(VENV_CUDA)

@@ -1,4 +1,4 @@
-"""Every test starts from the same seed, on two threads, with nothing compiled before it."""
+"""Every test starts from the same seed, with nothing compiled before it; all workers together have two threads."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ collect_ignore = [] if os.environ.get("PRETEND_GPU") else ["cuda"]  # which want
 
 @pytest.fixture(autouse=True, scope="session")
 def two_threads():
-    torch.set_num_threads(2)
+    torch.set_num_threads(max(1, 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
 @pytest.fixture(autouse=True)
