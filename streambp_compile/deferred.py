@@ -10,7 +10,7 @@ whole tensor, and whatever way it goes, values and gradients are those of eager 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from .internals import DisableTorchFunctionSubclass
 from .pieces import is_piece, joined
 from .recorded import (FAKES, NARROW, POINTWISE, RECORDED, Expression, Given, Modes, Postponed, Source, item, mapped, ordered, recorded, sources,
                        streamed, whole)
+from .unchanged import Contents
 
 DESCRIPTIONS = {
     torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.layout.__get__,
@@ -127,10 +128,12 @@ def roots(expression: Expression) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def deferred(region: Postponed, inputs: tuple, compute: Callable[[], torch.Tensor], sizes: tuple, like: torch.Tensor) -> Deferred:
+def deferred(region: Postponed, inputs: tuple, exposed: Sequence[bool], compute: Callable[[], torch.Tensor], sizes: tuple,
+             like: torch.Tensor) -> Deferred:
     """The output of a postponed region.
 
     inputs   what the region is called with: tensors and sizes
+    exposed  which of them the caller can write into (weights, not hidden states)
     compute  makes the value, whole
     sizes    its shape
     like     a fake of the same dtype, device and layout
@@ -138,7 +141,9 @@ def deferred(region: Postponed, inputs: tuple, compute: Callable[[], torch.Tenso
     with FAKES, torch.enable_grad():
         fake = torch.empty(sizes, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad and torch.is_grad_enabled())
         fake = fake.clone()
-    return Deferred(Source(fake, region, inputs, compute, Modes.now(like.device)))
+    tensors = [(v, seen) for v, seen in zip(inputs, exposed) if isinstance(v, torch.Tensor)]
+    contents = Contents.of([v for v, _ in tensors], [i for i, (_, seen) in enumerate(tensors) if seen])
+    return Deferred(Source(fake, region, inputs, compute, Modes.now(like.device), contents))
 
 
 def value_of(expression: Expression, piece: bool) -> torch.Tensor:
@@ -212,8 +217,7 @@ def shares_memory(result: Expression, operand: Deferred) -> bool:
 def keep(foreign: list[Given], elements: int) -> None:
     """Guard tensors of an expression that is computed later against changes in place: by a copy, unless that costs as much as logits."""
     for given in foreign:
-        if NARROW * given.tensor.numel() <= elements:
-            given.tensor, given.version = given.tensor.clone(), 0
+        given.keep(by_copy=NARROW * given.tensor.numel() <= elements)
 
 
 def in_place(function: Callable) -> bool:
@@ -247,5 +251,5 @@ def overwritten(family: list[Deferred]) -> None:
         if isinstance(node.made, torch.Tensor) and node.made.untyped_storage()._cdata == memory:
             node.made = None
     for member, value in zip(family, read):
-        member.recorded[0] = Given(member.expression.fake, value, 0)
+        member.recorded[0] = Given(member.expression.fake, value)
         member.recorded[0].made = value

@@ -165,6 +165,17 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     return compile_fx_inner(plain, inputs, **kwargs)
 
 
+def compile_function(function: Callable, examples: Sequence[object]) -> Callable:
+    """Inductor on a function without gradients; ``examples`` are fakes of its arguments, whose symbols stay free or are guarded with theirs."""
+    mode = detect_fake_mode(examples)
+    with tracing(TracingContext(mode)), mode, torch.no_grad():
+        traced = make_fx(lambda *args: (function(*args),), decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*examples)
+        fakes = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
+        rewrite(traced)
+        artifact = compile_fx_inner(traced, fakes, is_inference=True)
+    return lambda *args: artifact(list(args))[0]
+
+
 class BodyInputs:
     """Fake inputs of a chunk body: every size that may change is a symbol of its own."""
 
@@ -376,6 +387,11 @@ def graph_break(module: GraphModule) -> GraphBreak | None:
     last = found.user_stack[-1] if found.user_stack else None
     remedy = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), "")
     return GraphBreak(f"{last.filename}:{last.lineno}" if last else "a line unknown", lines[0].rstrip("."), remedy)
+
+
+def assert_on_device(condition: torch.Tensor, text: str) -> None:
+    """Raise RuntimeError if a boolean is false; on a GPU the device stops when it gets there, and nobody waits for it."""
+    torch._assert_async(condition, text)
 
 
 def graph_is_kept() -> bool:
