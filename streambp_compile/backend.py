@@ -30,7 +30,8 @@ from .passes.ir import Condition, Refusal, bytes_of
 from .passes.split import Region, split
 from .pipeline import outputs_of
 from .recorded import Postponed
-from .regions import build_region, is_switch, postpone, region_text, traits_of, weight_views, whole_graph, widest_input, written_storages
+from .regions import (build_region, is_switch, postpone, region_text, subclass_between, traits_of, weight_views, whole_graph, widest_input,
+                      written_storages)
 from .remade import Again, Recipe, kept_as_recipes
 from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
 from .rewrites import look_back
@@ -49,20 +50,30 @@ def streambp(module: GraphModule, example_inputs: Sequence[object], *, mode: str
     return Chain(module, example_inputs, Config.of(mode, options)).compiled()
 
 
+def prepared(module: GraphModule) -> GraphModule:
+    """Dynamo's graph, rewritten to what the analysis reads."""
+    module = fold_maps(flash_attn_as_attention(inline_checkpoints(module)))
+    return one_attention(rows_first(look_back(rolled(module))))
+
+
+TRANSFORMED = Refusal("torch.func", "a transform (grad, vjp, jvp) lies inside the compiled function, whose backward is then part of its forward",
+                      "Compile the function that is transformed, or use loss.backward()")
+
+
 class Chain:
     """Compiles one Dynamo graph. The result is a function of the graph's inputs."""
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
         self.config = config
-        module = fold_maps(flash_attn_as_attention(inline_checkpoints(module)))
-        self.module = one_attention(rows_first(look_back(rolled(module))))
+        self.transformed = any(map(internals.is_transform, module.graph.nodes))
+        self.module = module if self.transformed else prepared(module)
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report
 
     def compiled(self) -> Callable:
         try:
-            axes = find_axes(self.module, self.fakes)
+            axes = () if self.transformed else find_axes(self.module, self.fakes)
         except Exception as error:  # as in CompiledRegion.stream: loud, whole, exact
             internals.log.debug("finding the token axes failed", exc_info=True)
             axes = ()
@@ -71,6 +82,9 @@ class Chain:
         axis = joined(axes)
         views = weight_views(self.module.graph)
         regions = split(self.module.graph, traits_of(self.module.graph, axis), lambda n: is_switch(n) or n in views) if axis else ()
+        unfit = TRANSFORMED if self.transformed else subclass_between(regions)
+        if unfit is not None:
+            axes, axis, regions = (), None, ()
         if not regions:
             views, regions = (), whole_graph(self.module.graph)
         postponed: dict[Node, Region] = {}
@@ -86,7 +100,7 @@ class Chain:
             own = axis_of(region, axes)
             text = region_text(module, inputs, own, region)
             if text not in built:
-                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse)
+                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse, unfit=unfit)
             return built[text]
 
         links = [(compiled(region), region) for region in regions]

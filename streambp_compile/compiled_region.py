@@ -41,11 +41,13 @@ class CompiledRegion:
     """One distinct region: traced by AOTAutograd, streamed if the passes can, compiled whole otherwise."""
 
     def __init__(self, module: GraphModule, inputs: list[object], region: Region, axis: Axis | None, config: Config,
-                 refuse: Callable[[Refusal, int | None], None], may_check: bool = True):
+                 refuse: Callable[[Refusal, int | None], None], may_check: bool = True, unfit: Refusal | None = None):
         self.module, self.fakes, self.region, self.axis, self.config, self.refuse = module, inputs, region, axis, config, refuse
-        self.may_check = may_check
+        self.may_check, self.unfit = may_check, unfit
         self.unconditional: CompiledRegion | None = None
         self.inputs = [n for n in region.inputs if n.op != "get_attr"]
+        self.flat = [(i, n if len(parts) == 1 else None) for i, (n, parts) in enumerate(zip(self.inputs, map(internals.parts_of, inputs)))
+                     for _ in parts]  # what AOTAutograd takes: of which input it is, and its node unless that is a tensor subclass
         self.writes = len(written_storages(region)) > len(written_buffers(region))
         self.report = RegionReport(module, light=region.light)
         self.streamed: StreamedRegion | None = None
@@ -60,7 +62,7 @@ class CompiledRegion:
             except TraceAgain:
                 self.unchecked = self.traced()
             if self.streamed is not None and self.streamed.analysis.conditions:
-                self.guard = Guard(self.streamed.placeholders, self.streamed.analysis.conditions)
+                self.guard = Guard(self.streamed.placeholders, self.streamed.analysis.conditions, [i for i, _ in self.flat])
         self.call = self.checked if self.guard else self.unchecked
 
     def traced(self) -> Callable:
@@ -88,11 +90,11 @@ class CompiledRegion:
         return self.unconditional.call
 
     def seeds(self) -> dict[int, tuple[Mark, ...]]:
-        return {i: self.axis.marks[n] for i, n in enumerate(self.inputs) if n in self.axis.marks}
+        return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}
 
     def checkable(self) -> list[int]:
         """Inputs that may be masks: whatever is neither learned nor made by what is learned."""
-        return [i for i, n in enumerate(self.inputs) if self.may_check and isinstance(fake_of(n), torch.Tensor)
+        return [i for i, (_, n) in enumerate(self.flat) if n is not None and self.may_check and isinstance(fake_of(n), torch.Tensor)
                 and not fake_of(n).requires_grad and not isinstance(fake_of(n), torch.nn.Parameter)]
 
     def device(self) -> torch.device:
@@ -123,6 +125,8 @@ class CompiledRegion:
         return self.streamed is not None
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
+        if self.unfit is not None:
+            raise CannotStream(self.unfit)
         if self.axis is None:
             raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
         if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):

@@ -29,14 +29,16 @@ class Guard:
     synchronises with the device once per call of the compiled function, for all its regions together (`answered`); without conditions there
     is no guard and no synchronisation.
 
-    placeholders  of the region's graph, in the order of its inputs
+    placeholders  of the region's graph
     conditions    what the region's key ranges rest on
+    positions     of which input of a call each placeholder is; without it, its own
     """
 
-    def __init__(self, placeholders: Sequence[Node], conditions: Sequence[Condition]):
+    def __init__(self, placeholders: Sequence[Node], conditions: Sequence[Condition], positions: Sequence[int] | None = None):
         self.conditions = tuple(conditions)
         counts = [len(c.nodes) for c in conditions]
-        masks, self.reads = masks_of(placeholders, [n for c in conditions for n in c.nodes])
+        masks, read = masks_of(placeholders, [n for c in conditions for n in c.nodes])
+        self.reads = [i if positions is None else positions[i] for i in read]
         self.text = f"{text_of(masks)} {[describe(c) for c in conditions]}"
 
         def answers(*given: object) -> Tensor:
@@ -46,7 +48,7 @@ class Guard:
 
         self.answers_of = answers
         if any(s.row is not None for c in conditions if not isinstance(c, Restarts) for s in c.seen):
-            self.answers_of = compiled(answers, [value_of(placeholders[i]) for i in self.reads])
+            self.answers_of = compiled(answers, [value_of(placeholders[i]) for i in read])
 
     def answers(self, given: Sequence[object]) -> Tensor:
         """Whether each condition holds, ``[conditions]`` booleans on the masks' device, for the inputs at ``reads``. Does not synchronise."""

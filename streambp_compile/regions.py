@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import internals
 from .axis import Axis, fake_of, is_parameter, storage_of
-from .passes.ir import bytes_of
+from .passes.ir import Refusal, bytes_of, where_of
 from .passes.split import Region, Traits, mutated
 from .runtime import Layout
 
@@ -89,6 +89,15 @@ def narrowed(region: Region, outputs: tuple[Node, ...], storages: Container[int]
         stack += [n for n in inside - needed if mutated(n) in needed]
     nodes = tuple(n for n in region.nodes if n in needed)
     return Region(nodes, tuple(n for n in region.inputs if any(n in m.all_input_nodes for m in nodes)), outputs)
+
+
+def subclass_between(regions: Sequence[Region]) -> Refusal | None:
+    """Why values of a tensor subclass cannot go from region to region: regions are compiled for plain tensors (subclasses as weights are)."""
+    for node in (n for region in regions for n in region.outputs):
+        if internals.is_traceable_wrapper_subclass(fake_of(node)):
+            return Refusal(str(node), f"hidden states are {type(fake_of(node)).__name__}, a tensor subclass",
+                           "Only weights may be of a subclass. Hand on plain tensors (of a DTensor, to_local())", where_of(node))
+    return None
 
 
 def written_storages(region: Region) -> set[int]:

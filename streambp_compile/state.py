@@ -28,6 +28,10 @@ class Buffers:
         self.owner = {n: owner[storage_of(n)] for n in nodes if storage_of(n) in owner}
 
     def of_call(self, values: dict[Node, object]) -> State:
+        """Masks made under ``inference_mode`` are known by another tensor on the same memory: autograd does not keep them otherwise."""
+        if torch.is_grad_enabled():
+            values.update({n: ordinary(v) for n, v in values.items() if isinstance(v, torch.Tensor) and v.is_inference()
+                           and n not in self.owner})
         return State(self, values)
 
 
@@ -66,3 +70,10 @@ class State:
         """What the caller gets: the updated buffer itself, not a copy."""
         buffer = self.buffers.owner.get(node, node)
         return self.values[buffer if same_layout(fake_of(node), fake_of(buffer)) else node] if buffer is not node else self.values[node]
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """An inference tensor's memory as a tensor that autograd can keep."""
+    with torch.no_grad():
+        plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
