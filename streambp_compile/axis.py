@@ -72,7 +72,10 @@ def fake_of(node: Node):
 def storage_of(node: Node) -> int | None:
     """Whose memory the value of a node is; equal numbers, the same memory."""
     fake = fake_of(node)
-    return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
+    try:
+        return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
+    except NotImplementedError:  # of a value inside a `torch.func` transform
+        return None
 
 
 def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:

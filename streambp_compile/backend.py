@@ -24,18 +24,21 @@ from .compiled_region import CompiledRegion
 from .config import Config
 from .deferred import Deferred, deferred
 from .flash_attn import flash_attn_as_attention
+from .guard import Question, answered, rounds
 from .ownership import plain_references
-from .passes.ir import Refusal, bytes_of
+from .passes.ir import Condition, Refusal, bytes_of
 from .passes.split import Region, split
 from .pipeline import outputs_of
 from .recorded import Postponed
-from .regions import build_region, is_switch, postpone, region_text, traits_of, weight_views, whole_graph, widest_input
+from .regions import (build_region, is_switch, postpone, region_text, subclass_between, traits_of, weight_views, whole_graph, widest_input,
+                      written_storages)
 from .remade import Again, Recipe, kept_as_recipes
 from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
 from .rewrites import look_back
 from .rolled import rolled
 from .rows_first import rows_first
 from .runtime import Sizes
+from .state import Buffers, State
 from .wrappers import fold_maps, inline_checkpoints
 
 
@@ -47,20 +50,30 @@ def streambp(module: GraphModule, example_inputs: Sequence[object], *, mode: str
     return Chain(module, example_inputs, Config.of(mode, options)).compiled()
 
 
+def prepared(module: GraphModule) -> GraphModule:
+    """Dynamo's graph, rewritten to what the analysis reads."""
+    module = fold_maps(flash_attn_as_attention(inline_checkpoints(module)))
+    return one_attention(rows_first(look_back(rolled(module))))
+
+
+TRANSFORMED = Refusal("torch.func", "a transform (grad, vjp, jvp) lies inside the compiled function, whose backward is then part of its forward",
+                      "Compile the function that is transformed, or use loss.backward()")
+
+
 class Chain:
     """Compiles one Dynamo graph. The result is a function of the graph's inputs."""
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
         self.config = config
-        module = fold_maps(flash_attn_as_attention(inline_checkpoints(module)))
-        self.module = one_attention(rows_first(look_back(rolled(module))))
+        self.transformed = any(map(internals.is_transform, module.graph.nodes))
+        self.module = module if self.transformed else prepared(module)
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report
 
     def compiled(self) -> Callable:
         try:
-            axes = find_axes(self.module, self.fakes)
+            axes = () if self.transformed else find_axes(self.module, self.fakes)
         except Exception as error:  # as in CompiledRegion.stream: loud, whole, exact
             internals.log.debug("finding the token axes failed", exc_info=True)
             axes = ()
@@ -69,6 +82,9 @@ class Chain:
         axis = joined(axes)
         views = weight_views(self.module.graph)
         regions = split(self.module.graph, traits_of(self.module.graph, axis), lambda n: is_switch(n) or n in views) if axis else ()
+        unfit = TRANSFORMED if self.transformed else subclass_between(regions)
+        if unfit is not None:
+            axes, axis, regions = (), None, ()
         if not regions:
             views, regions = (), whole_graph(self.module.graph)
         postponed: dict[Node, Region] = {}
@@ -84,11 +100,12 @@ class Chain:
             own = axis_of(region, axes)
             text = region_text(module, inputs, own, region)
             if text not in built:
-                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse)
+                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse, unfit=unfit)
             return built[text]
 
         links = [(compiled(region), region) for region in regions]
-        later = {node: Later(region, functools.partial(self.outside_tracing, compiled, region), self.recordable(region))
+        returned = frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
+        later = {node: Later(region, functools.partial(self.outside_tracing, compiled, region), self.recordable(region), returned)
                  for node, region in postponed.items()}
         call = linked(links, later, self.placeholders, views, outputs_of(self.module))
         known = len(self.report.regions)
@@ -144,15 +161,16 @@ class Chain:
 
 @dataclass(frozen=True)
 class Later:
-    """An output that is computed when it is read: its region, what compiles that, and what records operations on it."""
+    """An output that is computed when it is read: its region, what compiles that, what records operations on it, and all that is returned."""
 
     region: Region
     compile: Callable[[], Callable]
     recordable: Postponed
+    returned: frozenset[Node]
 
-    def result(self, values: Mapping[Node, object], ready: dict[Node, Callable]) -> Deferred:
+    def result(self, state: State, ready: dict[Node, Callable]) -> Deferred:
         node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
-        given = tuple(values[n] for n in inputs)
+        given = tuple(state.read(n) for n in inputs)
 
         def compute() -> torch.Tensor:
             if node not in ready:
@@ -160,7 +178,20 @@ class Later:
             return ready[node](*given)[0]
 
         sizes = Sizes(dict(zip(inputs, given)), fake_of)
-        return deferred(self.recordable, given, compute, tuple(sizes(s) for s in fake_of(node).shape), fake_of(node))
+        shape = tuple(sizes(s) for s in fake_of(node).shape)
+        exposed = [n.op == "placeholder" or n in self.returned for n in inputs]
+        return deferred(self.recordable, given, exposed, compute, shape, fake_of(node))
+
+
+def asked_of(links: Sequence[tuple[CompiledRegion, Region]]) -> list[Question | None]:
+    """What each region's key ranges rest on, as a question about values of the chain."""
+    questions, generation = [], 0
+    for compiled, region in links:
+        inputs = [n for n in region.inputs if n.op != "get_attr"]
+        reads = () if compiled.guard is None else tuple(inputs[i] for i in compiled.guard.reads)
+        questions.append(Question(compiled.guard, reads, generation) if compiled.guard else None)
+        generation += bool(written_storages(region))
+    return questions
 
 
 def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], views: Sequence[Node], outputs: Sequence[object]) -> Callable:
@@ -174,6 +205,9 @@ def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], vie
             last[node] = len(links)
     dropped = [tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))]
     ready: dict[Node, Callable] = {}
+    questions = asked_of(links)
+    asked = rounds(questions, {n: i for i, (_, region) in enumerate(links) for n in region.outputs})
+    buffers = Buffers([region for _, region in links])
 
     def call(*args):
         plain_references()
@@ -181,19 +215,25 @@ def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], vie
         for node in views:
             values[node] = values[node.args[0]][node.args[1]]
         recipes: dict[Node, Again] = {}
-        for (compiled, region), gone in zip(links, dropped):
+        broken: dict[tuple, Condition | None] = {}
+        state = buffers.of_call(values)
+        for (compiled, region), gone, question, asked_now in zip(links, dropped, questions, asked):
+            if asked_now:
+                broken.update(answered(asked_now, values))
             if compiled.call is not None:
-                inputs = [values[n] for n in region.inputs if n.op != "get_attr"]
+                run = compiled.call if question is None else compiled.call_for(broken[question.key])
+                inputs = [state.read(n) for n in region.inputs if n.op != "get_attr"]
                 if region.light and torch.is_grad_enabled():
-                    recipe = Recipe.of(compiled.call, inputs)
+                    recipe = Recipe.of(run, inputs)
                     recipes.update((n, Again(recipe, i)) for i, n in enumerate(region.outputs))
                 again = [(values[n], recipes[n]) for n in region.inputs if n in recipes]
                 with kept_as_recipes(again) if again else contextlib.nullcontext():
-                    results = compiled.call(*inputs)
+                    results = run(*inputs)
                 values.update(zip(region.outputs, results))
+                state.write(region, results[len(region.outputs):])
                 del results, inputs, again
             for node in gone:
                 values.pop(node, None)
-        return tuple((later[o].result(values, ready) if o in later else values[o]) if isinstance(o, Node) else o for o in outputs)
+        return tuple((later[o].result(state, ready) if o in later else state.returned(o)) if isinstance(o, Node) else o for o in outputs)
 
     return call

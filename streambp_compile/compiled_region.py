@@ -11,14 +11,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import internals
 from .attention import torch_attention
-from .axis import SHORTEST_STREAMED, Axis, fake_of, is_parameter, storage_of
+from .axis import SHORTEST_STREAMED, Axis, fake_of, is_parameter
 from .config import Config
 from .drivers import Driver, boxed, driver_of, one_call
 from .guard import Guard
 from .ownership import ours_alone, sole_owners
 from .passes.ir import CannotStream, Condition, HidesOutside, Mark, Refusal, Restarts, RowsSee, bytes_of, is_tensor, value_of, where_of
-from .passes.split import Region, mutated
+from .passes.split import Region
 from .pipeline import StreamedRegion, outputs_of, stream, unit
+from .regions import written_buffers, written_storages
 from .report import RegionReport, StreamHint
 from .runtime import cannot_tell
 from .target import target_of
@@ -40,22 +41,29 @@ class CompiledRegion:
     """One distinct region: traced by AOTAutograd, streamed if the passes can, compiled whole otherwise."""
 
     def __init__(self, module: GraphModule, inputs: list[object], region: Region, axis: Axis | None, config: Config,
-                 refuse: Callable[[Refusal, int | None], None], may_check: bool = True):
+                 refuse: Callable[[Refusal, int | None], None], may_check: bool = True, unfit: Refusal | None = None):
         self.module, self.fakes, self.region, self.axis, self.config, self.refuse = module, inputs, region, axis, config, refuse
-        self.may_check = may_check
+        self.may_check, self.unfit = may_check, unfit
         self.unconditional: CompiledRegion | None = None
         self.inputs = [n for n in region.inputs if n.op != "get_attr"]
+        self.flat = [(i, n if len(parts) == 1 else None) for i, (n, parts) in enumerate(zip(self.inputs, map(internals.parts_of, inputs)))
+                     for _ in parts]  # what AOTAutograd takes: of which input it is, and its node unless that is a tensor subclass
+        self.writes = len(written_storages(region)) > len(written_buffers(region))
         self.report = RegionReport(module, light=region.light)
         self.streamed: StreamedRegion | None = None
+        self.guard: Guard | None = None
         fake_mode = internals.detect_fake_mode(inputs)
         if not region.nodes:
             self.call = None
             return
         with fake_mode, internals.effects_inside():
             try:
-                self.call = self.checked(self.traced())
+                self.unchecked = self.traced()
             except TraceAgain:
-                self.call = self.traced()
+                self.unchecked = self.traced()
+            if self.streamed is not None and self.streamed.analysis.conditions:
+                self.guard = Guard(self.streamed.placeholders, self.streamed.analysis.conditions, [i for i, _ in self.flat])
+        self.call = self.checked if self.guard else self.unchecked
 
     def traced(self) -> Callable:
         """The region through AOTAutograd, and whatever that calls back."""
@@ -64,17 +72,13 @@ class CompiledRegion:
             partition_fn=self.cut, decompositions=internals.decompositions())
         return compile_(self.module, self.fakes)
 
-    def checked(self, call: Callable) -> Callable:
-        """A call that leaves keys out only where the masks of its inputs allow it; else the region is compiled once more, to read all."""
-        if self.streamed is None or not self.streamed.analysis.conditions:
-            return call
-        guard = Guard(self.streamed.placeholders, self.streamed.analysis.conditions)
+    def checked(self, *inputs: object) -> object:
+        """A call that leaves keys out only where the masks of its inputs allow it."""
+        return self.call_for(self.guard.broken(inputs))(*inputs)
 
-        def run(*inputs):
-            broken = guard.broken(inputs)
-            return call(*inputs) if broken is None else self.reading_all(broken)(*inputs)
-
-        return run
+    def call_for(self, broken: Condition | None) -> Callable:
+        """The call for inputs of which it is known what they break; such a region is compiled once more, to read all keys."""
+        return self.unchecked if broken is None else self.reading_all(broken)
 
     def reading_all(self, broken: Condition) -> Callable:
         """The same region without conditions, compiled when a call does not keep one."""
@@ -86,11 +90,11 @@ class CompiledRegion:
         return self.unconditional.call
 
     def seeds(self) -> dict[int, tuple[Mark, ...]]:
-        return {i: self.axis.marks[n] for i, n in enumerate(self.inputs) if n in self.axis.marks}
+        return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}
 
     def checkable(self) -> list[int]:
         """Inputs that may be masks: whatever is neither learned nor made by what is learned."""
-        return [i for i, n in enumerate(self.inputs) if self.may_check and isinstance(fake_of(n), torch.Tensor)
+        return [i for i, (_, n) in enumerate(self.flat) if n is not None and self.may_check and isinstance(fake_of(n), torch.Tensor)
                 and not fake_of(n).requires_grad and not isinstance(fake_of(n), torch.nn.Parameter)]
 
     def device(self) -> torch.device:
@@ -103,7 +107,7 @@ class CompiledRegion:
         """AOTAutograd's partition function."""
         self.report.joint = joint
         if not self.streams(joint, num_fwd_outputs, len(joint_inputs[1])):
-            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, writes=writes_inputs(self.region), **kwargs)
+            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, writes=self.writes, **kwargs)
         return self.modules(num_fwd_outputs)
 
     def streams(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> bool:
@@ -121,6 +125,8 @@ class CompiledRegion:
         return self.streamed is not None
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
+        if self.unfit is not None:
+            raise CannotStream(self.unfit)
         if self.axis is None:
             raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
         if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
@@ -188,12 +194,6 @@ class CompiledRegion:
         if not self.streams(module, len(outputs_of(module)), 0):
             return internals.compile_graph(module, inputs, is_inference=True)
         return boxed(run_forward(self.streamed, outputs_of(self.streamed.joint)))
-
-
-def writes_inputs(region: Region) -> bool:
-    """Does a region change what it is given (a weight clamped in place)? Then its inputs are not what they were when its backward runs."""
-    given = {storage_of(n) for n in region.inputs} - {None}
-    return any(storage_of(target) in given for target in map(mutated, region.nodes) if target is not None)
 
 
 def run_forward(region: StreamedRegion, outputs: Sequence[object]) -> Driver:

@@ -10,14 +10,16 @@ whole tensor, and whatever way it goes, values and gradients are those of eager 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .internals import DisableTorchFunctionSubclass
+from .passes.ir import bytes_of
 from .pieces import is_piece, joined
 from .recorded import (FAKES, NARROW, POINTWISE, RECORDED, Expression, Given, Modes, Postponed, Source, item, mapped, ordered, recorded, sources,
                        streamed, whole)
+from .unchanged import Contents
 
 DESCRIPTIONS = {
     torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.layout.__get__,
@@ -30,6 +32,9 @@ DESCRIPTIONS = {
 FUNCTIONS = {torch.Tensor.data.__get__: torch.Tensor.detach, torch.Tensor.__iter__: torch.Tensor.unbind}
 CHANGES = frozenset(POINTWISE.split()) - {"detach", "to", "type", "clone", "contiguous"}
 JOINS = {"stack": "stack", "cat": "cat", "concat": "cat", "concatenate": "cat"}
+
+
+WITH_INPUTS = {torch.autograd.grad: 1, torch.autograd.backward: 5, torch.Tensor.backward: 4}  # where each takes what to differentiate in
 
 
 class Deferred(torch.Tensor):
@@ -74,6 +79,8 @@ class Deferred(torch.Tensor):
                 return first.expression.fake.requires_grad
             if func == torch.Tensor.__repr__:
                 return f"Deferred(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not computed)"
+        if func in WITH_INPUTS:
+            refuse_unmade(func, args, kwargs)
         if first is not None and in_place(func):
             return changed(first, func, args, kwargs)
         result = record(func, args, kwargs)
@@ -89,6 +96,18 @@ class Deferred(torch.Tensor):
 
     def __reduce_ex__(self, protocol):
         return self.value().detach().__reduce_ex__(protocol)
+
+
+def refuse_unmade(func: Callable, args: tuple, kwargs: dict) -> None:
+    """Raise RuntimeError for the gradient in logits that do not exist: a loss made of them has streamed, and is no function of them."""
+    place = WITH_INPUTS[func]
+    inputs = kwargs.get("inputs", args[place] if len(args) > place else None)
+    for wanted in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
+        if isinstance(wanted, Deferred) and wanted.made is None:
+            raise RuntimeError(
+                f"the gradient in logits of shape {tuple(wanted.shape)} was asked for, but they were never computed: what was made of them "
+                "was computed from hidden states, a chunk at a time. Call logits.retain_grad() before the loss is computed. Logits and their "
+                f"gradient then exist at full length, {2 * bytes_of(wanted.expression.fake) / 2**20:.0f} MiB")
 
 
 def values(arguments: object) -> object:
@@ -127,10 +146,12 @@ def roots(expression: Expression) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def deferred(region: Postponed, inputs: tuple, compute: Callable[[], torch.Tensor], sizes: tuple, like: torch.Tensor) -> Deferred:
+def deferred(region: Postponed, inputs: tuple, exposed: Sequence[bool], compute: Callable[[], torch.Tensor], sizes: tuple,
+             like: torch.Tensor) -> Deferred:
     """The output of a postponed region.
 
     inputs   what the region is called with: tensors and sizes
+    exposed  which of them the caller can write into (weights, not hidden states)
     compute  makes the value, whole
     sizes    its shape
     like     a fake of the same dtype, device and layout
@@ -138,7 +159,9 @@ def deferred(region: Postponed, inputs: tuple, compute: Callable[[], torch.Tenso
     with FAKES, torch.enable_grad():
         fake = torch.empty(sizes, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad and torch.is_grad_enabled())
         fake = fake.clone()
-    return Deferred(Source(fake, region, inputs, compute, Modes.now(like.device)))
+    tensors = [(v, seen) for v, seen in zip(inputs, exposed) if isinstance(v, torch.Tensor)]
+    contents = Contents.of([v for v, _ in tensors], [i for i, (_, seen) in enumerate(tensors) if seen])
+    return Deferred(Source(fake, region, inputs, compute, Modes.now(like.device), contents))
 
 
 def value_of(expression: Expression, piece: bool) -> torch.Tensor:
@@ -212,8 +235,7 @@ def shares_memory(result: Expression, operand: Deferred) -> bool:
 def keep(foreign: list[Given], elements: int) -> None:
     """Guard tensors of an expression that is computed later against changes in place: by a copy, unless that costs as much as logits."""
     for given in foreign:
-        if NARROW * given.tensor.numel() <= elements:
-            given.tensor, given.version = given.tensor.clone(), 0
+        given.keep(by_copy=NARROW * given.tensor.numel() <= elements)
 
 
 def in_place(function: Callable) -> bool:
@@ -226,6 +248,7 @@ def changed(target: Deferred, function: Callable, args: tuple, kwargs: dict) -> 
     name = function.__name__
     plain = f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_")
     alone = target.made is None and [r for r in target.family if r() is not None] == [weakref.ref(target)]
+    alone = alone and (torch.is_grad_enabled() or not target.expression.fake.requires_grad)  # else gradients pass such a write by
     if alone and plain in CHANGES and not any(isinstance(a, torch.Tensor) and a.requires_grad and a is not target for a in args):
         result = record(getattr(torch.Tensor, plain), args, kwargs)
         if isinstance(result, Deferred) and result.shape == target.shape:
@@ -247,5 +270,5 @@ def overwritten(family: list[Deferred]) -> None:
         if isinstance(node.made, torch.Tensor) and node.made.untyped_storage()._cdata == memory:
             node.made = None
     for member, value in zip(family, read):
-        member.recorded[0] = Given(member.expression.fake, value, 0)
+        member.recorded[0] = Given(member.expression.fake, value)
         member.recorded[0].made = value

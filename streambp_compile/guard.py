@@ -1,52 +1,77 @@
-"""What the analysis of a region takes for granted of the masks of a call, checked when it is called."""
+"""What the analysis of a region assumes of the masks of a call, checked at every call.
+
+Nothing is remembered from one call to the next. A mask's memory can be rewritten without its version counter noticing: through numpy,
+``.data``, a loader's shared buffer, or a custom kernel. Within one call of the compiled function, equal questions are asked once.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-import weakref
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .passes.ir import Condition, HidesOutside, Reach, Restarts, Seen, ancestors
-
-BLOCK = 1 << 20  # entries of a stored mask that are looked at together
+from . import internals
+from .passes.ir import Condition, HidesOutside, Reach, Restarts, Seen, ancestors, value_of
+from .report import StreamHint
 
 
 class Guard:
-    """Do the inputs of a call keep the conditions?
+    """Do the inputs of a call satisfy the conditions of a region?
 
-    Costs a few operations on ``[B, T]`` values, one pass over a stored mask, and one synchronisation with the device; nothing for inputs that
-    were checked before, so that all layers of a step share one check, and all steps that of a stored mask.
+    Cost of a call: a stored mask ``[.., T, T]`` is read once, by one compiled reduction that allocates nothing of its size (0.2 ms for a
+    boolean mask of 32768 tokens at 5 TB/s). Padding masks and position ids ``[B, T]`` take a dozen small operations. Reading the answer
+    synchronises with the device once per call of the compiled function, for all its regions together (`answered`); without conditions there
+    is no guard and no synchronisation.
+
+    placeholders  of the region's graph
+    conditions    what the region's key ranges rest on
+    positions     of which input of a call each placeholder is; without it, its own
     """
 
-    def __init__(self, placeholders: Sequence[Node], conditions: Sequence[Condition]):
-        self.checks = [Check(placeholders, c) for c in conditions]
+    def __init__(self, placeholders: Sequence[Node], conditions: Sequence[Condition], positions: Sequence[int] | None = None):
+        self.conditions = tuple(conditions)
+        counts = [len(c.nodes) for c in conditions]
+        masks, read = masks_of(placeholders, [n for c in conditions for n in c.nodes])
+        self.reads = [i if positions is None else positions[i] for i in read]
+        self.text = f"{text_of(masks)} {[describe(c) for c in conditions]}"
+
+        def answers(*given: object) -> Tensor:
+            parts = list(masks(*given))
+            found = [kept(condition, [parts.pop(0) for _ in range(count)]) for condition, count in zip(self.conditions, counts)]
+            return torch.stack(found)
+
+        self.answers_of = answers
+        if any(s.row is not None for c in conditions if not isinstance(c, Restarts) for s in c.seen):
+            self.answers_of = compiled(answers, [value_of(placeholders[i]) for i in read])
+
+    def answers(self, given: Sequence[object]) -> Tensor:
+        """Whether each condition holds, ``[conditions]`` booleans on the masks' device, for the inputs at ``reads``. Does not synchronise."""
+        device = next(v.device.type for v in given if isinstance(v, Tensor))
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            return self.answers_of(*given)
 
     def broken(self, inputs: Sequence[object]) -> Condition | None:
-        """The first condition that the inputs do not keep, if any."""
-        return next((check.condition for check in self.checks if not check(inputs)), None)
+        """The first condition that the inputs of a call do not satisfy, if any. Synchronises."""
+        question = Question(self, tuple(self.reads), 0)
+        return answered([question], inputs)[question.key]
 
 
-class Check:
-    """One condition, and of which inputs that are alive it was found to be kept."""
-
-    def __init__(self, placeholders: Sequence[Node], condition: Condition):
-        self.condition = condition
-        self.masks, self.reads = masks_of(placeholders, condition.nodes)
-        self.known: dict[tuple, tuple[tuple, bool]] = {}
-
-    def __call__(self, inputs: Sequence[object]) -> bool:
-        given = [inputs[i] for i in self.reads]
-        key = tuple(id(v) if isinstance(v, torch.Tensor) else v for v in given)
-        if key not in self.known or not all(map(same, self.known[key][0], given)):
-            with torch.no_grad():
-                kept = holds(self.condition, self.masks(*given))
-            self.known = {k: found for k, found in self.known.items() if all(map(is_alive, found[0]))}
-            self.known[key] = tuple(map(remembered, given)), kept
-        return self.known[key][1]
+def compiled(function: Callable, examples: Sequence[object]) -> Callable:
+    """One pass over a stored mask instead of a temporary of its size for every operation."""
+    try:
+        return internals.compile_function(function, examples)
+    except Exception as error:  # slower and larger, and as right
+        internals.log.debug("compiling a check of masks failed", exc_info=True)
+        warnings.warn(f"streambp: the check of a stored attention mask could not be compiled ({type(error).__name__}). It runs uncompiled "
+                      "at every call and takes several times the mask's memory for a moment. Build the mask inside the compiled function, or "
+                      "pass is_causal=True, and no check is needed.", StreamHint, stacklevel=2)
+        return function
 
 
 def masks_of(placeholders: Sequence[Node], masks: Sequence[Node]) -> tuple[GraphModule, list[int]]:
@@ -60,26 +85,99 @@ def masks_of(placeholders: Sequence[Node], masks: Sequence[Node]) -> tuple[Graph
     return GraphModule(masks[0].graph.owning_module, graph), [i for i, n in enumerate(placeholders) if n in needed]
 
 
-def holds(condition: Condition, masks: Sequence[torch.Tensor]) -> bool:
-    """Do the masks of a call keep a condition?"""
+def text_of(module: GraphModule) -> str:
+    """A graph without the names of its nodes. Of constants, only the module that holds them knows the values."""
+    index: dict[Node, str] = {}
+    lines = []
+    for node in module.graph.nodes:
+        index[node] = f"%{len(index)}"
+        target = "" if node.op == "placeholder" else f"{node.target} of {id(module)}" if node.op == "get_attr" else node.target
+        lines.append(f"{target} {torch.fx.node.map_arg((node.args, node.kwargs), lambda n: index[n]) if target else ''}")
+    return "\n".join(lines)
+
+
+def describe(condition: Condition) -> str:
+    """A condition without the names of its nodes."""
+    if isinstance(condition, Restarts):
+        return f"Restarts {len(condition.alike.same)} {len(condition.alike.upto)}"
+    return f"{type(condition).__name__} {[(s.row, s.key, s.hides) for s in condition.seen]} {condition.band}"
+
+
+# One call of a chain of regions
+
+
+@dataclass(frozen=True)
+class Question:
+    """A guard asked of certain values.
+
+    values      what names them: nodes of the chain's graph, or positions
+    generation  how many regions that write into their inputs ran before: the same value may have other contents after each
+    """
+
+    guard: Guard
+    values: tuple
+    generation: int
+
+    @property
+    def key(self) -> tuple:
+        """Equal for regions that need not ask twice."""
+        return self.guard.text, self.values, self.generation
+
+
+def rounds(questions: Sequence[Question | None], made: Mapping[Node, int]) -> list[tuple[Question, ...]]:
+    """Which questions to answer before each region: at the first that has one, all whose values exist by then.
+
+    questions  one of each region in order, or None
+    made       value → the region that makes it; inputs of the graph are not in it
+    """
+    known: set[tuple] = set()
+    found: list[tuple[Question, ...]] = []
+    for i, first in enumerate(questions):
+        asked = {}
+        if first is not None and first.key not in known:
+            asked = {q.key: q for q in questions[i:] if q is not None and q.key not in known and q.generation == first.generation
+                     and all(made.get(v, -1) < i for v in q.values)}
+        known |= asked.keys()
+        found.append(tuple(asked.values()))
+    return found
+
+
+def answered(questions: Sequence[Question], values: Mapping | Sequence) -> dict[tuple, Condition | None]:
+    """The first broken condition of every question, by its key. One synchronisation for each device that holds masks."""
+    found = [q.guard.answers([values[v] for v in q.values]) for q in questions]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for answers in found:
+        by_device.setdefault(answers.device, []).append(answers)
+    read = {device: iter(torch.cat(answers).cpu()) for device, answers in by_device.items()}
+    result: dict[tuple, Condition | None] = {}
+    for question, answers in zip(questions, found):
+        held = [bool(next(read[answers.device])) for _ in question.guard.conditions]
+        result[question.key] = next((c for c, holds in zip(question.guard.conditions, held) if not holds), None)
+    return result
+
+
+# Conditions as expressions on the device
+
+
+def kept(condition: Condition, masks: Sequence[Tensor]) -> Tensor:
+    """Do the masks of a call satisfy a condition? A boolean on their device."""
     if isinstance(condition, Restarts):
         return grow(masks[: 2 * len(condition.alike.same)], masks[2 * len(condition.alike.same):])
     masks = [ordered(mask, seen) for mask, seen in zip(masks, condition.seen)]
+    shown = [visible(mask, seen.hides) for mask, seen in zip(masks, condition.seen)]
     if isinstance(condition, HidesOutside):
-        return all((allowed | ~visible(part, condition.seen[0].hides)).all() for (part,), allowed in blocks(masks, condition.band))
-    if any(seen.hides is None and not (mask < far(mask)).all() for mask, seen in zip(masks, condition.seen)):
-        return False  # numbers so large that lowest ones may not vanish beside them
-    if len(masks) == 1 and masks[0].shape[1] == 1:
-        return every_row_sees(visible(masks[0], condition.seen[0].hides), condition.band)
-    for parts, allowed in blocks(masks, condition.band):
-        for part, seen in zip(parts, condition.seen):
-            allowed = allowed & visible(part, seen.hides)
-        if not allowed.any(-1).all():
-            return False
-    return True
+        return (allowed(shown[0], condition.band) | ~shown[0]).all()
+    # numbers so large that lowest ones may not vanish beside them do not count
+    found = [(mask < far(mask)).all() for mask, seen in zip(masks, condition.seen) if seen.hides is None]
+    both = functools.reduce(together, shown)
+    if all(seen.row is None for seen in condition.seen):
+        found.append(every_row_sees(both, condition.band))
+    else:
+        found.append((allowed(both, condition.band) & both).any(-1).all())
+    return torch.stack(found).all()
 
 
-def grow(same: Sequence[torch.Tensor], upto: Sequence[torch.Tensor]) -> bool:
+def grow(same: Sequence[Tensor], upto: Sequence[Tensor]) -> Tensor:
     """Does one of the values ``upto`` grow with every token over which those of ``same`` stay, and do those never return?
 
     Each comes twice: for the rows ``[.., T, 1]``, and for the keys ``[.., 1, T]`` or ``[T]``.
@@ -91,56 +189,42 @@ def grow(same: Sequence[torch.Tensor], upto: Sequence[torch.Tensor]) -> bool:
     restarts = functools.reduce(torch.logical_or, [step > 0 for step in held], torch.zeros((), dtype=torch.bool, device=alike.device))
     never_back = [(step >= 0).all() for step in held]
     grows = torch.stack([((step > 0) | restarts).all() for step in growing]).any()
-    return bool(torch.stack([alike, grows, *never_back]).all())
+    return torch.stack([alike, grows, *never_back]).all()
 
 
-def ordered(mask: torch.Tensor, seen: Seen) -> torch.Tensor:
+def ordered(mask: Tensor, seen: Seen) -> Tensor:
     """A mask as ``[masks, rows or 1, keys]``."""
     mask = mask.movedim(seen.key, -1).unsqueeze(-2) if seen.row is None else mask.movedim((seen.row, seen.key), (-2, -1))
     return mask.flatten(0, -3) if mask.dim() > 2 else mask[None]
 
 
-def blocks(masks: Sequence[torch.Tensor], band: Reach) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Masks a few rows at a time, and which of those rows' keys a band allows."""
-    keys = torch.arange(masks[0].shape[-1], device=masks[0].device)
-    rows = max(mask.shape[1] for mask in masks)
-    step = max(1, BLOCK // max(math.prod((mask.shape[0], mask.shape[2])) for mask in masks))
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        distance = keys - torch.arange(start, start + count, device=keys.device)[:, None]
-        yield [m if m.shape[1] == 1 else m.narrow(1, start, count) for m in masks], (distance >= band.lo) & (distance <= band.hi)
+def together(a: Tensor, b: Tensor) -> Tensor:
+    """Keys that both leave to be seen, mask by mask; each with each where their numbers differ (heads and sequences)."""
+    alike = a.shape[0] == b.shape[0] or 1 in (a.shape[0], b.shape[0])
+    return a & b if alike else (a[:, None] & b).flatten(0, 1)
 
 
-def every_row_sees(keys: torch.Tensor, band: Reach) -> bool:
+def allowed(shown: Tensor, band: Reach) -> Tensor:
+    """``[rows, keys]``: which keys a band leaves to each row."""
+    rows, keys = (torch.arange(shown.shape[d], device=shown.device) for d in (-2, -1))
+    distance = keys - rows[:, None]
+    inside = [distance >= band.lo] * (band.lo != -math.inf) + [distance <= band.hi] * (band.hi != math.inf)
+    return functools.reduce(torch.logical_and, inside, torch.ones((), dtype=torch.bool, device=shown.device))
+
+
+def every_row_sees(keys: Tensor, band: Reach) -> Tensor:
     """Is one of the keys that the band allows visible, for each row? ``keys``: ``[masks, 1, keys]``, alike for all rows."""
     count, length = torch.nn.functional.pad(keys.cumsum(-1), (1, 0)), keys.shape[-1]
     rows = torch.arange(length, device=keys.device)
     first = (rows + max(band.lo, -length)).clamp(0, length).long()
     last = (rows + min(band.hi, length) + 1).clamp(0, length).long()
-    return bool((count[..., last] > count[..., first]).all())
+    return (count[..., last] > count[..., first]).all()
 
 
-def visible(mask: torch.Tensor, hides: bool | None) -> torch.Tensor:
+def visible(mask: Tensor, hides: bool | None) -> Tensor:
     """Where a mask leaves a key. Numbers added to scores do where they are not nearly the lowest."""
     return mask != hides if hides is not None else ~(mask <= -far(mask))
 
 
-def far(mask: torch.Tensor) -> float:
+def far(mask: Tensor) -> float:
     return torch.finfo(mask.dtype).max / 4
-
-
-def is_alive(old: object) -> bool:
-    return old is not None and (not isinstance(old, tuple) or old[0]() is not None)
-
-
-def remembered(value: object) -> object:
-    """What to compare the inputs of the next call with: a number, or a tensor and the count of its changes."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return None if value.is_inference() else (weakref.ref(value), value._version)
-
-
-def same(old: object, new: object) -> bool:
-    if not isinstance(new, torch.Tensor):
-        return old == new
-    return old is not None and old[0]() is new and old[1] == new._version

@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -45,7 +45,7 @@ from .passes.normalize import KEPT, layer_norm, mean, repeat, var, var_mean
 from .passes.rules import overload
 from .runtime import Layout, layout_of, source_value
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "aot_autograd", "capture", "compile_body", "decompositions", "detect_fake_mode",
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "aot_autograd", "capture", "compile_body", "decompositions", "detect_fake_mode", "is_traceable_wrapper_subclass",
            "keep_inputs_partition", "make_fx"]
 
 log = logging.getLogger(__name__)
@@ -93,6 +93,28 @@ def is_batched(value: torch.Tensor) -> bool:
 def index_by_tensors():
     """Inside a ``torch.vmap``, ``values[i]`` may have a tensor for its index."""
     return TransformGetItemToIndex()
+
+
+def parts_of(value: object) -> list[object]:
+    """A tensor subclass as the plain tensors that AOTAutograd takes it apart into, in its order; anything else is itself."""
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
+
+
+def stand_in_whole(fake: object) -> object:
+    """As `stand_in`, a tensor subclass of its own class."""
+    if not is_traceable_wrapper_subclass(fake):
+        return stand_in(fake)
+    names, context = fake.__tensor_flatten__()
+    parts = {name: stand_in_whole(getattr(fake, name)) for name in names}
+    return type(fake).__tensor_unflatten__(parts, context, fake.shape, fake.stride()).requires_grad_(fake.requires_grad)
+
+
+def is_transform(node: Node) -> bool:
+    """Does a `torch.func` transform (grad, vjp, jvp) begin or end at a node of Dynamo's graph?"""
+    name = getattr(node.target, "__name__", "")
+    return name.endswith(("_increment_nesting", "_decrement_nesting")) and node.target not in (enter_map, leave_map)
 
 
 def is_hook(node: Node) -> bool:
@@ -163,6 +185,17 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     if kwargs.get("is_inference"):
         rewrite(plain)
     return compile_fx_inner(plain, inputs, **kwargs)
+
+
+def compile_function(function: Callable, examples: Sequence[object]) -> Callable:
+    """Inductor on a function without gradients; ``examples`` are fakes of its arguments, whose symbols stay free or are guarded with theirs."""
+    mode = detect_fake_mode(examples)
+    with tracing(TracingContext(mode)), mode, torch.no_grad():
+        traced = make_fx(lambda *args: (function(*args),), decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*examples)
+        fakes = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
+        rewrite(traced)
+        artifact = compile_fx_inner(traced, fakes, is_inference=True)
+    return lambda *args: artifact(list(args))[0]
 
 
 class BodyInputs:
@@ -376,6 +409,11 @@ def graph_break(module: GraphModule) -> GraphBreak | None:
     last = found.user_stack[-1] if found.user_stack else None
     remedy = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), "")
     return GraphBreak(f"{last.filename}:{last.lineno}" if last else "a line unknown", lines[0].rstrip("."), remedy)
+
+
+def assert_on_device(condition: torch.Tensor, text: str) -> None:
+    """Raise RuntimeError if a boolean is false; on a GPU the device stops when it gets there, and nobody waits for it."""
+    torch._assert_async(condition, text)
 
 
 def graph_is_kept() -> bool:

@@ -106,6 +106,8 @@ class Unify:
         if len({p.fake.shape[1:] for p in parts}) > 1 or not parts[0].fake.dim():
             raise NotPieces
         join = torch.stack if self.stacked else torch.cat
+        for part in parts:
+            part.check()
         try:
             return Given.of(join([p.tensor for p in parts]))
         except RuntimeError:

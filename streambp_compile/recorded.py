@@ -20,6 +20,7 @@ from . import internals
 from .config import Config
 from .passes.ir import Refusal, bytes_of
 from .report import warn_refused
+from .unchanged import Contents
 
 NARROW = 8  # a value this many times smaller than the logits is worth computing; anything wider waits for what is done to it next
 FAKES = internals.FakeTensorMode()
@@ -81,18 +82,25 @@ class Given(Expression):
     """A tensor from outside: labels, a temperature, a mask."""
 
     tensor: torch.Tensor
-    version: int
+    contents: Contents | None = field(default=None, init=False)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Given:
-        return Given(FAKES.from_tensor(tensor), tensor, version_of(tensor))
+        return Given(FAKES.from_tensor(tensor), tensor)
 
     def tensors(self) -> Sequence[torch.Tensor]:
         return (self.tensor,)
 
+    def keep(self, by_copy: bool) -> None:
+        """It will be read later: keep a copy, or notice changes."""
+        if by_copy:
+            self.tensor = self.tensor.clone()
+        elif self.contents is None:
+            self.contents = Contents.of([self.tensor])
+
     def check(self) -> None:
-        if self.made is None:
-            unchanged(self.tensor, self.version)
+        if self.made is None and self.contents is not None:
+            self.contents.check()
 
 
 @dataclass(eq=False)
@@ -112,28 +120,25 @@ class Postponed:
 
 @dataclass(eq=False)
 class Source(Expression):
-    """Logits of one call: the region's inputs, and a function that computes them whole."""
+    """Logits of one call: the region's inputs, what they held, and a function that computes the logits whole."""
 
     region: Postponed
     inputs: tuple[object, ...]
     whole: Callable[[], torch.Tensor]
     modes: Modes
+    contents: Contents
 
     def evaluate(self) -> torch.Tensor:
         with self.modes.active():
             self.made = self.whole()
         return self.made
 
-    def __post_init__(self) -> None:
-        self.versions = [version_of(t) for t in self.tensors()]
-
     def tensors(self) -> Sequence[torch.Tensor]:
         return [v for v in self.inputs if isinstance(v, torch.Tensor)] if self.made is None else (self.made,)
 
     def check(self) -> None:
         if self.made is None:
-            for tensor, version in zip(self.tensors(), self.versions):
-                unchanged(tensor, version)
+            self.contents.check()
 
 
 @dataclass(eq=False)
@@ -158,16 +163,6 @@ class Op(Expression):
         args, kwargs = mapped((self.args, self.kwargs), lambda leaf, free: known[leaf] if isinstance(leaf, Expression) else leaf)
         with self.modes.active():
             return self.function(*args, **kwargs)
-
-
-def unchanged(tensor: torch.Tensor, version: int) -> None:
-    if version_of(tensor) != version:
-        raise RuntimeError(f"logits were read after a tensor of shape {tuple(tensor.shape)} that they depend on was changed in place. Read them, "
-                           "or what is computed from them, before the change (before optimizer.step())")
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def mapped(value: object, leaf: Callable[[object, bool], object], free: bool = False) -> object:

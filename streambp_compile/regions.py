@@ -6,14 +6,14 @@ Outputs that merely widen a small value (logits beside a loss) leave the last re
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
 from .axis import Axis, fake_of, is_parameter, storage_of
-from .passes.ir import bytes_of
+from .passes.ir import Refusal, bytes_of, where_of
 from .passes.split import Region, Traits, mutated
 from .runtime import Layout
 
@@ -69,16 +69,18 @@ def postpone(regions: Sequence[Region], axis: Axis) -> tuple[list[Region], dict[
     """
     last = regions[-1]
     wide = [n for n in last.outputs if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(last, axis)]
+    wide = [n for n in wide if not written_storages(narrowed(last, (n,)))]  # what writes into buffers happens once, and now
     alone = len(wide) == len(last.outputs)
     if not wide or alone and any(n in axis.mixing for n in narrowed(last, tuple(wide)).nodes):
         return list(regions), {}
     kept = tuple(n for n in last.outputs if n not in wide)
-    return [*regions[:-1], narrowed(last, kept)], {n: narrowed(last, (n,)) for n in wide}
+    return [*regions[:-1], narrowed(last, kept, written_storages(last))], {n: narrowed(last, (n,)) for n in wide}
 
 
-def narrowed(region: Region, outputs: tuple[Node, ...]) -> Region:
-    """The part of a region that some of its outputs need."""
+def narrowed(region: Region, outputs: tuple[Node, ...], storages: Container[int] = ()) -> Region:
+    """The part of a region that some of its outputs need, or that writes into some storages."""
     inside, needed, stack = set(region.nodes), set(), list(outputs)
+    stack += [n for n in region.nodes if mutated(n) is not None and storage_of(mutated(n)) in storages]
     while stack:
         node = stack.pop()
         if node in inside and node not in needed:
@@ -87,6 +89,41 @@ def narrowed(region: Region, outputs: tuple[Node, ...]) -> Region:
         stack += [n for n in inside - needed if mutated(n) in needed]
     nodes = tuple(n for n in region.nodes if n in needed)
     return Region(nodes, tuple(n for n in region.inputs if any(n in m.all_input_nodes for m in nodes)), outputs)
+
+
+def subclass_between(regions: Sequence[Region]) -> Refusal | None:
+    """Why values of a tensor subclass cannot go from region to region: regions are compiled for plain tensors (subclasses as weights are)."""
+    for node in (n for region in regions for n in region.outputs):
+        if internals.is_traceable_wrapper_subclass(fake_of(node)):
+            return Refusal(str(node), f"hidden states are {type(fake_of(node)).__name__}, a tensor subclass",
+                           "Only weights may be of a subclass. Hand on plain tensors (of a DTensor, to_local())", where_of(node))
+    return None
+
+
+def written_storages(region: Region) -> set[int]:
+    """Memory of a region's inputs that it writes into (an average kept in a buffer, a weight clamped in place)."""
+    given = {storage_of(n) for n in region.inputs} - {None}
+    return {storage_of(target) for target in map(mutated, region.nodes) if target is not None} & given
+
+
+def written_buffers(region: Region) -> tuple[Node, ...]:
+    """Inputs without gradients that a region writes into, whose new contents it returns after its own outputs.
+
+    The region works on a copy, and the chain writes the contents back. Written in place, what autograd keeps for the backward would be
+    another value by then. Memory that also comes in as another input, or goes out as a view of other sizes, is left to AOTAutograd.
+    """
+    storages = written_storages(region)
+
+    def alone(node: Node) -> bool:
+        views = [n for n in (*region.inputs, *region.outputs) if n is not node and storage_of(n) == storage_of(node)]
+        return all(n not in region.inputs and same_layout(fake_of(n), fake_of(node)) for n in views)
+
+    return tuple(n for n in region.inputs if n.op == "placeholder" and storage_of(n) in storages and not wants_gradient(n)
+                 and is_dense(fake_of(n)) and alone(n))
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset() and a.dtype == b.dtype
 
 
 def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list[object]]:
@@ -100,6 +137,8 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
         values[node] = graph.placeholder(f"in_{i}")
         inputs.append(fresh(fake_of(node), made=node.op != "placeholder"))
         values[node].meta["example_value"] = inputs[-1]
+    buffers = written_buffers(region)
+    values.update({n: graph.call_method("clone", (values[n],)) for n in buffers})
     inside, active, replayed = set(region.nodes), [], []
 
     def replay(wanted: list[Node]) -> None:
@@ -134,7 +173,7 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
                 replay(active)
             values[node] = graph.node_copy(node, lambda a: values[a])
     replay([])
-    graph.output(tuple(unaliased(graph, values, region)))
+    graph.output((*unaliased(graph, values, region), *(values[n] for n in buffers)))
     return GraphModule(module, graph), inputs
 
 
@@ -144,9 +183,11 @@ def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[No
     And where another region reads a part of something wider: between regions all values are dense, as sweeps write them.
     """
     shared, inside = {storage_of(n) for n in region.inputs if wants_gradient(n)}, set(region.nodes)
+    buffers = {storage_of(n) for n in written_buffers(region)}
+    shared |= buffers
     results = []
     for node in region.outputs:
-        storage = storage_of(node) if wants_gradient(node) else None
+        storage = storage_of(node) if wants_gradient(node) or storage_of(node) in buffers else None
         read = any(u not in inside and u.op != "output" for u in node.users)
         if read and not is_dense(fake_of(node)):
             results.append(graph.call_method("contiguous", (values[node],)))

@@ -76,7 +76,7 @@ def rehearse(call: Callable, fakes: Sequence[object]) -> Peak:
     fakes  those inputs as Dynamo gave them; symbols stand for the sizes at which they were traced
     """
     with internals.FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = [internals.stand_in(f) for f in fakes]
+        inputs = [internals.stand_in_whole(f) for f in fakes]
         ledger = Ledger()
         for value in inputs:
             if isinstance(value, torch.Tensor):

@@ -271,6 +271,71 @@ def test_read_after_a_step_of_the_optimizer(model):
         logits.logsumexp(-1)
 
 
+UNSEEN = {  # what no version counter sees
+    "through .data": lambda p: p.data.mul_(0.5), "signs": lambda p: p.data.neg_(), "other memory": lambda p: setattr(p, "data", p.data.clone()),
+    "through numpy": lambda p: p.detach().numpy().__setitem__((3, 1), 0.25)}
+
+
+@pytest.mark.parametrize("how", UNSEEN)
+def test_read_after_a_write_that_autograd_does_not_see(how):
+    model = Head(64).double()
+    logits = torch.compile(model.forward, backend="streambp")(IDS % 64)
+    with torch.no_grad():
+        logits[:, :1].clone()  # recorded; read later
+        UNSEEN[how](model.body.head.weight)
+    with pytest.raises(RuntimeError, match="before optimizer.step"):
+        logits.logsumexp(-1)
+    with pytest.raises(RuntimeError, match="before optimizer.step"):
+        logits.tolist()
+    torch.testing.assert_close(torch.compile(model.forward, backend="streambp")(IDS % 64) + 0, model(IDS % 64), rtol=EXACT, atol=1e-12)
+
+
+def test_weights_that_logits_do_not_read_may_change(model):
+    logits, truth = model.step(IDS), model(IDS).logsumexp(-1)
+    weight = model.body.layers[0].up.weight
+    weight.data.mul_(2)
+    torch.testing.assert_close(logits.logsumexp(-1), truth, rtol=EXACT, atol=1e-12)
+    weight.data.div_(2)
+
+
+def test_a_tensor_beside_logits_that_changes_unseen(model):
+    weights = torch.rand(3, 41, VOCABULARY, dtype=torch.float64)
+    weighed = model.step(IDS) * weights
+    weights.numpy()[0, 0, 0] += 1
+    with pytest.raises(RuntimeError, match="before optimizer.step"):
+        weighed.logsumexp(-1)
+
+
+def test_gradients_in_logits(model):
+    """Where they were never made they are refused by name, with the way out."""
+    for ask in (lambda loss, x: torch.autograd.grad(loss, x), lambda loss, x: torch.autograd.grad(loss, inputs=[x]),
+                lambda loss, x: x.sum().backward(inputs=[x]), lambda loss, x: x.backward(torch.ones(()), inputs=(x,))):
+        logits = model.step(IDS)
+        with pytest.raises(RuntimeError, match="retain_grad"):
+            ask(logits.logsumexp(-1).sum(), logits)
+    made = []
+    for f in (model.step, model):
+        logits = f(IDS)
+        logits.retain_grad()
+        logits.logsumexp(-1).sum().backward()
+        made.append(logits.grad)
+    torch.testing.assert_close(*made, rtol=EXACT, atol=1e-12)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(0.5), lambda x: x.clamp_(-0.1, 0.1), lambda x: x.__setitem__(0, 0.5)],
+                         ids=["scaled", "clamped", "written into"])
+def test_gradients_pass_by_what_is_written_without_them(model, write):
+    def then(logits):
+        with torch.no_grad():
+            write(logits)
+        return logits.pow(2).sum(-1)
+
+    ours, truth = outcome(model, model.step, then), outcome(model, model, then)
+    torch.testing.assert_close(ours[0], truth[0], rtol=EXACT, atol=1e-12)
+    assert worst_error(ours[1], truth[1]) < EXACT
+
+
 @CONSTANT
 def test_lengths_share_what_was_compiled(model):
     def step(ids):

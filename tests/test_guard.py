@@ -3,16 +3,16 @@
 import itertools
 import math
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import Layer, gradients, ids_of, worst_error
 from torch import Tensor, nn
-from torch.fx import symbolic_trace
 
 from streambp_compile import StreamHint, explain
-from streambp_compile.guard import Check, grow, holds
+from streambp_compile.guard import Guard, Question, answered, grow, kept, rounds
 from streambp_compile.passes.ir import EVERYWHERE, PAST, HidesOutside, Reach, RowsSee, Seen
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -38,7 +38,7 @@ def test_every_row_sees_a_key(band):
         expected = bool((band_matrix(band, 5) & keep[:, None]).any(-1).all())
         spellings = (keep, seen(None, 1, False)), (~keep, seen(None, 1, True)), (torch.where(keep, 0.3, -3e38), seen(None, 1, None)), (
             keep[:, None, None, :], seen(None, 3, False)), (keep.T, seen(None, 0, False))
-        assert {holds(RowsSee((what,), band), [mask]) for mask, what in spellings} == {expected}
+        assert {bool(kept(RowsSee((what,), band), [mask])) for mask, what in spellings} == {expected}
         found.add(expected)
     assert len(found) == (1 if band.lo == 1 else 2)
 
@@ -46,43 +46,61 @@ def test_every_row_sees_a_key(band):
 def test_a_stored_mask_beside_a_padding():
     stored, keep = band_matrix(Reach(-1, 0), 6)[None], torch.ones(2, 6, dtype=torch.bool)
     both = RowsSee((seen(1, 2, False), seen(None, 1, False)), PAST)
-    assert holds(both, [stored, keep])
+    assert kept(both, [stored, keep])
     keep[1, 2] = False
-    assert holds(both, [stored, keep])
+    assert kept(both, [stored, keep])
     keep[1, 3] = False  # row 3 sees but 2 and 3
-    assert not holds(both, [stored, keep])
+    assert not kept(both, [stored, keep])
 
 
-@pytest.mark.parametrize("block", [1, 20, 1 << 22])
-def test_a_stored_mask_hides_outside(block, monkeypatch):
-    monkeypatch.setattr("streambp_compile.guard.BLOCK", block)
+@pytest.mark.parametrize("band", [PAST, EVERYWHERE, Reach(-1, 0), Reach(-2, 1)], ids=str)
+def test_two_paddings(band):
+    """Against brute force, for paddings of four keys: booleans and numbers, of one sequence and of several."""
+    for first, second in itertools.product(itertools.product((True, False), repeat=4), repeat=2):
+        a, b = torch.tensor([first]), torch.tensor([second, (True,) * 4])
+        expected = bool((band_matrix(band, 4) & (a & b)[:, None]).any(-1).all())
+        numbers = torch.where(b, 0.0, torch.finfo(torch.float32).min)
+        assert bool(kept(RowsSee((seen(None, 1, False), seen(None, 1, None)), band), [a, numbers])) == expected
+
+
+def test_masks_of_heads_beside_paddings_of_sequences():
+    """Of which sequence a head's mask is, their numbers do not tell: each must do with each."""
+    condition = RowsSee((seen(1, 2, False), seen(None, 1, False)), PAST)
+    heads = torch.stack([band_matrix(Reach(-w, 0), 5) for w in (0, 4)])
+    keep = torch.ones(3, 5, dtype=torch.bool)
+    assert kept(condition, [heads, keep])
+    keep[2, 3] = False  # row 3 of the first head sees but key 3
+    assert not kept(condition, [heads, keep])
+
+
+def test_a_stored_mask_hides_outside():
     for spelled, hides in ((lambda m: m, False), (lambda m: ~m, True), (lambda m: torch.where(m, 0.0, -math.inf), None)):
         lower = torch.ones(7, 7, dtype=torch.bool).tril()
-        assert holds(HidesOutside((seen(0, 1, hides),), PAST), [spelled(lower)])
+        assert kept(HidesOutside((seen(0, 1, hides),), PAST), [spelled(lower)])
         lower[5, 6] = True
-        assert not holds(HidesOutside((seen(0, 1, hides),), PAST), [spelled(lower)])
-        assert holds(HidesOutside((seen(0, 1, hides),), Reach(-math.inf, 1)), [spelled(lower)])
+        assert not kept(HidesOutside((seen(0, 1, hides),), PAST), [spelled(lower)])
+        assert kept(HidesOutside((seen(0, 1, hides),), Reach(-math.inf, 1)), [spelled(lower)])
 
 
 def test_numbers_so_large_that_lowest_numbers_may_not_vanish_beside_them_do_not_count():
-    assert not holds(RowsSee((seen(None, 1, None),), PAST), [torch.tensor([[0.0, 3e38, 0.0]])])
+    assert not kept(RowsSee((seen(None, 1, None),), PAST), [torch.tensor([[0.0, 3e38, 0.0]])])
 
 
-def test_a_mask_is_looked_at_once_until_it_changes(monkeypatch):
-    module = symbolic_trace(lambda ids, mask: mask > 0)
-    placeholders, node = [n for n in module.graph.nodes if n.op == "placeholder"], next(n for n in module.graph.nodes if n.op == "call_function")
-    check, looks = Check(placeholders, RowsSee((Seen(node, None, 1, False),), PAST)), []
-    monkeypatch.setattr("streambp_compile.guard.holds", lambda *a: looks.append(a) or holds(*a))
-    ids, mask = torch.zeros(2, 3), torch.ones(2, 3)
-    assert check((ids, mask)) and check((ids + 1, mask)) and len(looks) == 1
-    mask[0, 0] = 0
-    assert not check((ids, mask)) and not check((ids, mask)) and len(looks) == 2
-    kept = torch.ones(2, 3)
-    assert check((ids, kept)) and len(looks) == 3
-    assert not check((ids, mask)) and check((ids, kept)) and len(looks) == 3
-    del kept
-    check((ids, torch.ones(1, 3)))
-    assert len(check.known) == 2  # what is gone is forgotten
+@dataclass(frozen=True)
+class Named:
+    """In the place of a guard."""
+
+    text: str
+
+
+def test_questions_are_asked_once_and_as_early_as_the_first():
+    def question(text: str, *values: str, generation: int = 0) -> Question:
+        return Question(Named(text), values, generation)
+
+    causal, padding, again = question("causal", "mask"), question("padding", "keep"), question("causal", "mask", generation=1)
+    late = question("late", "made")
+    links = [None, causal, padding, causal, late, again, again]
+    assert rounds(links, {"made": 3}) == [(), (causal, padding), (), (), (late,), (again,), ()]
 
 
 # Whole models
@@ -195,10 +213,11 @@ def test_a_stored_triangle_prunes_until_it_is_none(hide, triangle):
     report = str(explain(model, ids, keep, streambp_options={"chunk_size": 16}))
     assert "causal, proved" in report and "hides what is not in [-inf,0]" in report and "not proved" not in report
     step = compiled(model)
-    for change, told in ((None, False), ((3, 40), True), ((5, 50), False)):  # one more entry that is seen ahead
-        if change is not None:
-            for layer in model.layers:
-                layer.triangle[change] = triangle[0, 0]
+    writes = {None: lambda mask: None, (3, 40): lambda mask: mask.numpy().__setitem__((3, 40), triangle[0, 0].item()),
+              (5, 50): lambda mask: mask.data.__setitem__((5, 50), triangle[0, 0])}  # entries that are seen ahead, unseen by autograd
+    for write, told in zip(writes.values(), (False, True, False)):
+        for layer in model.layers:
+            write(layer.triangle)
         assert bool(hints(lambda: step(ids, keep))) == told
         assert worst_error(gradients(model, lambda: step(ids, keep)), gradients(model, lambda: model(ids, keep))) < EXACT
 
@@ -230,6 +249,24 @@ def test_a_mask_given_to_fused_attention_is_looked_at():
     for mask, told in ((triangle[None, None], False), (ahead[None, None], True), (triangle[None, None].clone(), False)):
         assert bool(hints(lambda: step(ids, mask))) == told
         assert worst_error(gradients(model, lambda: step(ids, mask)), gradients(model, lambda: model(ids, mask))) < EXACT
+
+
+def test_a_call_asks_each_mask_once_and_waits_once(monkeypatch):
+    """Layers share the answer for a padding; each stored triangle is read by itself; all answers are read together."""
+    asked, waits = [], []
+    monkeypatch.setattr(Guard, "answers", lambda guard, given, f=Guard.answers: asked.append(guard) or f(guard, given))
+    monkeypatch.setattr("streambp_compile.backend.answered", lambda *a: waits.append(a) or answered(*a))
+    shared = Model(keep_and_causal).double()
+    own = Model(stored_and_padding, triangle=torch.ones(80, 80, dtype=torch.bool).tril()).double()
+    own.layers[1].triangle = own.layers[1].triangle.clone()
+    ids, keep = ids_of(2, LENGTH), padded("right")
+    for model, expected in ((shared, 1), (own, 2)):
+        step = compiled(model)
+        for call in (1, 2):
+            step(ids, keep).backward()
+            assert (len(asked), len(waits)) == (call * expected, call)
+        asked.clear()
+        waits.clear()
 
 
 def test_positions_of_all_rows_alike_are_looked_at():
