@@ -8,27 +8,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .grouped import add_grouped_outer_, grouped_mm, grouped_outer
+from .products import add_product_
+
 aten = torch.ops.aten
 LIBRARY = torch.library.Library("streambp", "DEF")
-KERNELS: dict[torch._ops.OpOverload, object] = {}  # what runs when an operator is called
+KERNELS: dict[torch._ops.OpOverload, object] = {}  # operators whose kernels call torch's operators
 
-def define(schema: str, kernel, meta) -> None:
+
+def define(schema: str, kernel, meta, composed: bool = True) -> None:
+    """Register an operator.
+
+    kernel    what runs
+    meta      the same for tensors without data
+    composed  the kernel calls torch's operators, so that it can be traced and rehearsed
+    """
     tags = (torch.Tag.needs_exact_strides,) if hasattr(torch.Tag, "needs_exact_strides") else ()
     LIBRARY.define(schema, tags=tags)
     name = schema.partition("(")[0]
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     LIBRARY.impl(name, meta, "Meta")
-    KERNELS[getattr(torch.ops.streambp, name).default] = kernel
-
-
-def add_product_(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """``total += left @ right`` with no partial result; half-precision operands are summed in float32."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.device.type == "cuda":
-        total.copy_(torch.addmm(total, left, right, out_dtype=total.dtype))
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+    if composed:
+        KERNELS[getattr(torch.ops.streambp, name).default] = kernel
 
 
 def to_extreme(grad: Tensor, x: Tensor, dim: int, largest: bool) -> Tensor:
@@ -61,50 +62,24 @@ def panels_mm(rows: Tensor, weight: Tensor) -> Tensor:
 PANEL = 2048  # columns
 
 
-def sorted_groups(groups: Tensor, count: int) -> tuple[Tensor, list[tuple[int, slice]]]:
-    """Rows in the order of their groups, and every group that has rows with the slice of them. Rows of no group come last, in no slice."""
-    counts = groups.new_zeros(count + 1).scatter_add_(0, groups.clamp(0, count), torch.ones_like(groups))
-    slices, start = [], 0
-    for group, rows in enumerate(counts[:count].tolist()):
-        if rows:
-            slices.append((group, slice(start, start + rows)))
-        start += rows
-    return groups.argsort(stable=True), slices
+def grouped_mm_triton(rows: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    from .grouped_triton import grouped_mm as launch  # Triton is installed beside a GPU only
+
+    return launch(rows, weight, order, ends)
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
-    """``rows[i] @ weight[groups[i]]``: ``[R, K]``, ``[G, K, N]``, ``[R]`` → ``[R, N]``; zero for a row of no group."""
-    order, slices = sorted_groups(groups, weight.shape[0])
-    ordered, made = rows[order], rows.new_zeros(rows.shape[0], weight.shape[2])
-    for group, part in slices:
-        torch.mm(ordered[part], weight[group], out=made[part])
-    return torch.empty_like(made).index_copy_(0, order, made)
+def add_grouped_outer_triton_(left: Tensor, right: Tensor, order: Tensor, ends: Tensor, total: Tensor) -> None:
+    from .grouped_triton import add_grouped_outer_ as launch
 
-
-def grouped_outer(left: Tensor, right: Tensor, groups: Tensor, count: int) -> Tensor:
-    """The sum of ``left[i]ᵀ right[i]`` per group: ``[R, K]``, ``[R, N]``, ``[R]`` → ``[G, K, N]``."""
-    total = left.new_zeros((count, left.shape[1], right.shape[1]), dtype=torch.promote_types(left.dtype, torch.float32))
-    add_grouped_outer_(left, right, groups, total)
-    return total.to(left.dtype)
-
-
-def add_grouped_outer_(left: Tensor, right: Tensor, groups: Tensor, total: Tensor) -> None:
-    order, slices = sorted_groups(groups, total.shape[0])
-    left, right = left[order], right[order]
-    for group, part in slices:
-        add_product_(left[part].t(), right[part], total[group])
+    launch(left, right, order, ends, total)
 
 
 def add_rows_(index: Tensor, rows: Tensor, padding: int, total: Tensor) -> None:
     """``total[index[i]] += rows[i]``, leaving the row ``padding`` alone."""
-    flat, values = index.reshape(-1), rows.reshape(-1, rows.shape[-1])
-    if padding >= 0:
-        values = values.masked_fill((flat == padding).unsqueeze(-1), 0)
-    total.index_add_(0, flat, values.to(total.dtype))
-
-
-def add_part_(part: Tensor, total: Tensor) -> None:
-    total.add_(part)
+    spared = total.select(0, padding).clone() if padding >= 0 else None
+    total.index_add_(0, index.reshape(-1), rows.reshape(-1, rows.shape[-1]).to(total.dtype))
+    if spared is not None:
+        total.select(0, padding).copy_(spared)
 
 
 def nothing(*_args) -> None:
@@ -153,7 +128,8 @@ def uniform_at(place: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> 
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    return torch.randint(1 << 62, (), dtype=torch.int64).to(device)
+    """Drawn on the device, by the generator that ``torch.manual_seed`` sets: a copy from the host synchronises."""
+    return torch.randint(1 << 62, (), dtype=torch.int64, device=device)
 
 
 def uniform(seed: Tensor, size: list[int], stream: int, dtype: torch.dtype) -> Tensor:
@@ -177,8 +153,11 @@ define("grouped_mm(Tensor rows, Tensor weight, Tensor groups) -> Tensor", groupe
 define("grouped_outer(Tensor left, Tensor right, Tensor groups, int count) -> Tensor", grouped_outer,
        lambda left, right, groups, count: left.new_empty(count, left.shape[1], right.shape[1]))
 define("add_grouped_outer_(Tensor left, Tensor right, Tensor groups, Tensor(a!) total) -> ()", add_grouped_outer_, nothing)
+define("grouped_mm_triton(Tensor rows, Tensor weight, Tensor order, Tensor ends) -> Tensor", grouped_mm_triton,
+       lambda rows, weight, order, ends: rows.new_empty(rows.shape[0], weight.shape[2]), composed=False)
+define("add_grouped_outer_triton_(Tensor left, Tensor right, Tensor order, Tensor ends, Tensor(a!) total) -> ()",
+       add_grouped_outer_triton_, nothing, composed=False)
 define("add_rows_(Tensor index, Tensor rows, int padding, Tensor(a!) total) -> ()", add_rows_, nothing)
-define("add_(Tensor part, Tensor(a!) total) -> ()", add_part_, nothing)
 define("rows_at(Tensor full, int dim, SymInt start, SymInt length) -> Tensor", rows_at, rows_meta)
 define("write_rows_(Tensor rows, int dim, SymInt start, Tensor(a!) full) -> ()", write_rows_, nothing)
 define("seed(Device device) -> Tensor", draw_seed, lambda device: torch.empty((), dtype=torch.int64, device=device))

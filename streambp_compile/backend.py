@@ -21,7 +21,7 @@ from . import internals
 from .attention import one_attention
 from .axis import Axis, axis_of, fake_of, find_axes, joined
 from .compiled_region import CompiledRegion
-from .config import Config
+from .config import WITH_GRAPHS, Config
 from .deferred import Deferred, deferred
 from .flash_attn import flash_attn_as_attention
 from .guard import Question, answered, rounds
@@ -70,6 +70,10 @@ class Chain:
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report
+        if config.mode in WITH_GRAPHS:
+            self.report.notes.append(
+                f"note: mode={config.mode!r} records no CUDA graphs of chunk bodies, because their sizes and buffers change "
+                "with every chunk. Longer chunks (chunk_size) launch fewer kernels.")
 
     def compiled(self) -> Callable:
         try:

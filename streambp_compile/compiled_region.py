@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -17,11 +18,12 @@ from .drivers import Driver, boxed, driver_of, one_call
 from .guard import Guard
 from .ownership import ours_alone, sole_owners
 from .passes.ir import CannotStream, Condition, HidesOutside, Mark, Refusal, Restarts, RowsSee, bytes_of, is_tensor, value_of, where_of
+from .passes.products import scale_
 from .passes.split import Region
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .regions import written_buffers, written_storages
 from .report import RegionReport, StreamHint
-from .runtime import cannot_tell
+from .runtime import Layout, cannot_tell
 from .target import target_of
 
 HELP = {RowsSee: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
@@ -172,7 +174,7 @@ class CompiledRegion:
         if region.fused:
             kept = [o for o in outputs[forward_outputs:]]
             saved = list(dict.fromkeys(o for o in kept if isinstance(o, Node) and o not in region.tangents))
-            forward = one_call(owner, region.placeholders, run_forward(region, [*outputs[:forward_outputs], *saved]),
+            forward = one_call(owner, region.placeholders, run_forward(region, [*outputs[:forward_outputs], *saved], forward_outputs),
                                [*outputs[:forward_outputs], *saved])
             backward = one_call(owner, [*saved, *region.tangents], run_scaled(saved, kept, region.tangents[0]), kept)
             return forward, backward
@@ -196,7 +198,11 @@ class CompiledRegion:
         return boxed(run_forward(self.streamed, outputs_of(self.streamed.joint)))
 
 
-def run_forward(region: StreamedRegion, outputs: Sequence[object]) -> Driver:
+def run_forward(region: StreamedRegion, outputs: Sequence[object], returned: int | None = None) -> Driver:
+    """The forward of a region.
+
+    returned  of a fused region, the number of outputs before the gradients, which `run_scaled` overwrites
+    """
     runner = region.forward.runner
     index = {o: i for i, o in enumerate(region.forward.program.outputs) if isinstance(o, Node)}
     placeholders = region.placeholders
@@ -204,29 +210,57 @@ def run_forward(region: StreamedRegion, outputs: Sequence[object]) -> Driver:
     def take(args: list) -> list:
         inputs = dict(zip(placeholders, args))
         args.clear()
+        given = storages(inputs.values())
         passed = {n: inputs[n] for n in outputs if n in inputs}
         for tangent in region.tangents if region.fused else ():
             inputs[tangent] = unit(tangent)
         results = runner(inputs)
-        return [results[index[o]] if o in index else passed.get(o, o) if isinstance(o, Node) else o for o in outputs]
+        made = [results[index[o]] if o in index else passed.get(o, o) if isinstance(o, Node) else o for o in outputs]
+        return made if returned is None else [*made[:returned], *apart(made[returned:], given | storages(made[:returned]))]
 
     return Driver("streambp_forward", take)
 
 
+def storages(values: Iterable[object]) -> weakref.WeakSet:
+    return weakref.WeakSet(v.untyped_storage() for v in values if isinstance(v, torch.Tensor))
+
+
+def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.Tensor]:
+    """The values, each in dense memory of its own, so that it may be overwritten; ``taken`` is memory of others."""
+    found = []
+    for value in values:
+        alone = value.untyped_storage() not in taken and Layout.of(value) is not None
+        found.append(value if alone else value.clone(memory_format=torch.contiguous_format))
+        taken.add(found[-1].untyped_storage())
+    return found
+
+
 def run_scaled(saved: Sequence[Node], outputs: Sequence[object], unscaled: Node) -> Driver:
-    """The backward of a fused head: gradients for a unit tangent exist already; scale them unless the tangent is one."""
+    """The backward of a fused head: scale gradients that exist already, for a unit tangent.
+
+    They are scaled in place, unless the graph is kept and another backward will read them. On a GPU they are
+    scaled by one as well: reading the tangent would synchronise. In half precision a tangent that is no power
+    of two rounds them a second time.
+    """
 
     def take(args: list) -> list:
         values, tangent = dict(zip(saved, args)), args[-1]
         args.clear()
-        if tangent.device.type != "cpu" or tangent.item() != 1:
+        kept = internals.graph_is_kept()
+        if not is_on_host(tangent) or tangent.item() != 1:
             for node in saved:
-                values[node] = (values[node] * tangent).to(values[node].dtype)
+                values[node] = values[node].clone() if kept else values[node]
+                scale_(values[node], tangent)
         values[unscaled] = tangent
         gradients = [values[o] if isinstance(o, Node) else o for o in outputs]
-        return gradients if internals.graph_is_kept() else sole_owners(gradients)
+        return gradients if kept else sole_owners(gradients)
 
     return Driver("streambp_scale", take)
+
+
+def is_on_host(value: torch.Tensor) -> bool:
+    """Can its value be read without a synchronisation?"""
+    return value.device.type == "cpu"
 
 
 def run_backward(region: StreamedRegion, given: Sequence[Node]) -> Driver:

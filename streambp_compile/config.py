@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which Inductor would record CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Config:
 
     chunk_size  tokens per chunk in every sweep; ``None`` lets each sweep choose from its own widths
     strict      raise where a region cannot be streamed, instead of compiling it whole with a warning
-    mode        Inductor's mode for the chunk bodies (``torch.compile``'s own ``mode=``)
+    mode        Inductor's mode for the chunk bodies (``torch.compile``'s own ``mode=``), without CUDA graphs
     """
 
     chunk_size: int | None = None

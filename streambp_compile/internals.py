@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
@@ -36,7 +38,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from .passes.ir import hint
@@ -187,6 +191,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     return compile_fx_inner(plain, inputs, **kwargs)
 
 
+<<<<<<< HEAD
 def compile_function(function: Callable, examples: Sequence[object]) -> Callable:
     """Inductor on a function without gradients; ``examples`` are fakes of its arguments, whose symbols stay free or are guarded with theirs."""
     mode = detect_fake_mode(examples)
@@ -196,13 +201,17 @@ def compile_function(function: Callable, examples: Sequence[object]) -> Callable
         rewrite(traced)
         artifact = compile_fx_inner(traced, fakes, is_inference=True)
     return lambda *args: artifact(list(args))[0]
+=======
+PLACES = ("first", "offset")  # integers that are no size of anything, and zero in the first chunk
+>>>>>>> h/waste
 
 
 class BodyInputs:
     """Fake inputs of a chunk body: every size that may change is a symbol of its own."""
 
-    def __init__(self, body: Body, chunk: int):
-        self.env = ShapeEnv(duck_shape=False)
+    def __init__(self, body: Body, chunk: int, sizes: Mapping[object, int] = types.MappingProxyType({})):
+        """``sizes``: hints, by the names of symbols, in place of those that the chunk length gives."""
+        self.env, self.known = ShapeEnv(duck_shape=False), sizes
         self.mode = FakeTensorMode(shape_env=self.env)
         self.symbols: dict[object, torch.SymInt] = {}
         chunk = max(chunk, 16)
@@ -211,8 +220,9 @@ class BodyInputs:
 
     def symbol(self, name: object, size_hint: int) -> torch.SymInt:
         if name not in self.symbols:
-            source = ConstantSource(f"streambp_{len(self.symbols)}")
-            symbol = self.env.create_symbol(size_hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+            source, place = ConstantSource(f"streambp_{len(self.symbols)}"), name in PLACES
+            size_hint = max(self.known.get(name, size_hint), 2)  # 0 and 1 would be constants
+            symbol = self.env.create_symbol(size_hint, source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=place)
             self.symbols[name] = self.env.create_symintnode(symbol, hint=size_hint, source=source)
         return self.symbols[name]
 
@@ -288,35 +298,123 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 WIDE = 8  # columns of a weight for every row, from which its product is made in panels
 
-COMPILED: dict[str, Callable] = {}
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled body and what Inductor assumed of its sizes, such as that 32-bit indices suffice.
+
+    run    a function of the list of inputs
+    holds  are the assumptions true of these inputs?
+    """
+
+    run: Callable
+    holds: Callable[[Sequence[object]], bool]
+
+
+COMPILED: dict[str, list[Artifact]] = {}  # by the text of a body and its inputs: one artifact per range of sizes
+
+
+class CompiledBody:
+    """A function of the list of a body's inputs: the first artifact that fits their sizes, or a new one."""
+
+    def __init__(self, body: Body, chunk: int, mode: str | None):
+        self.body, self.chunk, self.mode = body, chunk, mode
+        self.artifacts = self.compiled({})
+
+    def __call__(self, args: list) -> object:
+        for artifact in self.artifacts:
+            if artifact.holds(args):
+                return artifact.run(args)
+        sizes = self.sizes(args)
+        log.debug("compiling a chunk body again, for sizes %s", sizes)
+        with disable_current_modes():
+            self.artifacts = self.compiled(sizes)
+        return self.artifacts[-1].run(args)
+
+    def compiled(self, sizes: Mapping[object, int]) -> list[Artifact]:
+        """All artifacts of this body; with ``sizes``, after compiling one for them."""
+        with inductor_config.patch(body_options(self.mode)):
+            return compile_once(self.body, BodyInputs(self.body, self.chunk, sizes), again=bool(sizes))
+
+    def sizes(self, args: Sequence[object]) -> dict[object, int]:
+        """The sizes of a call, by the names that `BodyInputs` gives them."""
+        inputs = BodyInputs(self.body, self.chunk)
+        places = places_of(inputs.values)
+        return {name: places[s.node.expr].of(args) for name, s in inputs.symbols.items() if s.node.expr in places}
+
+
+def body_options(mode: str | None) -> dict[str, object]:
+    """Inductor's options for a mode, without CUDA graphs.
+
+    A CUDA graph is recorded for fixed sizes and addresses, and those of a body change with every chunk.
+    """
+    return {**(list_mode_options(mode) if mode else {}), "triton.cudagraphs": False}
 
 
 def compile_body(body: Body, chunk: int, mode: str | None = None) -> Callable:
-    """One Inductor artifact for a body, shared by every body of the same text on the same inputs.
+    """Compile a body with Inductor; bodies of the same text on the same inputs share artifacts.
 
     mode  `torch.compile`'s mode, as Inductor options
 
     Returns a function of the list of inputs. Raises if Inductor fixed a size that must stay free.
     """
-    with inductor_config.patch(list_mode_options(mode) if mode else {}):
-        return compile_once(body, BodyInputs(body, chunk))
+    return CompiledBody(body, chunk, mode)
 
 
-def compile_once(body: Body, inputs: BodyInputs) -> Callable:
-    key = f"{body.graph.code}|{[describe(v) for v in inputs.values]}|{inductor_config.save_config_portable()}"
-    if key not in COMPILED:
+def compile_once(body: Body, inputs: BodyInputs, again: bool = False) -> list[Artifact]:
+    """The artifacts of a body's text; with ``again``, after compiling one for the hints of these inputs."""
+    described = [describe(v) for v in inputs.values]
+    artifacts = COMPILED.setdefault(f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}", [])
+    if again or not artifacts:
         with tracing(TracingContext(inputs.mode)):  # a body's sizes are its own, not those of the graph around it
             with inputs.mode:
-                traced = make_fx(body.graph, decomposition_table={**select_decomp_table(), aten.mm.default: product}, tracing_mode="symbolic",
+                table = {**select_decomp_table(), aten.mm.default: product}
+                traced = make_fx(body.graph, decomposition_table=table, tracing_mode="symbolic",
                                  _allow_non_fake_inputs=True)(*inputs.values)
             examples = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
             rewrite(traced)
             counters["streambp"]["bodies"] += 1
-            COMPILED[key] = compile_fx_inner(traced, examples)
+            run = compile_fx_inner(traced, examples)
         fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
         if fixed:
             raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
-    return COMPILED[key]
+        artifacts.append(Artifact(run, guard_of(inputs)))
+    return artifacts
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a size is found among the inputs of a body: an integer, or a dimension of a tensor."""
+
+    index: int
+    dim: int | None = None
+
+    def of(self, args: Sequence[object]) -> int:
+        return args[self.index] if self.dim is None else args[self.index].shape[self.dim]
+
+    def __str__(self) -> str:
+        return f"args[{self.index}]" if self.dim is None else f"args[{self.index}].shape[{self.dim}]"
+
+
+def places_of(values: Sequence[object]) -> dict[object, Place]:
+    """For every symbol that is an input, or a size of one, where it is found."""
+    numbers = {v.node.expr: Place(i) for i, v in enumerate(values) if isinstance(v, torch.SymInt)}
+    sizes = {s.node.expr: Place(i, d) for i, v in enumerate(values) if isinstance(v, torch.Tensor)
+             for d, s in enumerate(v.shape) if isinstance(s, torch.SymInt)}
+    return {**sizes, **numbers}
+
+
+def guard_of(inputs: BodyInputs) -> Callable[[Sequence[object]], bool]:
+    """The conditions on sizes under which a body was traced and compiled, as a function of its inputs.
+
+    That two sizes differ is left out: it makes strides general, and general strides are right for equal sizes too
+    (in the chunk that reads all keys, for one).
+    """
+    places = places_of(inputs.values)
+    conditions = dict.fromkeys(g.expr for g in inputs.env.guards)
+    kept = [c for c in conditions if not isinstance(c, sympy.Ne) or any(side.is_number for side in c.args)]
+    terms = [c.xreplace({s: sympy.Symbol(str(places[s]), integer=True) for s in c.free_symbols}) for c in kept]
+    text = " and ".join(f"({PythonPrinter().doprint(term)})" for term in terms)
+    return eval(f"lambda args: {text or True}", {"math": math})
 
 
 @contextlib.contextmanager

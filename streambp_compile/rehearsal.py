@@ -17,6 +17,11 @@ from . import internals
 from .passes.attention import STAND_INS, scratch_of
 from .passes.ops import KERNELS
 
+# Numbers that drivers on a CPU read: is the tangent of the loss one, and where do groups of rows end?
+NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+# They allocate nothing, and have no fake implementation in torch 2.11.
+ACCUMULATING = (torch.ops.aten.addmm.dtype_out, torch.ops.aten.baddbmm.dtype_out)
+
 
 class Ledger(internals.TorchDispatchMode):
     """Bytes of all storages that came into being under this mode and are alive, and the most there ever were."""
@@ -27,8 +32,10 @@ class Ledger(internals.TorchDispatchMode):
         self.held = self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1  # the only number that drivers ask for is the tangent of the loss
+        if func in NUMBERS:
+            return 1
+        if func in ACCUMULATING:
+            return kwargs["out"]
         if func in KERNELS:  # ours are Python, and make values of their own on the way
             with self:
                 return KERNELS[func](*args, **(kwargs or {}))

@@ -10,7 +10,8 @@ FILES = sorted([*(ROOT / "streambp_compile").rglob("*.py"), *(ROOT / "passes").r
 PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch")
 TYPES = {"Program", "Sweep"}  # what partition hands to the passes after it
 VERIFIED = {"verify", "lower", "plan"}  # who may read them
-SPOKEN = ("rules", "ops", "attention", "bands", "sizes")  # the table, and what it and the passes speak
+# the table, and what it and the passes speak
+SPOKEN = ("rules", "ops", "attention", "products", "grouped", "grouped_triton", "bands", "sizes")
 PARTS = ("spread", "gauge", "keys", "ranges", "shifts")  # no passes, but parts of analyze and of normalize
 
 

@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from graphs import joint_of, without_inductor
 from models import Plain, gradients, ids_of, worst_error
-from streambp_compile.passes.ir import Analysis
+from streambp_compile.backend import Chain
+from streambp_compile.config import Config
+from streambp_compile.passes.ir import Analysis, Mark
+from streambp_compile.passes.lower import Binding, Body
+from torch.fx import Graph, GraphModule
 
 from streambp_compile import NotStreamed, Report, explain, internals
 
@@ -73,3 +77,49 @@ def test_an_op_with_effects_keeps_its_region_whole_and_exact(fresh_dynamo):
     with pytest.warns(NotStreamed, match="_linalg_check_errors.* has an effect"):
         found = gradients(model, lambda: torch.compile(loss, backend="streambp")(ids))
     assert worst_error(found, gradients(model, lambda: loss(ids))) < 1e-8
+
+
+def doubling_body(width: int) -> Body:
+    """``y = x * 2`` by rows of ``width`` numbers."""
+    graph = Graph()
+    fake = torch.empty(64, width, device="meta")
+    source, made = Graph().placeholder("x"), Graph().placeholder("y")
+    source.meta["val"] = made.meta["val"] = fake
+    bindings = (Binding("scalar", None, "rows"), Binding("scalar", None, "length"),
+                Binding("rows", source, "x_rows", Mark(0)), Binding("write", made, "y_write", Mark(0)))
+    _, _, x, y = (graph.placeholder(b.name) for b in bindings)
+    graph.call_function(torch.ops.aten.copy_.default, (y, graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))))
+    graph.output(())
+    return Body(GraphModule({}, graph), bindings)
+
+
+def test_a_body_is_compiled_again_where_its_indices_would_overflow(monkeypatch):
+    """As Inductor does for a GPU: 32-bit indices if the hints fit, and a guard that its caller has to evaluate."""
+    compiled, ran = [], []
+
+    def with_short_indices(module, inputs):
+        short = bool(inputs[2].numel() <= 2**31 - 1)
+        compiled.append(short)
+        return lambda args: ran.append((args[0], short))
+
+    monkeypatch.setattr(internals, "compile_fx_inner", with_short_indices)
+    monkeypatch.setattr(internals, "COMPILED", {})
+    run = internals.compile_body(doubling_body(4096), 256)
+    other = internals.compile_body(doubling_body(4096), 128)
+    for rows in (1, 256, 2**19 - 1, 2**19, 3 * 2**19, 1):
+        full = torch.empty(rows, 4096, device="meta")
+        run([rows, rows, full, full])
+    other([2**20, 2**20, *2 * [torch.empty(2**20, 4096, device="meta")]])
+    assert compiled == [True, False]
+    assert ran == [(1, True), (256, True), (2**19 - 1, True), (2**19, False), (3 * 2**19, False), (1, True), (2**20, False)]
+
+
+@pytest.mark.parametrize("mode, said", [
+    (None, 0), ("reduce-overhead", 1), ("max-autotune", 1), ("max-autotune-no-cudagraphs", 0)])
+def test_bodies_have_no_cuda_graphs_and_the_report_says_so(mode, said):
+    assert internals.body_options(mode)["triton.cudagraphs"] is False
+    assert internals.body_options(mode).get("max_autotune", False) == (mode or "").startswith("max-autotune")
+    graph = Graph()
+    graph.output((graph.placeholder("x"),))
+    chain = Chain(GraphModule({}, graph), [torch.ones(2)], Config(mode=mode))
+    assert sum("no CUDA graphs" in note for note in chain.report.notes) == said

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.memory import peak
 from torch import Tensor
 
-from streambp_compile.passes import attention, ops  # noqa: F401  (define torch.ops.streambp)
+from streambp_compile.passes import attention, grouped, ops, products  # noqa: F401  (define torch.ops.streambp)
 
 streambp = torch.ops.streambp
 B, HQ, T, D = 2, 4, 37, 16
@@ -99,14 +100,69 @@ def test_attention_of_meta_tensors_has_the_layout_of_real_ones():
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
+@pytest.mark.parametrize("batch", [(), (3,)])
 @pytest.mark.parametrize("dtype, total", [(torch.float64, torch.float64), (torch.float32, torch.float32),
                                           (torch.bfloat16, torch.float32)])
-def test_add_product(dtype, total):
-    left, right, start = torch.randn(5, 33).to(dtype), torch.randn(33, 7).to(dtype), torch.randn(5, 7, dtype=total)
+def test_add_product(dtype, total, batch, monkeypatch):
+    monkeypatch.setattr(products, "BLOCK", 3)
+    left, right = torch.randn(*batch, 5, 33).to(dtype), torch.randn(*batch, 33, 7).to(dtype)
+    start = torch.randn(*batch, 5, 7, dtype=total)
     result = start.clone()
     streambp.add_product_(left, right, result)
     expected = start.double() + left.double() @ right.double()
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_of_half_precision_converts_a_block_of_its_operands():
+    size, rows = 2 * products.BLOCK, 64
+    left, right = torch.randn(size, rows).bfloat16(), torch.randn(rows, size).bfloat16()
+    total = torch.zeros(size, size)
+    assert peak(lambda: streambp.add_product_(left, right, total)) == 2 * products.BLOCK * rows * 4
+    torch.testing.assert_close(total, left.float() @ right.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (6, 5), (0, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_scaling_rounds_once(shape, dtype, monkeypatch):
+    monkeypatch.setattr(products, "BLOCK", 2)
+    value = torch.randn(shape).to(dtype)
+    factor = torch.tensor(1 / 3)
+    expected = (value.double() * factor.double()).to(dtype)
+    products.scale_(value, factor)
+    assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_grouped_products(dtype):
+    """Groups without rows, and rows without a group."""
+    rows, weight = torch.randn(20, 4).to(dtype), torch.randn(5, 4, 6).to(dtype)
+    groups = torch.tensor([0, 3, 5, 1] * 5)
+    padded = torch.cat([weight, weight.new_zeros(1, 4, 6)]).double()
+    made = streambp.grouped_mm(rows, weight, groups)
+    expected = torch.einsum("rk,rkn->rn", rows.double(), padded[groups])
+    torch.testing.assert_close(made.double(), expected, rtol=1e-2 if dtype is BF16 else 1e-12, atol=1e-2)
+    start = torch.randn(5, 4, 6, dtype=torch.promote_types(dtype, torch.float32))
+    total = start.clone()
+    streambp.add_grouped_outer_(rows, made, groups, total)
+    of_group = torch.nn.functional.one_hot(groups, 6)[:, :5].double()
+    expected = start.double() + torch.einsum("rg,rk,rn->gkn", of_group, rows.double(), made.double())
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(total[[2, 4]], start[[2, 4]])
+
+
+BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
+
+
+@pytest.mark.parametrize("capability, dtype, width, name", [
+    ((9, 0), BF16, 16, "torch"), ((10, 0), BF16, 16, "torch"), ((8, 0), BF16, 16, "triton"), ((12, 0), BF16, 16, "triton"),
+    ((9, 0), F16, 16, "triton"), ((9, 0), BF16, 12, "triton"), ((9, 0), F64, 16, "loop")])
+def test_the_kernel_of_a_grouped_product(capability, dtype, width, name, monkeypatch):
+    monkeypatch.setattr(grouped, "on_cuda", lambda value: True)
+    monkeypatch.setattr(grouped, "has_triton", lambda: True)
+    monkeypatch.setattr(grouped, "capability", lambda device: capability)
+    rows, weight = torch.empty(20, 8, dtype=dtype), torch.empty(5, 8, width, dtype=dtype)
+    assert grouped.kernel_for(grouped.PRODUCTS, rows, weight).name == name
+    assert grouped.kernel_for(grouped.SUMS, rows, rows).name == ("loop" if dtype is F64 else "triton")
 
 
 @pytest.mark.parametrize("padding", [-1, 3])
@@ -123,13 +179,6 @@ def test_add_rows(padding, dtype):
     assert torch.equal(rows, before)
     if padding >= 0:
         assert torch.equal(result[padding], start[padding])
-
-
-def test_add():
-    part, total = torch.randn(3, 4).bfloat16(), torch.randn(3, 4)
-    expected = total + part
-    streambp.add_(part, total)
-    assert torch.equal(total, expected)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

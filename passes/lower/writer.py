@@ -56,7 +56,11 @@ class Writer(Rows):
 
     def added(self, node: Node, part: Node) -> Node:
         """Add a chunk's part to the sum that a node is."""
-        return self.graph.call_function(streambp.add_.default, (part, self.bind("total", node, node.name)))
+        return self.add(part, self.bind("total", node, node.name))
+
+    def add(self, part: Node, total: Node) -> Node:
+        """Written out, so that the kernel which computes the part adds it."""
+        return self.graph.call_function(aten.copy_.default, (total, self.graph.call_function(aten.add.Tensor, (total, part))))
 
     def scan(self, node: Node, scan, dim: int, join, filling: float, turned: bool = False) -> Node:
         """A scan over the chunk's rows, joined to what it came to before them.
@@ -85,6 +89,10 @@ class Writer(Rows):
         return self.graph.call_function(streambp.add_grouped_outer_.default, (left, right, groups, self.bind("total", node, node.name)))
 
     def accumulate_rows(self, node: Node, index: Node, rows: Node, padding: int) -> Node:
+        """Rows are widened in the body, where that costs the kernel that makes them nothing."""
+        dtype = value_of(node).dtype
+        if total_dtype(dtype) != dtype:
+            rows = self.graph.call_function(prims.convert_element_type.default, (rows, total_dtype(dtype)))
         return self.graph.call_function(streambp.add_rows_.default, (index, rows, padding, self.bind("total", node, node.name)))
 
     def attention(self, node: Node) -> Node:
@@ -140,11 +148,11 @@ class Writer(Rows):
             part = self.copy(node, self.summands(node))
             if value_of(node).dtype != total_dtype(value_of(node).dtype) and node.target in (aten.sum.dim_IntList, aten.sum.default):
                 part.kwargs = {**part.kwargs, "dtype": torch.float32}
-            return self.graph.call_function(streambp.add_.default, (part, self.bind("total", node, node.name)))
+            return self.added(node, part)
         if kind == "keysum":
             part = self.copy(node, self.summands(node))
             total = self.bind("keytotal", node, node.name, self.fact(node).rows)
-            return self.graph.call_function(streambp.add_.default, (part, total))
+            return self.add(part, total)
         return self.copy(node)
 
     def summands(self, node: Node) -> dict[int, Node]:

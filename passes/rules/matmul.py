@@ -19,7 +19,7 @@ def mm(node: Node) -> Signature:
     return equation(node, "mk,kn->mn")
 
 
-@rule("aten::bmm")
+@rule("aten::bmm", emit=emit_mm)
 def bmm(node: Node) -> Signature:
     return equation(node, "bmk,bkn->bmn")
 

@@ -1,0 +1,45 @@
+"""Triton kernels of grouped products: their numbers by Triton's interpreter, and that they compile."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from streambp_compile.passes import grouped_triton
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_numbers(dtype):
+    """In a process of its own: Triton decides at import whether it interprets."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1])}
+    subprocess.run([sys.executable, HERE / "interpreted_grouped.py", dtype], env=environment, check=True)
+
+
+def types_of(kernel, operands: str, constants: dict[str, object]) -> dict[str, str]:
+    """The type of every argument, as a launch would tell it."""
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types.update(dict.fromkeys(("rows", "weight", "out", "left", "right"), operands))
+    types.update({"order": "*i64", "ends": "*i32", "total": "*fp32", **dict.fromkeys(constants, "constexpr")})
+    return {name: types[name] for name in kernel.arg_names}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "*bf16"), (torch.float32, "*fp32")])
+def test_compiled(capability, dtype, name):
+    tiles = grouped_triton.tiles_for(torch.empty(0, dtype=dtype))
+    alike = dict(ROWS=tiles.side, COLUMNS=tiles.side, PRECISION=grouped_triton.precision())
+    options = dict(num_warps=tiles.warps, num_stages=tiles.stages)
+    for kernel, constants in (
+            (grouped_triton.mm_kernel, dict(alike, GROUPS=128, SLOTS=256, WIDTH=tiles.depth)),
+            (grouped_triton.outer_kernel, dict(alike, ROWS=tiles.depth, HEIGHT=tiles.side))):
+        source = ASTSource(kernel, types_of(kernel, name, constants), constants)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert made.asm["cubin"] and made.metadata.shared <= 99 * 1024

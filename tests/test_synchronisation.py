@@ -1,0 +1,27 @@
+"""Does a step synchronise with its GPU? Tensors of the CPU stand in for a GPU's; tests/cuda has those."""
+
+import pytest
+from streambp_compile.passes import grouped, products
+from synchronisation import Synchronises, rehearsed
+
+from streambp_compile import compiled_region
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch, interpreted):
+    """All tensors count as a GPU's."""
+    monkeypatch.setattr(grouped, "on_cuda", lambda value: True)
+    monkeypatch.setattr(grouped, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(grouped, "has_triton", lambda: True)
+    monkeypatch.setattr(products, "mixes_dtypes", lambda operand, total: operand.dtype != total.dtype)
+    monkeypatch.setattr(compiled_region, "is_on_host", lambda value: False)
+
+
+def test_a_step(as_on_gpu, monkeypatch):
+    called = rehearsed("cpu", monkeypatch)
+    assert {"streambp.grouped_mm.default", "streambp.add_grouped_outer_.default"} <= called
+
+
+def test_what_synchronises_is_seen(interpreted, monkeypatch):
+    with pytest.raises(Synchronises, match="aten.item|_local_scalar_dense"):
+        rehearsed("cpu", monkeypatch)
