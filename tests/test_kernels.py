@@ -18,7 +18,7 @@ DTYPES = {"flash_cpu": (torch.float64, *FLOATS, *HALVES), "flash": HALVES, "cudn
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SHAPES = {  # heads, key heads, width, value width
     "plain": (2, 2, 16, 16), "grouped": (4, 2, 16, 16), "one key head": (3, 1, 8, 8), "narrow values": (4, 2, 24, 16),
-    "narrow queries": (2, 2, 16, 24), "odd widths": (4, 2, 12, 9),
+    "narrow queries": (2, 2, 16, 24), "odd widths": (4, 2, 12, 9), "wide": (2, 1, 200, 96),
 }
 MASKS = ("causal", "all", "boolean", "boolean per head", "hidden rows", "padding", "additive", "additive per head", "causal and padding")
 
