@@ -29,16 +29,17 @@ class Job:
 @dataclass(frozen=True)
 class Settings:
     """
-    kind     ``"cuda"``, ``"cpu"`` or ``"fake"``, see `benchmarks.on_gpu.stage`
-    scale    name of a constant of `benchmarks.on_gpu.scale`
-    minutes  for each part
-    rounds   timed steps of each method at each length
-    threads  on a CPU
-    only     names of jobs to run, all if empty
-    folder   where tables and findings are written
-    worker   the command that starts a worker
-    command  what the user typed
-    machine  one line about the machine and the versions of its software
+    kind       ``"cuda"``, ``"cpu"`` or ``"fake"``, see `benchmarks.on_gpu.stage`
+    scale      name of a constant of `benchmarks.on_gpu.scale`
+    minutes    for each part
+    rounds     timed steps of each method at each length
+    threads    on a CPU
+    interpret  run chunk bodies node by node, for what is about the measuring code and not about the bodies
+    only       names of jobs to run, all if empty
+    folder     where tables and findings are written
+    worker     the command that starts a worker
+    command    what the user typed
+    machine    one line about the machine and the versions of its software
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Settings:
     minutes: float
     rounds: int
     threads: int
+    interpret: bool
     only: tuple[str, ...]
     folder: Path
     worker: tuple[str, ...]
@@ -92,8 +94,8 @@ class Run:
         """Let one process do cases; returns how many of them are settled."""
         worker, current = self.worker(), 0
         seconds = end - time.monotonic()
-        worker.ask({"part": self.part.__name__, "job": job.name, "cases": cases, "kind": self.settings.kind, "scale": self.settings.scale,
-                    "rounds": self.settings.rounds, "threads": self.settings.threads, "seconds": seconds - GRACE, "known": self.findings})
+        told = {key: getattr(self.settings, key) for key in ("kind", "scale", "rounds", "threads", "interpret")}
+        worker.ask({"part": self.part.__name__, "job": job.name, "cases": cases, "seconds": seconds - GRACE, "known": self.findings, **told})
         if self.settings.kind == "cuda":
             self.spare = self.start()  # it imports its libraries meanwhile
         while current < len(cases):

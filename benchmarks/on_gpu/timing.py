@@ -146,12 +146,16 @@ def table(findings: list[dict], shape: scales.Shape) -> str:
 def row(found: dict, shape: scales.Shape) -> list[str]:
     case = found["case"]
     if DEEP not in found:
-        peaks = [f"{found[key] / GIB:.2f}" if found.get(key) is not None else "–" for key in ("peak", "reference_peak")]
+        peaks = [gib(found, "peak"), gib(found, "reference_peak")]
         return [method_of(case["method"]).title, str(case["tokens"]), *["–"] * 8, *peaks, "–"]
     ours = {depth: statistics.median(found[depth]["ours"]) for depth in (DEEP, BARE)}
     layer, model = whole(ours[DEEP], ours[BARE], found["layers"], shape.layers)
     return [method_of(case["method"]).title, str(case["tokens"]), f"{ours[DEEP]:.3f}", *compared(found, ours, layer, model, shape),
-            f"{found['peak'] / GIB:.2f}", f"{found['reference_peak'] / GIB:.2f}" if "reference_peak" in found else "–", f"{found['first']:.1f}"]
+            gib(found, "peak"), gib(found, "reference_peak"), f"{found['first']:.1f}"]
+
+
+def gib(found: dict, key: str) -> str:
+    return "–" if found.get(key) is None else f"{found[key] / GIB:.4g}"
 
 
 def compared(found: dict, ours: dict, layer: float, model: float, shape: scales.Shape) -> list[str]:

@@ -47,6 +47,10 @@ def serve() -> None:
         return
     if request["kind"] == "cpu":
         torch.set_num_threads(request["threads"])
+    if request["interpret"]:
+        from benchmarks import zoo
+
+        zoo.interpret_bodies()
     torch.manual_seed(0)
     order = Order(request["job"], getattr(scale, request["scale"]), request["rounds"], time.monotonic() + request["seconds"], request["known"])
     session = importlib.import_module(request["part"]).Session(order, Stage(request["kind"]))
