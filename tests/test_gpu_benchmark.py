@@ -39,9 +39,9 @@ def test_times_of_two_depths_give_a_layer_and_the_whole_model():
     layer, model = timing.whole(deep=1.0, bare=0.2, timed=4, layers=36)
     assert (layer, model) == pytest.approx((0.2, 7.4))
     rounds = {timing.DEEP: {"ours": [1.0, 0.8, 1.2], "reference": [2.0, 1.6, 2.4]}, timing.BARE: {"ours": [0.2], "reference": [0.4]}}
-    found = {"case": {"method": "streambp", "tokens": 32768}, "layers": 4, "first": 60.0, "peak": 2**30, **rounds}
+    found = {"case": {"method": "streambp", "tokens": 32768}, "layers": 4, "first": 60.0, "peak": 2**30, "chunks": [2048, 4096], **rounds}
     cells = timing.row(found, QWEN3_8B)
-    assert cells == ["streambp", "32768", "1.000", "2.000", "0.500", "200.0", "0.500", "200.0", "7.40", "0.500", "1", "–", "60.0"]
+    assert cells == ["streambp", "2048, 4096", "32768", "1.000", "2.000", "0.500", "200.0", "0.500", "200.0", "7.40", "0.500", "1", "–", "60.0"]
 
 
 def test_idle_time_and_kinds_of_kernels():

@@ -134,7 +134,6 @@ class Session:
         try:
             self.seconds = self.stage.seconds(step)
         except torch.OutOfMemoryError:
-            self.stage.release()
             return None
         return peak[0] if self.held + peak[0] <= self.order.scale.cap else None
 

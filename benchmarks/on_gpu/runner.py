@@ -13,6 +13,7 @@ from types import ModuleType
 from benchmarks import processes
 
 GRACE = 10.0  # seconds between asking a process to stop and stopping it
+EXIT = 5.0  # seconds that a process which has answered everything may take to end
 RESERVE = 8.0  # seconds kept at the end of a part to write its tables
 SLOWER = 6  # limits are for a GPU's machine; compiling, which most of a tiny model's time goes to, takes longer where there is none
 
@@ -111,7 +112,7 @@ class Run:
                     self.add(job, cases[current], {"failed": answer["error"]})
                 print(worker.tail(), file=sys.stderr, flush=True)
                 return current + 1
-        worker.stop()
+        worker.stop(EXIT)
         return current
 
     def failed(self, job: Job, case: dict) -> bool:
