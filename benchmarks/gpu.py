@@ -85,9 +85,14 @@ def settings_of(chosen: argparse.Namespace) -> Settings:
     folder.mkdir(parents=True, exist_ok=True)
     return Settings(
         kind="fake" if chosen.dry_run else chosen.device, scale="TINY" if chosen.tiny or chosen.dry_run else "REAL", minutes=chosen.minutes,
-        rounds=chosen.rounds, threads=chosen.threads, only=chosen.only, folder=folder,
+        rounds=chosen.rounds, threads=chosen.threads, interpret=interpreted(chosen), only=chosen.only, folder=folder,
         worker=(sys.executable, str(Path(__file__).resolve()), "--worker"),
         command=shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]), machine=machine(chosen))
+
+
+def interpreted(chosen: argparse.Namespace) -> bool:
+    """Tiny models on a CPU prove the measuring code: Inductor would take most of the time, and shows nothing more."""
+    return chosen.tiny and chosen.device == "cpu"
 
 
 def machine(chosen: argparse.Namespace) -> str:
@@ -97,7 +102,8 @@ def machine(chosen: argparse.Namespace) -> str:
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if chosen.device == "cpu":
-        return f"{processor()}, {chosen.threads} threads, on which every method attends by the one fused kernel of CPUs; {versions}"
+        bodies = "; chunk bodies were interpreted, so that no number says anything about streambp" * interpreted(chosen)
+        return f"{processor()}, {chosen.threads} threads, on which every method attends by the one fused kernel of CPUs; {versions}{bodies}"
     if not torch.cuda.is_available():
         sys.exit("gpu.py: torch finds no GPU. Choose --device cpu --tiny to try the measuring code on a CPU.")
     properties = torch.cuda.get_device_properties(0)

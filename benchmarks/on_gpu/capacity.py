@@ -134,7 +134,6 @@ class Session:
         try:
             self.seconds = self.stage.seconds(step)
         except torch.OutOfMemoryError:
-            self.stage.release()
             return None
         return peak[0] if self.held + peak[0] <= self.order.scale.cap else None
 
@@ -146,14 +145,25 @@ class Session:
             pass
 
     def predictions(self) -> Iterator[dict]:
-        """For the shortest and the longest step of streambp that fitted: its peak, rehearsed with one and with two layers.
-
-        Equal layers add equal bytes, so the two give the peak of any depth.
-        """
+        """The peak of the whole model, for the shortest and the longest step of streambp that fitted."""
         measured = [f["tokens"] for f in self.order.known if f["job"] == STREAMBP and f.get("peak") is not None]
         for tokens in sorted({min(measured), max(measured)}) if measured else self.order.scale.first:
-            one, two = (predicted(self.shape, tokens, layers) for layers in (1, 2))
-            yield {"tokens": tokens, "predicted": one + (self.shape.layers - 1) * (two - one)}
+            yield {"tokens": tokens, "predicted": whole_peak(self.shape, tokens)}
+
+
+def whole_peak(shape: scales.Shape, tokens: int) -> int:
+    """The predicted peak of all layers, from models of a few.
+
+    Once one more layer adds at least its saved input, the peak lies where the saved inputs of all layers are alive, and equal layers add equal
+    bytes: the rest is a straight line.
+    """
+    less = predicted(shape, tokens, 1)
+    for layers in range(2, shape.layers + 1):
+        more = predicted(shape, tokens, layers)
+        if more - less >= 2 * tokens * shape.hidden:
+            return more + (shape.layers - layers) * (more - less)
+        less = more
+    return less
 
 
 def predicted(shape: scales.Shape, tokens: int, layers: int, method: str = STREAMBP) -> int | None:
@@ -198,8 +208,8 @@ def summary(name: str, findings: list[dict]) -> list[str]:
     foreseen = foreseen if name == STREAMBP else None
     held = next(f["held"] for f in mine if "held" in f)
     return [title, str(best["tokens"]), str(too_long or "not reached"), "–",
-            f"{best['peak'] / GIB:.3f}", f"{foreseen / GIB:.3f}" if foreseen else "–", f"{foreseen / best['peak']:.3f}" if foreseen else "–",
-            f"{held / GIB:.2f}", f"{best['reserved'] / GIB:.2f}" if best["reserved"] else "–",
+            f"{best['peak'] / GIB:.4g}", f"{foreseen / GIB:.4g}" if foreseen else "–", f"{foreseen / best['peak']:.3f}" if foreseen else "–",
+            f"{held / GIB:.4g}", f"{best['reserved'] / GIB:.4g}" if best["reserved"] else "–",
             f"{best['seconds']:.1f}" if best["whole"] else "cut short"]
 
 

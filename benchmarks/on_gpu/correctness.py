@@ -30,7 +30,6 @@ SAME_BITS = 1e-4  # float32 gradients that differ by no more than this drew the 
 SCALED = {"float16": 256.0}  # losses are scaled where small gradients would be rounded to zero
 OWN = "its own choice"
 KERNELS = {OWN: None, "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "composed": "MATH"}
-HALVES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,22 @@ def jobs(settings: Settings) -> list[Job]:
 
 
 def cases(name: str, settings: Settings) -> tuple[dict, ...]:
-    """Its dtypes with streambp's own kernel, then every other kernel that takes them; on a CPU there is one fused kernel."""
-    plain = [(dtype, OWN) for dtype in ("bfloat16", "float32", "float16")]
-    named = [] if settings.kind == "cpu" else [(dtype, kernel) for kernel in ("flash", "cudnn", "efficient") for dtype in HALVES]
-    named += [("float32", "efficient")] if named else []
-    named += [(dtype, "composed") for dtype in ("bfloat16", "float32", "float16")]
-    own = named if name == next(iter(MODELS)) else [case for case in named if case[0] == "bfloat16"]
-    return tuple({"model": name, "dtype": dtype, "kernel": kernel} for dtype, kernel in (*plain, *own))
+    """Its dtypes with streambp's own kernel, then every other kernel that takes them.
+
+    On a CPU there is one fused kernel. Where nothing runs or models are tiny, the first model alone is done in every way.
+    """
+    first = name == next(iter(MODELS))
+    dtypes = ("bfloat16", "float32", "float16") if first or settings.scale == "REAL" else ("bfloat16",)
+    kernels = ("flash", "cudnn", "efficient", "composed") if settings.kind != "cpu" else ("composed",)
+    plain = [(dtype, OWN) for dtype in dtypes]
+    forced = [(dtype, kernel) for kernel in kernels for dtype in dtypes if takes(kernel, dtype)]
+    if not first:
+        forced = [(dtype, kernel) for dtype, kernel in forced if dtype == "bfloat16" and settings.scale == "REAL"]
+    return tuple({"model": name, "dtype": dtype, "kernel": kernel} for dtype, kernel in (*plain, *forced))
+
+
+def takes(kernel: str, dtype: str) -> bool:
+    return dtype != "float32" or kernel not in ("flash", "cudnn")
 
 
 class Trial:

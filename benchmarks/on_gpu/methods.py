@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -84,10 +84,17 @@ class Step:
             self.fused_loss = liger_loss(stage)
         if method.checkpointed:  # by the name that transformers 5 prefers, or the one that every version before knows
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(dict(use_reentrant=False))
-        if method.compiler == "streambp":
-            self.loss, self.report = compile_streamed(stage, self.plain, **({"chunk_size": method.chunk_size} if method.chunk_size else {}))
-        elif method.compiler:
-            self.loss = torch.compile(self.loss, backend=functools.partial(inductor, stage))
+        self.uncompiled = self.loss
+        self.compile()
+
+    def compile(self) -> None:
+        """Compile, or compile again for the next length as if it were the first: it gets chunk lengths of its own."""
+        if self.method.compiler == "streambp":
+            torch._dynamo.reset()
+            options = {"chunk_size": self.method.chunk_size} if self.method.chunk_size else {}
+            self.loss, self.report = compile_streamed(self.stage, self.uncompiled, **options)
+        elif self.method.compiler:
+            self.loss = torch.compile(self.uncompiled, backend=functools.partial(inductor, self.stage))
 
     def plain(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=ids, labels=ids, use_cache=False, **self.unmasked).loss
@@ -121,11 +128,21 @@ class Step:
                 self.loss(ids)
         return None if self.report is None else predicted_by(self.report)
 
-    def chunks(self) -> int:
-        """Chunks that streambp does in one step, over all regions and sweeps."""
-        return sum(region.times * -(-hint(region.analysis.length) // chunk)
-                   for region in self.report.regions if region.streamed
-                   for schedule in (region.forward, region.backward) if schedule for chunk in schedule.chunks)
+    def chunks(self) -> int | None:
+        """Chunks that streambp does in one step, over all regions and sweeps; None for another method."""
+        if self.report is None:
+            return None
+        return sum(region.times * -(-hint(region.analysis.length) // chunk) for region, chunk in self.schedules())
+
+    def chunk_lengths(self) -> list[int]:
+        """Rows per chunk, of all sweeps of all regions."""
+        return sorted({chunk for _, chunk in self.schedules()}) if self.report else []
+
+    def schedules(self) -> Iterator[tuple]:
+        for region in self.report.regions:
+            for schedule in filter(None, (region.forward, region.backward)):
+                for chunk in schedule.chunks:
+                    yield region, chunk
 
 
 def compile_streamed(stage: Stage, loss: Callable, **options) -> tuple[Callable, Report]:

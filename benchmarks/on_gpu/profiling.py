@@ -48,11 +48,11 @@ class Session:
         ids = self.stage.ids(self.shape.vocabulary, self.tokens)
         if not self.stage.executes:
             predicted = step.predicted(ids)
-            yield {"predicted": predicted, "chunks": step.chunks() if step.report else None}
+            yield {"predicted": predicted, "chunks": step.chunks()}
             return
         for _ in range(2):
             step.take(ids)
-        found = {"seconds": self.stage.seconds(lambda: step.take(ids)), "chunks": step.chunks() if step.report else None}
+        found = {"seconds": self.stage.seconds(lambda: step.take(ids)), "chunks": step.chunks()}
         yield found | (on_gpu(step, ids) if self.stage.kind == "cuda" else on_cpu(step, ids))
         from benchmarks.memory import live_memory
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from benchmarks import processes
 
 GRACE = 10.0  # seconds between asking a process to stop and stopping it
+EXIT = 5.0  # seconds that a process which has answered everything may take to end
 RESERVE = 8.0  # seconds kept at the end of a part to write its tables
 SLOWER = 6  # limits are for a GPU's machine; compiling, which most of a tiny model's time goes to, takes longer where there is none
 
@@ -29,16 +30,17 @@ class Job:
 @dataclass(frozen=True)
 class Settings:
     """
-    kind     ``"cuda"``, ``"cpu"`` or ``"fake"``, see `benchmarks.on_gpu.stage`
-    scale    name of a constant of `benchmarks.on_gpu.scale`
-    minutes  for each part
-    rounds   timed steps of each method at each length
-    threads  on a CPU
-    only     names of jobs to run, all if empty
-    folder   where tables and findings are written
-    worker   the command that starts a worker
-    command  what the user typed
-    machine  one line about the machine and the versions of its software
+    kind       ``"cuda"``, ``"cpu"`` or ``"fake"``, see `benchmarks.on_gpu.stage`
+    scale      name of a constant of `benchmarks.on_gpu.scale`
+    minutes    for each part
+    rounds     timed steps of each method at each length
+    threads    on a CPU
+    interpret  run chunk bodies node by node, for what is about the measuring code and not about the bodies
+    only       names of jobs to run, all if empty
+    folder     where tables and findings are written
+    worker     the command that starts a worker
+    command    what the user typed
+    machine    one line about the machine and the versions of its software
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Settings:
     minutes: float
     rounds: int
     threads: int
+    interpret: bool
     only: tuple[str, ...]
     folder: Path
     worker: tuple[str, ...]
@@ -92,8 +95,8 @@ class Run:
         """Let one process do cases; returns how many of them are settled."""
         worker, current = self.worker(), 0
         seconds = end - time.monotonic()
-        worker.ask({"part": self.part.__name__, "job": job.name, "cases": cases, "kind": self.settings.kind, "scale": self.settings.scale,
-                    "rounds": self.settings.rounds, "threads": self.settings.threads, "seconds": seconds - GRACE, "known": self.findings})
+        told = {key: getattr(self.settings, key) for key in ("kind", "scale", "rounds", "threads", "interpret")}
+        worker.ask({"part": self.part.__name__, "job": job.name, "cases": cases, "seconds": seconds - GRACE, "known": self.findings, **told})
         if self.settings.kind == "cuda":
             self.spare = self.start()  # it imports its libraries meanwhile
         while current < len(cases):
@@ -109,7 +112,7 @@ class Run:
                     self.add(job, cases[current], {"failed": answer["error"]})
                 print(worker.tail(), file=sys.stderr, flush=True)
                 return current + 1
-        worker.stop()
+        worker.stop(EXIT)
         return current
 
     def failed(self, job: Job, case: dict) -> bool:

@@ -94,7 +94,7 @@ class Stage:
 
             return peak(step)
         if self.kind == "fake":
-            with self.mode, ledger_beside(weights) as ledger:
+            with self.mode, ledger_beside(weights, self.device) as ledger:
                 step()
             return ledger.peak
         self.synchronize()
@@ -110,9 +110,10 @@ class Stage:
 
 
 @contextlib.contextmanager
-def ledger_beside(weights: nn.Module):
-    """A ledger of allocations that leaves out weights, buffers and their allocated gradients."""
+def ledger_beside(weights: nn.Module, device: str):
+    """A ledger of allocations on a device that leaves out weights, buffers and their allocated gradients."""
     ledger = Ledger()
+    ledger.device = device
     for value in (*weights.parameters(), *weights.buffers()):
         ledger.know(value)
         if getattr(value, "grad", None) is not None:

@@ -6,6 +6,7 @@ second the time of embedding, head and loss. Both together give the time of the 
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -73,36 +74,44 @@ class Session:
     def run(self, case: dict) -> Iterator[dict]:
         if self.model is None:
             self.prepare(case)
+        elif method_of(case["method"]).compiler == "streambp":
+            for step in self.ours.steps.values():
+                step.compile()
         self.model.zero_grad(set_to_none=False)
         ids = self.stage.ids(self.shape.vocabulary, case["tokens"])
+        deep, found = self.ours.steps[DEEP], {"layers": self.shape.timed}
         if not self.stage.executes:
-            yield {"layers": self.shape.timed, "peak": self.ours.steps[DEEP].predicted(ids), "predicted": True,
-                   "reference_peak": self.reference.steps[DEEP].predicted(ids)}
-            return
-        found = {"layers": self.shape.timed, "first": self.stage.seconds(lambda: self.ours.steps[DEEP].take(ids))}
-        found["peak"] = self.stage.peak(lambda: self.ours.steps[DEEP].take(ids), self.model)
-        found |= self.beside(ids)
-        yield found
+            found |= {"peak": deep.predicted(ids), "predicted": True, "reference_peak": self.reference.steps[DEEP].predicted(ids)}
+        else:
+            found["first"] = self.stage.seconds(lambda: deep.take(ids))
+            found["peak"] = self.stage.peak(lambda: deep.take(ids), self.model)
+            found |= self.beside(ids)
+        yield found | {"chunks": deep.chunk_lengths()}
 
     def beside(self, ids: torch.Tensor) -> dict:
         """Seconds of both methods, at both depths; the reference's layers alone where its logits do not fit."""
         found: dict = {}
-        try:
-            found["reference_peak"] = self.stage.peak(lambda: self.reference.steps[DEEP].take(ids), self.model)
-            reference = {depth: (lambda step=step: step.take(ids)) for depth, step in self.reference.steps.items()}
-        except torch.OutOfMemoryError:
+        steps = {depth: {"ours": functools.partial(step.take, ids)} for depth, step in self.ours.steps.items()}
+        deep = self.reference.steps[DEEP]
+        peak = self.reference_peak(deep, ids)
+        if peak is None:  # what the failed step held is free only now
             self.stage.release()
-            deep = self.reference.steps[DEEP]
-            reference = {DEEP: lambda: deep.take(ids, deep.layers_alone)}
             found["reference_headless"] = True
-            reference[DEEP]()
-        for depth in (DEEP, BARE):
-            steps = {"ours": lambda: self.ours.steps[depth].take(ids)} | ({"reference": reference[depth]} if depth in reference else {})
-            if depth == BARE:
-                for step in steps.values():
-                    step()
-            found[depth] = self.alternating(steps)
-        return found
+            steps[DEEP]["reference"] = functools.partial(deep.take, ids, deep.layers_alone)
+            steps[DEEP]["reference"]()
+        else:
+            found["reference_peak"] = peak
+            for depth, step in self.reference.steps.items():
+                steps[depth]["reference"] = functools.partial(step.take, ids)
+        for step in steps[BARE].values():
+            step()
+        return found | {depth: self.alternating(steps[depth]) for depth in (DEEP, BARE)}
+
+    def reference_peak(self, step: Step, ids: torch.Tensor) -> int | None:
+        try:
+            return self.stage.peak(lambda: step.take(ids), self.model)
+        except torch.OutOfMemoryError:
+            return None
 
     def alternating(self, steps: dict[str, Callable]) -> dict[str, list[float]]:
         """Seconds of every step, once a round, every second round in reverse; fewer rounds where time runs out."""
@@ -130,7 +139,7 @@ def tables(findings: list[dict], settings: Settings) -> str:
 
 
 def table(findings: list[dict], shape: scales.Shape) -> str:
-    heads = ["method", "tokens", "step s", "checkpointing s", "ratio", "layer ms", "its ratio", "head and loss ms",
+    heads = ["method", "rows per chunk", "tokens", "step s", "checkpointing s", "ratio", "layer ms", "its ratio", "head and loss ms",
              f"{shape.layers} layers s", "its ratio", "peak GiB", "checkpointing GiB", "first step s"]
     order = sorted(findings, key=lambda f: f["case"]["tokens"])  # stable: methods stay in order of worth
     rows = [row(f, shape) for f in order if not why(f)]
@@ -140,18 +149,23 @@ def table(findings: list[dict], shape: scales.Shape) -> str:
              f"{METHODS[CHECKPOINTING].title}, the reference of every ratio; {shape.layers} layers are an estimate from the two. "
              "Peaks are above weights and gradients."
              + " Where the reference's logits do not fit, only its layers are timed." * headless)
-    return "\n\n".join([about, markdown(heads, rows), *(["\n".join(notes)] if notes else [])])
+    return "\n\n".join([about, markdown(heads, rows, texts=2), *(["\n".join(notes)] if notes else [])])
 
 
 def row(found: dict, shape: scales.Shape) -> list[str]:
     case = found["case"]
+    named = [method_of(case["method"]).title, ", ".join(map(str, found.get("chunks", ()))) or "–", str(case["tokens"])]
     if DEEP not in found:
-        peaks = [f"{found[key] / GIB:.2f}" if found.get(key) is not None else "–" for key in ("peak", "reference_peak")]
-        return [method_of(case["method"]).title, str(case["tokens"]), *["–"] * 8, *peaks, "–"]
+        peaks = [gib(found, "peak"), gib(found, "reference_peak")]
+        return [*named, *["–"] * 8, *peaks, "–"]
     ours = {depth: statistics.median(found[depth]["ours"]) for depth in (DEEP, BARE)}
     layer, model = whole(ours[DEEP], ours[BARE], found["layers"], shape.layers)
-    return [method_of(case["method"]).title, str(case["tokens"]), f"{ours[DEEP]:.3f}", *compared(found, ours, layer, model, shape),
-            f"{found['peak'] / GIB:.2f}", f"{found['reference_peak'] / GIB:.2f}" if "reference_peak" in found else "–", f"{found['first']:.1f}"]
+    return [*named, f"{ours[DEEP]:.3f}", *compared(found, ours, layer, model, shape),
+            gib(found, "peak"), gib(found, "reference_peak"), f"{found['first']:.1f}"]
+
+
+def gib(found: dict, key: str) -> str:
+    return "–" if found.get(key) is None else f"{found[key] / GIB:.4g}"
 
 
 def compared(found: dict, ours: dict, layer: float, model: float, shape: scales.Shape) -> list[str]:

@@ -47,6 +47,10 @@ def serve() -> None:
         return
     if request["kind"] == "cpu":
         torch.set_num_threads(request["threads"])
+    if request["interpret"]:
+        from benchmarks import zoo
+
+        zoo.interpret_bodies()
     torch.manual_seed(0)
     order = Order(request["job"], getattr(scale, request["scale"]), request["rounds"], time.monotonic() + request["seconds"], request["known"])
     session = importlib.import_module(request["part"]).Session(order, Stage(request["kind"]))
@@ -62,6 +66,7 @@ def measure(session, case: dict, stream) -> None:
     """Send the findings of one case; a failure is one of them."""
     from benchmarks.on_gpu.methods import NotHere
 
+    broken = False
     try:
         for found in session.run(case):
             processes.send(stream, {"found": found})
@@ -70,9 +75,9 @@ def measure(session, case: dict, stream) -> None:
     except Exception as error:  # noqa: BLE001 (a method that fails, whatever the reason, is a row of the table)
         traceback.print_exc()
         processes.send(stream, {"found": {"failed": shortened(error)}})
-        healthy = still_works(session)
-        if not healthy:
-            os._exit(1)
+        broken = True
+    if broken and not still_works(session):  # only here has the exception let go of the failed step's memory
+        os._exit(1)
 
 
 def still_works(session) -> bool:
