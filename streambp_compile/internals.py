@@ -191,7 +191,6 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     return compile_fx_inner(plain, inputs, **kwargs)
 
 
-<<<<<<< HEAD
 def compile_function(function: Callable, examples: Sequence[object]) -> Callable:
     """Inductor on a function without gradients; ``examples`` are fakes of its arguments, whose symbols stay free or are guarded with theirs."""
     mode = detect_fake_mode(examples)
@@ -201,9 +200,9 @@ def compile_function(function: Callable, examples: Sequence[object]) -> Callable
         rewrite(traced)
         artifact = compile_fx_inner(traced, fakes, is_inference=True)
     return lambda *args: artifact(list(args))[0]
-=======
+
+
 PLACES = ("first", "offset")  # integers that are no size of anything, and zero in the first chunk
->>>>>>> h/waste
 
 
 class BodyInputs:
