@@ -4,9 +4,14 @@ import pytest
 import torch
 from benchmarks.memory import peak
 from models import LlamaLike, Plain, ids_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from streambp_compile import explain
+from streambp_compile.guard import Guard
+from streambp_compile.passes.ir import PAST, HidesOutside, RowsSee, Seen
 
 LENGTH, VOCABULARY = 2048, 4096
 
@@ -69,3 +74,25 @@ def test_a_forward_alone_is_predicted_without_gradients(fresh_dynamo):
     with torch.no_grad():
         report = explain(lambda ids: model(ids, ids), ids)
     assert not report.peak.backward and "of the forward" in str(report)
+
+
+def test_a_check_of_a_stored_mask_takes_no_memory_of_its_size():
+    """Compiled once for all lengths: one pass over the mask, the padding beside it included."""
+    mode, graph = FakeTensorMode(shape_env=ShapeEnv()), Graph()
+    placeholders = [graph.placeholder(name) for name in ("mask", "keep")]
+    for node, shape in zip(placeholders, ((64, 64), (2, 64))):
+        node.meta["val"] = mode.from_tensor(torch.ones(shape, dtype=torch.bool))
+    hidden = graph.call_function(torch.ops.aten.logical_not.default, (placeholders[0],))
+    graph.output((hidden,))
+    GraphModule({}, graph)
+    triangle, padding = Seen(hidden, 0, 1, True), Seen(placeholders[1], None, 1, False)
+    with mode:
+        guard = Guard(placeholders, [HidesOutside((triangle,), PAST), RowsSee((triangle, padding), PAST)])
+    for length in (1000, 2048):
+        mask, keep = torch.ones(length, length, dtype=torch.bool).tril(), torch.ones(2, length, dtype=torch.bool)
+        assert guard.answers((mask, keep)).tolist() == [True, True]
+        assert peak(lambda: guard.answers((mask, keep))) < mask.numel() / 50
+        mask[3, -1] = True
+        assert guard.answers((mask, keep)).tolist() == [False, True]
+        keep[1, 0] = False
+        assert guard.answers((mask, keep)).tolist() == [False, False]
