@@ -1,8 +1,9 @@
 """Buffers that a forward updates: averages, counters, power iterations, biases of a router.
 
-Between its regions the chain keeps such a buffer twice. Regions read a copy, which nobody writes into, so that the backward, this step's or
-one after further forwards, computes with what the forward read. A region that updates the buffer returns its new contents, and the chain
-writes them back where the caller sees them. Costs one copy of each updated buffer per call.
+Between its regions the chain keeps such a buffer twice. Regions read a copy, which nobody writes into, so
+that the backward, this step's or one after further forwards, computes with what the forward read. A region
+that updates the buffer returns its new contents, and the chain writes them back where the caller sees them.
+Costs one copy of each updated buffer per call.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Buffers:
         self.owner = {n: owner[storage_of(n)] for n in nodes if storage_of(n) in owner}
 
     def of_call(self, values: dict[Node, object]) -> State:
-        """Masks made under ``inference_mode`` are known by another tensor on the same memory: autograd does not keep them otherwise."""
+        """Masks made under ``inference_mode`` get another tensor on their memory, which autograd can keep."""
         if torch.is_grad_enabled():
-            values.update({n: ordinary(v) for n, v in values.items() if isinstance(v, torch.Tensor) and v.is_inference()
-                           and n not in self.owner})
+            values.update({n: ordinary(v) for n, v in values.items()
+                           if isinstance(v, torch.Tensor) and v.is_inference() and n not in self.owner})
         return State(self, values)
 
 
@@ -68,8 +69,9 @@ class State:
 
     def returned(self, node: Node) -> object:
         """What the caller gets: the updated buffer itself, not a copy."""
-        buffer = self.buffers.owner.get(node, node)
-        return self.values[buffer if same_layout(fake_of(node), fake_of(buffer)) else node] if buffer is not node else self.values[node]
+        buffer = self.buffers.owner.get(node)
+        whole = buffer is not None and same_layout(fake_of(node), fake_of(buffer))
+        return self.values[buffer if whole else node]
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:

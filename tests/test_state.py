@@ -1,4 +1,4 @@
-"""Models whose forward updates buffers, whose weights are tensor subclasses, or that are transformed by torch.func: as in eager code."""
+"""Buffers that a forward updates, weights of tensor subclasses, transforms of torch.func: as eager."""
 
 import copy
 import warnings
@@ -105,8 +105,10 @@ def spectral() -> Model:
     return model
 
 
-STATES = {"spectral norm": spectral, "router": lambda: Model([Routed()]), "counter": lambda: Model([Counting()]),
-          "average": lambda: Model([Averaging()]), "batch norm": lambda: Model([Normed()]), "between layers": Carrying}
+STATES = {
+    "spectral norm": spectral, "router": lambda: Model([Routed()]), "counter": lambda: Model([Counting()]),
+    "average": lambda: Model([Averaging()]), "batch norm": lambda: Model([Normed()]),
+    "between layers": Carrying}
 
 
 def step(model: nn.Module, losses) -> dict[str, Tensor]:
@@ -121,16 +123,17 @@ def step(model: nn.Module, losses) -> dict[str, Tensor]:
     return {**found, **{n: b.double().clone() for n, b in model.named_buffers()}}
 
 
-@pytest.mark.filterwarnings("ignore::streambp_compile.NotStreamed")  # sums over tokens that the same layer reads
+@pytest.mark.filterwarnings("ignore::streambp_compile.NotStreamed")  # batch norm: sums over tokens
 @pytest.mark.parametrize("name", STATES)
 def test_state_that_the_forward_updates(name):
-    """Two steps, and a third of two forwards before their backward: what the first has read is what its backward sees."""
+    """Two steps, and a third of two forwards before their backward, which sees what each of them has read."""
     truth = STATES[name]().double()
     model, batches = copy.deepcopy(truth), [ids_of(2, 37) for _ in range(4)]
     buffers = dict(model.named_buffers())
     compiled = torch.compile(model, backend="streambp", options=OPTIONS)
     for used in (batches[:1], batches[1:2], batches[2:]):
-        found, expected = (step(m, lambda: [f(ids) for ids in used]) for m, f in ((model, compiled), (truth, truth)))
+        found = step(model, lambda: [compiled(ids) for ids in used])
+        expected = step(truth, lambda: [truth(ids) for ids in used])
         for key in {k for k, v in expected.items() if v.norm() < 1e-12}:
             assert found.pop(key).norm() < 1e-12 and expected.pop(key).norm() < 1e-12
         assert worst_error(found, expected) < EXACT
@@ -149,8 +152,12 @@ def test_state_beside_logits_is_updated_once():
     truth = truth.double()
     model, ids = copy.deepcopy(truth), ids_of(2, 37)
     compiled = torch.compile(model, backend="streambp", options=OPTIONS)
+
+    def losses(function):
+        return lambda: [function(ids).logsumexp(-1).mean(), function(ids).pow(2).mean()]
+
     for _ in range(2):
-        found, expected = (step(m, lambda: [f(ids).logsumexp(-1).mean(), f(ids).pow(2).mean()]) for m, f in ((model, compiled), (truth, truth)))
+        found, expected = step(model, losses(compiled)), step(truth, losses(truth))
         assert worst_error(found, expected) < EXACT
 
 
@@ -162,7 +169,8 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, scale: Tensor):
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, strides=values.stride(), dtype=scale.dtype, device=values.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=scale.dtype, device=values.device)
 
     def __init__(self, values: Tensor, scale: Tensor):
         self.values, self.scale = values, scale
@@ -170,7 +178,8 @@ class Scaled(torch.Tensor):
     @staticmethod
     def of(weight: Tensor) -> nn.Parameter:
         scale = weight.detach().abs().amax(1, keepdim=True) / 127
-        return nn.Parameter(Scaled((weight.detach() / scale).round().to(torch.int8), scale), requires_grad=False)
+        values = (weight.detach() / scale).round().to(torch.int8)
+        return nn.Parameter(Scaled(values, scale), requires_grad=False)
 
     def __tensor_flatten__(self):
         return ["values", "scale"], None
@@ -192,7 +201,8 @@ class Held(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor):
         return torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device, requires_grad=inner.requires_grad)
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device,
+            requires_grad=inner.requires_grad)
 
     def __init__(self, inner: Tensor):
         self.inner = inner
@@ -216,7 +226,8 @@ class Adapted(nn.Module):
     def __init__(self, plain: nn.Linear):
         super().__init__()
         self.weight, self.bias = Scaled.of(plain.weight), plain.bias
-        self.down, self.up = (nn.Linear(*sizes, bias=False, dtype=torch.float64) for sizes in ((plain.in_features, 2), (2, plain.out_features)))
+        self.down = nn.Linear(plain.in_features, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, plain.out_features, bias=False, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) + self.up(self.down(x))
@@ -259,8 +270,10 @@ class Spelt(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, -1))
-        scores = (q @ k.transpose(-1, -2)).masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        parts = self.qkv(self.norm1(x)).split(width, -1)
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in parts)
+        ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(-1, -2)).masked_fill(ahead, float("-inf"))
         x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -282,8 +295,10 @@ def test_a_mask_made_in_inference_mode():
     class Masked(Layer):
         def forward(self, x, mask):
             batch, length, width = x.shape
-            parts = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, -1))
-            return x + self.out(F.scaled_dot_product_attention(*parts, attn_mask=mask).transpose(1, 2).reshape(batch, length, width))
+            parts = self.qkv(self.norm1(x)).split(width, -1)
+            q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in parts)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
     class Given(Model):
         def forward(self, ids, mask):
@@ -298,5 +313,5 @@ def test_a_mask_made_in_inference_mode():
     for ahead in (False, True):
         with torch.inference_mode():
             mask[0, 0, 3, 30] = ahead
-        found, expected = (step(m, lambda: [f(ids, mask)]) for m, f in ((model, compiled), (truth, truth)))
-        assert worst_error({n: g for n, g in found.items() if g.norm()}, {n: g for n, g in expected.items() if g.norm()}) < EXACT
+        found, expected = step(model, lambda: [compiled(ids, mask)]), step(truth, lambda: [truth(ids, mask)])
+        assert worst_error(found, expected) < EXACT
