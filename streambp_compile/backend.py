@@ -71,9 +71,16 @@ class Chain:
         self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report
         if config.mode in WITH_GRAPHS:
-            self.report.notes.append(
-                f"note: mode={config.mode!r} records no CUDA graphs of chunk bodies, because their sizes and buffers change "
-                "with every chunk. Longer chunks (chunk_size) launch fewer kernels.")
+            self.say_no_graphs()
+
+    def say_no_graphs(self) -> None:
+        """A mode that records CUDA graphs has none to record; where it does nothing else, its user should know."""
+        text = (f"mode={self.config.mode!r} records no CUDA graphs of chunk bodies, because their sizes and buffers change "
+                "with every chunk. Longer chunks (chunk_size) launch fewer kernels")
+        if self.config.mode == "reduce-overhead":
+            self.hint(text)
+        else:
+            self.report.notes.append(f"note: {text}.")
 
     def compiled(self) -> Callable:
         try:

@@ -13,18 +13,20 @@ from .rehearsal import rehearse
 from .report import Report
 
 
-def explain(fn: Callable, *args, streambp_options: Mapping[str, object] | None = None, **kwargs) -> Report:
+def explain(fn: Callable, *args, streambp_options: Mapping[str, object] | None = None, streambp_mode: str | None = None,
+            **kwargs) -> Report:
     """Compile ``fn`` for these arguments, run its forward once, and report every region and the memory that a step will take.
 
     fn                a function or module, as given to ``torch.compile``
     args, kwargs      its arguments
     streambp_options  the ``options=`` of the backend (its own name, so that none of ``fn``'s arguments is shadowed)
+    streambp_mode     the ``mode=`` of ``torch.compile``
 
     The report prints itself; ``report.regions[i]`` leads to the split, joint and chunk-body graphs as ``torch.fx.GraphModule``.
-    Raises ValueError for unknown options.
+    Raises ValueError for unknown options and modes.
     """
     report = Report()
-    config = Config.of(None, streambp_options)
+    config = Config.of(streambp_mode, streambp_options)
 
     def backend(module, example_inputs):
         return Chain(module, example_inputs, config, report).compiled()
