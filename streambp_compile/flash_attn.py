@@ -1,9 +1,10 @@
 """What ``flash_attn`` and ``attn_implementation="flash_attention_2"`` call, as torch's own attention.
 
-Dynamo writes the ``autograd.Function`` of flash_attn as one node with a forward and a backward inside. Where that forward is one dense call
-without anything that only its kernel knows (dropout, ALiBi, a cap on scores), it is ``scaled_dot_product_attention`` of ``[B, T, H, D]``, with
-causality from the bottom right and perhaps a window, and streams like it. What is not, meets the rule table, which says what to choose instead.
-Parameters are those of flash_attn 2.7 and 2.8 (flash_attn/flash_attn_interface.py).
+Dynamo writes the ``autograd.Function`` of flash_attn as one node with a forward and a backward inside. Where
+that forward is one dense call without anything that only its kernel knows (dropout, ALiBi, a cap on scores),
+it is ``scaled_dot_product_attention`` of ``[B, T, H, D]``, with causality from the bottom right and perhaps a
+window, and streams like it. What is not, meets the rule table, which says what to choose instead. Parameters
+are those of flash_attn 2.7 and 2.8 (flash_attn/flash_attn_interface.py).
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from .pipeline import outputs_of
 from .rewrites import inserted, named
 
 BACKWARD = "flash_attn::_flash_attn_backward"
-AROUND = {torch.empty_like, operator.getitem, internals.set_grad_enabled, *internals.PADDINGS}  # what its backward does beside the call
+# What its forward and backward do beside their calls.
+AROUND = {torch.empty_like, operator.getitem, internals.set_grad_enabled, *internals.PADDINGS}
 METHODS = {"size", "contiguous", "stride"}
 
 
 def flash_attn_as_attention(module: GraphModule) -> GraphModule:
     """Write every dense call of flash_attn in a Dynamo graph as torch's attention."""
-    functions = module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply)
+    written = torch.ops.higher_order.autograd_function_apply
+    functions = module.graph.find_nodes(op="call_function", target=written)
     for node in functions:
         forward, backward = (getattr(module, part.target) for part in node.args[:2])
         call = only_call(forward, FLASH_ATTN_FORWARD)
@@ -42,7 +45,7 @@ def flash_attn_as_attention(module: GraphModule) -> GraphModule:
 
 def name_of(node: Node) -> str:
     """``namespace::op`` of a call of a registered operator."""
-    target = getattr(node.target, "default", node.target) if isinstance(node.target, torch._ops.OpOverloadPacket) else node.target
+    target = node.target.default if isinstance(node.target, torch._ops.OpOverloadPacket) else node.target
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
 
 
@@ -54,7 +57,8 @@ def only_call(module: GraphModule, name: str) -> Node | None:
 def only_result(node: Node) -> Node | None:
     """The one result that is read, if it is the first."""
     users = [u for u in node.users if u.users]
-    return users[0] if len(users) == 1 and users[0].target is operator.getitem and users[0].args[1] == 0 else None
+    first = len(users) == 1 and users[0].target is operator.getitem and users[0].args[1] == 0
+    return users[0] if first else None
 
 
 def is_plain(call: Node, forward: GraphModule, backward: GraphModule) -> bool:
@@ -69,18 +73,21 @@ def is_plain(call: Node, forward: GraphModule, backward: GraphModule) -> bool:
     if any(reader.op != "output" for value in statistics for reader in value.users):
         return False
     calls = [n for n in (*forward.graph.nodes, *backward.graph.nodes) if n not in (call, undone)]
-    return all(n.op in ("placeholder", "output") or n.target in (AROUND if n.op == "call_function" else METHODS) for n in calls)
+    known = {"call_function": AROUND, "call_method": METHODS}
+    return all(n.op in ("placeholder", "output") or n.target in known.get(n.op, ()) for n in calls)
 
 
 def inline(node: Node, forward: GraphModule, call: Node) -> None:
     """Put the forward in the place of the node, with torch's attention for flash_attn's."""
     result = only_result(node)
     inputs = [n for n in forward.graph.nodes if n.op == "placeholder"]
-    values: dict[Node, object] = dict(zip(inputs[-len(node.args[2:]):], node.args[2:]))  # older torch passes a context first
+    given = node.args[2:]
+    values: dict[Node, object] = dict(zip(inputs[-len(given):], given))  # older torch passes a context first
     with node.graph.inserting_before(node):
         for n in forward.graph.nodes:
             if n is call:
-                values[n] = (attention_of(result, torch.fx.node.map_arg(named(n, *FLASH_ATTN), lambda a: values[a])), None, None, None)
+                said = torch.fx.node.map_arg(named(n, *FLASH_ATTN), lambda a: values[a])
+                values[n] = (attention_of(result, said), None, None, None)
             elif n.target is operator.getitem and n.args[0] is call:
                 values[n] = values[call][n.args[1]]
             elif n.op in ("call_function", "call_method") and n.target is not internals.set_grad_enabled:
@@ -106,7 +113,7 @@ def attention_of(like: Node, given: dict[str, object]) -> Node:
 
 
 def window(query: Tensor, left: int, right: int) -> Tensor:
-    """``[T, T]``, true where a key lies no more than so many rows before or behind a row; -1 stands for any number."""
+    """``[T, T]``, true where a key lies no more than so many rows before or behind a row; -1: any number."""
     rows = torch.arange(query.shape[2], device=query.device)
     behind = rows - rows[:, None]
     seen = behind <= right if right >= 0 else behind >= -left

@@ -6,16 +6,17 @@ import torch
 
 from .passes.attention import Target
 
-SWITCHES = {"flash": "flash_sdp_enabled", "cudnn": "cudnn_sdp_enabled", "efficient": "mem_efficient_sdp_enabled"}
+SWITCHES = {"flash": torch.backends.cuda.flash_sdp_enabled, "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+            "efficient": torch.backends.cuda.mem_efficient_sdp_enabled}
 
 
 def target_of(device: torch.device) -> Target:
-    """The description by which kernels are chosen for a device; without its capability, if no such device is there."""
+    """The description by which kernels are chosen; without a capability, if no such device is there."""
     if device.type != "cuda":
         return Target(device.type)
     if torch.version.hip:
         return Target("hip")
-    there = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    disabled = frozenset(name for name, is_on in SWITCHES.items() if not is_on())
     active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    return Target("cuda", torch.cuda.get_device_capability(device) if there else None,
-                  frozenset(name for name, switch in SWITCHES.items() if not getattr(torch.backends.cuda, switch)()), active or "")
+    return Target("cuda", capability, disabled, active or "")

@@ -1,7 +1,7 @@
 """CUDA's attention operators on a CPU: what the kernels demand is asserted, what they compute is computed in float64 and rounded.
 
-The sources of the demands are files of pytorch's aten/src/ATen/native (2.11), named at each. `installed` registers the operators for CPU
-tensors, where torch has none, for as long as its context lasts.
+The sources of the demands are files of pytorch's aten/src/ATen/native (2.11), named at each. `installed`
+registers the operators for CPU tensors, where torch has none, for as long as its context lasts.
 """
 
 import contextlib
@@ -62,7 +62,8 @@ def same(tensors, attribute: str) -> bool:
     return len({getattr(t, attribute) for t in tensors}) == 1
 
 
-# transformers/cuda/flash_attn/flash_api.cpp: mha_fwd, mha_bwd; attention.cu and attention_backward.cu around them
+# transformers/cuda/flash_attn/flash_api.cpp: mha_fwd, mha_bwd; attention.cu and attention_backward.cu around
+# them
 
 def demand_of_flash(q, k, v, *others) -> None:
     demand(q.dtype in HALVES and same((q, k, v, *others), "dtype"), "fp16 or bf16, all alike")
@@ -99,7 +100,8 @@ def flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_s
     return (torch.empty_like(query).copy_(dq), summed_groups(dk, key, query.dtype), summed_groups(dv, value, query.dtype))
 
 
-# transformers/cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h: check_supported
+# transformers/cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
+# check_supported
 
 def demand_of_efficient(query, key, value, *others) -> None:
     demand(query.dtype in (torch.float32, *HALVES) and same((query, key, value, *others), "dtype"), "fp32, fp16 or bf16 (DISPATCH_TYPES)")
@@ -162,7 +164,8 @@ def efficient_backward(grad_out_, query, key, value, bias, out, cu_seqlens_q, cu
     return (*(t.transpose(1, 2).to(query.dtype).contiguous() for t in found), torch.empty(0))
 
 
-# cudnn/MHA.cpp: build_graph, run_cudnn_SDP_fprop, run_cudnn_SDP_bprop; sdp_utils.cpp: check_cudnn_tensor_shapes
+# cudnn/MHA.cpp: build_graph, run_cudnn_SDP_fprop, run_cudnn_SDP_bprop; sdp_utils.cpp:
+# check_cudnn_tensor_shapes
 
 def demand_of_cudnn(query, key, value) -> None:
     demand(query.dtype in HALVES and same((query, key, value), "dtype"), "fp16 or bf16 (check_dtypes_low_precision)")

@@ -1,7 +1,8 @@
 """Attention from plain products and a softmax: works on every device, dtype, head width and mask.
 
-Scores exist for a block of rows at a time. They are computed in float32 (float64 for float64), and grouped heads are more rows of
-one product, so that no key or value is repeated. Gradients of keys and values add up inside the products.
+Scores exist for a block of rows at a time. They are computed in float32 (float64 for float64). Grouped heads
+are more rows of one product, so that no key or value is repeated. Gradients of keys and values add up inside
+the products.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from .layout import by_key_head, cut, first, heads_last, put, statistics
 from .masks import later
 
-BLOCK = 1 << 26  # bytes of scores that exist at once: small beside a chunk's hidden rows on a GPU, and many rows of a product
+BLOCK = 1 << 26  # bytes of scores at once: little beside a chunk's hidden rows, yet many rows of a product
 
 
 def rows_at_once(query: Tensor, keys: int) -> int:
@@ -34,21 +35,22 @@ def stacked(t: Tensor, key_heads: int) -> Tensor:
     return by_key_head(t, key_heads).flatten(2, 3).flatten(0, 1)
 
 
-def scores(query: Tensor, key: Tensor, bias: Tensor | None, rows: slice, diagonal: int | None, scale: float) -> Tensor:
+def scores(query: Tensor, key: Tensor, bias: Tensor | None, rows: slice, diagonal: int | None,
+           scale: float) -> Tensor:
     """``[B, Hq, R, S]`` for a block of rows, ``-inf`` where a key is hidden."""
-    batch, heads = query.shape[:2]
+    (batch, heads), keys, count = query.shape[:2], key.shape[2], rows.stop - rows.start
     made = stacked(query, key.shape[1]) @ key.flatten(0, 1).transpose(1, 2)
-    made = made.mul_(scale).view(batch, heads, rows.stop - rows.start, key.shape[2])
+    made = made.mul_(scale).view(batch, heads, count, keys)
     if bias is not None:
-        made.add_(first(cut(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, key.shape[2]))
-    if diagonal is not None and diagonal + rows.start + 1 < key.shape[2]:
-        made.masked_fill_(later(rows.stop - rows.start, key.shape[2], diagonal + rows.start, key.device), -math.inf)
+        made.add_(first(cut(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, keys))
+    if diagonal is not None and diagonal + rows.start + 1 < keys:
+        made.masked_fill_(later(count, keys, diagonal + rows.start, key.device), -math.inf)
     return made
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, diagonal: int | None,
             scale: float) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Hq, C, Dv]`` and log-sum-exp ``[B, Hq, C]`` of a chunk; a row that sees no key gives zeros and ``-inf``."""
+    """Output ``[B, Hq, C, Dv]``, log-sum-exp ``[B, Hq, C]``; zeros and ``-inf`` for a row without keys."""
     dtype, (batch, heads, count, _) = statistics(query), query.shape
     wide_key, wide_value = key.to(dtype), value.to(dtype)
     out = heads_last(batch, heads, count, value.shape[-1], query)
@@ -60,15 +62,17 @@ def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, diag
         top.masked_fill_(top == -math.inf, 0)
         weights.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        mixed = (stacked(weights, key.shape[1]) @ values.flatten(0, 1)).view(batch, heads, -1, value.shape[-1])
+        mixed = stacked(weights, key.shape[1]) @ values.flatten(0, 1)
+        mixed = mixed.view(batch, heads, -1, value.shape[-1])
         put(cut(lse, 2, rows), (total.log() + top).squeeze(-1))
         put(cut(out, 2, rows), mixed.div_(total.masked_fill(total == 0, 1)))
     return out, lse
 
 
-def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
-             diagonal: int | None, scale: float, key_grad: Tensor, value_grad: Tensor) -> Tensor:
-    """``dQ``; ``dK`` and ``dV`` are added to their accumulators. ``lse`` is ``+inf`` for a row that sees no key."""
+def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+             bias: Tensor | None, diagonal: int | None, scale: float, key_grad: Tensor,
+             value_grad: Tensor) -> Tensor:
+    """``dQ``; ``dK``, ``dV`` are added to accumulators. ``lse`` is ``+inf`` for a row that sees no key."""
     dtype, heads = statistics(query), key.shape[1]
     wide_key, wide_value = key.to(dtype), value.to(dtype)
     dq = heads_last(*query.shape, query)
@@ -87,7 +91,7 @@ def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tenso
 
 
 def add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """``total += left @ right``: ``[B Hkv, S, R]``, ``[B Hkv, R, D]`` into ``[B, Hkv, S, D]``; inside the product where it can be."""
+    """``total += left @ right``: ``[B Hkv, S, R]``, ``[B Hkv, R, D]`` into ``[B, Hkv, S, D]``."""
     stacks = total.shape[0] == 1 or total.stride(0) == total.shape[1] * total.stride(1)
     if stacks and total.dtype == left.dtype:
         total.flatten(0, 1).baddbmm_(left, right)

@@ -1,11 +1,12 @@
 """Torch's fused attention kernels behind one calling convention, and the bytes that each takes while it runs.
 
-``forward(query, key, value, bias, diagonal, scale)`` returns output and log-sum-exp; ``backward(grad, query, key, value, out, lse,
-bias, diagonal, scale, key_grad, value_grad)`` returns ``dQ`` and adds ``dK``, ``dV`` to their accumulators. ``diagonal`` is None, or
-row i sees no key behind ``diagonal + i``; what a kernel can do there is said in the table (`kernels.TABLE`).
+``forward(query, key, value, bias, diagonal, scale)`` returns output and log-sum-exp; ``backward(grad, query,
+key, value, out, lse, bias, diagonal, scale, key_grad, value_grad)`` returns ``dQ`` and adds ``dK``, ``dV`` to
+their accumulators. ``diagonal`` is None, or row i sees no key behind ``diagonal + i``; what a kernel can do
+there is said in the table (`kernels.TABLE`).
 
-Scratch functions take what the ATen operator takes (real, fake or meta tensors: only sizes and strides are read) and return the bytes
-that exist beside its results. They follow torch 2.11's sources, named at each.
+Scratch functions take what the ATen operator takes (real, fake or meta tensors: only sizes and strides are
+read) and return the bytes that exist beside its results. They follow torch 2.11's sources, named at each.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ aten = torch.ops.aten
 
 
 def add_gradients(dk: Tensor, dv: Tensor, key_grad: Tensor, value_grad: Tensor) -> None:
-    """Add what a kernel returns to accumulators of a wider dtype, without the features that only its padding has."""
+    """Add what a kernel returns to accumulators of a wider dtype, without the features of its padding."""
     key_grad.add_(first(dk, 3, key_grad.shape[3]))
     value_grad.add_(first(dv, 3, value_grad.shape[3]))
 
 
 def no_seed(like: Tensor) -> Tensor:
-    """What kernels want for a random state where nothing is drawn; on their device, so that nothing waits for a copy."""
+    """What kernels want for a random state where nothing is drawn; on their device, so that nothing waits."""
     return like.new_empty((), dtype=torch.int64)
 
 
@@ -46,7 +47,8 @@ def cpu_forward(query, key, value, bias, diagonal, scale):
 
 
 def cpu_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    dq, dk, dv = CPU_BACKWARD(grad, query, key, value, out, lse, 0.0, diagonal is not None, attn_mask=bias, scale=scale)
+    dq, dk, dv = CPU_BACKWARD(grad, query, key, value, out, lse, 0.0, diagonal is not None,
+                              attn_mask=bias, scale=scale)
     add_gradients(dk, dv, key_grad, value_grad)
     return dq
 
@@ -75,13 +77,13 @@ def halves(query: Tensor, numbers: int) -> int:
     return numbers * query.dtype.itemsize if query.dtype.itemsize == 2 else 0
 
 
-# FlashAttention-2, and what a user puts in its place (torch.nn.attention.activate_flash_attention_impl, which replaces these very
-# operators): aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
+# FlashAttention-2, and what a user puts in its place (torch.nn.attention.activate_flash_attention_impl, which
+# replaces these very operators): aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
 
 FLASH_FORWARD = aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
 BLOCK_OF_ROWS = 128  # rows that its accumulators are padded to
-FILLS = 264  # blocks below which the forward splits keys among several: two for each of the processors of the largest GPUs
+FILLS = 264  # blocks below which the forward splits keys among several: two for each processor of an H200
 
 
 def flash_forward(query, key, value, bias, diagonal, scale):
@@ -91,7 +93,8 @@ def flash_forward(query, key, value, bias, diagonal, scale):
 
 def flash_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
     seed = no_seed(query)
-    dq, dk, dv = FLASH_BACKWARD(grad, query, key, value, out, dense(lse), None, None, query.shape[2], key.shape[2], 0.0,
+    rows, keys = query.shape[2], key.shape[2]
+    dq, dk, dv = FLASH_BACKWARD(grad, query, key, value, out, dense(lse), None, None, rows, keys, 0.0,
                                 diagonal is not None, seed, seed, scale=scale)
     add_gradients(dk, dv, key_grad, value_grad)
     return dq
@@ -112,7 +115,7 @@ def flash_forward_scratch(query, key, *_) -> int:
 
 
 def flash_backward_scratch(grad, query, key, value, out, *_) -> int:
-    """``softmax_d``, ``dq_accum``, one gradient of keys and values for every query head, and operands that must be contiguous."""
+    """``softmax_d``, ``dq_accum``, ``dk_expanded``, ``dv_expanded``, and operands made contiguous."""
     batch, heads, rows, width = query.shape
     padded = rounded(rows, BLOCK_OF_ROWS)
     expanded = 2 * batch * key.shape[2] * heads * width * key.dtype.itemsize if heads != key.shape[1] else 0
@@ -132,11 +135,11 @@ def cudnn_forward(query, key, value, bias, diagonal, scale):
 
 
 def cudnn_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    """Plans are kept by the layouts of query, key and value alone, so the other operands always come in one layout."""
+    """Plans are kept by the layouts of query, key and value alone: all other operands come in one."""
     seed = no_seed(query)
-    dq, dk, dv = CUDNN_BACKWARD(
-        heads_put_last(grad), query, key, value, heads_put_last(out), dense(lse).unsqueeze(-1), seed, seed, None, None, None,
-        query.shape[2], key.shape[2], 0.0, diagonal is not None, scale=scale)
+    grad, out, lse = heads_put_last(grad), heads_put_last(out), dense(lse).unsqueeze(-1)
+    dq, dk, dv = CUDNN_BACKWARD(grad, query, key, value, out, lse, seed, seed, None, None, None,
+                                query.shape[2], key.shape[2], 0.0, diagonal is not None, scale=scale)
     add_gradients(dk, dv, key_grad, value_grad)
     return dq
 
@@ -146,15 +149,16 @@ def cudnn_forward_scratch(*_) -> int:
 
 
 def cudnn_backward_scratch(grad, query, key, *_) -> int:
-    """An estimate, for cuDNN's plans size their workspace: ``dQ`` and a number per row in float32, gradients for every query head."""
+    """An estimate (plans size their workspace): ``dQ``, a number per row, and expanded ``dK``, ``dV``."""
     batch, heads, rows, width = query.shape
     expanded = 2 * batch * key.shape[2] * heads * width * key.dtype.itemsize if heads != key.shape[1] else 0
     return batch * heads * rows * 4 * (1 + width) + expanded
 
 
-# Memory-efficient attention: aten/src/ATen/native/transformers/cuda/{attention.cu, attention_backward.cu}, mem_eff_attention/kernel_*.h.
-# The operators below _scaled_dot_product_efficient_attention take [B, T, H, D] and align causality at the bottom right if asked to
-# (torch.nn.attention.bias does so), so that a chunk is one call and is rounded once.
+# Memory-efficient attention: aten/src/ATen/native/transformers/cuda/{attention.cu, attention_backward.cu},
+# mem_eff_attention/kernel_*.h. The operators below _scaled_dot_product_efficient_attention take [B, T, H, D]
+# and align causality at the bottom right if asked to (torch.nn.attention.bias does so), so that a chunk is
+# one call and is rounded once.
 
 EFFICIENT_FORWARD = aten._efficient_attention_forward.default
 EFFICIENT_BACKWARD = aten._efficient_attention_backward.default
@@ -171,13 +175,15 @@ def efficient_forward(query, key, value, bias, diagonal, scale):
 
 
 def efficient_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    """The kernel takes the output's rows to be ``Hq * Dv`` apart, whatever its strides say (``o_strideM``)."""
-    g, q, k, v, o = (t.transpose(1, 2) for t in (heads_put_last(grad), query, key, value, heads_put_last(out)))
+    """The kernel takes the output's rows to be ``Hq * Dv`` apart, whatever its strides (``o_strideM``)."""
+    grad, out = heads_put_last(grad), heads_put_last(out)
+    g, q, k, v, o = (t.transpose(1, 2) for t in (grad, query, key, value, out))
     rows, seed = query.shape[2], no_seed(query)
     padded = lse.new_full((*lse.shape[:2], rounded(rows, LSE_ROWS)), math.inf)
     put(first(padded, 2, rows), lse)
-    dq, dk, dv, _ = EFFICIENT_BACKWARD(g, q, k, v, for_all_heads(bias, query, key), o, None, None, rows, key.shape[2], padded, 0.0,
-                                       seed, seed, WHOLE if diagonal is None else BOTTOM_RIGHT, False, scale=scale)
+    dq, dk, dv, _ = EFFICIENT_BACKWARD(
+        g, q, k, v, for_all_heads(bias, query, key), o, None, None, rows, key.shape[2], padded, 0.0,
+        seed, seed, WHOLE if diagonal is None else BOTTOM_RIGHT, False, scale=scale)
     add_gradients(dk.transpose(1, 2), dv.transpose(1, 2), key_grad, value_grad)
     return dq.transpose(1, 2)
 
@@ -192,13 +198,14 @@ def for_all_heads(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
 
 
 def efficient_forward_scratch(query, key, value, *_) -> int:
-    """An output in float32 where values in half precision are wider than a block of registers (``kNeedsOutputAccumulatorBuffer``)."""
+    """An output in float32 where values in half precision are wide (``kNeedsOutputAccumulatorBuffer``)."""
     batch, rows, heads, _ = query.shape
-    return batch * rows * heads * value.shape[3] * 4 if value.shape[3] > 128 and query.dtype.itemsize == 2 else 0
+    spilled = value.shape[3] > 128 and query.dtype.itemsize == 2
+    return batch * rows * heads * value.shape[3] * 4 if spilled else 0
 
 
 def efficient_backward_scratch(grad, query, key, value, *_) -> int:
-    """``delta``, its products in float32 where the kernel does not compute it, ``dQ`` and wide ``dK``, ``dV`` in float32."""
+    """In float32: ``delta``, its products where made outside, ``dQ``, and wide ``dK``, ``dV``."""
     batch, rows, heads, width = query.shape
     half, blocks = query.dtype.itemsize == 2, math.ceil(rows / 64)
     delta = batch * heads * rows * 4
@@ -206,5 +213,6 @@ def efficient_backward_scratch(grad, query, key, value, *_) -> int:
     queries = batch * heads * blocks * 64 * rounded(width, 64) * 4
     splits = max(1, min(200 // (batch * heads), math.ceil(key.shape[1] / 64)))
     spilled = max(width, value.shape[3]) > 128 and half
-    keys = batch * heads * splits * 64 * (rounded(width, 64) + rounded(value.shape[3], 64)) * 4 if spilled else 0
+    wide = rounded(width, 64) + rounded(value.shape[3], 64)
+    keys = batch * heads * splits * 64 * wide * 4 if spilled else 0
     return max(delta + products, delta + queries + keys)

@@ -1,8 +1,8 @@
 """Which kernel attends: one row each, in the order in which they are tried.
 
-A choice is made for a device that need not be there, when a chunk body is written; its name travels as an argument of the operator. A row
-says everything that a kernel wants, so that none raises in the middle of a sweep: what a row cannot take, the next one does, and the last
-takes everything.
+A choice is made for a device that need not be there, when a chunk body is written; its name travels as an
+argument of the operator. A row says everything that a kernel wants, so that none raises in the middle of a
+sweep: what a row cannot take, the next one does, and the last takes everything.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Target:
 
     device      ``cpu``, ``cuda``, or any other of torch's; ``hip`` for CUDA's name on AMD
     capability  of a CUDA device; None if it is not known
-    disabled    kernels that the user switched off (``torch.backends.cuda.enable_flash_sdp(False)`` and its like)
-    flash       what runs behind torch's flash operator: empty for FlashAttention-2, else the name that the user activated
+    disabled    kernels that the user switched off, as by ``torch.backends.cuda.enable_flash_sdp(False)``
+    flash       behind torch's flash operator: empty for FlashAttention-2, else what the user activated
     """
 
     device: str
@@ -36,7 +36,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Attention:
-    """What one attention asks of its kernel: the dtype, features per head of queries and keys and of values, whether a mask is added."""
+    """What one attention asks of its kernel.
+
+    width, value_width  features per head, of queries and keys and of values
+    masked              is a mask added to scores?
+    """
 
     dtype: torch.dtype
     width: int
@@ -98,7 +102,7 @@ class Kernel:
 
 
 def flash_padded(width: int) -> int:
-    """Multiples of 8, as torch pads them; and 256 for 193 to 224, of which sm86, sm89 and sm120 have no backward (sdp_utils.cpp)."""
+    """Multiples of 8; 256 for 193 to 224, of which sm86, sm89 and sm120 have no backward (sdp_utils.cpp)."""
     return 256 if 192 < width <= 224 else fused.rounded(width, 8)
 
 
@@ -111,33 +115,36 @@ TABLE = (
         forward_op=fused.CPU_FORWARD, backward_op=fused.CPU_BACKWARD,
         forward_scratch=fused.cpu_forward_scratch, backward_scratch=fused.cpu_backward_scratch),
     Kernel(
-        "flash", "first, for one call covers a chunk and all its keys: causality starts at the bottom right, and heads may be grouped",
+        "flash", "first: one call covers a chunk and all its keys, for causality starts at the bottom right",
         fused.flash_forward, fused.flash_backward, device="cuda", dtypes=tuple((d, SM80) for d in HALVES),
-        widest=256, multiple=8, even=True, masks=False, expands=True, diagonal="bottom right", padded=flash_padded,
+        widest=256, multiple=8, even=True, masks=False, expands=True, diagonal="bottom right",
+        padded=flash_padded,
         forward_op=fused.FLASH_FORWARD, backward_op=fused.FLASH_BACKWARD,
         forward_scratch=fused.flash_forward_scratch, backward_scratch=fused.flash_backward_scratch),
     Kernel(
-        "cudnn", "behind flash: it builds a plan for every number of keys, needs two calls for a causal chunk, which are rounded before "
-        "they are joined; never with a mask, where its dQ can be NaN (pytorch#196678)",
+        "cudnn", "behind flash: it builds a plan for every number of keys, and needs two calls for a causal "
+        "chunk, rounded before they are joined; never with a mask: its dQ can be NaN (pytorch#196678)",
         fused.cudnn_forward, fused.cudnn_backward, device="cuda", dtypes=tuple((d, SM80) for d in HALVES),
         widest=128, multiple=8, masks=False, expands=True, diagonal="top left", fewest_keys=2,
         forward_op=fused.CUDNN_FORWARD, backward_op=fused.CUDNN_BACKWARD,
         forward_scratch=fused.cudnn_forward_scratch, backward_scratch=fused.cudnn_backward_scratch),
     Kernel(
-        "efficient", "behind flash, which is faster: it takes masks, float32, any head width and older GPUs, and one call per group of heads",
+        "efficient", "behind flash, which is faster; it takes masks, float32, any head width, and older GPUs",
         fused.efficient_forward, fused.efficient_backward, device="cuda",
         dtypes=((torch.float32, (5, 0)), (torch.float16, (5, 0)), (torch.bfloat16, SM80)),
         multiple=8, bias_step=fused.BIAS_STEP, grouped=False, diagonal="bottom right",
         forward_op=fused.EFFICIENT_FORWARD, backward_op=fused.EFFICIENT_BACKWARD,
         forward_scratch=fused.efficient_forward_scratch, backward_scratch=fused.efficient_backward_scratch),
     Kernel(
-        "composed", "last: plain products and a softmax, which work everywhere, some rows of scores at a time",
+        "composed", "last: plain products and a softmax work everywhere, some rows of scores at a time",
         composed.forward, composed.backward, wide_bias=True),
 )
 COMPOSED = TABLE[-1]
 ROWS = {kernel.name: kernel for kernel in TABLE}
-MAJORS = {"FA3": (9,), "FA4": (9, 10)}  # major capabilities of what may replace FlashAttention-2 (torch/nn/attention/_fa3.py, _fa4.py)
-WIDEST = {"FA4": 128}  # features that it can go backward through on all of them
+# What may replace FlashAttention-2 (torch/nn/attention/_fa3.py, _fa4.py): major capabilities that have it, and
+# features per head that it can go backward through on all of them.
+MAJORS = {"FA3": (9,), "FA4": (9, 10)}
+WIDEST = {"FA4": 128}
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class Choice:
 
 
 def choose(attention: Attention, target: Target) -> Choice:
-    """The first kernel of the table that takes this attention on this target; kernels of other devices go without saying."""
+    """The first kernel of the table that takes this attention on this target."""
     passed = []
     for kernel in TABLE:
         if kernel.device in ("", target.device):
@@ -178,7 +185,8 @@ def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None
         if target.capability is None:
             return "the compute capability of the device is not known"
         if target.capability < needed:
-            return f"{dtype} needs compute capability {dotted(needed)}, this device has {dotted(target.capability)}"
+            has = dotted(target.capability)
+            return f"{dtype} needs compute capability {dotted(needed)}, this device has {has}"
     if attention.masked and not kernel.masks:
         return "it takes no mask" if kernel.name != "cudnn" else "with a mask its dQ can be NaN"
     if kernel.widest is not None and width > kernel.widest:
@@ -192,7 +200,8 @@ def replaced(target: Target, width: int) -> str | None:
     if target.flash and majors is None:
         return f"the flash implementation {target.flash!r}, which was activated, is not known"
     if majors and target.capability[0] not in majors:
-        return f"{target.flash}, which was activated, needs compute capability {' or '.join(f'{m}.x' for m in majors)}"
+        needed = " or ".join(f"{m}.x" for m in majors)
+        return f"{target.flash}, which was activated, needs compute capability {needed}"
     if widest and width > widest:
         return f"{target.flash}, which was activated, takes up to {widest} features per head"
     return None
@@ -202,8 +211,8 @@ def dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-SCRATCH = {op: size for kernel in TABLE for op, size in ((kernel.forward_op, kernel.forward_scratch),
-                                                         (kernel.backward_op, kernel.backward_scratch)) if op is not None}
+SCRATCH = {kernel.forward_op: kernel.forward_scratch for kernel in TABLE if kernel.forward_op is not None}
+SCRATCH |= {kernel.backward_op: kernel.backward_scratch for kernel in TABLE if kernel.backward_op is not None}
 
 
 def scratch_of(op: object, args: tuple) -> int:
@@ -212,4 +221,5 @@ def scratch_of(op: object, args: tuple) -> int:
     return 0 if size is None else size(*args)
 
 
-STAND_INS = {fused.EFFICIENT_BACKWARD: fused.efficient_backward_meta}  # operators that cannot run on fake tensors as torch describes them
+# What stands in for operators that cannot run on fake tensors as torch describes them.
+STAND_INS = {fused.EFFICIENT_BACKWARD: fused.efficient_backward_meta}

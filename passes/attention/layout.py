@@ -1,7 +1,7 @@
 """How the operands of attention lie in memory: what kernels return, and what they read.
 
-Copies and slices are made by operators, not by methods that open a device first, so that all of this also runs on fake tensors of a device
-that is not there.
+Copies and slices are made by operators, not by methods that open a device first, so that all of this also
+runs on fake tensors of a device that is not there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 
 def heads_last(batch, heads, rows, width, like: Tensor) -> Tensor:
-    """Empty ``[B, H, T, D]`` laid out as ``[B, T, H, D]``, as the fused kernels return it and projections want it."""
+    """Empty ``[B, H, T, D]`` laid out as ``[B, T, H, D]``, which kernels return and projections want."""
     return like.new_empty((batch, rows, heads, width)).transpose(1, 2)
 
 
@@ -46,7 +46,7 @@ def dense(t: Tensor) -> Tensor:
 
 
 def readable(t: Tensor, multiple: int) -> Tensor:
-    """A tensor that kernels can load: features at stride one, every other step a multiple of what one load takes."""
+    """A tensor that kernels can load: features at stride one, other steps multiples of one load."""
     if t.stride(-1) != 1 and (t.shape[-1] > 1 or multiple > 1):
         return dense(t)
     steps = [t.storage_offset(), *(step for step, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1)]
@@ -59,12 +59,12 @@ def widened(t: Tensor, width: int) -> Tensor:
 
 
 def by_key_head(t: Tensor, key_heads: int) -> Tensor:
-    """``[B, Hq, ...]`` as ``[B, Hkv, Hq / Hkv, ...]``: the queries that share a key head, beside one another."""
+    """``[B, Hq, ...]`` as ``[B, Hkv, Hq / Hkv, ...]``: queries that share a key head, beside one another."""
     return t.unflatten(1, (key_heads, t.shape[1] // key_heads))
 
 
 def cut(t: Tensor, dim: int, part: slice) -> Tensor:
-    """A slice along one dimension; by an operator, which fake tensors of a device that is not there have, too."""
+    """A slice along one dimension."""
     return t.narrow(dim, part.start, part.stop - part.start)
 
 

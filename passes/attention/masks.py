@@ -10,7 +10,8 @@ from torch import Tensor
 from .layout import first, put
 
 
-def additive(mask: Tensor, keys: int, rows: int, diagonal: int | None, dtype: torch.dtype, multiple: int) -> Tensor:
+def additive(mask: Tensor, keys: int, rows: int, diagonal: int | None, dtype: torch.dtype,
+             multiple: int) -> Tensor:
     """A boolean mask (true where a row may attend) or an additive one as numbers to be added to scores.
 
     mask      broadcastable to ``[B, H, rows, keys]``
@@ -31,11 +32,13 @@ def additive(mask: Tensor, keys: int, rows: int, diagonal: int | None, dtype: to
     else:
         room.narrow(3, keys, room.shape[3] - keys).zero_()
         put(bias, narrowed(mask, dtype))
-    return bias if diagonal is None else bias.masked_fill_(later(rows, keys, diagonal, mask.device), -math.inf)
+    if diagonal is not None:
+        bias.masked_fill_(later(rows, keys, diagonal, mask.device), -math.inf)
+    return bias
 
 
 def narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers that a narrower dtype can hold: the lowest number of a wide one stays a number, and does not become ``-inf``."""
+    """Numbers that a narrower dtype can hold: the lowest number of a wide one does not become ``-inf``."""
     if mask.dtype == dtype or torch.finfo(mask.dtype).min >= torch.finfo(dtype).min:
         return mask
     return mask.clamp(min=torch.finfo(dtype).min).masked_fill_(mask == -math.inf, -math.inf)

@@ -1,12 +1,14 @@
-"""Attention of a chunk: queries ``[start, start+C)`` against keys ``[0, S)``, with whichever kernel was chosen.
+"""Attention of a chunk: queries ``[start, start+C)`` against keys ``[0, S)``, by the kernel chosen.
 
-A kernel that aligns causality at the bottom right covers a chunk in one call. One that aligns it at the top left takes two: the rectangle
-of past keys without a mask, and the square of own keys, joined by their log-sum-exps; the backward calls take the *joined* output and
-log-sum-exp, so ``dQ`` adds up, and ``dK``, ``dV`` land in their slices (exact to 1e-15 in float64). Nothing above the diagonal is
-computed. A mask comes with causality folded into it, and is one call.
+A kernel that aligns causality at the bottom right covers a chunk in one call. One that aligns it at the top
+left takes two: the rectangle of past keys without a mask, and the square of own keys, joined by their
+log-sum-exps. The backward calls take the *joined* output and log-sum-exp, so ``dQ`` adds up, and ``dK``,
+``dV`` land in their slices (exact to 1e-15 in float64). Nothing above the diagonal is computed. Causality
+beside a mask is folded into the mask, in one call.
 
-Shapes: query ``[B, Hq, C, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]``, mask broadcastable to ``[B, Hq, C, S]``, boolean (true
-where a row may attend) or additive; ``Hq`` is a multiple of ``Hkv``. A row that sees no key gives zeros, ``-inf``, and no gradient.
+Shapes: query ``[B, Hq, C, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]``, mask broadcastable to
+``[B, Hq, C, S]``, boolean (true where a row may attend) or additive; ``Hq`` is a multiple of ``Hkv``. A row
+that sees no key gives zeros, ``-inf``, and no gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Piece:
 
 
 def pieces(rows: int, keys: int, diagonal: int | None, kernel: Kernel) -> tuple[Piece, ...]:
-    """What a kernel's alignment of causality makes of a chunk whose row i sees no key behind ``diagonal + i``."""
+    """What a kernel's alignment makes of a chunk whose row i sees no key behind ``diagonal + i``."""
     every = slice(0, rows)
     if diagonal is None or diagonal >= keys - 1:
         return (Piece(every, slice(0, keys), None),)
@@ -55,10 +57,10 @@ def pieces(rows: int, keys: int, diagonal: int | None, kernel: Kernel) -> tuple[
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel call of a piece: how its operands are taken from ``[B, Hkv, G, C, ...]``, and its results put back.
+    """One kernel call of a piece: how operands are taken from ``[B, Hkv, G, C, ...]``, and results put back.
 
     heads    the one query of each key head that it covers, or None for all
-    stacked  queries that share a key head meet it as more rows, which is faster where neither causality nor a mask tells rows apart
+    stacked  queries that share a key head meet it as more rows: faster, where nothing tells rows apart
     """
 
     piece: Piece
@@ -73,7 +75,7 @@ class Call:
         return t.flatten(2, 3) if self.stacked else t.flatten(1, 2)
 
     def put(self, t: Tensor, shared: int) -> Tensor:
-        """A result as ``[B, Hkv, C, ...]`` for one query of each key head, else as ``[B, Hkv, G, C, ...]``."""
+        """A result as ``[B, Hkv, C, ...]`` of one query of each key head, else ``[B, Hkv, G, C, ...]``."""
         if self.heads is not None:
             return t
         return t.unflatten(2, (shared, -1)) if self.stacked else t.unflatten(1, (-1, shared))
@@ -97,16 +99,17 @@ def calls(kernel: Kernel, parts: tuple[Piece, ...], shared: int, key_heads: int,
         elif not kernel.grouped and piece.diagonal is None and (bias is None or bias.shape[1:3] == (1, 1)):
             yield Call(piece, bias, None, True)
         else:
-            each = bias is not None and bias.shape[1] > 1
             for g in range(shared):
-                yield Call(piece, layout.by_key_head(bias, key_heads).select(2, g) if each else bias, g, False)
+                each = bias is not None and bias.shape[1] > 1
+                part = layout.by_key_head(bias, key_heads).select(2, g) if each else bias
+                yield Call(piece, part, g, False)
 
 
-GROUPS_FILL = 1 << 15  # keys in all heads and sequences from which one query of each fills any GPU: 256 blocks of 128 keys
+GROUPS_FILL = 1 << 15  # keys of all heads that fill any GPU with one query of each: 256 blocks of 128
 
 
 def goes_apart(kernel: Kernel, key: Tensor) -> bool:
-    """Are grouped heads called for one by one, so that their gradients of keys never exist for every query head?"""
+    """Are grouped heads called for one by one, so that no gradient of keys exists for every query head?"""
     return kernel.expands and key.shape[0] * key.shape[1] * key.shape[2] >= GROUPS_FILL
 
 
@@ -135,7 +138,8 @@ def kernel_named(name: str, query: Tensor, value: Tensor, mask: Tensor | None) -
     return choose(asked, Target(query.device.type)).kernel
 
 
-def prepared(name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, start: int) -> Prepared:
+def prepared(name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
+             start: int) -> Prepared:
     kernel, diagonal = kernel_named(name, query, value, mask), start if causal else None
     rows, keys, bias = query.shape[2], key.shape[2], None
     parts = pieces(rows, keys, None if mask is not None else diagonal, kernel)
@@ -165,8 +169,9 @@ def attention_forward(query, key, value, mask, causal: bool, scale: float, start
     return out, lse
 
 
-def joined(chunk: Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float, query: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The outputs and log-sum-exps of a chunk's calls, in the dtype of the query and without padded features."""
+def joined(chunk: Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float, query: Tensor,
+           width: int) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a chunk's calls, in the dtype of the query and without padded features."""
     batch, heads, rows, _ = query.shape
     shared, key_heads = heads // k.shape[1], k.shape[1]
     planned = list(calls(chunk.kernel, chunk.parts, shared, key_heads, chunk.bias))
@@ -175,13 +180,16 @@ def joined(chunk: Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float, query
     lse = None if one else query.new_empty((batch, heads, rows), dtype=layout.statistics(query))
     for call in planned:
         keys, values = (layout.cut(t, 2, call.piece.keys) for t in (k, v))
-        o, logsum = chunk.kernel.forward(call.take(grouped), keys, values, call.bias, call.piece.diagonal, scale)
+        queries, diagonal = call.take(grouped), call.piece.diagonal
+        o, logsum = chunk.kernel.forward(queries, keys, values, call.bias, diagonal, scale)
         o = layout.first(o, 3, width)
         if one:
             return layout.heads_put_last(o), layout.dense(logsum)
         here, here_lse = (call.target(layout.by_key_head(t, key_heads)) for t in (out, lse))
         join(here, here_lse, call.put(o, shared), call.put(logsum, shared), call.piece.again)
-    return (layout.put(layout.heads_last(batch, heads, rows, width, query), out) if chunk.precise else out), lse
+    if chunk.precise:
+        out = layout.put(layout.heads_last(batch, heads, rows, width, query), out)
+    return out, lse
 
 
 def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, again: bool) -> None:
@@ -196,9 +204,9 @@ def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, again: bool) 
     layout.put(lse, both)
 
 
-def attention_backward_(grad, query, key, value, out, lse, mask, causal: bool, scale: float, start: int, key_grad, value_grad,
-                        kernel: str = ""):
-    """``dQ``, laid out as ``[B, C, Hq, D]``; ``dK`` and ``dV`` are added to float32 (float64) accumulators of the keys' shape."""
+def attention_backward_(grad, query, key, value, out, lse, mask, causal: bool, scale: float, start: int,
+                        key_grad, value_grad, kernel: str = ""):
+    """``dQ``, laid out as ``[B, C, Hq, D]``; ``dK``, ``dV`` are added to float32 (float64) accumulators."""
     if not query.numel() or not key.shape[2]:
         return backward_meta(grad, query).zero_()
     chunk = prepared(kernel, query, key, value, mask, causal, start)
@@ -207,7 +215,8 @@ def attention_backward_(grad, query, key, value, out, lse, mask, causal: bool, s
     return gradients(chunk, grad, query, key, value, out, lse, scale, key_grad, value_grad)
 
 
-def gradients(chunk: Prepared, grad, query, key, value, out, lse, scale: float, key_grad: Tensor, value_grad: Tensor) -> Tensor:
+def gradients(chunk: Prepared, grad, query, key, value, out, lse, scale: float, key_grad: Tensor,
+              value_grad: Tensor) -> Tensor:
     kernel, key_heads, width = chunk.kernel, key.shape[1], query.shape[3]
     wide, value_wide = kernel.widths(width, value.shape[3])
     k, v = chunk.operand(key, wide), chunk.operand(value, value_wide)

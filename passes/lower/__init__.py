@@ -24,7 +24,7 @@ ATTENTION = (torch.ops.streambp.attention.default, torch.ops.streambp.attention_
 def lower(program: Program, analysis: Analysis, target: Target = Target("cpu")) -> tuple[Body, ...]:
     """One body per sweep.
 
-    target  the device that they are written for; attention that runs whole between sweeps gets its kernel's name, too
+    target  the device that they are written for; attention between sweeps gets its kernel's name, too
     """
     for node in (n for stage in program.whole for n in stage if n.target in ATTENTION):
         given = arguments(node)

@@ -65,7 +65,7 @@ def total_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> Choice:
-    """The kernel for an attention of these operands on a target; on a CPU, whatever the target, where they are on a CPU."""
+    """The kernel for these operands on a target; a CPU's for operands on a CPU, whatever the target."""
     like = value_of(query)
     known = (target.device == "cpu") == (like.device.type == "cpu")
     asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)

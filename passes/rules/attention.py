@@ -49,12 +49,12 @@ def attention_backward(node: Node) -> Signature:
         reach={"k": PAST if node.args[7] else EVERYWHERE}, rows="q", keys="k")
 
 
-# flash_attn's operators, as far as their schemas tell (flash_attn/flash_attn_interface.py, 2.7 and 2.8). What torch can say, too, is written as
-# torch's attention before it comes here; the rest is refused by a sentence.
+# flash_attn's operators, as far as their schemas tell (flash_attn/flash_attn_interface.py, 2.7 and 2.8). What torch
+# can say, too, is written as torch's attention before it comes here; the rest is refused by a sentence.
 
 FLASH_ATTN_FORWARD = "flash_attn::_flash_attn_forward"
-FLASH_ATTN = ("q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes",
-              "return_softmax")
+FLASH_ATTN = ("q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right",
+              "softcap", "alibi_slopes", "return_softmax")
 KERNEL_ONLY = (  # parameter, what it is where it does nothing, what it does otherwise
     ("dropout_p", 0, "draws its dropout inside the kernel, where a chunk cannot draw the same numbers again"),
     ("softcap", 0, "caps scores inside its kernel"),
@@ -62,7 +62,7 @@ KERNEL_ONLY = (  # parameter, what it is where it does nothing, what it does oth
     ("return_softmax", False, "returns a probability for every pair of tokens"),
 )
 SDPA = 'Choose attn_implementation="sdpa", or call scaled_dot_product_attention, which streams'
-PACKED = 'For packed sequences choose attn_implementation="sdpa" and pass position_ids that restart with each of them'
+PACKED = 'For packed sequences choose attn_implementation="sdpa" and pass position_ids that restart with each'
 
 
 def kernel_only(given: Mapping[str, object]) -> str:
@@ -73,10 +73,11 @@ def kernel_only(given: Mapping[str, object]) -> str:
 @rule_by_name(FLASH_ATTN_FORWARD, "flash_attn::_flash_attn_backward")
 def flash_attn(node: Node) -> Signature:
     given = {**dict(zip(FLASH_ATTN, node.args)), **node.kwargs} if "forward" in str(node.target) else {}
-    raise refuse(node, kernel_only(given) or "is called in a way that is not flash_attn's own autograd function on sequences of equal length",
-                 SDPA)
+    other = "is not called by flash_attn's own autograd function on queries and keys of equal length"
+    raise refuse(node, kernel_only(given) or other, SDPA)
 
 
 @rule_by_name("flash_attn::_flash_attn_varlen_forward", "flash_attn::_flash_attn_varlen_backward")
 def flash_attn_varlen(node: Node) -> Signature:
-    raise refuse(node, "reads the borders of packed sequences from a tensor, so that no chunk knows which keys it may see", PACKED)
+    raise refuse(node, "reads the borders of packed sequences from a tensor, so no chunk knows which keys it may see",
+                 PACKED)
