@@ -31,8 +31,9 @@ class Cost:
     """Seconds, term by term.
 
     products    matrix products at the device's full rate
-    attention   fused attention at its rate
+    attention   fused attention at its rate, its last blocks included
     traffic     rows that kernels write and read, less what stays in the cache
+    tails       processors that idle while the last tiles of a product are made, half of them on average
     weights     weights that products read again for every chunk
     totals      sums over chunks, read and written for every chunk
     prefix      keys and values read, and their gradients added to, for every chunk
@@ -42,6 +43,7 @@ class Cost:
     products: float = 0.0
     attention: float = 0.0
     traffic: float = 0.0
+    tails: float = 0.0
     weights: float = 0.0
     totals: float = 0.0
     prefix: float = 0.0
@@ -53,8 +55,8 @@ class Cost:
 
     @property
     def efficiency(self) -> float:
-        """The share of their rate at which the products run, weights and totals included; 1 without products."""
-        taken = self.products + self.weights + self.totals
+        """The share of their rate at which products run, with their tails, weights read and totals added again; 1 without products."""
+        taken = self.products + self.tails + self.weights + self.totals
         return self.products / taken if self.products else 1.0
 
     def __add__(self, other: Cost) -> Cost:
@@ -69,8 +71,8 @@ class Work:
     """What a sweep computes and moves, on any device.
 
     tokens     rows of the sweep
-    products   (dtype, FLOP) over all tokens
-    attention  (dtype, whether backward, FLOP) over all tokens
+    products   (dtype, FLOP, depth) over all tokens; depth is what one row of the result sums over, 0 for a sum over rows
+    attention  (dtype, whether backward, FLOP, batch × heads) over all tokens
     traffic    bytes that kernels write and read over all tokens
     weights    bytes of token-free operands of products, per chunk
     totals     bytes of sums read and written, per chunk
@@ -81,8 +83,8 @@ class Work:
     """
 
     tokens: int
-    products: tuple[tuple[torch.dtype, float], ...]
-    attention: tuple[tuple[torch.dtype, bool, float], ...]
+    products: tuple[tuple[torch.dtype, float, int], ...]
+    attention: tuple[tuple[torch.dtype, bool, float, int], ...]
     traffic: int
     weights: int
     totals: int
@@ -96,8 +98,10 @@ class Work:
         count = math.ceil(self.tokens / chunk)
         beyond = max(0.0, 1 - device.cache / (self.widest * chunk))
         return Cost(
-            products=sum(flop / device.rate(dtype) for dtype, flop in self.products),
-            attention=sum(flop / device.attention_rate(dtype, backward) for dtype, backward, flop in self.attention),
+            products=sum(flop / device.rate(dtype) for dtype, flop, _ in self.products),
+            attention=sum(flop / device.attention_rate(dtype, backward) * (1 + device.processors * device.tile / (2 * chunk * heads))
+                          for dtype, backward, flop, heads in self.attention),
+            tails=count * device.processors * device.tile**2 * sum(depth / device.rate(dtype) for dtype, _, depth in self.products),
             traffic=beyond * self.traffic / device.bandwidth,
             weights=count * self.weights / device.bandwidth,
             totals=count * self.totals / device.bandwidth,
@@ -128,8 +132,8 @@ def work_of(nodes: Sequence[Node], writes: Iterable[Node], sums: Iterable[Node],
     per_key = sum(numel(n) * (4 + value_of(n).dtype.itemsize) for n in keysums if is_tensor(n))
     return Work(
         tokens=length,
-        products=tuple((value_of(n).dtype, product_flop(n)) for n in products),
-        attention=tuple(attention_flop(n, keys) for n in fused),
+        products=tuple(product_work(n, is_row_wise(analysis.facts[n])) for n in products),
+        attention=tuple(attention_work(n, keys) for n in fused),
         traffic=moments.traffic() * length + sum(bytes_of(value_of(n)) for n in written),
         weights=sum(bytes_of(value_of(a)) for n in products for a in tensor_operands(n)
                     if is_tensor(a) and isinstance(analysis.facts.get(a), Shared)),
@@ -144,23 +148,24 @@ def numel(node: Node) -> int:
     return math.prod(shape_of(node))
 
 
-def product_flop(node: Node) -> float:
-    """FLOP of a matrix product at full length: two for each output element and contracted row."""
+def product_work(node: Node, row_wise: bool) -> tuple[torch.dtype, float, int]:
+    """Dtype of a matrix product, FLOP at full length (two for each element of the result and each that it sums over), and its depth."""
     left, right = tensor_operands(node)[-2:] if op_name(node) in ("addmm", "baddbmm") else tensor_operands(node)[:2]
     if op_name(node) == "grouped_outer":
-        return 2.0 * numel(left) * shape_of(right)[-1]
-    if op_name(node) == "grouped_mm":
-        return 2.0 * numel(left) * shape_of(right)[-1]
-    return 2.0 * numel(node) * shape_of(left)[-1]
+        return value_of(node).dtype, 2.0 * numel(left) * shape_of(right)[-1], 0
+    depth = shape_of(left)[-1]
+    flop = 2.0 * numel(left) * shape_of(right)[-1] if op_name(node) == "grouped_mm" else 2.0 * numel(node) * depth
+    return value_of(node).dtype, flop, depth if row_wise else 0
 
 
-def attention_flop(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float]:
-    """FLOP of attention over the keys that rows reach: two products forward, five backward."""
+def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, int]:
+    """Dtype and direction of attention, its FLOP over the keys that rows reach (two products forward, five backward), its heads."""
     backward = op_name(node) == "attention_backward"
     query, key, value = tensor_operands(node)[1:4] if backward else tensor_operands(node)[:3]
     batch, heads, rows, width = shape_of(query)
     pairs = batch * heads * rows * shape_of(key)[2] * reached(keys, 1, rows)
-    return value_of(query).dtype, backward, 2.0 * pairs * (width + shape_of(value)[3]) * (BACKWARD if backward else 1)
+    flop = 2.0 * pairs * (width + shape_of(value)[3]) * (BACKWARD if backward else 1)
+    return value_of(query).dtype, backward, flop, batch * heads
 
 
 class Moments:

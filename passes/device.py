@@ -42,7 +42,8 @@ class Device:
     attention   kernel → FLOP per second of half-precision attention, forward and backward, sustained
     cache       bytes of the last cache before the memory
     launch      seconds per kernel launched
-    tile        rows that a product takes at once: chunk lengths are multiples of it
+    tile        rows and columns that one processor makes at once: chunk lengths are multiples of it
+    processors  multiprocessors or cores, each of which takes a tile
     source      where the figures come from
     """
 
@@ -58,6 +59,7 @@ class Device:
     cache: int
     launch: float
     tile: int
+    processors: int
     source: str
 
     def rate(self, dtype: torch.dtype) -> float:
@@ -82,47 +84,47 @@ class Device:
 
 
 def gpu(name: str, capability: tuple[int, int], gib: float, gigabytes: float, half: float, single: float, cache: float,
-        source: str) -> Device:
+        processors: int, source: str) -> Device:
     """A GPU by its data sheet: GiB, GB/s, dense TFLOP/s in half precision (summed in float32) and in float32, MiB of L2 cache."""
     shares = {kernel: by_major.get(capability[0]) for kernel, by_major in ATTENTION.items()}
     shares["flash"] = shares["flash"] or OTHER_ATTENTION
     attention = tuple((k, (half * 1e12 * s[0], half * 1e12 * s[1])) for k, s in shares.items() if s is not None)
     return Device(name, "cuda", capability, int(gib * GIB), int(gib * GIB), gigabytes * 1e9 * BANDWIDTH, half * 1e12 * PRODUCTS,
-                  single * 1e12 * PRODUCTS, attention, int(cache * 2**20), LAUNCH, 128, source)
+                  single * 1e12 * PRODUCTS, attention, int(cache * 2**20), LAUNCH, 128, processors, source)
 
 
 NVIDIA = "NVIDIA's data sheet, sustained shares as stated in passes/device.py"
 KNOWN = (  # float32 figures are those of plain float32 units, as torch uses them unless TF32 is allowed
-    gpu("B200", (10, 0), 178, 7700, 2250, 75, 126, NVIDIA),
-    gpu("GH200", (9, 0), 94.5, 4000, 989, 67, 50, NVIDIA),
-    gpu("H200", (9, 0), 140.4, 4800, 989, 67, 50, NVIDIA),
-    gpu("H20", (9, 0), 95, 4000, 148, 44, 60, NVIDIA),
-    gpu("H100 NVL", (9, 0), 93.1, 3900, 835, 60, 50, NVIDIA),
-    gpu("H100 PCIe", (9, 0), 79.6, 2000, 756, 51, 50, NVIDIA),
-    gpu("H100", (9, 0), 79.6, 3350, 989, 67, 50, NVIDIA),
-    gpu("H800", (9, 0), 79.6, 3350, 989, 67, 50, NVIDIA),
-    gpu("A100 80GB PCIe", (8, 0), 79.3, 1935, 312, 19.5, 40, NVIDIA),
-    gpu("A100-80", (8, 0), 79.3, 2039, 312, 19.5, 40, NVIDIA),
-    gpu("A100-40", (8, 0), 39.5, 1555, 312, 19.5, 40, NVIDIA),
-    gpu("A800", (8, 0), 79.3, 2039, 312, 19.5, 40, NVIDIA),
-    gpu("A40", (8, 6), 44.5, 696, 150, 37.4, 6, NVIDIA),
-    gpu("A10", (8, 6), 22.2, 600, 125, 31.2, 6, NVIDIA),
-    gpu("RTX A6000", (8, 6), 47.5, 768, 155, 38.7, 6, NVIDIA),
-    gpu("RTX 3090", (8, 6), 23.7, 936, 71, 35.6, 6, NVIDIA),
-    gpu("L40S", (8, 9), 44.5, 864, 362, 91.6, 96, NVIDIA),
-    gpu("L4", (8, 9), 22.0, 300, 121, 30.3, 48, NVIDIA),
-    gpu("RTX 6000 Ada", (8, 9), 47.5, 960, 364, 91.1, 96, NVIDIA),
-    gpu("RTX 4090", (8, 9), 23.6, 1008, 165, 82.6, 72, NVIDIA),
-    gpu("RTX 5090", (12, 0), 31.4, 1792, 209, 104.8, 96, NVIDIA),
-    gpu("V100-32", (7, 0), 31.7, 900, 125, 15.7, 6, NVIDIA),
-    gpu("V100-16", (7, 0), 15.8, 900, 125, 15.7, 6, NVIDIA),
-    gpu("T4", (7, 5), 14.6, 320, 65, 8.1, 4, NVIDIA),
+    gpu("B200", (10, 0), 178, 7700, 2250, 75, 126, 148, NVIDIA),
+    gpu("GH200", (9, 0), 94.5, 4000, 989, 67, 50, 132, NVIDIA),
+    gpu("H200", (9, 0), 140.4, 4800, 989, 67, 50, 132, NVIDIA),
+    gpu("H20", (9, 0), 95, 4000, 148, 44, 60, 78, NVIDIA),
+    gpu("H100 NVL", (9, 0), 93.1, 3900, 835, 60, 50, 132, NVIDIA),
+    gpu("H100 PCIe", (9, 0), 79.6, 2000, 756, 51, 50, 114, NVIDIA),
+    gpu("H100", (9, 0), 79.6, 3350, 989, 67, 50, 132, NVIDIA),
+    gpu("H800", (9, 0), 79.6, 3350, 989, 67, 50, 132, NVIDIA),
+    gpu("A100 80GB PCIe", (8, 0), 79.3, 1935, 312, 19.5, 40, 108, NVIDIA),
+    gpu("A100-80", (8, 0), 79.3, 2039, 312, 19.5, 40, 108, NVIDIA),
+    gpu("A100-40", (8, 0), 39.5, 1555, 312, 19.5, 40, 108, NVIDIA),
+    gpu("A800", (8, 0), 79.3, 2039, 312, 19.5, 40, 108, NVIDIA),
+    gpu("A40", (8, 6), 44.5, 696, 150, 37.4, 6, 84, NVIDIA),
+    gpu("A10", (8, 6), 22.2, 600, 125, 31.2, 6, 72, NVIDIA),
+    gpu("RTX A6000", (8, 6), 47.5, 768, 155, 38.7, 6, 84, NVIDIA),
+    gpu("RTX 3090", (8, 6), 23.7, 936, 71, 35.6, 6, 82, NVIDIA),
+    gpu("L40S", (8, 9), 44.5, 864, 362, 91.6, 96, 142, NVIDIA),
+    gpu("L4", (8, 9), 22.0, 300, 121, 30.3, 48, 58, NVIDIA),
+    gpu("RTX 6000 Ada", (8, 9), 47.5, 960, 364, 91.1, 96, 142, NVIDIA),
+    gpu("RTX 4090", (8, 9), 23.6, 1008, 165, 82.6, 72, 128, NVIDIA),
+    gpu("RTX 5090", (12, 0), 31.4, 1792, 209, 104.8, 96, 170, NVIDIA),
+    gpu("V100-32", (7, 0), 31.7, 900, 125, 15.7, 6, 80, NVIDIA),
+    gpu("V100-16", (7, 0), 15.8, 900, 125, 15.7, 6, 80, NVIDIA),
+    gpu("T4", (7, 5), 14.6, 320, 65, 8.1, 4, 40, NVIDIA),
 )
 
 REFERENCE_CPU = Device(
-    "CPU", "cpu", None, 16 * GIB, 16 * GIB, bandwidth=32e9, half=80e9, single=240e9, attention=(), cache=32 << 20, launch=10e-6,
-    tile=16, source="a stated CPU, so that chunk lengths are the same on every machine")
-"""Two cores with 512-bit vectors. What decides chunk lengths is the ratio of product rate to bandwidth, here 7.5 FLOP per byte, and on
+    "CPU", "cpu", None, 16 * GIB, 16 * GIB, bandwidth=34e9, half=80e9, single=240e9, attention=(), cache=32 << 20, launch=10e-6,
+    tile=16, processors=2, source="a stated CPU, so that chunk lengths are the same on every machine")
+"""Two cores with 512-bit vectors. What decides chunk lengths is the ratio of product rate to bandwidth, here 7 FLOP per byte, and on
 CPUs with more cores both grow; and the last cache, 16 to 64 MiB on most. Half precision is emulated on most."""
 
 PER_CLOCK = {(7, 0): (1024, 128), (7, 5): (1024, 128), (8, 0): (2048, 128), (8, 6): (512, 256), (8, 7): (1024, 256), (8, 9): (512, 256),
@@ -139,7 +141,7 @@ def derived(name: str, capability: tuple[int, int], memory: int, multiprocessors
     nearest = max((c for c in PER_CLOCK if c <= capability), default=(7, 0))
     half, single = (f * multiprocessors * (clock or CLOCK) / 1e12 for f in PER_CLOCK[nearest])
     bandwidth = 2 * memory_clock * bus_bits / 8 / 1e9 if memory_clock and bus_bits else half * 1e3 / BALANCE
-    return gpu(name, capability, memory / GIB, bandwidth, half, single, cache / 2**20,
+    return gpu(name, capability, memory / GIB, bandwidth, half, single, cache / 2**20, multiprocessors,
                "derived from the driver's figures (multiprocessors, clocks, bus width)")
 
 

@@ -10,6 +10,7 @@ from .ir import SHORTEST, Analysis, hint
 from .partition import Program, Sweep
 
 SLACK = 0.05  # of the time of the best chunk length, given up for a shorter one: memory is what streaming is for
+FULL = 0.9  # of their rate: products are to reach it where the sequence is long enough and memory allows
 SHARE = 64  # the widest moment of a chunk takes at most one part in so many of the device's memory
 FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this: fewer would save nothing
 
@@ -22,17 +23,18 @@ def chunk_lengths(program: Program, analysis: Analysis, chosen: int | None, devi
 
 
 def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None, device: Device = REFERENCE_CPU) -> int:
-    """Tokens per chunk: the user's word, or the shortest that takes no more than ``SLACK`` longer than the best.
+    """Tokens per chunk: the user's word, or the shortest whose products run at ``FULL`` and that takes ``SLACK`` longer than the best.
 
-    Considered are multiples of the device's tile whose widest moment fits into its ``SHARE`` of memory, up to a quarter of the sequence.
+    Where no length reaches ``FULL``, the best there is counts in its place. Considered are multiples of the device's tile whose widest moment fits into its ``SHARE`` of memory, up to a quarter of the sequence.
     """
     if chosen is not None:
         return chosen
     work = sweep_work(sweep, analysis)
     longest = min(max(SHORT, hint(analysis.length) // FEWEST), device.memory // SHARE // work.widest)
-    seconds = {c: work.cost(c, device).seconds for c in lengths_up_to(longest, device.tile)}
-    limit = (1 + SLACK) * min(seconds.values())
-    return next(c for c, taken in seconds.items() if taken <= limit)
+    costs = {c: work.cost(c, device) for c in lengths_up_to(longest, device.tile)}
+    most = (1 + SLACK) * min(cost.seconds for cost in costs.values())
+    least = min(FULL, max(cost.efficiency for cost in costs.values() if cost.seconds <= most))
+    return next(c for c, cost in costs.items() if cost.seconds <= most and cost.efficiency >= least)
 
 
 def lengths_up_to(longest: int, tile: int) -> Iterator[int]:
