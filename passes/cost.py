@@ -93,13 +93,13 @@ class Work:
     kernels: int
     widest: int
 
-    def cost(self, chunk: int, device: Device) -> Cost:
-        """Seconds for chunks of so many tokens."""
+    def cost(self, chunk: int, device: Device, kernel: str = "flash") -> Cost:
+        """Seconds for chunks of so many tokens, with an attention kernel of the device's table."""
         count = math.ceil(self.tokens / chunk)
         beyond = max(0.0, 1 - device.cache / (self.widest * chunk))
         return Cost(
             products=sum(flop / device.rate(dtype) for dtype, flop, _ in self.products),
-            attention=sum(flop / device.attention_rate(dtype, backward) * (1 + device.processors * device.tile / (2 * chunk * heads))
+            attention=sum(flop / device.attention_rate(dtype, backward, kernel) * (1 + device.processors * device.tile / (2 * chunk * heads))
                           for dtype, backward, flop, heads in self.attention),
             tails=count * device.processors * device.tile**2 * sum(depth / device.rate(dtype) for dtype, _, depth in self.products),
             traffic=beyond * self.traffic / device.bandwidth,
