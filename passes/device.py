@@ -6,7 +6,6 @@ doorway asks torch which device it is; nothing here does, so that a plan for an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -168,8 +167,3 @@ def named(name: str) -> Device:
 def with_memory(device: Device, memory: int, free: int | None = None) -> Device:
     """The same device with so many bytes in all, as its driver says, or as a limit leaves it."""
     return replace(device, memory=memory, free=memory if free is None else free)
-
-
-def main_of(devices: Iterable[Device]) -> Device:
-    """The device that a region is planned for: its GPU if it has one."""
-    return next((d for d in devices if d.kind == "cuda"), REFERENCE_CPU)
