@@ -16,7 +16,7 @@ from . import internals
 from .capture import Captured
 from .passes.ir import Mark, Size, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
 from .passes.normalize import normalize
-from .passes.plan import PRODUCTS, is_one_of
+from .passes.cost import PRODUCTS, is_one_of
 from .passes.split import Region
 from .passes.spread import Spread
 from .passes.unsort import unsort

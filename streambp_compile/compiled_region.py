@@ -14,6 +14,7 @@ from . import internals
 from .attention import torch_attention
 from .axis import SHORTEST_STREAMED, Axis, fake_of, is_parameter
 from .config import Config
+from .device import planned_for
 from .drivers import Driver, boxed, driver_of, one_call
 from .guard import Guard
 from .ownership import ours_alone, sole_owners
@@ -155,7 +156,7 @@ class CompiledRegion:
         try:
             return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of,
                           self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode), self.checkable(),
-                          target_of(self.device()))
+                          target_of(self.device()), planned_for(self.config.device, self.fakes))
         except CannotStream:
             raise
         except Exception as error:  # a defect of ours must cost memory, loudly, and not the run

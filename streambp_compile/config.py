@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from .passes.device import named
+
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which Inductor would record CUDA graphs
 
@@ -16,11 +18,13 @@ class Config:
 
     chunk_size  tokens per chunk in every sweep; ``None`` lets each sweep choose from its own widths
     strict      raise where a region cannot be streamed, instead of compiling it whole with a warning
+    device      the device to plan for, by a name such as ``"H100"`` or ``"A100-40"``; ``None`` asks torch
     mode        Inductor's mode for the chunk bodies (``torch.compile``'s own ``mode=``), without CUDA graphs
     """
 
     chunk_size: int | None = None
     strict: bool = False
+    device: str | None = None
     mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -29,6 +33,8 @@ class Config:
             raise ValueError(f"chunk_size must be a number of tokens, 1 or more, or None; got {self.chunk_size!r}")
         if not isinstance(self.strict, bool):
             raise ValueError(f"strict must be True or False; got {self.strict!r}")
+        if self.device is not None:
+            named(self.device)
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from . import internals
 from .backend import Chain
 from .config import Config
-from .rehearsal import rehearse
+from .rehearsal import rehearse, without_data
 from .report import Report
 
 
@@ -18,7 +19,7 @@ def explain(fn: Callable, *args, streambp_options: Mapping[str, object] | None =
     """Compile ``fn`` for these arguments, run its forward once, and report every region and the memory that a step will take.
 
     fn                a function or module, as given to ``torch.compile``
-    args, kwargs      its arguments
+    args, kwargs      its arguments; with fake tensors (on a device that need not be there) nothing is computed
     streambp_options  the ``options=`` of the backend (its own name, so that none of ``fn``'s arguments is shadowed)
     streambp_mode     the ``mode=`` of ``torch.compile``
 
@@ -28,8 +29,11 @@ def explain(fn: Callable, *args, streambp_options: Mapping[str, object] | None =
     report = Report()
     config = Config.of(streambp_mode, streambp_options)
 
+    fake = any(map(internals.is_fake, tree_leaves((args, kwargs))))
+
     def backend(module, example_inputs):
-        return Chain(module, example_inputs, config, report).compiled()
+        call = Chain(module, example_inputs, config, report).compiled()
+        return without_data(call) if fake else call
 
     torch.compile(fn, backend=backend)(*args, **kwargs)
     predict(report)
@@ -37,8 +41,8 @@ def explain(fn: Callable, *args, streambp_options: Mapping[str, object] | None =
 
 
 def predict(report: Report) -> None:
-    """Rehearse the step, if it is one graph on a CPU: between graphs runs code that only the user knows."""
-    if len(report.steps) != 1 or any(f.device.type != "cpu" for f in report.steps[0][1] if isinstance(f, torch.Tensor)):
+    """Rehearse the step, if it is one graph: between graphs runs code that only the user knows."""
+    if len(report.steps) != 1:
         return
     try:
         report.peak = rehearse(*report.steps[0])

@@ -10,12 +10,14 @@ from torch.fx import GraphModule, Node
 
 from .passes.analyze import analyze
 from .passes.attention import Target
+from .passes.cost import PRODUCTS, is_one_of
+from .passes.device import REFERENCE_CPU, Device
 from .passes.ir import Analysis, CannotStream, Mark, Refusal, Shared, Size, is_tensor
 from .passes.linear import is_linear
 from .passes.lower import Body, lower
 from .passes.normalize import normalize
 from .passes.partition import Program, partition
-from .passes.plan import PRODUCTS, chunk_lengths, is_one_of
+from .passes.plan import chunk_lengths
 from .passes.spread import Spread
 from .passes.unsort import unsort
 from .passes.verify import verify_analysis, verify_program
@@ -40,6 +42,7 @@ class StreamedRegion:
 
     saved   what the forward hands to the backward: region inputs, and the sums that the backward reads
     fused   the forward computes gradients for a unit tangent, which the backward only scales
+    device  what its chunk lengths were chosen for
     """
 
     joint: GraphModule
@@ -50,6 +53,7 @@ class StreamedRegion:
     forward: Schedule
     backward: Schedule | None
     fused: bool
+    device: Device
 
 
 def outputs_of(module: GraphModule) -> tuple[object, ...]:
@@ -58,13 +62,14 @@ def outputs_of(module: GraphModule) -> tuple[object, ...]:
 
 def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...]], forward_outputs: int, tangents: int,
            tangent_of: Sequence[int], chunk_size: int | None, compile_body: CompileBody, checkable: Sequence[int] = (),
-           target: Target = Target("cpu")) -> StreamedRegion:
+           target: Target = Target("cpu"), device: Device = REFERENCE_CPU) -> StreamedRegion:
     """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
 
     seeds       input position → token marks of that input
     tangent_of  for each tangent, the forward output it is the gradient of
     checkable   positions of inputs that may be masks: the result may have conditions on them, which its caller checks at every call
     target      the device that chunk bodies are written for
+    device      what chunk lengths are chosen for
     Raises `CannotStream`.
     """
     module = unsort(normalize(joint))
@@ -81,7 +86,7 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     def schedule(program: Program) -> Schedule:
         verify_program(program, analysis)
         bodies = lower(program, analysis, target)
-        chunks = chunk_lengths(program, analysis, chunk_size)
+        chunks = chunk_lengths(program, analysis, chunk_size, device)
         compiled = tuple(compile_body(b, c) for b, c in zip(bodies, chunks))
         return Schedule(program, bodies, chunks, Runner(program, analysis, bodies, compiled, chunks))
 
@@ -93,17 +98,18 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     if not forward.sweeps and not any(is_tensor(n) and analysis.kinds[n] != "whole" for n in graph.nodes if n.op == "call_function"):
         raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
     if not tangents:
-        return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False)
+        return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False, device)
     both = in_one_sweep(graph, analysis, forward_part, backward_part, forward, tangent_nodes)
     if both is not None:
-        return StreamedRegion(module, analysis, primals, tangent_nodes, (), schedule(both), None, True)
+        return StreamedRegion(module, analysis, primals, tangent_nodes, (), schedule(both), None, True, device)
     sums = sums_of_forward(graph, analysis, forward, tangent_nodes)
     backward = partition(graph, analysis, backward_part, given=sums, movable=tangent_nodes)
     saved = tuple(n for n in backward.given if n not in tangent_nodes and n.op != "get_attr")
     if not all(n in primals or n in sums for n in saved):
         raise CannotStream(Refusal("region", "its backward reads a constant that the forward does not hand on", "Report the graph"))
     forward = partition(graph, analysis, (*forward_part, *(n for n in saved if n not in primals)))
-    return StreamedRegion(module, analysis, primals, tangent_nodes, saved, schedule(forward), schedule(backward), False)
+    return StreamedRegion(module, analysis, primals, tangent_nodes, saved, schedule(forward), schedule(backward), False,
+                          device)
 
 
 def marks_of_tangents(graph, marks, forward_part, tangents, tangent_of) -> dict[Node, tuple[Mark, ...]]:

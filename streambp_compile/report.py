@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from .passes.ir import Analysis, Refusal, Tokens, bytes_of, hint, is_tensor, rank_of, value_of
 from .passes.lower import total_dtype
-from .passes.plan import row_bytes
+from .passes.plan import program_cost, sweep_work
 from .pipeline import Schedule, StreamedRegion
 from .rehearsal import Peak
 
@@ -91,22 +91,24 @@ class RegionReport:
         if self.streamed is None:
             return "\n".join([*lines, "  nothing to run"])
         forward = "forward and gradients together" if self.streamed.fused else "forward"
-        lines += describe(forward, self.streamed.forward, self.analysis)
+        lines += describe(forward, self.streamed.forward, self.streamed)
         if self.backward is not None:
-            lines += describe("backward", self.backward, self.analysis)
+            lines += describe("backward", self.backward, self.streamed)
         lines += [f"  checked in each call: {condition}; else all keys are read" for condition in self.analysis.conditions]
         return "\n".join(lines)
 
 
-def describe(title: str, schedule: Schedule, analysis: Analysis) -> list[str]:
+def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str]:
     """The timetable of one direction, a line per value that crosses a sweep's boundary."""
     lines = [f"  {title}: {len(schedule.program.sweeps)} sweep{'s' * (len(schedule.program.sweeps) != 1)}"]
-    length = hint(analysis.length)
-    for sweep, body, chunk in zip(schedule.program.sweeps, schedule.bodies, schedule.chunks):
+    analysis, length = region.analysis, hint(region.analysis.length)
+    costs = program_cost(schedule.program, analysis, schedule.chunks, region.device)
+    for sweep, body, chunk, cost in zip(schedule.program.sweeps, schedule.bodies, schedule.chunks, costs):
         keys = ""
         if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings):
             keys = f", keys {sweep.keys}: {proof(sweep.keys)}"
-        lines.append(f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, {len(sweep.nodes)} ops{keys}")
+        lines.append(f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, {len(sweep.nodes)} ops{keys}"
+                     + (f", products at {cost.efficiency:.0%} of their rate" if cost.products else ""))
         lines += [f"      attends by {choice}" for choice in body.attends]
         in_place = {source: out for out, source in sweep.in_place}
         for binding in body.bindings:
@@ -141,7 +143,7 @@ def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
     added = sum(bytes_of(value_of(n)) // value_of(n).dtype.itemsize * total_dtype(value_of(n).dtype).itemsize
                 for s in schedule.program.sweeps for n in (*s.sums, *s.keysums) if is_tensor(n))
     noted = sum(bytes_of(value_of(n)) // c for s, c in zip(schedule.program.sweeps, schedule.chunks) for n in s.noted)
-    chunk = max((row_bytes(s, analysis) * c for s, c in zip(schedule.program.sweeps, schedule.chunks)), default=0)
+    chunk = max((sweep_work(s, analysis).widest * c for s, c in zip(schedule.program.sweeps, schedule.chunks)), default=0)
     return kept + added + noted + chunk
 
 
@@ -192,4 +194,6 @@ class Report:
         total = sum(r.times for r in self.regions)
         head = (f"streambp: {streamed} of {total} regions streamed, {len(self.regions)} distinct, "
                 f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} graph{'s' * (len(self.split) != 1)}")
+        devices = dict.fromkeys(str(r.streamed.device) for r in self.regions if r.streamed is not None)
+        head = "\n".join([head, *(f"planned for {device}" for device in devices)])
         return "\n\n".join([head, *map(str, self.regions), *([str(self.peak)] if self.peak else []), *self.notes])

@@ -18,7 +18,7 @@ from . import internals
 from .axis import fake_of, storage_of
 from .capture import Captured
 from .passes.ir import Mark, hint, is_tensor, shape_of, tensor_operands
-from .passes.plan import PRODUCTS, is_one_of
+from .passes.cost import PRODUCTS, is_one_of
 from .passes.rules import rule_of
 from .passes.split import mutated, name_of
 from .passes.spread import Spread

@@ -11,8 +11,8 @@ PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch")
 TYPES = {"Program", "Sweep"}  # what partition hands to the passes after it
 VERIFIED = {"verify", "lower", "plan"}  # who may read them
 # the table, and what it and the passes speak
-SPOKEN = ("rules", "ops", "attention", "products", "grouped", "grouped_triton", "bands", "sizes")
-PARTS = ("spread", "gauge", "keys", "ranges", "shifts")  # no passes, but parts of analyze and of normalize
+SPOKEN = ("rules", "ops", "attention", "products", "grouped", "grouped_triton", "bands", "sizes", "device")
+PARTS = ("spread", "gauge", "keys", "ranges", "shifts", "cost")  # no passes, but parts of analyze, normalize and plan
 
 
 def module_of(path: Path) -> str:
