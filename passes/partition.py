@@ -9,6 +9,7 @@ at the start of each chunk. The number of sweeps, their directions, and what is 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -37,6 +38,7 @@ class Sweep:
     scans     running values that go from chunk to chunk
     noted     those of ``scans`` whose state before each chunk is kept for a later sweep
     resumed   scans of the other direction, which go on from such states
+    keys      the keys that rows of a chunk reach, their own always among them: no chunk is without keys, whatever its masks leave
     in_place  output → the input whose buffer it takes over
     """
 
@@ -394,14 +396,12 @@ class Search:
             writes = tuple(n for n in own if (n in kept or n in row_outputs) and n not in keysums and n not in sums)
             fed = tuple(n for n in writes if any(
                 e.operand is n and e.role == "keys" for r in nodes for e in self.edges_of(r)))
-            reach = None
-            for n in nodes:
-                if n in self.analysis.reaches:
-                    reach = self.analysis.reaches[n] if reach is None else reach.join(self.analysis.reaches[n])
+            reaches = [self.analysis.reaches[n] for n in nodes if n in self.analysis.reaches]
+            keys = functools.reduce(Reach.join, reaches, HERE) if reaches else EVERYWHERE
             settled = direction == DESCENDING and all(self.causal(n) for n in keysums)
             scans, resumed = (tuple(n for n in nodes if n in self.scans and (self.scans[n] == direction) is same) for same in (True, False))
             sweeps.append(Sweep(direction, tuple(nodes), writes, fed, sums, keysums, settled, self.in_place(at, count, nodes, writes, movable),
-                                reach or EVERYWHERE, scans, tuple(n for n in own if n in noted), resumed))
+                                keys, scans, tuple(n for n in own if n in noted), resumed))
             cost += sum(bytes_of(value_of(n)) for n in (*(w for w in writes if w not in row_outputs), *keysums))
             cost += sum(bytes_of(value_of(n)) for n in sweeps[-1].noted) // SHORTEST
         whole = tuple(tuple(n for n in self.needed if n in self.whole and level[n] == stage) for stage in range(count + 1))
