@@ -17,6 +17,7 @@ from .passes.normalize import normalize
 from .passes.partition import Program, partition
 from .passes.plan import PRODUCTS, chunk_lengths, is_one_of
 from .passes.spread import Spread
+from .passes.stages import Abandoned, stage, unwatched
 from .passes.unsort import unsort
 from .passes.verify import verify_analysis, verify_program
 from .runtime import Runner
@@ -67,25 +68,33 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     target      the device that chunk bodies are written for
     Raises `CannotStream`.
     """
-    module = unsort(normalize(joint))
+    with stage("normalising the joint graph"):
+        module = unsort(normalize(joint))
     graph = module.graph
     placeholders = tuple(n for n in graph.nodes if n.op == "placeholder")
     primals, tangent_nodes = placeholders[: len(placeholders) - tangents], placeholders[len(placeholders) - tangents:]
     outputs = outputs_of(module)
     forward_part, backward_part = outputs[:forward_outputs], outputs[forward_outputs:]
-    marks = {primals[i]: m for i, m in seeds.items()}
-    marks.update(marks_of_tangents(graph, marks, forward_part, tangent_nodes, tangent_of))
-    analysis = analyze(graph, length, marks, {primals[i] for i in checkable})
-    verify_analysis(graph, analysis)
+    with stage("following tokens through the joint graph"):
+        marks = {primals[i]: m for i, m in seeds.items()}
+        marks.update(marks_of_tangents(graph, marks, forward_part, tangent_nodes, tangent_of))
+        analysis = analyze(graph, length, marks, {primals[i] for i in checkable})
+        verify_analysis(graph, analysis)
+
+    def swept(outputs: Sequence[object], **more) -> Program:
+        with stage("assigning operations to sweeps"):
+            return partition(graph, analysis, outputs, **more)
 
     def schedule(program: Program) -> Schedule:
-        verify_program(program, analysis)
-        bodies = lower(program, analysis, target)
-        chunks = chunk_lengths(program, analysis, chunk_size)
-        compiled = tuple(compile_body(b, c) for b, c in zip(bodies, chunks))
+        with stage("writing chunk bodies"):
+            verify_program(program, analysis)
+            bodies = lower(program, analysis, target)
+            chunks = chunk_lengths(program, analysis, chunk_size)
+        with stage("compiling chunk bodies"), unwatched():
+            compiled = tuple(compile_body(b, c) for b, c in zip(bodies, chunks))
         return Schedule(program, bodies, chunks, Runner(program, analysis, bodies, compiled, chunks))
 
-    forward = partition(graph, analysis, forward_part)
+    forward = swept(forward_part)
     if not forward.sweeps and any(
             is_one_of(n, PRODUCTS) and isinstance(analysis.facts[n], Shared) for stage in forward.whole for n in stage):
         raise CannotStream(Refusal("region", "its products are of no token of the sequence that streams in it",
@@ -94,15 +103,16 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
         raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
     if not tangents:
         return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False)
-    both = in_one_sweep(graph, analysis, forward_part, backward_part, forward, tangent_nodes)
+    with stage("assigning operations to sweeps"):
+        both = in_one_sweep(graph, analysis, forward_part, backward_part, forward, tangent_nodes)
     if both is not None:
         return StreamedRegion(module, analysis, primals, tangent_nodes, (), schedule(both), None, True)
     sums = sums_of_forward(graph, analysis, forward, tangent_nodes)
-    backward = partition(graph, analysis, backward_part, given=sums, movable=tangent_nodes)
+    backward = swept(backward_part, given=sums, movable=tangent_nodes)
     saved = tuple(n for n in backward.given if n not in tangent_nodes and n.op != "get_attr")
     if not all(n in primals or n in sums for n in saved):
         raise CannotStream(Refusal("region", "its backward reads a constant that the forward does not hand on", "Report the graph"))
-    forward = partition(graph, analysis, (*forward_part, *(n for n in saved if n not in primals)))
+    forward = swept((*forward_part, *(n for n in saved if n not in primals)))
     return StreamedRegion(module, analysis, primals, tangent_nodes, saved, schedule(forward), schedule(backward), False)
 
 
@@ -135,6 +145,8 @@ def in_one_sweep(graph, analysis: Analysis, forward_part, backward_part, forward
         return None
     try:
         both = partition(graph, analysis, (*forward_part, *backward_part))
+    except Abandoned:
+        raise
     except CannotStream:
         return None
     return both if len(both.sweeps) == 1 else None
