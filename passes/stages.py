@@ -23,22 +23,21 @@ class Abandoned(CannotStream):
 
 
 class Watch:
-    """The time that the analysis of one graph has taken, in seconds.
+    """How long the analysis of one graph has taken.
 
-    limit  after so long the graph is compiled whole
-    tell   is called once, with a sentence, when the analysis is slow
+    limit  seconds of work of its thread, after which the graph is compiled whole: how busy the machine is must not decide
+    tell   is called once, with a sentence, when the user has waited for `SLOW` seconds
     """
 
     def __init__(self, limit: float, tell: Callable[[str], None]):
         self.limit, self.tell = limit, tell
-        self.started, self.told = time.monotonic(), False
+        self.started, self.worked, self.told = time.monotonic(), time.thread_time(), False
 
     def check(self) -> None:
-        spent = time.monotonic() - self.started
-        if spent > self.limit:
+        if time.thread_time() - self.worked > self.limit:
             raise Abandoned(Refusal("graph", f"{STAGE.get()} was given up after {self.limit:g} seconds of analysis",
                                     'Allow more with options={"analysis_seconds": ...}, or report this model'))
-        if spent > SLOW and not self.told:
+        if not self.told and time.monotonic() - self.started > SLOW:
             self.told = True
             self.tell(f"analysis has taken {SLOW:g} seconds and goes on with {STAGE.get()}. After {self.limit:g} seconds the graph is compiled "
                       'whole; options={"analysis_seconds": ...} sets this limit')
@@ -88,7 +87,7 @@ def watched(limit: float, tell: Callable[[str], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """What happens inside does not count: it is not analysis (Inductor at work)."""
-    watch, begun = WATCH.get(), time.monotonic()
+    watch, begun, working = WATCH.get(), time.monotonic(), time.thread_time()
     before = WATCH.set(None)
     try:
         yield
@@ -96,6 +95,7 @@ def unwatched() -> Iterator[None]:
         WATCH.reset(before)
         if watch is not None:
             watch.started += time.monotonic() - begun
+            watch.worked += time.thread_time() - working
 
 
 def checkpoint() -> None:

@@ -143,7 +143,7 @@ class Runner:
             scalars = {"rows": stop - start, "keys": last_key - first_key, "first": start, "offset": start - first_key, "length": length}
             for known, state in noted:
                 known[start] = state.clone()
-            with noting(lambda: f"streambp: this happened in {self.place(stage, start, stop, length)}{lines_of(sweep.nodes)}"):
+            with noting(lambda: f"streambp: this happened in {self.place(stage, start, stop, length)}"):
                 compiled([cut(b, s, start, stop, first_key, last_key, scalars) for b, s in zip(body.bindings, sources)])
         for binding, source in zip(body.bindings, sources):
             if binding.role in ("write", "feed"):
