@@ -14,6 +14,7 @@ from .ir import (EVERYWHERE, Alike, Condition, Fact, HidesOutside, Reach, Restar
                  is_view, parts_of, shape_of, tensor_operands)
 from .rules.scans import state_of_no_rows
 from .spread import has_tensors
+from .stages import checkpoint
 
 Facts = Mapping[Node, Fact | tuple[Fact, ...]]
 
@@ -27,6 +28,7 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
     """
     ranges: dict[Node, Reach] = {}
     conditions: dict[Reach, tuple[Condition, ...]] = {}
+    checked_light = functools.cache(lambda mask, cells: is_light(mask, cells, checkable))
 
     def proved(band: object) -> Reach:
         """The reach of a band, if what it rests on can be checked."""
@@ -37,7 +39,7 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
         needed += [RowsSee(band.rests_on, reach)] * bool(band.rests_on)
         masks = [(s.node, s.cells) for c in needed if not isinstance(c, Restarts) for s in c.seen]
         masks += [(node, 0) for c in needed if isinstance(c, Restarts) for node in c.nodes]
-        if not all(is_light(node, cells, checkable) for node, cells in masks):
+        if not all(checked_light(node, cells) for node, cells in masks):
             return EVERYWHERE
         conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *needed)))
         return reach
@@ -58,6 +60,7 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
     if paired:
         found = list(ranges.values())  # masks of fused attention need the keys that it reads
         for node in paired:
+            checkpoint()
             leaves = exits(node, facts, signatures[node])
             if leaves is None:
                 continue

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from .ir import (EVERYWHERE, HERE, SHORTEST, Analysis, Edge, Reach, Tokens, bytes_of, hint, is_row_wise, is_tensor, is_view, is_zeros, parts_of, refuse,
                  shape_of, tensor_operands, value_of)
+from .stages import checkpoint
 
 ASCENDING, DESCENDING = "ascending", "descending"
 MOST_SWEEPS = 4
@@ -133,6 +134,7 @@ class Search:
         self.given = given | {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.needed = self.closure([o for o in outputs if isinstance(o, Node)])
+        self.all_needed = set(self.needed)
         self.small = self.small_rows()
         self.scans_whole = False
         self.whole = self.find_whole()
@@ -189,12 +191,13 @@ class Search:
         whole: set[Node] = set()
 
         def take(node: Node) -> None:
-            if node in whole or node in self.given:
-                return
-            whole.add(node)
-            for operand in node.all_input_nodes:
-                if operand in self.early and (self.tokens(operand) or operand.target is operator.getitem or not is_tensor(operand)):
-                    take(operand)
+            stack = [node]
+            while stack:
+                node = stack.pop()
+                if node not in whole and node not in self.given:
+                    whole.add(node)
+                    stack += [a for a in node.all_input_nodes if a in self.early and (
+                        self.tokens(a) or a.target is operator.getitem or not is_tensor(a))]
 
         self.early, late = self.before_any_sweep(), set()
         for node in self.needed:
@@ -269,6 +272,7 @@ class Search:
         """The sweep of every streamed node; for whole nodes, the sweep before which they are ready. None: too few sweeps."""
         level: dict[Node, int] = {}
         for node in self.needed:
+            checkpoint()
             if node in self.given:
                 level[node] = 0
             elif node in self.whole:
@@ -322,6 +326,7 @@ class Search:
             return late[reader] < last or self.satisfied(reader, edge, late, directions) > last
 
         for node in reversed(self.needed):
+            checkpoint()
             readers = [n for n in node.users if n in late]
             parts = [n for n in readers if n.target is operator.getitem]
             source = node.args[:1] if node.target is operator.getitem else ()
@@ -362,6 +367,7 @@ class Search:
                 node = stack.pop()
                 if node in bodies[at]:
                     continue
+                checkpoint()
                 bodies[at].add(node)
                 if self.scans.get(node, directions[at]) != directions[at]:
                     noted.add(node)
@@ -427,18 +433,19 @@ class Search:
         if at != count - 1:
             return ()
         found, used = [], set()
-        inside = set(nodes)
+        inside, returned = set(nodes), {o for o in self.outputs if isinstance(o, Node)}
+        readers_of = {source: [n for n in source.users if n in self.all_needed and n not in self.given] for source in movable}
         for out in writes:
             fact, value = self.analysis.facts[out], value_of(out)
             for source in movable:
-                if source in used or source not in self.needed or out not in self.outputs:
+                if source in used or source not in self.all_needed or out not in returned:
                     continue
                 other = value_of(source)
                 alike = (self.analysis.facts[source] == fact and (fact.lo, fact.hi) == (0, 0) and other.dtype == value.dtype
                          and list(map(hint, other.shape)) == list(map(hint, value.shape))
                          and list(map(hint, other.stride())) == list(map(hint, value.stride())))
-                readers = [n for n in self.needed if source in n.all_input_nodes and n not in self.given]
-                if alike and source not in self.outputs and all(n in inside and n not in self.whole and all(
+                readers = readers_of[source]
+                if alike and source not in returned and all(n in inside and n not in self.whole and all(
                         e.role == "rows" and e.reach == HERE for e in self.edges_of(n) if e.operand is source) for n in readers):
                     found.append((out, source))
                     used.add(source)

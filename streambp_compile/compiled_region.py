@@ -135,7 +135,7 @@ class CompiledRegion:
         if self.report.refusal is not None:  # traced again, to run whole
             return False
         try:
-            with watched(self.config.analysis_seconds, self.hint), stage("preparing the joint graph"):
+            with watched(self.config.analysis_seconds, self.slow), stage("preparing the joint graph"):
                 self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
         except CannotStream as refused:
             if isinstance(refused, Abandoned):
@@ -147,8 +147,9 @@ class CompiledRegion:
                 raise TraceAgain
         return self.streamed is not None
 
-    def hint(self, text: str) -> None:
-        warnings.warn(f"streambp: {text}.", StreamHint, stacklevel=2)
+    def slow(self, text: str) -> None:
+        where = next(filter(None, map(where_of, self.module.graph.nodes)), "")
+        warnings.warn(f"streambp: {text}. The region begins at {where}.", StreamHint, stacklevel=2)
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
         if self.unfit is not None:

@@ -16,7 +16,7 @@ from .passes.lower import Body, lower
 from .passes.normalize import normalize
 from .passes.partition import Program, partition
 from .passes.plan import PRODUCTS, chunk_lengths, is_one_of
-from .passes.spread import Spread
+from .passes.spread import Signatures, Spread
 from .passes.stages import Abandoned, stage, unwatched
 from .passes.unsort import unsort
 from .passes.verify import verify_analysis, verify_program
@@ -77,8 +77,9 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     forward_part, backward_part = outputs[:forward_outputs], outputs[forward_outputs:]
     with stage("following tokens through the joint graph"):
         marks = {primals[i]: m for i, m in seeds.items()}
-        marks.update(marks_of_tangents(graph, marks, forward_part, tangent_nodes, tangent_of))
-        analysis = analyze(graph, length, marks, {primals[i] for i in checkable})
+        known = Signatures(graph)
+        marks.update(marks_of_tangents(Spread(graph, marks, known), forward_part, tangent_nodes, tangent_of))
+        analysis = analyze(graph, length, marks, {primals[i] for i in checkable}, known)
         verify_analysis(graph, analysis)
 
     def swept(outputs: Sequence[object], **more) -> Program:
@@ -116,9 +117,8 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     return StreamedRegion(module, analysis, primals, tangent_nodes, saved, schedule(forward), schedule(backward), False)
 
 
-def marks_of_tangents(graph, marks, forward_part, tangents, tangent_of) -> dict[Node, tuple[Mark, ...]]:
+def marks_of_tangents(spread: Spread, forward_part, tangents, tangent_of) -> dict[Node, tuple[Mark, ...]]:
     """A tangent carries tokens where the output does whose gradient it is."""
-    spread = Spread(graph, marks)
     found = {}
     for tangent, index in zip(tangents, tangent_of):
         output = forward_part[index]

@@ -11,7 +11,7 @@ PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch")
 TYPES = {"Program", "Sweep"}  # what partition hands to the passes after it
 VERIFIED = {"verify", "lower", "plan"}  # who may read them
 # the table, and what it and the passes speak
-SPOKEN = ("rules", "ops", "attention", "products", "grouped", "grouped_triton", "bands", "sizes")
+SPOKEN = ("rules", "ops", "attention", "products", "grouped", "grouped_triton", "bands", "sizes", "stages")
 PARTS = ("spread", "gauge", "keys", "ranges", "shifts")  # no passes, but parts of analyze and of normalize
 
 
