@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from streambp_compile.passes.ir import CannotStream
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_compile import backend, compiled_region, internals, pipeline, runtime
 from streambp_compile.report import NotStreamed
@@ -98,3 +98,83 @@ def test_what_fails_before_there_are_regions_leaves_the_graph_to_inductor(monkey
 def test_what_fails_in_a_region_leaves_it_whole(monkeypatch, owner, name):
     monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
     is_told(refusals(loss_of, inputs()), IN_A_REGION[owner, name])
+
+
+def test_strict_raises_and_keeps_the_cause(monkeypatch):
+    monkeypatch.setattr(pipeline, "lower", failing(pipeline.lower))
+    with pytest.raises(Exception, match="writing chunk bodies failed with Broken: a defect") as raised:
+        refusals(loss_of, inputs(), strict=True)
+    assert "NotStreamed" in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("owner, name", [(backend, "split"), (pipeline, "lower")])
+def test_what_is_no_defect_is_not_swallowed(monkeypatch, owner, name, error):
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), error))
+    with pytest.raises(BaseException) as raised:
+        refusals(loss_of, inputs())
+    assert error.__name__ in "".join(traceback.format_exception(raised.value))
+
+
+def test_what_inductor_cannot_compile_either_is_the_users_own_error(monkeypatch):
+    def broken(*args, **kwargs):
+        raise Broken("no kernel")
+
+    monkeypatch.setattr(internals, "compile_fx_inner", broken)
+    with pytest.raises(Exception, match="no kernel"):
+        refusals(loss_of, inputs())
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("error", [Broken, torch.OutOfMemoryError])
+def test_an_error_of_a_running_body_names_tokens_region_and_lines(monkeypatch, error, direction):
+    given = inputs()
+    compiled = torch.compile(loss_of, backend="streambp", options={"chunk_size": 5})
+    compiled(*given).backward()
+    cut = runtime.cut
+
+    def broken(binding, source, start, *rest):
+        if start == 5:
+            raise error("in a kernel")
+        return cut(binding, source, start, *rest)
+
+    loss = compiled(*given) if direction == "backward" else None
+    monkeypatch.setattr(runtime, "cut", broken)
+    with pytest.raises(error, match="in a kernel") as raised:
+        loss.backward() if direction == "backward" else compiled(*given)
+    notes = "\n".join(raised.value.__notes__)
+    assert "tokens 5 to 9 of 16" in notes and f"in the {direction} of region" in notes
+    assert "test_failures.py" in notes
+
+
+def test_before_python_3_11_a_note_is_a_line_of_the_message(monkeypatch):
+    class Old(RuntimeError):
+        @property
+        def add_note(self):
+            raise AttributeError
+
+    error = Old("out of memory", 3)
+    runtime.note(error, "in region 1")
+    assert error.args == ("out of memory\nin region 1", 3)
+
+
+def test_a_repeated_value_is_as_contiguous_as_that_of_eager():
+    """Its decomposition once was an expanded view, and what viewed it failed while the region was traced."""
+    def function(x, weight, head, labels):
+        y = (x @ head).permute(1, 0, 2).unsqueeze(0).repeat(2, 1, 1, 1).view(-1, 2, 11)
+        return loss_of(x, weight, head, labels) + y.square().sum()
+
+    assert not any("failed" in text for text in refusals(function, inputs()))
+
+
+LAYOUTS = [lambda x: x, lambda x: x.permute(2, 0, 1), lambda x: x[:, ::2], lambda x: x[:, :1].expand(-1, 4, -1)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", [lambda x: x.repeat(2, 1, 3), lambda x: x.repeat(2, 1, 1, 1), lambda x: x.mean((0, 1)), lambda x: x.mean(1, True),
+                                lambda x: x.var((0, 1)), lambda x: torch.var_mean(x, (0, 2))[0]])
+def test_decompositions_of_ours_lay_values_out_as_the_ops_do(layout, op):
+    x = layout(torch.randn(3, 4, 5))
+    ours = make_fx(op, decomposition_table=internals.decompositions())(x)(x)
+    torch.testing.assert_close(ours, op(x))
+    assert ours.stride() == op(x).stride()
