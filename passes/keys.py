@@ -64,12 +64,24 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
             leaves = exits(node, facts, signatures[node])
             if leaves is None:
                 continue
-            found.append(proved(next((b for b in (bands.get(a) for a in leaves) if isinstance(b, Band) and closes(b, node)), None)))
+            empty = [a for a in leaves if isinstance(bands.get(a), Band) and closes(bands[a], node)]
+            found.append(along(proved(bands[empty[0]]), bands[empty[0]], facts[empty[0]]) if empty else EVERYWHERE)
         reach = functools.reduce(Reach.join, found) if found else EVERYWHERE
         for node in paired:
             ranges[node] = reach
     pruned = any(reach != EVERYWHERE for reach in ranges.values())
     return ranges, tuple(c for reach, found in conditions.items() for c in found if pruned and reach != EVERYWHERE)
+
+
+def along(reach: Reach, band: Band, fact: Tokens) -> Reach:
+    """The reach of a band over the rows and keys of a value: where its columns are the rows, it is that of the transposed band.
+
+    Conditions speak of masks as they are stored, so that only what needs none is transposed.
+    """
+    if (band.row, band.key) == (fact.rows.dim, fact.keys.dim):
+        return reach
+    turned = (band.key, band.row) == (fact.rows.dim, fact.keys.dim) and not band.assumes and not band.rests_on
+    return -reach if turned else EVERYWHERE
 
 
 def is_light(mask: Node, cells: int, checkable: Container[Node]) -> bool:
