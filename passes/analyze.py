@@ -22,8 +22,8 @@ from .spread import Signatures, Slot, Spread, has_tensors, outputs_of, product, 
 from .stages import checkpoint
 
 
-def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]], checkable: Container[Node] = (),
-            known: Signatures | None = None) -> Analysis:
+def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]],
+            checkable: Container[Node] = (), known: Signatures | None = None) -> Analysis:
     """Facts, edges and kinds of every node.
 
     length     number of tokens T (int or symbol)

@@ -69,7 +69,7 @@ class Gauge:
                 self.wide.add(node)
 
     def find(self, node: Node) -> tuple[Node, int]:
-        """(root, d) with low(node) = low(root) + d. Every node on the way is tied to the root itself, so that no way is long twice."""
+        """(root, d) with low(node) = low(root) + d. Nodes on the way are tied to the root itself."""
         way: list[Node] = []
         while node in self.parent:
             way.append(node)

@@ -396,7 +396,7 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 
 def copied(module: GraphModule) -> GraphModule:
-    """A module of its own for a copy of the graph, names and meta values included; what is done to it leaves the given one alone."""
+    """A module of its own for a copy of the graph, with its names and meta values."""
     graph, nodes = Graph(), {}
     graph.output(graph.graph_copy(module.graph, nodes))
     for old, new in nodes.items():

@@ -65,7 +65,8 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
             if leaves is None:
                 continue
             empty = [a for a in leaves if isinstance(bands.get(a), Band) and closes(bands[a], node)]
-            found.append(along(proved(bands[empty[0]]), bands[empty[0]], facts[empty[0]]) if empty else EVERYWHERE)
+            leaf = empty[0] if empty else None
+            found.append(EVERYWHERE if leaf is None else along(proved(bands[leaf]), bands[leaf], facts[leaf]))
         reach = functools.reduce(Reach.join, found) if found else EVERYWHERE
         for node in paired:
             ranges[node] = reach
@@ -74,7 +75,7 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
 
 
 def along(reach: Reach, band: Band, fact: Tokens) -> Reach:
-    """The reach of a band over the rows and keys of a value: where its columns are the rows, it is that of the transposed band.
+    """The reach of a band over the rows and keys of a value; transposed, where its keys are the rows.
 
     Conditions speak of masks as they are stored, so that only what needs none is transposed.
     """

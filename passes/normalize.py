@@ -64,7 +64,10 @@ def var(x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = False) ->
 
 
 def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
-    """A repeated value is an expanded one, laid out: rows that are repeated stay rows. It is contiguous, and views of it rely on that."""
+    """A repeated value is an expanded one, laid out: rows that are repeated stay rows.
+
+    It is contiguous, as the op's own result is: views of it rely on that.
+    """
     x = x.reshape([1] * (len(repeats) - x.dim()) + list(x.shape))
     apart = [(r, s) if r != 1 else (s,) for r, s in zip(repeats, x.shape)]
     narrow = x.reshape([n for part in apart for n in ((1, part[1]) if len(part) == 2 else part)])

@@ -39,7 +39,7 @@ class Sweep:
     scans     running values that go from chunk to chunk
     noted     those of ``scans`` whose state before each chunk is kept for a later sweep
     resumed   scans of the other direction, which go on from such states
-    keys      the keys that rows of a chunk reach, their own always among them: no chunk is without keys, whatever its masks leave
+    keys      the keys that rows of a chunk reach, and always the chunk's own rows: no chunk is without keys
     in_place  output → the input whose buffer it takes over
     """
 
@@ -434,7 +434,8 @@ class Search:
             return ()
         found, used = [], set()
         inside, returned = set(nodes), {o for o in self.outputs if isinstance(o, Node)}
-        readers_of = {source: [n for n in source.users if n in self.all_needed and n not in self.given] for source in movable}
+        computed = self.all_needed - self.given
+        readers_of = {source: [n for n in source.users if n in computed] for source in movable}
         for out in writes:
             fact, value = self.analysis.facts[out], value_of(out)
             for source in movable:

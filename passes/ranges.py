@@ -35,7 +35,8 @@ def shorten(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         source = node.args[0]
         dim, part = part_of(node, sizes)
-        short = None if part is None or shape_of(source) == shape_of(node) else Shortened(graph, node, part, sizes, hopeless).made(source, dim)
+        shortens = part is not None and shape_of(source) != shape_of(node)
+        short = Shortened(graph, node, part, sizes, hopeless).made(source, dim) if shortens else None
         if short is not None:
             node.replace_all_uses_with(short)
 
@@ -57,10 +58,11 @@ def part_of(node: Node, sizes: SizeNodes) -> tuple[int, Part | None]:
 class Shortened:
     """Copies of nodes with one dimension cut.
 
-    hopeless  nodes and dimensions that have something else than ranges and constants in them, whatever part is asked for
+    hopeless  nodes and dimensions that are made of more than ranges and constants, whatever part is asked for
     """
 
-    def __init__(self, graph: Graph, before: Node, part: Part, sizes: SizeNodes, hopeless: set[tuple[Node, int]]):
+    def __init__(self, graph: Graph, before: Node, part: Part, sizes: SizeNodes,
+                 hopeless: set[tuple[Node, int]]):
         self.graph, self.before, self.part, self.sizes, self.hopeless = graph, before, part, sizes, hopeless
         self.known: dict[tuple[Node, int], Node | None] = {}
 

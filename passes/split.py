@@ -132,7 +132,8 @@ def flagged_in_place(node: Node) -> bool:
         return node.kwargs.get("inplace") is True
     signature = signature_of(node.target)
     try:
-        return signature is not None and signature.bind(*node.args, **node.kwargs).arguments.get("inplace") is True
+        bound = None if signature is None else signature.bind(*node.args, **node.kwargs).arguments
+        return bound is not None and bound.get("inplace") is True
     except TypeError:
         return False
 
@@ -169,7 +170,8 @@ def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
     """
     place = {n: i for i, n in reversed(list(enumerate(nodes)))}
     writes = [n for n in nodes if writers.get(n) in place]
-    if any(u not in place for n in nodes for u in n.users if writers.get(u) is n) or nodes[0].op in ("placeholder", "get_attr"):
+    written_elsewhere = any(u not in place for n in nodes for u in n.users if writers.get(u) is n)
+    if written_elsewhere or nodes[0].op in ("placeholder", "get_attr"):
         return False
     last = max(map(place.get, writes))
     return all(list(a.users) == [b] and writers.get(b) is a for a, b in zip(nodes[:last], nodes[1:last + 1]))

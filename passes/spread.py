@@ -34,7 +34,7 @@ class Signatures:
     """What the rules say of every node of a graph: read once, whatever is spread over it.
 
     order    node → its place
-    around   slot → the nodes that have it as an operand or as a result, which are those that its marks matter to
+    around   slot → the nodes that have it as an operand or as a result
     holders  slot → the nodes whose value it is
     missing  nodes without a rule that fits them
     """
@@ -60,13 +60,15 @@ class Signatures:
         except CannotStream as refusal:
             self.missing[node] = refusal
         except Exception as error:  # a rule that does not fit this call; harmless unless tokens come here
-            self.missing[node] = refuse(node, f"its rule fails on these arguments ({error})", "Please report this call")
+            reason = f"its rule fails on these arguments ({error})"
+            self.missing[node] = refuse(node, reason, "Please report this call")
 
 
 class Spread:
     """Marks, spread to a fixpoint. ``marks[slot][dim]`` is the mark of that dimension.
 
-    Nodes are visited forth and back in the order of the graph, as often as marks around them are new: the cost is that of where tokens go.
+    Nodes are visited forth and back in the order of the graph, whenever marks around them are new. So the
+    cost is that of the nodes that tokens reach.
     """
 
     def __init__(self, graph: Graph, seeds: Mapping[Node, tuple[Mark, ...]], known: Signatures | None = None):
@@ -82,8 +84,9 @@ class Spread:
                 self.marks.setdefault(slot_of(node), {})[mark.dim] = mark
             self.wake(slot_of(node))
         self.visit(self.tied)
-        self.waiting = {n for slot in self.marks if self.pairs(slot) for n in self.known.around.get(slot, ()) if n in self.signatures}
-        undecided = iter([slot for slot in self.marks if self.pairs(slot)])
+        undecided = [slot for slot in self.marks if self.pairs(slot)]
+        for slot in undecided:
+            self.wake(slot)
         self.visit(self.orient)
         for slot in undecided:
             if slot not in self.keys:  # nothing tells rows from keys: by custom, keys come last
@@ -95,7 +98,7 @@ class Spread:
         self.waiting.update(n for n in self.known.around.get(slot, ()) if n in self.signatures)
 
     def visit(self, look: Callable[[Node, Signature], None]) -> None:
-        """Look at waiting nodes, forth and back, until none waits. One that wakes behind the place of now waits for the next turn."""
+        """Look at waiting nodes, forth and back, until none waits. What wakes behind has to wait."""
         turn, order = 1, self.known.order
         while self.waiting:
             queued, later, self.waiting = self.waiting, set(), set()
@@ -120,7 +123,8 @@ class Spread:
 
     def met(self) -> list[Node]:
         """The nodes around marked slots, in order."""
-        return sorted({n for slot, marks in self.marks.items() if marks for n in self.known.around.get(slot, ())}, key=self.known.order.get)
+        found = {n for slot, marks in self.marks.items() if marks for n in self.known.around.get(slot, ())}
+        return sorted(found, key=self.known.order.get)
 
     def marked(self) -> list[Node]:
         """The nodes whose values have marks."""
@@ -182,11 +186,13 @@ class Spread:
                  *(((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs))]
         label = signature.keys
         if label is None:
-            label = next((labels[self.keys[s]] for s, labels in slots if s in self.keys and labels[self.keys[s]] is not None), None)
+            told = (labels[self.keys[s]] for s, labels in slots if s in self.keys)
+            label = next((label for label in told if label is not None), None)
         if label is None:
             return
         for slot, labels in slots:
-            if slot not in self.keys and self.pairs(slot) and label in labels and labels.index(label) in self.marks[slot]:
+            open_ = slot not in self.keys and self.pairs(slot) and label in labels
+            if open_ and labels.index(label) in self.marks[slot]:
                 self.place_keys(slot, labels.index(label))
 
     def orient_reshape(self, source: Slot, target: Slot, old, new) -> None:

@@ -1,7 +1,8 @@
 """The stages of a compilation: what is being done, what becomes of an error in it, and how long it may take.
 
-An unexpected error in a stage, or too much time, is a defect of this package. It must cost memory, loudly, and not the run: it becomes a
-refusal that names the stage. Loops call `checkpoint`, which reads a clock; there are no threads and no signals.
+An unexpected error in a stage, or too much time, is a defect of this package. It must cost memory, loudly,
+and not the run: it becomes a refusal that names the stage. Loops call `checkpoint`, which reads a clock;
+there are no threads and no signals.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ SLOW = 10.0  # seconds of analysis after which the user is told what takes so lo
 
 
 class Abandoned(CannotStream):
-    """A stage failed, or took too long: a defect or a limit of this package, and not a property of the model."""
+    """A stage failed, or took too long: a defect or a limit of this package, not a property of the model."""
 
 
 class Watch:
     """How long the analysis of one graph has taken.
 
-    limit  seconds of work of its thread, after which the graph is compiled whole: how busy the machine is must not decide
+    limit  seconds of work of its thread (not of waiting: how busy the machine is must not decide), after
+           which the graph is compiled whole
     tell   is called once, with a sentence, when the user has waited for `SLOW` seconds
     """
 
@@ -35,12 +37,14 @@ class Watch:
 
     def check(self) -> None:
         if time.thread_time() - self.worked > self.limit:
-            raise Abandoned(Refusal("graph", f"{STAGE.get()} was given up after {self.limit:g} seconds of analysis",
-                                    'Allow more with options={"analysis_seconds": ...}, or report this model'))
+            raise Abandoned(Refusal(
+                "graph", f"{STAGE.get()} was given up after {self.limit:g} seconds of analysis",
+                'Allow more with options={"analysis_seconds": ...}, or report this model'))
         if not self.told and time.monotonic() - self.started > SLOW:
             self.told = True
-            self.tell(f"analysis has taken {SLOW:g} seconds and goes on with {STAGE.get()}. After {self.limit:g} seconds the graph is compiled "
-                      'whole; options={"analysis_seconds": ...} sets this limit')
+            self.tell(f"analysis has taken {SLOW:g} seconds and goes on with {STAGE.get()}. After "
+                      f"{self.limit:g} seconds it is given up, and the graph is compiled whole; "
+                      'options={"analysis_seconds": ...} sets this limit')
 
 
 STAGE: ContextVar[str] = ContextVar("stage", default="the analysis")
@@ -49,7 +53,7 @@ WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """What happens inside is this stage. An unexpected error becomes `Abandoned`; running out of memory does not."""
+    """What happens inside is this stage. An unexpected error becomes `Abandoned`; want of memory does not."""
     before = STAGE.set(name)
     try:
         checkpoint()
@@ -64,8 +68,10 @@ def stage(name: str) -> Iterator[None]:
 
 def abandoned(name: str, error: Exception) -> Abandoned:
     """An unexpected error as a refusal."""
-    return Abandoned(Refusal("graph", f"{name} failed with {summary(error)}", "This is a defect of streambp: please report it with the code at "
-                             "this line. TORCH_LOGS=\"+streambp_compile\" prints the traceback"))
+    return Abandoned(Refusal(
+        "graph", f"{name} failed with {summary(error)}",
+        "This is a defect of streambp: please report it with the code at this line. "
+        'TORCH_LOGS="+streambp_compile" prints the traceback'))
 
 
 def summary(error: BaseException) -> str:

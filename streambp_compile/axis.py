@@ -121,9 +121,12 @@ class Trace:
         """A dimension of a value as the token axis, if anything comes of it."""
         spread, length = Spread(self.graph, {node: (Mark(dim),)}, self.known), shape_of(node)[dim]
         mixers = frozenset(n for n in spread.met() if mixes(n, spread, length))
-        width = sum(bytes_of(value_of(n)) for n in spread.marked() if is_tensor(n) and value_of(n).dtype.is_floating_point)
+        marked = [value_of(n) for n in spread.marked() if is_tensor(n)]
+        width = sum(bytes_of(value) for value in marked if value.dtype.is_floating_point)
         by_attention = frozenset(n for n in mixers if attends(n, spread, length))
-        return [Candidate(mixers, by_attention, width, lost_bytes(spread) / width, length, spread)] if width else []
+        if not width:
+            return []
+        return [Candidate(mixers, by_attention, width, lost_bytes(spread) / width, length, spread)]
 
     def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
         """Queries of attention, or its scores, and their dimension of rows."""
@@ -147,7 +150,8 @@ class Trace:
         for node, mark in plain:
             if node is first or node.op == "placeholder":
                 fix_sizes(fake_of(node).shape[:mark.dim])
-        mixers = {n.meta.get("replaces", n.name) for n in spread.met() if mixes(n, spread, chosen.length) or n in spread.missing and touches(n, spread)
+        mixers = {n.meta.get("replaces", n.name) for n in spread.met()
+                  if mixes(n, spread, chosen.length) or n in spread.missing and touches(n, spread)
                   and is_tensor(n) and value_of(n).dtype.is_floating_point}
         attending = {n.meta.get("replaces", n.name) for n in chosen.attends | crossing}
         mixing, attending = (frozenset(n for n, names in self.captured_for.items() if names & found) for found in (mixers | attending, attending))

@@ -86,7 +86,7 @@ class Chain:
                 "with every chunk. Longer chunks (chunk_size) launch fewer kernels.")
 
     def compiled(self) -> Callable:
-        """The chain; or, if a defect of this package stands in its way, the graph as it was given, through Inductor alone."""
+        """The chain; or, if a defect of ours stands in its way, the given graph through Inductor alone."""
         try:
             return self.chained()
         except internals.NO_DEFECTS:
@@ -97,12 +97,13 @@ class Chain:
             if self.config.strict:
                 raise NotStreamed(str(refusal)) from error
         call = internals.compile_plainly(self.given, self.example_inputs, self.config.mode)
-        self.report.add(self.given, [RegionReport(self.given, refusal=refusal)], (), call, self.example_inputs)
+        whole = RegionReport(self.given, refusal=refusal)
+        self.report.add(self.given, [whole], (), call, self.example_inputs)
         self.refuse(refusal, None)
         return call
 
     def rewritten(self) -> GraphModule:
-        """The graph with all that is written otherwise before autograd sees it. The given one stays as it was."""
+        """The graph with all that is written otherwise before autograd sees it, as a copy."""
         module = copied(self.given)
         for rewrite, doing in () if self.transformed else REWRITES:
             with stage(doing):
@@ -116,7 +117,8 @@ class Chain:
         axis = joined(axes)
         with stage("cutting the graph into regions"):
             views = weight_views(graph)
-            regions = split(graph, traits_of(graph, axis), lambda n: is_switch(n) or n in views) if axis else ()
+            apart = {n for n in graph.nodes if is_switch(n)}.union(views)
+            regions = split(graph, traits_of(graph, axis), apart.__contains__) if axis else ()
             unfit = TRANSFORMED if self.transformed else subclass_between(regions)
             if unfit is not None or not regions:
                 return Cut(() if unfit else axes, (), whole_graph(graph), {}, unfit)
@@ -132,7 +134,8 @@ class Chain:
         with watched(self.config.analysis_seconds, self.hint):
             self.module = self.rewritten()
             self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
-            self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, self.example_inputs)]
+            given = zip(self.placeholders, self.example_inputs)
+            self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in given]
             cut = self.cut()
         built: dict[str, CompiledRegion] = {}
 
@@ -141,7 +144,8 @@ class Chain:
             own = axis_of(region, cut.axes)
             text = region_text(module, inputs, own, region)
             if text not in built:
-                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse, unfit=cut.unfit)
+                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse,
+                                             unfit=cut.unfit)
             return built[text]
 
         links = [(compiled(region), region) for region in cut.regions]
@@ -150,7 +154,8 @@ class Chain:
                  for node, region in cut.postponed.items()}
         call = linked(links, later, self.placeholders, cut.views, outputs_of(self.module))
         known = len(self.report.regions)
-        self.report.add(self.module, [r.report for r, _ in links], [a.length for a in cut.axes], call, self.fakes)
+        lengths = [a.length for a in cut.axes]
+        self.report.add(self.module, [r.report for r, _ in links], lengths, call, self.fakes)
         internals.trace_artifact("streambp_report", lambda: str(self.report))
         for region in self.report.regions[known:]:
             for name, text in region.artifacts():

@@ -60,7 +60,7 @@ class CompiledRegion:
         self.call = self.checked if self.guard else self.unchecked
 
     def compiled(self) -> Callable:
-        """The region, streamed or whole; or, if a defect of this package stands in the way of both, through Inductor alone."""
+        """The region, streamed or whole; or, if a defect of ours stands in its way, by Inductor alone."""
         try:
             with internals.detect_fake_mode(self.fakes), internals.effects_inside():
                 try:
@@ -74,7 +74,8 @@ class CompiledRegion:
             raise
         except Exception as error:
             internals.log.debug("compiling a region failed", exc_info=True)
-            refusal = refusal_of(error, "tracing the region" if self.report.joint is None else "compiling the region", "region", self.module)
+            doing = "tracing the region" if self.report.joint is None else "compiling the region"
+            refusal = refusal_of(error, doing, "region", self.module)
             if self.config.strict:
                 raise NotStreamed(str(refusal)) from error
         torch_attention(self.module)
@@ -177,9 +178,9 @@ class CompiledRegion:
         if tangents and len(tangent_of) != tangents:
             raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
                                        "Do not change inputs in place across layers"))
+        compile_body = functools.partial(internals.compile_body, mode=self.config.mode)
         return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of,
-                      self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode), self.checkable(),
-                      target_of(self.device()))
+                      self.config.chunk_size, compile_body, self.checkable(), target_of(self.device()))
 
     def whole_cost(self, graph_module: GraphModule) -> int:
         return max((bytes_of(value_of(n)) for n in graph_module.graph.nodes if is_tensor(n) and n.op == "call_function"), default=0)
@@ -192,14 +193,15 @@ class CompiledRegion:
         if region.fused:
             kept = [o for o in outputs[forward_outputs:]]
             saved = list(dict.fromkeys(o for o in kept if isinstance(o, Node) and o not in region.tangents))
-            forward = one_call(owner, region.placeholders, self.noted(run_forward(region, [*outputs[:forward_outputs], *saved], forward_outputs)),
-                               [*outputs[:forward_outputs], *saved])
+            made = [*outputs[:forward_outputs], *saved]
+            driver = self.noted(run_forward(region, made, forward_outputs))
+            forward = one_call(owner, region.placeholders, driver, made)
             backward = one_call(owner, [*saved, *region.tangents], run_scaled(saved, kept, region.tangents[0]), kept)
             return forward, backward
         symbols = [n for n in region.saved if not is_tensor(n)]
         tensors = [n for n in region.saved if is_tensor(n)]
-        forward = one_call(owner, region.placeholders, self.noted(run_forward(region, [*outputs[:forward_outputs], *tensors, *symbols])),
-                           [*outputs[:forward_outputs], *tensors, *symbols])
+        made = [*outputs[:forward_outputs], *tensors, *symbols]
+        forward = one_call(owner, region.placeholders, self.noted(run_forward(region, made)), made)
         given = [*symbols, *tensors, *region.tangents]
         backward = one_call(owner, given, self.noted(run_backward(region, given)), outputs[forward_outputs:])
         return forward, backward
@@ -217,8 +219,10 @@ class CompiledRegion:
 
     def noted(self, driver: Driver) -> Driver:
         """The same driver, whose errors say which region it is of."""
+        direction = driver.__name__.rpartition("_")[2]
+
         def take(args: list) -> list:
-            with noting(lambda: f"streambp: in the {driver.__name__.rpartition('_')[2]} of {self.report.name or 'a region'} "
+            with noting(lambda: f"streambp: in the {direction} of {self.report.name or 'a region'} "
                                 f"(streambp_compile.explain prints it){lines_of(self.module.graph.nodes)}"):
                 return driver.take(args)
 
@@ -226,7 +230,7 @@ class CompiledRegion:
 
 
 def refusal_of(error: Exception, doing: str, what: str, module: GraphModule) -> Refusal:
-    """What the user is told of an error. One that knows no operation of the user's is of the whole module, and is told with its first line.
+    """What the user is told of an error. Where it knows no line of the user's, that is the module's first.
 
     doing  the stage, where the error does not know it
     what   is compiled whole: a region or a graph

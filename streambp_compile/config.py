@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which Inductor would record CUDA graphs
-
 ANALYSIS_SECONDS = 120.0  # a region of a thousand nodes takes one or two
 
 
@@ -18,7 +17,8 @@ class Config:
 
     chunk_size  tokens per chunk in every sweep; ``None`` lets each sweep choose from its own widths
     strict      raise where a region cannot be streamed, instead of compiling it whole with a warning
-    analysis_seconds  a region whose analysis takes longer is compiled whole; so is a graph that takes longer to be cut into regions
+    analysis_seconds  a region whose analysis takes longer (of work, not of waiting) is compiled whole; so
+                      is a graph that takes longer to be cut into regions
     mode        Inductor's mode for the chunk bodies (``torch.compile``'s own ``mode=``), without CUDA graphs
     """
 
@@ -33,8 +33,9 @@ class Config:
             raise ValueError(f"chunk_size must be a number of tokens, 1 or more, or None; got {self.chunk_size!r}")
         if not isinstance(self.strict, bool):
             raise ValueError(f"strict must be True or False; got {self.strict!r}")
-        if isinstance(self.analysis_seconds, bool) or not isinstance(self.analysis_seconds, int | float) or not self.analysis_seconds > 0:
-            raise ValueError(f"analysis_seconds must be a number of seconds, more than 0; got {self.analysis_seconds!r}")
+        seconds = self.analysis_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"analysis_seconds must be a number of seconds, more than 0; got {seconds!r}")
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}")
 

@@ -192,11 +192,12 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     return compile_fx_inner(plain, inputs, **kwargs)
 
 
-NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)  # errors that are not for us to mend
+# Errors that are no defects: what a user asked for, want of memory, and how Dynamo starts again.
+NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)
 
 
 def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | None = None) -> Callable:
-    """The whole graph through Inductor alone, as ``backend="inductor"`` does it: a graph that a defect of ours stands in the way of."""
+    """The whole graph as ``backend="inductor"`` compiles it; for one that this package fails on."""
     patches = list_mode_options(mode) if mode else {}
     with functorch_config.patch(unlift_effect_tokens=False), inductor_config.patch(patches):
         return compile_fx(module, list(inputs), inner_compile=compile_fx_inner)

@@ -83,7 +83,8 @@ def narrowed(region: Region, outputs: tuple[Node, ...], storages: Container[int]
     writers: dict[Node | None, list[Node]] = {}
     for node in region.nodes:
         writers.setdefault(mutated(node), []).append(node)
-    stack += [n for target, writing in writers.items() if target is not None and storage_of(target) in storages for n in writing]
+    for target, writing in writers.items():
+        stack += writing if target is not None and storage_of(target) in storages else []
     while stack:
         node = stack.pop()
         if node in inside and node not in needed:

@@ -71,7 +71,8 @@ class Pieces:
             return
         args, kwargs = map_arg((node.args, node.kwargs), self.said)
         text = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
-        key = self.numbers.setdefault(text, len(self.numbers))  # texts that held those of their operands would double with each layer
+        # A number: texts within texts would double with each layer.
+        key = self.numbers.setdefault(text, len(self.numbers))
         self.class_of[node] = key
         self.classes.setdefault(key, {}).setdefault(piece, node)
 

@@ -117,7 +117,7 @@ class Runner:
         for stage, nodes in enumerate(self.program.whole):
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-                with noting(lambda: f"streambp: this happened at full length in {node.target}{lines_of([node])}"):
+                with noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"):
                     values[node] = AS_COPIES.get(node.target, node.target)(*args, **kwargs)
             if stage < len(self.program.sweeps):
                 self.sweep(stage, values, states, sizes, length, owned)
@@ -144,7 +144,8 @@ class Runner:
             for known, state in noted:
                 known[start] = state.clone()
             with noting(lambda: f"streambp: this happened in {self.place(stage, start, stop, length)}"):
-                compiled([cut(b, s, start, stop, first_key, last_key, scalars) for b, s in zip(body.bindings, sources)])
+                compiled([cut(b, s, start, stop, first_key, last_key, scalars)
+                          for b, s in zip(body.bindings, sources)])
         for binding, source in zip(body.bindings, sources):
             if binding.role in ("write", "feed"):
                 values[binding.source] = self.finished(binding, source, sizes)

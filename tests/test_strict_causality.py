@@ -1,4 +1,4 @@
-"""Masks that leave the first rows, or the last, without keys: products, exponentials and softmaxes below or above the diagonal."""
+"""Masks that leave the first rows, or the last, without keys: strictly below the diagonal, or above it."""
 
 import warnings
 
@@ -25,6 +25,14 @@ def where_visible(h, hidden, value=0.0):
     return torch.where(hidden, value, scores(h).masked_fill(hidden, INF).softmax(-1))
 
 
+def softmax(h, lowest=INF):
+    return scores(h).masked_fill(distance(h) <= 0, lowest).softmax(-1)
+
+
+def window(h):
+    return torch.where((distance(h) > 2) & (distance(h) < 6), scores(h), 0.0)
+
+
 def normalized(h):
     weights = scores(h).exp().tril(-1)
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-6)
@@ -35,25 +43,26 @@ MIXERS = {
     "exponentials below the diagonal": lambda h: scores(h).exp().tril(-1) @ h,
     "exponentials normalised": lambda h: normalized(h) @ h,
     "far below the diagonal": lambda h: scores(h).tril(-5) @ h,
-    "a window that ends before the row": lambda h: torch.where((distance(h) > 2) & (distance(h) < 6), scores(h), 0.0) @ h,
+    "a window that ends before the row": lambda h: window(h) @ h,
     "by rows and by keys": lambda h: scores(h).tril(-3).mT @ h + scores(h).tril(-3) @ h,
     "above the diagonal": lambda h: scores(h).triu(1) @ h,
     "far above the diagonal": lambda h: scores(h).triu(7) @ h,
     "softmax, then zeros": lambda h: where_visible(h, distance(h) <= 0) @ h,
     "softmax ahead, then zeros": lambda h: where_visible(h, distance(h) >= 0) @ h,
-    "softmax, then no NaN": lambda h: scores(h).masked_fill(distance(h) <= 0, INF).softmax(-1).nan_to_num(0.0) @ h,
-    "softmax of lowest numbers": lambda h: scores(h).masked_fill(distance(h) <= 0, torch.finfo(h.dtype).min).softmax(-1) @ h,
-    "fused": lambda h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], attn_mask=distance(h) > 4)[:, 0],
+    "softmax, then no NaN": lambda h: softmax(h).nan_to_num(0.0) @ h,
+    "softmax of lowest numbers": lambda h: softmax(h, torch.finfo(h.dtype).min) @ h,
+    "fused": lambda h: F.scaled_dot_product_attention(*[h[:, None]] * 3, attn_mask=distance(h) > 4)[:, 0],
 }
 MAKE_NAN = {
-    "softmax": lambda h: scores(h).masked_fill(distance(h) <= 0, INF).softmax(-1) @ h,
-    "softmax of which no NaN is read": lambda h: (scores(h).masked_fill(distance(h) <= 0, INF).softmax(-1) @ h).nan_to_num(0.0),
+    "softmax": lambda h: softmax(h) @ h,
+    "softmax of which no NaN is read": lambda h: (softmax(h) @ h).nan_to_num(0.0),
 }
 
 
 def check(mix, chunk: int) -> list[str]:
     """Gradients as those of eager, NaN where they are NaN. Returns the refusals."""
-    x, weight, head = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH, 11)))
+    sizes = (2, TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH, 11)
+    x, weight, head = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes)
     labels = torch.randint(0, 11, (2, TOKENS))
 
     def loss(x):
