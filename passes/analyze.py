@@ -18,21 +18,25 @@ from .gauge import Gauge, offset
 from .ir import (EVERYWHERE, HERE, Analysis, Edge, Fact, Mark, Reach, Shared, Signature, Size, Summed, Tokens, hint, is_tensor, refuse,
                  shape_of, tensor_operands, value_of)
 from .keys import key_ranges
-from .spread import Slot, Spread, has_tensors, outputs_of, product, slot_of
+from .spread import Signatures, Slot, Spread, has_tensors, outputs_of, product, slot_of
+from .stages import checkpoint
 
 
-def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]], checkable: Container[Node] = ()) -> Analysis:
+def analyze(graph: Graph, length: Size, seeds: Mapping[Node, tuple[Mark, ...]],
+            checkable: Container[Node] = (), known: Signatures | None = None) -> Analysis:
     """Facts, edges and kinds of every node.
 
     length     number of tokens T (int or symbol)
     seeds      placeholder → the marks it carries
     checkable  placeholders of masks that each call may be checked for: keys may be left out under conditions on them
+    known      what the rules say of this graph, if that was read before
     Raises `CannotStream` at the first node whose rows cannot be told.
     """
-    spread = Spread(graph, seeds)
+    spread = Spread(graph, seeds, known)
     bands = evaluate(graph, {n for n in seeds if n in checkable})
     reader = Reader(spread, length, Gauge(graph, spread, length))
     for node in graph.nodes:
+        checkpoint()
         reader.visit(node)
     reaches, conditions = key_ranges(graph, reader.facts, reader.kinds, spread.signatures, bands, checkable)
     return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches, conditions)

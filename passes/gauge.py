@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from .ir import Signature, Size, hint, shape_of, tensor_operands, value_of
 from .spread import Spread, has_tensors, outputs_of, product, slot_of
+from .stages import checkpoint
 
 
 class Gauge:
@@ -33,6 +34,7 @@ class Gauge:
             self.classify(node)
         for among in (self.wide, self.heavy):  # where neighbours meet, numbers per token are shifted, not rows
             for node in graph.nodes:
+                checkpoint()
                 self.join(node, among)
         for node in graph.nodes:
             if node.op == "placeholder" and node in self.heavy and self.rows(node) == hint(length):
@@ -67,11 +69,15 @@ class Gauge:
                 self.wide.add(node)
 
     def find(self, node: Node) -> tuple[Node, int]:
-        """(root, d) with low(node) = low(root) + d."""
-        delta = 0
+        """(root, d) with low(node) = low(root) + d. Nodes on the way are tied to the root itself."""
+        way: list[Node] = []
         while node in self.parent:
-            node, step = self.parent[node]
-            delta += step
+            way.append(node)
+            node = self.parent[node][0]
+        delta = 0
+        for passed in reversed(way):
+            delta += self.parent[passed][1]
+            self.parent[passed] = (node, delta)
         return node, delta
 
     def tie(self, a: Node, b: Node, difference: int) -> None:

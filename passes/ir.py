@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
 Size = int | torch.SymInt
 SHORTEST = 32  # tokens of the shortest chunk that is planned
@@ -393,6 +393,15 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
             found.add(node)
             stack += node.all_input_nodes
     return found
+
+
+def copied(module: GraphModule) -> GraphModule:
+    """A module of its own for a copy of the graph, with its names and meta values."""
+    graph, nodes = Graph(), {}
+    graph.output(graph.graph_copy(module.graph, nodes))
+    for old, new in nodes.items():
+        new.meta = dict(old.meta)
+    return GraphModule(module, graph)
 
 
 def is_zeros(node: Node) -> bool:

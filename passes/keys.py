@@ -14,6 +14,7 @@ from .ir import (EVERYWHERE, Alike, Condition, Fact, HidesOutside, Reach, Restar
                  is_view, parts_of, shape_of, tensor_operands)
 from .rules.scans import state_of_no_rows
 from .spread import has_tensors
+from .stages import checkpoint
 
 Facts = Mapping[Node, Fact | tuple[Fact, ...]]
 
@@ -27,6 +28,7 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
     """
     ranges: dict[Node, Reach] = {}
     conditions: dict[Reach, tuple[Condition, ...]] = {}
+    checked_light = functools.cache(lambda mask, cells: is_light(mask, cells, checkable))
 
     def proved(band: object) -> Reach:
         """The reach of a band, if what it rests on can be checked."""
@@ -37,7 +39,7 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
         needed += [RowsSee(band.rests_on, reach)] * bool(band.rests_on)
         masks = [(s.node, s.cells) for c in needed if not isinstance(c, Restarts) for s in c.seen]
         masks += [(node, 0) for c in needed if isinstance(c, Restarts) for node in c.nodes]
-        if not all(is_light(node, cells, checkable) for node, cells in masks):
+        if not all(checked_light(node, cells) for node, cells in masks):
             return EVERYWHERE
         conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *needed)))
         return reach
@@ -58,15 +60,29 @@ def key_ranges(graph: Graph, facts: Facts, kinds: Mapping[Node, str], signatures
     if paired:
         found = list(ranges.values())  # masks of fused attention need the keys that it reads
         for node in paired:
+            checkpoint()
             leaves = exits(node, facts, signatures[node])
             if leaves is None:
                 continue
-            found.append(proved(next((b for b in (bands.get(a) for a in leaves) if isinstance(b, Band) and closes(b, node)), None)))
+            empty = [a for a in leaves if isinstance(bands.get(a), Band) and closes(bands[a], node)]
+            leaf = empty[0] if empty else None
+            found.append(EVERYWHERE if leaf is None else along(proved(bands[leaf]), bands[leaf], facts[leaf]))
         reach = functools.reduce(Reach.join, found) if found else EVERYWHERE
         for node in paired:
             ranges[node] = reach
     pruned = any(reach != EVERYWHERE for reach in ranges.values())
     return ranges, tuple(c for reach, found in conditions.items() for c in found if pruned and reach != EVERYWHERE)
+
+
+def along(reach: Reach, band: Band, fact: Tokens) -> Reach:
+    """The reach of a band over the rows and keys of a value; transposed, where its keys are the rows.
+
+    Conditions speak of masks as they are stored, so that only what needs none is transposed.
+    """
+    if (band.row, band.key) == (fact.rows.dim, fact.keys.dim):
+        return reach
+    turned = (band.key, band.row) == (fact.rows.dim, fact.keys.dim) and not band.assumes and not band.rests_on
+    return -reach if turned else EVERYWHERE
 
 
 def is_light(mask: Node, cells: int, checkable: Container[Node]) -> bool:

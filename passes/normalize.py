@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .bands import evaluate
 from .bands.domains import Band
-from .ir import arguments, is_tensor, is_zeros, op_name, shape_of, value_of
+from .ir import arguments, copied, is_tensor, is_zeros, op_name, shape_of, value_of
 from .ranges import shorten
 from .rules.scans import JOINS
 from .shifts import shift_rows
@@ -64,11 +64,15 @@ def var(x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = False) ->
 
 
 def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
-    """A repeated value is an expanded one, laid out: rows that are repeated stay rows."""
+    """A repeated value is an expanded one, laid out: rows that are repeated stay rows.
+
+    It is contiguous, as the op's own result is: views of it rely on that.
+    """
     x = x.reshape([1] * (len(repeats) - x.dim()) + list(x.shape))
     apart = [(r, s) if r != 1 else (s,) for r, s in zip(repeats, x.shape)]
     narrow = x.reshape([n for part in apart for n in ((1, part[1]) if len(part) == 2 else part)])
-    return narrow.expand([n for part in apart for n in part]).reshape([r * s for r, s in zip(repeats, x.shape)])
+    laid_out = narrow.expand([n for part in apart for n in part]).clone(memory_format=torch.contiguous_format)
+    return laid_out.view([r * s for r, s in zip(repeats, x.shape)])
 
 
 def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: float) -> tuple[torch.Tensor, ...]:
@@ -96,13 +100,7 @@ BACKWARD = {
 
 def normalize(module: GraphModule) -> GraphModule:
     """A copy of the graph in the spelling of the rules; the given module is left alone."""
-    copied = Graph()
-    names: dict[Node, Node] = {}
-    output = copied.graph_copy(module.graph, names)
-    copied.output(output)
-    for old, new in names.items():
-        new.meta = dict(old.meta)
-    result = GraphModule(module, copied)
+    result = copied(module)
     read_sizes_from_inputs(result.graph)
     create_from_nothing(result.graph)
     shorten(result.graph)

@@ -9,6 +9,7 @@ at the start of each chunk. The number of sweeps, their directions, and what is 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -20,6 +21,7 @@ from torch.fx import Graph, Node
 
 from .ir import (EVERYWHERE, HERE, SHORTEST, Analysis, Edge, Reach, Tokens, bytes_of, hint, is_row_wise, is_tensor, is_view, is_zeros, parts_of, refuse,
                  shape_of, tensor_operands, value_of)
+from .stages import checkpoint
 
 ASCENDING, DESCENDING = "ascending", "descending"
 MOST_SWEEPS = 4
@@ -37,6 +39,7 @@ class Sweep:
     scans     running values that go from chunk to chunk
     noted     those of ``scans`` whose state before each chunk is kept for a later sweep
     resumed   scans of the other direction, which go on from such states
+    keys      the keys that rows of a chunk reach, and always the chunk's own rows: no chunk is without keys
     in_place  output → the input whose buffer it takes over
     """
 
@@ -131,6 +134,7 @@ class Search:
         self.given = given | {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.needed = self.closure([o for o in outputs if isinstance(o, Node)])
+        self.all_needed = set(self.needed)
         self.small = self.small_rows()
         self.scans_whole = False
         self.whole = self.find_whole()
@@ -187,12 +191,13 @@ class Search:
         whole: set[Node] = set()
 
         def take(node: Node) -> None:
-            if node in whole or node in self.given:
-                return
-            whole.add(node)
-            for operand in node.all_input_nodes:
-                if operand in self.early and (self.tokens(operand) or operand.target is operator.getitem or not is_tensor(operand)):
-                    take(operand)
+            stack = [node]
+            while stack:
+                node = stack.pop()
+                if node not in whole and node not in self.given:
+                    whole.add(node)
+                    stack += [a for a in node.all_input_nodes if a in self.early and (
+                        self.tokens(a) or a.target is operator.getitem or not is_tensor(a))]
 
         self.early, late = self.before_any_sweep(), set()
         for node in self.needed:
@@ -267,6 +272,7 @@ class Search:
         """The sweep of every streamed node; for whole nodes, the sweep before which they are ready. None: too few sweeps."""
         level: dict[Node, int] = {}
         for node in self.needed:
+            checkpoint()
             if node in self.given:
                 level[node] = 0
             elif node in self.whole:
@@ -320,6 +326,7 @@ class Search:
             return late[reader] < last or self.satisfied(reader, edge, late, directions) > last
 
         for node in reversed(self.needed):
+            checkpoint()
             readers = [n for n in node.users if n in late]
             parts = [n for n in readers if n.target is operator.getitem]
             source = node.args[:1] if node.target is operator.getitem else ()
@@ -360,6 +367,7 @@ class Search:
                 node = stack.pop()
                 if node in bodies[at]:
                     continue
+                checkpoint()
                 bodies[at].add(node)
                 if self.scans.get(node, directions[at]) != directions[at]:
                     noted.add(node)
@@ -394,14 +402,12 @@ class Search:
             writes = tuple(n for n in own if (n in kept or n in row_outputs) and n not in keysums and n not in sums)
             fed = tuple(n for n in writes if any(
                 e.operand is n and e.role == "keys" for r in nodes for e in self.edges_of(r)))
-            reach = None
-            for n in nodes:
-                if n in self.analysis.reaches:
-                    reach = self.analysis.reaches[n] if reach is None else reach.join(self.analysis.reaches[n])
+            reaches = [self.analysis.reaches[n] for n in nodes if n in self.analysis.reaches]
+            keys = functools.reduce(Reach.join, reaches, HERE) if reaches else EVERYWHERE
             settled = direction == DESCENDING and all(self.causal(n) for n in keysums)
             scans, resumed = (tuple(n for n in nodes if n in self.scans and (self.scans[n] == direction) is same) for same in (True, False))
             sweeps.append(Sweep(direction, tuple(nodes), writes, fed, sums, keysums, settled, self.in_place(at, count, nodes, writes, movable),
-                                reach or EVERYWHERE, scans, tuple(n for n in own if n in noted), resumed))
+                                keys, scans, tuple(n for n in own if n in noted), resumed))
             cost += sum(bytes_of(value_of(n)) for n in (*(w for w in writes if w not in row_outputs), *keysums))
             cost += sum(bytes_of(value_of(n)) for n in sweeps[-1].noted) // SHORTEST
         whole = tuple(tuple(n for n in self.needed if n in self.whole and level[n] == stage) for stage in range(count + 1))
@@ -427,18 +433,20 @@ class Search:
         if at != count - 1:
             return ()
         found, used = [], set()
-        inside = set(nodes)
+        inside, returned = set(nodes), {o for o in self.outputs if isinstance(o, Node)}
+        computed = self.all_needed - self.given
+        readers_of = {source: [n for n in source.users if n in computed] for source in movable}
         for out in writes:
             fact, value = self.analysis.facts[out], value_of(out)
             for source in movable:
-                if source in used or source not in self.needed or out not in self.outputs:
+                if source in used or source not in self.all_needed or out not in returned:
                     continue
                 other = value_of(source)
                 alike = (self.analysis.facts[source] == fact and (fact.lo, fact.hi) == (0, 0) and other.dtype == value.dtype
                          and list(map(hint, other.shape)) == list(map(hint, value.shape))
                          and list(map(hint, other.stride())) == list(map(hint, value.stride())))
-                readers = [n for n in self.needed if source in n.all_input_nodes and n not in self.given]
-                if alike and source not in self.outputs and all(n in inside and n not in self.whole and all(
+                readers = readers_of[source]
+                if alike and source not in returned and all(n in inside and n not in self.whole and all(
                         e.role == "rows" and e.reach == HERE for e in self.edges_of(n) if e.operand is source) for n in readers):
                     found.append((out, source))
                     used.add(source)

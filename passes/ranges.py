@@ -16,6 +16,7 @@ from .ir import CannotStream, Mark, Signature, arguments, hint, shape_of, tensor
 from .rules import rule_of
 from .sizes import SizeNodes
 from .spread import reshaped
+from .stages import checkpoint
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -30,11 +31,12 @@ class Part:
 
 def shorten(graph: Graph) -> None:
     """Move slices through what computes their operand, up to the ranges and constants that it is made of, where it is made of nothing else."""
-    sizes = SizeNodes(graph)
+    sizes, hopeless = SizeNodes(graph), set()
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         source = node.args[0]
         dim, part = part_of(node, sizes)
-        short = None if part is None or shape_of(source) == shape_of(node) else Shortened(graph, node, part, sizes).made(source, dim)
+        shortens = part is not None and shape_of(source) != shape_of(node)
+        short = Shortened(graph, node, part, sizes, hopeless).made(source, dim) if shortens else None
         if short is not None:
             node.replace_all_uses_with(short)
 
@@ -54,16 +56,25 @@ def part_of(node: Node, sizes: SizeNodes) -> tuple[int, Part | None]:
 
 
 class Shortened:
-    """Copies of nodes with one dimension cut."""
+    """Copies of nodes with one dimension cut.
 
-    def __init__(self, graph: Graph, before: Node, part: Part, sizes: SizeNodes):
-        self.graph, self.before, self.part, self.sizes = graph, before, part, sizes
+    hopeless  nodes and dimensions that are made of more than ranges and constants, whatever part is asked for
+    """
+
+    def __init__(self, graph: Graph, before: Node, part: Part, sizes: SizeNodes,
+                 hopeless: set[tuple[Node, int]]):
+        self.graph, self.before, self.part, self.sizes, self.hopeless = graph, before, part, sizes, hopeless
         self.known: dict[tuple[Node, int], Node | None] = {}
 
     def made(self, node: Node, dim: int) -> Node | None:
         """A part of a value along one of its dimensions, made anew; None if something else than ranges and constants is in it."""
+        checkpoint()
+        if (node, dim) in self.hopeless:
+            return None
         if (node, dim) not in self.known:
             self.known[node, dim] = self.copied(node, dim) if node.op == "call_function" else None
+            if self.known[node, dim] is None:
+                self.hopeless.add((node, dim))
         return self.known[node, dim]
 
     def copied(self, node: Node, dim: int) -> Node | None:

@@ -7,6 +7,7 @@ are cheap to make from the inputs (positions, rotary tables, masks) are never ca
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import networkx
 from torch.fx import Graph, Node
 
 from .ir import ancestors
+from .stages import checkpoint
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     layer = layer_width(body, widths, traits, mixers)
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
+        checkpoint()
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
         if following is not None and (widths[end] >= FORBIDDEN or widths[end] >= layer and not (
                 traits[body[mixer]].attends and traits[body[following]].attends)):
@@ -103,7 +106,7 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
             cheap.add(node)
         if traits[node].light and all(a in light or a.op == "placeholder" and a not in changed for a in node.all_input_nodes):
             light.add(node)
-    return cheap | {n for matrix in light if traits[matrix].bytes < 0 for n in ancestors([matrix]) if n in light}
+    return cheap | ancestors(n for n in light if traits[n].bytes < 0) & light
 
 
 def name_of(node: Node) -> str:
@@ -127,10 +130,22 @@ def flagged_in_place(node: Node) -> bool:
     """``inplace=True``, by name or by position."""
     if node.kwargs.get("inplace") is True or node.op != "call_function":
         return node.kwargs.get("inplace") is True
+    signature = signature_of(node.target)
     try:
-        return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace") is True
-    except (TypeError, ValueError):
+        bound = None if signature is None else signature.bind(*node.args, **node.kwargs).arguments
+        return bound is not None and bound.get("inplace") is True
+    except TypeError:
         return False
+
+
+@functools.lru_cache(4096)
+def signature_of(function: Callable) -> inspect.Signature | None:
+    """The signature of a function that has a parameter ``inplace``."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    return signature if "inplace" in signature.parameters else None
 
 
 IN_PLACE = {"setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
@@ -153,10 +168,12 @@ def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
 
     Such writes are as good as values of their own.
     """
-    writes = {w: t for w, t in writers.items() if t in nodes}
-    if not writes.keys() <= set(nodes) or nodes[0].op in ("placeholder", "get_attr"):
+    place = {n: i for i, n in reversed(list(enumerate(nodes)))}
+    writes = [n for n in nodes if writers.get(n) in place]
+    written_elsewhere = any(u not in place for n in nodes for u in n.users if writers.get(u) is n)
+    if written_elsewhere or nodes[0].op in ("placeholder", "get_attr"):
         return False
-    last = max(map(nodes.index, writes))
+    last = max(map(place.get, writes))
     return all(list(a.users) == [b] and writers.get(b) is a for a, b in zip(nodes[:last], nodes[1:last + 1]))
 
 
@@ -244,8 +261,9 @@ def head_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, 
     if cuts:
         start = cuts[-1] + 1
         before = shape_of_piece(body[cuts[-2] + 1 if len(cuts) > 1 else 0:start])
+        longest = shape_of_piece(body[start:places[-1] + 1])
         for place in reversed(places):
-            piece = shape_of_piece(body[start:place + 1])
+            piece = longest[:place + 1 - start]
             if piece == before[-len(piece):]:
                 return [place]
     return [places[-1]]

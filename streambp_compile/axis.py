@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from . import internals
 from .capture import Captured
@@ -18,7 +18,7 @@ from .passes.ir import Mark, Size, bytes_of, hint, is_tensor, shape_of, tensor_o
 from .passes.normalize import normalize
 from .passes.cost import PRODUCTS, is_one_of
 from .passes.split import Region
-from .passes.spread import Spread
+from .passes.spread import Signatures, Spread
 from .passes.unsort import unsort
 
 SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
@@ -115,19 +115,22 @@ class Trace:
         rewritten = unsort(normalize(captured.module), probing=True)
         self.graph, self.captured_for, self.values = rewritten.graph, captured.names, captured.values_in(rewritten)
         self.placeholders = self.graph.find_nodes(op="placeholder")
+        self.known = Signatures(self.graph)
 
     def candidate(self, node: Node, dim: int) -> list[Candidate]:
         """A dimension of a value as the token axis, if anything comes of it."""
-        spread, length = Spread(self.graph, {node: (Mark(dim),)}), shape_of(node)[dim]
-        mixers = frozenset(n for n in self.graph.nodes if mixes(n, spread, length))
-        width = sum(bytes_of(value_of(n)) for n in self.graph.nodes if is_tensor(n) and spread.of(n)
-                    and value_of(n).dtype.is_floating_point)
+        spread, length = Spread(self.graph, {node: (Mark(dim),)}, self.known), shape_of(node)[dim]
+        mixers = frozenset(n for n in spread.met() if mixes(n, spread, length))
+        marked = [value_of(n) for n in spread.marked() if is_tensor(n)]
+        width = sum(bytes_of(value) for value in marked if value.dtype.is_floating_point)
         by_attention = frozenset(n for n in mixers if attends(n, spread, length))
-        return [Candidate(mixers, by_attention, width, lost_bytes(self.graph, spread) / width, length, spread)] if width else []
+        if not width:
+            return []
+        return [Candidate(mixers, by_attention, width, lost_bytes(spread) / width, length, spread)]
 
     def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
         """Queries of attention, or its scores, and their dimension of rows."""
-        for node, signature in Spread(self.graph, {}).signatures.items():
+        for node, signature in self.known.found.items():
             if signature.keys is None or not is_wide(node):
                 continue
             operand, labels = tensor_operands(node)[0], signature.operands[0]
@@ -138,7 +141,7 @@ class Trace:
     def axis(self, chosen: Candidate, others: Sequence[Spread]) -> Axis | None:
         """Where the tokens of a candidate go in the Dynamo graph; None if they have no dimension of their own in it."""
         graph, spread = self.graph, chosen.spread
-        crossing = {n for n in graph.nodes if any(crosses(n, spread, other) for other in others)}
+        crossing = {n for n in spread.met() if any(crosses(n, spread, other) for other in others)}
         marks = {n: tuple(spread.of(v).values()) for n, v in self.values.items() if spread.of(v)}
         plain = [(n, m) for n, found in marks.items() for m in found if (m.outer, m.inner) == (1, 1)]
         first, at = next(((n, m) for n, m in plain if hint(fake_of(n).shape[m.dim]) == chosen.length), (None, None))
@@ -147,7 +150,8 @@ class Trace:
         for node, mark in plain:
             if node is first or node.op == "placeholder":
                 fix_sizes(fake_of(node).shape[:mark.dim])
-        mixers = {n.meta.get("replaces", n.name) for n in graph.nodes if mixes(n, spread, chosen.length) or n in spread.missing and touches(n, spread)
+        mixers = {n.meta.get("replaces", n.name) for n in spread.met()
+                  if mixes(n, spread, chosen.length) or n in spread.missing and touches(n, spread)
                   and is_tensor(n) and value_of(n).dtype.is_floating_point}
         attending = {n.meta.get("replaces", n.name) for n in chosen.attends | crossing}
         mixing, attending = (frozenset(n for n, names in self.captured_for.items() if names & found) for found in (mixers | attending, attending))
@@ -190,11 +194,12 @@ def preferred(found: Sequence[Candidate]) -> Candidate | None:
     return max(found, key=lambda c: c.length, default=None)
 
 
-def lost_bytes(graph: Graph, spread: Spread) -> int:
+def lost_bytes(spread: Spread) -> int:
     """Bytes of values whose marked dimension ends in a reader: contracted, normalised over, or looked up."""
     lost = 0
-    for node, signature in spread.signatures.items():
-        if signature.reshape or not is_tensor(node):
+    for node in spread.met():
+        signature = spread.signatures.get(node)
+        if signature is None or signature.reshape or not is_tensor(node):
             continue
         outputs = {label for labels in signature.outputs for label in labels}
         for operand, labels in zip(tensor_operands(node), signature.operands):

@@ -20,20 +20,21 @@ from torch.fx import GraphModule, Node
 from . import internals
 from .attention import one_attention
 from .axis import Axis, axis_of, fake_of, find_axes, joined
-from .compiled_region import CompiledRegion
+from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
 from .deferred import Deferred, deferred
 from .flash_attn import flash_attn_as_attention
 from .guard import Question, answered, rounds
 from .ownership import plain_references
-from .passes.ir import Condition, Refusal, bytes_of
+from .passes.ir import Condition, Refusal, bytes_of, copied
 from .passes.split import Region, split
+from .passes.stages import stage, watched
 from .pipeline import outputs_of
 from .recorded import Postponed
 from .regions import (build_region, is_switch, postpone, region_text, subclass_between, traits_of, weight_views, whole_graph, widest_input,
                       written_storages)
 from .remade import Again, Recipe, kept_as_recipes
-from .report import NotStreamed, Report, StreamHint, mebibytes, warn_refused
+from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
 from .rewrites import look_back
 from .rolled import rolled
 from .rows_first import rows_first
@@ -50,25 +51,34 @@ def streambp(module: GraphModule, example_inputs: Sequence[object], *, mode: str
     return Chain(module, example_inputs, Config.of(mode, options)).compiled()
 
 
-def prepared(module: GraphModule) -> GraphModule:
-    """Dynamo's graph, rewritten to what the analysis reads."""
-    module = fold_maps(flash_attn_as_attention(inline_checkpoints(module)))
-    return one_attention(rows_first(look_back(rolled(module))))
-
-
 TRANSFORMED = Refusal("torch.func", "a transform (grad, vjp, jvp) lies inside the compiled function, whose backward is then part of its forward",
                       "Compile the function that is transformed, or use loss.backward()")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a graph is cut into.
+
+    axes       its token axes
+    views      views of weights that are taken before all regions
+    regions    the chain
+    postponed  outputs that wait for a reader, and their regions
+    unfit      why no region can be streamed, if that is known already
+    """
+
+    axes: tuple[Axis, ...]
+    views: Sequence[Node]
+    regions: Sequence[Region]
+    postponed: Mapping[Node, Region]
+    unfit: Refusal | None = None
 
 
 class Chain:
     """Compiles one Dynamo graph. The result is a function of the graph's inputs."""
 
     def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
-        self.config = config
+        self.config, self.given, self.example_inputs = config, module, list(example_inputs)
         self.transformed = any(map(internals.is_transform, module.graph.nodes))
-        self.module = module if self.transformed else prepared(module)
-        self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
-        self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in zip(self.placeholders, example_inputs)]
         self.report = Report() if report is None else report
         if config.mode in WITH_GRAPHS:
             self.say_no_graphs()
@@ -83,44 +93,76 @@ class Chain:
             self.report.notes.append(f"note: {text}.")
 
     def compiled(self) -> Callable:
+        """The chain; or, if a defect of ours stands in its way, the given graph through Inductor alone."""
         try:
+            return self.chained()
+        except internals.NO_DEFECTS:
+            raise
+        except Exception as error:
+            internals.log.debug("a graph could not be cut into regions", exc_info=True)
+            refusal = refusal_of(error, "linking regions", "graph", self.given)
+            if self.config.strict:
+                raise NotStreamed(str(refusal)) from error
+        call = internals.compile_plainly(self.given, self.example_inputs, self.config.mode)
+        whole = RegionReport(self.given, refusal=refusal)
+        self.report.add(self.given, [whole], (), call, self.example_inputs)
+        self.refuse(refusal, None)
+        return call
+
+    def rewritten(self) -> GraphModule:
+        """The graph with all that is written otherwise before autograd sees it, as a copy."""
+        module = copied(self.given)
+        for rewrite, doing in () if self.transformed else REWRITES:
+            with stage(doing):
+                module = rewrite(module)
+        return module
+
+    def cut(self) -> Cut:
+        graph = self.module.graph
+        with stage("finding the token dimension"):
             axes = () if self.transformed else find_axes(self.module, self.fakes)
-        except Exception as error:  # as in CompiledRegion.stream: loud, whole, exact
-            internals.log.debug("finding the token axes failed", exc_info=True)
-            axes = ()
-            self.refuse(Refusal("graph", f"its tokens could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}",
-                                "Please report this with the model"), None)
         axis = joined(axes)
-        views = weight_views(self.module.graph)
-        regions = split(self.module.graph, traits_of(self.module.graph, axis), lambda n: is_switch(n) or n in views) if axis else ()
-        unfit = TRANSFORMED if self.transformed else subclass_between(regions)
-        if unfit is not None:
-            axes, axis, regions = (), None, ()
-        if not regions:
-            views, regions = (), whole_graph(self.module.graph)
-        postponed: dict[Node, Region] = {}
-        if axis:
-            broken = internals.graph_break(self.module)
+        with stage("cutting the graph into regions"):
+            views = weight_views(graph)
+            apart = {n for n in graph.nodes if is_switch(n)}.union(views)
+            regions = split(graph, traits_of(graph, axis), apart.__contains__) if axis else ()
+            unfit = TRANSFORMED if self.transformed else subclass_between(regions)
+            if unfit is not None or not regions:
+                return Cut(() if unfit else axes, (), whole_graph(graph), {}, unfit)
+            postponed: dict[Node, Region] = {}
+            broken = internals.graph_break(self.given)
             if broken is None:  # what follows a break is traced by Dynamo, which wants real tensors
                 regions, postponed = postpone(regions, axis)
             self.hint_at_outputs(regions, axis, broken)
+        return Cut(axes, views, regions, postponed)
+
+    def chained(self) -> Callable:
+        """The regions, compiled and linked. Raises `CannotStream` where a defect stands in the way."""
+        with watched(self.config.analysis_seconds, self.hint):
+            self.module = self.rewritten()
+            self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+            given = zip(self.placeholders, self.example_inputs)
+            self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in given]
+            cut = self.cut()
         built: dict[str, CompiledRegion] = {}
 
         def compiled(region: Region) -> CompiledRegion:
             module, inputs = build_region(self.module, region)
-            own = axis_of(region, axes)
+            own = axis_of(region, cut.axes)
             text = region_text(module, inputs, own, region)
             if text not in built:
-                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse, unfit=unfit)
+                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse,
+                                             unfit=cut.unfit)
             return built[text]
 
-        links = [(compiled(region), region) for region in regions]
+        links = [(compiled(region), region) for region in cut.regions]
         returned = frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
         later = {node: Later(region, functools.partial(self.outside_tracing, compiled, region), self.recordable(region), returned)
-                 for node, region in postponed.items()}
-        call = linked(links, later, self.placeholders, views, outputs_of(self.module))
+                 for node, region in cut.postponed.items()}
+        call = linked(links, later, self.placeholders, cut.views, outputs_of(self.module))
         known = len(self.report.regions)
-        self.report.add(self.module, [r.report for r, _ in links], [a.length for a in axes], call, self.fakes)
+        lengths = [a.length for a in cut.axes]
+        self.report.add(self.module, [r.report for r, _ in links], lengths, call, self.fakes)
         internals.trace_artifact("streambp_report", lambda: str(self.report))
         for region in self.report.regions[known:]:
             for name, text in region.artifacts():
@@ -168,6 +210,18 @@ class Chain:
         if self.config.strict:
             raise NotStreamed(str(refusal))
         warn_refused(refusal, cost)
+
+
+# What is rewritten before autograd sees it, in this order, and what that is called when it fails.
+REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
+    (inline_checkpoints, "inlining activation checkpoints"),
+    (flash_attn_as_attention, "reading calls of flash_attn"),
+    (fold_maps, "folding calls of torch.vmap"),
+    (rolled, "joining the pieces of a loss"),
+    (look_back, "rewriting short convolutions"),
+    (rows_first, "moving row selections in front of the head"),
+    (one_attention, "reading calls of attention"),
+)
 
 
 @dataclass(frozen=True)

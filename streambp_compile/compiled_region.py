@@ -6,6 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -21,10 +22,11 @@ from .ownership import ours_alone, sole_owners
 from .passes.ir import CannotStream, Condition, HidesOutside, Mark, Refusal, Restarts, RowsSee, bytes_of, is_tensor, value_of, where_of
 from .passes.products import scale_
 from .passes.split import Region
+from .passes.stages import Abandoned, abandoned, stage, watched
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .regions import written_buffers, written_storages
-from .report import RegionReport, StreamHint
-from .runtime import Layout, cannot_tell
+from .report import NotStreamed, RegionReport, StreamHint
+from .runtime import Layout, cannot_tell, lines_of, noting
 from .target import target_of
 
 HELP = {RowsSee: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
@@ -55,18 +57,35 @@ class CompiledRegion:
         self.report = RegionReport(module, light=region.light)
         self.streamed: StreamedRegion | None = None
         self.guard: Guard | None = None
-        fake_mode = internals.detect_fake_mode(inputs)
-        if not region.nodes:
-            self.call = None
-            return
-        with fake_mode, internals.effects_inside():
-            try:
-                self.unchecked = self.traced()
-            except TraceAgain:
-                self.unchecked = self.traced()
+        self.unchecked = self.compiled() if region.nodes else None
+        self.call = self.checked if self.guard else self.unchecked
+
+    def compiled(self) -> Callable:
+        """The region, streamed or whole; or, if a defect of ours stands in its way, by Inductor alone."""
+        try:
+            with internals.detect_fake_mode(self.fakes), internals.effects_inside():
+                try:
+                    call = self.traced()
+                except TraceAgain:
+                    call = self.traced()
             if self.streamed is not None and self.streamed.analysis.conditions:
                 self.guard = Guard(self.streamed.placeholders, self.streamed.analysis.conditions, [i for i, _ in self.flat])
-        self.call = self.checked if self.guard else self.unchecked
+            return call
+        except internals.NO_DEFECTS:
+            raise
+        except Exception as error:
+            internals.log.debug("compiling a region failed", exc_info=True)
+            doing = "tracing the region" if self.report.joint is None else "compiling the region"
+            refusal = refusal_of(error, doing, "region", self.module)
+            if self.config.strict:
+                raise NotStreamed(str(refusal)) from error
+        torch_attention(self.module)
+        call = internals.compile_plainly(self.module, self.fakes, self.config.mode)
+        self.streamed = self.report.streamed = None
+        if self.report.refusal is None:
+            self.report.refusal = refusal
+            self.refuse(refusal, None)
+        return call
 
     def traced(self) -> Callable:
         """The region through AOTAutograd, and whatever that calls back."""
@@ -118,14 +137,21 @@ class CompiledRegion:
         if self.report.refusal is not None:  # traced again, to run whole
             return False
         try:
-            self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
+            with watched(self.config.analysis_seconds, self.slow), stage("preparing the joint graph"):
+                self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
         except CannotStream as refused:
-            self.report.refusal = refused.refusal
+            if isinstance(refused, Abandoned):
+                internals.log.debug("streaming a region failed", exc_info=True)
+            self.report.refusal = refusal_of(refused, "", "region", self.module)
             if not isinstance(refused, NothingToStream):
-                self.refuse(refused.refusal, self.whole_cost(graph_module))
+                self.refuse(self.report.refusal, self.whole_cost(graph_module))
             if torch_attention(self.module):
                 raise TraceAgain
         return self.streamed is not None
+
+    def slow(self, text: str) -> None:
+        where = next(filter(None, map(where_of, self.module.graph.nodes)), "")
+        warnings.warn(f"streambp: {text}. The region begins at {where}.", StreamHint, stacklevel=2)
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
         if self.unfit is not None:
@@ -153,16 +179,9 @@ class CompiledRegion:
         if tangents and len(tangent_of) != tangents:
             raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
                                        "Do not change inputs in place across layers"))
-        try:
-            return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of,
-                          self.config.chunk_size, functools.partial(internals.compile_body, mode=self.config.mode), self.checkable(),
-                          target_of(self.device()), planned_for(self.config.device, self.fakes))
-        except CannotStream:
-            raise
-        except Exception as error:  # a defect of ours must cost memory, loudly, and not the run
-            internals.log.debug("streaming a region failed", exc_info=True)
-            raise CannotStream(Refusal("region", f"streambp failed on it with {type(error).__name__}: {str(error).splitlines()[0]}",
-                                       "Please report this with the model's layer")) from error
+        compile_body = functools.partial(internals.compile_body, mode=self.config.mode)
+        return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of, self.config.chunk_size,
+                      compile_body, self.checkable(), target_of(self.device()), planned_for(self.config.device, self.fakes))
 
     def whole_cost(self, graph_module: GraphModule) -> int:
         return max((bytes_of(value_of(n)) for n in graph_module.graph.nodes if is_tensor(n) and n.op == "call_function"), default=0)
@@ -175,16 +194,17 @@ class CompiledRegion:
         if region.fused:
             kept = [o for o in outputs[forward_outputs:]]
             saved = list(dict.fromkeys(o for o in kept if isinstance(o, Node) and o not in region.tangents))
-            forward = one_call(owner, region.placeholders, run_forward(region, [*outputs[:forward_outputs], *saved], forward_outputs),
-                               [*outputs[:forward_outputs], *saved])
+            made = [*outputs[:forward_outputs], *saved]
+            driver = self.noted(run_forward(region, made, forward_outputs))
+            forward = one_call(owner, region.placeholders, driver, made)
             backward = one_call(owner, [*saved, *region.tangents], run_scaled(saved, kept, region.tangents[0]), kept)
             return forward, backward
         symbols = [n for n in region.saved if not is_tensor(n)]
         tensors = [n for n in region.saved if is_tensor(n)]
-        forward = one_call(owner, region.placeholders, run_forward(region, [*outputs[:forward_outputs], *tensors, *symbols]),
-                           [*outputs[:forward_outputs], *tensors, *symbols])
+        made = [*outputs[:forward_outputs], *tensors, *symbols]
+        forward = one_call(owner, region.placeholders, self.noted(run_forward(region, made)), made)
         given = [*symbols, *tensors, *region.tangents]
-        backward = one_call(owner, given, run_backward(region, given), outputs[forward_outputs:])
+        backward = one_call(owner, given, self.noted(run_backward(region, given)), outputs[forward_outputs:])
         return forward, backward
 
     def compile_forward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
@@ -196,7 +216,30 @@ class CompiledRegion:
     def compile_inference(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
         if not self.streams(module, len(outputs_of(module)), 0):
             return internals.compile_graph(module, inputs, is_inference=True)
-        return boxed(run_forward(self.streamed, outputs_of(self.streamed.joint)))
+        return boxed(self.noted(run_forward(self.streamed, outputs_of(self.streamed.joint))))
+
+    def noted(self, driver: Driver) -> Driver:
+        """The same driver, whose errors say which region it is of."""
+        direction = driver.__name__.rpartition("_")[2]
+
+        def take(args: list) -> list:
+            with noting(lambda: f"streambp: in the {direction} of {self.report.name or 'a region'} "
+                                f"(streambp_compile.explain prints it){lines_of(self.module.graph.nodes)}"):
+                return driver.take(args)
+
+        return Driver(driver.__name__, take)
+
+
+def refusal_of(error: Exception, doing: str, what: str, module: GraphModule) -> Refusal:
+    """What the user is told of an error. Where it knows no line of the user's, that is the module's first.
+
+    doing  the stage, where the error does not know it
+    what   is compiled whole: a region or a graph
+    """
+    if isinstance(error, CannotStream) and not isinstance(error, Abandoned):
+        return error.refusal
+    refusal = error.refusal if isinstance(error, Abandoned) else abandoned(doing, error).refusal
+    return replace(refusal, op=what, where=next(filter(None, map(where_of, module.graph.nodes)), ""))
 
 
 def run_forward(region: StreamedRegion, outputs: Sequence[object], returned: int | None = None) -> Driver:

@@ -10,6 +10,7 @@ from .passes.device import named
 
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which Inductor would record CUDA graphs
+ANALYSIS_SECONDS = 120.0  # a region of a thousand nodes takes one or two
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,15 @@ class Config:
     chunk_size  tokens per chunk in every sweep; ``None`` lets each sweep choose from its own widths
     strict      raise where a region cannot be streamed, instead of compiling it whole with a warning
     device      the device to plan for, by a name such as ``"H100"`` or ``"A100-40"``; ``None`` asks torch
+    analysis_seconds  a region whose analysis takes longer (of work, not of waiting) is compiled whole; so
+                      is a graph that takes longer to be cut into regions
     mode        Inductor's mode for the chunk bodies (``torch.compile``'s own ``mode=``), without CUDA graphs
     """
 
     chunk_size: int | None = None
     strict: bool = False
     device: str | None = None
+    analysis_seconds: float = ANALYSIS_SECONDS
     mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -35,6 +39,9 @@ class Config:
             raise ValueError(f"strict must be True or False; got {self.strict!r}")
         if self.device is not None:
             named(self.device)
+        seconds = self.analysis_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"analysis_seconds must be a number of seconds, more than 0; got {seconds!r}")
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}")
 

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from . import internals
 from .backend import Chain
 from .config import Config
+from .passes.stages import summary
 from .rehearsal import rehearse, without_data
 from .report import Report
 
@@ -48,4 +49,4 @@ def predict(report: Report) -> None:
         report.peak = rehearse(*report.steps[0])
     except Exception as error:  # an operator that has no fake form: the report is still good
         internals.log.debug("rehearsing a step failed", exc_info=True)
-        report.notes.append(f"note: the peak of a step could not be predicted: {type(error).__name__}: {str(error).splitlines()[0]}")
+        report.notes.append(f"note: the peak of a step could not be predicted: {summary(error)}")

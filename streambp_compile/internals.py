@@ -20,6 +20,7 @@ from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config, predispatch
@@ -27,7 +28,7 @@ from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rema
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
-from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.output_code import CompiledFxGraph
@@ -193,6 +194,17 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     if kwargs.get("is_inference"):
         rewrite(plain)
     return compile_fx_inner(plain, inputs, **kwargs)
+
+
+# Errors that are no defects: what a user asked for, want of memory, and how Dynamo starts again.
+NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)
+
+
+def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | None = None) -> Callable:
+    """The whole graph as ``backend="inductor"`` compiles it; for one that this package fails on."""
+    patches = list_mode_options(mode) if mode else {}
+    with functorch_config.patch(unlift_effect_tokens=False), inductor_config.patch(patches):
+        return compile_fx(module, list(inputs), inner_compile=compile_fx_inner)
 
 
 def compile_function(function: Callable, examples: Sequence[object]) -> Callable:

@@ -18,7 +18,8 @@ from .passes.lower import Body, lower
 from .passes.normalize import normalize
 from .passes.partition import Program, partition
 from .passes.plan import chunk_lengths
-from .passes.spread import Spread
+from .passes.spread import Signatures, Spread
+from .passes.stages import Abandoned, stage, unwatched
 from .passes.unsort import unsort
 from .passes.verify import verify_analysis, verify_program
 from .runtime import Runner
@@ -72,25 +73,34 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
     device      what chunk lengths are chosen for
     Raises `CannotStream`.
     """
-    module = unsort(normalize(joint))
+    with stage("normalising the joint graph"):
+        module = unsort(normalize(joint))
     graph = module.graph
     placeholders = tuple(n for n in graph.nodes if n.op == "placeholder")
     primals, tangent_nodes = placeholders[: len(placeholders) - tangents], placeholders[len(placeholders) - tangents:]
     outputs = outputs_of(module)
     forward_part, backward_part = outputs[:forward_outputs], outputs[forward_outputs:]
-    marks = {primals[i]: m for i, m in seeds.items()}
-    marks.update(marks_of_tangents(graph, marks, forward_part, tangent_nodes, tangent_of))
-    analysis = analyze(graph, length, marks, {primals[i] for i in checkable})
-    verify_analysis(graph, analysis)
+    with stage("following tokens through the joint graph"):
+        marks = {primals[i]: m for i, m in seeds.items()}
+        known = Signatures(graph)
+        marks.update(marks_of_tangents(Spread(graph, marks, known), forward_part, tangent_nodes, tangent_of))
+        analysis = analyze(graph, length, marks, {primals[i] for i in checkable}, known)
+        verify_analysis(graph, analysis)
+
+    def swept(outputs: Sequence[object], **more) -> Program:
+        with stage("assigning operations to sweeps"):
+            return partition(graph, analysis, outputs, **more)
 
     def schedule(program: Program) -> Schedule:
-        verify_program(program, analysis)
-        bodies = lower(program, analysis, target)
-        chunks = chunk_lengths(program, analysis, chunk_size, device)
-        compiled = tuple(compile_body(b, c) for b, c in zip(bodies, chunks))
+        with stage("writing chunk bodies"):
+            verify_program(program, analysis)
+            bodies = lower(program, analysis, target)
+            chunks = chunk_lengths(program, analysis, chunk_size, device)
+        with stage("compiling chunk bodies"), unwatched():
+            compiled = tuple(compile_body(b, c) for b, c in zip(bodies, chunks))
         return Schedule(program, bodies, chunks, Runner(program, analysis, bodies, compiled, chunks))
 
-    forward = partition(graph, analysis, forward_part)
+    forward = swept(forward_part)
     if not forward.sweeps and any(
             is_one_of(n, PRODUCTS) and isinstance(analysis.facts[n], Shared) for stage in forward.whole for n in stage):
         raise CannotStream(Refusal("region", "its products are of no token of the sequence that streams in it",
@@ -99,22 +109,21 @@ def stream(joint: GraphModule, length: Size, seeds: Mapping[int, tuple[Mark, ...
         raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
     if not tangents:
         return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False, device)
-    both = in_one_sweep(graph, analysis, forward_part, backward_part, forward, tangent_nodes)
+    with stage("assigning operations to sweeps"):
+        both = in_one_sweep(graph, analysis, forward_part, backward_part, forward, tangent_nodes)
     if both is not None:
         return StreamedRegion(module, analysis, primals, tangent_nodes, (), schedule(both), None, True, device)
     sums = sums_of_forward(graph, analysis, forward, tangent_nodes)
-    backward = partition(graph, analysis, backward_part, given=sums, movable=tangent_nodes)
+    backward = swept(backward_part, given=sums, movable=tangent_nodes)
     saved = tuple(n for n in backward.given if n not in tangent_nodes and n.op != "get_attr")
     if not all(n in primals or n in sums for n in saved):
         raise CannotStream(Refusal("region", "its backward reads a constant that the forward does not hand on", "Report the graph"))
-    forward = partition(graph, analysis, (*forward_part, *(n for n in saved if n not in primals)))
-    return StreamedRegion(module, analysis, primals, tangent_nodes, saved, schedule(forward), schedule(backward), False,
-                          device)
+    forward = swept((*forward_part, *(n for n in saved if n not in primals)))
+    return StreamedRegion(module, analysis, primals, tangent_nodes, saved, schedule(forward), schedule(backward), False, device)
 
 
-def marks_of_tangents(graph, marks, forward_part, tangents, tangent_of) -> dict[Node, tuple[Mark, ...]]:
+def marks_of_tangents(spread: Spread, forward_part, tangents, tangent_of) -> dict[Node, tuple[Mark, ...]]:
     """A tangent carries tokens where the output does whose gradient it is."""
-    spread = Spread(graph, marks)
     found = {}
     for tangent, index in zip(tangents, tangent_of):
         output = forward_part[index]
@@ -141,6 +150,8 @@ def in_one_sweep(graph, analysis: Analysis, forward_part, backward_part, forward
         return None
     try:
         both = partition(graph, analysis, (*forward_part, *backward_part))
+    except Abandoned:
+        raise
     except CannotStream:
         return None
     return both if len(both.sweeps) == 1 else None

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from . import internals
 from .config import Config
 from .passes.ir import Refusal, bytes_of
+from .passes.stages import summary
 from .report import warn_refused
 from .unchanged import Contents
 
@@ -245,11 +246,13 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
         with torch.set_grad_enabled(grad), torch.autocast(device, enabled=False):
             made = first.compiled[text](*written.inputs)
             return [m.to(r.fake.dtype) if isinstance(r.fake, torch.Tensor) else m for m, r in zip(made, results)]  # compiled autocast may widen
-    except Exception as error:  # as in CompiledRegion.stream: loud, whole, exact
+    except internals.NO_DEFECTS:
+        raise
+    except Exception as error:  # as in CompiledRegion.compiled: loud, whole, exact
         if first.config.strict:
             raise
         internals.log.debug("streaming what was done to logits failed", exc_info=True)
-        warn_refused(Refusal("logits", f"what was done to them cannot be streamed: {type(error).__name__}: {str(error).splitlines()[0]}",
+        warn_refused(Refusal("logits", f"what was done to them cannot be streamed: {summary(error)}",
                              "Compute the loss inside the compiled function"), bytes_of(source.fake))
         return whole(results)
 

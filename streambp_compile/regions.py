@@ -80,15 +80,19 @@ def postpone(regions: Sequence[Region], axis: Axis) -> tuple[list[Region], dict[
 def narrowed(region: Region, outputs: tuple[Node, ...], storages: Container[int] = ()) -> Region:
     """The part of a region that some of its outputs need, or that writes into some storages."""
     inside, needed, stack = set(region.nodes), set(), list(outputs)
-    stack += [n for n in region.nodes if mutated(n) is not None and storage_of(mutated(n)) in storages]
+    writers: dict[Node | None, list[Node]] = {}
+    for node in region.nodes:
+        writers.setdefault(mutated(node), []).append(node)
+    for target, writing in writers.items():
+        stack += writing if target is not None and storage_of(target) in storages else []
     while stack:
         node = stack.pop()
         if node in inside and node not in needed:
             needed.add(node)
-            stack.extend(node.all_input_nodes)
-        stack += [n for n in inside - needed if mutated(n) in needed]
+            stack += [*node.all_input_nodes, *writers.get(node, ())]
     nodes = tuple(n for n in region.nodes if n in needed)
-    return Region(nodes, tuple(n for n in region.inputs if any(n in m.all_input_nodes for m in nodes)), outputs)
+    read = {a for n in nodes for a in n.all_input_nodes}
+    return Region(nodes, tuple(n for n in region.inputs if n in read), outputs)
 
 
 def subclass_between(regions: Sequence[Region]) -> Refusal | None:

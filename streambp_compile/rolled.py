@@ -22,6 +22,7 @@ from .passes.cost import PRODUCTS, is_one_of
 from .passes.rules import rule_of
 from .passes.split import mutated, name_of
 from .passes.spread import Spread
+from .passes.stages import checkpoint
 from .regions import is_switch
 from .rewrites import inserted, named
 from .tiles import Cuts, Tiling, has_rows_of, is_wide, mean_of_piece, rows_of_piece, sum_of_piece, tilings
@@ -52,9 +53,11 @@ class Pieces:
         self.graph, self.group, self.count = graph, group, len(group[0].pieces)
         self.touched: dict[Node, set[int]] = {p: {i} for t in group for i, p in enumerate(t.pieces)}
         self.tiles = {p: k for k, t in enumerate(group) for p in t.pieces}
-        self.classes: dict[str, dict[int, Node]] = {}
-        self.class_of: dict[Node, str] = {}
+        self.numbers: dict[str, int] = {}
+        self.classes: dict[int, dict[int, Node]] = {}
+        self.class_of: dict[Node, int] = {}
         for node in graph.nodes:
+            checkpoint()
             touched = set().union(*(self.touched.get(a, set()) for a in node.all_input_nodes))
             if node not in self.tiles and touched and node.op != "output":
                 self.touched[node] = touched
@@ -67,7 +70,9 @@ class Pieces:
         if not known or isinstance(node.target, internals.HigherOrderOperator):  # a hook or a function with a backward of its own
             return
         args, kwargs = map_arg((node.args, node.kwargs), self.said)
-        key = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
+        text = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
+        # A number: texts within texts would double with each layer.
+        key = self.numbers.setdefault(text, len(self.numbers))
         self.class_of[node] = key
         self.classes.setdefault(key, {}).setdefault(piece, node)
 
@@ -203,7 +208,7 @@ def parted(node: Node) -> Node:
     return inserted(node, torch.div, (inserted(node, "sum", (rows,)), inserted(counted, "sum", (counted,))))
 
 
-def row_by_row(pieces: Pieces) -> dict[str, Mark]:
+def row_by_row(pieces: Pieces) -> dict[int, Mark]:
     """Classes that do the same to each row, whichever piece it is in, and where their values have their rows.
 
     None if no product is among them, or some product is not: pieces that more happens to (texts of a batch, one after another) stay what they are.
@@ -226,7 +231,7 @@ def row_by_row(pieces: Pieces) -> dict[str, Mark]:
         given = a in seeds or a.op == "placeholder" and not spread.of(a)
         fine[a.name] = given or all(fine[n.name] for n in a.all_input_nodes) and a.op == b.op == "call_function" and (
             is_same(a, b, twins, spread, many) and keeps_rows(a, spread))
-    found: dict[str, Mark] = {}
+    found: dict[int, Mark] = {}
     heavy = {n.name for n in graph.nodes if is_one_of(n, PRODUCTS) or n in spread.missing}
     merges = False
     for key, node in zip(pieces.complete, nodes):

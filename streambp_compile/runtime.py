@@ -6,15 +6,16 @@ exists for one chunk at a time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from .passes.ir import Analysis, Mark, Size, hint, value_of
+from .passes.ir import Analysis, Mark, Size, hint, value_of, where_of
 from .passes.lower import Binding, Body, total_dtype
 from .passes.partition import DESCENDING, Program, Sweep
 
@@ -116,7 +117,8 @@ class Runner:
         for stage, nodes in enumerate(self.program.whole):
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = AS_COPIES.get(node.target, node.target)(*args, **kwargs)
+                with noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"):
+                    values[node] = AS_COPIES.get(node.target, node.target)(*args, **kwargs)
             if stage < len(self.program.sweeps):
                 self.sweep(stage, values, states, sizes, length, owned)
                 for node in self.last_read[stage]:
@@ -141,7 +143,9 @@ class Runner:
             scalars = {"rows": stop - start, "keys": last_key - first_key, "first": start, "offset": start - first_key, "length": length}
             for known, state in noted:
                 known[start] = state.clone()
-            compiled([cut(b, s, start, stop, first_key, last_key, scalars) for b, s in zip(body.bindings, sources)])
+            with noting(lambda: f"streambp: this happened in {self.place(stage, start, stop, length)}"):
+                compiled([cut(b, s, start, stop, first_key, last_key, scalars)
+                          for b, s in zip(body.bindings, sources)])
         for binding, source in zip(body.bindings, sources):
             if binding.role in ("write", "feed"):
                 values[binding.source] = self.finished(binding, source, sizes)
@@ -149,6 +153,11 @@ class Runner:
                 values[binding.source] = source.to(value_of(binding.source).dtype)
         for out, source in in_place.items():
             values[out] = values.pop(source)
+
+    def place(self, stage: int, start: int, stop: int, length: int) -> str:
+        """Where a chunk is, in words."""
+        direction, count = self.program.sweeps[stage].direction, len(self.program.sweeps)
+        return f"tokens {start} to {stop - 1} of {length}, in sweep {stage + 1} of {count} ({direction})"
 
     def source(self, binding: Binding, sweep: Sweep, values: dict, sizes: Sizes, length: int):
         """What a binding is cut from: a value laid out as the body expects, or a buffer to fill."""
@@ -194,6 +203,34 @@ class Runner:
             return full
         cut_rows = view.narrow(mark.dim + 1, binding.low, rows).flatten(mark.dim, mark.dim + 2)
         return laid_out(cut_rows, layout_of(fake))
+
+
+MOST_LINES = 8  # of the user's code, in a note on an error
+
+
+def lines_of(nodes: Iterable[Node]) -> str:
+    """The user's lines that made some nodes, as an indented list."""
+    lines = list(dict.fromkeys(filter(None, map(where_of, nodes))))
+    more = [f"... and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
+    return "".join([", which runs" * bool(lines), *(f"\n  {line}" for line in [*lines[:MOST_LINES], *more])])
+
+
+@contextlib.contextmanager
+def noting(text: Callable[[], str]) -> Iterator[None]:
+    """An error that happens inside stays of its type, and gets a note."""
+    try:
+        yield
+    except Exception as error:
+        note(error, text())
+        raise
+
+
+def note(error: Exception, text: str) -> None:
+    """Add a note to an error; before Python 3.11, a line to its message."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{text}", *error.args[1:])
 
 
 def constant_of(node: Node) -> torch.Tensor:

@@ -11,7 +11,8 @@ PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch")
 TYPES = {"Program", "Sweep"}  # what partition hands to the passes after it
 VERIFIED = {"verify", "lower", "plan"}  # who may read them
 # the table, and what it and the passes speak
-SPOKEN = ("rules", "ops", "attention", "products", "grouped", "grouped_triton", "bands", "sizes", "device")
+SPOKEN = ("rules", "ops", "attention", "products", "grouped", "grouped_triton", "bands", "sizes", "device",
+          "stages")
 PARTS = ("spread", "gauge", "keys", "ranges", "shifts", "cost")  # no passes, but parts of analyze, normalize and plan
 
 

@@ -12,6 +12,7 @@ from collections.abc import Container
 
 from torch.fx import Graph, Node
 
+from ..stages import checkpoint
 from . import arithmetic, masks, places
 from .domains import Abstract
 from .evaluation import Evaluation
@@ -26,5 +27,6 @@ def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[N
     """
     found = Evaluation(TABLE, with_tokens)
     for node in graph.nodes:
+        checkpoint()
         found.visit(node)
     return found.values

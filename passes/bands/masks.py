@@ -132,8 +132,14 @@ def filled(node: Node, get: Evaluation) -> Abstract:
 
 
 def normalized(node: Node, get: Evaluation) -> Abstract:
-    """Softmax over keys turns empty scores into zeros."""
-    return zeroed(get(node.args[0]), node.args[1] % len(shape_of(node)))
+    """Softmax over keys turns empty scores into zeros.
+
+    All scores of a row that sees no key become NaN, unless it is the safe softmax.
+    """
+    scores = get(node.args[0])
+    if node.target is aten._softmax.default and isinstance(scores, Band) and not scores.lo <= 0 <= scores.hi:
+        return None  # the first rows, or the last ones, see no key
+    return zeroed(scores, node.args[1] % len(shape_of(node)))
 
 
 def largest_backward(node: Node, get: Evaluation) -> Abstract:
