@@ -43,8 +43,6 @@ cudaError_t cudaGetDevice(int *ordinal) { *ordinal = 0; return cudaSuccess; }
 cudaError_t cudaSetDevice(int ordinal) { return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
-cudaError_t cudaGetLastError(void) { return cudaSuccess; }
-cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int ordinal, int peer) { *can = 0; return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
@@ -58,6 +56,19 @@ cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
   *total = device()->bytes;
   *free = *total - CONTEXT_BYTES;
   return cudaSuccess;
+}
+
+/* Kernels of torch itself are launched without a look at the result, and asked about after. */
+static cudaError_t last = cudaSuccess;
+cudaError_t cudaPeekAtLastError(void) { return last; }
+cudaError_t cudaGetLastError(void) {
+  cudaError_t found = last;
+  last = cudaSuccess;
+  return found;
+}
+cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *entry) { *kernel = (cudaKernel_t)entry; return cudaSuccess; }
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+  return last = cudaErrorNotSupported;
 }
 
 /* Inductor makes a few small tensors to trace its patterns with. They hold nothing, so what reads them back is an error. */
