@@ -39,6 +39,7 @@ def scaled_dot_product_attention(
 
     contiguous  lay the result out as ``[B, Hq, T, Dv]``; otherwise it is ``[B, T, Hq, Dv]`` in memory, as fused kernels return it
     """
+    query, key, value, attn_mask = (as_autocast(t) for t in (query, key, value, attn_mask))
     if dropout_p or not is_fusible(query, key, value, attn_mask, enable_gqa):
         out, _ = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -52,6 +53,14 @@ def scaled_dot_product_attention(
     if flat:
         out = out.squeeze(1)
     return out.contiguous() if contiguous else out
+
+
+def as_autocast(value: Tensor | None) -> Tensor | None:
+    """An operand as torch's function gets it under autocast, which casts for that function and not for ours (rotary tables widen queries)."""
+    if value is None or not value.is_floating_point() or value.dtype is torch.float64:
+        return value
+    device = value.device.type
+    return value.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else value
 
 
 def is_fusible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:

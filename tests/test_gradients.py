@@ -164,6 +164,19 @@ def test_autocast_is_as_good_as_eager(place):
     assert total_error(ours, truth) <= 1.05 * eager
 
 
+def test_autocast_casts_for_attention_where_rotary_tables_widen_queries(interpreted):
+    model, ids = hugging_face("Llama", num_hidden_layers=1).float(), ids_of()
+
+    def loss(ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    truth = truth_of(model, lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss)
+    eager = total_error(gradients(model, lambda: loss(ids)), truth)
+    step = compiled(loss)
+    assert total_error(gradients(model, lambda: step(ids)), truth) <= 1.05 * eager
+
+
 def test_lengths_share_bodies():
     model = Plain(width=48).double()  # a width of its own: equal bodies are shared between tests
     step, counts, before = compiled(model), [], bodies()
