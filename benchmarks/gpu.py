@@ -6,12 +6,13 @@
     python benchmarks/gpu.py profile --minutes 9
     python benchmarks/gpu.py --all --minutes 9             all of them, in this order
     python benchmarks/gpu.py --all --minutes 9 time        from the time part on
-    python benchmarks/gpu.py --dry-run                     on fake tensors: everything is built and compiled, nothing runs
+    python benchmarks/gpu.py --dry-run                     on fake tensors: all is compiled, nothing runs
     python benchmarks/gpu.py --device cpu --tiny           everything runs, with tiny models
 
-Every method is a process of its own with a time limit: one that fails costs its own rows, which say why. Findings are written as they
-come, to ``gpu.jsonl`` and to a page of tables for each part, so that a run that is stopped leaves what it has. They go to the folder
-``$OUT`` if that is set, else to ``benchmarks/results``. docs/gpu.md says what each part shows and what to send back.
+Every method is a process of its own with a time limit: one that fails costs its own rows, which say why.
+Findings are written as they come, to ``gpu.jsonl`` and to a page of tables for each part, so that a run that
+is stopped leaves what it has. They go to the folder ``$OUT`` if that is set, else to ``benchmarks/results``.
+docs/gpu.md says what each part shows and what to send back.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from benchmarks.on_gpu.runner import Settings, run  # noqa: E402
 from benchmarks.tables import processor  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PARTS = {"correctness": "correctness", "memory": "capacity", "time": "timing", "profile": "profiling"}  # in order of worth → module
+PARTS = {"correctness": "correctness", "memory": "capacity", "time": "timing",
+         "profile": "profiling"}  # in order of worth → module
 
 
 def part_of(name: str):
@@ -44,12 +46,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all without one")
     parser.add_argument("--all", action="store_true", help="go on with the parts behind PART")
     parser.add_argument("--minutes", type=float, default=None, help="for each part (9 on a GPU, else 60)")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each method at each length (%(default)s)")
-    parser.add_argument("--only", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B,...", help="jobs to run, by name")
+    parser.add_argument("--rounds", type=int, default=3,
+                        help="timed steps of each method at each length (%(default)s)")
+    parser.add_argument("--only", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B,...",
+                        help="jobs to run, by name")
     parser.add_argument("--list", action="store_true", help="print the names of all jobs and end")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and lengths, which prove the measuring code")
-    parser.add_argument("--dry-run", action="store_true", help="compile for fake tensors on a GPU, run nothing; tiny models, a scratch folder")
+    parser.add_argument("--tiny", action="store_true",
+                        help="tiny models and lengths, which prove the measuring code")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="compile for fake tensors on a GPU, run nothing; tiny models, a scratch folder")
     parser.add_argument("--threads", type=int, default=2, help="threads on a CPU (%(default)s)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -74,7 +80,7 @@ def parts(chosen: argparse.Namespace) -> list[str]:
 
 
 def folder_of(chosen: argparse.Namespace) -> Path:
-    """``$OUT`` or the results of this project; a scratch folder for what is no result: a dry run, and tiny models."""
+    """``$OUT`` or the results of this project; a scratch folder for a dry run and for tiny models."""
     if os.environ.get("OUT"):
         return Path(os.environ["OUT"])
     return Path(tempfile.mkdtemp(prefix="streambp-gpu-tables-")) if chosen.dry_run or chosen.tiny else RESULTS
@@ -84,14 +90,17 @@ def settings_of(chosen: argparse.Namespace) -> Settings:
     folder = folder_of(chosen)
     folder.mkdir(parents=True, exist_ok=True)
     return Settings(
-        kind="fake" if chosen.dry_run else chosen.device, scale="TINY" if chosen.tiny or chosen.dry_run else "REAL", minutes=chosen.minutes,
-        rounds=chosen.rounds, threads=chosen.threads, interpret=interpreted(chosen), only=chosen.only, folder=folder,
+        kind="fake" if chosen.dry_run else chosen.device,
+        scale="TINY" if chosen.tiny or chosen.dry_run else "REAL", minutes=chosen.minutes,
+        rounds=chosen.rounds, threads=chosen.threads, interpret=interpreted(chosen), only=chosen.only,
+        folder=folder,
         worker=(sys.executable, str(Path(__file__).resolve()), "--worker"),
         command=shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]), machine=machine(chosen))
 
 
 def interpreted(chosen: argparse.Namespace) -> bool:
-    """Tiny models on a CPU prove the measuring code: Inductor would take most of the time, and shows nothing more."""
+    """Tiny models on a CPU prove the measuring code: Inductor would take most of the time, and shows nothing
+    more."""
     return chosen.tiny and chosen.device == "cpu"
 
 
@@ -102,15 +111,17 @@ def machine(chosen: argparse.Namespace) -> str:
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if chosen.device == "cpu":
-        bodies = "; chunk bodies were interpreted, so that no number says anything about streambp" * interpreted(chosen)
-        return f"{processor()}, {chosen.threads} threads, on which every method attends by the one fused kernel of CPUs; {versions}{bodies}"
+        bodies = "; chunk bodies were interpreted: no number says anything about streambp" * interpreted(chosen)
+        return (f"{processor()}, {chosen.threads} threads; every method attends by the one fused "
+                f"kernel of CPUs; {versions}{bodies}")
     if not torch.cuda.is_available():
         sys.exit("gpu.py: torch finds no GPU. Choose --device cpu --tiny to try the measuring code on a CPU.")
     properties = torch.cuda.get_device_properties(0)
     name = "nothing ran: fake tensors on " * chosen.dry_run + properties.name
     import triton
 
-    return (f"{name}, {properties.total_memory / 2**30:.1f} GiB, capability {properties.major}.{properties.minor}, CUDA {torch.version.cuda}, "
+    return (f"{name}, {properties.total_memory / 2**30:.1f} GiB, "
+            f"capability {properties.major}.{properties.minor}, CUDA {torch.version.cuda}, "
             f"cuDNN {torch.backends.cudnn.version()}; {versions}, triton {triton.__version__}")
 
 
@@ -124,7 +135,8 @@ def main() -> int:
     try:
         import streambp_compile.backend  # noqa: F401
     except ImportError as error:
-        sys.exit(f"gpu.py: {error}. Install the project first: pip install --no-deps --no-build-isolation -e .")
+        sys.exit(f"gpu.py: {error}. Install the project first: "
+                 "pip install --no-deps --no-build-isolation -e .")
     settings = settings_of(chosen)
     if chosen.list:
         for name in parts(chosen):

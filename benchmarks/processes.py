@@ -1,4 +1,5 @@
-"""A process per method: requests and answers are JSON objects, one a line, over its standard input and output.
+"""A process per method: requests and answers are JSON objects, one a line, over its standard input and
+output.
 
 A method that crashes, hangs or runs out of memory ends its own process, and costs a benchmark one row.
 """
@@ -32,7 +33,8 @@ class Worker:
             pass
 
     def answer(self, seconds: float | None = None) -> dict:
-        """The next answer; ``{"error": why}`` if the process ended, or took more than ``seconds`` and was stopped."""
+        """The next answer; ``{"error": why}`` if the process ended, or took more than ``seconds`` and was
+        stopped."""
         try:
             line = self.lines.get(timeout=seconds)
         except queue.Empty:
@@ -42,7 +44,9 @@ class Worker:
 
     def ending(self) -> str:
         code = self.process.wait()
-        return "killed, most likely for want of memory" if code == -9 else f"ended with status {code}: {self.last_words()}"
+        if code == -9:
+            return "killed, most likely for want of memory"
+        return f"ended with status {code}: {self.last_words()}"
 
     def last_words(self) -> str:
         return self.tail(1) or "no message"
@@ -67,7 +71,8 @@ class Worker:
 def start(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Worker:
     """Start a worker; what it and its libraries print goes to ``log``."""
     with log.open("w") as errors:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                                   text=True, env=environment)
     lines: queue.Queue = queue.Queue()
 
     def read() -> None:
@@ -80,7 +85,8 @@ def start(command: Sequence[str], log: Path, environment: dict[str, str] | None 
 
 
 def answers() -> TextIO:
-    """In a worker: where answers go. Whatever libraries print on standard output goes to standard error from here on."""
+    """In a worker: where answers go. Whatever libraries print on standard output goes to standard error from
+    here on."""
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return stream

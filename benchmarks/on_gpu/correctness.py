@@ -1,7 +1,8 @@
 """Gradients against a float64 truth: every dtype and kernel, and what else must hold on a GPU.
 
-The models are small and random (benchmarks/zoo.py builds them), the truth is eager's float64 gradient of the same weights, computed on the
-same device. An error is the norm of the difference over the norm of the truth, over all parameters together.
+The models are small and random (benchmarks/zoo.py builds them), the truth is eager's float64 gradient of the
+same weights, computed on the same device. An error is the norm of the difference over the norm of the truth,
+over all parameters together.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ ALLOWED = 1.05  # of eager's own error in the same dtype
 SAME_BITS = 1e-4  # float32 gradients that differ by no more than this drew the same dropout
 SCALED = {"float16": 256.0}  # losses are scaled where small gradients would be rounded to zero
 OWN = "its own choice"
-KERNELS = {OWN: None, "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "composed": "MATH"}
+KERNELS = {OWN: None, "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION",
+           "efficient": "EFFICIENT_ATTENTION", "composed": "MATH"}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model of the zoo: family, its model class, what its batch holds, settings beside the common ones; ``own`` is hand-written."""
+    """A model of the zoo: family, its model class, what its batch holds, settings beside the common ones;
+    ``own`` is hand-written."""
 
     family: str
     head: str | None = None
@@ -48,11 +51,14 @@ class Model:
             return zoo.own(self.family)(tokens)
         hidden, feed_forward, width = scale.width
         common = dict(hidden_size=hidden, intermediate_size=feed_forward, num_attention_heads=hidden // width)
-        heads = dict(num_key_value_heads=max(hidden // width // 2, 1), head_dim=width) if self.head is None else {}
-        return zoo.hugging_face(self.family, self.head, batch=self.batch, **common, **heads, **dict(self.settings))(tokens)
+        heads = dict(num_key_value_heads=max(hidden // width // 2, 1),
+                     head_dim=width) if self.head is None else {}
+        return zoo.hugging_face(self.family, self.head, batch=self.batch, **common, **heads,
+                                **dict(self.settings))(tokens)
 
 
-# All experts are asked, so that a rounded router cannot send a token elsewhere: no two precisions could be compared otherwise.
+# All experts are asked, so that a rounded router cannot send a token elsewhere: no two precisions could be
+# compared otherwise.
 EXPERTS = (("num_experts_per_tok", 4), ("moe_intermediate_size", 64))
 MODELS = {
     "Llama": Model("llama"),
@@ -75,7 +81,8 @@ def jobs(settings: Settings) -> list[Job]:
 def cases(name: str, settings: Settings) -> tuple[dict, ...]:
     """Its dtypes with streambp's own kernel, then every other kernel that takes them.
 
-    A CPU has one, which nothing switches off. Where nothing runs or models are tiny, the first model alone is done in every way.
+    A CPU has one, which nothing switches off. Where nothing runs or models are tiny, the first model alone is
+    done in every way.
     """
     first = name == next(iter(MODELS))
     dtypes = ("bfloat16", "float32", "float16") if first or settings.scale == "REAL" else ("bfloat16",)
@@ -83,7 +90,8 @@ def cases(name: str, settings: Settings) -> tuple[dict, ...]:
     plain = [(dtype, OWN) for dtype in dtypes]
     forced = [(dtype, kernel) for kernel in kernels for dtype in dtypes if takes(kernel, dtype)]
     if not first:
-        forced = [(dtype, kernel) for dtype, kernel in forced if dtype == "bfloat16" and settings.scale == "REAL"]
+        forced = [(dtype, kernel) for dtype, kernel in forced if dtype == "bfloat16"
+                  and settings.scale == "REAL"]
     return tuple({"model": name, "dtype": dtype, "kernel": kernel} for dtype, kernel in (*plain, *forced))
 
 
@@ -94,7 +102,8 @@ def takes(kernel: str, dtype: str) -> bool:
 class Trial:
     """A model in some dtype, ready for steps; its losses are scaled."""
 
-    def __init__(self, stage: Stage, scale: scales.Scale, model: Model, dtype: str, tokens: int | None = None):
+    def __init__(self, stage: Stage, scale: scales.Scale, model: Model, dtype: str,
+                 tokens: int | None = None):
         self.stage, self.scale, self.kind = stage, scale, model
         module, batch, self.loss = model.build(scale, tokens or scale.checked[0])
         self.model = stage.placed(module.train().to(getattr(torch, dtype)))
@@ -148,7 +157,8 @@ def facts_of(report: Report) -> dict:
 
 
 def attending(stage: Stage, kernel: str):
-    """Leaves one kernel of ``scaled_dot_product_attention`` switched on, which is what streambp's choice of kernels heeds as well."""
+    """Leaves one kernel of ``scaled_dot_product_attention`` switched on, which is what streambp's choice of
+    kernels heeds as well."""
     if KERNELS[kernel] is None:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -177,7 +187,8 @@ def gradients(model: nn.Module, loss: Callable, *batches: dict) -> list[Tensor]:
 
 
 def error(found: list[Tensor], truth: list[Tensor]) -> float:
-    difference = sum((f.double() - t.double()).square().sum().item() for f, t in zip(found, truth, strict=True))
+    difference = sum((f.double() - t.double()).square().sum().item()
+                     for f, t in zip(found, truth, strict=True))
     return math.sqrt(difference / sum(t.double().square().sum().item() for t in truth))
 
 
@@ -213,7 +224,8 @@ class Session:
 
 
 def no_synchronisation(stage: Stage, scale: scales.Scale) -> dict:
-    """The second step of three models under torch's debug mode, which raises where the host waits for the device."""
+    """The second step of three models under torch's debug mode, which raises where the host waits for the
+    device."""
     if stage.kind == "cpu":
         raise NotHere("a CPU is never waited for")
     failed = []
@@ -233,7 +245,8 @@ def no_synchronisation(stage: Stage, scale: scales.Scale) -> dict:
 
 
 def three_lengths(stage: Stage, scale: scales.Scale) -> dict:
-    """Lengths behind the second, at which torch makes the length a symbol, compile no chunk body, and all are as exact as the first."""
+    """Lengths behind the second, at which torch makes the length a symbol, compile no chunk body, and all are
+    as exact as the first."""
     from torch._dynamo.utils import counters
 
     trial = Trial(stage, scale, MODELS["Llama"], "bfloat16")
@@ -255,7 +268,8 @@ def same_dropout(stage: Stage, scale: scales.Scale) -> dict:
         torch.manual_seed(seed)
         found.append(ours.gradients(trial.data))
     same, other = error(found[1], found[0]), error(found[2], found[0])
-    return {"passed": same < SAME_BITS < other, "seen": f"difference {same:.1e}, with another seed {other:.1e}", **ours.facts()}
+    return {"passed": same < SAME_BITS < other,
+            "seen": f"difference {same:.1e}, with another seed {other:.1e}", **ours.facts()}
 
 
 def under_autocast(stage: Stage, scale: scales.Scale) -> dict:
@@ -269,7 +283,8 @@ def under_autocast(stage: Stage, scale: scales.Scale) -> dict:
 
     ours = Streamed(stage, loss_of, trial.model, scale.chunk)
     found = ours.gradients(trial.data)
-    return compared(trial.truth(trial.data), gradients(trial.model, loss_of, trial.data), found) | ours.facts()
+    return compared(trial.truth(trial.data), gradients(trial.model, loss_of, trial.data),
+                    found) | ours.facts()
 
 
 def accumulation(stage: Stage, scale: scales.Scale) -> dict:
@@ -298,7 +313,8 @@ def wide_head(stage: Stage, scale: scales.Scale) -> dict:
     """A head of 151936 words with its loss, alone."""
     rows, width, words = scale.head
     model = stage.placed(Head(rows, width, words).bfloat16())
-    labels = stage.batch({"labels": torch.randint(words, (rows,), generator=torch.Generator().manual_seed(6))})
+    labels = stage.batch({"labels": torch.randint(words, (rows,),
+                                                  generator=torch.Generator().manual_seed(6))})
     ours = Streamed(stage, lambda labels: model(labels), model, scale.chunk)
     found = ours.gradients(labels)
     double = copy.deepcopy(model).double()
@@ -324,39 +340,47 @@ CHECKS: dict[str, Callable[[Stage, scales.Scale], dict]] = {
 
 def tables(findings: list[dict], settings: Settings) -> str:
     scale = getattr(scales, settings.scale)
-    about = (f"{scale.checked[0]} tokens in chunks of {scale.chunk}, two sequences. Errors of all gradients together against eager in float64; "
+    about = (f"{scale.checked[0]} tokens in chunks of {scale.chunk}, two sequences. "
+             "Errors of all gradients together against eager in float64; "
              f"passed means at most {ALLOWED} times eager's own error in the same dtype.")
     rows = [model_row(f) for f in findings if "model" in f["case"]]
     checks = [check_row(f) for f in findings if "check" in f["case"]]
-    heads = ["model", "dtype", "kernel asked for", "kernels taken", "passed", "eager's error", "streambp's error", "ratio", "worst, eager",
+    heads = ["model", "dtype", "kernel asked for", "kernels taken", "passed", "eager's error",
+             "streambp's error", "ratio", "worst, eager",
              "worst, streambp", "regions streamed", "notes"]
     failed = [f for f in findings if f.get("passed") is False or "failed" in f]
     verdict = f"{len(findings)} rows, {len(failed)} failed or not passed."
-    return "\n\n".join([about, verdict, markdown(heads, rows, texts=5), markdown(["check", "passed", "seen"], checks, texts=3)])
+    return "\n\n".join([about, verdict, markdown(heads, rows, texts=5),
+                        markdown(["check", "passed", "seen"], checks, texts=3)])
 
 
 def model_row(f: dict) -> list[str]:
     case = f["case"]
     notes = "; ".join(filter(None, (why(f), *f.get("warned", ()), predicted_text(f))))
-    return [case["model"], case["dtype"], case["kernel"], ", ".join(f.get("kernels", ())) or "–", passed(f), *errors(f),
+    return [case["model"], case["dtype"], case["kernel"], ", ".join(f.get("kernels", ())) or "–", passed(f),
+            *errors(f),
             f.get("streamed", "–"), notes]
 
 
 def errors(f: dict) -> list[str]:
     if "ours" not in f:
         return ["–"] * 5
-    return [f"{f['eager']:.2e}", f"{f['ours']:.2e}", f"{f['ours'] / f['eager']:.3f}" if f["eager"] else "–", f"{f['eager_worst']:.1e}",
+    return [f"{f['eager']:.2e}", f"{f['ours']:.2e}", f"{f['ours'] / f['eager']:.3f}" if f["eager"] else "–",
+            f"{f['eager_worst']:.1e}",
             f"{f['ours_worst']:.1e}"]
 
 
 def check_row(f: dict) -> list[str]:
-    seen = [f.get("seen", ""), f"errors {f['eager']:.2e} eager, {f['ours']:.2e} streambp" if "ours" in f else "", why(f), *f.get("warned", ()),
+    seen = [f.get("seen", ""), f"errors {f['eager']:.2e} eager, {f['ours']:.2e} streambp" if "ours" in f
+            else "", why(f), *f.get("warned", ()),
             predicted_text(f)]
     return [f["case"]["check"], passed(f), "; ".join(filter(None, seen))]
 
 
 def predicted_text(f: dict) -> str:
-    return f"compiled, predicted peak {f['predicted'] / MIB:.1f} MiB" if f.get("predicted") is not None else ""
+    if f.get("predicted") is None:
+        return ""
+    return f"compiled, predicted peak {f['predicted'] / MIB:.1f} MiB"
 
 
 def passed(f: dict) -> str:

@@ -23,8 +23,8 @@ class Method:
     """
     title         what its row is called
     checkpointed  every layer is checkpointed
-    attention     the kernel that ``scaled_dot_product_attention`` must take on a GPU, a name of ``torch.nn.attention.SDPBackend``;
-                  None leaves the choice to torch, or to streambp
+    attention     the kernel that ``scaled_dot_product_attention`` must take on a GPU, a name of
+                  ``torch.nn.attention.SDPBackend``; None leaves the choice to torch, or to streambp
     compiler      ``"inductor"`` or ``"streambp"``
     chunk_size    tokens per chunk of streambp, None for its own choice
     fused_loss    Liger's fused head and loss
@@ -43,7 +43,8 @@ METHODS = {
     CHECKPOINTING: Method("checkpointing, cuDNN attention", attention="CUDNN_ATTENTION"),
     STREAMBP: Method("streambp", checkpointed=False, compiler="streambp"),
     "flash": Method("checkpointing, FlashAttention-2", attention="FLASH_ATTENTION"),
-    LIGER: Method("checkpointing, cuDNN attention, Liger's fused loss", attention="CUDNN_ATTENTION", fused_loss=True),
+    LIGER: Method("checkpointing, cuDNN attention, Liger's fused loss", attention="CUDNN_ATTENTION",
+                  fused_loss=True),
     "inductor": Method("Inductor + checkpointing", compiler="inductor"),
 }
 
@@ -61,7 +62,8 @@ class NotHere(Exception):
 
 
 class Compiled(Exception):
-    """Raised in place of a compiled call where nothing runs: compilation is over. ``report`` is streambp's, or None."""
+    """Raised in place of a compiled call where nothing runs: compilation is over. ``report`` is streambp's,
+    or None."""
 
     def __init__(self, report: Report | None):
         super().__init__("compiled, not run")
@@ -78,17 +80,20 @@ class Step:
         self.stage, self.method, self.model = stage, method, model
         self.report = None
         self.loss: Callable = self.fused if method.fused_loss else self.plain
-        # Others are told that causality is all there is to a mask, which is their fastest way; streambp gets the call that users write.
+        # Others are told that causality is all there is to a mask, which is their fastest way; streambp gets
+        # the call that users write.
         self.unmasked = {} if method.compiler == "streambp" else {"attention_mask": {"full_attention": None}}
         if method.fused_loss:
             self.fused_loss = liger_loss(stage)
-        if method.checkpointed:  # by the name that transformers 5 prefers, or the one that every version before knows
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(dict(use_reentrant=False))
+        if method.checkpointed:  # by the name that transformers 5 prefers, or the one that all before know
+            getattr(model, "activation_checkpointing_enable",
+                    model.gradient_checkpointing_enable)(dict(use_reentrant=False))
         self.uncompiled = self.loss
         self.compile()
 
     def compile(self) -> None:
-        """Compile, or compile again for the next length as if it were the first: it gets chunk lengths of its own."""
+        """Compile, or compile again for the next length as if it were the first: it gets chunk lengths of its
+        own."""
         if self.method.compiler == "streambp":
             torch._dynamo.reset()
             options = {"chunk_size": self.method.chunk_size} if self.method.chunk_size else {}
@@ -105,7 +110,8 @@ class Step:
 
     def layers_alone(self, ids: torch.Tensor) -> torch.Tensor:
         """A loss without a head, for the time of the layers where logits do not fit."""
-        return self.model.model(input_ids=ids, use_cache=False, **self.unmasked).last_hidden_state.float().mean()
+        return self.model.model(input_ids=ids, use_cache=False,
+                                **self.unmasked).last_hidden_state.float().mean()
 
     def take(self, ids: torch.Tensor, loss: Callable | None = None) -> None:
         with self.attending():
@@ -120,7 +126,8 @@ class Step:
         return sdpa_kernel(getattr(SDPBackend, self.method.attention))
 
     def predicted(self, ids: torch.Tensor) -> int | None:
-        """Bytes that a step will hold above weights and gradients, where nothing runs; None if the method's compiler cannot tell."""
+        """Bytes that a step will hold above weights and gradients, where nothing runs; None if the method's
+        compiler cannot tell."""
         with self.stage.inside():
             if self.method.compiler is None:
                 return self.stage.peak(functools.partial(self.take, ids), self.model)
@@ -132,7 +139,8 @@ class Step:
         """Chunks that streambp does in one step, over all regions and sweeps; None for another method."""
         if self.report is None:
             return None
-        return sum(region.times * -(-hint(region.analysis.length) // chunk) for region, chunk in self.schedules())
+        return sum(region.times * -(-hint(region.analysis.length) // chunk)
+                   for region, chunk in self.schedules())
 
     def chunk_lengths(self) -> list[int]:
         """Rows per chunk, of all sweeps of all regions."""
@@ -171,12 +179,14 @@ def if_it_runs(stage: Stage, call: Callable, report: Report | None = None) -> Ca
 
 
 def predicted_by(report: Report) -> int:
-    """Bytes that the step will hold above weights and gradients, rehearsed for the sizes at which it was compiled."""
+    """Bytes that the step will hold above weights and gradients, rehearsed for the sizes at which it was
+    compiled."""
     return rehearse(*report.steps[-1]).bytes
 
 
 def liger_loss(stage: Stage):
-    """Liger's fused linear cross-entropy: head weight, hidden states ``[rows, d]``, targets ``[rows]`` → loss."""
+    """Liger's fused linear cross-entropy: head weight, hidden states ``[rows, d]``, targets ``[rows]`` →
+    loss."""
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
     except ImportError as error:

@@ -1,4 +1,5 @@
-"""Runs the jobs of a part, each in a process of its own, within a time budget, and writes every finding as soon as it is there."""
+"""Runs the jobs of a part, each in a process of its own, within a time budget, and writes every finding as
+soon as it is there."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from benchmarks import processes
 GRACE = 10.0  # seconds between asking a process to stop and stopping it
 EXIT = 5.0  # seconds that a process which has answered everything may take to end
 RESERVE = 8.0  # seconds kept at the end of a part to write its tables
-SLOWER = 6  # limits are for a GPU's machine; compiling, which most of a tiny model's time goes to, takes longer where there is none
+SLOWER = 6  # limits are for a GPU's machine; others take longer to compile, which is what a tiny model does
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Settings:
 
 @dataclass
 class Run:
-    """One part being run; ``findings`` holds a dictionary for each thing measured, with its job and its case."""
+    """One part being run; ``findings`` holds a dictionary for each thing measured, with its job and its
+    case."""
 
     part: ModuleType
     name: str
@@ -82,21 +84,26 @@ class Run:
             self.write()
 
     def job(self, job: Job) -> None:
-        """Run a job's cases. After a process that died, another one goes on behind the case that it died of."""
+        """Run a job's cases. After a process that died, another one goes on behind the case that it died
+        of."""
         limit = job.limit * (1 if self.settings.kind == "cuda" else SLOWER)
         end = time.monotonic() + min(limit, max(self.left(), 0.0))
         cases = list(job.cases)
         while cases and end - time.monotonic() > GRACE:
             cases = cases[self.cases(job, cases, end):]
         for case in cases:
-            self.add(job, case, {"left": "not run: no time left" if self.left() <= GRACE else f"not run: more than {limit:.0f} s"})
+            self.add(job, case,
+                     {"left": "not run: no time left" if self.left() <= GRACE
+                      else f"not run: more than {limit:.0f} s"})
 
     def cases(self, job: Job, cases: list[dict], end: float) -> int:
         """Let one process do cases; returns how many of them are settled."""
         worker, current = self.worker(), 0
         seconds = end - time.monotonic()
-        told = {key: getattr(self.settings, key) for key in ("kind", "scale", "rounds", "threads", "interpret")}
-        worker.ask({"part": self.part.__name__, "job": job.name, "cases": cases, "seconds": seconds - GRACE, "known": self.findings, **told})
+        told = {key: getattr(self.settings, key)
+                for key in ("kind", "scale", "rounds", "threads", "interpret")}
+        worker.ask({"part": self.part.__name__, "job": job.name, "cases": cases, "seconds": seconds - GRACE,
+                    "known": self.findings, **told})
         if self.settings.kind == "cuda":
             self.spare = self.start()  # it imports its libraries meanwhile
         while current < len(cases):
@@ -131,7 +138,8 @@ class Run:
         self.findings.append(finding)
         shown = {key: value for key, value in found.items() if not isinstance(value, list) or len(value) < 10}
         seconds = time.monotonic() - self.started
-        print(f"[{seconds:4.0f} s] {self.name}: {job.name}: {json.dumps({**case, **shown})}", file=sys.stderr, flush=True)
+        print(f"[{seconds:4.0f} s] {self.name}: {job.name}: {json.dumps({**case, **shown})}", file=sys.stderr,
+              flush=True)
         with (self.settings.folder / "gpu.jsonl").open("a") as raw:
             print(json.dumps(finding), file=raw)
         self.write()

@@ -63,7 +63,8 @@ class Stage:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
 
     def batch(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: value.to(self.device) if self.executes else self.faked(value) for name, value in values.items()}
+        return {name: value.to(self.device) if self.executes else self.faked(value) for name,
+                value in values.items()}
 
     def ids(self, vocabulary: int, tokens: int) -> torch.Tensor:
         """Random token ids, ``[1, tokens]``."""
@@ -88,7 +89,8 @@ class Stage:
         return time.perf_counter() - start
 
     def peak(self, step: Callable[[], object], weights: nn.Module) -> int:
-        """Bytes at the highest point of a step above what is held before it; on fake tensors, those of all allocations between kernels."""
+        """Bytes at the highest point of a step above what is held before it; on fake tensors, those of all
+        allocations between kernels."""
         if self.kind == "cpu":
             from benchmarks.memory import peak
 
@@ -105,7 +107,8 @@ class Stage:
         return torch.cuda.max_memory_allocated() - held
 
     def reserved(self) -> int:
-        """The most bytes that the allocator has taken from the device since the last `peak` began, 0 where there is no such number."""
+        """The most bytes that the allocator has taken from the device since the last `peak` began, 0 where
+        there is no such number."""
         return torch.cuda.max_memory_reserved() if self.kind == "cuda" else 0
 
 
@@ -123,7 +126,8 @@ def ledger_beside(weights: nn.Module, device: str):
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode for fake tensors on a GPU that only answers questions: nothing is allocated there, and no constant is read."""
+    """A mode for fake tensors on a GPU that only answers questions: nothing is allocated there, and no
+    constant is read."""
     import torch._inductor.config
     import torch._subclasses.fake_tensor
 
@@ -140,7 +144,8 @@ def allocate_gradients(model: nn.Module) -> None:
 
 
 def twin(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    """Another module that shares the weights and buffers of ``model``, by name; it may have fewer layers than ``model``."""
+    """Another module that shares the weights and buffers of ``model``, by name; it may have fewer layers than
+    ``model``."""
     with torch.device("meta"):
         other = make()
     for name, module in other.named_modules():

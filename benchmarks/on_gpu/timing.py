@@ -1,7 +1,8 @@
 """Seconds of a step, every method beside checkpointing in the same process, round by round in turn.
 
-A model of a few layers is timed, and the same model without layers: their difference over the number of layers is the time of a layer, the
-second the time of embedding, head and loss. Both together give the time of the whole model, marked as an estimate.
+A model of a few layers is timed, and the same model without layers: their difference over the number of
+layers is the time of a layer, the second the time of embedding, head and loss. Both together give the time of
+the whole model, marked as an estimate.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ LIMITS = {STREAMBP: 150, "flash": 80, LIGER: 80, "inductor": 130}  # seconds; a 
 
 
 def jobs(settings: Settings) -> list[Job]:
-    """In order of worth: the two that matter on all shapes, then fixed chunk lengths, Liger and Inductor on the main shape."""
+    """In order of worth: the two that matter on all shapes, then fixed chunk lengths, Liger and Inductor on
+    the main shape."""
     scale = getattr(scales, settings.scale)
     main, others = scale.shapes[0], scale.shapes[1:]
     both = [(STREAMBP, main), ("flash", main), *((STREAMBP, shape) for shape in others), (LIGER, main)]
     both += [(f"{STREAMBP}-{chunk}", main) for chunk in scale.chunks]
     both += [("inductor", main), *((name, shape) for shape in others for name in ("flash", LIGER))]
-    return [job(name, shape, scale) for name, shape in both if settings.kind == "cuda" or name != "flash" or settings.kind == "fake"]
+    return [job(name, shape, scale) for name,
+            shape in both if settings.kind == "cuda" or name != "flash" or settings.kind == "fake"]
 
 
 def job(method: str, shape: scales.Shape, scale: scales.Scale) -> Job:
@@ -81,7 +84,8 @@ class Session:
         ids = self.stage.ids(self.shape.vocabulary, case["tokens"])
         deep, found = self.ours.steps[DEEP], {"layers": self.shape.timed}
         if not self.stage.executes:
-            found |= {"peak": deep.predicted(ids), "predicted": True, "reference_peak": self.reference.steps[DEEP].predicted(ids)}
+            found |= {"peak": deep.predicted(ids), "predicted": True,
+                      "reference_peak": self.reference.steps[DEEP].predicted(ids)}
         else:
             found["first"] = self.stage.seconds(lambda: deep.take(ids))
             found["peak"] = self.stage.peak(lambda: deep.take(ids), self.model)
@@ -89,9 +93,11 @@ class Session:
         yield found | {"chunks": deep.chunk_lengths()}
 
     def beside(self, ids: torch.Tensor) -> dict:
-        """Seconds of both methods, at both depths; the reference's layers alone where its logits do not fit."""
+        """Seconds of both methods, at both depths; the reference's layers alone where its logits do not
+        fit."""
         found: dict = {}
-        steps = {depth: {"ours": functools.partial(step.take, ids)} for depth, step in self.ours.steps.items()}
+        steps = {depth: {"ours": functools.partial(step.take, ids)} for depth,
+                 step in self.ours.steps.items()}
         deep = self.reference.steps[DEEP]
         peak = self.reference_peak(deep, ids)
         if peak is None:  # what the failed step held is free only now
@@ -114,7 +120,8 @@ class Session:
             return None
 
     def alternating(self, steps: dict[str, Callable]) -> dict[str, list[float]]:
-        """Seconds of every step, once a round, every second round in reverse; fewer rounds where time runs out."""
+        """Seconds of every step, once a round, every second round in reverse; fewer rounds where time runs
+        out."""
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(self.order.rounds):
             if number and self.order.left() <= 0:
@@ -128,25 +135,30 @@ class Session:
 
 
 def whole(deep: float, bare: float, timed: int, layers: int) -> tuple[float, float]:
-    """Seconds of a layer, and of a model of ``layers`` layers, from those of ``timed`` layers with head and of the head alone."""
+    """Seconds of a layer, and of a model of ``layers`` layers, from those of ``timed`` layers with head and
+    of the head alone."""
     layer = (deep - bare) / timed
     return layer, bare + layers * layer
 
 
 def tables(findings: list[dict], settings: Settings) -> str:
     scale = getattr(scales, settings.scale)
-    return "\n\n".join(table([f for f in findings if f["case"]["shape"] == shape.name], shape) for shape in scale.shapes)
+    return "\n\n".join(table([f for f in findings if f["case"]["shape"] == shape.name], shape)
+                       for shape in scale.shapes)
 
 
 def table(findings: list[dict], shape: scales.Shape) -> str:
-    heads = ["method", "rows per chunk", "tokens", "step s", "checkpointing s", "ratio", "layer ms", "its ratio", "head and loss ms",
+    heads = ["method", "rows per chunk", "tokens", "step s", "checkpointing s", "ratio", "layer ms",
+             "its ratio", "head and loss ms",
              f"{shape.layers} layers s", "its ratio", "peak GiB", "checkpointing GiB", "first step s"]
     order = sorted(findings, key=lambda f: f["case"]["tokens"])  # stable: methods stay in order of worth
     rows = [row(f, shape) for f in order if not why(f)]
-    notes = [f"- {method_of(f['case']['method']).title}, {f['case']['tokens']} tokens: {why(f)}" for f in order if why(f)]
+    notes = [f"- {method_of(f['case']['method']).title}, {f['case']['tokens']} tokens: {why(f)}"
+             for f in order if why(f)]
     headless = any(f.get("reference_headless") for f in findings)
-    about = (f"{shape.name}, bfloat16, one sequence; steps of {shape.timed} layers and of none, medians of rounds in turn with "
-             f"{METHODS[CHECKPOINTING].title}, the reference of every ratio; {shape.layers} layers are an estimate from the two. "
+    about = (f"{shape.name}, bfloat16, one sequence; steps of {shape.timed} layers and of none, "
+             f"medians of rounds in turn with {METHODS[CHECKPOINTING].title}, the reference of every ratio; "
+             f"{shape.layers} layers are an estimate from the two. "
              "Peaks are above weights and gradients."
              + " Where the reference's logits do not fit, only its layers are timed." * headless)
     return "\n\n".join([about, markdown(heads, rows, texts=2), *(["\n".join(notes)] if notes else [])])
@@ -154,7 +166,8 @@ def table(findings: list[dict], shape: scales.Shape) -> str:
 
 def row(found: dict, shape: scales.Shape) -> list[str]:
     case = found["case"]
-    named = [method_of(case["method"]).title, ", ".join(map(str, found.get("chunks", ()))) or "–", str(case["tokens"])]
+    named = [method_of(case["method"]).title, ", ".join(map(str, found.get("chunks", ()))) or "–",
+             str(case["tokens"])]
     if DEEP not in found:
         peaks = [gib(found, "peak"), gib(found, "reference_peak")]
         return [*named, *["–"] * 8, *peaks, "–"]
@@ -175,7 +188,9 @@ def compared(found: dict, ours: dict, layer: float, model: float, shape: scales.
     if found.get("reference_headless"):
         reference = deep / found["layers"]
         return ["–", "–", f"{1e3 * layer:.1f}", f"{layer / reference:.3f}", bare, f"{model:.2f}", "–"]
-    reference, all_of_it = whole(deep, statistics.median(found[BARE]["reference"]), found["layers"], shape.layers)
+    reference, all_of_it = whole(deep, statistics.median(found[BARE]["reference"]), found["layers"],
+                                 shape.layers)
     pairs = [a / b for a, b in zip(found[DEEP]["ours"], found[DEEP]["reference"])]
-    return [f"{deep:.3f}", f"{statistics.median(pairs):.3f}", f"{1e3 * layer:.1f}", f"{layer / reference:.3f}", bare, f"{model:.2f}",
+    return [f"{deep:.3f}", f"{statistics.median(pairs):.3f}", f"{1e3 * layer:.1f}",
+            f"{layer / reference:.3f}", bare, f"{model:.2f}",
             f"{model / all_of_it:.3f}"]

@@ -1,7 +1,9 @@
-"""A method's process: it gets one job, measures its cases one after another, and answers with a line per finding.
+"""A method's process: it gets one job, measures its cases one after another, and answers with a line per
+finding.
 
-Answers: ``{"started": i}`` before case i, ``{"found": {...}}`` for each thing measured, then ``{"finished": i}``. A case that fails is a
-finding too. If the device no longer works after a failure, the process ends, and the other cases get a new one.
+Answers: ``{"started": i}`` before case i, ``{"found": {...}}`` for each thing measured, then ``{"finished":
+i}``. A case that fails is a finding too. If the device no longer works after a failure, the process ends, and
+the other cases get a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from benchmarks.on_gpu import scale
 
 @dataclass(frozen=True)
 class Order:
-    """What a session is told beside its cases: sizes, timed rounds, the moment to stop, and what other jobs found before."""
+    """What a session is told beside its cases: sizes, timed rounds, the moment to stop, and what other jobs
+    found before."""
 
     job: str
     scale: scale.Scale
@@ -34,7 +37,8 @@ class Order:
 
 
 def serve() -> None:
-    """Answer one request from standard input. Libraries are imported before it is read, so that a process can be started ahead."""
+    """Answer one request from standard input. Libraries are imported before it is read, so that a process can
+    be started ahead."""
     stream = processes.answers()
     import torch
     import transformers
@@ -52,7 +56,8 @@ def serve() -> None:
 
         zoo.interpret_bodies()
     torch.manual_seed(0)
-    order = Order(request["job"], getattr(scale, request["scale"]), request["rounds"], time.monotonic() + request["seconds"], request["known"])
+    order = Order(request["job"], getattr(scale, request["scale"]), request["rounds"],
+                  time.monotonic() + request["seconds"], request["known"])
     session = importlib.import_module(request["part"]).Session(order, Stage(request["kind"]))
     for number, case in enumerate(request["cases"]):
         if order.left() <= 0:
@@ -72,7 +77,7 @@ def measure(session, case: dict, stream) -> None:
             processes.send(stream, {"found": found})
     except NotHere as missing:
         processes.send(stream, {"found": {"missing": str(missing)}})
-    except Exception as error:  # noqa: BLE001 (a method that fails, whatever the reason, is a row of the table)
+    except Exception as error:  # noqa: BLE001 (whatever the reason, it is a row of the table)
         traceback.print_exc()
         processes.send(stream, {"found": {"failed": shortened(error)}})
         broken = True
@@ -81,7 +86,8 @@ def measure(session, case: dict, stream) -> None:
 
 
 def still_works(session) -> bool:
-    """Free what a failed case left, and see whether the device still answers: after an illegal access it never does."""
+    """Free what a failed case left, and see whether the device still answers: after an illegal access it
+    never does."""
     try:
         session.stage.synchronize()
         session.stage.release()
