@@ -105,13 +105,17 @@ class Trial:
     def __init__(self, stage: Stage, scale: scales.Scale, model: Model, dtype: str,
                  tokens: int | None = None):
         self.stage, self.scale, self.kind = stage, scale, model
-        module, batch, self.loss = model.build(scale, tokens or scale.checked[0])
-        self.model = stage.placed(module.train().to(getattr(torch, dtype)))
+        with stage.outside():
+            module, batch, self.loss = model.build(scale, tokens or scale.checked[0])
+            module.train().to(getattr(torch, dtype))
+        self.model = stage.placed(module)
         self.data = stage.batch(batch)
         self.factor = SCALED.get(dtype, 1.0)
 
     def batch(self, tokens: int) -> dict:
-        return self.stage.batch(self.kind.build(self.scale, tokens)[1])
+        with self.stage.outside():
+            batch = self.kind.build(self.scale, tokens)[1]
+        return self.stage.batch(batch)
 
     def loss_of(self, **batch) -> Tensor:
         return self.loss(self.model, **batch) * self.factor
@@ -312,9 +316,10 @@ class Head(nn.Module):
 def wide_head(stage: Stage, scale: scales.Scale) -> dict:
     """A head of 151936 words with its loss, alone."""
     rows, width, words = scale.head
-    model = stage.placed(Head(rows, width, words).bfloat16())
-    labels = stage.batch({"labels": torch.randint(words, (rows,),
-                                                  generator=torch.Generator().manual_seed(6))})
+    with stage.outside():
+        head = Head(rows, width, words).bfloat16()
+        labels = torch.randint(words, (rows,), generator=torch.Generator().manual_seed(6))
+    model, labels = stage.placed(head), stage.batch({"labels": labels})
     ours = Streamed(stage, lambda labels: model(labels), model, scale.chunk)
     found = ours.gradients(labels)
     double = copy.deepcopy(model).double()

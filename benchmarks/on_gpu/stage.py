@@ -31,6 +31,12 @@ class Stage:
         """The context in which models and batches are made and steps are taken."""
         return self.mode if self.mode is not None else contextlib.nullcontext()
 
+    def outside(self):
+        """The context in which modules of real tensors are made, to be `placed` here."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        return contextlib.nullcontext() if self.executes else unset_fake_temporarily()
+
     def build(self, make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
         """The module that ``make()`` returns, in ``dtype``; its random weights are drawn on the device."""
         before = torch.get_default_dtype()
@@ -115,8 +121,7 @@ class Stage:
 @contextlib.contextmanager
 def ledger_beside(weights: nn.Module, device: str):
     """A ledger of allocations on a device that leaves out weights, buffers and their allocated gradients."""
-    ledger = Ledger()
-    ledger.device = device
+    ledger = Ledger(device)
     for value in (*weights.parameters(), *weights.buffers()):
         ledger.know(value)
         if getattr(value, "grad", None) is not None:
