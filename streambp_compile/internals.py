@@ -421,12 +421,12 @@ def places_of(values: Sequence[object]) -> dict[object, Place]:
 def guard_of(inputs: BodyInputs) -> Callable[[Sequence[object]], bool]:
     """The conditions on sizes under which a body was traced and compiled, as a function of its inputs.
 
-    That two sizes differ is left out: it makes strides general, and general strides are right for equal sizes too
-    (in the chunk that reads all keys, for one).
+    That a size differs from another is left out: code for sizes that differ is right for equal ones too (in the chunk
+    that reads all keys, for one). That it is neither 0 nor 1 is kept: those are broadcast, or have nothing in them.
     """
     places = places_of(inputs.values)
     conditions = dict.fromkeys(g.expr for g in inputs.env.guards)
-    kept = [c for c in conditions if not isinstance(c, sympy.Ne) or any(side.is_number for side in c.args)]
+    kept = [c for c in conditions if not isinstance(c, sympy.Ne) or any(side in (0, 1) for side in c.args)]
     terms = [c.xreplace({s: sympy.Symbol(str(places[s]), integer=True) for s in c.free_symbols}) for c in kept]
     text = " and ".join(f"({PythonPrinter().doprint(term)})" for term in terms)
     return eval(f"lambda args: {text or True}", {"math": math})
