@@ -10,7 +10,7 @@ from .signatures import aligned, equation
 def emit_mm(body, node: Node):
     """A product summed over rows goes straight into its accumulator; no partial result exists."""
     if body.kind(node) != "sum":
-        return body.copy(node)
+        return body.copied(node, body.kind(node))  # rows, or a sum per key
     return body.accumulate_mm(node, body.summand(node.args[0]), body.read(node.args[1]))
 
 
