@@ -1,4 +1,4 @@
-"""flash_attn's operators, by their schemas (flash_attn/flash_attn_interface.py, 2.8): what streams, and what is refused by a sentence."""
+"""flash_attn's operators, by their schemas (flash_attn_interface.py, 2.8): what streams, what is refused."""
 
 import cuda_kernels
 import pytest
@@ -11,17 +11,19 @@ from streambp_compile.flash_attn import flash_attn_as_attention
 from streambp_compile.passes.rules import rule_of
 
 DIM, HEADS, KEY_HEADS, WORDS, LENGTH = 32, 4, 2, 64, 70
+COUNTS = (HEADS, KEY_HEADS, KEY_HEADS)
 
 
 def bias_of(rows: int, left: int, right: int) -> Tensor:
     behind = torch.arange(rows) - torch.arange(rows)[:, None]
-    hidden = (behind > right if right >= 0 else behind > rows) | (behind < -left if left >= 0 else behind < -rows)
+    ahead, before = right if right >= 0 else rows, left if left >= 0 else rows
+    hidden = (behind > ahead) | (behind < -before)
     return torch.zeros(1, 1, rows, rows, dtype=torch.float64).masked_fill(hidden, float("-inf"))
 
 
 @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
-def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
-            window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+            window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
             return_softmax: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bias = bias_of(q.shape[1], window_size_left, 0 if causal else window_size_right)
     out, lse = cuda_kernels.attend(*(t.transpose(1, 2) for t in (q, k, v)), bias, None, softmax_scale)
@@ -31,17 +33,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: fl
 @forward.register_fake
 def _(q, k, v, *_):
     b, t, h, _ = q.shape
-    return torch.empty_like(q), q.new_empty(b, h, t, dtype=torch.float32), q.new_empty(0), q.new_empty(2, dtype=torch.int64)
+    lse, state = q.new_empty(b, h, t, dtype=torch.float32), q.new_empty(2, dtype=torch.int64)
+    return torch.empty_like(q), lse, q.new_empty(0), state
 
 
 @torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
-             dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
-             softcap: float, alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None) -> Tensor:
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+             dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool,
+             window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+             deterministic: bool, rng_state: Tensor | None = None) -> Tensor:
     bias = bias_of(q.shape[1], window_size_left, 0 if causal else window_size_right)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    lse = cuda_kernels.attend(q, k, v, bias, None, softmax_scale)[1]  # not the rounded one: eager is the truth here
-    found = cuda_kernels.gradients(dout.transpose(1, 2), q, k, v, out.transpose(1, 2), lse, bias, None, softmax_scale)
+    lse = cuda_kernels.attend(q, k, v, bias, None, softmax_scale)[1]  # not rounded: eager is the truth here
+    dout, out = dout.transpose(1, 2), out.transpose(1, 2)
+    found = cuda_kernels.gradients(dout, q, k, v, out, lse, bias, None, softmax_scale)
     for total, part in zip((dq, dk, dv), found):
         total.copy_(cuda_kernels.summed_groups(part, total.transpose(1, 2), torch.float64).transpose(1, 2))
     return torch.empty(1)
@@ -53,9 +58,10 @@ def _(dout, *_, **__):
 
 
 @torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-           dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
-           softcap: float = 0.0, alibi_slopes: Tensor | None = None, return_softmax: bool = False, block_table: Tensor | None = None,
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+           max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+           window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+           return_softmax: bool = False, block_table: Tensor | None = None,
            leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None,
            zero_tensors: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raise NotImplementedError
@@ -63,7 +69,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: 
 
 @varlen.register_fake
 def _(q, *_, **__):
-    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), q.new_empty(0), q.new_empty(2)
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0]), q.new_empty(0), q.new_empty(2)
 
 
 def flash_gradients(ctx, dout):
@@ -71,13 +77,13 @@ def flash_gradients(ctx, dout):
     width = dout.size(3)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     padded = F.pad(dout, [0, 8 - width % 8]) if width % 8 else dout
-    torch.ops.flash_attn._flash_attn_backward(padded, q, k, v, out, lse, dq, dk, dv, 0.0, 0.3, ctx.causal, *ctx.window, 0.0, None,
-                                              False, rng_state=rng_state)
+    torch.ops.flash_attn._flash_attn_backward(padded, q, k, v, out, lse, dq, dk, dv, 0.0, 0.3, ctx.causal,
+                                              *ctx.window, 0.0, None, False, rng_state=rng_state)
     return dq[..., :width], dk[..., :width], dv[..., :width], None, None, None
 
 
 class FlashAttention(torch.autograd.Function):
-    """The flow of flash_attn's own function: pads the width to a multiple of 8, and fills gradients that it allocates."""
+    """The flow of flash_attn's own function: it pads widths to multiples of 8, and allocates gradients."""
 
     @staticmethod
     def forward(ctx, q, k, v, causal, window, options):
@@ -85,8 +91,9 @@ class FlashAttention(torch.autograd.Function):
         if width % 8:
             q, k, v = (F.pad(t, [0, 8 - width % 8]) for t in (q, k, v))
         out, lse, _, rng_state = torch.ops.flash_attn._flash_attn_forward(
-            q, k, v, options.get("dropout_p", 0.0), 0.3, causal=causal, window_size_left=window[0], window_size_right=window[1],
-            softcap=options.get("softcap", 0.0), alibi_slopes=None, return_softmax=False)
+            q, k, v, options.get("dropout_p", 0.0), 0.3, causal=causal, window_size_left=window[0],
+            window_size_right=window[1], softcap=options.get("softcap", 0.0), alibi_slopes=None,
+            return_softmax=False)
         ctx.save_for_backward(q, k, v, out, lse, rng_state)
         ctx.causal, ctx.window = causal, window
         return out[..., :width]
@@ -101,12 +108,12 @@ class Model(nn.Module):
         super().__init__()
         self.causal, self.window, self.options = causal, window, options
         self.embed, self.norm = nn.Embedding(WORDS, DIM), nn.LayerNorm(DIM)
-        self.into = nn.ModuleList([nn.Linear(DIM, h * width, bias=False) for h in (HEADS, KEY_HEADS, KEY_HEADS)])
+        self.into = nn.ModuleList([nn.Linear(DIM, h * width, bias=False) for h in COUNTS])
         self.out, self.head = nn.Linear(HEADS * width, DIM), nn.Linear(DIM, WORDS)
 
     def forward(self, ids):
         x = self.embed(ids)
-        parts = (f(self.norm(x)).unflatten(-1, (n, -1)) for f, n in zip(self.into, (HEADS, KEY_HEADS, KEY_HEADS)))
+        parts = (f(self.norm(x)).unflatten(-1, (n, -1)) for f, n in zip(self.into, COUNTS))
         x = x + self.out(FlashAttention.apply(*parts, self.causal, self.window, self.options).flatten(2))
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
@@ -129,29 +136,35 @@ def test_dense_calls_stream_and_are_exact(said, interpreted):
 
 
 def test_a_window_is_proved(interpreted):
-    report = explain(Model(window=(20, 20)), torch.randint(0, WORDS, (2, LENGTH)), streambp_options={"chunk_size": 16})
+    ids = torch.randint(0, WORDS, (2, LENGTH))
+    report = explain(Model(window=(20, 20)), ids, streambp_options={"chunk_size": 16})
     assert "keys [-20,0]: window of 21, proved" in str(report) and "attends by flash_cpu" in str(report)
 
 
 def test_what_only_the_kernel_can_do_is_exact_and_refused_by_a_sentence(interpreted):
-    with pytest.warns(NotStreamed, match="caps scores inside its kernel. Choose attn_implementation=\"sdpa\""):
+    with pytest.warns(NotStreamed, match='caps scores inside its kernel. Choose attn_implementation="sdpa"'):
         _, error = both(Model(softcap=30.0), chunk_size=16)
     assert error < 1e-10
 
 
+FORWARD = torch.ops.flash_attn._flash_attn_forward.default
+VARLEN = torch.ops.flash_attn._flash_attn_varlen_forward.default
+
+
 def node_of(operator, *args, **kwargs) -> torch.fx.Node:
     graph = torch.fx.Graph()
-    return graph.call_function(operator, tuple(graph.placeholder(f"x{i}") if a is ... else a for i, a in enumerate(args)), kwargs)
+    given = tuple(graph.placeholder(f"x{i}") if a is ... else a for i, a in enumerate(args))
+    return graph.call_function(operator, given, kwargs)
 
 
 @pytest.mark.parametrize("node, sentence", (
-    (node_of(torch.ops.flash_attn._flash_attn_forward.default, ..., ..., ..., 0.1, 1.0, True, -1, -1, 0.0, None, False),
+    (node_of(FORWARD, ..., ..., ..., 0.1, 1.0, True, -1, -1, 0.0, None, False),
      "draws its dropout inside the kernel"),
-    (node_of(torch.ops.flash_attn._flash_attn_forward.default, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, ..., False),
+    (node_of(FORWARD, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, ..., False),
      "adds ALiBi slopes"),
-    (node_of(torch.ops.flash_attn._flash_attn_forward.default, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, None, True),
+    (node_of(FORWARD, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, None, True),
      "returns a probability for every pair of tokens"),
-    (node_of(torch.ops.flash_attn._flash_attn_varlen_forward.default, ..., ..., ..., ..., ..., 9, 9, 0.0, 1.0, True),
+    (node_of(VARLEN, ..., ..., ..., ..., ..., 9, 9, 0.0, 1.0, True),
      "pass position_ids that restart"),
 ), ids=("dropout", "alibi", "probabilities", "varlen"))
 def test_each_refusal_says_what_to_choose(node, sentence):
