@@ -30,7 +30,7 @@ from benchmarks.fakes import SHAPES, Shape, fake_model, pretend, weights_and_gra
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB, ROUND = 2**30, 256  # lengths are multiples of so many tokens, and within a hundredth of the budget
 METHODS = ("checkpointing", "streambp")
-START = {"checkpointing": 64, "streambp": 320}  # where the search starts, in those multiples
+START = {"checkpointing": 0.25, "streambp": 0.85}  # of the tokens whose saved inputs alone would fill the memory
 PAPER = {"Qwen3-8B": (20_000, 110_000), "Qwen3-14B": (9_000, 40_000), "Qwen3-32B LoRA": (5_700, 16_000)}
 
 
@@ -103,9 +103,17 @@ def taken(method: str, shape: Shape, tokens: int) -> Taken:
     return peak_of(method, shape, shape.layers, tokens)
 
 
+def whole_weights(shape: Shape) -> int:
+    """Bytes of all weights and gradients."""
+    mode = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    one, two = (weights_and_gradients(fake_model(mode, shape, layers)) for layers in (1, 2))
+    return one + (shape.layers - 1) * (two - one)
+
+
 def longest(method: str, shape: Shape, budget: int) -> tuple[int, Taken]:
     """A sequence within a hundredth of the longest that the budget allows, and what it takes."""
-    tokens, before = START[method] * ROUND, None
+    free = budget - whole_weights(shape)
+    tokens, before = int(START[method] * free / (shape.layers * shape.width * 2)) // ROUND * ROUND, None
     while True:
         found = taken(method, shape, tokens)
         left = budget - found.total

@@ -339,9 +339,9 @@ class CompiledBody:
         for artifact in self.artifacts:
             if artifact.holds(args):
                 return artifact.run(args)
-        sizes = self.sizes(args)
-        log.debug("compiling a chunk body again, for sizes %s", sizes)
-        with disable_current_modes():
+        with disable_current_modes():  # a memory simulation is to count what bodies allocate, not what compiling them does
+            sizes = self.sizes(args)
+            log.debug("compiling a chunk body again, for sizes %s", sizes)
             self.artifacts = self.compiled(sizes)
         return self.artifacts[-1].run(args)
 
