@@ -82,6 +82,7 @@ QWEN3_8B = Architecture(hugging_face(
     "qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
     max_position_embeddings=1 << 17))  # with two of its layers
 
+NONE: frozenset[str] = frozenset()
 WINDOW = "[-255,0]"  # of a window of 256 tokens
 ARCHITECTURES = {
     "llama": Architecture(hugging_face("llama")),
@@ -91,12 +92,12 @@ ARCHITECTURES = {
     "mistral": Architecture(hugging_face("mistral", num_hidden_layers=1, sliding_window=256),
                             keys=frozenset({WINDOW}), kernels=frozenset({"efficient"})),  # flash takes no mask
     "gpt-oss": Architecture(hugging_face("gpt_oss", sliding_window=256, num_local_experts=4, num_experts_per_tok=2),
-                            keys=frozenset({WINDOW, "[-inf,0]"})),
+                            keys=frozenset({WINDOW, "[-inf,0]"}), kernels=NONE),  # its sinks are columns of written-out scores
     "mixture of experts": Architecture(hugging_face("qwen3_moe", num_hidden_layers=1, num_experts=8, **EXPERTS)),
     "latent attention": Architecture(hugging_face("deepseek_v3", **EXPERTS, **LATENT)),
-    "linear attention": hand_written("linear attention", keys=frozenset()),
+    "linear attention": hand_written("linear attention", keys=NONE, kernels=NONE),
     "hand-written": hand_written("nanogpt"),
-    "flex attention": hand_written("flex"),
+    "flex attention": hand_written("flex", kernels=NONE),  # its score function makes it products and a softmax
 }
 
 
