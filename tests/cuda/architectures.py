@@ -37,6 +37,7 @@ class Architecture:
 
     build   makes the model
     keys    the key ranges that its attention is proved to read, each as `Reach` prints it
+    kernels the kernels that attend on a GPU, by their names in the table
     labels  the name of the argument that holds the targets
     batch   sequences
     dtype   of its weights
@@ -45,6 +46,7 @@ class Architecture:
 
     build: Callable[[], nn.Module]
     keys: frozenset[str] = frozenset({"[-inf,0]"})
+    kernels: frozenset[str] = frozenset({"flash"})
     labels: str = "labels"
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
@@ -76,20 +78,26 @@ def hand_written(name: str, **given) -> Architecture:
     return Architecture(own(name), labels="targets", batch=2, given={}, **given)
 
 
+QWEN3_8B = Architecture(hugging_face(
+    "qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    max_position_embeddings=1 << 17))  # with two of its layers
+
+NONE: frozenset[str] = frozenset()
 WINDOW = "[-255,0]"  # of a window of 256 tokens
 ARCHITECTURES = {
     "llama": Architecture(hugging_face("llama")),
     "qwen3": Architecture(hugging_face("qwen3", num_hidden_layers=1), batch=2),
     "gemma3": Architecture(hugging_face("gemma3_text", sliding_window=256, layer_types=["sliding_attention", "full_attention"]),
-                           keys=frozenset({WINDOW, "[-inf,0]"})),
-    "mistral": Architecture(hugging_face("mistral", num_hidden_layers=1, sliding_window=256), keys=frozenset({WINDOW})),
+                           keys=frozenset({WINDOW, "[-inf,0]"}), kernels=frozenset({"flash", "efficient"})),
+    "mistral": Architecture(hugging_face("mistral", num_hidden_layers=1, sliding_window=256),
+                            keys=frozenset({WINDOW}), kernels=frozenset({"efficient"})),  # flash takes no mask
     "gpt-oss": Architecture(hugging_face("gpt_oss", sliding_window=256, num_local_experts=4, num_experts_per_tok=2),
-                            keys=frozenset({WINDOW, "[-inf,0]"})),
+                            keys=frozenset({WINDOW, "[-inf,0]"}), kernels=NONE),  # its sinks are columns of written-out scores
     "mixture of experts": Architecture(hugging_face("qwen3_moe", num_hidden_layers=1, num_experts=8, **EXPERTS)),
     "latent attention": Architecture(hugging_face("deepseek_v3", **EXPERTS, **LATENT)),
-    "linear attention": hand_written("linear attention", keys=frozenset()),
+    "linear attention": hand_written("linear attention", keys=NONE, kernels=NONE),
     "hand-written": hand_written("nanogpt"),
-    "flex attention": hand_written("flex"),
+    "flex attention": hand_written("flex", kernels=NONE),  # its score function makes it products and a softmax
 }
 
 
@@ -164,6 +172,12 @@ def key_ranges(report: Report) -> frozenset[str]:
     schedules = [s for r in report.regions for s in (r.forward, r.backward) if s is not None]
     return frozenset(str(sweep.keys) for s in schedules for sweep, body in zip(s.program.sweeps, s.bodies)
                      if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings))
+
+
+def kernels(report: Report) -> frozenset[str]:
+    """The kernels of all sweeps that attend."""
+    schedules = [s for r in report.regions for s in (r.forward, r.backward) if s is not None]
+    return frozenset(choice.kernel.name for s in schedules for body in s.bodies for choice in body.attends)
 
 
 def main(folder: Path) -> None:

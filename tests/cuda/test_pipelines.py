@@ -4,8 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-from architectures import ARCHITECTURES, key_ranges, structure
+from architectures import ARCHITECTURES, QWEN3_8B, key_ranges, kernels, not_run, report_of, structure
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+from streambp_compile import internals
 
 STRUCTURES = Path(os.environ.get("STREAMBP_STRUCTURES", "out/structures"))  # what architectures.py wrote: VERSION/NAME.txt
 each = pytest.mark.parametrize("name", ARCHITECTURES)
@@ -29,6 +31,19 @@ def test_all_regions_stream(name, compiled):
 @each
 def test_keys_are_proved(name, compiled):
     assert key_ranges(compiled(name).report) == ARCHITECTURES[name].keys
+
+
+@each
+def test_the_kernels_that_attend(name, compiled):
+    assert kernels(compiled(name).report) == ARCHITECTURES[name].kernels
+
+
+def test_chunks_of_a_large_model_are_long(monkeypatch):
+    """Qwen3-8B at 32768 tokens, of which a chunk's products are to run at the device's rate; bodies are not compiled."""
+    monkeypatch.setattr(internals, "compile_body", lambda *_, **__: not_run)
+    layer = report_of(QWEN3_8B, "cuda", 32768).regions[1]
+    assert len(layer.backward.chunks) == 2
+    assert min(*layer.forward.chunks, *layer.backward.chunks) >= 2048
 
 
 @each
