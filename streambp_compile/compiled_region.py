@@ -180,8 +180,9 @@ class CompiledRegion:
             raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
                                        "Do not change inputs in place across layers"))
         compile_body = functools.partial(internals.compile_body, mode=self.config.mode)
+        device = planned_for(self.config.device, self.fakes)
         return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of, self.config.chunk_size,
-                      compile_body, self.checkable(), target_of(self.device()), planned_for(self.config.device, self.fakes))
+                      compile_body, self.checkable(), target_of(self.device(), device.capability), device)
 
     def whole_cost(self, graph_module: GraphModule) -> int:
         return max((bytes_of(value_of(n)) for n in graph_module.graph.nodes if is_tensor(n) and n.op == "call_function"), default=0)

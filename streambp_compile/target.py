@@ -10,13 +10,15 @@ SWITCHES = {"flash": torch.backends.cuda.flash_sdp_enabled, "cudnn": torch.backe
             "efficient": torch.backends.cuda.mem_efficient_sdp_enabled}
 
 
-def target_of(device: torch.device) -> Target:
-    """The description by which kernels are chosen; without a capability, if no such device is there."""
+def target_of(device: torch.device, capability: tuple[int, int] | None) -> Target:
+    """The description by which kernels are chosen.
+
+    capability  of the CUDA device that is planned for, which need not be there
+    """
     if device.type != "cuda":
         return Target(device.type)
     if torch.version.hip:
         return Target("hip")
-    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     disabled = frozenset(name for name, is_on in SWITCHES.items() if not is_on())
     active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     return Target("cuda", capability, disabled, active or "")

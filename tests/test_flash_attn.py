@@ -39,9 +39,9 @@ def _(q, k, v, *_):
 
 @torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-             dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool,
-             window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
-             deterministic: bool, rng_state: Tensor | None = None) -> Tensor:
+             dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float,
+             causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+             alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None) -> Tensor:
     bias = bias_of(q.shape[1], window_size_left, 0 if causal else window_size_right)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     lse = cuda_kernels.attend(q, k, v, bias, None, softmax_scale)[1]  # not rounded: eager is the truth here
@@ -60,9 +60,9 @@ def _(dout, *_, **__):
 @torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
            max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
-           window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-           return_softmax: bool = False, block_table: Tensor | None = None,
-           leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None,
+           window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+           alibi_slopes: Tensor | None = None, return_softmax: bool = False,
+           block_table: Tensor | None = None, leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None,
            zero_tensors: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raise NotImplementedError
 
