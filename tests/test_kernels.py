@@ -297,20 +297,20 @@ def test_the_rehearsal_counts_what_a_cuda_kernel_takes():
         q, k = (fake(1, rows, heads, 128) for rows, heads in ((256, 8), (512, 2)))
         out, lse = torch.empty_like(q), torch.empty(1, 8, 256, device="cuda")
         dk, dv = torch.zeros(k.shape, device="cuda"), torch.zeros(k.shape, device="cuda")
-        ledger = Ledger()
+        ledger = Ledger("cuda")
         for t in (q, k, out, lse, dk, dv):
             ledger.know(t)
         with ledger:
             dq = streambp.attention_backward_(out, q, k, k, out, lse, None, True, SCALE, 256, dk, dv, "flash")
         results = dq.nbytes + 2 * k.nbytes
         scratch = scratch_of(fused.FLASH_BACKWARD, (out, q, k, k, out, lse))
-        assert results + scratch <= ledger.peak <= results + scratch + 64  # and an empty random state
+        assert results + scratch <= ledger.peak <= results + scratch + 512  # and an empty random state
 
 
 @pytest.mark.parametrize("kernel, masked", [("flash", False), ("cudnn", False), ("efficient", False),
                                             ("efficient", True), ("composed", False), ("composed", True)])
 def test_a_kernel_runs_on_fake_tensors_of_a_device_that_is_not_there(kernel, masked):
-    with internals.FakeTensorMode(), Ledger():
+    with internals.FakeTensorMode(), Ledger("cuda"):
         q, k = (fake(2, rows, heads, 24) for rows, heads in ((64, 4), (128, 2)))
         mask = torch.empty(1, 1, 64, 128, dtype=torch.bool, device="cuda") if masked else None
         dk, dv = torch.zeros(k.shape, device="cuda"), torch.zeros(k.shape, device="cuda")
