@@ -411,10 +411,13 @@ class Place:
 
 
 def places_of(values: Sequence[object]) -> dict[object, Place]:
-    """For every symbol that is an input, or a size of one, where it is found."""
-    numbers = {v.node.expr: Place(i) for i, v in enumerate(values) if isinstance(v, torch.SymInt)}
-    sizes = {s.node.expr: Place(i, d) for i, v in enumerate(values) if isinstance(v, torch.Tensor)
-             for d, s in enumerate(v.shape) if isinstance(s, torch.SymInt)}
+    """For every symbol that is an input, or a size of one, where it is found.
+
+    Also for a symbol that tracing found equal to another, and replaced: conditions that were noted before still name it.
+    """
+    numbers = {e: Place(i) for i, v in enumerate(values) if isinstance(v, torch.SymInt) for e in (v.node.expr, v.node._expr)}
+    sizes = {e: Place(i, d) for i, v in enumerate(values) if isinstance(v, torch.Tensor)
+             for d, s in enumerate(v.shape) if isinstance(s, torch.SymInt) for e in (s.node.expr, s.node._expr)}
     return {**sizes, **numbers}
 
 

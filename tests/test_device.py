@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,3 +199,13 @@ def test_the_allocator_s_blocks_are_counted_on_cuda():
     ledger = Ledger("cuda")
     assert (ledger.device, ledger.block) == ("cuda", 512) and Ledger().block == 1
     assert main_device([torch.ones(1, device="meta"), torch.ones(1)]) == "meta" and main_device([1, torch.ones(1)]) == "cpu"
+
+
+def test_conditions_on_sizes_that_tracing_found_equal():
+    """A symbol that was replaced by an equal one is still named by what was noted before."""
+    inputs = internals.BodyInputs(SimpleNamespace(bindings=()), 16)
+    rows, length = inputs.symbol("rows", 48), inputs.symbol("length", 48)
+    assert 3 * rows < 1000 and 5 * length > 7 and rows == length
+    inputs.values = [rows, inputs.empty([length], [1], torch.float32, torch.device("cpu"))]
+    holds = internals.guard_of(inputs)
+    assert holds([48, torch.empty(48)]) and not holds([400, torch.empty(400)])
