@@ -27,8 +27,8 @@ from streambp_compile.report import RegionReport, Report
 
 LENGTH = 2048  # tokens
 SIZES = dict(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-             num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, use_cache=False,
-             pad_token_id=0)
+             num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
+             use_cache=False, pad_token_id=0)
 EXPERTS = dict(moe_intermediate_size=128, num_experts_per_tok=2)
 LATENT = dict(q_lora_rank=96, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64,
               num_key_value_heads=4, head_dim=32, n_routed_experts=8, n_group=1, topk_group=1,

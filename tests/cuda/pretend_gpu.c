@@ -1,6 +1,6 @@
 /* A GPU that answers questions and runs nothing: the CUDA driver, and those parts of the CUDA runtime that
- * torch and Triton call up to the launch of a kernel. Built as libcuda.so.1 and loaded before all else (LD_PRELOAD),
- * it stands in for both.
+ * torch and Triton call up to the launch of a kernel. Built as libcuda.so.1 and loaded before all else
+ * (LD_PRELOAD), it stands in for both.
  *
  * PRETEND_GPU names the row of DEVICES to be; the first by default. No memory is given out and no kernel is
  * launched, so tensors on the device must be fake. What is not answered here reaches the real runtime, which
