@@ -75,12 +75,13 @@ def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
     return laid_out.view([r * s for r, s in zip(repeats, x.shape)])
 
 
-def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: float) -> tuple[torch.Tensor, ...]:
-    """The statistics of half-precision rows in float32 on every device; torch rounds them on a CPU, and a GPU's report would differ.
+def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: float) -> tuple:
+    """The statistics of half-precision rows in float32 on every device; torch rounds them on a CPU alone.
 
     decomposed  torch's own decomposition
     """
-    result, average, deviation = decomposed(x.to(torch.promote_types(x.dtype, torch.float32)), shape, weight, bias, eps)
+    accurate = x.to(torch.promote_types(x.dtype, torch.float32))
+    result, average, deviation = decomposed(accurate, shape, weight, bias, eps)
     return result.to(x.dtype), average, deviation
 
 

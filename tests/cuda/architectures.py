@@ -1,6 +1,8 @@
-"""Ten architectures on fake tensors, and the structure of their reports: what must not depend on a device or a torch version.
+"""Ten architectures on fake tensors, and what of their reports no device and no torch version may change.
 
-    python tests/cuda/architectures.py FOLDER     write the structures on a CPU to FOLDER/VERSION/NAME.txt, for this version of torch
+    python tests/cuda/architectures.py FOLDER     write the structures on a CPU to FOLDER/VERSION/NAME.txt
+
+VERSION is that of torch.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from streambp_compile.pipeline import Schedule
 from streambp_compile.report import RegionReport, Report
 
 LENGTH = 2048  # tokens
-SIZES = dict(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=64, max_position_embeddings=8192, use_cache=False, pad_token_id=0)
+SIZES = dict(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
+             use_cache=False, pad_token_id=0)
 EXPERTS = dict(moe_intermediate_size=128, num_experts_per_tok=2)
-LATENT = dict(q_lora_rank=96, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64, num_key_value_heads=4, head_dim=32,
-              n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
+LATENT = dict(q_lora_rank=96, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64,
+              num_key_value_heads=4, head_dim=32, n_routed_experts=8, n_group=1, topk_group=1,
+              first_k_dense_replace=1, n_shared_experts=1)
 
 
 @dataclass(frozen=True)
@@ -79,25 +83,29 @@ def hand_written(name: str, **given) -> Architecture:
 
 
 QWEN3_8B = Architecture(hugging_face(
-    "qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-    max_position_embeddings=1 << 17))  # with two of its layers
+    "qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128, max_position_embeddings=1 << 17))  # with two of its layers
 
 NONE: frozenset[str] = frozenset()
 WINDOW = "[-255,0]"  # of a window of 256 tokens
 ARCHITECTURES = {
     "llama": Architecture(hugging_face("llama")),
     "qwen3": Architecture(hugging_face("qwen3", num_hidden_layers=1), batch=2),
-    "gemma3": Architecture(hugging_face("gemma3_text", sliding_window=256, layer_types=["sliding_attention", "full_attention"]),
-                           keys=frozenset({WINDOW, "[-inf,0]"}), kernels=frozenset({"flash", "efficient"})),
-    "mistral": Architecture(hugging_face("mistral", num_hidden_layers=1, sliding_window=256),
-                            keys=frozenset({WINDOW}), kernels=frozenset({"efficient"})),  # flash takes no mask
-    "gpt-oss": Architecture(hugging_face("gpt_oss", sliding_window=256, num_local_experts=4, num_experts_per_tok=2),
-                            keys=frozenset({WINDOW, "[-inf,0]"}), kernels=NONE),  # its sinks are columns of written-out scores
-    "mixture of experts": Architecture(hugging_face("qwen3_moe", num_hidden_layers=1, num_experts=8, **EXPERTS)),
+    "gemma3": Architecture(
+        hugging_face("gemma3_text", sliding_window=256, layer_types=["sliding_attention", "full_attention"]),
+        keys=frozenset({WINDOW, "[-inf,0]"}), kernels=frozenset({"flash", "efficient"})),
+    "mistral": Architecture(  # flash takes no mask
+        hugging_face("mistral", num_hidden_layers=1, sliding_window=256),
+        keys=frozenset({WINDOW}), kernels=frozenset({"efficient"})),
+    "gpt-oss": Architecture(  # its sinks are columns of written-out scores
+        hugging_face("gpt_oss", sliding_window=256, num_local_experts=4, num_experts_per_tok=2),
+        keys=frozenset({WINDOW, "[-inf,0]"}), kernels=NONE),
+    "mixture of experts": Architecture(
+        hugging_face("qwen3_moe", num_hidden_layers=1, num_experts=8, **EXPERTS)),
     "latent attention": Architecture(hugging_face("deepseek_v3", **EXPERTS, **LATENT)),
     "linear attention": hand_written("linear attention", keys=NONE, kernels=NONE),
     "hand-written": hand_written("nanogpt"),
-    "flex attention": hand_written("flex", kernels=NONE),  # its score function makes it products and a softmax
+    "flex attention": hand_written("flex", kernels=NONE),  # a score function: products and a softmax
 }
 
 
@@ -133,9 +141,13 @@ def not_run(*args):
 
 
 def structure(report: Report) -> str:
-    """What a report says of regions, sweeps, roles, proofs and kept values; not names, operators, chunk lengths or kernels."""
+    """What a report says of regions, sweeps, roles, proofs and kept values.
+
+    Not in it: names, operators, chunk lengths, kernels.
+    """
     times = " ".join(str(i) for i in report.order)
-    return "\n".join([f"regions {times}", *(line for i, r in enumerate(report.regions) for line in region_lines(i, r)), *report.notes])
+    regions = (line for i, r in enumerate(report.regions) for line in region_lines(i, r))
+    return "\n".join([f"regions {times}", *regions, *report.notes])
 
 
 def region_lines(index: int, region: RegionReport) -> list[str]:
@@ -155,7 +167,8 @@ def schedule_lines(schedule: Schedule, region: RegionReport) -> list[str]:
     lines = []
     for sweep, body in zip(schedule.program.sweeps, schedule.bodies):
         attends = any(b.role in ("keys", "feed", "keytotal") for b in body.bindings)
-        lines.append(f"    {sweep.direction}{f' keys {sweep.keys}' * attends}, {len(sweep.in_place)} in place")
+        keys = f" keys {sweep.keys}" if attends else ""
+        lines.append(f"    {sweep.direction}{keys}, {len(sweep.in_place)} in place")
         crossing = [b for b in body.bindings if b.source is not None and is_tensor(b.source)]
         lines += sorted(f"      {binding_line(b, region)}" for b in crossing)
     return lines
@@ -181,9 +194,9 @@ def kernels(report: Report) -> frozenset[str]:
 
 
 def main(folder: Path) -> None:
-    """Write the structures of a CPU. Chunk bodies are not compiled, since nothing of a structure hangs on it."""
+    """Write the structures of a CPU. Chunk bodies are not compiled: no structure depends on that."""
     internals.compile_body = lambda body, chunk, mode=None: not_run
-    flex_attention._validate_device = lambda *_: None  # torch has no backward for it on a CPU; this backend has
+    flex_attention._validate_device = lambda *_: None  # no backward on a CPU; ours has one
     folder = folder / torch.__version__
     folder.mkdir(parents=True, exist_ok=True)
     for name, architecture in ARCHITECTURES.items():

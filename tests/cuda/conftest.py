@@ -27,7 +27,7 @@ class Compiled:
 
     report    what became of it
     bodies    how many chunk bodies were compiled for it
-    wrappers  the Python modules that Inductor wrote meanwhile, one for each body and for each region that is compiled whole
+    wrappers  the Python modules that Inductor wrote meanwhile: one per body and per region compiled whole
     """
 
     report: Report

@@ -1,8 +1,10 @@
-/* A GPU that answers questions and runs nothing: the CUDA driver, and those parts of the CUDA runtime that torch and Triton call
- * up to the launch of a kernel. Built as libcuda.so.1 and loaded before all else (LD_PRELOAD), it stands in for both.
+/* A GPU that answers questions and runs nothing: the CUDA driver, and those parts of the CUDA runtime that
+ * torch and Triton call up to the launch of a kernel. Built as libcuda.so.1 and loaded before all else
+ * (LD_PRELOAD), it stands in for both.
  *
- * PRETEND_GPU names the row of DEVICES to be; the first by default. No memory is given out and no kernel is launched, so tensors
- * on the device must be fake. What is not answered here reaches the real runtime, which finds no device and says so.
+ * PRETEND_GPU names the row of DEVICES to be; the first by default. No memory is given out and no kernel is
+ * launched, so tensors on the device must be fake. What is not answered here reaches the real runtime, which
+ * finds no device and says so.
  */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -20,10 +22,12 @@ typedef struct {
 /* As torch.cuda.get_device_properties and deviceQuery print them. */
 static const Device DEVICES[] = {
     {"h200", "NVIDIA H200", 9, 0, 132, 150754820096, 62914560, 233472, 232448, 1980000, 3201000, 6144},
-    {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 84974501888, 41943040, 167936, 166912, 1410000, 1593000, 5120},
+    {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 84974501888, 41943040, 167936, 166912, 1410000, 1593000,
+     5120},
 };
 enum { COUNT = sizeof DEVICES / sizeof *DEVICES };
-enum { CONTEXT_BYTES = 512 << 20, SHARED_BLOCK = 49152, REGISTERS = 65536, WARP = 32, THREADS_BLOCK = 1024, THREADS = 2048 };
+enum { CONTEXT_BYTES = 512 << 20, SHARED_BLOCK = 49152, REGISTERS = 65536 };
+enum { WARP = 32, THREADS_BLOCK = 1024, THREADS = 2048 };
 
 static const Device *device(void) {
   const char *wanted = getenv("PRETEND_GPU");
@@ -45,7 +49,11 @@ cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; retu
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int ordinal, int peer) { *can = 0; return cudaSuccess; }
-cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
   *status = cudaStreamCaptureStatusNone;
@@ -66,12 +74,16 @@ cudaError_t cudaGetLastError(void) {
   last = cudaSuccess;
   return found;
 }
-cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *entry) { *kernel = (cudaKernel_t)entry; return cudaSuccess; }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *entry) {
+  *kernel = (cudaKernel_t)entry;
+  return cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                               cudaStream_t stream) {
   return last = cudaErrorNotSupported;
 }
 
-/* Inductor makes a few small tensors to trace its patterns with. They hold nothing, so what reads them back is an error. */
+/* Inductor makes a few small tensors to trace its patterns with. They hold nothing: reading is an error. */
 cudaError_t cudaMalloc(void **address, size_t bytes) {
   static size_t next = (size_t)1 << 40;
   *address = (void *)next;
@@ -79,7 +91,8 @@ cudaError_t cudaMalloc(void **address, size_t bytes) {
   return cudaSuccess;
 }
 cudaError_t cudaFree(void *address) { return cudaSuccess; }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+                            cudaStream_t stream) {
   return kind == cudaMemcpyDeviceToHost ? cudaErrorNotSupported : cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaSuccess; }
@@ -118,7 +131,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = SHARED_BLOCK; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = d->shared_block; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = d->shared_multiprocessor; break;
-    case cudaDevAttrMaxRegistersPerBlock: case cudaDevAttrMaxRegistersPerMultiprocessor: *value = REGISTERS; break;
+    case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = REGISTERS; break;
     case cudaDevAttrMaxThreadsPerBlock: *value = THREADS_BLOCK; break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = THREADS; break;
     case cudaDevAttrWarpSize: *value = WARP; break;
@@ -130,7 +144,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
   return cudaSuccess;
 }
 
-/* The driver, without its header, whose macros rename functions: an error is an int, a handle a pointer, and 0 is success. */
+/* The driver, without its header, whose macros rename functions: an error is an int, 0 is success. */
 
 enum { NOT_SUPPORTED = 801 };
 enum { FUNCTION_MAX_THREADS = 0, FUNCTION_REGISTERS = 4 }; /* attributes of a compiled function */
@@ -144,7 +158,11 @@ int cuDeviceGetAttribute(int *value, int attribute, int ordinal) { /* the runtim
 int cuDeviceGetCount(int *count) { *count = 1; return 0; }
 int cuDeviceGet(int *ordinal, int wanted) { *ordinal = wanted; return 0; }
 int cuCtxGetLimit(size_t *bytes, int limit) { *bytes = 0; return 0; }
-int cuDevicePrimaryCtxGetState(int ordinal, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }
+int cuDevicePrimaryCtxGetState(int ordinal, unsigned *flags, int *active) {
+  *flags = 0;
+  *active = 1;
+  return 0;
+}
 int cuGetErrorString(int error, const char **text) { *text = "not supported by the pretend GPU"; return 0; }
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
   *value = attribute == FUNCTION_MAX_THREADS ? THREADS_BLOCK : attribute == FUNCTION_REGISTERS ? 64 : 0;
@@ -153,7 +171,8 @@ int cuFuncGetAttribute(int *value, int attribute, void *function) {
 SUCCEEDS(cuInit) SUCCEEDS(cuCtxSetCurrent) SUCCEEDS(cuCtxSetLimit) SUCCEEDS(cuModuleUnload)
 SUCCEEDS(cuFuncSetAttribute) SUCCEEDS(cuFuncSetCacheConfig)
 MAKES_HANDLE(cuCtxGetCurrent) MAKES_HANDLE(cuDevicePrimaryCtxRetain)
-MAKES_HANDLE(cuModuleLoad) MAKES_HANDLE(cuModuleLoadData) MAKES_HANDLE(cuModuleLoadDataEx) MAKES_HANDLE(cuModuleGetFunction)
+MAKES_HANDLE(cuModuleLoad) MAKES_HANDLE(cuModuleLoadData) MAKES_HANDLE(cuModuleLoadDataEx)
+MAKES_HANDLE(cuModuleGetFunction)
 FAILS(cuLaunchKernel) FAILS(cuLaunchKernelEx) FAILS(cuLaunchCooperativeKernel) FAILS(cuTensorMapEncodeTiled)
 FAILS(cuLinkCreate_v2) FAILS(cuLinkAddData_v2) FAILS(cuLinkComplete) FAILS(cuPointerGetAttribute)
 FAILS(cuOccupancyMaxActiveBlocksPerMultiprocessor) FAILS(cuOccupancyMaxActiveClusters)

@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # kernels that transformers would fetch from a hub are not what is looked at
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # or transformers fetches kernels
 
 import torch
 import torch._inductor.config
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-torch._inductor.config.joint_graph_constant_folding = False  # it computes constants, which have no values here
+torch._inductor.config.joint_graph_constant_folding = False  # it reads constants: no values here
 torch._inductor.config.shape_padding = False  # it times products
 
 
-def model_on(mode: FakeTensorMode, build: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> nn.Module:
-    """The module that ``build()`` makes, with fake weights and buffers on ``device``. Call it inside ``mode``.
+def model_on(mode: FakeTensorMode, build: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16,
+             device: str = "cuda") -> nn.Module:
+    """The module of ``build()``, with fake weights and buffers on ``device``. Call it inside ``mode``.
 
     mode   the fake tensor mode of the weights; the inputs must be made inside it as well
     build  makes the module; nothing is allocated meanwhile

@@ -1,4 +1,4 @@
-"""Whole pipelines for ten architectures on a GPU that is not there: the same program as on a CPU, and Triton compiles all of it."""
+"""Ten architectures on a GPU that is not there: the program of a CPU, and Triton compiles all of it."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from streambp_compile import internals
 
-STRUCTURES = Path(os.environ.get("STREAMBP_STRUCTURES", "out/structures"))  # what architectures.py wrote: VERSION/NAME.txt
+STRUCTURES = Path(os.environ.get("STREAMBP_STRUCTURES", "out/structures"))  # architectures.py writes them
 each = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
@@ -18,7 +18,7 @@ def test_the_report_is_that_of_a_cpu(name, compiled):
     """Same regions, sweeps, directions, roles, proofs and kept values, whichever torch the CPU has."""
     found = structure(compiled(name).report).splitlines()
     written = sorted(STRUCTURES.glob(f"*/{name}.txt"))
-    assert written, f"nothing to compare with: run tests/cuda/architectures.py {STRUCTURES}, as `make test-cuda` does"
+    assert written, f"nothing to compare with: run tests/cuda/architectures.py {STRUCTURES} first"
     for path in written:
         assert found == path.read_text().splitlines(), path
 
@@ -39,7 +39,7 @@ def test_the_kernels_that_attend(name, compiled):
 
 
 def test_chunks_of_a_large_model_are_long(monkeypatch):
-    """Qwen3-8B at 32768 tokens, of which a chunk's products are to run at the device's rate; bodies are not compiled."""
+    """Qwen3-8B at 32768 tokens: a chunk's products run at the device's rate. Bodies are not compiled."""
     monkeypatch.setattr(internals, "compile_body", lambda *_, **__: not_run)
     layer = report_of(QWEN3_8B, "cuda", 32768).regions[1]
     assert len(layer.backward.chunks) == 2
