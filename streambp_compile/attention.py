@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import internals
 from .axis import fake_of, storage_of
-from .passes.ir import ancestors
+from .passes.ir import ancestors, hint
 from .passes.split import mutated
 
 streambp = torch.ops.streambp
@@ -157,13 +157,32 @@ def one_attention(module: GraphModule) -> GraphModule:
             fake = fake_of(node)
             if isinstance(fake, Tensor) and fake.dim() == 4 and not fake.transpose(1, 2).is_contiguous():
                 node.update_kwarg("contiguous", True)
-        flexible = [n for n in part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
-                    if all(user.target is operator.getitem and user.args[1] == 0 for user in n.users)]
+        flexible = part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
+        flexible = [node for node in flexible if mask_says_all(part, node) and only_result_is_read(node)]
         for node in flexible:
             written_out(part, node)
         if calls or flexible:
             part.recompile()
     return module
+
+
+def only_result_is_read(node: Node) -> bool:
+    """Does nobody read the log-sum-exp?"""
+    return all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
+
+
+def mask_says_all(module: GraphModule, node: Node) -> bool:
+    """Does the function of a block mask hide all that its blocks leave out? Kernels skip those blocks without asking it.
+
+    It does where ``create_block_mask`` made the blocks from it in this graph, and where one block has all rows and keys.
+    """
+    blocks = node.args[4]
+    made = [a for a in blocks[:-1] if isinstance(a, Node) and isinstance(fake_of(a), Tensor)]
+    if made and all(", in create_block_mask" in a.meta.get("stack_trace", "") for a in made):
+        return True
+    sizes = [a for a in blocks[:-1] if isinstance(a, int)]
+    lengths = [fake_of(a).shape[2] for a in node.args[:2]]
+    return len(sizes) >= 2 and all(size >= hint(length) for size, length in zip(sizes[-2:], lengths))
 
 
 def written_out(module: GraphModule, node: Node) -> None:
@@ -172,8 +191,10 @@ def written_out(module: GraphModule, node: Node) -> None:
     node.target = flex_attention
     node.update_arg(4, (blocks[-1],))
     for arg in (node.args[3], blocks[-1]):  # equal functions of two layers are one, so that the layers are equal
-        arg.target = next(name for name, part in module.named_children()
-                          if isinstance(part, GraphModule) and part.code == getattr(module, arg.target).code)
+        function = getattr(module, arg.target)
+        if not function.graph.find_nodes(op="get_attr"):
+            arg.target = next(name for name, part in module.named_children()
+                              if isinstance(part, GraphModule) and part.code == function.code)
     erase_unread(module.graph, [a for a in blocks[:-1] if isinstance(a, Node)])
 
 

@@ -174,3 +174,24 @@ def test_layer_of_the_models_is_one_operator():
     graphs = []
     torch.compile(layer, backend=lambda graph, inputs: graphs.append(attention.one_attention(graph)) or graph)(torch.randn(1, 8, 32))
     assert [n.target for n in graphs[0].graph.nodes].count(attention.scaled_dot_product_attention) == 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("chosen", [False, True], ids=["from the mask", "chosen otherwise"])
+@torch.no_grad()
+def test_blocks_that_do_not_come_from_the_mask_are_no_mask_of_ours(chosen, fresh_dynamo):
+    """A kernel skips the blocks that are left out, whatever the function of the mask says."""
+    seen = []
+
+    def attend(x: Tensor) -> Tensor:
+        mask = flex.create_block_mask(causal, None, None, 256, 256, device="cpu")
+        if chosen:
+            mask = flex.BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, mask_mod=causal)
+        return flex.flex_attention(x, x, x, block_mask=mask)
+
+    def backend(graph, inputs):
+        seen.extend(n.target for n in attention.one_attention(graph).graph.nodes)
+        return graph
+
+    torch.compile(attend, backend=backend)(torch.randn(1, 2, 256, 16))
+    assert (attention.flex_attention in seen) != chosen and (torch.ops.higher_order.flex_attention in seen) == chosen

@@ -58,7 +58,7 @@ BY_NAME: dict[str, Rule] = {}
 
 
 def rule_by_name(*names: str):
-    """Enter a signature function for ops of other packages (``"namespace::op"``), which need not be registered yet."""
+    """Enter a signature function for ops that need not be registered yet: of other packages (``"namespace::op"``), of higher order."""
 
     def enter(signature: Callable[[Node], Signature]) -> Callable[[Node], Signature]:
         BY_NAME.update({name: Rule(signature) for name in names})
@@ -87,6 +87,8 @@ def rule_of(node: Node) -> Rule:
             return POINTWISE
         if node.target._schema.name in BY_NAME:
             return BY_NAME[node.target._schema.name]
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and f"higher_order::{node.target.__name__}" in BY_NAME:
+        return BY_NAME[f"higher_order::{node.target.__name__}"]
     raise CannotStream(Refusal(
         str(node.target), "no rule says which rows this op reads",
         "Register one with @streambp_compile.rule, or keep the op out of the compiled function", where_of(node)))

@@ -81,3 +81,10 @@ def flash_attn(node: Node) -> Signature:
 def flash_attn_varlen(node: Node) -> Signature:
     raise refuse(node, "reads the borders of packed sequences from a tensor, so no chunk knows which keys it may see",
                  PACKED)
+
+
+@rule_by_name("higher_order::flex_attention", "higher_order::flex_attention_backward")
+def flex_attention(node: Node) -> Signature:
+    """What is left of flex attention where its mask was not written out before autograd."""
+    raise refuse(node, "skips blocks of keys that were not made from its mask in this graph, or returns its log-sum-exp",
+                 "Call create_block_mask inside the compiled function and do not ask for return_lse or return_aux")
