@@ -99,7 +99,7 @@ class Work:
         beyond = max(0.0, 1 - device.cache / (self.widest * chunk))
         return Cost(
             products=sum(flop / device.rate(dtype) for dtype, flop, _ in self.products),
-            attention=sum(flop / device.attention_rate(dtype, backward, kernel) * (1 + device.processors * device.tile / (2 * chunk * heads))
+            attention=sum(flop / device.attention_rate(dtype, backward, kernel) * (1 + rows_beside(device, heads) / chunk)
                           for dtype, backward, flop, heads in self.attention),
             tails=count * device.processors * device.tile**2 * sum(depth / device.rate(dtype) for dtype, _, depth in self.products),
             traffic=beyond * self.traffic / device.bandwidth,
@@ -107,6 +107,11 @@ class Work:
             totals=count * self.totals / device.bandwidth,
             prefix=count * self.prefix * reached(self.keys, chunk, self.tokens) / device.bandwidth,
             launches=count * self.kernels * device.launch)
+
+
+def rows_beside(device: Device, heads: int) -> float:
+    """Rows by which a call of attention takes longer than its own: half of what all processors take at once, or as the device says."""
+    return device.extra_rows or device.processors * device.tile / (2 * heads)
 
 
 def reached(keys: Reach, chunk: int, tokens: int) -> float:

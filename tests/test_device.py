@@ -78,7 +78,8 @@ def test_how_many_keys_a_chunk_reaches():
     assert cost.reached(Reach(-15, 0), 64, 64) == 1
 
 
-ROUND = replace(REFERENCE_CPU, bandwidth=100.0, half=1000.0, single=1000.0, cache=100, launch=0.5, tile=2, processors=10, attention=())
+ROUND = replace(REFERENCE_CPU, bandwidth=100.0, half=1000.0, single=1000.0, cache=100, launch=0.5, tile=2, processors=10,
+                attention=(), extra_rows=0.0)
 WORK = Work(tokens=64, products=((torch.float32, 4000.0, 5),), attention=((torch.float32, True, 2000.0, 2),), traffic=6400, weights=50,
             totals=100, prefix=800, keys=PAST, kernels=3, widest=25)
 
@@ -90,6 +91,7 @@ def test_seconds_term_by_term():
                          prefix=8 * 800 * (72 / 128) / 100, launches=12.0)
     assert found.efficiency == 4.0 / (4.0 + 1.6 + 4.0 + 8.0)
     assert (found + found).seconds == (found * 2).seconds == 2 * found.seconds
+    assert WORK.cost(8, replace(ROUND, extra_rows=40)).attention == 4.0 * (1 + 40 / 8)
 
 
 def test_lengths_are_multiples_of_a_tile():
