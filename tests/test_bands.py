@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import Interpreter
 
-from streambp_compile.guard import holds, ordered, visible
+from streambp_compile.guard import kept as satisfied, ordered, visible
 from streambp_compile.passes.bands import evaluate
 from streambp_compile.passes.bands.domains import Affine, Band
 from streambp_compile.passes.ir import HidesOutside, Reach
@@ -55,7 +55,7 @@ def check(abstract, real: Tensor, environment) -> None:
         offset = index(real, abstract.key) - index(real, abstract.row)
         inside = (offset >= abstract.lo) & (offset <= abstract.hi)
         band = Reach(abstract.lo, abstract.hi)
-        if not all(holds(HidesOutside((s,), band), [environment[s.node]]) for s in abstract.assumes):
+        if not all(satisfied(HidesOutside((s,), band), [environment[s.node]]) for s in abstract.assumes):
             return  # what it claims is of a stored mask that hides what is outside
         out, kept = real[~inside], real[inside]
         if abstract.outside == 0.0 and abstract.outside is not False:

@@ -291,7 +291,7 @@ def test_no_grad(trained_before):
 
 
 @pytest.mark.parametrize("options, said", [
-    ({"chunksize": 3}, "valid options are chunk_size, strict, device. Did you mean 'chunk_size'?"), ({"chunk_size": 0}, "chunk_size must be"),
+    ({"chunksize": 3}, "valid options are chunk_size, strict, device, analysis_seconds. Did you mean 'chunk_size'?"), ({"chunk_size": 0}, "chunk_size must be"),
     ({"chunk_size": True}, "chunk_size must be"), ({"strict": 1}, "strict must be")])
 def test_bad_options(options, said):
     with pytest.raises((ValueError, BackendCompilerFailed)) as caught:
