@@ -162,12 +162,12 @@ def facts_of(report: Report) -> dict:
 
 def attending(stage: Stage, kernel: str):
     """Leaves one kernel of ``scaled_dot_product_attention`` switched on, which is what streambp's choice of
-    kernels heeds as well."""
+    kernels heeds as well; and plain products, for calls with a mask that it does not take."""
     if KERNELS[kernel] is None:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel(getattr(SDPBackend, KERNELS[kernel]))
+    return sdpa_kernel([getattr(SDPBackend, KERNELS[kernel]), SDPBackend.MATH])
 
 
 def kernels_of(report: Report) -> list[str]:
