@@ -19,6 +19,7 @@ from streambp_compile.passes.device import KNOWN, REFERENCE_CPU, derived, known,
 from streambp_compile.passes.ir import EVERYWHERE, FUTURE, PAST, Reach
 from streambp_compile.rehearsal import Ledger, main_device
 from streambp_compile.report import Report
+from streambp_compile.target import target_of
 
 GIB = 2**30
 REPORTED = (  # what drivers say, and the row that it means
@@ -211,3 +212,14 @@ def test_conditions_on_sizes_that_tracing_found_equal():
     inputs.values = [rows, inputs.empty([length], [1], torch.float32, torch.device("cpu"))]
     holds = internals.guard_of(inputs)
     assert holds([48, torch.empty(48)]) and not holds([400, torch.empty(400)])
+
+
+def test_a_kernel_must_run_on_the_gpu_that_is_there_whichever_is_planned_for(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for here, planned, chosen in (((7, 0), (9, 0), (7, 0)), ((9, 0), (8, 0), (8, 0)), ((9, 0), None, (9, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, here=here: here)
+        assert target_of(gpu, planned).capability == chosen
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert target_of(gpu, (8, 0)).capability == (8, 0)

@@ -25,9 +25,9 @@ def rows_at_once(query: Tensor, keys: int) -> int:
 def row_blocks(query: Tensor, keys: int, diagonal: int | None):
     """Slices of rows, each with the number of keys that its last row sees."""
     step, rows = rows_at_once(query, keys), query.shape[2]
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        yield slice(first, last), keys if diagonal is None else max(0, min(keys, diagonal + last))
+    for begin in range(0, rows, step):
+        last = min(begin + step, rows)
+        yield slice(begin, last), keys if diagonal is None else max(0, min(keys, diagonal + last))
 
 
 def stacked(t: Tensor, key_heads: int) -> Tensor:

@@ -3,7 +3,6 @@
 import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import pytest
