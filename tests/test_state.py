@@ -188,6 +188,9 @@ class Scaled(torch.Tensor):
     def __tensor_unflatten__(parts, context, size, stride):
         return Scaled(parts["values"], parts["scale"])
 
+    def __repr__(self):  # torch's own asks for values, which a fake has none of
+        return f"Scaled({self.values}, {self.scale})"
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
@@ -213,6 +216,9 @@ class Held(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(parts, context, size, stride):
         return Held(parts["inner"])
+
+    def __repr__(self):
+        return f"Held({self.inner})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
