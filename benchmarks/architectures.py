@@ -1,7 +1,10 @@
-"""Small decoders that are not of Hugging Face, in the styles that people write them: attention, blocks, experts, mixers.
+"""Small decoders that are not of Hugging Face, in the styles that people write them: attention, blocks,
+experts, mixers.
 
-Every model takes token ids and targets ``[B, T]`` and returns its loss; what else it takes is its own `Decoder.batch`. They are written one
-after another on purpose, each the way its authors would, and not for what the backend happens to know: benchmarks/zoo.py gives each a row.
+Every model takes token ids and targets ``[B, T]`` and returns its loss; what else it takes is its own
+`Decoder.batch`. They are written one
+after another on purpose, each the way its authors would, and not for what the backend happens to know:
+benchmarks/zoo.py gives each a row.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ class Decoder(nn.Module):
     def batch(self, length: int) -> dict[str, torch.Tensor]:
         make = torch.Generator().manual_seed(2)
         ids = torch.randint(0, VOCAB, (2, length + 1), generator=make)
-        ids[:, length // 3::length // 3] = SEPARATOR
+        ids[:, length // 3 :: length // 3] = SEPARATOR
         targets = ids[:, 1:].clone()
-        targets[1, -length // 4:] = -100
+        targets[1, -length // 4 :] = -100
         return dict(ids=ids[:, :-1].contiguous(), targets=targets)
 
     def embed(self, ids):
@@ -114,11 +117,14 @@ def blocks(attention: Callable[[], nn.Module], **options) -> Callable[[], Decode
 
 
 class StoredMask(Attention):
-    """nanoGPT's slow path, minGPT, and many lectures: a lower triangle in a buffer, cut to the length at hand."""
+    """nanoGPT's slow path, minGPT, and many lectures: a lower triangle in a buffer, cut to the length at
+    hand."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("bias", torch.tril(torch.ones(LONGEST, LONGEST)).view(1, 1, LONGEST, LONGEST), persistent=False)
+        self.register_buffer(
+            "bias", torch.tril(torch.ones(LONGEST, LONGEST)).view(1, 1, LONGEST, LONGEST), persistent=False
+        )
 
     def mix(self, query, key, value):
         length = query.size(2)
@@ -132,7 +138,9 @@ class ComputedTriangle(Attention):
 
     def mix(self, query, key, value):
         length = query.size(2)
-        mask = torch.triu(torch.full((length, length), float("-inf"), dtype=query.dtype, device=query.device), diagonal=1)
+        mask = torch.triu(
+            torch.full((length, length), float("-inf"), dtype=query.dtype, device=query.device), diagonal=1
+        )
         scores = torch.matmul(query, key.transpose(2, 3)) / math.sqrt(HEAD) + mask
         return torch.matmul(torch.softmax(scores, dim=-1), value)
 
@@ -140,7 +148,9 @@ class ComputedTriangle(Attention):
 class Alibi(Attention):
     def mix(self, query, key, value):
         at = torch.arange(query.size(2), device=query.device)
-        slopes = torch.tensor([2 ** (-8 * (h + 1) / HEADS) for h in range(HEADS)], device=query.device, dtype=query.dtype)
+        slopes = torch.tensor(
+            [2 ** (-8 * (h + 1) / HEADS) for h in range(HEADS)], device=query.device, dtype=query.dtype
+        )
         distance = (at[None, :] - at[:, None]).to(query.dtype)
         bias = slopes[:, None, None] * distance
         bias = bias.masked_fill(at[None, :] > at[:, None], float("-inf"))
@@ -157,14 +167,21 @@ class RelativeBias(Attention):
 
     def bucket(self, distance):
         exact = self.buckets // 2
-        far = exact + (torch.log(distance.float().clamp(min=1) / exact) / math.log(self.farthest / exact) * (self.buckets - exact)).long()
+        far = (
+            exact
+            + (
+                torch.log(distance.float().clamp(min=1) / exact)
+                / math.log(self.farthest / exact)
+                * (self.buckets - exact)
+            ).long()
+        )
         return torch.where(distance < exact, distance, far.clamp(max=self.buckets - 1))
 
     def mix(self, query, key, value):
         at = torch.arange(query.size(2), device=query.device)
         distance = (at[:, None] - at[None, :]).clamp(min=0)
         bias = self.bias(self.bucket(distance)).permute(2, 0, 1)
-        scores = query @ key.mT / HEAD ** 0.5 + bias
+        scores = query @ key.mT / HEAD**0.5 + bias
         scores = torch.where(at[:, None] >= at[None, :], scores, torch.finfo(scores.dtype).min)
         return scores.softmax(-1) @ value
 
@@ -178,7 +195,7 @@ class Sinks(Attention):
 
     def mix(self, query, key, value):
         at = torch.arange(query.size(2), device=query.device)
-        scores = (query @ key.transpose(-1, -2)) * HEAD ** -0.5
+        scores = (query @ key.transpose(-1, -2)) * HEAD**-0.5
         scores = scores.masked_fill(at[:, None] < at[None, :], -torch.inf)
         sinks = self.sinks.view(1, -1, 1, 1).expand(query.size(0), -1, query.size(2), 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
@@ -204,7 +221,8 @@ class Chunked(Attention):
 
 
 class Capped(Attention):
-    """QK-norm with a learned temperature, soft-capped scores, an additive mask of -1e9, softmax in float32 or more."""
+    """QK-norm with a learned temperature, soft-capped scores, an additive mask of -1e9, softmax in float32 or
+    more."""
 
     def __init__(self):
         super().__init__()
@@ -215,7 +233,9 @@ class Capped(Attention):
         scores = 20.0 * torch.tanh(torch.einsum("bhqd,bhkd->bhqk", query, key) * self.temperature * 8 / 20.0)
         length = query.shape[-2]
         scores = scores + (1 - torch.ones(length, length, device=query.device).tril()) * -1e9
-        weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(value.dtype)
+        weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(
+            value.dtype
+        )
         return torch.einsum("bhqk,bhkd->bhqd", weights, value)
 
 
@@ -241,14 +261,18 @@ class Differential(nn.Module):
 
 
 class Latent(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2): keys and values from a narrow latent, one rotary key for all heads."""
+    """Multi-head latent attention (DeepSeek-V2): keys and values from a narrow latent, one rotary key for all
+    heads."""
 
     def __init__(self, latent: int = 24, rotary: int = 8):
         super().__init__()
         self.latent, self.rotary = latent, rotary
         self.query = nn.Linear(WIDTH, HEADS * (HEAD + rotary), bias=False)
         self.down, self.norm = nn.Linear(WIDTH, latent + rotary, bias=False), nn.RMSNorm(latent)
-        self.up, self.out = nn.Linear(latent, HEADS * 2 * HEAD, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.out = (
+            nn.Linear(latent, HEADS * 2 * HEAD, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x):
         query, turned_query = heads(self.query(x)).split([HEAD, self.rotary], dim=-1)
@@ -256,7 +280,10 @@ class Latent(nn.Module):
         key, value = heads(self.up(self.norm(latent))).split([HEAD, HEAD], dim=-1)
         cos, sin = rotation(x.size(1), self.rotary, x)
         turned_key = rotated(turned_key.unsqueeze(1), cos, sin).expand(-1, HEADS, -1, -1)
-        query, key = torch.cat([query, rotated(turned_query, cos, sin)], dim=-1), torch.cat([key, turned_key], dim=-1)
+        query, key = (
+            torch.cat([query, rotated(turned_query, cos, sin)], dim=-1),
+            torch.cat([key, turned_key], dim=-1),
+        )
         return self.out(merged(F.scaled_dot_product_attention(query, key, value, is_causal=True)))
 
 
@@ -291,7 +318,11 @@ class ComplexRotary(nn.Module):
         query, key, value = self.wq(x), self.wk(x), self.wv(x)
         query = self.turn(query.view(batch, length, HEADS, HEAD), self.cis[:length])
         key = self.turn(key.view(batch, length, HEADS // 2, HEAD), self.cis[:length])
-        key = key[:, :, :, None, :].expand(batch, length, HEADS // 2, 2, HEAD).reshape(batch, length, HEADS, HEAD)
+        key = (
+            key[:, :, :, None, :]
+            .expand(batch, length, HEADS // 2, 2, HEAD)
+            .reshape(batch, length, HEADS, HEAD)
+        )
         value = torch.repeat_interleave(value.view(batch, length, HEADS // 2, HEAD), 2, dim=2)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         mask = torch.full((length, length), float("-inf"), device=x.device)
@@ -307,14 +338,22 @@ class SequenceFirst(Decoder):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.norm, self.qkv, self.out = (
+                nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, 3 * WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+            )
             self.block_norm, self.feed_forward = nn.LayerNorm(WIDTH), FeedForward()
 
         def forward(self, x, mask):
             length, batch, _ = x.shape
-            query, key, value = self.qkv(self.norm(x)).view(length, batch * HEADS, 3 * HEAD).split(HEAD, dim=-1)
+            query, key, value = (
+                self.qkv(self.norm(x)).view(length, batch * HEADS, 3 * HEAD).split(HEAD, dim=-1)
+            )
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-            scores = torch.baddbmm(mask.expand(batch * HEADS, -1, -1), query, key.transpose(1, 2), alpha=HEAD ** -0.5)
+            scores = torch.baddbmm(
+                mask.expand(batch * HEADS, -1, -1), query, key.transpose(1, 2), alpha=HEAD**-0.5
+            )
             out = torch.bmm(torch.softmax(scores, -1), value)
             x = x + self.out(out.transpose(0, 1).contiguous().view(length, batch, WIDTH))
             return x + self.feed_forward(self.block_norm(x))
@@ -424,7 +463,12 @@ class PostNorm(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.attention, self.feed_forward = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Attention(), FeedForward()
+        self.first, self.second, self.attention, self.feed_forward = (
+            nn.LayerNorm(WIDTH),
+            nn.LayerNorm(WIDTH),
+            Attention(),
+            FeedForward(),
+        )
 
     def forward(self, x):
         x = self.first(x + self.attention(x))
@@ -432,20 +476,25 @@ class PostNorm(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Whatever autograd lets one write over is written over: sums, masks, activations, a slice of the keys."""
+    """Whatever autograd lets one write over is written over: sums, masks, activations, a slice of the
+    keys."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(inplace=True), nn.Linear(2 * WIDTH, WIDTH))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(inplace=True), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
         query, key, value = (heads(part).clone() for part in self.qkv(self.first(x)).chunk(3, dim=-1))
-        query.mul_(HEAD ** -0.5)
+        query.mul_(HEAD**-0.5)
         key[..., : HEAD // 2] = key[..., : HEAD // 2] * 0.5
         scores = query @ key.transpose(-2, -1)
-        scores.masked_fill_(torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu_(1), float("-inf"))
+        scores.masked_fill_(
+            torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu_(1), float("-inf")
+        )
         mixed = self.out(merged(scores.softmax(-1) @ value))
         mixed += x
         made = self.feed_forward(self.second(mixed))
@@ -484,11 +533,14 @@ class Skips(Decoder):
 
     def loss(self, x, targets):
         logits = 15 * torch.tanh(self.head(F.rms_norm(x, (WIDTH,))) / 15)
-        return F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            logits.float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten()
+        )
 
 
 class HyperConnections(Decoder):
-    """Three residual streams, mixed anew around every layer (arXiv 2409.19606, the static form and a dynamic gate)."""
+    """Three residual streams, mixed anew around every layer (arXiv 2409.19606, the static form and a dynamic
+    gate)."""
 
     class Layer(nn.Module):
         def __init__(self, streams: int):
@@ -529,7 +581,11 @@ class ValueResidual(Handing):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.block_norm, self.feed_forward = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), FeedForward()
+            self.norm, self.block_norm, self.feed_forward = (
+                nn.LayerNorm(WIDTH),
+                nn.LayerNorm(WIDTH),
+                FeedForward(),
+            )
             self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
             self.part = nn.Parameter(torch.tensor(0.5))
 
@@ -538,7 +594,9 @@ class ValueResidual(Handing):
             value = self.v(normed)
             first = value if first is None else first
             mixed = self.part * value + (1 - self.part) * first
-            out = F.scaled_dot_product_attention(heads(self.q(normed)), heads(self.k(normed)), heads(mixed), is_causal=True)
+            out = F.scaled_dot_product_attention(
+                heads(self.q(normed)), heads(self.k(normed)), heads(mixed), is_causal=True
+            )
             x = x + self.o(merged(out))
             return x + self.feed_forward(self.block_norm(x)), first
 
@@ -561,7 +619,9 @@ class SharedKeys(Handing):
             normed = self.norm(x)
             if self.kv is not None:
                 shared = [heads(part, 2) for part in self.kv(normed).chunk(2, -1)]
-            out = F.scaled_dot_product_attention(heads(self.q(normed)), *shared, is_causal=True, enable_gqa=True)
+            out = F.scaled_dot_product_attention(
+                heads(self.q(normed)), *shared, is_causal=True, enable_gqa=True
+            )
             x = x + self.o(merged(out))
             return x + self.feed_forward(self.block_norm(x)), shared
 
@@ -591,7 +651,9 @@ class TorchEncoder(Decoder):
 
     def __init__(self):
         super().__init__(lambda i: nn.Identity())
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 3 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 3 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
 
     def hidden(self, ids, x):
@@ -671,8 +733,8 @@ class Experts(nn.Module):
         super().__init__()
         self.count = count
         self.router = nn.Linear(WIDTH, count, bias=False)
-        self.up = nn.Parameter(torch.randn(count, WIDTH, WIDTH) * WIDTH ** -0.5)
-        self.down = nn.Parameter(torch.randn(count, WIDTH, WIDTH) * WIDTH ** -0.5)
+        self.up = nn.Parameter(torch.randn(count, WIDTH, WIDTH) * WIDTH**-0.5)
+        self.down = nn.Parameter(torch.randn(count, WIDTH, WIDTH) * WIDTH**-0.5)
 
     def route(self, x):
         weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
@@ -707,7 +769,8 @@ class MaskedExperts(Experts):
 
 
 class OneHotExperts(Experts):
-    """The einsum style of GShard: choices as one-hot vectors, with the balance loss of Switch beside the output."""
+    """The einsum style of GShard: choices as one-hot vectors, with the balance loss of Switch beside the
+    output."""
 
     def forward(self, x):
         probabilities = self.router(x).softmax(-1)
@@ -787,7 +850,11 @@ class Shift(nn.Module):
     def __init__(self):
         super().__init__()
         self.blend = nn.Parameter(torch.rand(WIDTH))
-        self.key, self.value, self.gate = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.key, self.value, self.gate = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x):
         before = F.pad(x, (0, 0, 1, 0))[:, :-1]

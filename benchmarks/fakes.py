@@ -1,6 +1,7 @@
 """Models of real size without memory: weights and inputs are fake tensors on a GPU that need not be there.
 
-torch has to believe in a CUDA device for its kernels to be chosen and for Inductor to write Triton; nothing runs on it.
+torch has to believe in a CUDA device for its kernels to be chosen and for Inductor to write Triton; nothing
+runs on it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3 model: layers, width, feed-forward width, heads of 128, whether the head is the embedding, whether only adapters learn."""
+    """A Qwen3 model: layers, width, feed-forward width, heads of 128, whether the head is the embedding,
+    whether only adapters learn."""
 
     title: str
     layers: int
@@ -34,9 +36,15 @@ def pretend() -> None:
     torch._inductor.config.joint_graph_constant_folding = False  # it reads constants, which are fake
 
 
-SHAPES = {s.title: s for s in (
-    Shape("Qwen3-4B", 36, 2560, 9728, 32, tied=True), Shape("Qwen3-8B", 36, 4096, 12288, 32), Shape("Qwen3-14B", 40, 5120, 17408, 40),
-    Shape("Qwen3-32B LoRA", 64, 5120, 25600, 64, lora=True))}
+SHAPES = {
+    s.title: s
+    for s in (
+        Shape("Qwen3-4B", 36, 2560, 9728, 32, tied=True),
+        Shape("Qwen3-8B", 36, 4096, 12288, 32),
+        Shape("Qwen3-14B", 40, 5120, 17408, 40),
+        Shape("Qwen3-32B LoRA", 64, 5120, 25600, 64, lora=True),
+    )
+}
 VOCABULARY, KEY_HEADS, HEAD_WIDTH, RANK = 151936, 8, 128, 16
 
 
@@ -64,17 +72,30 @@ def adapted(model: nn.Module) -> nn.Module:
 
 
 def fake_model(mode, shape: Shape, layers: int, checkpointed: bool = False) -> nn.Module:
-    """The model with so many layers in bfloat16 on CUDA, its weights fake tensors of ``mode``. Use it inside ``mode``."""
+    """The model with so many layers in bfloat16 on CUDA, its weights fake tensors of ``mode``. Use it inside
+    ``mode``."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(vocab_size=VOCABULARY, hidden_size=shape.width, intermediate_size=shape.hidden, num_hidden_layers=layers,
-                         num_attention_heads=shape.heads, num_key_value_heads=KEY_HEADS, head_dim=HEAD_WIDTH, use_cache=False,
-                         max_position_embeddings=1 << 20, tie_word_embeddings=shape.tied, attn_implementation="sdpa")
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=shape.width,
+        intermediate_size=shape.hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=HEAD_WIDTH,
+        use_cache=False,
+        max_position_embeddings=1 << 20,
+        tie_word_embeddings=shape.tied,
+        attn_implementation="sdpa",
+    )
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config).train()
         model = (adapted(model) if shape.lora else model).to(torch.bfloat16)
     if checkpointed:
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # renamed in transformers 5
+        getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )()  # renamed in transformers 5
     return on_device(model, mode)
 
 

@@ -33,8 +33,12 @@ from benchmarks.on_gpu.runner import Settings, run  # noqa: E402
 from benchmarks.tables import processor  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PARTS = {"correctness": "correctness", "memory": "capacity", "time": "timing",
-         "profile": "profiling"}  # in order of worth → module
+PARTS = {
+    "correctness": "correctness",
+    "memory": "capacity",
+    "time": "timing",
+    "profile": "profiling",
+}  # in order of worth → module
 
 
 def part_of(name: str):
@@ -46,16 +50,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all without one")
     parser.add_argument("--all", action="store_true", help="go on with the parts behind PART")
     parser.add_argument("--minutes", type=float, default=None, help="for each part (9 on a GPU, else 60)")
-    parser.add_argument("--rounds", type=int, default=3,
-                        help="timed steps of each method at each length (%(default)s)")
-    parser.add_argument("--only", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B,...",
-                        help="jobs to run, by name")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="timed steps of each method at each length (%(default)s)"
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="A,B,...",
+        help="jobs to run, by name",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of all jobs and end")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true",
-                        help="tiny models and lengths, which prove the measuring code")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="compile for fake tensors on a GPU, run nothing; tiny models, a scratch folder")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny models and lengths, which prove the measuring code"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="compile for fake tensors on a GPU, run nothing; tiny models, a scratch folder",
+    )
     parser.add_argument("--threads", type=int, default=2, help="threads on a CPU (%(default)s)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -75,7 +89,7 @@ def parts(chosen: argparse.Namespace) -> list[str]:
     """The parts to run, in order of worth."""
     names = list(PARTS)
     if chosen.all and chosen.parts:
-        return names[names.index(chosen.parts[0]):]
+        return names[names.index(chosen.parts[0]) :]
     return [name for name in names if not chosen.parts or name in chosen.parts]
 
 
@@ -91,11 +105,17 @@ def settings_of(chosen: argparse.Namespace) -> Settings:
     folder.mkdir(parents=True, exist_ok=True)
     return Settings(
         kind="fake" if chosen.dry_run else chosen.device,
-        scale="TINY" if chosen.tiny or chosen.dry_run else "REAL", minutes=chosen.minutes,
-        rounds=chosen.rounds, threads=chosen.threads, interpret=interpreted(chosen), only=chosen.only,
+        scale="TINY" if chosen.tiny or chosen.dry_run else "REAL",
+        minutes=chosen.minutes,
+        rounds=chosen.rounds,
+        threads=chosen.threads,
+        interpret=interpreted(chosen),
+        only=chosen.only,
         folder=folder,
         worker=(sys.executable, str(Path(__file__).resolve()), "--worker"),
-        command=shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]), machine=machine(chosen))
+        command=shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
+        machine=machine(chosen),
+    )
 
 
 def interpreted(chosen: argparse.Namespace) -> bool:
@@ -111,18 +131,24 @@ def machine(chosen: argparse.Namespace) -> str:
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if chosen.device == "cpu":
-        bodies = "; chunk bodies were interpreted: no number says anything about streambp" * interpreted(chosen)
-        return (f"{processor()}, {chosen.threads} threads; every method attends by the one fused "
-                f"kernel of CPUs; {versions}{bodies}")
+        bodies = "; chunk bodies were interpreted: no number says anything about streambp" * interpreted(
+            chosen
+        )
+        return (
+            f"{processor()}, {chosen.threads} threads; every method attends by the one fused "
+            f"kernel of CPUs; {versions}{bodies}"
+        )
     if not torch.cuda.is_available():
         sys.exit("gpu.py: torch finds no GPU. Choose --device cpu --tiny to try the measuring code on a CPU.")
     properties = torch.cuda.get_device_properties(0)
     name = "nothing ran: fake tensors on " * chosen.dry_run + properties.name
     import triton
 
-    return (f"{name}, {properties.total_memory / 2**30:.1f} GiB, "
-            f"capability {properties.major}.{properties.minor}, CUDA {torch.version.cuda}, "
-            f"cuDNN {torch.backends.cudnn.version()}; {versions}, triton {triton.__version__}")
+    return (
+        f"{name}, {properties.total_memory / 2**30:.1f} GiB, "
+        f"capability {properties.major}.{properties.minor}, CUDA {torch.version.cuda}, "
+        f"cuDNN {torch.backends.cudnn.version()}; {versions}, triton {triton.__version__}"
+    )
 
 
 def main() -> int:
@@ -135,8 +161,9 @@ def main() -> int:
     try:
         import streambp_compile.backend  # noqa: F401
     except ImportError as error:
-        sys.exit(f"gpu.py: {error}. Install the project first: "
-                 "pip install --no-deps --no-build-isolation -e .")
+        sys.exit(
+            f"gpu.py: {error}. Install the project first: pip install --no-deps --no-build-isolation -e ."
+        )
     settings = settings_of(chosen)
     if chosen.list:
         for name in parts(chosen):

@@ -13,7 +13,8 @@ def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def largest_difference(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
-    """The largest relative difference over all parameters: norm of the difference, over the norm of what is expected."""
+    """The largest relative difference over all parameters: norm of the difference, over the norm of what is
+    expected."""
     worst = 0.0
     for a, b in zip(found, expected, strict=True):
         difference, size = (a.double() - b.double()).norm().item(), b.double().norm().item()

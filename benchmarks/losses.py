@@ -1,6 +1,8 @@
-"""Objectives that language models are trained with, as people write them: from a head, hidden states and a batch to a number.
+"""Objectives that language models are trained with, as people write them: from a head, hidden states and a
+batch to a number.
 
-No line of the library knows any of them. ``benchmarks/objectives.py`` measures them and ``tests/test_objectives.py`` holds them exact.
+No line of the library knows any of them. ``benchmarks/objectives.py`` measures them and
+``tests/test_objectives.py`` holds them exact.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ class Batch:
     teacher   ``[B, T, d]`` hidden states of a teacher
     """
 
-    def __init__(self, batch: int, tokens: int, width: int, vocabulary: int, dtype: torch.dtype = torch.float64, device: str = "cpu"):
+    def __init__(
+        self,
+        batch: int,
+        tokens: int,
+        width: int,
+        vocabulary: int,
+        dtype: torch.dtype = torch.float64,
+        device: str = "cpu",
+    ):
         make = torch.Generator().manual_seed(1)
 
         def normal(*shape):
@@ -61,7 +71,8 @@ Loss = Callable[[Heads, Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss, the sweeps that its forward and backward may take together (0: it reads so few rows that there is nothing to sweep), and what it trains."""
+    """A loss, the sweeps that its forward and backward may take together (0: it reads so few rows that there
+    is nothing to sweep), and what it trains."""
 
     loss: Loss
     sweeps: int
@@ -99,17 +110,25 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 # Supervised
 
+
 @objective("cross-entropy, shifted slices")
 def _(m, h, b):
     logits = m.lm(h)[:, :-1]
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), b.labels[:, 1:].reshape(-1), ignore_index=IGNORED)
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), b.labels[:, 1:].reshape(-1), ignore_index=IGNORED
+    )
 
 
 @objective("cross-entropy, padded labels (Hugging Face)")
 def _(m, h, b):
     labels = F.pad(b.labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
     logits = m.lm(h)
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=IGNORED, reduction="sum") / 100
+    return (
+        F.cross_entropy(
+            logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=IGNORED, reduction="sum"
+        )
+        / 100
+    )
 
 
 @objective("cross-entropy, rolled labels")
@@ -211,12 +230,15 @@ def _(m, h, b):
     logits = m.lm(h)
     loss = F.cross_entropy(logits.flatten(0, 1), b.labels.flatten())
     with torch.no_grad():
-        accuracy = ((logits.argmax(-1) == b.labels) & (b.labels != IGNORED)).sum() / (b.labels != IGNORED).sum()
+        accuracy = ((logits.argmax(-1) == b.labels) & (b.labels != IGNORED)).sum() / (
+            b.labels != IGNORED
+        ).sum()
         entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
     return loss + 0 * (accuracy + entropy + loss.detach().exp())
 
 
 # Policies
+
 
 def policy(variant: str):
     def loss(m, h, b):
@@ -253,7 +275,9 @@ def _(m, h, b):
     logp = token_logprobs(m.lm(h), b.targets)
     sequence = ((logp - b.old) * b.mask).sum(-1, keepdim=True) / b.mask.sum(-1, keepdim=True)
     ratio = (logp - logp.detach() + sequence.detach()).exp()
-    return masked_mean(-torch.min(ratio * b.advantage[:, None], ratio.clamp(0.8, 1.2) * b.advantage[:, None]), b.mask)
+    return masked_mean(
+        -torch.min(ratio * b.advantage[:, None], ratio.clamp(0.8, 1.2) * b.advantage[:, None]), b.mask
+    )
 
 
 @objective("PPO, value head, entropy", trains=("lm", "value"))
@@ -266,7 +290,11 @@ def _(m, h, b):
     clipped = b.values + (value - b.values).clamp(-0.2, 0.2)
     value_loss = 0.5 * torch.max((value - b.returns) ** 2, (clipped - b.returns) ** 2)
     entropy = -(logp_all.exp() * logp_all).sum(-1)
-    return masked_mean(surrogate, b.mask) + 0.1 * masked_mean(value_loss, b.mask) - 0.01 * masked_mean(entropy, b.mask)
+    return (
+        masked_mean(surrogate, b.mask)
+        + 0.1 * masked_mean(value_loss, b.mask)
+        - 0.01 * masked_mean(entropy, b.mask)
+    )
 
 
 @objective("whitened advantages", sweeps=2)
@@ -274,8 +302,8 @@ def _(m, h, b):
     logp = token_logprobs(m.lm(h), b.targets)
     gain = b.returns - 0.1 * (logp - b.ref)
     mean = masked_mean(gain, b.mask)
-    spread = masked_mean((gain - mean) ** 2, b.mask)
-    return -masked_mean(logp * ((gain - mean) * (spread + 1e-8).rsqrt()).detach(), b.mask)
+    propagation = masked_mean((gain - mean) ** 2, b.mask)
+    return -masked_mean(logp * ((gain - mean) * (propagation + 1e-8).rsqrt()).detach(), b.mask)
 
 
 @objective("REINFORCE, sequence reward")
@@ -284,6 +312,7 @@ def _(m, h, b):
 
 
 # Preferences
+
 
 def sequences(m, h, b, average: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     logits, targets, mask = m.lm(h)[:, :-1], b.targets[:, 1:], b.mask[:, 1:]
@@ -315,9 +344,16 @@ def preference(variant: str):
             odds = margin - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
             return -chosen.mean() - 0.1 * F.logsigmoid(odds).mean()
         if variant == "apo":
-            return (1 - torch.sigmoid(0.1 * (chosen - ref[:half])) + torch.sigmoid(0.1 * (rejected - ref[half:]))).mean()
+            return (
+                1 - torch.sigmoid(0.1 * (chosen - ref[:half])) + torch.sigmoid(0.1 * (rejected - ref[half:]))
+            ).mean()
         drift = (chosen.detach().mean() - ref[:half].mean()).clamp(min=0)
-        return (1 - torch.sigmoid(0.1 * (chosen - ref[:half] - drift)) + 1 - torch.sigmoid(0.1 * (drift - rejected + ref[half:]))).mean()
+        return (
+            1
+            - torch.sigmoid(0.1 * (chosen - ref[:half] - drift))
+            + 1
+            - torch.sigmoid(0.1 * (drift - rejected + ref[half:]))
+        ).mean()
 
     return loss
 
@@ -345,6 +381,7 @@ def _(m, h, b):
 
 
 # Distillation
+
 
 @objective("distillation, forward KL")
 def _(m, h, b):
@@ -389,11 +426,14 @@ def _(m, h, b):
 
 # Several heads, few rows
 
+
 @objective("multi-token prediction heads", trains=("lm", "extra"))
 def _(m, h, b):
     total = F.cross_entropy(m.lm(h)[:, :-1].flatten(0, 1), b.labels[:, 1:].flatten())
     for k, head in enumerate(m.extra):
-        total = total + 0.3 * F.cross_entropy(head(h)[:, : -(k + 2)].flatten(0, 1), b.labels[:, k + 2:].flatten())
+        total = total + 0.3 * F.cross_entropy(
+            head(h)[:, : -(k + 2)].flatten(0, 1), b.labels[:, k + 2 :].flatten()
+        )
     return total
 
 
@@ -414,7 +454,9 @@ def _(m, h, b):
 def _(m, h, b):
     scores = m.value(torch.tanh(h)).squeeze(-1)
     half = h.shape[0] // 2
-    return -F.logsigmoid(scores[:half, -1] - scores[half:, -1]).mean() + 0.1 * torch.tanh(h)[:, 7].pow(2).mean()
+    return (
+        -F.logsigmoid(scores[:half, -1] - scores[half:, -1]).mean() + 0.1 * torch.tanh(h)[:, 7].pow(2).mean()
+    )
 
 
 @objective("classification, mean of rows", sweeps=2)
@@ -426,22 +468,27 @@ def _(m, h, b):
 @objective("process rewards at marked steps", trains=("value",))
 def _(m, h, b):
     score = m.value(h).squeeze(-1)
-    return (F.binary_cross_entropy_with_logits(score, (b.returns > 0).to(score.dtype), reduction="none") * b.mask).sum() / b.mask.sum()
+    return (
+        F.binary_cross_entropy_with_logits(score, (b.returns > 0).to(score.dtype), reduction="none") * b.mask
+    ).sum() / b.mask.sum()
 
 
 @objective("logits to keep")
 def _(m, h, b):
     kept = 2 * h.shape[1] // 3
-    logits = m.lm(h[:, -kept - 1:])[:, :-1]
+    logits = m.lm(h[:, -kept - 1 :])[:, :-1]
     return -masked_mean(token_logprobs(logits, b.targets[:, -kept:]), b.mask[:, -kept:])
 
 
 # Of our own invention
 
+
 @objective("discounted returns, summed from the end")
 def _(m, h, b):
     returns = (b.returns * b.mask).flip(1).cumsum(1).flip(1)
-    return -masked_mean(token_logprobs(m.lm(h), b.targets) * (returns - returns.mean(1, keepdim=True)), b.mask)
+    return -masked_mean(
+        token_logprobs(m.lm(h), b.targets) * (returns - returns.mean(1, keepdim=True)), b.mask
+    )
 
 
 @objective("actor and critic, one-step advantages", trains=("lm", "value"), sweeps=2)
@@ -451,7 +498,9 @@ def _(m, h, b):
     target = b.returns[:, :-1] + 0.99 * value[:, 1:].detach()
     advantage = (target - value[:, :-1]).detach()
     chosen = token_logprobs(m.lm(h)[:, :-1], b.targets[:, 1:])
-    return -masked_mean(chosen * (advantage - advantage.mean()) / advantage.std(), b.mask[:, 1:]) + F.mse_loss(value[:, :-1], target)
+    return -masked_mean(
+        chosen * (advantage - advantage.mean()) / advantage.std(), b.mask[:, 1:]
+    ) + F.mse_loss(value[:, :-1], target)
 
 
 @objective("log-probability of every prefix", sweeps=2)
@@ -477,4 +526,6 @@ def _(m, h, b):
 @objective("expected embedding of the next token")
 def _(m, h, b):
     expected = m.lm(h).softmax(-1) @ m.teacher.weight
-    return F.mse_loss(expected[:, :-1], h[:, 1:].detach()) - masked_mean(token_logprobs(m.lm(h), b.targets), b.mask)
+    return F.mse_loss(expected[:, :-1], h[:, 1:].detach()) - masked_mean(
+        token_logprobs(m.lm(h), b.targets), b.mask
+    )

@@ -1,8 +1,11 @@
 """Live memory of a computation, from the events of torch's allocators.
 
-Every allocation and release is an event of the profiler (``profile_memory=True``), those of compiled kernels' buffers included. Their
-running sum starts at zero, so whatever is held before (weights, allocated gradients) does not count. On a CPU the result is the same
-to the byte in every run. What a library takes outside torch's allocator (scratch space inside a matrix product) is not seen.
+Every allocation and release is an event of the profiler (``profile_memory=True``), those of compiled kernels'
+buffers included. Their
+running sum starts at zero, so whatever is held before (weights, allocated gradients) does not count. On a CPU
+the result is the same
+to the byte in every run. What a library takes outside torch's allocator (scratch space inside a matrix
+product) is not seen.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ from collections.abc import Callable
 
 import torch
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces its start and stop on stderr otherwise
+os.environ.setdefault(
+    "KINETO_LOG_LEVEL", "99"
+)  # the profiler announces its start and stop on stderr otherwise
 
 
 def live_memory(function: Callable[[], object], device: str = "cpu") -> list[tuple[float, int]]:
     """Memory held on a device while a function runs, above what was held before it.
 
-    function  called once, without arguments; run it once before, so that compilation and lazy buffers are over
+    function  called once, without arguments; run it once before, so that compilation and lazy buffers are
+              over
     device    the device type whose allocator is watched, ``"cpu"`` or ``"cuda"``
 
     Returns a list of (seconds since the start, bytes), one entry per allocation or release, in order of time.
@@ -29,7 +35,11 @@ def live_memory(function: Callable[[], object], device: str = "cpu") -> list[tup
             torch.cuda.synchronize()
     del result
     start = profile.kineto_results.trace_start_ns()
-    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]" and e.device_type().name.lower() == device]
+    events = [
+        e
+        for e in profile.kineto_results.events()
+        if e.name() == "[memory]" and e.device_type().name.lower() == device
+    ]
     events.sort(key=lambda e: e.start_ns())
     curve, held = [(0.0, 0)], 0
     for event in events:

@@ -1,12 +1,17 @@
 """Every objective of ``benchmarks/losses.py`` behind a head: sweeps, exactness, peak and time, in one table.
 
-    python benchmarks/objectives.py                                          all, at 2048 tokens and a vocabulary of 32768
+    python benchmarks/objectives.py                                          all, at 2048 tokens and a
+    vocabulary of 32768
     python benchmarks/objectives.py --only "GRPO;DPO" --tokens 4096 --batch 1 --vocabulary 151936
 
-*Error*: largest relative error of a gradient in float64 against eager, at an odd length and chunk length. *Peak*: allocator events of one step
-(loss and backward) above what is held before it, hidden states, weights and allocated gradients; beside it the size of one logits tensor. *Time*: medians over
-``--rounds`` alternating rounds of streambp against eager, against Inductor, and against Inductor with its auto_chunker (an error where it
-fails); plain cross-entropy also against ``torch.nn.functional.linear_cross_entropy`` where torch has it. Each objective is a process of its own.
+*Error*: largest relative error of a gradient in float64 against eager, at an odd length and chunk length.
+*Peak*: allocator events of one step
+(loss and backward) above what is held before it, hidden states, weights and allocated gradients; beside it
+the size of one logits tensor. *Time*: medians over
+``--rounds`` alternating rounds of streambp against eager, against Inductor, and against Inductor with its
+auto_chunker (an error where it
+fails); plain cross-entropy also against ``torch.nn.functional.linear_cross_entropy`` where torch has it. Each
+objective is a process of its own.
 """
 
 from __future__ import annotations
@@ -29,9 +34,9 @@ BOUNDED = ("cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distil
 def error_of(name: str) -> tuple[float, int]:
     """Largest relative error in float64, and the sweeps of forward and backward."""
     import torch
+
     from benchmarks.gradients import largest_difference
     from benchmarks.losses import OBJECTIVES, Batch, Heads
-
     from streambp_compile import explain
 
     torch.manual_seed(0)
@@ -53,26 +58,35 @@ def error_of(name: str) -> tuple[float, int]:
     ours = gradients(torch.compile(loss, backend="streambp", options=options))
     kept = [i for i, g in enumerate(truth) if g.norm() > 1e-12]  # the gradient of a bias may cancel out
     report = explain(loss, hidden, streambp_options=options)
-    sweeps = sum(len(s.program.sweeps) for r in report.regions if r.streamed for s in (r.forward, r.backward) if s)
+    sweeps = sum(
+        len(s.program.sweeps) for r in report.regions if r.streamed for s in (r.forward, r.backward) if s
+    )
     torch._dynamo.reset()
     return largest_difference((ours[i] for i in kept), [truth[i] for i in kept]), sweeps
 
 
 def linear_cross_entropy(heads, h, batch):
     import torch.nn.functional as F
+
     from benchmarks.losses import IGNORED
 
     labels = F.pad(batch.labels, (0, 1), value=IGNORED)[..., 1:]
-    return F.linear_cross_entropy(h.flatten(0, 1), heads.lm.weight, labels.flatten(), ignore_index=IGNORED, reduction="sum") / 100
+    return (
+        F.linear_cross_entropy(
+            h.flatten(0, 1), heads.lm.weight, labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        / 100
+    )
 
 
 def measure(name: str, chosen: argparse.Namespace) -> dict:
     """One objective: error, sweeps, then peak and seconds per method."""
     import torch
     import torch.nn.functional as F
+    from torch._inductor import config
+
     from benchmarks.losses import OBJECTIVES, Batch, Heads
     from benchmarks.memory import peak
-    from torch._inductor import config
 
     torch.set_num_threads(chosen.threads)
     error, sweeps = error_of(name)
@@ -97,8 +111,12 @@ def measure(name: str, chosen: argparse.Namespace) -> dict:
     def inductor(h):
         return objective.loss(heads, h, batch)
 
-    methods = {"streambp": torch.compile(loss, backend="streambp"), "eager": loss, "inductor": torch.compile(inductor),
-               "chunker": torch.compile(chunked)}
+    methods = {
+        "streambp": torch.compile(loss, backend="streambp"),
+        "eager": loss,
+        "inductor": torch.compile(inductor),
+        "chunker": torch.compile(chunked),
+    }
     if name == BOUNDED[0] and hasattr(F, "linear_cross_entropy"):
         methods["linear"] = lambda h: linear_cross_entropy(heads, h, batch)
     for method, step in list(methods.items()):
@@ -106,11 +124,15 @@ def measure(name: str, chosen: argparse.Namespace) -> dict:
             del methods[method]
             continue
         try:
-            with config.patch({"auto_chunker.enable": method == "chunker"} if hasattr(config, "auto_chunker") else {}):
+            with config.patch(
+                {"auto_chunker.enable": method == "chunker"} if hasattr(config, "auto_chunker") else {}
+            ):
                 step(hidden).backward()
             answer["peak"][method] = peak(lambda step=step: step(hidden).backward())
         except Exception as failure:  # noqa: BLE001 (a method that fails, whatever the reason, is an entry of the table)
-            answer["failed"][method] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:80]}"
+            answer["failed"][method] = (
+                f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:80]}"
+            )
             del methods[method]
     for number in range(chosen.rounds):
         for method in list(methods) if number % 2 == 0 else reversed(list(methods)):
@@ -128,13 +150,24 @@ def line(name: str, answer: dict, logits: float) -> list[str]:
     def against(method: str) -> str:
         if method in answer["failed"]:
             return answer["failed"][method]
-        return f"{seconds['streambp'] / seconds[method]:.2f}" if method in seconds and "streambp" in seconds else "–"
+        return (
+            f"{seconds['streambp'] / seconds[method]:.2f}"
+            if method in seconds and "streambp" in seconds
+            else "–"
+        )
 
     def mebibytes(method: str) -> str:
         return f"{answer['peak'][method] / MIB:.0f}" if method in answer["peak"] else "–"
 
-    return [name, str(answer["sweeps"]), f"{answer['error']:.0e}", mebibytes("streambp"), f"{logits:.0f}", mebibytes("inductor"),
-            *(against(m) for m in ("eager", "inductor", "chunker", "linear"))]
+    return [
+        name,
+        str(answer["sweeps"]),
+        f"{answer['error']:.0e}",
+        mebibytes("streambp"),
+        f"{logits:.0f}",
+        mebibytes("inductor"),
+        *(against(m) for m in ("eager", "inductor", "chunker", "linear")),
+    ]
 
 
 def main() -> None:
@@ -143,10 +176,24 @@ def main() -> None:
 
     methods = ("streambp", "eager", "inductor", "chunker", "linear")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for flag, default in (("tokens", 2048), ("vocabulary", 32768), ("width", 512), ("batch", 2), ("rounds", 3), ("threads", 2)):
+    for flag, default in (
+        ("tokens", 2048),
+        ("vocabulary", 32768),
+        ("width", 512),
+        ("batch", 2),
+        ("rounds", 3),
+        ("threads", 2),
+    ):
         parser.add_argument(f"--{flag}", type=int, default=default, help="%(default)s")
-    parser.add_argument("--only", type=lambda t: t.split(";"), default=list(OBJECTIVES), help="names of objectives, with semicolons between them")
-    parser.add_argument("--methods", type=lambda t: t.split(","), default=list(methods), help=", ".join(methods))
+    parser.add_argument(
+        "--only",
+        type=lambda t: t.split(";"),
+        default=list(OBJECTIVES),
+        help="names of objectives, with semicolons between them",
+    )
+    parser.add_argument(
+        "--methods", type=lambda t: t.split(","), default=list(methods), help=", ".join(methods)
+    )
     parser.add_argument("--save", metavar="NAME", help="also write the table to benchmarks/results/NAME.md")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -157,15 +204,44 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown objective {unknown[0]!r}; there are {'; '.join(OBJECTIVES)}")
     logits = chosen.tokens * chosen.vocabulary * 4 / MIB
-    rows = [["objective", "sweeps", "error", "peak MiB", "logits MiB", "Inductor's peak", "time / eager", "/ Inductor", "/ auto_chunker", "/ linear_cross_entropy"]]
+    rows = [
+        [
+            "objective",
+            "sweeps",
+            "error",
+            "peak MiB",
+            "logits MiB",
+            "Inductor's peak",
+            "time / eager",
+            "/ Inductor",
+            "/ auto_chunker",
+            "/ linear_cross_entropy",
+        ]
+    ]
     for name in chosen.only:
-        flags = [f"--{k}={getattr(chosen, k)}" for k in ("tokens", "vocabulary", "width", "batch", "rounds", "threads")]
-        child = subprocess.run([sys.executable, __file__, "--one", name, "--methods", ",".join(chosen.methods), *flags], capture_output=True, text=True)
-        answer = json.loads(child.stdout.strip().splitlines()[-1]) if child.returncode == 0 else {
-            "crash": child.stderr.strip().splitlines()[-1] if child.stderr.strip() else f"status {child.returncode}"}
+        flags = [
+            f"--{k}={getattr(chosen, k)}"
+            for k in ("tokens", "vocabulary", "width", "batch", "rounds", "threads")
+        ]
+        child = subprocess.run(
+            [sys.executable, __file__, "--one", name, "--methods", ",".join(chosen.methods), *flags],
+            capture_output=True,
+            text=True,
+        )
+        answer = (
+            json.loads(child.stdout.strip().splitlines()[-1])
+            if child.returncode == 0
+            else {
+                "crash": child.stderr.strip().splitlines()[-1]
+                if child.stderr.strip()
+                else f"status {child.returncode}"
+            }
+        )
         rows.append(line(name, answer, logits))
         print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    text = "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]))
+    text = "\n".join(
+        "| " + " | ".join(row) + " |" for row in (rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:])
+    )
     about = f"T={chosen.tokens}, B={chosen.batch}, V={chosen.vocabulary}, d={chosen.width}, float32, {chosen.threads} threads; head and loss alone"
     print(f"\n{about}\n\n{text}")
     if chosen.save:

@@ -5,17 +5,25 @@
     python benchmarks/peers.py --tokens 65536 --device cuda --dtype bfloat16
     python benchmarks/peers.py --tokens 8192 --published other/bin/python
 
-The last also runs the code that the authors of StreamBP published. It wants an older transformers, so it gets an interpreter of its own, with
-``pip install torch==2.13.0 transformers==4.51.3 trl==0.17.0 streambp==1.0``; chunks of a third of the sequence in layers, of 100 tokens in the head.
+The last also runs the code that the authors of StreamBP published. It wants an older transformers, so it gets
+an interpreter of its own, with
+``pip install torch==2.13.0 transformers==4.51.3 trl==0.17.0 streambp==1.0``; chunks of a third of the
+sequence in layers, of 100 tokens in the head.
 
-Every method is a process of its own with cold compilation caches. All of them stay alive and wait; this process lets one at a time take
-a step, round by round and every second round in reverse, so that a slow moment of the machine falls on all alike. Between steps a process holds
+Every method is a process of its own with cold compilation caches. All of them stay alive and wait; this
+process lets one at a time take
+a step, round by round and every second round in reverse, so that a slow moment of the machine falls on all
+alike. Between steps a process holds
 weights and gradients alone.
 
-The model is Qwen3-shaped with random weights: vocabulary 32768, width 512, 6 layers, feed-forward 1536, 8 heads over 4 key heads of 64,
-head not tied; one sequence. Peak: bytes during one step (loss and backward) above what is held before it, weights and allocated gradients;
-on a CPU by the events of torch's allocator (benchmarks/memory.py), on a GPU by ``torch.cuda.max_memory_allocated``. Inductor's auto_chunker
-leaves short sequences alone (it wants logits eight times the size of the head's weight, which is T >= 4096 here) and says so nowhere.
+The model is Qwen3-shaped with random weights: vocabulary 32768, width 512, 6 layers, feed-forward 1536, 8
+heads over 4 key heads of 64,
+head not tied; one sequence. Peak: bytes during one step (loss and backward) above what is held before it,
+weights and allocated gradients;
+on a CPU by the events of torch's allocator (benchmarks/memory.py), on a GPU by
+``torch.cuda.max_memory_allocated``. Inductor's auto_chunker
+leaves short sequences alone (it wants logits eight times the size of the head's weight, which is T >= 4096
+here) and says so nowhere.
 """
 
 from __future__ import annotations
@@ -44,7 +52,8 @@ REFERENCE = "checkpointing"
 
 @dataclass(frozen=True)
 class Peer:
-    """A method: what its row is called, whether layers are checkpointed, its compiler, how its process prepares torch, what wraps the model."""
+    """A method: what its row is called, whether layers are checkpointed, its compiler, how its process
+    prepares torch, what wraps the model."""
 
     title: str
     checkpointed: bool = False
@@ -70,8 +79,13 @@ def set_memory_budget() -> None:
 def wrap_published(model, tokens: int):
     from streambp import StreamModel
 
-    wrapped = StreamModel(model, gradient_accumulation_steps=1, logits_chunk_size=100, stream_checkpoint=True,
-                          checkpoint_chunk_size=-(-tokens // 3))
+    wrapped = StreamModel(
+        model,
+        gradient_accumulation_steps=1,
+        logits_chunk_size=100,
+        stream_checkpoint=True,
+        checkpoint_chunk_size=-(-tokens // 3),
+    )
     wrapped.gradient_checkpointing_enable()
     return wrapped.train()
 
@@ -82,8 +96,15 @@ PEERS = {
     REFERENCE: Peer("gradient checkpointing", checkpointed=True),
     "inductor": Peer("Inductor", backend="inductor"),
     "inductor-checkpointing": Peer("Inductor + checkpointing", checkpointed=True, backend="inductor"),
-    "inductor-chunker": Peer("Inductor + checkpointing + auto_chunker", checkpointed=True, backend="inductor", prepare=enable_auto_chunker),
-    "inductor-budget": Peer("Inductor, activation_memory_budget=0.3", backend="inductor", prepare=set_memory_budget),
+    "inductor-chunker": Peer(
+        "Inductor + checkpointing + auto_chunker",
+        checkpointed=True,
+        backend="inductor",
+        prepare=enable_auto_chunker,
+    ),
+    "inductor-budget": Peer(
+        "Inductor, activation_memory_budget=0.3", backend="inductor", prepare=set_memory_budget
+    ),
     PUBLISHED: Peer("StreamBP's published code", wrap=wrap_published),
     "streambp": Peer("streambp", backend="streambp"),
 }
@@ -105,9 +126,17 @@ class Step:
         peer.prepare()
         torch.manual_seed(chosen.seed)
         config = Qwen3Config(
-            vocab_size=32768, hidden_size=512, intermediate_size=1536, num_hidden_layers=chosen.layers, num_attention_heads=8,
-            num_key_value_heads=4, head_dim=64, max_position_embeddings=max(chosen.tokens, 32768), tie_word_embeddings=False,
-            use_cache=False)
+            vocab_size=32768,
+            hidden_size=512,
+            intermediate_size=1536,
+            num_hidden_layers=chosen.layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+            max_position_embeddings=max(chosen.tokens, 32768),
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
         self.model = Qwen3ForCausalLM(config).to(getattr(torch, chosen.dtype)).train().to(chosen.device)
         if peer.checkpointed:
             # the name that transformers 5 prefers, or the one that every version before knows
@@ -120,12 +149,18 @@ class Step:
         self.ids = torch.randint(0, config.vocab_size, (1, chosen.tokens)).to(chosen.device)
         self.loss_of = self.plain_loss
         if peer.backend:
-            options = {"options": {"chunk_size": chosen.chunk_size}} if peer.backend == "streambp" and chosen.chunk_size else {}
+            options = (
+                {"options": {"chunk_size": chosen.chunk_size}}
+                if peer.backend == "streambp" and chosen.chunk_size
+                else {}
+            )
             self.loss_of = torch.compile(self.plain_loss, backend=peer.backend, **options)
         self.chosen = chosen
 
     def plain_loss(self, ids):
-        mask = {"attention_mask": ids.new_ones(ids.shape)} if self.backward_inside else {}  # the published code wants one
+        mask = (
+            {"attention_mask": ids.new_ones(ids.shape)} if self.backward_inside else {}
+        )  # the published code wants one
         return self.model(input_ids=ids, labels=ids, **mask).loss
 
     def synchronize(self) -> None:
@@ -154,7 +189,8 @@ class Step:
             torch.cuda.empty_cache()
 
     def first(self, reference: str | None, write: bool) -> dict:
-        """The first step, compilation included; its gradients are compared with a reference file, or become that file."""
+        """The first step, compilation included; its gradients are compared with a reference file, or become
+        that file."""
         import torch
         from torch._dynamo.utils import counters
 
@@ -166,10 +202,14 @@ class Step:
         found = [p.grad for p in self.model.parameters()]
         if write:
             torch.save([g.cpu() for g in found], reference)
-        elif reference is not None and not self.backward_inside:  # its transformers draws other random weights
+        elif (
+            reference is not None and not self.backward_inside
+        ):  # its transformers draws other random weights
             from benchmarks.gradients import largest_difference
 
-            answer["difference"] = largest_difference((g.cpu() for g in found), torch.load(reference, mmap=True))
+            answer["difference"] = largest_difference(
+                (g.cpu() for g in found), torch.load(reference, mmap=True)
+            )
         self.release()
         return answer
 
@@ -254,7 +294,9 @@ class Row:
 def start(name: str, scratch: Path, flags: list[str], python: str) -> Row:
     caches = scratch / name
     caches.mkdir()
-    environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(caches), TRITON_CACHE_DIR=str(caches / "triton"))
+    environment = dict(
+        os.environ, TORCHINDUCTOR_CACHE_DIR=str(caches), TRITON_CACHE_DIR=str(caches / "triton")
+    )
     command = [python, __file__, "--method", name, *flags]
     return Row(name, processes.start(command, scratch / f"{name}.log", environment))
 
@@ -267,7 +309,9 @@ def measure(chosen: argparse.Namespace, flags: list[str]) -> list[Row]:
         reference = str(scratch / "gradients.pt") if REFERENCE in chosen.methods else None
         try:
             for name in sorted(chosen.methods, key=lambda n: n != REFERENCE):
-                row = rows[name] = start(name, scratch, flags, chosen.published if name == PUBLISHED else sys.executable)
+                row = rows[name] = start(
+                    name, scratch, flags, chosen.published if name == PUBLISHED else sys.executable
+                )
                 report(name, "first step", row.ask(do="first", reference=reference, write=name == REFERENCE))
                 report(name, "memory", row.ask(do="peak"))
                 if name == REFERENCE and not row.alive:
@@ -292,23 +336,35 @@ def report(name: str, what: str, answer: dict) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table; ``×`` is the median over the rounds of a method's seconds divided by checkpointing's in the same round."""
-    heads = ["method", "peak MiB", "seconds", "× checkpointing", "first step s", "bodies", "loss", "gradient difference"]
+    """A Markdown table; ``×`` is the median over the rounds of a method's seconds divided by checkpointing's
+    in the same round."""
+    heads = [
+        "method",
+        "peak MiB",
+        "seconds",
+        "× checkpointing",
+        "first step s",
+        "bodies",
+        "loss",
+        "gradient difference",
+    ]
     reference = next((row.seconds for row in rows if row.name == REFERENCE), [])
     lines = []
     for row in rows:
         got = row.answers
         ratios = [a / b for a, b in zip(row.seconds, reference)]
-        lines.append([
-            PEERS[row.name].title,
-            f"{got['peak'] / MIB:.1f}" if "peak" in got else "–",
-            f"{statistics.median(row.seconds):.3g}" if row.seconds else "–",
-            f"{statistics.median(ratios):.2f}" if ratios and row.name != REFERENCE else "–",
-            f"{got['first']:.1f}" if "first" in got else "–",
-            str(got.get("bodies", "–")),
-            f"{got['loss']:.6f}" if "loss" in got else "–",
-            f"{got['difference']:.1e}" if "difference" in got else "–",
-        ])
+        lines.append(
+            [
+                PEERS[row.name].title,
+                f"{got['peak'] / MIB:.1f}" if "peak" in got else "–",
+                f"{statistics.median(row.seconds):.3g}" if row.seconds else "–",
+                f"{statistics.median(ratios):.2f}" if ratios and row.name != REFERENCE else "–",
+                f"{got['first']:.1f}" if "first" in got else "–",
+                str(got.get("bodies", "–")),
+                f"{got['loss']:.6f}" if "loss" in got else "–",
+                f"{got['difference']:.1e}" if "difference" in got else "–",
+            ]
+        )
     failed = [f"{PEERS[row.name].title} failed: {row.answers['error']}" for row in rows if not row.alive]
     return "\n".join([markdown(heads, lines), *(["", *failed] if failed else [])])
 
@@ -320,10 +376,16 @@ def circumstances(chosen: argparse.Namespace) -> str:
 
     if chosen.device == "cuda" and not torch.cuda.is_available():
         sys.exit("peers.py: --device cuda, but torch finds no GPU")
-    machine = torch.cuda.get_device_name() if chosen.device == "cuda" else f"{processor()}, {chosen.threads} threads"
+    machine = (
+        torch.cuda.get_device_name()
+        if chosen.device == "cuda"
+        else f"{processor()}, {chosen.threads} threads"
+    )
     chunks = f", chunk_size {chosen.chunk_size}" if chosen.chunk_size else ""
-    return (f"T={chosen.tokens}, {chosen.layers} layers, {chosen.dtype}, {chosen.device}{chunks}; median of {chosen.rounds} rounds; "
-            f"{machine}; torch {torch.__version__}, transformers {transformers.__version__}")
+    return (
+        f"T={chosen.tokens}, {chosen.layers} layers, {chosen.dtype}, {chosen.device}{chunks}; median of {chosen.rounds} rounds; "
+        f"{machine}; torch {torch.__version__}, transformers {transformers.__version__}"
+    )
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -333,7 +395,9 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
         names = [name.strip() for name in text.split(",") if name.strip()]
         unknown = [name for name in names if name not in PEERS]
         if unknown or not names:
-            raise argparse.ArgumentTypeError(f"unknown method {', '.join(unknown) or text!r}; there are {', '.join(PEERS)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown method {', '.join(unknown) or text!r}; there are {', '.join(PEERS)}"
+            )
         return list(dict.fromkeys(names))
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -341,13 +405,21 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--layers", type=int, default=6, help="depth of the model (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--chunk-size", type=int, default=None, help="tokens per chunk of streambp (its own choice)")
+    parser.add_argument(
+        "--chunk-size", type=int, default=None, help="tokens per chunk of streambp (its own choice)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="threads on a CPU (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     passed_on = [action for action in parser._actions if action.dest != "help"]
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each method (%(default)s)")
-    parser.add_argument("--methods", type=some, default=None, metavar="A,B,...", help=f"of {', '.join(PEERS)} (all)")
-    parser.add_argument("--published", metavar="PYTHON", help="an interpreter that has StreamBP's published code: adds its row")
+    parser.add_argument(
+        "--methods", type=some, default=None, metavar="A,B,...", help=f"of {', '.join(PEERS)} (all)"
+    )
+    parser.add_argument(
+        "--published",
+        metavar="PYTHON",
+        help="an interpreter that has StreamBP's published code: adds its row",
+    )
     parser.add_argument("--save", metavar="NAME", help="also write the table to benchmarks/results/NAME.md")
     parser.add_argument("--method", choices=PEERS, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -360,8 +432,12 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"--{name} must be 1 or more")
     if chosen.chunk_size is not None and chosen.chunk_size < 1:
         parser.error("--chunk-size must be 1 or more")
-    flags = [part for action in passed_on if getattr(chosen, action.dest) is not None
-             for part in (action.option_strings[0], str(getattr(chosen, action.dest)))]
+    flags = [
+        part
+        for action in passed_on
+        if getattr(chosen, action.dest) is not None
+        for part in (action.option_strings[0], str(getattr(chosen, action.dest)))
+    ]
     return chosen, flags
 
 
@@ -376,7 +452,9 @@ def main() -> None:
     if chosen.save:
         RESULTS.mkdir(exist_ok=True)
         command = " ".join(["python benchmarks/peers.py", *sys.argv[1:]])
-        (RESULTS / f"{chosen.save}.md").write_text(f"`{command}`\n\n{described}\n\n{text}\n", encoding="utf-8")
+        (RESULTS / f"{chosen.save}.md").write_text(
+            f"`{command}`\n\n{described}\n\n{text}\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ class Worker:
 def start(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Worker:
     """Start a worker; what it and its libraries print goes to ``log``."""
     with log.open("w") as errors:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                                   text=True, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
     lines: queue.Queue = queue.Queue()
 
     def read() -> None:

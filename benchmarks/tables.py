@@ -15,7 +15,9 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(heads))]
 
     def text(line: Sequence[str]) -> str:
-        cells = [cell.ljust(w) if i < texts else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+        cells = [
+            cell.ljust(w) if i < texts else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))
+        ]
         return f"| {' | '.join(cells)} |"
 
     rule = ["-" * w if i < texts else "-" * (w - 1) + ":" for i, w in enumerate(widths)]

@@ -1,17 +1,26 @@
-"""Architectures, one row each: exact or not, how much of it streams, what it costs, and the reason of every refusal.
+"""Architectures, one row each: exact or not, how much of it streams, what it costs, and the reason of every
+refusal.
 
     python benchmarks/zoo.py                           all rows
     python benchmarks/zoo.py --only llama,mixtral      some of them, by name or by kind
-    python benchmarks/zoo.py --tokens 0 --interpret    gradients alone and quickly: no peak, chunk bodies run node by node
+    python benchmarks/zoo.py --tokens 0 --interpret    gradients alone and quickly: no peak, chunk bodies run
+    node by node
     python benchmarks/zoo.py --save zoo                also to benchmarks/results/zoo.md
 
-Models are small and random; those of Hugging Face are built from their configurations. Every row is a process of its own. *Error*: the largest
-relative difference of a parameter's gradient from eager's in float64, at a length and a chunk length of which neither divides the other, two
-sequences, the second padded where the model takes a mask. It must stay under 1e-9, or under 1e-5 where the model itself computes in float32
-inside (norms, rotary tables and the loss of Hugging Face) or an op of it has no float64. Where such a model is so badly conditioned that eager's
-own gradients move further than that when its weights are rounded to float32, the error must stay under that movement, and the notes say so.
-*Streamed*: regions streamed of all regions, occurrences counted. *Keys*: which keys a row of attention reads, and whether the masks prove
-it. *Peak*: allocator events of one float32 step at ``--tokens`` tokens, two sequences; as a part of eager's with every layer checkpointed.
+Models are small and random; those of Hugging Face are built from their configurations. Every row is a process
+of its own. *Error*: the largest
+relative difference of a parameter's gradient from eager's in float64, at a length and a chunk length of which
+neither divides the other, two
+sequences, the second padded where the model takes a mask. It must stay under 1e-9, or under 1e-5 where the
+model itself computes in float32
+inside (norms, rotary tables and the loss of Hugging Face) or an op of it has no float64. Where such a model
+is so badly conditioned that eager's
+own gradients move further than that when its weights are rounded to float32, the error must stay under that
+movement, and the notes say so.
+*Streamed*: regions streamed of all regions, occurrences counted. *Keys*: which keys a row of attention reads,
+and whether the masks prove
+it. *Peak*: allocator events of one float32 step at ``--tokens`` tokens, two sequences; as a part of eager's
+with every layer checkpointed.
 """
 
 from __future__ import annotations
@@ -41,7 +50,8 @@ HALF = 0.5  # of checkpointing's peak: what a row should stay under
 class Row:
     """A model to build.
 
-    kind     dense, moe, recurrent (hybrids as well), encoder (encoder-decoders as well), or own (not of Hugging Face)
+    kind     dense, moe, recurrent (hybrids as well), encoder (encoder-decoders as well), or own (not of
+             Hugging Face)
     build    length in tokens → model, the arguments of one batch, and a function from both to the loss
     exact    the largest error that passes
     unrolls  its graph grows with the length, so that no long step can be measured
@@ -60,34 +70,143 @@ ROWS: dict[str, Row] = {}
 # Hugging Face. What a configuration has is set from these small values; nothing else is known about a family.
 
 SMALL = dict(
-    vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    max_position_embeddings=8192, attention_dropout=0.0, hidden_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, dropout=0.0,
-    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, activation_dropout=0.0, residual_dropout=0.0, resid_dropout=0.0,
-    embedding_dropout=0.0, layerdrop=0.0, classifier_dropout=0.0, summary_first_dropout=0.0, embed_dropout=0.0, ffn_dropout=0.0,
-    dropout_rate=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, mlp_dropout=0.0, head_pdrop=0.0, dropout_prob=0.0,
-    n_embd=64, n_layer=2, n_head=4, n_positions=8192, n_ctx=8192, n_inner=96, d_model=64, n_heads=4, n_layers=2, max_seq_len=8192,
-    ffn_dim=96, num_layers=2, word_embed_proj_dim=64, rotary_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
-    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-    shared_expert_intermediate_size=32, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
-    n_group=1, topk_group=1, first_k_dense_replace=1, sliding_window=32, attention_window_size=32, moe_num_experts=4, moe_k=2, moe_topk=2,
-    num_heads=4, attention_heads=4, num_kv_heads=2, num_query_groups=2, multi_query=True, state_size=8, mamba_d_state=8,
-    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, expand=2,
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, lru_width=64,
-    output_router_logits=False, moe_layer_start_index=0, num_codebooks=1, hidden_size_per_layer_input=16, vocab_size_per_layer_input=1024,
-    laurel_rank=8, num_kv_shared_layers=0, moe_num_shared_experts=1, n_shared_experts=1, index_n_heads=2, index_head_dim=16, index_topk=16,
-    dim_model=64, dim_head=16, dim_ff=96, n_embed=64, embedding_size=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-    decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, d_ff=96, d_kv=16, num_decoder_layers=2, dim=64, hidden_dim=96,
-    decoder_start_token_id=1, type_vocab_size=2, moe_intermediate_size_mlp=96, intermediate_size_mlp=96,
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=8192,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    dropout=0.0,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    activation_dropout=0.0,
+    residual_dropout=0.0,
+    resid_dropout=0.0,
+    embedding_dropout=0.0,
+    layerdrop=0.0,
+    classifier_dropout=0.0,
+    summary_first_dropout=0.0,
+    embed_dropout=0.0,
+    ffn_dropout=0.0,
+    dropout_rate=0.0,
+    encoder_layerdrop=0.0,
+    decoder_layerdrop=0.0,
+    mlp_dropout=0.0,
+    head_pdrop=0.0,
+    dropout_prob=0.0,
+    n_embd=64,
+    n_layer=2,
+    n_head=4,
+    n_positions=8192,
+    n_ctx=8192,
+    n_inner=96,
+    d_model=64,
+    n_heads=4,
+    n_layers=2,
+    max_seq_len=8192,
+    ffn_dim=96,
+    num_layers=2,
+    word_embed_proj_dim=64,
+    rotary_dim=8,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    use_cache=False,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    kv_lora_rank=16,
+    q_lora_rank=24,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    sliding_window=32,
+    attention_window_size=32,
+    moe_num_experts=4,
+    moe_k=2,
+    moe_topk=2,
+    num_heads=4,
+    attention_heads=4,
+    num_kv_heads=2,
+    num_query_groups=2,
+    multi_query=True,
+    state_size=8,
+    mamba_d_state=8,
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_n_groups=1,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    ssm_state_size=8,
+    expand=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    lru_width=64,
+    output_router_logits=False,
+    moe_layer_start_index=0,
+    num_codebooks=1,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=1024,
+    laurel_rank=8,
+    num_kv_shared_layers=0,
+    moe_num_shared_experts=1,
+    n_shared_experts=1,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_topk=16,
+    dim_model=64,
+    dim_head=16,
+    dim_ff=96,
+    n_embed=64,
+    embedding_size=64,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=96,
+    decoder_ffn_dim=96,
+    d_ff=96,
+    d_kv=16,
+    num_decoder_layers=2,
+    dim=64,
+    hidden_dim=96,
+    decoder_start_token_id=1,
+    type_vocab_size=2,
+    moe_intermediate_size_mlp=96,
+    intermediate_size_mlp=96,
 )
 
 
-def hugging_face(family: str, head: str | None = None, *, batch: Callable | None = None, attention: str | None = None,
-                 experts: str | None = None, **given) -> Callable:
+def hugging_face(
+    family: str,
+    head: str | None = None,
+    *,
+    batch: Callable | None = None,
+    attention: str | None = None,
+    experts: str | None = None,
+    **given,
+) -> Callable:
     """A family from its configuration.
 
     head       the model class, the family's causal language model by default
     batch      configuration, length → arguments; token ids, labels and a padding mask by default
-    attention  which of the library's attention functions, experts which of its loops over experts; its own choice by default
+    attention  which of the library's attention functions, experts which of its loops over experts; its own
+               choice by default
     given      settings beside `SMALL`
     """
 
@@ -113,7 +232,8 @@ def hugging_face(family: str, head: str | None = None, *, batch: Callable | None
 
 
 def settings(configuration, given: dict) -> dict:
-    """What a configuration knows of `SMALL`: two layers, or two of every kind of layer where there are kinds."""
+    """What a configuration knows of `SMALL`: two layers, or two of every kind of layer where there are
+    kinds."""
     known = configuration()
 
     def settable(name: str) -> bool:
@@ -125,24 +245,32 @@ def settings(configuration, given: dict) -> dict:
 
     asked = {k: v for k, v in SMALL.items() if k not in given and settable(k)}
     if "qk_rope_head_dim" in asked:
-        asked["head_dim"] = asked["qk_rope_head_dim"]  # latent attention: the part that rotates, and no groups of heads
+        asked["head_dim"] = asked[
+            "qk_rope_head_dim"
+        ]  # latent attention: the part that rotates, and no groups of heads
         asked["num_key_value_heads"] = asked["num_attention_heads"]
     kinds = list(dict.fromkeys(getattr(known, "layer_types", None) or ()))
     if kinds and settable("layer_types") and "layer_types" not in given:
         asked["layer_types"] = kinds * 2
     layers = len({**asked, **given}.get("layer_types", ()))
     if layers:
-        asked.update({name: layers for name in ("num_hidden_layers", "num_layers", "n_layer") if name in asked})
+        asked.update(
+            {name: layers for name in ("num_hidden_layers", "num_layers", "n_layer") if name in asked}
+        )
     return {**asked, **given}
 
 
 def texts(config, length: int) -> dict:
     import torch
 
-    ids = torch.randint(3, getattr(config, "vocab_size", None) or config.get_text_config().vocab_size, (2, length),
-                        generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(
+        3,
+        getattr(config, "vocab_size", None) or config.get_text_config().vocab_size,
+        (2, length),
+        generator=torch.Generator().manual_seed(2),
+    )
     mask = torch.ones_like(ids)
-    mask[1, -length // 4:] = 0
+    mask[1, -length // 4 :] = 0
     return dict(input_ids=ids, labels=ids.masked_fill(mask == 0, -100), attention_mask=mask)
 
 
@@ -170,42 +298,141 @@ def packed(config, length: int) -> dict:
 def translations(config, length: int) -> dict:
     """A source with a mask, and a target a third as long."""
     source, target = texts(config, length), texts(config, length // 3)
-    return dict(input_ids=source["input_ids"], attention_mask=source["attention_mask"], labels=target["labels"])
+    return dict(
+        input_ids=source["input_ids"], attention_mask=source["attention_mask"], labels=target["labels"]
+    )
 
 
 def images(config, length: int) -> dict:
     """A square image of about that many patches."""
     import torch
 
-    side = round(length ** 0.5) * config.patch_size
+    side = round(length**0.5) * config.patch_size
     make = torch.Generator().manual_seed(2)
-    return dict(pixel_values=torch.randn(2, 3, side, side, generator=make), labels=torch.tensor([0, 1]), interpolate_pos_encoding=True)
+    return dict(
+        pixel_values=torch.randn(2, 3, side, side, generator=make),
+        labels=torch.tensor([0, 1]),
+        interpolate_pos_encoding=True,
+    )
 
 
 DENSE = {
-    "apertus": {}, "arcee": {}, "bert": dict(is_decoder=True), "biogpt": {}, "bitnet": {}, "bloom": {}, "codegen": {}, "cohere": {}, "cohere2": {},
-    "cpmant": {}, "ctrl": {}, "cwm": {}, "diffllama": {}, "doge": {}, "ernie4_5": {}, "exaone4": {}, "falcon": {}, "gemma": {}, "gemma2": {},
-    "gemma3_text": {}, "gemma3n_text": {}, "gemma4_text": dict(head_dim=16, global_head_dim=32), "glm": {}, "glm4": {}, "gpt2": {}, "gpt_bigcode": {},
-    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=32), "gpt_neox": {}, "gptj": {}, "granite": {}, "helium": {},
-    "hunyuan_v1_dense": {}, "internlm3": {}, "jais2": {}, "llama": {}, "minicpm3": {}, "ministral": {}, "ministral3": {}, "mistral": {},
-    "modernbert-decoder": {}, "mpt": {}, "nanochat": {}, "nemotron": {}, "olmo": {}, "olmo2": {}, "olmo3": {}, "openai-gpt": {}, "opt": {},
-    "persimmon": {}, "phi": {}, "phi3": {}, "qwen2": {}, "qwen3": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {},
-    "vaultgemma": {}, "xglm": {}, "youtu": {},
+    "apertus": {},
+    "arcee": {},
+    "bert": dict(is_decoder=True),
+    "biogpt": {},
+    "bitnet": {},
+    "bloom": {},
+    "codegen": {},
+    "cohere": {},
+    "cohere2": {},
+    "cpmant": {},
+    "ctrl": {},
+    "cwm": {},
+    "diffllama": {},
+    "doge": {},
+    "ernie4_5": {},
+    "exaone4": {},
+    "falcon": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "gemma3n_text": {},
+    "gemma4_text": dict(head_dim=16, global_head_dim=32),
+    "glm": {},
+    "glm4": {},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=32),
+    "gpt_neox": {},
+    "gptj": {},
+    "granite": {},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "internlm3": {},
+    "jais2": {},
+    "llama": {},
+    "minicpm3": {},
+    "ministral": {},
+    "ministral3": {},
+    "mistral": {},
+    "modernbert-decoder": {},
+    "mpt": {},
+    "nanochat": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "openai-gpt": {},
+    "opt": {},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "vaultgemma": {},
+    "xglm": {},
+    "youtu": {},
 }
 MOE = {
-    "afmoe": {}, "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0), ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2, hidden_size=64)),
-    "deepseek_v2": {}, "deepseek_v3": {}, "dots1": {}, "ernie4_5_moe": {}, "exaone_moe": {}, "flex_olmo": {}, "glm4_moe": {}, "gpt_oss": {},
-    "granitemoe": {}, "granitemoeshared": {}, "hunyuan_v1_moe": {}, "jetmoe": {}, "llama4_text": {}, "longcat_flash": {}, "minimax_m2": {},
-    "mixtral": {}, "olmoe": {}, "phimoe": {}, "qwen2_moe": {}, "qwen3_moe": {}, "solar_open": {},
+    "afmoe": {},
+    "dbrx": dict(
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2, hidden_size=64),
+    ),
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "dots1": {},
+    "ernie4_5_moe": {},
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "glm4_moe": {},
+    "gpt_oss": {},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "jetmoe": {},
+    "llama4_text": {},
+    "longcat_flash": {},
+    "minimax_m2": {},
+    "mixtral": {},
+    "olmoe": {},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "solar_open": {},
 }
 RECURRENT = {
-    "bamba": dict(attn_layer_indices=[1]), "falcon_h1": dict(mamba_d_ssm=128), "falcon_mamba": {}, "granitemoehybrid": {}, "jamba": dict(attn_layer_offset=1, attn_layer_period=2), "lfm2": {}, "mamba": {}, "mamba2": dict(num_heads=8, n_groups=1), "minimax": {},
-    "qwen3_next": dict(experts="batched_mm"), "recurrent_gemma": dict(num_hidden_layers=3), "rwkv": {}, "zamba2": dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2),
+    "bamba": dict(attn_layer_indices=[1]),
+    "falcon_h1": dict(mamba_d_ssm=128),
+    "falcon_mamba": {},
+    "granitemoehybrid": {},
+    "jamba": dict(attn_layer_offset=1, attn_layer_period=2),
+    "lfm2": {},
+    "mamba": {},
+    "mamba2": dict(num_heads=8, n_groups=1),
+    "minimax": {},
+    "qwen3_next": dict(experts="batched_mm"),
+    "recurrent_gemma": dict(num_hidden_layers=3),
+    "rwkv": {},
+    "zamba2": dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2),
 }
-LOOPS = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv")  # over the tokens, in eager at least: see `Row.unrolls`
+LOOPS = (
+    "falcon_mamba",
+    "jamba",
+    "mamba",
+    "recurrent_gemma",
+    "rwkv",
+)  # over the tokens, in eager at least: see `Row.unrolls`
 for _kind, _families in (("dense", DENSE), ("moe", MOE), ("recurrent", RECURRENT)):
     for _family, _given in _families.items():
-        ROWS[_family] = Row(_kind, hugging_face(_family, **_given), unrolls=_family in LOOPS, draws=_family == "phimoe")
+        ROWS[_family] = Row(
+            _kind, hugging_face(_family, **_given), unrolls=_family in LOOPS, draws=_family == "phimoe"
+        )
 
 # Other ways to train the same models.
 ROWS |= {
@@ -213,12 +440,22 @@ ROWS |= {
     "llama, left padding": Row("dense", hugging_face("llama", batch=left_padded)),
     "llama, packed": Row("dense", hugging_face("llama", batch=packed)),
     "llama, eager attention": Row("dense", hugging_face("llama", attention="eager")),
-    "qwen3, window, packed": Row("dense", hugging_face("qwen3", batch=packed, use_sliding_window=True, max_window_layers=1,
-                                                      layer_types=["full_attention", "sliding_attention"])),
+    "qwen3, window, packed": Row(
+        "dense",
+        hugging_face(
+            "qwen3",
+            batch=packed,
+            use_sliding_window=True,
+            max_window_layers=1,
+            layer_types=["full_attention", "sliding_attention"],
+        ),
+    ),
     "gemma3_text, eager attention": Row("dense", hugging_face("gemma3_text", attention="eager")),
     "mixtral, batched experts": Row("moe", hugging_face("mixtral", experts="batched_mm")),
     "mixtral, looped experts": Row("moe", hugging_face("mixtral", experts="eager")),
-    "mixtral, router loss": Row("moe", hugging_face("mixtral", experts="batched_mm", output_router_logits=True)),
+    "mixtral, router loss": Row(
+        "moe", hugging_face("mixtral", experts="batched_mm", output_router_logits=True)
+    ),
     "deepseek_v3, batched experts": Row("moe", hugging_face("deepseek_v3", experts="batched_mm")),
     "qwen3_moe, batched experts": Row("moe", hugging_face("qwen3_moe", experts="batched_mm")),
     "gpt_oss, batched experts": Row("moe", hugging_face("gpt_oss", experts="batched_mm")),
@@ -229,11 +466,21 @@ ROWS |= {
     "RoBERTa": Row("encoder", hugging_face("roberta", "RobertaForMaskedLM")),
     "DistilBERT": Row("encoder", hugging_face("distilbert", "DistilBertForMaskedLM")),
     "ALBERT": Row("encoder", hugging_face("albert", "AlbertForMaskedLM")),
-    "DeBERTa": Row("encoder", hugging_face("deberta-v2", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"])),
+    "DeBERTa": Row(
+        "encoder",
+        hugging_face(
+            "deberta-v2", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"]
+        ),
+    ),
     "ModernBERT": Row("encoder", hugging_face("modernbert", "ModernBertForMaskedLM", local_attention=32)),
-    "T5": Row("encoder", hugging_face("t5", "T5ForConditionalGeneration", batch=translations, decoder_start_token_id=0)),
+    "T5": Row(
+        "encoder",
+        hugging_face("t5", "T5ForConditionalGeneration", batch=translations, decoder_start_token_id=0),
+    ),
     "BART": Row("encoder", hugging_face("bart", "BartForConditionalGeneration", batch=translations)),
-    "ViT": Row("encoder", hugging_face("vit", "ViTForImageClassification", batch=images, patch_size=4, image_size=36)),
+    "ViT": Row(
+        "encoder", hugging_face("vit", "ViTForImageClassification", batch=images, patch_size=4, image_size=36)
+    ),
 }
 
 # Not of Hugging Face: benchmarks/architectures.py.
@@ -242,6 +489,7 @@ ROWS |= {
 def own(name: str) -> Callable:
     def build(length: int):
         import torch
+
         from benchmarks.architectures import ARCHITECTURES
 
         torch.manual_seed(0)
@@ -251,10 +499,45 @@ def own(name: str) -> Callable:
     return build
 
 
-OWN = ("nanogpt", "stored mask", "added triangle", "alibi", "relative bias", "sinks", "window", "chunked", "capped", "differential", "latent",
-       "complex rotary", "sequence first", "flex", "packed", "prefix", "parallel", "sandwich", "post-norm", "in place", "shared layers", "u-net skips",
-       "hyper-connections", "value residual", "shared keys", "layer embeddings", "torch encoder", "torch decoder", "own norm", "token-wise",
-       "sorted experts", "masked experts", "one-hot experts", "convolution", "token shift", "linear attention", "gated delta")
+OWN = (
+    "nanogpt",
+    "stored mask",
+    "added triangle",
+    "alibi",
+    "relative bias",
+    "sinks",
+    "window",
+    "chunked",
+    "capped",
+    "differential",
+    "latent",
+    "complex rotary",
+    "sequence first",
+    "flex",
+    "packed",
+    "prefix",
+    "parallel",
+    "sandwich",
+    "post-norm",
+    "in place",
+    "shared layers",
+    "u-net skips",
+    "hyper-connections",
+    "value residual",
+    "shared keys",
+    "layer embeddings",
+    "torch encoder",
+    "torch decoder",
+    "own norm",
+    "token-wise",
+    "sorted experts",
+    "masked experts",
+    "one-hot experts",
+    "convolution",
+    "token shift",
+    "linear attention",
+    "gated delta",
+)
 for _name in OWN:
     ROWS[_name] = Row("own", own(_name), exact=1e-9, unrolls=_name == "gated delta")
 
@@ -284,6 +567,7 @@ def measure(name: str, tokens: int) -> dict:
 def exactness(row: Row) -> dict:
     """The error of a step's loss and gradients, and the report of its compilation."""
     import torch
+
     from streambp_compile import NotStreamed
     from streambp_compile.backend import Chain
     from streambp_compile.config import Config
@@ -298,17 +582,28 @@ def exactness(row: Row) -> dict:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours = gradients(model, torch.compile(lambda **b: loss(model, **b), backend=backend), widened(batch, model))
+        ours = gradients(
+            model, torch.compile(lambda **b: loss(model, **b), backend=backend), widened(batch, model)
+        )
     error, noise = largest_error(ours, truth), 0.0
     if row.exact < error:
         noise = rounding(model, lambda **b: loss(model, **b), widened(batch, model), truth)
-        note = "; ".join(filter(None, (note, f"eager's own gradients move by {noise:.0e} when the weights are rounded to float32")))
+        note = "; ".join(
+            filter(
+                None,
+                (note, f"eager's own gradients move by {noise:.0e} when the weights are rounded to float32"),
+            )
+        )
     graphs = f"{len(report.split)} graphs" if len(report.split) != 1 else ""
     return dict(
-        error=error, noise=noise, regions=sum(r.times for r in report.regions),
-        streamed=sum(r.times for r in report.regions if r.streamed is not None or r.joint is None), keys=keys_of(report),
+        error=error,
+        noise=noise,
+        regions=sum(r.times for r in report.regions),
+        streamed=sum(r.times for r in report.regions if r.streamed is not None or r.joint is None),
+        keys=keys_of(report),
         reasons=list(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, NotStreamed))),
-        note="; ".join(filter(None, (note, graphs))))
+        note="; ".join(filter(None, (note, graphs))),
+    )
 
 
 def built(row: Row, length: int):
@@ -320,7 +615,8 @@ def built(row: Row, length: int):
 
 
 def reference(model, batch: dict, loss: Callable):
-    """Eager's loss and gradients in float64, or in float32 where an op of the model has no float64; the model of that precision; a note."""
+    """Eager's loss and gradients in float64, or in float32 where an op of the model has no float64; the model
+    of that precision; a note."""
     double = copy.deepcopy(model).double()
     try:
         return gradients(double, lambda **b: loss(double, **b), widened(batch, double)), double, ""
@@ -335,7 +631,8 @@ def reference(model, batch: dict, loss: Callable):
 def rounding(model, step: Callable, batch: dict, truth: list) -> float:
     """How far eager's gradients move when every weight moves by at most half a unit in float32's last place.
 
-    No implementation of a model that computes in float32 inside can be told from another more closely than that.
+    No implementation of a model that computes in float32 inside can be told from another more closely than
+    that.
     """
     import torch
 
@@ -349,7 +646,10 @@ def rounding(model, step: Callable, batch: dict, truth: list) -> float:
 def widened(batch: dict, model) -> dict:
     """Inputs that are no ids, in the precision of the model."""
     dtype = next(model.parameters()).dtype
-    return {name: value.to(dtype) if getattr(value, "is_floating_point", bool)() else value for name, value in batch.items()}
+    return {
+        name: value.to(dtype) if getattr(value, "is_floating_point", bool)() else value
+        for name, value in batch.items()
+    }
 
 
 def gradients(model, step: Callable, batch: dict) -> list:
@@ -359,17 +659,25 @@ def gradients(model, step: Callable, batch: dict) -> list:
     model.zero_grad()
     value = step(**batch)
     value.backward()
-    return [value.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())]
+    return [
+        value.detach(),
+        *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()),
+    ]
 
 
 def largest_error(found: list, expected: list) -> float:
-    """Of all tensors, the largest norm of the difference over the norm of what is expected, or over a millionth of the largest such norm.
+    """Of all tensors, the largest norm of the difference over the norm of what is expected, or over a
+    millionth of the largest such norm.
 
-    Some gradients are zero in exact arithmetic (a bias of keys moves all scores of a softmax alike), and hold nothing but rounding.
+    Some gradients are zero in exact arithmetic (a bias of keys moves all scores of a softmax alike), and hold
+    nothing but rounding.
     """
     norms = [e.double().norm().item() for e in expected]
     least = 1e-6 * max(norms)
-    return max((f.double() - e.double()).norm().item() / max(norm, least) for f, e, norm in zip(found, expected, norms, strict=True))
+    return max(
+        (f.double() - e.double()).norm().item() / max(norm, least)
+        for f, e, norm in zip(found, expected, norms, strict=True)
+    )
 
 
 def keys_of(report) -> list[str]:
@@ -388,6 +696,7 @@ def keys_of(report) -> list[str]:
 def peaks(row: Row, tokens: int) -> dict:
     """Bytes of one step above what is held before it, ours and eager's with checkpointing."""
     import torch
+
     from benchmarks.memory import peak
 
     model, batch, loss = built(row, tokens)
@@ -402,15 +711,22 @@ def peaks(row: Row, tokens: int) -> dict:
 
 
 def checkpoint_layers(model) -> None:
-    """Gradient checkpointing of every layer: the model's own, or around the members of its lists of layers."""
+    """Gradient checkpointing of every layer: the model's own, or around the members of its lists of
+    layers."""
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 
     if getattr(model, "supports_gradient_checkpointing", False):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
         return
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and all(any(True for _ in c.parameters()) for c in m)]
-    inner = {m for stack in stacks for layer in stack for m in layer.modules() if isinstance(m, nn.ModuleList)}
+    stacks = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.ModuleList) and all(any(True for _ in c.parameters()) for c in m)
+    ]
+    inner = {
+        m for stack in stacks for layer in stack for m in layer.modules() if isinstance(m, nn.ModuleList)
+    }
     for layer in {layer for stack in stacks if stack not in inner for layer in stack}:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
@@ -476,7 +792,9 @@ def run(name: str, chosen: argparse.Namespace) -> dict:
 
 def is_exact(name: str, answer: dict) -> bool:
     bound = ROWS[name].exact
-    return answer.get("error", float("inf")) <= (max(bound, answer.get("noise", 0.0)) if bound > 1e-9 else bound)
+    return answer.get("error", float("inf")) <= (
+        max(bound, answer.get("noise", 0.0)) if bound > 1e-9 else bound
+    )
 
 
 def is_streamed(answer: dict) -> bool:
@@ -494,25 +812,44 @@ def is_half(answer: dict) -> bool:
 
 def table(answers: dict[str, dict]) -> str:
     """A Markdown table; every value that is not there is a dash."""
-    lines = [["architecture", "kind", "error", "exact", "streamed", "keys", "peak", "of checkpointing's", "refused, and notes"]]
+    lines = [
+        [
+            "architecture",
+            "kind",
+            "error",
+            "exact",
+            "streamed",
+            "keys",
+            "peak",
+            "of checkpointing's",
+            "refused, and notes",
+        ]
+    ]
     for name, answer in answers.items():
-        lines.append([
-            name, ROWS[name].kind,
-            f"{answer['error']:.0e}" if "error" in answer else "–",
-            "–" if "missing" in answer else "yes" if is_exact(name, answer) else "**no**",
-            f"{answer['streamed']}/{answer['regions']}" if "regions" in answer else "–",
-            ", ".join(shown(keys) for keys in answer.get("keys", ())) or "–",
-            f"{answer['peak'] / 2**20:.1f} MiB" if "peak" in answer else "–",
-            f"{answer['peak'] / answer['eager']:.2f}" if "peak" in answer else "–",
-            remarks(answer),
-        ])
+        lines.append(
+            [
+                name,
+                ROWS[name].kind,
+                f"{answer['error']:.0e}" if "error" in answer else "–",
+                "–" if "missing" in answer else "yes" if is_exact(name, answer) else "**no**",
+                f"{answer['streamed']}/{answer['regions']}" if "regions" in answer else "–",
+                ", ".join(shown(keys) for keys in answer.get("keys", ())) or "–",
+                f"{answer['peak'] / 2**20:.1f} MiB" if "peak" in answer else "–",
+                f"{answer['peak'] / answer['eager']:.2f}" if "peak" in answer else "–",
+                remarks(answer),
+            ]
+        )
     rule = ["---"] * 2 + ["---:"] + ["---"] + ["---:"] + ["---"] + ["---:"] * 2 + ["---"]
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
 def shown(keys: str) -> str:
     """``causal, proved`` → ``causal: proved``; a window with its length."""
-    return re.sub(r"window of (\d+), ", r"window \1: ", keys).replace("causal, ", "causal: ").replace("band, ", "band: ")
+    return (
+        re.sub(r"window of (\d+), ", r"window \1: ", keys)
+        .replace("causal, ", "causal: ")
+        .replace("band, ", "band: ")
+    )
 
 
 def remarks(answer: dict) -> str:
@@ -529,7 +866,8 @@ def shortened(reason: str) -> str:
 
 
 def summary(answers: dict[str, dict]) -> str:
-    """A line per kind: how many rows ran, are exact, stream altogether, with keys proved, and stay under half of checkpointing's peak."""
+    """A line per kind: how many rows ran, are exact, stream altogether, with keys proved, and stay under half
+    of checkpointing's peak."""
     lines = []
     for kind in dict.fromkeys(ROWS[name].kind for name in answers):
         ran = {n: a for n, a in answers.items() if ROWS[n].kind == kind and "missing" not in a}
@@ -540,9 +878,15 @@ def summary(answers: dict[str, dict]) -> str:
             count["proved"] += is_proved(answer)
             count["peak"] += "peak" in answer
             count["half"] += is_half(answer)
-        half = f", {count['half']} of {count['peak']} under half of checkpointing's peak" if count["peak"] else ""
-        lines.append(f"{kind}: {len(ran)} rows, {count['exact']} exact, {count['streamed']} with all regions streamed, {count['proved']} of them "
-                     f"with keys proved{half}")
+        half = (
+            f", {count['half']} of {count['peak']} under half of checkpointing's peak"
+            if count["peak"]
+            else ""
+        )
+        lines.append(
+            f"{kind}: {len(ran)} rows, {count['exact']} exact, {count['streamed']} with all regions streamed, {count['proved']} of them "
+            f"with keys proved{half}"
+        )
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -551,15 +895,34 @@ def arguments() -> argparse.Namespace:
     def some(text: str) -> list[str]:
         asked = [part.strip() for part in text.split(",") if part.strip()]
         kinds = {row.kind for row in ROWS.values()}
-        unknown = [part for part in asked if part not in kinds and not any(name == part or name.startswith(f"{part},") for name in ROWS)]
+        unknown = [
+            part
+            for part in asked
+            if part not in kinds and not any(name == part or name.startswith(f"{part},") for name in ROWS)
+        ]
         if unknown or not asked:
-            raise argparse.ArgumentTypeError(f"unknown row {', '.join(unknown) or text!r}; kinds are {', '.join(sorted(kinds))}, rows {', '.join(ROWS)}")
-        return [name for name, row in ROWS.items() if any(part in (name, row.kind, name.split(",")[0]) for part in asked)]
+            raise argparse.ArgumentTypeError(
+                f"unknown row {', '.join(unknown) or text!r}; kinds are {', '.join(sorted(kinds))}, rows {', '.join(ROWS)}"
+            )
+        return [
+            name
+            for name, row in ROWS.items()
+            if any(part in (name, row.kind, name.split(",")[0]) for part in asked)
+        ]
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=2048, help="length at which the peak is measured, 0 for no peak (%(default)s)")
-    parser.add_argument("--interpret", action="store_true", help="run chunk bodies node by node instead of compiling them")
-    parser.add_argument("--only", type=some, default=list(ROWS), metavar="A,B,...", help="rows or kinds (all)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=2048,
+        help="length at which the peak is measured, 0 for no peak (%(default)s)",
+    )
+    parser.add_argument(
+        "--interpret", action="store_true", help="run chunk bodies node by node instead of compiling them"
+    )
+    parser.add_argument(
+        "--only", type=some, default=list(ROWS), metavar="A,B,...", help="rows or kinds (all)"
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds for a row (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="rows that run at a time (%(default)s)")
     parser.add_argument("--save", metavar="NAME", help="also write the table to benchmarks/results/NAME.md")
@@ -578,7 +941,9 @@ def main() -> int:
         return 0
     answers: dict[str, dict] = {}
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        for i, (name, answer) in enumerate(zip(chosen.only, pool.map(lambda name: run(name, chosen), chosen.only))):
+        for i, (name, answer) in enumerate(
+            zip(chosen.only, pool.map(lambda name: run(name, chosen), chosen.only))
+        ):
             answers[name] = answer
             print(f"[{i + 1}/{len(chosen.only)}] {name}: {json.dumps(answer)}", file=sys.stderr, flush=True)
     text = f"{table(answers)}\n\n{summary(answers)}"

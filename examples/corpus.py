@@ -1,4 +1,5 @@
-"""Real text that every machine has: the sources of Python's standard library, as bytes or as tokens of a vocabulary trained on them."""
+"""Real text that every machine has: the sources of Python's standard library, as bytes or as tokens of a
+vocabulary trained on them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def python_sources() -> list[str]:
     paths = sorted(p for p in root.rglob("*.py") if not NOT_LIBRARY & set(p.relative_to(root).parts))
     texts = [p.read_text(encoding="utf-8", errors="replace") for p in paths]
     if sum(map(len, texts)) < 1_000_000:
-        raise FileNotFoundError(f"this Python came without the sources of its standard library (looked in {root})")
+        raise FileNotFoundError(
+            f"this Python came without the sources of its standard library (looked in {root})"
+        )
     return texts
 
 
@@ -33,7 +36,8 @@ def byte_ids() -> torch.Tensor:
 
 
 def token_ids(vocabulary: int) -> torch.Tensor:
-    """The sources as int64 ids of a byte-level BPE vocabulary trained on them; both are kept under ``out/`` for the next run.
+    """The sources as int64 ids of a byte-level BPE vocabulary trained on them; both are kept under ``out/``
+    for the next run.
 
     vocabulary  number of tokens, 300 to 65536 (ids are kept in two bytes)
     """
@@ -49,13 +53,19 @@ def token_ids(vocabulary: int) -> torch.Tensor:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END], show_progress=False,
-                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
         tokenizer.train_from_iterator(texts, trainer)
         end = tokenizer.token_to_id(END)
         ids = [np.array([*tokenizer.encode(text).ids, end], dtype=np.uint16) for text in texts]
         tokenizer.save(str(described))
-        partial = kept.with_suffix(".partial.npy")  # an interrupted run must not leave half a file under the final name
+        partial = kept.with_suffix(
+            ".partial.npy"
+        )  # an interrupted run must not leave half a file under the final name
         np.save(partial, np.concatenate(ids))
         partial.rename(kept)
     return torch.from_numpy(np.load(kept).astype(np.int64))

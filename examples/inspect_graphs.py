@@ -1,7 +1,7 @@
 """What became of a training step: the report, and one region's facts and chunk bodies as graphs to read.
 
-    python examples/inspect_graphs.py                   the layer of a small Qwen3-shaped model
-    python examples/inspect_graphs.py --region NAME     another region of the report
+python examples/inspect_graphs.py                   the layer of a small Qwen3-shaped model
+python examples/inspect_graphs.py --region NAME     another region of the report
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ def distinct(regions: Sequence) -> list:
 
 
 def layer_of(regions: Sequence):
-    """The streamed region that the model repeats most often; among equals, the one with the largest joint graph."""
+    """The streamed region that the model repeats most often; among equals, the one with the largest joint
+    graph."""
     count = Counter(id(region) for region in regions)
-    streamed = [r for r in distinct(regions) if r.refusal is None and r.joint is not None and r.backward is not None]
+    streamed = [
+        r for r in distinct(regions) if r.refusal is None and r.joint is not None and r.backward is not None
+    ]
     if not streamed:
         raise SystemExit("no region of this step was streamed; the report above says why")
     return max(streamed, key=lambda r: (count[id(r)], len(r.joint.graph.nodes)))
@@ -52,8 +55,16 @@ def main() -> None:
     chosen = parser.parse_args()
 
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=1024, hidden_size=64, intermediate_size=192, num_hidden_layers=chosen.layers, num_attention_heads=4,
-                         num_key_value_heads=2, head_dim=16, use_cache=False)
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=chosen.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        use_cache=False,
+    )
     model = Qwen3ForCausalLM(config).train()
     ids = torch.randint(0, config.vocab_size, (1, chosen.tokens))
 

@@ -1,11 +1,16 @@
-"""Trains a Qwen3-shaped model of 25M parameters on long stretches of real text, beside gradient checkpointing.
+"""Trains a Qwen3-shaped model of 25M parameters on long stretches of real text, beside gradient
+checkpointing.
 
-    python examples/long_context.py                                  8192 tokens at a time; about six minutes on two cores
-    python examples/long_context.py --tokens 32768 --alone           longer than gradient checkpointing is worth waiting for
+    python examples/long_context.py                                  8192 tokens at a time; about six minutes
+    on two cores
+    python examples/long_context.py --tokens 32768 --alone           longer than gradient checkpointing is
+    worth waiting for
     python examples/long_context.py --chunk-size 256 --steps 5
 
-First one step each way: the loss, the largest relative difference of any parameter's gradient, the peak of live memory above weights
-and gradients, and the seconds. Then it trains. The table, the plot of live memory and the losses are left in ``out/``.
+First one step each way: the loss, the largest relative difference of any parameter's gradient, the peak of
+live memory above weights
+and gradients, and the seconds. Then it trains. The table, the plot of live memory and the losses are left in
+``out/``.
 """
 
 from __future__ import annotations
@@ -65,7 +70,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step of a method: loss, gradients of all parameters, live memory over time, and seconds (median)."""
+    """One step of a method: loss, gradients of all parameters, live memory over time, and seconds
+    (median)."""
 
     name: str
     loss: float
@@ -90,25 +96,44 @@ def arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=at_least(2), default=8192, help="length of a sequence (%(default)s)")
-    parser.add_argument("--steps", type=at_least(0), default=12, help="training steps after the comparison (%(default)s)")
-    parser.add_argument("--chunk-size", type=at_least(1), default=None, help="tokens per chunk (chosen by streambp)")
+    parser.add_argument(
+        "--steps", type=at_least(0), default=12, help="training steps after the comparison (%(default)s)"
+    )
+    parser.add_argument(
+        "--chunk-size", type=at_least(1), default=None, help="tokens per chunk (chosen by streambp)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the text (%(default)s)")
     parser.add_argument("--layers", type=at_least(1), default=6, help="depth of the model (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW, after a short warm-up (%(default)s)")
-    parser.add_argument("--rounds", type=at_least(1), default=2, help="timed steps of each method (%(default)s)")
+    parser.add_argument(
+        "--learning-rate", type=float, default=1e-3, help="of AdamW, after a short warm-up (%(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=2, help="timed steps of each method (%(default)s)"
+    )
     parser.add_argument("--alone", action="store_true", help="do not compare with gradient checkpointing")
     chosen = parser.parse_args()
     compiler = os.environ.get("CXX", "g++")
     if not any(shutil.which(name) for name in (compiler, "g++", "c++", "clang++")):
-        parser.error(f"torch.compile needs a C++ compiler and found none (looked for {compiler}); install g++ or clang, or set CXX")
+        parser.error(
+            f"torch.compile needs a C++ compiler and found none (looked for {compiler}); install g++ or clang, or set CXX"
+        )
     return chosen
 
 
 def build(layers: int, tokens: int, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=max(tokens, 32768), tie_word_embeddings=True, use_cache=False)
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=max(tokens, 32768),
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
     return Qwen3ForCausalLM(config).train()
 
 
@@ -127,12 +152,16 @@ def methods(model: PreTrainedModel, chunk_size: int | None, alone: bool) -> list
 
 
 def measure(ways: list[Method], ids: torch.Tensor, rounds: int) -> list[Measured]:
-    """Warm up, time in turns (so that a slow moment of the machine falls on all), then one step each under the profiler."""
+    """Warm up, time in turns (so that a slow moment of the machine falls on all), then one step each under
+    the profiler."""
     for way in ways:
         print(f"  first step of {way.name} ...", end=" ", flush=True)
         start = time.perf_counter()
         way.step(ids)
-        print(f"{time.perf_counter() - start:.1f} s{', compilation included' if way.name == 'streambp' else ''}", flush=True)
+        print(
+            f"{time.perf_counter() - start:.1f} s{', compilation included' if way.name == 'streambp' else ''}",
+            flush=True,
+        )
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     for number in range(rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
@@ -142,7 +171,9 @@ def measure(ways: list[Method], ids: torch.Tensor, rounds: int) -> list[Measured
     measured = []
     for way in ways:
         loss, curve = way.watched(ids)
-        measured.append(Measured(way.name, loss, gradients(way.model), curve, statistics.median(seconds[way.name])))
+        measured.append(
+            Measured(way.name, loss, gradients(way.model), curve, statistics.median(seconds[way.name]))
+        )
     return measured
 
 
@@ -151,7 +182,9 @@ def table(results: list[Measured]) -> str:
     for result in results:
         first = result is results[0]
         difference = "–" if first else f"{largest_difference(result.gradients, results[0].gradients):.1e}"
-        lines.append(f"{result.name:24}{result.loss:12.6f}{difference:>22}{result.peak / MIB:12.1f}{result.seconds:10.2f}")
+        lines.append(
+            f"{result.name:24}{result.loss:12.6f}{difference:>22}{result.peak / MIB:12.1f}{result.seconds:10.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -163,9 +196,17 @@ def plot(results: list[Measured], title: str, path: Path) -> None:
     for result in results:
         seconds, held = zip(*result.curve)
         mib = [bytes_ / MIB for bytes_ in held]
-        line, = axes.plot(seconds, mib, drawstyle="steps-post", linewidth=1, label=f"{result.name}: peak {result.peak / MIB:,.0f} MiB")
+        (line,) = axes.plot(
+            seconds,
+            mib,
+            drawstyle="steps-post",
+            linewidth=1,
+            label=f"{result.name}: peak {result.peak / MIB:,.0f} MiB",
+        )
         axes.fill_between(seconds, mib, step="post", alpha=0.25, color=line.get_color(), linewidth=0)
-    axes.set(title=title, xlabel="seconds into the step", ylabel="live memory above weights and gradients, MiB")
+    axes.set(
+        title=title, xlabel="seconds into the step", ylabel="live memory above weights and gradients, MiB"
+    )
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.2 * max(result.peak for result in results) / MIB)  # room for the legend
     axes.legend(loc="upper right", ncols=len(results))
@@ -174,7 +215,9 @@ def plot(results: list[Measured], title: str, path: Path) -> None:
 
 
 def train(way: Method, batches: Batches, steps: int, learning_rate: float) -> list[float]:
-    optimizer = torch.optim.AdamW(way.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        way.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+    )
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
     losses: list[float] = []
     with tqdm(total=steps, desc="training", unit="step") as bar:
@@ -185,7 +228,9 @@ def train(way: Method, batches: Batches, steps: int, learning_rate: float) -> li
             torch.nn.utils.clip_grad_norm_(way.model.parameters(), 1.0)
             optimizer.step()
             warm_up.step()
-            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {ids.numel() / (time.perf_counter() - start):,.0f} tokens/s")
+            bar.set_postfix_str(
+                f"loss {losses[-1]:.3f}, {ids.numel() / (time.perf_counter() - start):,.0f} tokens/s"
+            )
             bar.update()
     return losses
 
@@ -200,8 +245,11 @@ def main() -> None:
         sys.exit(f"long_context.py: {error}")
     model = build(chosen.layers, chosen.tokens, chosen.seed)
     count = sum(p.numel() for p in model.parameters())
-    print(f"{len(ids):,} tokens of text; a model of {count / 1e6:.1f}M parameters; {chosen.tokens:,} tokens a step; "
-          f"{torch.get_num_threads()} threads\n", flush=True)
+    print(
+        f"{len(ids):,} tokens of text; a model of {count / 1e6:.1f}M parameters; {chosen.tokens:,} tokens a step; "
+        f"{torch.get_num_threads()} threads\n",
+        flush=True,
+    )
     OUT.mkdir(exist_ok=True)
 
     ways = methods(model, chosen.chunk_size, chosen.alone)
@@ -209,7 +257,11 @@ def main() -> None:
     text = table(results)
     print(f"\n{text}\n")
     (OUT / "comparison.txt").write_text(text + "\n", encoding="utf-8")
-    plot(results, f"One training step, {chosen.tokens:,} tokens, {count / 1e6:.0f}M parameters", OUT / "memory.png")
+    plot(
+        results,
+        f"One training step, {chosen.tokens:,} tokens, {count / 1e6:.0f}M parameters",
+        OUT / "memory.png",
+    )
     print(f"live memory over the step: {(OUT / 'memory.png').relative_to(OUT.parent)}\n", flush=True)
 
     streamed = ways[-1]
@@ -218,7 +270,9 @@ def main() -> None:
         losses = train(streamed, batches, chosen.steps, chosen.learning_rate)
         rows = [f"{step},{loss:.6f}" for step, loss in enumerate(losses, 1)]
         (OUT / "loss.csv").write_text("\n".join(["step,loss", *rows]) + "\n", encoding="utf-8")
-        print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} over {chosen.steps} steps of {chosen.tokens:,} tokens")
+        print(
+            f"loss {losses[0]:.3f} → {losses[-1]:.3f} over {chosen.steps} steps of {chosen.tokens:,} tokens"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A hand-written GPT, trained on the bytes of the Python standard library through the backend: the graph alone decides, not the model.
+"""A hand-written GPT, trained on the bytes of the Python standard library through the backend: the graph
+alone decides, not the model.
 
-    python examples/nano_gpt.py --tokens 1024 --steps 20
+python examples/nano_gpt.py --tokens 1024 --steps 20
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Block(nn.Module):
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
         return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
@@ -89,11 +93,14 @@ def main() -> None:
     torch.manual_seed(chosen.seed)
     batches = Batches(byte_ids(), chosen.tokens, chosen.seed)
     model = GPT(vocabulary=256, tokens=chosen.tokens, width=192, heads=6, layers=4)
+
     def draw() -> Tensor:
         return torch.cat([next(batches) for _ in range(chosen.batch)])
 
     loss_difference, gradient_difference = exactness(model, draw(), options)
-    print(f"float64, streambp against eager: loss {loss_difference:.1e}, largest relative gradient difference {gradient_difference:.1e}")
+    print(
+        f"float64, streambp against eager: loss {loss_difference:.1e}, largest relative gradient difference {gradient_difference:.1e}"
+    )
 
     model.compile(backend="streambp", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -67,7 +67,8 @@ class Mark:
 class Tokens:
     """A value with one row per token, and, for scores and masks, one column per key.
 
-    ``lo`` and ``hi`` say which tokens have a row: ``lo <= t < T + hi`` (a value shifted by slicing has fewer).
+    ``lo`` and ``hi`` say which tokens have a row: ``lo <= t < T + hi`` (a value shifted by slicing has
+    fewer).
     """
 
     rows: Mark
@@ -90,7 +91,9 @@ class Tokens:
             else:
                 name = "bhdefg"[i] if i < 6 else "x"
             names.append(name)
-        domain = "" if (self.lo, self.hi) == (0, 0) else f"  rows {self.lo}…T{f'{self.hi:+}' if self.hi else ''}"
+        domain = (
+            "" if (self.lo, self.hi) == (0, 0) else f"  rows {self.lo}…T{f'{self.hi:+}' if self.hi else ''}"
+        )
         return " ".join(names) + domain
 
 
@@ -120,11 +123,13 @@ Labels = tuple[Label, ...]
 class Signature:
     """What a rule says of one node: a label for every dimension of its operands and outputs.
 
-    An operand dimension is tied to the output dimension of the same label. A label that no output bears is contracted.
+    An operand dimension is tied to the output dimension of the same label. A label that no output bears is
+    contracted.
     ``None`` is a dimension tied to nothing (size one, broadcast).
 
     reach      label → rows read along it, where that is more than the own row
-    contracts  ``"sum"`` if chunks of a contracted label may be added up, ``"picked"`` if they may where the rule's ``emit`` looks rows up
+    contracts  ``"sum"`` if chunks of a contracted label may be added up, ``"picked"`` if they may where the
+               rule's ``emit`` looks rows up
                by their place among all tokens, else ``"all"``
     rows/keys  labels of queries and keys, for an operator that is attention by itself
     reshape    the node moves rows between dimensions; ties come from the sizes
@@ -184,10 +189,11 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Seen:
+class KeyMask:
     """What leaves keys to be seen: a padding, alike for every row, or a stored mask.
 
-    node   a boolean that hides a key where it is ``hides``; or (``hides`` is None) numbers added to scores, which hide where they are
+    node   a boolean that hides a key where it is ``hides``; or (``hides`` is None) numbers added to scores,
+           which hide where they are
            nearly as low as their dtype goes
     row    its dimension of rows, or None
     key    its dimension of keys
@@ -210,13 +216,15 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class RowsSee:
-    """A condition that a call must keep: by these masks every row sees one at least of the keys that its band allows.
+class EveryRowSeesAKey:
+    """A condition that a call must keep: by these masks every row sees one at least of the keys that its band
+    allows.
 
-    Lowest numbers (not ``-inf``) empty what is outside a band beside a key that is seen; a row that sees none would read all keys alike.
+    Lowest numbers (not ``-inf``) empty what is outside a band beside a key that is seen; a row that sees none
+    would read all keys alike.
     """
 
-    seen: tuple[Seen, ...]
+    seen: tuple[KeyMask, ...]
     band: Reach
 
     @property
@@ -228,10 +236,10 @@ class RowsSee:
 
 
 @dataclass(frozen=True)
-class HidesOutside:
+class MaskHidesOutside:
     """A condition that a call must keep: a stored mask hides all keys outside a band."""
 
-    seen: tuple[Seen]
+    seen: tuple[KeyMask]
     band: Reach
 
     @property
@@ -243,10 +251,12 @@ class HidesOutside:
 
 
 @dataclass(frozen=True)
-class Alike:
-    """A boolean over rows and keys that is true only where values of a row and a key agree: packed sequences, position ids that restart.
+class Agreement:
+    """A boolean over rows and keys that is true only where values of a row and a key agree: packed sequences,
+    position ids that restart.
 
-    same   pairs of (value of the row, value of the key), each ``[.., T]`` but for dimensions of one, that are equal
+    same   pairs of (value of the row, value of the key), each ``[.., T]`` but for dimensions of one, that are
+           equal
     upto   pairs of which the key's is no larger than the row's
     """
 
@@ -259,13 +269,14 @@ class Alike:
 
 
 @dataclass(frozen=True)
-class Restarts:
-    """A condition that a call must keep: values of rows and keys are the same, and grow with each token until the sequence is another.
+class PositionsRestart:
+    """A condition that a call must keep: values of rows and keys are the same, and grow with each token until
+    the sequence is another.
 
     Then no later key agrees with a row.
     """
 
-    alike: Alike
+    alike: Agreement
     band: Reach = PAST
 
     @property
@@ -273,18 +284,21 @@ class Restarts:
         return self.alike.nodes
 
     def __str__(self) -> str:
-        grows, same = (", ".join(row.name for row, _ in pairs) for pairs in (self.alike.upto, self.alike.same))
+        grows, same = (
+            ", ".join(row.name for row, _ in pairs) for pairs in (self.alike.upto, self.alike.same)
+        )
         return f"{grows} grows from token to token" + (f" while {same} stays" if same else "")
 
 
-Condition = RowsSee | HidesOutside | Restarts
+Condition = EveryRowSeesAKey | MaskHidesOutside | PositionsRestart
 
 
 @dataclass(frozen=True)
 class Analysis:
     """Facts of a graph: what every value carries, how every edge reads, what every node does with its rows.
 
-    kinds   node → ``rows`` (one output row per token), ``sum`` (adds up over chunks), ``keysum`` (adds up per key),
+    kinds   node → ``rows`` (one output row per token), ``sum`` (adds up over chunks), ``keysum`` (adds up per
+            key),
             ``whole`` (no tokens at all), ``mixed`` (several outputs, each with its own kind)
     reaches     node that meets keys → the keys that a row can reach
     conditions  what a call has to keep for that to be so
@@ -306,7 +320,8 @@ class Analysis:
                 text = fact.pattern(rank_of(node))
             reads = ", ".join(
                 f"{e.operand.name} {e.role}{'' if e.reach == HERE else ' ' + str(e.reach)}"
-                for e in self.edges.get(node, ()) if e.role != "whole"
+                for e in self.edges.get(node, ())
+                if e.role != "whole"
             )
             lines.append(f"{node.name:<28} {text:<24} {self.kinds[node]:<7} {reads}".rstrip())
         return "\n".join(lines)
@@ -327,7 +342,10 @@ def symbols_in(size: Size) -> list[torch.SymInt]:
     """The symbols that a size is an expression of; none of a number, and none of a symbol itself."""
     if not isinstance(size, torch.SymInt) or size.node.expr.is_Symbol:
         return []
-    return [size.node.shape_env.create_symintnode(s, hint=None) for s in sorted(size.node.expr.free_symbols, key=str)]
+    return [
+        size.node.shape_env.create_symintnode(s, hint=None)
+        for s in sorted(size.node.expr.free_symbols, key=str)
+    ]
 
 
 def hint(size: Size) -> int:

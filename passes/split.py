@@ -1,8 +1,11 @@
 """Cut a model's forward graph into a chain of regions at its narrowest live frontiers.
 
-A region holds at most one token-mixing operator. Between two of them the cut goes where the fewest bytes are alive (the residual stream
-alone, between layers); of equally narrow places, where regions come out equal, so that equal layers share everything. Values that
-are cheap to make from the inputs (positions, rotary tables, masks) are never carried across a cut: every region makes its own.
+A region holds at most one token-mixing operator. Between two of them the cut goes where the fewest bytes are
+alive (the residual stream
+alone, between layers); of equally narrow places, where regions come out equal, so that equal layers share
+everything. Values that
+are cheap to make from the inputs (positions, rotary tables, masks) are never carried across a cut: every
+region makes its own.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Region:
     nodes    its nodes in order, copies of cheap ones included
     inputs   placeholders and values of earlier regions that it reads
     outputs  its values that later regions or the caller read
-    light    its outputs are made again from the inputs of the graph when a backward wants them, and not kept for it
+    light    its outputs are made again from the inputs of the graph when a backward wants them, and not kept
+             for it
     """
 
     nodes: tuple[Node, ...]
@@ -56,14 +60,17 @@ class Region:
 
     def __str__(self) -> str:
         """``x, w → y: scores, mixed, y``."""
-        inputs, outputs, nodes = (", ".join(map(str, part)) for part in (self.inputs, self.outputs, self.nodes))
+        inputs, outputs, nodes = (
+            ", ".join(map(str, part)) for part in (self.inputs, self.outputs, self.nodes)
+        )
         return f"{inputs} → {outputs}: {nodes}"
 
 
 def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], bool]) -> tuple[Region, ...]:
     """Regions in execution order.
 
-    state  true for nodes that only switch a mode (autocast, gradients): they belong to no region, the builder replays them
+    state  true for nodes that only switch a mode (autocast, gradients): they belong to no region, the builder
+           replays them
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not state(n)]
     flow = networkx.DiGraph()
@@ -78,9 +85,14 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     for mixer, following in zip(mixers, [*mixers[1:], None]):
         checkpoint()
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
-        if following is not None and (widths[end] >= FORBIDDEN or widths[end] >= layer and not (
-                traits[body[mixer]].attends and traits[body[following]].attends)):
-            continue  # two mixers that no cut can part share a region, and so do a scan or a convolution and what else its layer has
+        if following is not None and (
+            widths[end] >= FORBIDDEN
+            or widths[end] >= layer
+            and not (traits[body[mixer]].attends and traits[body[following]].attends)
+        ):
+            # two mixers that no cut can part share a region, and so do a scan or a convolution and what else
+            # its layer has
+            continue
         cuts += head_cut(body, widths, traits, mixer, end, cuts)
         cuts += [] if following is None else [end]
     prelude = prelude_cut(body, widths, traits, cuts)
@@ -93,7 +105,8 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
 
 
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
-    """Values made from inputs without weights: positions, masks, rotary tables. And matrices of tokens by tokens that weights are merely
+    """Values made from inputs without weights: positions, masks, rotary tables. And matrices of tokens by
+    tokens that weights are merely
     looked up for (a bias by distance): every region adds its part to their gradient."""
     cheap: set[Node] = set()
     light: set[Node] = set()
@@ -101,23 +114,35 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
     for node in networkx.topological_sort(flow):
         if node.op in ("placeholder", "output") or node in changed or traits[node].mixing:
             continue
-        if not traits[node].grad and all(a in cheap or a.op == "placeholder" and a not in changed and not traits[a].matrix
-                                         and not traits[a].grad for a in node.all_input_nodes):
+        if not traits[node].grad and all(
+            a in cheap
+            or a.op == "placeholder"
+            and a not in changed
+            and not traits[a].matrix
+            and not traits[a].grad
+            for a in node.all_input_nodes
+        ):
             cheap.add(node)
-        if traits[node].light and all(a in light or a.op == "placeholder" and a not in changed for a in node.all_input_nodes):
+        if traits[node].light and all(
+            a in light or a.op == "placeholder" and a not in changed for a in node.all_input_nodes
+        ):
             light.add(node)
     return cheap | ancestors(n for n in light if traits[n].bytes < 0) & light
 
 
 def name_of(node: Node) -> str:
-    """Of the function or method that a node of a Dynamo graph calls; a Tensor's method and torch's function often share it."""
+    """Of the function or method that a node of a Dynamo graph calls; a Tensor's method and torch's function
+    often share it."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def mutated(node: Node) -> Node | None:
-    """The value that a node writes into, if it does (``x[i] = y``, ``x.add_(y)``, ``x += y``, ``out=``, ``inplace=True``)."""
+    """The value that a node writes into, if it does (``x[i] = y``, ``x.add_(y)``, ``x += y``, ``out=``,
+    ``inplace=True``)."""
     name = name_of(node)
-    spelt = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")  # operator's own names
+    spelt = (
+        name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")
+    )  # operator's own names
     in_place = (spelt or name in IN_PLACE) and node.op in ("call_method", "call_function")
     if in_place and node.args and isinstance(node.args[0], Node):
         return node.args[0]
@@ -148,14 +173,31 @@ def signature_of(function: Callable) -> inspect.Signature | None:
     return signature if "inplace" in signature.parameters else None
 
 
-IN_PLACE = {"setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
-            "irshift", "imatmul"}
+IN_PLACE = {
+    "setitem",
+    "__setitem__",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "ilshift",
+    "irshift",
+    "imatmul",
+}
 
 
 def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Node]:
     """Values whose memory is written into, and the writers: none of them can be made a second time."""
     writers = {n: target for n in flow.nodes if (target := mutated(n)) is not None}
-    written: dict[int, list[Node]] = {traits[t].storage: [] for t in writers.values() if traits[t].storage is not None}
+    written: dict[int, list[Node]] = {
+        traits[t].storage: [] for t in writers.values() if traits[t].storage is not None
+    }
     for node in flow.nodes:
         if node in traits and traits[node].storage in written:
             written[traits[node].storage].append(node)
@@ -164,7 +206,8 @@ def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Nod
 
 
 def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
-    """Is memory that is made here seen, up to the last write into it, by the next writer alone (``x = a + b; x += c``)?
+    """Is memory that is made here seen, up to the last write into it, by the next writer alone (``x = a + b;
+    x += c``)?
 
     Such writes are as good as values of their own.
     """
@@ -174,7 +217,9 @@ def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
     if written_elsewhere or nodes[0].op in ("placeholder", "get_attr"):
         return False
     last = max(map(place.get, writes))
-    return all(list(a.users) == [b] and writers.get(b) is a for a, b in zip(nodes[:last], nodes[1:last + 1]))
+    return all(
+        list(a.users) == [b] and writers.get(b) is a for a, b in zip(nodes[:last], nodes[1 : last + 1])
+    )
 
 
 FORBIDDEN = 1 << 100
@@ -183,7 +228,8 @@ FORBIDDEN = 1 << 100
 def frontier(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[int]:
     """Bytes alive after each node of the body: made up to there and read later.
 
-    No cut can be where a value is alive that cannot cross one (no tensor, a matrix of tokens by tokens), nor before the last write into one that is.
+    No cut can be where a value is alive that cannot cross one (no tensor, a matrix of tokens by tokens), nor
+    before the last write into one that is.
     """
     place = {n: i for i, n in enumerate(body)}
     change = [0] * (len(body) + 1)
@@ -203,7 +249,8 @@ def frontier(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[int]:
 
 
 def unfinished(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[tuple[int, int]]:
-    """For all memory that is written into: the places of the first node that has it, and of the last that writes."""
+    """For all memory that is written into: the places of the first node that has it, and of the last that
+    writes."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, node in enumerate(body):
@@ -223,7 +270,9 @@ def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:
     return [i for i in range(start, stop) if widths[i] == least]
 
 
-def layer_width(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]) -> int:
+def layer_width(
+    body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]
+) -> int:
     """Bytes that are alive inside layers, rather than between them: twice the fewest between two mixers.
 
     Few mixers may be all of one layer; then three times the fewest bytes behind them, if that is less.
@@ -235,17 +284,30 @@ def layer_width(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Nod
         return inside
     behind = range(mixers[-1], len(body))
     widest = max(behind, key=lambda i: (traits[body[i]].bytes if traits[body[i]].tokens else -1, i))
-    return min(inside, 3 * min((w for w in widths[mixers[-1]:widest] if w > 0), default=inside))
+    return min(inside, 3 * min((w for w in widths[mixers[-1] : widest] if w > 0), default=inside))
 
 
-def head_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixer: int, end: int, cuts: Sequence[int]) -> list[int]:
-    """Part a layer from a head behind it that widens it (logits) or adds it up (a loss), and so ends narrower than layers do.
+def head_cut(
+    body: Sequence[Node],
+    widths: Sequence[int],
+    traits: Mapping[Node, Traits],
+    mixer: int,
+    end: int,
+    cuts: Sequence[int],
+) -> list[int]:
+    """Part a layer from a head behind it that widens it (logits) or adds it up (a loss), and so ends narrower
+    than layers do.
 
-    The cut goes where the layers before were cut off, at the same width; of several such places, to the one that makes this layer equal to
-    the layer before it, else to the last. With no layer before, it goes to the narrowest place before the widest value.
+    The cut goes where the layers before were cut off, at the same width; of several such places, to the one
+    that makes this layer equal to
+    the layer before it, else to the last. With no layer before, it goes to the narrowest place before the
+    widest value.
     """
-    widest = max((traits[n].bytes for n in body[mixer:end + 1] if traits[n].tokens), default=0)
-    until = max((i for i in range(mixer, end + 1) if traits[body[i]].tokens and traits[body[i]].bytes == widest), default=-1)
+    widest = max((traits[n].bytes for n in body[mixer : end + 1] if traits[n].tokens), default=0)
+    until = max(
+        (i for i in range(mixer, end + 1) if traits[body[i]].tokens and traits[body[i]].bytes == widest),
+        default=-1,
+    )
     places = [i for i in range(mixer, end) if cuts and widths[i] == widths[cuts[-1]]]
     if not places:
         alive = [i for i in range(mixer, until) if 0 < widths[i] < FORBIDDEN]
@@ -253,32 +315,41 @@ def head_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, 
         places = [i for i in alive if widths[i] == least]
     if not places or 2 * widths[end] > widths[places[0]]:
         return []
-    after = body[places[0] + 1:end + 1]
+    after = body[places[0] + 1 : end + 1]
     widens = any(traits[n].tokens and traits[n].bytes > 2 * widths[places[0]] for n in after)
     adds_up = any(traits[n].bytes > 0 and not traits[n].tokens for n in after)
     if not (widens or adds_up):
         return []
     if cuts:
         start = cuts[-1] + 1
-        before = shape_of_piece(body[cuts[-2] + 1 if len(cuts) > 1 else 0:start])
-        longest = shape_of_piece(body[start:places[-1] + 1])
+        before = shape_of_piece(body[cuts[-2] + 1 if len(cuts) > 1 else 0 : start])
+        longest = shape_of_piece(body[start : places[-1] + 1])
         for place in reversed(places):
-            piece = longest[:place + 1 - start]
-            if piece == before[-len(piece):]:
+            piece = longest[: place + 1 - start]
+            if piece == before[-len(piece) :]:
                 return [place]
     return [places[-1]]
 
 
-def prelude_cut(body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cuts: Sequence[int]) -> list[int]:
-    """Part an embedding from the first layer where this makes that layer equal to the next one, and the embedding can be made again, or
+def prelude_cut(
+    body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cuts: Sequence[int]
+) -> list[int]:
+    """Part an embedding from the first layer where this makes that layer equal to the next one, and the
+    embedding can be made again, or
     is of no tokens yet (pixels)."""
     if len(cuts) < 2:
         return []
-    following = shape_of_piece(body[cuts[0] + 1:cuts[1] + 1])
+    following = shape_of_piece(body[cuts[0] + 1 : cuts[1] + 1])
     place = cuts[0] - len(following)
-    equal = place >= 0 and widths[place] == widths[cuts[0]] and shape_of_piece(body[place + 1:cuts[0] + 1]) == following
-    tokens = any(traits[a].tokens and a.op == "placeholder" for n in body[:place + 1] for a in n.all_input_nodes)
-    return [place] if equal and (not tokens or again(body[:place + 1], traits)) else []
+    equal = (
+        place >= 0
+        and widths[place] == widths[cuts[0]]
+        and shape_of_piece(body[place + 1 : cuts[0] + 1]) == following
+    )
+    tokens = any(
+        traits[a].tokens and a.op == "placeholder" for n in body[: place + 1] for a in n.all_input_nodes
+    )
+    return [place] if equal and (not tokens or again(body[: place + 1], traits)) else []
 
 
 def again(piece: Sequence[Node], traits: Mapping[Node, Traits]) -> bool:
@@ -303,9 +374,15 @@ def assemble(pieces, loose, cheap, returned, order) -> list[Region]:
                 inside.add(node)
                 stack.extend(a for a in node.all_input_nodes if a in cheap)
         nodes = tuple(sorted(inside, key=order.get))
-        inputs = tuple(sorted({a for n in nodes for a in n.all_input_nodes if a not in inside}, key=order.get))
+        inputs = tuple(
+            sorted({a for n in nodes for a in n.all_input_nodes if a not in inside}, key=order.get)
+        )
         last = i == len(pieces) - 1
-        outputs = tuple(n for n in nodes if (n in returned and (n in owner or last)) or (
-            n in owner and any(owner.get(u, i) > i for u in n.users)))
+        outputs = tuple(
+            n
+            for n in nodes
+            if (n in returned and (n in owner or last))
+            or (n in owner and any(owner.get(u, i) > i for u in n.users))
+        )
         regions.append(Region(nodes, inputs, outputs))
     return regions

@@ -37,14 +37,20 @@ class Watch:
 
     def check(self) -> None:
         if time.thread_time() - self.worked > self.limit:
-            raise Abandoned(Refusal(
-                "graph", f"{STAGE.get()} was given up after {self.limit:g} seconds of analysis",
-                'Allow more with options={"analysis_seconds": ...}, or report this model'))
+            raise Abandoned(
+                Refusal(
+                    "graph",
+                    f"{STAGE.get()} was given up after {self.limit:g} seconds of analysis",
+                    'Allow more with options={"analysis_seconds": ...}, or report this model',
+                )
+            )
         if not self.told and time.monotonic() - self.started > SLOW:
             self.told = True
-            self.tell(f"analysis has taken {SLOW:g} seconds and goes on with {STAGE.get()}. After "
-                      f"{self.limit:g} seconds it is given up, and the graph is compiled whole; "
-                      'options={"analysis_seconds": ...} sets this limit')
+            self.tell(
+                f"analysis has taken {SLOW:g} seconds and goes on with {STAGE.get()}. After "
+                f"{self.limit:g} seconds it is given up, and the graph is compiled whole; "
+                'options={"analysis_seconds": ...} sets this limit'
+            )
 
 
 STAGE: ContextVar[str] = ContextVar("stage", default="the analysis")
@@ -68,10 +74,14 @@ def stage(name: str) -> Iterator[None]:
 
 def abandoned(name: str, error: Exception) -> Abandoned:
     """An unexpected error as a refusal."""
-    return Abandoned(Refusal(
-        "graph", f"{name} failed with {summary(error)}",
-        "This is a defect of streambp: please report it with the code at this line. "
-        'TORCH_LOGS="+streambp_compile" prints the traceback'))
+    return Abandoned(
+        Refusal(
+            "graph",
+            f"{name} failed with {summary(error)}",
+            "This is a defect of streambp: please report it with the code at this line. "
+            'TORCH_LOGS="+streambp_compile" prints the traceback',
+        )
+    )
 
 
 def summary(error: BaseException) -> str:

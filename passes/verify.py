@@ -28,9 +28,16 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
         if isinstance(fact, Tokens) and is_tensor(node):
             size = shape_of(node)[fact.rows.dim]
             rows = size // (fact.rows.outer * fact.rows.inner)
-            stored = node.op == "placeholder" and fact.keys is not None  # a mask made for more tokens than there are
-            check(rows == length + fact.hi - fact.lo or stored and rows >= length, f"{node}: {rows} rows, but its fact says {fact}")
-            check(size == rows * fact.rows.outer * fact.rows.inner, f"{node}: {size} is no multiple of its rows")
+            stored = (
+                node.op == "placeholder" and fact.keys is not None
+            )  # a mask made for more tokens than there are
+            check(
+                rows == length + fact.hi - fact.lo or stored and rows >= length,
+                f"{node}: {rows} rows, but its fact says {fact}",
+            )
+            check(
+                size == rows * fact.rows.outer * fact.rows.inner, f"{node}: {size} is no multiple of its rows"
+            )
 
 
 def verify_program(program: Program, analysis: Analysis) -> None:
@@ -46,19 +53,33 @@ def verify_program(program: Program, analysis: Analysis) -> None:
             break
         sweep = program.sweeps[stage]
         inside: set[Node] = set()
-        check(noted.issuperset(sweep.resumed), f"{sweep.resumed} go on from states that no sweep before noted")
+        check(
+            noted.issuperset(sweep.resumed), f"{sweep.resumed} go on from states that no sweep before noted"
+        )
         noted.update(sweep.noted)
         for node in sweep.nodes:
             scans = any(edge.role == "carry" for edge in analysis.edges[node])
-            check(not scans or node in sweep.scans or node in sweep.resumed, f"{node} scans, and has no state")
+            check(
+                not scans or node in sweep.scans or node in sweep.resumed, f"{node} scans, and has no state"
+            )
             for edge in analysis.edges[node]:
                 operand = edge.operand
                 check(operand in ready or operand in inside, f"{node} reads {operand} before it exists")
                 if edge.role in ("keys", "halo") and operand in inside and operand not in ready:
-                    check(operand in sweep.fed and edge.role == "keys", f"{node} reads {operand} beyond its chunk")
+                    check(
+                        operand in sweep.fed and edge.role == "keys",
+                        f"{node} reads {operand} beyond its chunk",
+                    )
                 if operand in inside and operand in sweep.keysums and operand not in ready:
-                    check(sweep.settled and (edge.role == "carry" or edge.role == "rows" and edge.reach == HERE), f"{operand} is read before it is final")
-                check(not (operand in inside and operand in sweep.sums), f"{node} reads the unfinished sum {operand}")
+                    check(
+                        sweep.settled
+                        and (edge.role == "carry" or edge.role == "rows" and edge.reach == HERE),
+                        f"{operand} is read before it is final",
+                    )
+                check(
+                    not (operand in inside and operand in sweep.sums),
+                    f"{node} reads the unfinished sum {operand}",
+                )
             inside.add(node)
         ready.update(sweep.writes)
         ready.update(sweep.sums)

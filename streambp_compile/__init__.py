@@ -3,7 +3,8 @@
     step = torch.compile(lambda batch: model(**batch).loss, backend="streambp")
     step(batch).backward()
 
-No import is needed for that: the backend is found through its entry point. This module holds what one may want besides.
+No import is needed for that: the backend is found through its entry point. This module holds what one may
+want besides.
 """
 
 from .explain import explain

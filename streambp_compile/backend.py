@@ -1,8 +1,10 @@
 """``torch.compile(..., backend="streambp")``: from a Dynamo graph to a chain of streamed regions.
 
-    Dynamo graph → inline checkpoint wrappers → find the token axes → split → for each distinct region: AOTAutograd → pipeline → Inductor
+    Dynamo graph → inline checkpoint wrappers → find the token axes → split → for each distinct region:
+    AOTAutograd → pipeline → Inductor
 
-Every region is an autograd node of its own, so that the gradients of a layer's weights reach autograd (and its hooks) when the layer
+Every region is an autograd node of its own, so that the gradients of a layer's weights reach autograd (and
+its hooks) when the layer
 is done. Equal regions share one trace, one analysis and one compilation.
 """
 
@@ -18,41 +20,57 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import internals
-from .attention import one_attention
-from .axis import Axis, axis_of, fake_of, find_axes, joined
 from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
-from .deferred import Deferred, deferred
-from .flash_attn import flash_attn_as_attention
-from .guard import Question, answered, rounds
-from .ownership import plain_references
+from .dynamo.attention import one_attention
+from .dynamo.buffer_updates import Buffers, State
+from .dynamo.flash_attn import flash_attn_as_attention
+from .dynamo.higher_order import fold_maps, inline_checkpoints
+from .dynamo.regions import (
+    build_region,
+    is_switch,
+    lazy_regions,
+    region_text,
+    subclass_between,
+    traits_of,
+    weight_views,
+    whole_graph,
+    widest_input,
+    written_storages,
+)
+from .dynamo.rewrites import look_back
+from .dynamo.row_selection import select_rows_first
+from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
+from .dynamo.unrolled_losses import merge_unrolled
+from .lazy.expressions import LazyRegion
+from .lazy.outputs import LazyOutput, lazy_output
 from .passes.ir import Condition, Refusal, bytes_of, copied
 from .passes.split import Region, split
 from .passes.stages import stage, watched
 from .pipeline import outputs_of
-from .recorded import Postponed
-from .regions import (build_region, is_switch, postpone, region_text, subclass_between, traits_of, weight_views, whole_graph, widest_input,
-                      written_storages)
-from .remade import Again, Recipe, kept_as_recipes
 from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
-from .rewrites import look_back
-from .rolled import rolled
-from .rows_first import rows_first
-from .runtime import Sizes
-from .state import Buffers, State
-from .wrappers import fold_maps, inline_checkpoints
+from .runtime.gradient_ownership import plain_references
+from .runtime.mask_guards import Question, answered, rounds
+from .runtime.rematerialisation import Again, Recipe, kept_as_recipes
+from .runtime.runner import Sizes
 
 
-def streambp(module: GraphModule, example_inputs: Sequence[object], *, mode: str | None = None, options=None) -> Callable:
+def streambp(
+    module: GraphModule, example_inputs: Sequence[object], *, mode: str | None = None, options=None
+) -> Callable:
     """The backend itself, found through the entry point ``torch_dynamo_backends``.
 
-    Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region cannot be streamed.
+    Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region
+    cannot be streamed.
     """
     return Chain(module, example_inputs, Config.of(mode, options)).compiled()
 
 
-TRANSFORMED = Refusal("torch.func", "a transform (grad, vjp, jvp) lies inside the compiled function, whose backward is then part of its forward",
-                      "Compile the function that is transformed, or use loss.backward()")
+TRANSFORMED = Refusal(
+    "torch.func",
+    "a transform (grad, vjp, jvp) lies inside the compiled function, whose backward is then part of its forward",
+    "Compile the function that is transformed, or use loss.backward()",
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,13 @@ class Cut:
 class Chain:
     """Compiles one Dynamo graph. The result is a function of the graph's inputs."""
 
-    def __init__(self, module: GraphModule, example_inputs: Sequence[object], config: Config, report: Report | None = None):
+    def __init__(
+        self,
+        module: GraphModule,
+        example_inputs: Sequence[object],
+        config: Config,
+        report: Report | None = None,
+    ):
         self.config, self.given, self.example_inputs = config, module, list(example_inputs)
         self.transformed = any(map(internals.is_transform, module.graph.nodes))
         self.report = Report() if report is None else report
@@ -84,9 +108,12 @@ class Chain:
             self.say_no_graphs()
 
     def say_no_graphs(self) -> None:
-        """A mode that records CUDA graphs has none to record; where it does nothing else, its user should know."""
-        text = (f"mode={self.config.mode!r} records no CUDA graphs of chunk bodies, because their sizes and buffers change "
-                "with every chunk. Longer chunks (chunk_size) launch fewer kernels")
+        """A mode that records CUDA graphs has none to record; where it does nothing else, its user should
+        know."""
+        text = (
+            f"mode={self.config.mode!r} records no CUDA graphs of chunk bodies, because their sizes and buffers change "
+            "with every chunk. Longer chunks (chunk_size) launch fewer kernels"
+        )
         if self.config.mode == "reduce-overhead":
             self.hint(text)
         else:
@@ -132,7 +159,7 @@ class Chain:
             postponed: dict[Node, Region] = {}
             broken = internals.graph_break(self.given)
             if broken is None:  # what follows a break is traced by Dynamo, which wants real tensors
-                regions, postponed = postpone(regions, axis)
+                regions, postponed = lazy_regions(regions, axis)
             self.hint_at_outputs(regions, axis, broken)
         return Cut(axes, views, regions, postponed)
 
@@ -151,14 +178,22 @@ class Chain:
             own = axis_of(region, cut.axes)
             text = region_text(module, inputs, own, region)
             if text not in built:
-                built[text] = CompiledRegion(module, inputs, region, own, self.config, self.refuse,
-                                             unfit=cut.unfit)
+                built[text] = CompiledRegion(
+                    module, inputs, region, own, self.config, self.refuse, unfit=cut.unfit
+                )
             return built[text]
 
         links = [(compiled(region), region) for region in cut.regions]
         returned = frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
-        later = {node: Later(region, functools.partial(self.outside_tracing, compiled, region), self.recordable(region), returned)
-                 for node, region in cut.postponed.items()}
+        later = {
+            node: Later(
+                region,
+                functools.partial(self.outside_tracing, compiled, region),
+                self.recordable(region),
+                returned,
+            )
+            for node, region in cut.postponed.items()
+        }
         call = linked(links, later, self.placeholders, cut.views, outputs_of(self.module))
         known = len(self.report.regions)
         lengths = [a.length for a in cut.axes]
@@ -175,32 +210,50 @@ class Chain:
         with internals.tracing_of(internals.detect_fake_mode([fake_of(n) for n in region.inputs])):
             return compiled(region).call
 
-    def recordable(self, region: Region) -> Postponed:
-        """A postponed region for what will be done to its output outside: each such expression is a function of its own to this backend."""
+    def recordable(self, region: Region) -> LazyRegion:
+        """A postponed region for what will be done to its output outside: each such expression is a function
+        of its own to this backend."""
         config = self.config
 
         def compile_expression(module: GraphModule) -> Callable:
-            return torch.compile(module, backend=lambda graph, inputs: Chain(graph, inputs, config).compiled(), fullgraph=True)
+            return torch.compile(
+                module, backend=lambda graph, inputs: Chain(graph, inputs, config).compiled(), fullgraph=True
+            )
 
-        return Postponed(functools.cache(lambda: build_region(self.module, region)[0]), config, compile_expression)
+        return LazyRegion(
+            functools.cache(lambda: build_region(self.module, region)[0]), config, compile_expression
+        )
 
-    def hint_at_outputs(self, regions: Sequence[Region], axis: Axis, broken: internals.GraphBreak | None) -> None:
-        """Values of layers that the function returns stay alive at full length: say what they cost and how to be rid of them."""
+    def hint_at_outputs(
+        self, regions: Sequence[Region], axis: Axis, broken: internals.GraphBreak | None
+    ) -> None:
+        """Values of layers that the function returns stay alive at full length: say what they cost and how to
+        be rid of them."""
         returned = set(next(n for n in self.module.graph.nodes if n.op == "output").all_input_nodes)
         kept = [n for r in regions[:-1] for n in r.outputs if n in returned and n in axis.marks]
-        wide = [n for n in regions[-1].outputs if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(regions[-1], axis)]
+        wide = [
+            n
+            for n in regions[-1].outputs
+            if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(regions[-1], axis)
+        ]
         if len(kept) > 1:
             cost = sum(bytes_of(fake_of(n)) for n in kept)
-            self.hint(f"the compiled function returns {len(kept)} values of its layers, {mebibytes(cost)} that stay alive. If that is a "
-                      "KV cache, pass use_cache=False; if hidden states, output_hidden_states=False")
+            self.hint(
+                f"the compiled function returns {len(kept)} values of its layers, {mebibytes(cost)} that stay alive. If that is a "
+                "KV cache, pass use_cache=False; if hidden states, output_hidden_states=False"
+            )
         if wide:
             logits = mebibytes(sum(bytes_of(fake_of(n)) for n in wide))
             if broken is None:
-                self.hint(f"logits leave the compiled function, {logits} at full length. Compute the loss inside it, and the head "
-                          "streams with the loss")
+                self.hint(
+                    f"logits leave the compiled function, {logits} at full length. Compute the loss inside it, and the head "
+                    "streams with the loss"
+                )
             else:
-                self.hint(f"Dynamo's graph breaks at {broken.where} ({broken.reason}), and logits leave it there, {logits} at full length. In one "
-                          f"graph with the loss the head would stream. Torch's remedy for the break: {broken.remedy.rstrip('.') or 'none'}")
+                self.hint(
+                    f"Dynamo's graph breaks at {broken.where} ({broken.reason}), and logits leave it there, {logits} at full length. In one "
+                    f"graph with the loss the head would stream. Torch's remedy for the break: {broken.remedy.rstrip('.') or 'none'}"
+                )
 
     def hint(self, text: str) -> None:
         self.report.notes.append(f"note: {text}.")
@@ -217,23 +270,24 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (inline_checkpoints, "inlining activation checkpoints"),
     (flash_attn_as_attention, "reading calls of flash_attn"),
     (fold_maps, "folding calls of torch.vmap"),
-    (rolled, "joining the pieces of a loss"),
+    (merge_unrolled, "joining the pieces of a loss"),
     (look_back, "rewriting short convolutions"),
-    (rows_first, "moving row selections in front of the head"),
+    (select_rows_first, "moving row selections in front of the head"),
     (one_attention, "reading calls of attention"),
 )
 
 
 @dataclass(frozen=True)
 class Later:
-    """An output that is computed when it is read: its region, what compiles that, what records operations on it, and all that is returned."""
+    """An output that is computed when it is read: its region, what compiles that, what records operations on
+    it, and all that is returned."""
 
     region: Region
     compile: Callable[[], Callable]
-    recordable: Postponed
+    recordable: LazyRegion
     returned: frozenset[Node]
 
-    def result(self, state: State, ready: dict[Node, Callable]) -> Deferred:
+    def result(self, state: State, ready: dict[Node, Callable]) -> LazyOutput:
         node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
         given = tuple(state.read(n) for n in inputs)
 
@@ -245,7 +299,7 @@ class Later:
         sizes = Sizes(dict(zip(inputs, given)), fake_of)
         shape = tuple(sizes(s) for s in fake_of(node).shape)
         exposed = [n.op == "placeholder" or n in self.returned for n in inputs]
-        return deferred(self.recordable, given, exposed, compute, shape, fake_of(node))
+        return lazy_output(self.recordable, given, exposed, compute, shape, fake_of(node))
 
 
 def asked_of(links: Sequence[tuple[CompiledRegion, Region]]) -> list[Question | None]:
@@ -259,8 +313,15 @@ def asked_of(links: Sequence[tuple[CompiledRegion, Region]]) -> list[Question | 
     return questions
 
 
-def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], views: Sequence[Node], outputs: Sequence[object]) -> Callable:
-    """The chain as one function: take the views of weights, run the regions in order, hand values on, drop each after its last reader."""
+def linked(
+    links,
+    later: Mapping[Node, Later],
+    placeholders: Sequence[Node],
+    views: Sequence[Node],
+    outputs: Sequence[object],
+) -> Callable:
+    """The chain as one function: take the views of weights, run the regions in order, hand values on, drop
+    each after its last reader."""
     last: dict[Node, int] = {}
     for i, (_, region) in enumerate(links):
         for node in region.inputs:
@@ -268,7 +329,9 @@ def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], vie
     for node in (*outputs, *(n for postponed in later.values() for n in postponed.region.inputs)):
         if isinstance(node, Node):
             last[node] = len(links)
-    dropped = [tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))]
+    dropped = [
+        tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))
+    ]
     ready: dict[Node, Callable] = {}
     questions = asked_of(links)
     asked = rounds(questions, {n: i for i, (_, region) in enumerate(links) for n in region.outputs})
@@ -295,10 +358,13 @@ def linked(links, later: Mapping[Node, Later], placeholders: Sequence[Node], vie
                 with kept_as_recipes(again) if again else contextlib.nullcontext():
                     results = run(*inputs)
                 values.update(zip(region.outputs, results))
-                state.write(region, results[len(region.outputs):])
+                state.write(region, results[len(region.outputs) :])
                 del results, inputs, again
             for node in gone:
                 values.pop(node, None)
-        return tuple((later[o].result(state, ready) if o in later else state.returned(o)) if isinstance(o, Node) else o for o in outputs)
+        return tuple(
+            (later[o].result(state, ready) if o in later else state.returned(o)) if isinstance(o, Node) else o
+            for o in outputs
+        )
 
     return call

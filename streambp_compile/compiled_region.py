@@ -12,26 +12,39 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .attention import torch_attention
-from .axis import SHORTEST_STREAMED, Axis, fake_of, is_parameter
 from .config import Config
-from .device import planned_for
-from .drivers import Driver, boxed, driver_of, one_call
-from .guard import Guard
-from .ownership import ours_alone, sole_owners
-from .passes.ir import CannotStream, Condition, HidesOutside, Mark, Refusal, Restarts, RowsSee, bytes_of, is_tensor, value_of, where_of
-from .passes.products import scale_
+from .dynamo.attention import torch_attention
+from .dynamo.regions import written_buffers, written_storages
+from .dynamo.token_axes import SHORTEST_STREAMED, Axis, fake_of, is_parameter
+from .passes.ir import (
+    CannotStream,
+    Condition,
+    EveryRowSeesAKey,
+    Mark,
+    MaskHidesOutside,
+    PositionsRestart,
+    Refusal,
+    bytes_of,
+    is_tensor,
+    value_of,
+    where_of,
+)
+from .passes.kernels.products import scale_
 from .passes.split import Region
 from .passes.stages import Abandoned, abandoned, stage, watched
 from .pipeline import StreamedRegion, outputs_of, stream, unit
-from .regions import written_buffers, written_storages
 from .report import NotStreamed, RegionReport, StreamHint
-from .runtime import Layout, cannot_tell, lines_of, noting
-from .target import target_of
+from .runtime.gradient_ownership import ours_alone, sole_owners
+from .runtime.mask_guards import Guard
+from .runtime.opaque_calls import Driver, boxed, driver_of, one_call
+from .runtime.runner import Layout, cannot_tell, lines_of, noting
+from .target_device import planned_for, target_of
 
-HELP = {RowsSee: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
-        Restarts: "Number the tokens of each packed sequence upwards.",
-        HidesOutside: "Causal masks made by `torch.tril` or `is_causal` in the compiled function are proved without a check."}
+HELP = {
+    EveryRowSeesAKey: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
+    PositionsRestart: "Number the tokens of each packed sequence upwards.",
+    MaskHidesOutside: "Causal masks made by `torch.tril` or `is_causal` in the compiled function are proved without a check.",
+}
 
 
 class NothingToStream(CannotStream):
@@ -45,14 +58,33 @@ class TraceAgain(Exception):
 class CompiledRegion:
     """One distinct region: traced by AOTAutograd, streamed if the passes can, compiled whole otherwise."""
 
-    def __init__(self, module: GraphModule, inputs: list[object], region: Region, axis: Axis | None, config: Config,
-                 refuse: Callable[[Refusal, int | None], None], may_check: bool = True, unfit: Refusal | None = None):
-        self.module, self.fakes, self.region, self.axis, self.config, self.refuse = module, inputs, region, axis, config, refuse
+    def __init__(
+        self,
+        module: GraphModule,
+        inputs: list[object],
+        region: Region,
+        axis: Axis | None,
+        config: Config,
+        refuse: Callable[[Refusal, int | None], None],
+        may_check: bool = True,
+        unfit: Refusal | None = None,
+    ):
+        self.module, self.fakes, self.region, self.axis, self.config, self.refuse = (
+            module,
+            inputs,
+            region,
+            axis,
+            config,
+            refuse,
+        )
         self.may_check, self.unfit = may_check, unfit
         self.unconditional: CompiledRegion | None = None
         self.inputs = [n for n in region.inputs if n.op != "get_attr"]
-        self.flat = [(i, n if len(parts) == 1 else None) for i, (n, parts) in enumerate(zip(self.inputs, map(internals.parts_of, inputs)))
-                     for _ in parts]  # what AOTAutograd takes: of which input it is, and its node unless that is a tensor subclass
+        self.flat = [
+            (i, n if len(parts) == 1 else None)
+            for i, (n, parts) in enumerate(zip(self.inputs, map(internals.parts_of, inputs)))
+            for _ in parts
+        ]  # what AOTAutograd takes: of which input it is, and its node unless that is a tensor subclass
         self.writes = len(written_storages(region)) > len(written_buffers(region))
         self.report = RegionReport(module, light=region.light)
         self.streamed: StreamedRegion | None = None
@@ -69,7 +101,9 @@ class CompiledRegion:
                 except TraceAgain:
                     call = self.traced()
             if self.streamed is not None and self.streamed.analysis.conditions:
-                self.guard = Guard(self.streamed.placeholders, self.streamed.analysis.conditions, [i for i, _ in self.flat])
+                self.guard = Guard(
+                    self.streamed.placeholders, self.streamed.analysis.conditions, [i for i, _ in self.flat]
+                )
             return call
         except internals.NO_DEFECTS:
             raise
@@ -90,8 +124,12 @@ class CompiledRegion:
     def traced(self) -> Callable:
         """The region through AOTAutograd, and whatever that calls back."""
         compile_ = internals.aot_autograd(
-            fw_compiler=self.compile_forward, bw_compiler=self.compile_backward, inference_compiler=self.compile_inference,
-            partition_fn=self.cut, decompositions=internals.decompositions())
+            fw_compiler=self.compile_forward,
+            bw_compiler=self.compile_backward,
+            inference_compiler=self.compile_inference,
+            partition_fn=self.cut,
+            decompositions=internals.decompositions(),
+        )
         return compile_(self.module, self.fakes)
 
     def checked(self, *inputs: object) -> object:
@@ -99,16 +137,23 @@ class CompiledRegion:
         return self.call_for(self.guard.broken(inputs))(*inputs)
 
     def call_for(self, broken: Condition | None) -> Callable:
-        """The call for inputs of which it is known what they break; such a region is compiled once more, to read all keys."""
+        """The call for inputs of which it is known what they break; such a region is compiled once more, to
+        read all keys."""
         return self.unchecked if broken is None else self.reading_all(broken)
 
     def reading_all(self, broken: Condition) -> Callable:
         """The same region without conditions, compiled when a call does not keep one."""
         if self.unconditional is None:
-            warnings.warn(f"streambp: this call's masks do not keep that {broken}, so attention reads all keys, by a region compiled for that. "
-                          f"{HELP[type(broken)]}", StreamHint, stacklevel=2)
+            warnings.warn(
+                f"streambp: this call's masks do not keep that {broken}, so attention reads all keys, by a region compiled for that. "
+                f"{HELP[type(broken)]}",
+                StreamHint,
+                stacklevel=2,
+            )
             with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
-                self.unconditional = CompiledRegion(self.module, self.fakes, self.region, self.axis, self.config, self.refuse, may_check=False)
+                self.unconditional = CompiledRegion(
+                    self.module, self.fakes, self.region, self.axis, self.config, self.refuse, may_check=False
+                )
         return self.unconditional.call
 
     def seeds(self) -> dict[int, tuple[Mark, ...]]:
@@ -116,8 +161,15 @@ class CompiledRegion:
 
     def checkable(self) -> list[int]:
         """Inputs that may be masks: whatever is neither learned nor made by what is learned."""
-        return [i for i, (_, n) in enumerate(self.flat) if n is not None and self.may_check and isinstance(fake_of(n), torch.Tensor)
-                and not fake_of(n).requires_grad and not isinstance(fake_of(n), torch.nn.Parameter)]
+        return [
+            i
+            for i, (_, n) in enumerate(self.flat)
+            if n is not None
+            and self.may_check
+            and isinstance(fake_of(n), torch.Tensor)
+            and not fake_of(n).requires_grad
+            and not isinstance(fake_of(n), torch.nn.Parameter)
+        ]
 
     def device(self) -> torch.device:
         """Where the region runs: the device of its first input that is a tensor."""
@@ -129,11 +181,14 @@ class CompiledRegion:
         """AOTAutograd's partition function."""
         self.report.joint = joint
         if not self.streams(joint, num_fwd_outputs, len(joint_inputs[1])):
-            return internals.keep_inputs_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, writes=self.writes, **kwargs)
+            return internals.keep_inputs_partition(
+                joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, writes=self.writes, **kwargs
+            )
         return self.modules(num_fwd_outputs)
 
     def streams(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> bool:
-        """Stream it if the passes can; else say why, in the report and, unless nothing is lost, in a warning."""
+        """Stream it if the passes can; else say why, in the report and, unless nothing is lost, in a
+        warning."""
         if self.report.refusal is not None:  # traced again, to run whole
             return False
         try:
@@ -157,38 +212,103 @@ class CompiledRegion:
         if self.unfit is not None:
             raise CannotStream(self.unfit)
         if self.axis is None:
-            raise CannotStream(Refusal("graph", "no token dimension was found", "Pass token ids or hidden states as tensors with a token dimension"))
+            raise CannotStream(
+                Refusal(
+                    "graph",
+                    "no token dimension was found",
+                    "Pass token ids or hidden states as tensors with a token dimension",
+                )
+            )
         if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
-            small = self.whole_cost(graph_module) <= max((bytes_of(fake_of(n)) for n in self.axis.marks), default=0)
-            raise (NothingToStream if small else CannotStream)(Refusal("region", "carries no tokens", "Nothing is lost by small values; others "
-                                                                       "lost their tokens in an op before it"))
+            small = self.whole_cost(graph_module) <= max(
+                (bytes_of(fake_of(n)) for n in self.axis.marks), default=0
+            )
+            raise (NothingToStream if small else CannotStream)(
+                Refusal(
+                    "region",
+                    "carries no tokens",
+                    "Nothing is lost by small values; others lost their tokens in an op before it",
+                )
+            )
         if not any(n in self.axis.marks and not is_parameter(fake_of(n)) for n in self.inputs) and not any(
-                n in self.axis.mixing for n in self.region.nodes):
-            raise CannotStream(Refusal("region", "its tokens are made in it, from values that have none (patches of an image)",
-                                       "It stays small where what makes them does"))
-        untold = cannot_tell(self.fakes, (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape))
+            n in self.axis.mixing for n in self.region.nodes
+        ):
+            raise CannotStream(
+                Refusal(
+                    "region",
+                    "its tokens are made in it, from values that have none (patches of an image)",
+                    "It stays small where what makes them does",
+                )
+            )
+        untold = cannot_tell(
+            self.fakes, (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape)
+        )
         if untold:
-            raise CannotStream(Refusal("region", f"a size of {untold[0]} cannot be told from the sizes of its inputs", "Pass a value that has it"))
+            raise CannotStream(
+                Refusal(
+                    "region",
+                    f"a size of {untold[0]} cannot be told from the sizes of its inputs",
+                    "Pass a value that has it",
+                )
+            )
         if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
-            raise NothingToStream(Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost"))
-        for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
-            raise CannotStream(Refusal(str(node.args[1]), "has an effect, which must happen once and in order", "Keep it out of the layers",
-                                       where_of(node)))
+            raise NothingToStream(
+                Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost")
+            )
+        for node in graph_module.graph.find_nodes(
+            op="call_function", target=torch.ops.higher_order.with_effects
+        ):
+            raise CannotStream(
+                Refusal(
+                    str(node.args[1]),
+                    "has an effect, which must happen once and in order",
+                    "Keep it out of the layers",
+                    where_of(node),
+                )
+            )
         internals.inline_numbers(graph_module)
-        tangent_of = [i for i, n in enumerate(self.region.outputs) if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad]
+        tangent_of = [
+            i
+            for i, n in enumerate(self.region.outputs)
+            if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad
+        ]
         if tangents and len(tangent_of) != tangents:
-            raise CannotStream(Refusal("region", f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
-                                       "Do not change inputs in place across layers"))
+            raise CannotStream(
+                Refusal(
+                    "region",
+                    f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
+                    "Do not change inputs in place across layers",
+                )
+            )
         compile_body = functools.partial(internals.compile_body, mode=self.config.mode)
         device = planned_for(self.config.device, self.fakes)
-        return stream(graph_module, self.axis.length, self.seeds(), forward_outputs, tangents, tangent_of, self.config.chunk_size,
-                      compile_body, self.checkable(), target_of(self.device(), device.capability), device)
+        return stream(
+            graph_module,
+            self.axis.length,
+            self.seeds(),
+            forward_outputs,
+            tangents,
+            tangent_of,
+            self.config.chunk_size,
+            compile_body,
+            self.checkable(),
+            target_of(self.device(), device.capability),
+            device,
+        )
 
     def whole_cost(self, graph_module: GraphModule) -> int:
-        return max((bytes_of(value_of(n)) for n in graph_module.graph.nodes if is_tensor(n) and n.op == "call_function"), default=0)
+        return max(
+            (
+                bytes_of(value_of(n))
+                for n in graph_module.graph.nodes
+                if is_tensor(n) and n.op == "call_function"
+            ),
+            default=0,
+        )
 
     def modules(self, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-        """Forward and backward as graph modules of one call each, in the order of values that AOTAutograd expects."""
+        """Forward and backward as graph modules of one call each, in the order of values that AOTAutograd
+        expects."""
         region = self.streamed
         owner = GraphModule({}, Graph())
         outputs = outputs_of(region.joint)
@@ -198,7 +318,9 @@ class CompiledRegion:
             made = [*outputs[:forward_outputs], *saved]
             driver = self.noted(run_forward(region, made, forward_outputs))
             forward = one_call(owner, region.placeholders, driver, made)
-            backward = one_call(owner, [*saved, *region.tangents], run_scaled(saved, kept, region.tangents[0]), kept)
+            backward = one_call(
+                owner, [*saved, *region.tangents], run_scaled(saved, kept, region.tangents[0]), kept
+            )
             return forward, backward
         symbols = [n for n in region.saved if not is_tensor(n)]
         tensors = [n for n in region.saved if is_tensor(n)]
@@ -224,8 +346,12 @@ class CompiledRegion:
         direction = driver.__name__.rpartition("_")[2]
 
         def take(args: list) -> list:
-            with noting(lambda: f"streambp: in the {direction} of {self.report.name or 'a region'} "
-                                f"(streambp_compile.explain prints it){lines_of(self.module.graph.nodes)}"):
+            with noting(
+                lambda: (
+                    f"streambp: in the {direction} of {self.report.name or 'a region'} "
+                    f"(streambp_compile.explain prints it){lines_of(self.module.graph.nodes)}"
+                )
+            ):
                 return driver.take(args)
 
         return Driver(driver.__name__, take)
@@ -260,8 +386,15 @@ def run_forward(region: StreamedRegion, outputs: Sequence[object], returned: int
         for tangent in region.tangents if region.fused else ():
             inputs[tangent] = unit(tangent)
         results = runner(inputs)
-        made = [results[index[o]] if o in index else passed.get(o, o) if isinstance(o, Node) else o for o in outputs]
-        return made if returned is None else [*made[:returned], *apart(made[returned:], given | storages(made[:returned]))]
+        made = [
+            results[index[o]] if o in index else passed.get(o, o) if isinstance(o, Node) else o
+            for o in outputs
+        ]
+        return (
+            made
+            if returned is None
+            else [*made[:returned], *apart(made[returned:], given | storages(made[:returned]))]
+        )
 
     return Driver("streambp_forward", take)
 
@@ -271,7 +404,8 @@ def storages(values: Iterable[object]) -> weakref.WeakSet:
 
 
 def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.Tensor]:
-    """The values, each in dense memory of its own, so that it may be overwritten; ``taken`` is memory of others."""
+    """The values, each in dense memory of its own, so that it may be overwritten; ``taken`` is memory of
+    others."""
     found = []
     for value in values:
         alone = value.untyped_storage() not in taken and Layout.of(value) is not None

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from .passes.device import named
+from .passes.planning.devices import named
 
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which Inductor would record CUDA graphs
@@ -32,9 +32,12 @@ class Config:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk_size is not None and (isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int)
-                                            or self.chunk_size < 1):
-            raise ValueError(f"chunk_size must be a number of tokens, 1 or more, or None; got {self.chunk_size!r}")
+        if self.chunk_size is not None and (
+            isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int) or self.chunk_size < 1
+        ):
+            raise ValueError(
+                f"chunk_size must be a number of tokens, 1 or more, or None; got {self.chunk_size!r}"
+            )
         if not isinstance(self.strict, bool):
             raise ValueError(f"strict must be True or False; got {self.strict!r}")
         if self.device is not None:
@@ -47,11 +50,14 @@ class Config:
 
     @staticmethod
     def of(mode: str | None, options: Mapping[str, object] | None) -> Config:
-        """From what ``torch.compile`` hands over. Raises ValueError for an option that does not exist or a bad value."""
+        """From what ``torch.compile`` hands over. Raises ValueError for an option that does not exist or a
+        bad value."""
         valid = [f.name for f in fields(Config) if f.name != "mode"]
         for name in options or {}:
             if name not in valid:
                 close = difflib.get_close_matches(str(name), valid, n=1)
                 guess = f" Did you mean {close[0]!r}?" if close else ""
-                raise ValueError(f"unknown streambp option {name!r}; valid options are {', '.join(valid)}.{guess}")
+                raise ValueError(
+                    f"unknown streambp option {name!r}; valid options are {', '.join(valid)}.{guess}"
+                )
         return Config(mode=mode, **(options or {}))

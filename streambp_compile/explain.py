@@ -11,20 +11,29 @@ from . import internals
 from .backend import Chain
 from .config import Config
 from .passes.stages import summary
-from .rehearsal import rehearse, without_data
 from .report import Report
+from .runtime.memory_simulation import simulate, without_data
 
 
-def explain(fn: Callable, *args, streambp_options: Mapping[str, object] | None = None, streambp_mode: str | None = None,
-            **kwargs) -> Report:
-    """Compile ``fn`` for these arguments, run its forward once, and report every region and the memory that a step will take.
+def explain(
+    fn: Callable,
+    *args,
+    streambp_options: Mapping[str, object] | None = None,
+    streambp_mode: str | None = None,
+    **kwargs,
+) -> Report:
+    """Compile ``fn`` for these arguments, run its forward once, and report every region and the memory that a
+    step will take.
 
     fn                a function or module, as given to ``torch.compile``
-    args, kwargs      its arguments; with fake tensors (on a device that need not be there) nothing is computed
-    streambp_options  the ``options=`` of the backend (its own name, so that none of ``fn``'s arguments is shadowed)
+    args, kwargs      its arguments; with fake tensors (on a device that need not be there) nothing is
+    computed
+    streambp_options  the ``options=`` of the backend (its own name, so that none of ``fn``'s arguments is
+                      shadowed)
     streambp_mode     the ``mode=`` of ``torch.compile``
 
-    The report prints itself; ``report.regions[i]`` leads to the split, joint and chunk-body graphs as ``torch.fx.GraphModule``.
+    The report prints itself; ``report.regions[i]`` leads to the split, joint and chunk-body graphs as
+    ``torch.fx.GraphModule``.
     Raises ValueError for unknown options and modes.
     """
     report = Report()
@@ -46,7 +55,7 @@ def predict(report: Report) -> None:
     if len(report.steps) != 1:
         return
     try:
-        report.peak = rehearse(*report.steps[0])
+        report.peak = simulate(*report.steps[0])
     except Exception as error:  # an operator that has no fake form: the report is still good
         internals.log.debug("rehearsing a step failed", exc_info=True)
         report.notes.append(f"note: the peak of a step could not be predicted: {summary(error)}")

@@ -1,6 +1,7 @@
 """The one door to what is private in torch. Tried on torch 2.11 and 2.13.
 
-A new torch release is a change of this file alone: AOTAutograd's joint graphs, fake tensors with symbolic sizes, Inductor's inner
+A new torch release is a change of this file alone: AOTAutograd's joint graphs, fake tensors with symbolic
+sizes, Inductor's inner
 compilation, Dynamo's graph idioms and the structured trace all come in here.
 """
 
@@ -23,14 +24,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
-from torch._functorch import config as functorch_config, predispatch
+from torch._functorch import config as functorch_config
+from torch._functorch import predispatch
 from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
@@ -46,12 +48,23 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from .passes.ir import hint
 from .passes.lower import Binding, Body, total_dtype
-from .passes.normalize import KEPT, layer_norm, mean, repeat, var, var_mean
+from .passes.normalization.normalize import KEPT, layer_norm, mean, repeat, var, var_mean
 from .passes.rules import overload
-from .runtime import Layout, layout_of, source_value
+from .runtime.runner import Layout, layout_of, source_value
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "aot_autograd", "capture", "compile_body", "decompositions", "detect_fake_mode",
-           "is_fake", "is_traceable_wrapper_subclass", "keep_inputs_partition", "make_fx"]
+__all__ = [
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "aot_autograd",
+    "capture",
+    "compile_body",
+    "decompositions",
+    "detect_fake_mode",
+    "is_fake",
+    "is_traceable_wrapper_subclass",
+    "keep_inputs_partition",
+    "make_fx",
+]
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -67,19 +80,28 @@ def decompositions() -> dict:
     table[aten.repeat.default] = repeat
     table[aten.var.correction] = var
     table[aten.var_mean.correction] = var_mean
-    table[aten.native_layer_norm.default] = functools.partial(layer_norm, table[aten.native_layer_norm.default])
-    table.update(get_decompositions([aten.t, aten.transpose.int, aten.detach, aten.select_backward, aten.slice_backward]))
+    table[aten.native_layer_norm.default] = functools.partial(
+        layer_norm, table[aten.native_layer_norm.default]
+    )
+    table.update(
+        get_decompositions(
+            [aten.t, aten.transpose.int, aten.detach, aten.select_backward, aten.slice_backward]
+        )
+    )
     return table
 
 
 def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
     """The forward of a function on fake inputs, as one ATen graph in the spelling of the rules.
 
-    Sizes are numbers there: a symbol that became one on the way (in a range of so many tokens) would be one for Dynamo as well.
+    Sizes are numbers there: a symbol that became one on the way (in a range of so many tokens) would be one
+    for Dynamo as well.
     """
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         numbers = [stand_in(value) for value in inputs]
-        return make_fx(function, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(*numbers)
+        return make_fx(
+            function, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*numbers)
 
 
 def stand_in(fake: object) -> object:
@@ -87,7 +109,9 @@ def stand_in(fake: object) -> object:
     if not isinstance(fake, torch.Tensor):
         return hint(fake) if isinstance(fake, torch.SymInt) else fake
     sizes, strides = ([hint(s) for s in part] for part in (fake.shape, fake.stride()))
-    return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
+    return torch.empty_strided(
+        sizes, strides, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad
+    )
 
 
 def is_batched(value: torch.Tensor) -> bool:
@@ -101,7 +125,8 @@ def index_by_tensors():
 
 
 def parts_of(value: object) -> list[object]:
-    """A tensor subclass as the plain tensors that AOTAutograd takes it apart into, in its order; anything else is itself."""
+    """A tensor subclass as the plain tensors that AOTAutograd takes it apart into, in its order; anything
+    else is itself."""
     if not is_traceable_wrapper_subclass(value):
         return [value]
     return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
@@ -113,13 +138,20 @@ def stand_in_whole(fake: object) -> object:
         return stand_in(fake)
     names, context = fake.__tensor_flatten__()
     parts = {name: stand_in_whole(getattr(fake, name)) for name in names}
-    return type(fake).__tensor_unflatten__(parts, context, fake.shape, fake.stride()).requires_grad_(fake.requires_grad)
+    return (
+        type(fake)
+        .__tensor_unflatten__(parts, context, fake.shape, fake.stride())
+        .requires_grad_(fake.requires_grad)
+    )
 
 
 def is_transform(node: Node) -> bool:
     """Does a `torch.func` transform (grad, vjp, jvp) begin or end at a node of Dynamo's graph?"""
     name = getattr(node.target, "__name__", "")
-    return name.endswith(("_increment_nesting", "_decrement_nesting")) and node.target not in (enter_map, leave_map)
+    return name.endswith(("_increment_nesting", "_decrement_nesting")) and node.target not in (
+        enter_map,
+        leave_map,
+    )
 
 
 def is_fake(value: object) -> bool:
@@ -132,14 +164,17 @@ def is_hook(node: Node) -> bool:
 
 
 def inline_numbers(module: GraphModule) -> None:
-    """Write constants of one number (``torch.tensor(-1.0)`` in a forward) into the graph, where the analysis can read them."""
+    """Write constants of one number (``torch.tensor(-1.0)`` in a forward) into the graph, where the analysis
+    can read them."""
     for node in module.graph.find_nodes(op="get_attr"):
         with unset_fake_temporarily():
             value = getattr(module, node.target, None)
             number = value.item() if type(value) is torch.Tensor and value.dim() == 0 else None
         if number is not None:
             with module.graph.inserting_before(node):
-                new = module.graph.call_function(aten.full.default, ([], number), {"dtype": value.dtype, "device": value.device})
+                new = module.graph.call_function(
+                    aten.full.default, ([], number), {"dtype": value.dtype, "device": value.device}
+                )
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             module.graph.erase_node(node)
@@ -158,8 +193,11 @@ def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:
     return newest, names
 
 
-def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, writes: bool = False, **kwargs):
-    """Keep only inputs and recompute all of the rest, unless random numbers are drawn or inputs written (then as Inductor would)."""
+def keep_inputs_partition(
+    joint: GraphModule, inputs, *, num_fwd_outputs: int, writes: bool = False, **kwargs
+):
+    """Keep only inputs and recompute all of the rest, unless random numbers are drawn or inputs written (then
+    as Inductor would)."""
     if any(map(draws_random, joint.graph.nodes)) or not inputs[1] or writes:
         rewrite(joint)  # seeds are drawn once, so that recomputation sees the same bits
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
@@ -171,26 +209,36 @@ def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, w
 
 def draws_random(node: Node) -> bool:
     """Does this node draw random numbers? Attention only with dropout, although its kernels are tagged so."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if (
+        not isinstance(node.target, torch._ops.OpOverload)
+        or torch.Tag.nondeterministic_seeded not in node.target.tags
+    ):
         return False
     arguments = node.target._schema.arguments
-    chances = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
-               for i, a in enumerate(arguments) if a.name == "dropout_p"]
+    chances = [
+        node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+        for i, a in enumerate(arguments)
+        if a.name == "dropout_p"
+    ]
     return chances != [0]
 
 
 def rewrite(module: GraphModule) -> None:
-    """Inductor's passes over a joint graph: they make random numbers from seeds, and a scatter into a constant a comparison."""
+    """Inductor's passes over a joint graph: they make random numbers from seeds, and a scatter into a
+    constant a comparison."""
     mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
     with V.set_fake_mode(mode):
         joint_graph_passes(module)
 
 
 def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
-    """Inductor on a graph of a region that is not streamed; the ops that only our rules wanted are decomposed now."""
+    """Inductor on a graph of a region that is not streamed; the ops that only our rules wanted are decomposed
+    now."""
     examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with detect_fake_mode(examples) or contextlib.nullcontext():
-        plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*examples)
+        plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(
+            *examples
+        )
     if kwargs.get("is_inference"):
         rewrite(plain)
     return compile_fx_inner(plain, inputs, **kwargs)
@@ -208,10 +256,15 @@ def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | N
 
 
 def compile_function(function: Callable, examples: Sequence[object]) -> Callable:
-    """Inductor on a function without gradients; ``examples`` are fakes of its arguments, whose symbols stay free or are guarded with theirs."""
+    """Inductor on a function without gradients; ``examples`` are fakes of its arguments, whose symbols stay
+    free or are guarded with theirs."""
     mode = detect_fake_mode(examples)
     with tracing(TracingContext(mode)), mode, torch.no_grad():
-        traced = make_fx(lambda *args: (function(*args),), decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*examples)
+        traced = make_fx(
+            lambda *args: (function(*args),),
+            decomposition_table=select_decomp_table(),
+            _allow_non_fake_inputs=True,
+        )(*examples)
         fakes = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
         rewrite(traced)
         artifact = compile_fx_inner(traced, fakes, is_inference=True)
@@ -230,14 +283,22 @@ class BodyInputs:
         self.mode = FakeTensorMode(shape_env=self.env)
         self.symbols: dict[object, torch.SymInt] = {}
         chunk = max(chunk, 16)
-        self.hints = {"rows": chunk, "keys": 4 * chunk + 7, "first": 3 * chunk + 7, "offset": 3 * chunk + 7, "length": 8 * chunk + 5}
+        self.hints = {
+            "rows": chunk,
+            "keys": 4 * chunk + 7,
+            "first": 3 * chunk + 7,
+            "offset": 3 * chunk + 7,
+            "length": 8 * chunk + 5,
+        }
         self.values = [self.fake(b) for b in body.bindings]
 
     def symbol(self, name: object, size_hint: int) -> torch.SymInt:
         if name not in self.symbols:
             source, place = ConstantSource(f"streambp_{len(self.symbols)}"), name in PLACES
             size_hint = max(self.known.get(name, size_hint), 2)  # 0 and 1 would be constants
-            symbol = self.env.create_symbol(size_hint, source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=place)
+            symbol = self.env.create_symbol(
+                size_hint, source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=place
+            )
             self.symbols[name] = self.env.create_symintnode(symbol, hint=size_hint, source=source)
         return self.symbols[name]
 
@@ -250,7 +311,9 @@ class BodyInputs:
             return self.symbol(expr, size.node.hint)
         names = sorted(expr.free_symbols, key=str)
         env = size.node.shape_env
-        hints = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the latter up to torch 2.11
+        hints = (
+            env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+        )  # the latter up to torch 2.11
         return sympy_interp(PythonReferenceAnalysis, {s: self.symbol(s, int(hints[s])) for s in names}, expr)
 
     def fake(self, binding: Binding):
@@ -279,16 +342,24 @@ class BodyInputs:
         length = self.symbol("length", self.hints["length"])
         full[mark.dim] = mark.outer * length * mark.inner
         strides = _contiguous(full) if binding.role == "keytotal" else layout_of(value).strides(full)
-        rows = self.symbol("rows" if binding.role in ("rows", "write") else "keys",
-                           self.hints["rows" if binding.role in ("rows", "write") else "keys"])
+        rows = self.symbol(
+            "rows" if binding.role in ("rows", "write") else "keys",
+            self.hints["rows" if binding.role in ("rows", "write") else "keys"],
+        )
         if binding.columns is not None:
             full[binding.columns.dim] = self.symbol("keys", self.hints["keys"])
         if mark.outer == mark.inner == 1 or binding.role not in ("rows", "write"):
-            sizes = [*full[:mark.dim], rows, *full[mark.dim + 1:]]
+            sizes = [*full[: mark.dim], rows, *full[mark.dim + 1 :]]
         else:
             step = strides[mark.dim]
-            sizes = [*full[:mark.dim], mark.outer, rows, mark.inner, *full[mark.dim + 1:]]
-            strides = [*strides[:mark.dim], length * mark.inner * step, mark.inner * step, step, *strides[mark.dim + 1:]]
+            sizes = [*full[: mark.dim], mark.outer, rows, mark.inner, *full[mark.dim + 1 :]]
+            strides = [
+                *strides[: mark.dim],
+                length * mark.inner * step,
+                mark.inner * step,
+                step,
+                *strides[mark.dim + 1 :],
+            ]
         return self.empty(sizes, strides, dtype, value.device)
 
     def empty(self, sizes, strides, dtype, device):
@@ -313,6 +384,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 WIDE = 8  # columns of a weight for every row, from which its product is made in panels
 
+
 @dataclass(frozen=True)
 class Artifact:
     """A compiled body and what Inductor assumed of its sizes, such as that 32-bit indices suffice.
@@ -325,7 +397,9 @@ class Artifact:
     holds: Callable[[Sequence[object]], bool]
 
 
-COMPILED: dict[str, list[Artifact]] = {}  # by the text of a body and its inputs: one artifact per range of sizes
+COMPILED: dict[
+    str, list[Artifact]
+] = {}  # by the text of a body and its inputs: one artifact per range of sizes
 
 
 class CompiledBody:
@@ -339,7 +413,9 @@ class CompiledBody:
         for artifact in self.artifacts:
             if artifact.holds(args):
                 return artifact.run(args)
-        with disable_current_modes():  # a memory simulation is to count what bodies allocate, not what compiling them does
+        with (
+            disable_current_modes()
+        ):  # a memory simulation is to count what bodies allocate, not what compiling them does
             sizes = self.sizes(args)
             log.debug("compiling a chunk body again, for sizes %s", sizes)
             self.artifacts = self.compiled(sizes)
@@ -354,7 +430,9 @@ class CompiledBody:
         """The sizes of a call, by the names that `BodyInputs` gives them."""
         inputs = BodyInputs(self.body, self.chunk)
         places = places_of(inputs.values)
-        return {name: places[s.node.expr].of(args) for name, s in inputs.symbols.items() if s.node.expr in places}
+        return {
+            name: places[s.node.expr].of(args) for name, s in inputs.symbols.items() if s.node.expr in places
+        }
 
 
 def body_options(mode: str | None) -> dict[str, object]:
@@ -378,13 +456,21 @@ def compile_body(body: Body, chunk: int, mode: str | None = None) -> Callable:
 def compile_once(body: Body, inputs: BodyInputs, again: bool = False) -> list[Artifact]:
     """The artifacts of a body's text; with ``again``, after compiling one for the hints of these inputs."""
     described = [describe(v) for v in inputs.values]
-    artifacts = COMPILED.setdefault(f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}", [])
+    artifacts = COMPILED.setdefault(
+        f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}", []
+    )
     if again or not artifacts:
-        with tracing(TracingContext(inputs.mode)):  # a body's sizes are its own, not those of the graph around it
+        with tracing(
+            TracingContext(inputs.mode)
+        ):  # a body's sizes are its own, not those of the graph around it
             with inputs.mode:
                 table = {**select_decomp_table(), aten.mm.default: product}
-                traced = make_fx(body.graph, decomposition_table=table, tracing_mode="symbolic",
-                                 _allow_non_fake_inputs=True)(*inputs.values)
+                traced = make_fx(
+                    body.graph,
+                    decomposition_table=table,
+                    tracing_mode="symbolic",
+                    _allow_non_fake_inputs=True,
+                )(*inputs.values)
             examples = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
             rewrite(traced)
             counters["streambp"]["bodies"] += 1
@@ -413,31 +499,48 @@ class Place:
 def places_of(values: Sequence[object]) -> dict[object, Place]:
     """For every symbol that is an input, or a size of one, where it is found.
 
-    Also for a symbol that tracing found equal to another, and replaced: conditions that were noted before still name it.
+    Also for a symbol that tracing found equal to another, and replaced: conditions that were noted before
+    still name it.
     """
-    numbers = {e: Place(i) for i, v in enumerate(values) if isinstance(v, torch.SymInt) for e in (v.node.expr, v.node._expr)}
-    sizes = {e: Place(i, d) for i, v in enumerate(values) if isinstance(v, torch.Tensor)
-             for d, s in enumerate(v.shape) if isinstance(s, torch.SymInt) for e in (s.node.expr, s.node._expr)}
+    numbers = {
+        e: Place(i)
+        for i, v in enumerate(values)
+        if isinstance(v, torch.SymInt)
+        for e in (v.node.expr, v.node._expr)
+    }
+    sizes = {
+        e: Place(i, d)
+        for i, v in enumerate(values)
+        if isinstance(v, torch.Tensor)
+        for d, s in enumerate(v.shape)
+        if isinstance(s, torch.SymInt)
+        for e in (s.node.expr, s.node._expr)
+    }
     return {**sizes, **numbers}
 
 
 def guard_of(inputs: BodyInputs) -> Callable[[Sequence[object]], bool]:
     """The conditions on sizes under which a body was traced and compiled, as a function of its inputs.
 
-    That a size differs from another is left out: code for sizes that differ is right for equal ones too (in the chunk
-    that reads all keys, for one). That it is neither 0 nor 1 is kept: those are broadcast, or have nothing in them.
+    That a size differs from another is left out: code for sizes that differ is right for equal ones too (in
+    the chunk
+    that reads all keys, for one). That it is neither 0 nor 1 is kept: those are broadcast, or have nothing in
+    them.
     """
     places = places_of(inputs.values)
     conditions = dict.fromkeys(g.expr for g in inputs.env.guards)
     kept = [c for c in conditions if not isinstance(c, sympy.Ne) or any(side in (0, 1) for side in c.args)]
-    terms = [c.xreplace({s: sympy.Symbol(str(places[s]), integer=True) for s in c.free_symbols}) for c in kept]
+    terms = [
+        c.xreplace({s: sympy.Symbol(str(places[s]), integer=True) for s in c.free_symbols}) for c in kept
+    ]
     text = " and ".join(f"({PythonPrinter().doprint(term)})" for term in terms)
     return eval(f"lambda args: {text or True}", {"math": math})
 
 
 @contextlib.contextmanager
 def without_kernels():
-    """Run Inductor's artifacts on fake tensors: their wrappers allocate and free as ever, and launch nothing."""
+    """Run Inductor's artifacts on fake tensors: their wrappers allocate and free as ever, and launch
+    nothing."""
     before = CompiledFxGraph.__call__
     CompiledFxGraph.__call__ = lambda artifact, inputs: wrapper_alone(artifact)(inputs)
     try:
@@ -447,21 +550,28 @@ def without_kernels():
 
 
 def wrapper_alone(artifact: CompiledFxGraph) -> Callable:
-    """An artifact's Python wrapper with its allocators under torch's dispatch and its kernels replaced by nothing."""
+    """An artifact's Python wrapper with its allocators under torch's dispatch and its kernels replaced by
+    nothing."""
     call = generated(artifact.current_callable)
     names = dict(call.__globals__)
     for name, value in call.__globals__.items():
         if name.startswith(("cpp_fused", "triton_")):
             names[name] = Silent()
     names.update(
-        extern_kernels=Silent(), assert_size_stride=Silent(), assert_alignment=Silent(), reinterpret_tensor=torch.as_strided,
-        empty_strided_cpu=functools.partial(empty_on, "cpu"), empty_strided_cuda=functools.partial(empty_on, "cuda"))
+        extern_kernels=Silent(),
+        assert_size_stride=Silent(),
+        assert_alignment=Silent(),
+        reinterpret_tensor=torch.as_strided,
+        empty_strided_cpu=functools.partial(empty_on, "cpu"),
+        empty_strided_cuda=functools.partial(empty_on, "cuda"),
+    )
     alone = types.FunctionType(call.__func__.__code__, names, closure=call.__func__.__closure__)
     return functools.partial(alone, call.__self__)
 
 
 def generated(function: Callable) -> types.MethodType:
-    """The bound method that Inductor wrote, behind the closures that it lays around it on CUDA (to copy inputs that are not aligned)."""
+    """The bound method that Inductor wrote, behind the closures that it lays around it on CUDA (to copy
+    inputs that are not aligned)."""
     waiting, seen = [function], set()
     while waiting:
         found = waiting.pop(0)
@@ -503,7 +613,8 @@ def describe(value: object) -> str:
 
 
 def effects_inside():
-    """AOTAutograd's graphs as Inductor wants them: what orders effects is neither among their inputs nor among their outputs."""
+    """AOTAutograd's graphs as Inductor wants them: what orders effects is neither among their inputs nor
+    among their outputs."""
     return functorch_config.patch(unlift_effect_tokens=True)
 
 
@@ -520,7 +631,10 @@ def faked(like: torch.Tensor):
 
 
 set_grad_enabled = torch._C._set_grad_enabled
-enter_map, leave_map = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting  # what Dynamo makes of torch.vmap
+enter_map, leave_map = (
+    predispatch._vmap_increment_nesting,
+    predispatch._vmap_decrement_nesting,
+)  # what Dynamo makes of torch.vmap
 HigherOrderOperator = torch._ops.HigherOrderOperator
 PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latter
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -546,16 +660,20 @@ def graph_break(module: GraphModule) -> GraphBreak | None:
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
     last = found.user_stack[-1] if found.user_stack else None
     remedy = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), "")
-    return GraphBreak(f"{last.filename}:{last.lineno}" if last else "a line unknown", lines[0].rstrip("."), remedy)
+    return GraphBreak(
+        f"{last.filename}:{last.lineno}" if last else "a line unknown", lines[0].rstrip("."), remedy
+    )
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
-    """Raise RuntimeError if a boolean is false; on a GPU the device stops when it gets there, and nobody waits for it."""
+    """Raise RuntimeError if a boolean is false; on a GPU the device stops when it gets there, and nobody
+    waits for it."""
     torch._assert_async(condition, text)
 
 
 def graph_is_kept() -> bool:
-    """Does the running backward keep its graph (``retain_graph=True``), and with it what the forward saved?"""
+    """Does the running backward keep its graph (``retain_graph=True``), and with it what the forward
+    saved?"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 

@@ -13,13 +13,14 @@ from torch.fx import GraphModule
 
 from .passes.ir import Analysis, Refusal, Tokens, bytes_of, hint, is_tensor, rank_of, value_of
 from .passes.lower import total_dtype
-from .passes.plan import program_cost, sweep_work
+from .passes.planning.chunk_length import program_cost, sweep_work
 from .pipeline import Schedule, StreamedRegion
-from .rehearsal import Peak
+from .runtime.memory_simulation import Peak
 
 
 class NotStreamed(UserWarning, RuntimeError):
-    """A region was compiled whole: the warning (or, under ``strict``, the error) says why, what it costs, and what to do."""
+    """A region was compiled whole: the warning (or, under ``strict``, the error) says why, what it costs, and
+    what to do."""
 
 
 class StreamHint(UserWarning):
@@ -32,7 +33,11 @@ def mebibytes(count: float) -> str:
 
 def warn_refused(refusal: Refusal, cost: int | None) -> None:
     price = f" Its largest value takes {mebibytes(cost)} at full length." if cost else ""
-    warnings.warn(f"streambp compiles a region whole: {refusal}.{price} Gradients stay exact.", NotStreamed, stacklevel=2)
+    warnings.warn(
+        f"streambp compiles a region whole: {refusal}.{price} Gradients stay exact.",
+        NotStreamed,
+        stacklevel=2,
+    )
 
 
 @dataclass
@@ -67,7 +72,8 @@ class RegionReport:
         return self.streamed.backward if self.streamed else None
 
     def artifacts(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Every graph of this region and its facts, by name, as functions that make their text when it is wanted."""
+        """Every graph of this region and its facts, by name, as functions that make their text when it is
+        wanted."""
         graphs = {"split": self.split, "joint": self.joint}
         if self.streamed is not None:
             graphs["normalized"] = self.streamed.joint
@@ -94,7 +100,10 @@ class RegionReport:
         lines += describe(forward, self.streamed.forward, self.streamed)
         if self.backward is not None:
             lines += describe("backward", self.backward, self.streamed)
-        lines += [f"  checked in each call: {condition}; else all keys are read" for condition in self.analysis.conditions]
+        lines += [
+            f"  checked in each call: {condition}; else all keys are read"
+            for condition in self.analysis.conditions
+        ]
         return "\n".join(lines)
 
 
@@ -107,8 +116,10 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
         keys = ""
         if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings):
             keys = f", keys {sweep.keys}: {proof(sweep.keys)}"
-        lines.append(f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, {len(sweep.nodes)} ops{keys}"
-                     + (f", products at {cost.efficiency:.0%} of their rate" if cost.products else ""))
+        lines.append(
+            f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, {len(sweep.nodes)} ops{keys}"
+            + (f", products at {cost.efficiency:.0%} of their rate" if cost.products else "")
+        )
         lines += [f"      attends by {choice}" for choice in body.attends]
         in_place = {source: out for out, source in sweep.in_place}
         for binding in body.bindings:
@@ -118,15 +129,26 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
             size = bytes_of(value) // length if binding.role == "carry" else bytes_of(value)
             fact = analysis.facts[binding.source]
             taken = f", becomes {in_place[binding.source].name}" if binding.source in in_place else ""
-            lines.append(f"      {ROLES[binding.role]:<12} {binding.name:<26} {fact.pattern(rank_of(binding.source)):<22} "
-                         f"{mebibytes(size)}{taken}")
-    lines.append(f"    predicted: {mebibytes(streamed_bytes(schedule, analysis))} in sweeps, "
-                 f"{mebibytes(whole_bytes(schedule, analysis))} whole")
+            lines.append(
+                f"      {ROLES[binding.role]:<12} {binding.name:<26} {fact.pattern(rank_of(binding.source)):<22} "
+                f"{mebibytes(size)}{taken}"
+            )
+    lines.append(
+        f"    predicted: {mebibytes(streamed_bytes(schedule, analysis))} in sweeps, "
+        f"{mebibytes(whole_bytes(schedule, analysis))} whole"
+    )
     return lines
 
 
-ROLES = {"rows": "reads rows", "keys": "reads prefix", "write": "writes rows", "feed": "keeps prefix", "total": "adds up",
-         "keytotal": "adds suffix", "carry": "carries"}
+ROLES = {
+    "rows": "reads rows",
+    "keys": "reads prefix",
+    "write": "writes rows",
+    "feed": "keeps prefix",
+    "total": "adds up",
+    "keytotal": "adds suffix",
+    "carry": "carries",
+}
 
 
 def proof(keys) -> str:
@@ -140,18 +162,33 @@ def proof(keys) -> str:
 def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
     """Buffers that cross sweeps, accumulators, and the widest moment of one chunk."""
     kept = sum(bytes_of(value_of(n)) for n in schedule.program.kept)
-    added = sum(bytes_of(value_of(n)) // value_of(n).dtype.itemsize * total_dtype(value_of(n).dtype).itemsize
-                for s in schedule.program.sweeps for n in (*s.sums, *s.keysums) if is_tensor(n))
-    noted = sum(bytes_of(value_of(n)) // c for s, c in zip(schedule.program.sweeps, schedule.chunks) for n in s.noted)
-    chunk = max((sweep_work(s, analysis).widest * c for s, c in zip(schedule.program.sweeps, schedule.chunks)), default=0)
+    added = sum(
+        bytes_of(value_of(n)) // value_of(n).dtype.itemsize * total_dtype(value_of(n).dtype).itemsize
+        for s in schedule.program.sweeps
+        for n in (*s.sums, *s.keysums)
+        if is_tensor(n)
+    )
+    noted = sum(
+        bytes_of(value_of(n)) // c for s, c in zip(schedule.program.sweeps, schedule.chunks) for n in s.noted
+    )
+    chunk = max(
+        (sweep_work(s, analysis).widest * c for s, c in zip(schedule.program.sweeps, schedule.chunks)),
+        default=0,
+    )
     return kept + added + noted + chunk
 
 
 def whole_bytes(schedule: Schedule, analysis: Analysis) -> int:
     """The same values at full length, as autograd keeps them from the forward to the backward."""
     nodes = {n for s in schedule.program.sweeps for n in s.nodes}
-    return sum(bytes_of(value_of(n)) for n in nodes if is_tensor(n) and isinstance(analysis.facts[n], Tokens)
-               and isinstance(n.target, torch._ops.OpOverload) and not n.target.is_view)
+    return sum(
+        bytes_of(value_of(n))
+        for n in nodes
+        if is_tensor(n)
+        and isinstance(analysis.facts[n], Tokens)
+        and isinstance(n.target, torch._ops.OpOverload)
+        and not n.target.is_view
+    )
 
 
 @dataclass
@@ -175,7 +212,14 @@ class Report:
     lengths: Sequence[object] = ()
     peak: Peak | None = None
 
-    def add(self, module: GraphModule, links: list[RegionReport], lengths: Sequence[object], call: Callable, fakes: Sequence[object]) -> None:
+    def add(
+        self,
+        module: GraphModule,
+        links: list[RegionReport],
+        lengths: Sequence[object],
+        call: Callable,
+        fakes: Sequence[object],
+    ) -> None:
         """Record the chain of one Dynamo graph."""
         self.split.append(module)
         self.steps.append((call, fakes))
@@ -192,8 +236,12 @@ class Report:
     def __str__(self) -> str:
         streamed = sum(r.times for r in self.regions if r.streamed is not None)
         total = sum(r.times for r in self.regions)
-        head = (f"streambp: {streamed} of {total} regions streamed, {len(self.regions)} distinct, "
-                f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} graph{'s' * (len(self.split) != 1)}")
+        head = (
+            f"streambp: {streamed} of {total} regions streamed, {len(self.regions)} distinct, "
+            f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} graph{'s' * (len(self.split) != 1)}"
+        )
         devices = dict.fromkeys(str(r.streamed.device) for r in self.regions if r.streamed is not None)
         head = "\n".join([head, *(f"planned for {device}" for device in devices)])
-        return "\n\n".join([head, *map(str, self.regions), *([str(self.peak)] if self.peak else []), *self.notes])
+        return "\n\n".join(
+            [head, *map(str, self.regions), *([str(self.peak)] if self.peak else []), *self.notes]
+        )

@@ -1,4 +1,5 @@
-"""Every test starts from the same seed, with nothing compiled before it; all workers together have two threads."""
+"""Every test starts from the same seed, with nothing compiled before it; all workers together have two
+threads."""
 
 import os
 import sys
@@ -11,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-collect_ignore = [] if os.environ.get("PRETEND_GPU") else ["cuda"]  # which want a CUDA build of torch: make test-cuda
+collect_ignore = (
+    [] if os.environ.get("PRETEND_GPU") else ["cuda"]
+)  # which want a CUDA build of torch: make test-cuda
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -48,8 +48,11 @@ def gradients(grad, q, k, v, out, lse, bias, diagonal, scale) -> tuple[Tensor, T
     demand(not weights.isnan().any(), "weights are no numbers: -inf minus -inf")
     inner = grad.double() @ repeated(v, q.shape[1]).transpose(-1, -2)
     inner = weights * (inner - (grad.double() * out.double()).sum(-1, keepdim=True)) * scale
-    return (inner @ repeated(k, q.shape[1]), inner.transpose(-1, -2) @ q.double(),
-            weights.transpose(-1, -2) @ grad.double())
+    return (
+        inner @ repeated(k, q.shape[1]),
+        inner.transpose(-1, -2) @ q.double(),
+        weights.transpose(-1, -2) @ grad.double(),
+    )
 
 
 def summed_groups(t: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,6 +67,7 @@ def same(tensors, attribute: str) -> bool:
 
 # transformers/cuda/flash_attn/flash_api.cpp: mha_fwd, mha_bwd; attention.cu and attention_backward.cu around
 # them
+
 
 def demand_of_flash(q, k, v, *others) -> None:
     demand(q.dtype in HALVES and same((q, k, v, *others), "dtype"), "fp16 or bf16, all alike")
@@ -89,8 +93,24 @@ def flash_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debu
     return made, lse, none, none, query.shape[2], key.shape[2], none, none, none
 
 
-def flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-                   is_causal, philox_seed, philox_offset, *, scale=None):
+def flash_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    philox_seed,
+    philox_offset,
+    *,
+    scale=None,
+):
     demand_of_flash(query, key, value, out, grad_out)
     demand(cum_seq_q is None and cum_seq_k is None, "no lengths: not varlen (_flash_attention_backward)")
     demand(logsumexp.dtype == torch.float32 and logsumexp.is_contiguous(), "mha_bwd reads only its pointer")
@@ -105,6 +125,7 @@ def flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_s
 
 # transformers/cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
 # check_supported
+
 
 def demand_of_efficient(query, key, value, *others) -> None:
     tensors = (query, key, value, *others)
@@ -137,9 +158,23 @@ def causality(mask_type: int, query, key) -> int | None:
     return {0: None, 1: 0, 2: key.shape[1] - query.shape[1]}[mask_type]
 
 
-def efficient_forward(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                      dropout_p, custom_mask_type, compute_log_sumexp=False, *, scale=None, seqlen_k=None,
-                      window_size=None):
+def efficient_forward(
+    query,
+    key,
+    value,
+    bias,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    custom_mask_type,
+    compute_log_sumexp=False,
+    *,
+    scale=None,
+    seqlen_k=None,
+    window_size=None,
+):
     demand_of_efficient(query, key, value)
     demand(compute_log_sumexp and dropout_p == 0 and cu_seqlens_q is None is seqlen_k, "dense, with lse")
     if bias is not None:
@@ -153,10 +188,29 @@ def efficient_forward(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_s
     return out.transpose(1, 2).to(query.dtype).contiguous(), padded, seed, seed, rows, key.shape[1]
 
 
-def efficient_backward(grad_out_, query, key, value, bias, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                       max_seqlen_k, logsumexp, dropout_p, philox_seed, philox_offset, custom_mask_type,
-                       bias_requires_grad, *, scale=None, num_splits_key=None, window_size=None,
-                       shared_storage_dqdkdv=False):
+def efficient_backward(
+    grad_out_,
+    query,
+    key,
+    value,
+    bias,
+    out,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    logsumexp,
+    dropout_p,
+    philox_seed,
+    philox_offset,
+    custom_mask_type,
+    bias_requires_grad,
+    *,
+    scale=None,
+    num_splits_key=None,
+    window_size=None,
+    shared_storage_dqdkdv=False,
+):
     demand_of_efficient(query, key, value, out, grad_out_)
     demand(query.shape[1] > 0 and key.shape[1] > 0, "rows and keys there are (check_supported)")
     demand(out.is_contiguous(), "o_strideM() is heads times width, whatever the strides (kernel_backward.h)")
@@ -177,6 +231,7 @@ def efficient_backward(grad_out_, query, key, value, bias, out, cu_seqlens_q, cu
 # cudnn/MHA.cpp: build_graph, run_cudnn_SDP_fprop, run_cudnn_SDP_bprop; sdp_utils.cpp:
 # check_cudnn_tensor_shapes
 
+
 def demand_of_cudnn(query, key, value) -> None:
     widths = (query.shape[3], value.shape[3])
     demand(query.dtype in HALVES and same((query, key, value), "dtype"), "fp16 or bf16")
@@ -186,8 +241,18 @@ def demand_of_cudnn(query, key, value) -> None:
     demand(query.shape[1] % key.shape[1] == 0, "key heads divide query heads")
 
 
-def cudnn_forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
-                  return_debug_mask=False, *, scale=None):
+def cudnn_forward(
+    query,
+    key,
+    value,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale=None,
+):
     demand_of_cudnn(query, key, value)
     demand(attn_bias is None and compute_log_sumexp and dropout_p == 0, "no mask (pytorch#196678)")
     diagonal = 0 if is_causal else None  # set_causal_mask: aligned at the top left
@@ -198,8 +263,25 @@ def cudnn_forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.
     return made, lse.float().unsqueeze(-1), none, none, query.shape[2], key.shape[2], none, none, none
 
 
-def cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
-                   cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None):
+def cudnn_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    philox_seed,
+    philox_offset,
+    attn_bias,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    *,
+    scale=None,
+):
     demand_of_cudnn(query, key, value)
     demand(attn_bias is None and cum_seq_q is None, "no mask, and undefined lengths for what is not nested")
     demand(logsumexp.shape == (*query.shape[:3], 1) and logsumexp.is_contiguous(), "packed statistics")
@@ -215,7 +297,8 @@ def cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed, phi
 OPERATORS = {
     "_scaled_dot_product_flash_attention": flash_forward,
     "_scaled_dot_product_flash_attention_backward": flash_backward,
-    "_efficient_attention_forward": efficient_forward, "_efficient_attention_backward": efficient_backward,
+    "_efficient_attention_forward": efficient_forward,
+    "_efficient_attention_backward": efficient_backward,
     "_scaled_dot_product_cudnn_attention": cudnn_forward,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
 }

@@ -1,11 +1,11 @@
-"""Graphs for tests: one node by hand, a traced function, a region's joint graph, and a region streamed without Inductor."""
+"""Graphs for tests: one node by hand, a traced function, a region's joint graph, and a region streamed
+without Inductor."""
 
 from __future__ import annotations
 
 import operator
 
 import torch
-from streambp_compile.passes.ir import Mark
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch.fx import Graph, GraphModule, Node
@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from streambp_compile import internals
+from streambp_compile.passes.ir import Mark
 from streambp_compile.pipeline import StreamedRegion, outputs_of, stream
 
 
@@ -35,7 +36,8 @@ def single(target, args, kwargs) -> tuple[Graph, Node]:
 
 
 class Written:
-    """A graph written down node by node: every node has the name that it is given here, and bears its real value."""
+    """A graph written down node by node: every node has the name that it is given here, and bears its real
+    value."""
 
     def __init__(self):
         self.graph = Graph()
@@ -71,8 +73,12 @@ def causal_layer(causal: bool = True) -> tuple[Written, dict[Node, tuple[Mark, .
     out, lse = write("out", operator.getitem, both, 0), write("lse", operator.getitem, both, 1)
     y = write("y", aten.add.Tensor, x, write("mixed", aten.squeeze.dim, out, 1))
     dout = write("dout", aten.unsqueeze.default, dy, 1)
-    grads = write("grads", streambp.attention_backward.default, dout, query, keys, keys, out, lse, None, causal, 1.0)
-    dquery, dk, dv = (write(name, operator.getitem, grads, i) for i, name in enumerate(("dquery", "dk", "dv")))
+    grads = write(
+        "grads", streambp.attention_backward.default, dout, query, keys, keys, out, lse, None, causal, 1.0
+    )
+    dquery, dk, dv = (
+        write(name, operator.getitem, grads, i) for i, name in enumerate(("dquery", "dk", "dv"))
+    )
     dprojected = write("dprojected", aten.reshape.default, write("dkeys", aten.add.Tensor, dk, dv), [10, 8])
     dw = write("dw", aten.mm.default, write("rows_first", aten.permute.default, flat, [1, 0]), dprojected)
     dflat = write("dflat", aten.mm.default, dprojected, write("turned", aten.permute.default, w, [1, 0]))
@@ -98,7 +104,9 @@ def joint_of(function, *inputs) -> tuple[GraphModule, int, int]:
     def as_is(module, _inputs):
         return module
 
-    aot_function(function, as_is, as_is, partition_fn=keep, decompositions=internals.decompositions())(*inputs)
+    aot_function(function, as_is, as_is, partition_fn=keep, decompositions=internals.decompositions())(
+        *inputs
+    )
     return found["joint"], found["outputs"], found["tangents"]
 
 
@@ -110,7 +118,16 @@ def eagerly(body, _chunk):
 def streamed(function, inputs, marks: dict[int, int], length: int, chunk: int = 3) -> StreamedRegion:
     """A function of leaves, streamed with gradients. ``marks``: input → the dimension that carries tokens."""
     joint, outputs, tangents = joint_of(function, *inputs)
-    return stream(joint, length, {i: (Mark(d),) for i, d in marks.items()}, outputs, tangents, list(range(tangents)), chunk, eagerly)
+    return stream(
+        joint,
+        length,
+        {i: (Mark(d),) for i, d in marks.items()},
+        outputs,
+        tangents,
+        list(range(tangents)),
+        chunk,
+        eagerly,
+    )
 
 
 def run_region(region: StreamedRegion, inputs, tangents) -> list[torch.Tensor]:
@@ -123,7 +140,12 @@ def run_region(region: StreamedRegion, inputs, tangents) -> list[torch.Tensor]:
     else:
         made = dict(zip(region.forward.program.outputs, region.forward.runner(dict(given))))
         saved = {n: made[n] if n in made else given[n] for n in region.saved}
-        made.update(zip(region.backward.program.outputs, region.backward.runner({**saved, **dict(zip(region.tangents, tangents))})))
+        made.update(
+            zip(
+                region.backward.program.outputs,
+                region.backward.runner({**saved, **dict(zip(region.tangents, tangents))}),
+            )
+        )
     return [made[o] if isinstance(o, Node) else o for o in outputs]
 
 

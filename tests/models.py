@@ -84,7 +84,9 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
         y = self.norm1(x)
-        q, k, v = (p(y).view(batch, length, -1, self.head_width).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(y).view(batch, length, -1, self.head_width).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -121,17 +123,36 @@ def hugging_face(name: str, **options) -> nn.Module:
     import transformers
 
     if name == "GPT2":
-        config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=512, use_cache=False,
-                                         attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=64,
+            n_layer=3,
+            n_head=4,
+            n_positions=512,
+            use_cache=False,
+            attn_pdrop=0,
+            embd_pdrop=0,
+            resid_pdrop=0,
+        )
         return transformers.GPT2LMHeadModel(config).double()
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=3, intermediate_size=128, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=16, use_cache=False, max_position_embeddings=512)
+    sizes = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=3,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        use_cache=False,
+        max_position_embeddings=512,
+    )
     config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
     return getattr(transformers, f"{name}ForCausalLM")(config).double()
 
 
 def gradients(model: nn.Module, loss) -> dict[str, Tensor]:
-    """Gradients of one or several losses (a function that returns one, or None if it ran backward itself), on empty ``.grad``."""
+    """Gradients of one or several losses (a function that returns one, or None if it ran backward itself), on
+    empty ``.grad``."""
     model.zero_grad()
     made = loss()
     if made is not None:

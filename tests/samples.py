@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from graphs import single
+from torch.utils._pytree import tree_map
+
 from streambp_compile.passes.ir import tensor_operands
 from streambp_compile.passes.rules import overload, rule_of
-from torch.utils._pytree import tree_map
 
 streambp = torch.ops.streambp
 
@@ -36,9 +37,14 @@ def pick(bound, *shape):
 
 
 def contiguous_at_end(value):
-    """The same numbers with their last dimension contiguous, as the fused kernels want it; the other strides as they fall."""
+    """The same numbers with their last dimension contiguous, as the fused kernels want it; the other strides
+    as they fall."""
     order = sorted(range(value.dim() - 1), key=lambda d: -value.stride(d))
-    return value.permute(*order, -1).contiguous().permute([*(order.index(d) for d in range(len(order))), len(order)])
+    return (
+        value.permute(*order, -1)
+        .contiguous()
+        .permute([*(order.index(d) for d in range(len(order))), len(order)])
+    )
 
 
 def attention_operands(mask, groups=1, causal=True):
@@ -61,10 +67,15 @@ def attention_backward(mask=None, groups=1, causal=True):
 
 def call(name, *args, **kwargs):
     """A sample: arguments are values, or functions that make them anew."""
+
     def made(a):
         return a() if callable(a) else a
 
-    return lambda: (overload(name), tuple(tree_map(made, a) for a in args), {k: tree_map(made, v) for k, v in kwargs.items()})
+    return lambda: (
+        overload(name),
+        tuple(tree_map(made, a) for a in args),
+        {k: tree_map(made, v) for k, v in kwargs.items()},
+    )
 
 
 def t(*shape, dtype=torch.float64):
@@ -80,8 +91,18 @@ PLACE = {"dtype": torch.float64, "device": torch.device("cpu")}
 
 SAMPLES = {
     # pointwise
-    **{n: [call(n, t(3, 4, 5)), call(n, t(3))] for n in (
-        "aten::clone", "aten::detach", "aten::alias", "aten::_to_copy", "aten::lift_fresh_copy", "aten::zeros_like", "aten::ones_like")},
+    **{
+        n: [call(n, t(3, 4, 5)), call(n, t(3))]
+        for n in (
+            "aten::clone",
+            "aten::detach",
+            "aten::alias",
+            "aten::_to_copy",
+            "aten::lift_fresh_copy",
+            "aten::zeros_like",
+            "aten::ones_like",
+        )
+    },
     "streambp::seed": [call("streambp::seed", torch.device("cpu"))],
     "streambp::uniform": [call("streambp::uniform", i(1 << 40), [2, 5, 3], 1, torch.float64)],
     "aten::resolve_conj": [call("aten::resolve_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
@@ -90,30 +111,60 @@ SAMPLES = {
     "aten::view_as_real": [call("aten::view_as_real", lambda: torch.complex(x(3, 4), x(3, 4)))],
     "aten::view_as_complex": [call("aten::view_as_complex", lambda: x(3, 4, 2).contiguous())],
     "aten::_conj": [call("aten::_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
-    "aten::copy": [call("aten::copy", t(3, 4), t(3, 4)), call("aten::copy", t(3, 4), t(4)), call("aten::copy", t(3, 4), t(3, 1))],
+    "aten::copy": [
+        call("aten::copy", t(3, 4), t(3, 4)),
+        call("aten::copy", t(3, 4), t(4)),
+        call("aten::copy", t(3, 4), t(3, 1)),
+    ],
     "prims::convert_element_type": [call("prims::convert_element_type", t(3, 4), torch.float32)],
-    "aten::where.self": [call("aten::where.self", t(3, 4, dtype=BOOL), t(3, 4), t(3, 4)),
-                         call("aten::where.self", t(3, 1, dtype=BOOL), t(4), t(2, 1, 1)),
-                         call("aten::where.self", t(3, 4, dtype=BOOL), t(3, 4), t())],
-    "aten::masked_fill.Scalar": [call("aten::masked_fill.Scalar", t(3, 4), t(3, 4, dtype=BOOL), -1.0),
-                                 call("aten::masked_fill.Scalar", t(2, 3, 4), t(3, 1, dtype=BOOL), -1.0)],
+    "aten::where.self": [
+        call("aten::where.self", t(3, 4, dtype=BOOL), t(3, 4), t(3, 4)),
+        call("aten::where.self", t(3, 1, dtype=BOOL), t(4), t(2, 1, 1)),
+        call("aten::where.self", t(3, 4, dtype=BOOL), t(3, 4), t()),
+    ],
+    "aten::masked_fill.Scalar": [
+        call("aten::masked_fill.Scalar", t(3, 4), t(3, 4, dtype=BOOL), -1.0),
+        call("aten::masked_fill.Scalar", t(2, 3, 4), t(3, 1, dtype=BOOL), -1.0),
+    ],
     "aten::masked_fill.Tensor": [call("aten::masked_fill.Tensor", t(2, 3, 4), t(3, 4, dtype=BOOL), t())],
     "aten::threshold_backward": [call("aten::threshold_backward", t(3, 4), t(3, 4), 0)],
-    **{n: [call(n, t(3, 4), t(3, 4)), call(n, t(2, 3, 1), t(2, 3, 4))] for n in (
-        "aten::gelu_backward", "aten::silu_backward", "aten::tanh_backward", "aten::sigmoid_backward")},
+    **{
+        n: [call(n, t(3, 4), t(3, 4)), call(n, t(2, 3, 1), t(2, 3, 4))]
+        for n in (
+            "aten::gelu_backward",
+            "aten::silu_backward",
+            "aten::tanh_backward",
+            "aten::sigmoid_backward",
+        )
+    },
     "aten::fill.Scalar": [call("aten::fill.Scalar", t(3, 4), 2.0)],
     "aten::full_like": [call("aten::full_like", t(3, 4), 2.0)],
     # products of groups, and the gradient of an extreme
     "streambp::shifted": [call("streambp::shifted", t(2, 5, 3), 1, by) for by in (1, -2)],
     "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],
     "streambp::grouped_outer": [call("streambp::grouped_outer", t(6, 4), t(6, 5), i(3, 6), 3)],
-    "streambp::to_extreme": [call("streambp::to_extreme", t(3, 1, 5), t(3, 4, 5), 1, largest) for largest in (True, False)],
+    "streambp::to_extreme": [
+        call("streambp::to_extreme", t(3, 1, 5), t(3, 4, 5), 1, largest) for largest in (True, False)
+    ],
     # views
-    "aten::reshape": [call("aten::reshape", t(*s), o) for s, o in (
-        ((3, 4, 5), [12, 5]), ((12, 5), [3, 4, 5]), ((3, 20), [3, 4, 5]), ((3, 4, 1), [3, 1, 4]))],
-    **{n: [call(n, lambda s=s: torch.randn(s, dtype=torch.float64), o) for s, o in (
-        ((3, 4, 5), [12, 5]), ((3, 4, 5), [3, 20]), ((12, 5), [3, 4, 5]), ((3, 20), [3, 4, 5]), ((3, 4, 1), [3, 1, 4]), ((4, 4, 4), [16, 4]))]
-       for n in ("aten::view", "aten::_unsafe_view")},
+    "aten::reshape": [
+        call("aten::reshape", t(*s), o)
+        for s, o in (((3, 4, 5), [12, 5]), ((12, 5), [3, 4, 5]), ((3, 20), [3, 4, 5]), ((3, 4, 1), [3, 1, 4]))
+    ],
+    **{
+        n: [
+            call(n, lambda s=s: torch.randn(s, dtype=torch.float64), o)
+            for s, o in (
+                ((3, 4, 5), [12, 5]),
+                ((3, 4, 5), [3, 20]),
+                ((12, 5), [3, 4, 5]),
+                ((3, 20), [3, 4, 5]),
+                ((3, 4, 1), [3, 1, 4]),
+                ((4, 4, 4), [16, 4]),
+            )
+        ]
+        for n in ("aten::view", "aten::_unsafe_view")
+    },
     "aten::unsqueeze": [call("aten::unsqueeze", t(3, 4), d) for d in (0, 1, 2, -1, -3)],
     "aten::squeeze": [call("aten::squeeze", t(1, 5, 1, 4))],
     "aten::squeeze.dim": [call("aten::squeeze.dim", t(1, 5, 1, 4), d) for d in (0, 1, -2)],
@@ -122,18 +173,41 @@ SAMPLES = {
     "aten::t": [call("aten::t", t(3, 4)), call("aten::t", t(3))],
     "aten::numpy_T": [call("aten::numpy_T", t(3, 4))],
     "aten::transpose.int": [call("aten::transpose.int", t(3, 4, 5), *d) for d in ((0, 1), (1, 2), (-1, 0))],
-    "aten::expand": [call("aten::expand", t(3, 1), [3, 4]), call("aten::expand", t(4), [3, 4]), call("aten::expand", t(3, 4), [2, 3, 4])],
+    "aten::expand": [
+        call("aten::expand", t(3, 1), [3, 4]),
+        call("aten::expand", t(4), [3, 4]),
+        call("aten::expand", t(3, 4), [2, 3, 4]),
+    ],
     "aten::repeat": [call("aten::repeat", t(3, 4), r) for r in ([2, 1], [1, 2], [2, 1, 1], [1, 1])],
-    "aten::slice.Tensor": [call("aten::slice.Tensor", t(3, 6), *a) for a in (
-        (1, 1, 5), (1, -2), (1, 0, -1), (0, 1, 9), (1, 1, 6, 2), (-1, 2), ())],
+    "aten::slice.Tensor": [
+        call("aten::slice.Tensor", t(3, 6), *a)
+        for a in ((1, 1, 5), (1, -2), (1, 0, -1), (0, 1, 9), (1, 1, 6, 2), (-1, 2), ())
+    ],
     "aten::select.int": [call("aten::select.int", t(3, 4, 5), *a) for a in ((1, 2), (-1, -1), (0, 0))],
-    "aten::constant_pad_nd": [call("aten::constant_pad_nd", t(3, 4), *a) for a in (
-        ([1, 2],), ([0, 1], 7.0), ([-1, 2],), ([-1, 0],), ([0, 0, 1, 0],), ([1, 0, -1, -1], 2.0))],
-    "aten::select_scatter": [call("aten::select_scatter", t(3, 4, 5), t(3, 5), 1, 2), call("aten::select_scatter", t(3, 4), t(4), 0, -1)],
-    "aten::slice_scatter": [call("aten::slice_scatter", t(3, 6), t(*s), *a) for s, a in (
-        ((3, 4), (1, 1, 5)), ((3, 2), (1, -2)), ((2, 6), (0, 1, 9)), ((3, 3), (1, 0, 6, 2)), ((3, 6), (1,)))],
-    "aten::cat": [call("aten::cat", [t(3, 4), t(3, 2)], 1), call("aten::cat", [t(3, 4), t(1, 4)]), call("aten::cat", [t(3, 4), t(3, 4)], -1),
-                  call("aten::cat", [t(0), t(3, 4)], 1)],
+    "aten::constant_pad_nd": [
+        call("aten::constant_pad_nd", t(3, 4), *a)
+        for a in (([1, 2],), ([0, 1], 7.0), ([-1, 2],), ([-1, 0],), ([0, 0, 1, 0],), ([1, 0, -1, -1], 2.0))
+    ],
+    "aten::select_scatter": [
+        call("aten::select_scatter", t(3, 4, 5), t(3, 5), 1, 2),
+        call("aten::select_scatter", t(3, 4), t(4), 0, -1),
+    ],
+    "aten::slice_scatter": [
+        call("aten::slice_scatter", t(3, 6), t(*s), *a)
+        for s, a in (
+            ((3, 4), (1, 1, 5)),
+            ((3, 2), (1, -2)),
+            ((2, 6), (0, 1, 9)),
+            ((3, 3), (1, 0, 6, 2)),
+            ((3, 6), (1,)),
+        )
+    ],
+    "aten::cat": [
+        call("aten::cat", [t(3, 4), t(3, 2)], 1),
+        call("aten::cat", [t(3, 4), t(1, 4)]),
+        call("aten::cat", [t(3, 4), t(3, 4)], -1),
+        call("aten::cat", [t(0), t(3, 4)], 1),
+    ],
     "aten::split.Tensor": [call("aten::split.Tensor", t(3, 5), 2, 1), call("aten::split.Tensor", t(4, 5), 3)],
     "aten::split_with_sizes": [call("aten::split_with_sizes", t(3, 5), [2, 3], -1)],
     "aten::unbind.int": [call("aten::unbind.int", t(3, 4, 5), d) for d in (0, 1, -1)],
@@ -148,61 +222,138 @@ SAMPLES = {
     "aten::mv": [call("aten::mv", t(3, 4), t(4))],
     "aten::dot": [call("aten::dot", t(4), t(4))],
     "aten::vdot": [call("aten::vdot", t(4), t(4))],
-    "aten::addmm": [call("aten::addmm", t(5), t(3, 4), t(4, 5)), call("aten::addmm", t(3, 5), t(3, 4), t(4, 5)),
-                    call("aten::addmm", t(3, 1), t(3, 4), t(4, 5), beta=2, alpha=3)],
-    "aten::baddbmm": [call("aten::baddbmm", t(2, 3, 5), t(2, 3, 4), t(2, 4, 5)), call("aten::baddbmm", t(1, 5), t(2, 3, 4), t(2, 4, 5))],
+    "aten::addmm": [
+        call("aten::addmm", t(5), t(3, 4), t(4, 5)),
+        call("aten::addmm", t(3, 5), t(3, 4), t(4, 5)),
+        call("aten::addmm", t(3, 1), t(3, 4), t(4, 5), beta=2, alpha=3),
+    ],
+    "aten::baddbmm": [
+        call("aten::baddbmm", t(2, 3, 5), t(2, 3, 4), t(2, 4, 5)),
+        call("aten::baddbmm", t(1, 5), t(2, 3, 4), t(2, 4, 5)),
+    ],
     # reductions
     "aten::sum": [call("aten::sum", t(3, 4)), call("aten::sum", t(3, 4, dtype=BOOL))],
-    "aten::sum.dim_IntList": [call("aten::sum.dim_IntList", t(3, 4, 5), *a) for a in (
-        ([1],), ([-1], True), ([0, 2],), (None,), ([], True))],
-    **{n: [call(n, t(3, 4, 5), [1]), call(n, t(3, 4, 5), [-1, 0], True), call(n, t(3, 4), [0])] for n in (
-        "aten::mean.dim", "aten::amax", "aten::amin", "aten::logsumexp")},
-    **{n: [call(n, t(3, 4, dtype=BOOL), 1), call(n, t(3, 4, dtype=BOOL), 0, True)] for n in ("aten::any.dim", "aten::all.dim")},
-    **{n: [call(n, t(3, 4, 2, dtype=BOOL), [1]), call(n, t(3, 4, 2, dtype=BOOL), [0, -1], True), call(n, t(3, 4, dtype=BOOL))]
-       for n in ("aten::any.dims", "aten::all.dims")},
-    **{n: [call(n, t(3, 4), 1), call(n, t(3, 4), -2, True), call(n, t(3, 4))] for n in ("aten::argmax", "aten::argmin")},
-    "aten::prod.dim_int": [call("aten::prod.dim_int", t(3, 4), 1), call("aten::prod.dim_int", t(3, 4), 0, True)],
+    "aten::sum.dim_IntList": [
+        call("aten::sum.dim_IntList", t(3, 4, 5), *a)
+        for a in (([1],), ([-1], True), ([0, 2],), (None,), ([], True))
+    ],
+    **{
+        n: [call(n, t(3, 4, 5), [1]), call(n, t(3, 4, 5), [-1, 0], True), call(n, t(3, 4), [0])]
+        for n in ("aten::mean.dim", "aten::amax", "aten::amin", "aten::logsumexp")
+    },
+    **{
+        n: [call(n, t(3, 4, dtype=BOOL), 1), call(n, t(3, 4, dtype=BOOL), 0, True)]
+        for n in ("aten::any.dim", "aten::all.dim")
+    },
+    **{
+        n: [
+            call(n, t(3, 4, 2, dtype=BOOL), [1]),
+            call(n, t(3, 4, 2, dtype=BOOL), [0, -1], True),
+            call(n, t(3, 4, dtype=BOOL)),
+        ]
+        for n in ("aten::any.dims", "aten::all.dims")
+    },
+    **{
+        n: [call(n, t(3, 4), 1), call(n, t(3, 4), -2, True), call(n, t(3, 4))]
+        for n in ("aten::argmax", "aten::argmin")
+    },
+    "aten::prod.dim_int": [
+        call("aten::prod.dim_int", t(3, 4), 1),
+        call("aten::prod.dim_int", t(3, 4), 0, True),
+    ],
     **{n: [call(n, t(3, 4))] for n in ("aten::mean", "aten::max", "aten::min", "aten::prod")},
     **{n: [call(n, t(3, 4, dtype=BOOL))] for n in ("aten::any", "aten::all")},
     **{n: [call(n, t(3, 4), 1), call(n, t(3, 4), 0, True)] for n in ("aten::max.dim", "aten::min.dim")},
-    **{n: [call(n, t(3, 4, 2), [1]), call(n, t(3, 4, 2), [-1, 0], correction=0, keepdim=True), call(n, t(3, 4))]
-       for n in ("aten::var_mean.correction", "aten::var.correction")},
+    **{
+        n: [
+            call(n, t(3, 4, 2), [1]),
+            call(n, t(3, 4, 2), [-1, 0], correction=0, keepdim=True),
+            call(n, t(3, 4)),
+        ]
+        for n in ("aten::var_mean.correction", "aten::var.correction")
+    },
     "aten::topk": [call("aten::topk", t(3, 5), 2), call("aten::topk", t(5, 3), 2, 0)],
     "aten::sort": [call("aten::sort", t(3, 5)), call("aten::sort", t(3, 5), 0)],
-    "aten::sort.stable": [call("aten::sort.stable", t(3, 5), stable=True), call("aten::sort.stable", t(3, 5), stable=True, dim=0)],
+    "aten::sort.stable": [
+        call("aten::sort.stable", t(3, 5), stable=True),
+        call("aten::sort.stable", t(3, 5), stable=True, dim=0),
+    ],
     **{n: [call(n, t(3, 4, 5), d, False) for d in (-1, 1)] for n in ("aten::_softmax", "aten::_log_softmax")},
     "aten::_safe_softmax": [call("aten::_safe_softmax", t(3, 4), -1)],
-    **{n: [call(n, t(3, 4, 5), t(3, 4, 5), d, torch.float64) for d in (-1, 1)] for n in (
-        "aten::_softmax_backward_data", "aten::_log_softmax_backward_data")},
-    **{n: [call(n, t(3, 4), 1), call(n, t(3, 4), 0), call(n, t(4, 3, 2), -2)] for n in (
-        "aten::cumsum", "aten::logcumsumexp", "aten::cumprod")},
-    "streambp::reverse_scan": [call("streambp::reverse_scan", t(*shape), d, kind) for shape, d, kind in (
-        ((3, 4), 1, "cumsum"), ((3, 4), 0, "logcumsumexp"), ((4, 3, 2), 1, "cumprod"))],
+    **{
+        n: [call(n, t(3, 4, 5), t(3, 4, 5), d, torch.float64) for d in (-1, 1)]
+        for n in ("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
+    },
+    **{
+        n: [call(n, t(3, 4), 1), call(n, t(3, 4), 0), call(n, t(4, 3, 2), -2)]
+        for n in ("aten::cumsum", "aten::logcumsumexp", "aten::cumprod")
+    },
+    "streambp::reverse_scan": [
+        call("streambp::reverse_scan", t(*shape), d, kind)
+        for shape, d, kind in (((3, 4), 1, "cumsum"), ((3, 4), 0, "logcumsumexp"), ((4, 3, 2), 1, "cumprod"))
+    ],
     # look-ups
-    "aten::embedding": [call("aten::embedding", t(7, 3), i(7, 2, 4)), call("aten::embedding", t(7, 3), i(7, 4), 2)],
+    "aten::embedding": [
+        call("aten::embedding", t(7, 3), i(7, 2, 4)),
+        call("aten::embedding", t(7, 3), i(7, 4), 2),
+    ],
     "aten::embedding_dense_backward": [
         call("aten::embedding_dense_backward", t(2, 4, 3), i(7, 2, 4), 7, -1, False),
         call("aten::embedding_dense_backward", t(4, 3), i(7, 4), 7, 2, False),
-        call("aten::embedding_dense_backward", t(6, 3), i(2, 6), 2, -1, True)],
-    "aten::index_select": [call("aten::index_select", t(3, 5), 1, i(5, 4)), call("aten::index_select", t(3, 5), 0, i(3, 6))],
+        call("aten::embedding_dense_backward", t(6, 3), i(2, 6), 2, -1, True),
+    ],
+    "aten::index_select": [
+        call("aten::index_select", t(3, 5), 1, i(5, 4)),
+        call("aten::index_select", t(3, 5), 0, i(3, 6)),
+    ],
     "aten::index.Tensor": [
-        call("aten::index.Tensor", t(5, 4), [i(5, 3)]), call("aten::index.Tensor", t(3, 5), [None, i(5, 4)]),
-        call("aten::index.Tensor", t(5, 6, 4), [i(5, 2, 3), i(6, 3)]), call("aten::index.Tensor", t(5, 4, 6), [i(5, 3), None, i(6, 3)]),
-        call("aten::index.Tensor", t(5, 4, 6), [i(5, 3, 1), None, i(6, 2)]), call("aten::index.Tensor", t(5, 6, 4), [i(5, 3, 1), i(6, 1, 3)]),
-        call("aten::index.Tensor", t(4, 5, 6, 2), [None, i(5, 3), i(6, 3)])],
-    "aten::gather": [call("aten::gather", t(3, 5), 1, i(5, 3, 4)), call("aten::gather", t(3, 5), 1, i(5, 2, 4)),
-                     call("aten::gather", t(5, 3), -2, i(5, 4, 3)), call("aten::gather", t(3, 5), 1, i(5, 3, 5))],
-    "aten::scatter.value": [call("aten::scatter.value", t(3, 5), 1, i(5, 3, 2), 1.0), call("aten::scatter.value", t(3, 5), 1, i(5, 2, 2), 1.0)],
-    "aten::scatter.src": [call("aten::scatter.src", t(3, 5), 1, i(5, 3, 1), t(3, 1)), call("aten::scatter.src", t(3, 5), 1, i(5, 2, 1), t(3, 4))],
-    "aten::scatter_add": [call("aten::scatter_add", t(3, 5), 1, i(5, 3, 2), t(3, 2)), call("aten::scatter_add", t(3, 5), 0, i(3, 4, 5), t(4, 5)),
-                          call("aten::scatter_add", t(3, 5), 1, i(5, 2, 2), t(3, 4))],
-    "aten::scatter_reduce.two": [call("aten::scatter_reduce.two", t(3, 5), 1, i(5, 3, 2), t(3, 2), "sum"),
-                                 call("aten::scatter_reduce.two", t(3, 5), 1, i(5, 2, 2), t(2, 2), "amax", include_self=False)],
-    **{n: [call(n, lambda: torch.zeros(7, 3, dtype=torch.float64), [i(7, 4)], t(4, 3), True), call(n, t(7, 3), [i(7, 4)], t(4, 3), True),
-           call(n, t(7, 3), [i(7, 4)], t(4, 3)), call(n, t(4, 7), [None, i(7, 3)], t(4, 3), True), call(n, t(7, 3), [i(7, 4)], t(), True),
-           call(n, t(7, 6, 3), [i(7, 2, 4), i(6, 4)], t(2, 4, 3), True), call(n, t(7, 3), [i(7, 4)], t(1, 3), True)]
-       for n in ("aten::index_put", "aten::_unsafe_index_put")},
-    "aten::index_add": [call("aten::index_add", t(3, 5), 1, i(5, 2), t(3, 2)), call("aten::index_add", t(7, 3), 0, i(7, 4), t(4, 3), alpha=2)],
+        call("aten::index.Tensor", t(5, 4), [i(5, 3)]),
+        call("aten::index.Tensor", t(3, 5), [None, i(5, 4)]),
+        call("aten::index.Tensor", t(5, 6, 4), [i(5, 2, 3), i(6, 3)]),
+        call("aten::index.Tensor", t(5, 4, 6), [i(5, 3), None, i(6, 3)]),
+        call("aten::index.Tensor", t(5, 4, 6), [i(5, 3, 1), None, i(6, 2)]),
+        call("aten::index.Tensor", t(5, 6, 4), [i(5, 3, 1), i(6, 1, 3)]),
+        call("aten::index.Tensor", t(4, 5, 6, 2), [None, i(5, 3), i(6, 3)]),
+    ],
+    "aten::gather": [
+        call("aten::gather", t(3, 5), 1, i(5, 3, 4)),
+        call("aten::gather", t(3, 5), 1, i(5, 2, 4)),
+        call("aten::gather", t(5, 3), -2, i(5, 4, 3)),
+        call("aten::gather", t(3, 5), 1, i(5, 3, 5)),
+    ],
+    "aten::scatter.value": [
+        call("aten::scatter.value", t(3, 5), 1, i(5, 3, 2), 1.0),
+        call("aten::scatter.value", t(3, 5), 1, i(5, 2, 2), 1.0),
+    ],
+    "aten::scatter.src": [
+        call("aten::scatter.src", t(3, 5), 1, i(5, 3, 1), t(3, 1)),
+        call("aten::scatter.src", t(3, 5), 1, i(5, 2, 1), t(3, 4)),
+    ],
+    "aten::scatter_add": [
+        call("aten::scatter_add", t(3, 5), 1, i(5, 3, 2), t(3, 2)),
+        call("aten::scatter_add", t(3, 5), 0, i(3, 4, 5), t(4, 5)),
+        call("aten::scatter_add", t(3, 5), 1, i(5, 2, 2), t(3, 4)),
+    ],
+    "aten::scatter_reduce.two": [
+        call("aten::scatter_reduce.two", t(3, 5), 1, i(5, 3, 2), t(3, 2), "sum"),
+        call("aten::scatter_reduce.two", t(3, 5), 1, i(5, 2, 2), t(2, 2), "amax", include_self=False),
+    ],
+    **{
+        n: [
+            call(n, lambda: torch.zeros(7, 3, dtype=torch.float64), [i(7, 4)], t(4, 3), True),
+            call(n, t(7, 3), [i(7, 4)], t(4, 3), True),
+            call(n, t(7, 3), [i(7, 4)], t(4, 3)),
+            call(n, t(4, 7), [None, i(7, 3)], t(4, 3), True),
+            call(n, t(7, 3), [i(7, 4)], t(), True),
+            call(n, t(7, 6, 3), [i(7, 2, 4), i(6, 4)], t(2, 4, 3), True),
+            call(n, t(7, 3), [i(7, 4)], t(1, 3), True),
+        ]
+        for n in ("aten::index_put", "aten::_unsafe_index_put")
+    },
+    "aten::index_add": [
+        call("aten::index_add", t(3, 5), 1, i(5, 2), t(3, 2)),
+        call("aten::index_add", t(7, 3), 0, i(7, 4), t(4, 3), alpha=2),
+    ],
     # creation
     "aten::full": [call("aten::full", [3, 4], 2.0, **PLACE)],
     **{n: [call(n, [3, 4], **PLACE)] for n in ("aten::zeros", "aten::ones")},
@@ -210,15 +361,38 @@ SAMPLES = {
     "aten::scalar_tensor": [call("aten::scalar_tensor", 2.0, **PLACE)],
     **{n: [call(n, t(3, 4), [5, 3])] for n in ("aten::new_zeros", "aten::new_ones", "aten::new_empty")},
     "aten::new_full": [call("aten::new_full", t(3, 4), [5, 3], 2.0)],
-    "prims::iota": [call("prims::iota", 5, start=2, step=3, dtype=torch.int64, device=torch.device("cpu"), requires_grad=False)],
+    "prims::iota": [
+        call(
+            "prims::iota",
+            5,
+            start=2,
+            step=3,
+            dtype=torch.int64,
+            device=torch.device("cpu"),
+            requires_grad=False,
+        )
+    ],
     # attention
-    "streambp::attention": [attention(), attention(groups=3), attention(causal=False), attention((1, 1, 5, 5), causal=False),
-                            attention((2, 4, 5, 5), groups=2, causal=False)],
-    "streambp::attention_backward": [attention_backward(), attention_backward(groups=3), attention_backward(causal=False),
-                                     attention_backward((2, 1, 5, 5), causal=False), attention_backward((1, 4, 5, 5), 2, causal=False)],
+    "streambp::attention": [
+        attention(),
+        attention(groups=3),
+        attention(causal=False),
+        attention((1, 1, 5, 5), causal=False),
+        attention((2, 4, 5, 5), groups=2, causal=False),
+    ],
+    "streambp::attention_backward": [
+        attention_backward(),
+        attention_backward(groups=3),
+        attention_backward(causal=False),
+        attention_backward((2, 1, 5, 5), causal=False),
+        attention_backward((1, 4, 5, 5), 2, causal=False),
+    ],
 }
 
-UNFILLED = {overload("aten::empty.memory_format"), overload("aten::new_empty")}  # nothing to compare: whatever was in memory
+UNFILLED = {
+    overload("aten::empty.memory_format"),
+    overload("aten::new_empty"),
+}  # nothing to compare: whatever was in memory
 
 
 def unwrapped(made):
@@ -260,7 +434,9 @@ class Sample:
     def run(self, operands, shape=None):
         """The op on other operands; ``shape`` replaces its shape argument."""
         left = iter(operands)
-        args, kwargs = tree_map(lambda a: next(left) if isinstance(a, torch.Tensor) else a, (self.args, self.kwargs))
+        args, kwargs = tree_map(
+            lambda a: next(left) if isinstance(a, torch.Tensor) else a, (self.args, self.kwargs)
+        )
         if shape is not None and self.rule.shape_arg is not None:
             args = tuple(list(shape) if k == self.rule.shape_arg else a for k, a in enumerate(args))
         return listed(self.target(*args, **kwargs))
@@ -274,7 +450,9 @@ class Sample:
         elif value.is_floating_point() or value.is_complex():
             rows.add_(torch.randn_like(rows) * 3)
         else:
-            rows.add_(torch.randint(1, max(self.bounds[operand], 2), rows.shape)).remainder_(self.bounds[operand])
+            rows.add_(torch.randint(1, max(self.bounds[operand], 2), rows.shape)).remainder_(
+                self.bounds[operand]
+            )
         return [value if k == operand else o for k, o in enumerate(self.operands)]
 
 
@@ -283,4 +461,8 @@ def listed(value):
 
 
 def cases():
-    return [pytest.param(name, number, id=f"{name}-{number}") for name, samples in SAMPLES.items() for number in range(len(samples))]
+    return [
+        pytest.param(name, number, id=f"{name}-{number}")
+        for name, samples in SAMPLES.items()
+        for number in range(len(samples))
+    ]

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from streambp_compile.backend import Chain
-from streambp_compile.config import Config
 from torch.utils._pytree import tree_leaves
 
-from streambp_compile import Report, internals, rehearsal
+from streambp_compile import Report, internals
+from streambp_compile.backend import Chain
+from streambp_compile.config import Config
+from streambp_compile.runtime import memory_simulation
 
 aten = torch.ops.aten
-READS = {aten._local_scalar_dense, aten.item, aten.equal,  # values
-         aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}  # sizes that depend on values
+READS = {
+    aten._local_scalar_dense,
+    aten.item,
+    aten.equal,  # values
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+}  # sizes that depend on values
 
 
 class Synchronises(AssertionError):
     """The host would have to wait for the device."""
 
 
-class Watching(rehearsal.Ledger):
+class Watching(memory_simulation.Ledger):
     """Raises where a call reads values of a tensor, or copies from one device to another."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
-        devices = {t.device.type for t in tensors if t.dim() or is_copy(func)}  # a CPU's number is an argument
+        devices = {
+            t.device.type for t in tensors if t.dim() or is_copy(func)
+        }  # a CPU's number is an argument
         if func.overloadpacket in READS or len(devices) > 1:
             raise Synchronises(f"{func} of {sorted(devices)}")
         return result
@@ -70,7 +80,7 @@ def rehearsed(device: str, monkeypatch) -> set[str]:
     with internals.FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.empty(1, 512, dtype=torch.int64, device=device)
         torch.compile(Mixture(device), backend=without_a_call)(ids)
-    monkeypatch.setattr(rehearsal, "Ledger", Watching)
-    assert rehearsal.rehearse(*report.steps[0]).backward
+    monkeypatch.setattr(memory_simulation, "Ledger", Watching)
+    assert memory_simulation.simulate(*report.steps[0]).backward
     schedules = [s for region in report.regions for s in (region.forward, region.backward) if s]
     return {str(n.target) for s in schedules for body in s.bodies for n in body.graph.graph.nodes}

@@ -1,8 +1,10 @@
-"""What every value carries, and how every edge reads: the table of a small causal layer as text, and the corners."""
+"""What every value carries, and how every edge reads: the table of a small causal layer as text, and the
+corners."""
 
 import pytest
 import torch
 from graphs import Written, causal_layer
+
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import CannotStream, Mark, Summed
 from streambp_compile.passes.verify import verify_analysis
@@ -66,9 +68,17 @@ loss                         sum                      sum     picked rows
 
 def test_labels_shifted_by_one_are_read_one_row_ahead_where_they_meet_the_logits():
     write = Written()
-    logits, labels = write.given("logits", torch.randn(5, 8)), write.given("labels", torch.zeros(5, dtype=torch.int64))
-    seen, following = write("seen", aten.slice.Tensor, logits, 0, 0, 4), write("following", aten.slice.Tensor, labels, 0, 1, 5)
-    picked = write("picked", aten.gather.default, seen, 1, write("column", aten.unsqueeze.default, following, 1))
+    logits, labels = (
+        write.given("logits", torch.randn(5, 8)),
+        write.given("labels", torch.zeros(5, dtype=torch.int64)),
+    )
+    seen, following = (
+        write("seen", aten.slice.Tensor, logits, 0, 0, 4),
+        write("following", aten.slice.Tensor, labels, 0, 1, 5),
+    )
+    picked = write(
+        "picked", aten.gather.default, seen, 1, write("column", aten.unsqueeze.default, following, 1)
+    )
     write.graph.output((write("loss", aten.sum.default, picked),))
     found = analyze(write.graph, 5, {logits: (Mark(0),), labels: (Mark(0),)})
     assert found.table() == SHIFTED.strip()
@@ -88,7 +98,9 @@ def test_created_values_carry_tokens_only_where_their_readers_do():
     write = Written()
     x = write.given("x", torch.randn(5, 5))
     more = write("more", aten.add.Tensor, x, write("filled", aten.full.default, [5, 5], 1.0))
-    write.graph.output((write("product", aten.mm.default, more, write("square", aten.full.default, [5, 5], 1.0)),))
+    write.graph.output(
+        (write("product", aten.mm.default, more, write("square", aten.full.default, [5, 5], 1.0)),)
+    )
     assert analyze(write.graph, 5, {x: (Mark(0),)}).table() == CREATED.strip()
 
 

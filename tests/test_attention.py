@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.nn.attention.flex_attention as flex
+import torch.nn.functional as F
 from models import VOCABULARY, Layer, gradients, ids_of, worst_error
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
 import streambp_compile
-from streambp_compile import NotStreamed, attention
+from streambp_compile import NotStreamed
+from streambp_compile.dynamo import attention
 
 EXACT = 1e-10
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 13, 8
@@ -29,20 +30,43 @@ def heads(count: int, width: int = WIDTH) -> tuple[int, ...]:
     return BATCH, count, TOKENS, width
 
 
-@pytest.mark.parametrize("sizes, given", [
-    ((heads(4), heads(4), heads(4)), dict(is_causal=True)),
-    ((heads(4), heads(4), heads(4)), dict(attn_mask=CAUSAL, scale=0.3)),
-    ((heads(4), heads(4), heads(4)), dict(attn_mask=torch.randn(BATCH, 1, TOKENS, TOKENS, dtype=torch.float64))),
-    ((heads(4), heads(2), heads(2)), dict(is_causal=True, enable_gqa=True)),
-    ((heads(4), heads(1), heads(1)), dict(attn_mask=CAUSAL.expand(BATCH, 1, TOKENS, TOKENS), enable_gqa=True)),
-    ((heads(4), (BATCH, 4, 5, WIDTH), (BATCH, 4, 5, WIDTH)), {}),
-    (((6, TOKENS, WIDTH),) * 3, dict(is_causal=True)),
-    (((6, TOKENS, WIDTH),) * 3, dict(attn_mask=CAUSAL.expand(6, TOKENS, TOKENS))),
-    (((2, 3, 2, TOKENS, WIDTH),) * 3, dict(is_causal=True)),
-], ids=["causal", "boolean", "additive", "grouped", "one key head", "other keys", "no heads", "no heads, masked", "five dimensions"])
+@pytest.mark.parametrize(
+    "sizes, given",
+    [
+        ((heads(4), heads(4), heads(4)), dict(is_causal=True)),
+        ((heads(4), heads(4), heads(4)), dict(attn_mask=CAUSAL, scale=0.3)),
+        (
+            (heads(4), heads(4), heads(4)),
+            dict(attn_mask=torch.randn(BATCH, 1, TOKENS, TOKENS, dtype=torch.float64)),
+        ),
+        ((heads(4), heads(2), heads(2)), dict(is_causal=True, enable_gqa=True)),
+        (
+            (heads(4), heads(1), heads(1)),
+            dict(attn_mask=CAUSAL.expand(BATCH, 1, TOKENS, TOKENS), enable_gqa=True),
+        ),
+        ((heads(4), (BATCH, 4, 5, WIDTH), (BATCH, 4, 5, WIDTH)), {}),
+        (((6, TOKENS, WIDTH),) * 3, dict(is_causal=True)),
+        (((6, TOKENS, WIDTH),) * 3, dict(attn_mask=CAUSAL.expand(6, TOKENS, TOKENS))),
+        (((2, 3, 2, TOKENS, WIDTH),) * 3, dict(is_causal=True)),
+    ],
+    ids=[
+        "causal",
+        "boolean",
+        "additive",
+        "grouped",
+        "one key head",
+        "other keys",
+        "no heads",
+        "no heads, masked",
+        "five dimensions",
+    ],
+)
 def test_it_is_the_function_of_torch(sizes, given):
     tensors = operands(*sizes)
-    ours, truth = (with_gradients(f, tensors, **given) for f in (attention.scaled_dot_product_attention, F.scaled_dot_product_attention))
+    ours, truth = (
+        with_gradients(f, tensors, **given)
+        for f in (attention.scaled_dot_product_attention, F.scaled_dot_product_attention)
+    )
     for a, b in zip(ours, truth, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
@@ -51,7 +75,11 @@ def test_a_row_that_may_attend_to_nothing_gives_zeros():
     tensors, mask = operands(*[heads(4)] * 3), CAUSAL.clone()
     mask[3] = False
     out, *grads = with_gradients(attention.scaled_dot_product_attention, tensors, attn_mask=mask)
-    assert (out[:, :, 3] == 0).all() and (grads[0][:, :, 3] == 0).all() and not any(t.isnan().any() for t in grads)
+    assert (
+        (out[:, :, 3] == 0).all()
+        and (grads[0][:, :, 3] == 0).all()
+        and not any(t.isnan().any() for t in grads)
+    )
 
 
 def test_causality_beside_a_mask_is_both():
@@ -63,11 +91,19 @@ def test_causality_beside_a_mask_is_both():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("given", [dict(dropout_p=0.5), dict(attn_mask=torch.zeros(TOKENS, TOKENS, dtype=torch.float64, requires_grad=True))],
-                         ids=["dropout", "learned mask"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(dropout_p=0.5),
+        dict(attn_mask=torch.zeros(TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)),
+    ],
+    ids=["dropout", "learned mask"],
+)
 def test_what_no_fused_operator_does_is_written_out(given):
     def ops_of(*tensors):
-        graph = torch.fx.experimental.proxy_tensor.make_fx(lambda *t: attention.scaled_dot_product_attention(*t, **given))(*tensors)
+        graph = torch.fx.experimental.proxy_tensor.make_fx(
+            lambda *t: attention.scaled_dot_product_attention(*t, **given)
+        )(*tensors)
         return {str(n.target) for n in graph.graph.nodes}
 
     found = ops_of(*operands(*[heads(4)] * 3))
@@ -93,10 +129,19 @@ def test_flex_attention_is_its_mask_and_its_scores(score_mod, mask_mod, packed):
     query, key, value = (t.detach() for t in operands(heads(4), heads(2), heads(2)))
     documents = (torch.arange(TOKENS) // 4).expand(BATCH, TOKENS)
     buffers = (documents,) if packed else ()
-    mask = flex.create_block_mask(lambda b, h, row, column: mask_mod(b, h, row, column, *buffers), BATCH, None, TOKENS, TOKENS, device="cpu")
+    mask = flex.create_block_mask(
+        lambda b, h, row, column: mask_mod(b, h, row, column, *buffers),
+        BATCH,
+        None,
+        TOKENS,
+        TOKENS,
+        device="cpu",
+    )
     truth = flex.flex_attention(query, key, value, score_mod=score_mod, block_mask=mask, enable_gqa=True)
     scores = symbolic_trace(score_mod or (lambda score, batch, head, row, column: score))
-    (out,) = attention.flex_attention(query, key, value, scores, (symbolic_trace(mask_mod),), WIDTH ** -0.5, None, (), buffers)
+    (out,) = attention.flex_attention(
+        query, key, value, scores, (symbolic_trace(mask_mod),), WIDTH**-0.5, None, (), buffers
+    )
     torch.testing.assert_close(out, truth, rtol=1e-12, atol=1e-12)
 
 
@@ -119,7 +164,8 @@ class Attended(nn.Module):
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("score_mod", [None, nearer])
 def test_flex_attention_streams(score_mod, interpreted, monkeypatch):
-    """torch has no backward of it on a CPU, and says so before any backend is asked; as mask and scores it has one."""
+    """torch has no backward of it on a CPU, and says so before any backend is asked; as mask and scores it
+    has one."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
 
     def mix(q, k, v):
@@ -129,11 +175,15 @@ def test_flex_attention_streams(score_mod, interpreted, monkeypatch):
     def written(q, k, v):
         distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
         bias = 0 if score_mod is None else -0.1 * distance * torch.arange(1, HEADS + 1)[:, None, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(distance >= 0, bias + 0 * q[0, 0, 0, 0].detach(), -torch.inf))
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=torch.where(distance >= 0, bias + 0 * q[0, 0, 0, 0].detach(), -torch.inf)
+        )
 
     model, ids = Attended(mix).double(), ids_of(2, 61)
     report = streambp_compile.explain(model, ids, streambp_options={"chunk_size": 16, "strict": True})
-    assert str(report).count("keys [-inf,0]: causal, proved") == 2 and "sort" not in str(report.split[0].graph)
+    assert str(report).count("keys [-inf,0]: causal, proved") == 2 and "sort" not in str(
+        report.split[0].graph
+    )
     torch._dynamo.reset()
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
     found = gradients(model, lambda: step(ids))
@@ -143,8 +193,11 @@ def test_flex_attention_streams(score_mod, interpreted, monkeypatch):
 
 def test_a_region_that_is_refused_has_the_attention_of_torch(interpreted):
     """Its queries and keys change places with the tokens: no rule lets that stream."""
+
     def mix(q, k, v):
-        return F.scaled_dot_product_attention(q, k.cumprod(-1).median(2, keepdim=True).values + k, v, is_causal=True)
+        return F.scaled_dot_product_attention(
+            q, k.cumprod(-1).median(2, keepdim=True).values + k, v, is_causal=True
+        )
 
     model, ids = Attended(mix).double(), ids_of(2, 61)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
@@ -155,11 +208,14 @@ def test_a_region_that_is_refused_has_the_attention_of_torch(interpreted):
     with pytest.warns(NotStreamed, match="median"):
         report = streambp_compile.explain(model, ids)
     refused = [r for r in report.regions if r.refusal is not None]
-    assert refused and all("streambp.attention" not in str(r.joint.graph) and "attention" in str(r.joint.graph) for r in refused)
+    assert refused and all(
+        "streambp.attention" not in str(r.joint.graph) and "attention" in str(r.joint.graph) for r in refused
+    )
 
 
 def test_the_layout_that_the_user_was_given_stays(interpreted):
     """Uneven widths make torch lay the result out by heads, and a view may rest on that."""
+
     def mix(q, k, v):
         out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 4)), is_causal=True)
         return out.view(q.shape[0], HEADS, -1).view_as(out)[..., : v.shape[-1]]
@@ -172,7 +228,9 @@ def test_the_layout_that_the_user_was_given_stays(interpreted):
 def test_layer_of_the_models_is_one_operator():
     layer = Layer(32, 4)
     graphs = []
-    torch.compile(layer, backend=lambda graph, inputs: graphs.append(attention.one_attention(graph)) or graph)(torch.randn(1, 8, 32))
+    torch.compile(
+        layer, backend=lambda graph, inputs: graphs.append(attention.one_attention(graph)) or graph
+    )(torch.randn(1, 8, 32))
     assert [n.target for n in graphs[0].graph.nodes].count(attention.scaled_dot_product_attention) == 1
 
 
@@ -194,4 +252,6 @@ def test_blocks_that_do_not_come_from_the_mask_are_no_mask_of_ours(chosen, fresh
         return graph
 
     torch.compile(attend, backend=backend)(torch.randn(1, 2, 256, 16))
-    assert (attention.flex_attention in seen) != chosen and (torch.ops.higher_order.flex_attention in seen) == chosen
+    assert (attention.flex_attention in seen) != chosen and (
+        torch.ops.higher_order.flex_attention in seen
+    ) == chosen

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from streambp_compile.compiled_region import apart, run_scaled, storages
 from torch.fx import Graph
 
 from streambp_compile import compiled_region, internals
+from streambp_compile.compiled_region import apart, run_scaled, storages
 
 
 @pytest.fixture

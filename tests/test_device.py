@@ -6,29 +6,40 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.fakes import on_device
 from models import LlamaLike
 
+from benchmarks.fakes import on_device
 from streambp_compile import explain, internals
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
-from streambp_compile.device import planned_for
-from streambp_compile.passes import cost, plan
-from streambp_compile.passes.cost import Cost, Work
-from streambp_compile.passes.device import KNOWN, REFERENCE_CPU, derived, known, named
 from streambp_compile.passes.ir import EVERYWHERE, FUTURE, PAST, Reach
-from streambp_compile.rehearsal import Ledger, main_device
+from streambp_compile.passes.planning import chunk_length, cost_model
+from streambp_compile.passes.planning.cost_model import Cost, Work
+from streambp_compile.passes.planning.devices import KNOWN, REFERENCE_CPU, derived, known, named
 from streambp_compile.report import Report
-from streambp_compile.target import target_of
+from streambp_compile.runtime.memory_simulation import Ledger, main_device
+from streambp_compile.target_device import planned_for, target_of
 
 GIB = 2**30
 REPORTED = (  # what drivers say, and the row that it means
-    ("NVIDIA H200", 140, "H200"), ("NVIDIA H100 80GB HBM3", 80, "H100"), ("NVIDIA H100 PCIe", 80, "H100 PCIe"),
-    ("NVIDIA A100-SXM4-80GB", 80, "A100-80"), ("NVIDIA A100-SXM4-40GB", 40, "A100-40"), ("NVIDIA A100-PCIE-40GB", 40, "A100-40"),
-    ("NVIDIA A100 80GB PCIe", 80, "A100 80GB PCIe"), ("NVIDIA A800-SXM4-80GB", 80, "A800"), ("NVIDIA L4", 22, "L4"),
-    ("NVIDIA L40S", 45, "L40S"), ("NVIDIA GeForce RTX 4090", 24, "RTX 4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, None),
-    ("NVIDIA RTX 6000 Ada Generation", 48, "RTX 6000 Ada"), ("Tesla V100-SXM2-16GB", 16, "V100-16"), ("Tesla T4", 15, "T4"),
-    ("NVIDIA A10G", 22, None), ("Radeon", 16, None))
+    ("NVIDIA H200", 140, "H200"),
+    ("NVIDIA H100 80GB HBM3", 80, "H100"),
+    ("NVIDIA H100 PCIe", 80, "H100 PCIe"),
+    ("NVIDIA A100-SXM4-80GB", 80, "A100-80"),
+    ("NVIDIA A100-SXM4-40GB", 40, "A100-40"),
+    ("NVIDIA A100-PCIE-40GB", 40, "A100-40"),
+    ("NVIDIA A100 80GB PCIe", 80, "A100 80GB PCIe"),
+    ("NVIDIA A800-SXM4-80GB", 80, "A800"),
+    ("NVIDIA L4", 22, "L4"),
+    ("NVIDIA L40S", 45, "L40S"),
+    ("NVIDIA GeForce RTX 4090", 24, "RTX 4090"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, None),
+    ("NVIDIA RTX 6000 Ada Generation", 48, "RTX 6000 Ada"),
+    ("Tesla V100-SXM2-16GB", 16, "V100-16"),
+    ("Tesla T4", 15, "T4"),
+    ("NVIDIA A10G", 22, None),
+    ("Radeon", 16, None),
+)
 
 
 @pytest.mark.parametrize(("name", "gib", "row"), REPORTED)
@@ -50,15 +61,24 @@ def test_every_row_is_a_device_that_could_be(row):
 
 
 DRIVERS = (  # name, capability, multiprocessors, clock, memory clock, bus bits
-    ("A100-80", (8, 0), 108, 1.41e9, 1.593e9, 5120), ("H100", (9, 0), 132, 1.83e9, 2.619e9, 5120),
-    ("RTX 4090", (8, 9), 128, 2.52e9, 10.501e9, 384), ("V100-16", (7, 0), 80, 1.53e9, 0.877e9, 4096))
+    ("A100-80", (8, 0), 108, 1.41e9, 1.593e9, 5120),
+    ("H100", (9, 0), 132, 1.83e9, 2.619e9, 5120),
+    ("RTX 4090", (8, 9), 128, 2.52e9, 10.501e9, 384),
+    ("V100-16", (7, 0), 80, 1.53e9, 0.877e9, 4096),
+)
 
 
 @pytest.mark.parametrize(("name", "capability", "processors", "clock", "memory_clock", "bus"), DRIVERS)
-def test_a_device_derived_from_its_driver_s_figures_is_the_table_s(name, capability, processors, clock, memory_clock, bus):
+def test_a_device_derived_from_its_driver_s_figures_is_the_table_s(
+    name, capability, processors, clock, memory_clock, bus
+):
     row = named(name)
     found = derived("unknown", capability, row.memory, processors, clock, memory_clock, bus, row.cache)
-    for mine, stated in ((found.half, row.half), (found.single, row.single), (found.bandwidth, row.bandwidth)):
+    for mine, stated in (
+        (found.half, row.half),
+        (found.single, row.single),
+        (found.bandwidth, row.bandwidth),
+    ):
         assert abs(mine / stated - 1) < 0.1
     silent = derived("unknown", capability, row.memory, processors, 0, 0, 0, row.cache)
     assert 0.5 < silent.half / row.half < 1.3 and 0.3 < silent.bandwidth / row.bandwidth < 3
@@ -73,32 +93,60 @@ def test_which_device_a_region_is_planned_for():
 
 
 def test_how_many_keys_a_chunk_reaches():
-    assert cost.reached(EVERYWHERE, 8, 64) == 1
-    assert cost.reached(PAST, 8, 64) == cost.reached(FUTURE, 8, 64) == 72 / 128
-    assert cost.reached(Reach(-15, 0), 8, 64) == 23 / 64
-    assert cost.reached(Reach(-15, 0), 64, 64) == 1
+    assert cost_model.reached(EVERYWHERE, 8, 64) == 1
+    assert cost_model.reached(PAST, 8, 64) == cost_model.reached(FUTURE, 8, 64) == 72 / 128
+    assert cost_model.reached(Reach(-15, 0), 8, 64) == 23 / 64
+    assert cost_model.reached(Reach(-15, 0), 64, 64) == 1
 
 
-ROUND = replace(REFERENCE_CPU, bandwidth=100.0, half=1000.0, single=1000.0, cache=100, launch=0.5, tile=2, processors=10,
-                attention=(), extra_rows=0.0)
-WORK = Work(tokens=64, products=((torch.float32, 4000.0, 5),), attention=((torch.float32, True, 2000.0, 2),), traffic=6400, weights=50,
-            totals=100, prefix=800, keys=PAST, kernels=3, widest=25)
+ROUND = replace(
+    REFERENCE_CPU,
+    bandwidth=100.0,
+    half=1000.0,
+    single=1000.0,
+    cache=100,
+    launch=0.5,
+    tile=2,
+    processors=10,
+    attention=(),
+    extra_rows=0.0,
+)
+WORK = Work(
+    tokens=64,
+    products=((torch.float32, 4000.0, 5),),
+    attention=((torch.float32, True, 2000.0, 2),),
+    traffic=6400,
+    weights=50,
+    totals=100,
+    prefix=800,
+    keys=PAST,
+    kernels=3,
+    widest=25,
+)
 
 
 def test_seconds_term_by_term():
     """Eight chunks of eight tokens: four seconds at the full rate, half of the traffic in the cache."""
     found = WORK.cost(8, ROUND)
-    assert found == Cost(products=4.0, attention=4.0 * (1 + 20 / 32), traffic=32.0, tails=8 * 10 * 4 * 5 / 1000, weights=4.0, totals=8.0,
-                         prefix=8 * 800 * (72 / 128) / 100, launches=12.0)
+    assert found == Cost(
+        products=4.0,
+        attention=4.0 * (1 + 20 / 32),
+        traffic=32.0,
+        tails=8 * 10 * 4 * 5 / 1000,
+        weights=4.0,
+        totals=8.0,
+        prefix=8 * 800 * (72 / 128) / 100,
+        launches=12.0,
+    )
     assert found.efficiency == 4.0 / (4.0 + 1.6 + 4.0 + 8.0)
     assert (found + found).seconds == (found * 2).seconds == 2 * found.seconds
     assert WORK.cost(8, replace(ROUND, extra_rows=40)).attention == 4.0 * (1 + 40 / 8)
 
 
 def test_lengths_are_multiples_of_a_tile():
-    assert [*plan.lengths_up_to(100, 16)] == [32, 48, 64, 80, 96]
-    assert [*plan.lengths_up_to(10, 128)] == [128]
-    long = [*plan.lengths_up_to(1 << 20, 128)]
+    assert [*chunk_length.lengths_up_to(100, 16)] == [32, 48, 64, 80, 96]
+    assert [*chunk_length.lengths_up_to(10, 128)] == [128]
+    long = [*chunk_length.lengths_up_to(1 << 20, 128)]
     assert len(long) < 300 and all(c % 128 == 0 for c in long)
 
 
@@ -124,20 +172,26 @@ def chunks_of(report: Report) -> list[int]:
 
 
 def test_chunks_are_as_long_as_a_device_wants_them(interpreted):
-    """Thousands of rows on a large GPU, so that products run at nine tenths of their rate; fewer where memory is small."""
+    """Thousands of rows on a large GPU, so that products run at nine tenths of their rate; fewer where memory
+    is small."""
     report = planned(4096, 32, 8, 32768, torch.bfloat16, device="H200")
     assert "planned for H200 (sm_90): 140.4 GiB" in str(report)
     layer, head = report.regions
     for device in map(named, ("H200", "A100-80", "T4")):
         for region, schedule in ((layer, layer.forward), (layer, layer.backward), (head, head.forward)):
-            chunks = plan.chunk_lengths(schedule.program, region.analysis, None, device)
+            chunks = chunk_length.chunk_lengths(schedule.program, region.analysis, None, device)
             assert device.name != "H200" or chunks == schedule.chunks
-            costs = plan.program_cost(schedule.program, region.analysis, chunks, device)
+            costs = chunk_length.program_cost(schedule.program, region.analysis, chunks, device)
             for sweep, chunk, found in zip(schedule.program.sweeps, chunks, costs):
                 assert chunk % 128 == 0 and chunk <= 8192
-                assert chunk * plan.sweep_work(sweep, region.analysis).widest <= device.memory // plan.SHARE
-                few = schedule is layer.backward and not sweep.sums  # keys and values are made again: few products
-                assert device.name == "T4" or chunk >= 2048 and (few or found.efficiency > plan.FULL)
+                assert (
+                    chunk * chunk_length.sweep_work(sweep, region.analysis).widest
+                    <= device.memory // chunk_length.SHARE
+                )
+                few = (
+                    schedule is layer.backward and not sweep.sums
+                )  # keys and values are made again: few products
+                assert device.name == "T4" or chunk >= 2048 and (few or found.efficiency > chunk_length.FULL)
 
 
 @pytest.mark.parametrize(("tokens", "longest"), ((512, 256), (2048, 512)))
@@ -153,7 +207,10 @@ def test_chunks_on_a_cpu_stay_in_its_cache(interpreted):
     layer, _ = report.regions
     for schedule in (layer.forward, layer.backward):
         for sweep, chunk in zip(schedule.program.sweeps, schedule.chunks):
-            assert 160 <= chunk <= 1024 and chunk * plan.sweep_work(sweep, layer.analysis).widest < REFERENCE_CPU.cache
+            assert (
+                160 <= chunk <= 1024
+                and chunk * chunk_length.sweep_work(sweep, layer.analysis).widest < REFERENCE_CPU.cache
+            )
 
 
 def test_fake_arguments_are_explained_without_being_computed(interpreted):
@@ -174,13 +231,20 @@ def test_products_that_widen_are_counted_where_torch_has_no_fake_form(batch):
     aten = torch.ops.aten
     adding, product = (aten.baddbmm, aten.bmm) if batch else (aten.addmm, aten.mm)
     with internals.FakeTensorMode():
-        left, right = torch.empty(*batch, 4, 8, dtype=torch.bfloat16), torch.empty(*batch, 8, 16, dtype=torch.bfloat16)
+        left, right = (
+            torch.empty(*batch, 4, 8, dtype=torch.bfloat16),
+            torch.empty(*batch, 8, 16, dtype=torch.bfloat16),
+        )
         total = torch.empty(*batch, 4, 16)
         with Ledger() as ledger:
             added = adding.dtype(total, left, right, torch.float32)
             made = product.dtype(left, right, torch.float32)
             into = adding.dtype_out(total, left, right, torch.float32, out=added)
-        assert added.shape == made.shape == total.shape and added.dtype == made.dtype == torch.float32 and into is added
+        assert (
+            added.shape == made.shape == total.shape
+            and added.dtype == made.dtype == torch.float32
+            and into is added
+        )
         assert ledger.held == 2 * total.numel() * 4
 
 
@@ -201,7 +265,10 @@ def test_the_generated_wrapper_is_found_behind_what_lies_around_it():
 def test_the_allocator_s_blocks_are_counted_on_cuda():
     ledger = Ledger("cuda")
     assert (ledger.device, ledger.block) == ("cuda", 512) and Ledger().block == 1
-    assert main_device([torch.ones(1, device="meta"), torch.ones(1)]) == "meta" and main_device([1, torch.ones(1)]) == "cpu"
+    assert (
+        main_device([torch.ones(1, device="meta"), torch.ones(1)]) == "meta"
+        and main_device([1, torch.ones(1)]) == "cpu"
+    )
 
 
 def test_conditions_on_sizes_that_tracing_found_equal():

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streambp_compile import backend, compiled_region, internals, pipeline, runtime
+from streambp_compile import backend, compiled_region, internals, pipeline
 from streambp_compile.report import NotStreamed
+from streambp_compile.runtime import runner
 
 TOKENS, WIDTH = 16, 8
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -57,25 +58,34 @@ def failing(function, error: type[BaseException] = Broken):
 
 
 def rewrites_with(index: int):
-    return tuple((failing(rewrite) if i == index else rewrite, doing)
-                 for i, (rewrite, doing) in enumerate(backend.REWRITES))
+    return tuple(
+        (failing(rewrite) if i == index else rewrite, doing)
+        for i, (rewrite, doing) in enumerate(backend.REWRITES)
+    )
 
 
 BEFORE_REGIONS = {  # what fails → the stage that the warning names
-    "find_axes": "finding the token dimension", "weight_views": "cutting the graph",
-    "traits_of": "cutting the graph", "split": "cutting the graph", "postpone": "cutting the graph",
-    "build_region": "linking regions", "region_text": "linking regions", "linked": "linking regions",
+    "find_axes": "finding the token dimension",
+    "weight_views": "cutting the graph",
+    "traits_of": "cutting the graph",
+    "split": "cutting the graph",
+    "lazy_regions": "cutting the graph",
+    "build_region": "linking regions",
+    "region_text": "linking regions",
+    "linked": "linking regions",
 }
 IN_A_REGION = {
     (pipeline, "normalize"): "normalising the joint graph",
-    (pipeline, "unsort"): "normalising the joint graph",
-    (pipeline, "Spread"): "following tokens",
+    (pipeline, "undo_sorts"): "normalising the joint graph",
+    (pipeline, "TokenPropagation"): "following tokens",
     (pipeline, "analyze"): "following tokens",
     (pipeline, "verify_analysis"): "following tokens",
     (pipeline, "partition"): "assigning operations to sweeps",
     (pipeline, "is_linear"): "assigning operations to sweeps",
-    (pipeline, "verify_program"): "writing chunk bodies", (pipeline, "lower"): "writing chunk bodies",
-    (pipeline, "chunk_lengths"): "writing chunk bodies", (pipeline, "Runner"): "preparing the joint graph",
+    (pipeline, "verify_program"): "writing chunk bodies",
+    (pipeline, "lower"): "writing chunk bodies",
+    (pipeline, "chunk_lengths"): "writing chunk bodies",
+    (pipeline, "Runner"): "preparing the joint graph",
     (internals, "compile_body"): "compiling chunk bodies",
     (compiled_region, "cannot_tell"): "preparing the joint graph",
     (internals, "inline_numbers"): "preparing the joint graph",
@@ -86,7 +96,7 @@ IN_A_REGION = {
 
 
 def is_told(texts: list[str], stage: str) -> None:
-    text, = texts
+    (text,) = texts
     assert stage in text and "Broken: a defect" in text
     assert "please report" in text and "test_failures.py" in text
 
@@ -140,7 +150,7 @@ def test_an_error_of_a_running_body_names_tokens_region_and_lines(monkeypatch, e
     given = inputs()
     compiled = torch.compile(loss_of, backend="streambp", options={"chunk_size": 5})
     compiled(*given).backward()
-    cut = runtime.cut
+    cut = runner.cut
 
     def broken(binding, source, start, *rest):
         if start == 5:
@@ -148,7 +158,7 @@ def test_an_error_of_a_running_body_names_tokens_region_and_lines(monkeypatch, e
         return cut(binding, source, start, *rest)
 
     loss = compiled(*given) if direction == "backward" else None
-    monkeypatch.setattr(runtime, "cut", broken)
+    monkeypatch.setattr(runner, "cut", broken)
     with pytest.raises(error, match="in a kernel") as raised:
         loss.backward() if direction == "backward" else compiled(*given)
     notes = "\n".join(raised.value.__notes__)
@@ -163,12 +173,13 @@ def test_before_python_3_11_a_note_is_a_line_of_the_message(monkeypatch):
             raise AttributeError
 
     error = Old("out of memory", 3)
-    runtime.note(error, "in region 1")
+    runner.note(error, "in region 1")
     assert error.args == ("out of memory\nin region 1", 3)
 
 
 def test_a_repeated_value_is_as_contiguous_as_that_of_eager():
     """Its decomposition once was an expanded view, and what viewed it failed while the region was traced."""
+
     def function(x, weight, head, labels):
         y = (x @ head).permute(1, 0, 2).unsqueeze(0).repeat(2, 1, 1, 1).view(-1, 2, 11)
         return loss_of(x, weight, head, labels) + y.square().sum()
@@ -176,10 +187,20 @@ def test_a_repeated_value_is_as_contiguous_as_that_of_eager():
     assert not any("failed" in text for text in refusals(function, inputs()))
 
 
-LAYOUTS = [lambda x: x, lambda x: x.permute(2, 0, 1), lambda x: x[:, ::2],
-           lambda x: x[:, :1].expand(-1, 4, -1)]
-OPS = [lambda x: x.repeat(2, 1, 3), lambda x: x.repeat(2, 1, 1, 1), lambda x: x.mean((0, 1)),
-       lambda x: x.mean(1, True), lambda x: x.var((0, 1)), lambda x: torch.var_mean(x, (0, 2))[0]]
+LAYOUTS = [
+    lambda x: x,
+    lambda x: x.permute(2, 0, 1),
+    lambda x: x[:, ::2],
+    lambda x: x[:, :1].expand(-1, 4, -1),
+]
+OPS = [
+    lambda x: x.repeat(2, 1, 3),
+    lambda x: x.repeat(2, 1, 1, 1),
+    lambda x: x.mean((0, 1)),
+    lambda x: x.mean(1, True),
+    lambda x: x.var((0, 1)),
+    lambda x: torch.var_mean(x, (0, 2))[0],
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streambp_compile import NotStreamed, explain
-from streambp_compile.flash_attn import flash_attn_as_attention
+from streambp_compile.dynamo.flash_attn import flash_attn_as_attention
 from streambp_compile.passes.rules import rule_of
 
 DIM, HEADS, KEY_HEADS, WORDS, LENGTH = 32, 4, 2, 64, 70
@@ -22,9 +22,19 @@ def bias_of(rows: int, left: int, right: int) -> Tensor:
 
 
 @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
-def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
-            window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
-            return_softmax: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bias = bias_of(q.shape[1], window_size_left, 0 if causal else window_size_right)
     out, lse = cuda_kernels.attend(*(t.transpose(1, 2) for t in (q, k, v)), bias, None, softmax_scale)
     return out.transpose(1, 2).contiguous(), lse.float(), q.new_empty(0), torch.empty(2, dtype=torch.int64)
@@ -38,10 +48,26 @@ def _(q, k, v, *_):
 
 
 @torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-             dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float,
-             causal: bool, window_size_left: int, window_size_right: int, softcap: float,
-             alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None) -> Tensor:
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
     bias = bias_of(q.shape[1], window_size_left, 0 if causal else window_size_right)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     lse = cuda_kernels.attend(q, k, v, bias, None, softmax_scale)[1]  # not rounded: eager is the truth here
@@ -58,12 +84,27 @@ def _(dout, *_, **__):
 
 
 @torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-           max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
-           window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
-           alibi_slopes: Tensor | None = None, return_softmax: bool = False,
-           block_table: Tensor | None = None, leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None,
-           zero_tensors: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raise NotImplementedError
 
 
@@ -77,8 +118,25 @@ def flash_gradients(ctx, dout):
     width = dout.size(3)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     padded = F.pad(dout, [0, 8 - width % 8]) if width % 8 else dout
-    torch.ops.flash_attn._flash_attn_backward(padded, q, k, v, out, lse, dq, dk, dv, 0.0, 0.3, ctx.causal,
-                                              *ctx.window, 0.0, None, False, rng_state=rng_state)
+    torch.ops.flash_attn._flash_attn_backward(
+        padded,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        0.0,
+        0.3,
+        ctx.causal,
+        *ctx.window,
+        0.0,
+        None,
+        False,
+        rng_state=rng_state,
+    )
     return dq[..., :width], dk[..., :width], dv[..., :width], None, None, None
 
 
@@ -91,9 +149,18 @@ class FlashAttention(torch.autograd.Function):
         if width % 8:
             q, k, v = (F.pad(t, [0, 8 - width % 8]) for t in (q, k, v))
         out, lse, _, rng_state = torch.ops.flash_attn._flash_attn_forward(
-            q, k, v, options.get("dropout_p", 0.0), 0.3, causal=causal, window_size_left=window[0],
-            window_size_right=window[1], softcap=options.get("softcap", 0.0), alibi_slopes=None,
-            return_softmax=False)
+            q,
+            k,
+            v,
+            options.get("dropout_p", 0.0),
+            0.3,
+            causal=causal,
+            window_size_left=window[0],
+            window_size_right=window[1],
+            softcap=options.get("softcap", 0.0),
+            alibi_slopes=None,
+            return_softmax=False,
+        )
         ctx.save_for_backward(q, k, v, out, lse, rng_state)
         ctx.causal, ctx.window = causal, window
         return out[..., :width]
@@ -128,8 +195,11 @@ def both(model: Model, **options) -> tuple[object, float]:
     return ids, max(((a - b).norm() / b.norm()).item() for a, b in zip(found, truth))
 
 
-@pytest.mark.parametrize("said", (
-    dict(), dict(window=(20, 20), width=12), dict(causal=False), dict(causal=False, window=(5, 9))), ids=str)
+@pytest.mark.parametrize(
+    "said",
+    (dict(), dict(window=(20, 20), width=12), dict(causal=False), dict(causal=False, window=(5, 9))),
+    ids=str,
+)
 def test_dense_calls_stream_and_are_exact(said, interpreted):
     _, error = both(Model(**said), chunk_size=16, strict=True)
     assert error < 1e-10
@@ -157,16 +227,22 @@ def node_of(operator, *args, **kwargs) -> torch.fx.Node:
     return graph.call_function(operator, given, kwargs)
 
 
-@pytest.mark.parametrize("node, sentence", (
-    (node_of(FORWARD, ..., ..., ..., 0.1, 1.0, True, -1, -1, 0.0, None, False),
-     "draws its dropout inside the kernel"),
-    (node_of(FORWARD, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, ..., False),
-     "adds ALiBi slopes"),
-    (node_of(FORWARD, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, None, True),
-     "returns a probability for every pair of tokens"),
-    (node_of(VARLEN, ..., ..., ..., ..., ..., 9, 9, 0.0, 1.0, True),
-     "pass position_ids that restart"),
-), ids=("dropout", "alibi", "probabilities", "varlen"))
+@pytest.mark.parametrize(
+    "node, sentence",
+    (
+        (
+            node_of(FORWARD, ..., ..., ..., 0.1, 1.0, True, -1, -1, 0.0, None, False),
+            "draws its dropout inside the kernel",
+        ),
+        (node_of(FORWARD, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, ..., False), "adds ALiBi slopes"),
+        (
+            node_of(FORWARD, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, None, True),
+            "returns a probability for every pair of tokens",
+        ),
+        (node_of(VARLEN, ..., ..., ..., ..., ..., 9, 9, 0.0, 1.0, True), "pass position_ids that restart"),
+    ),
+    ids=("dropout", "alibi", "probabilities", "varlen"),
+)
 def test_each_refusal_says_what_to_choose(node, sentence):
     with pytest.raises(Exception, match=sentence) as refused:
         rule_of(node).signature(node)
@@ -180,8 +256,11 @@ def test_another_gradient_than_flash_attns_own_is_left_alone(fresh_dynamo):
             return tuple(g if g is None else g * 2 for g in flash_gradients(ctx, dout))
 
     def functions(graph, _):
-        left.extend(flash_attn_as_attention(graph).graph.find_nodes(
-            op="call_function", target=torch.ops.higher_order.autograd_function_apply))
+        left.extend(
+            flash_attn_as_attention(graph).graph.find_nodes(
+                op="call_function", target=torch.ops.higher_order.autograd_function_apply
+            )
+        )
         return graph.forward
 
     left = []

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streambp_compile import NotStreamed, StreamHint
 from streambp_compile.backend import streambp
-from streambp_compile.remade import Again, Recipe, kept_as_recipes
+from streambp_compile.runtime.rematerialisation import Again, Recipe, kept_as_recipes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 EXACT = 1e-10
@@ -40,7 +40,8 @@ def _(x):
 
 opaque.register_autograd(
     lambda ctx, grad: grad * (ctx.saved_tensors[0].cos() - ctx.saved_tensors[0] * ctx.saved_tensors[0].sin()),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 97])
@@ -49,7 +50,10 @@ def test_plain_model(chunk):
     labels = ids.clone()
     labels[:, :20] = -100
     step = compiled(model, chunk)
-    assert worst_error(gradients(model, lambda: step(ids, labels)), gradients(model, lambda: model(ids, labels))) < EXACT
+    assert (
+        worst_error(gradients(model, lambda: step(ids, labels)), gradients(model, lambda: model(ids, labels)))
+        < EXACT
+    )
     assert bodies() > 0
     torch.testing.assert_close(step(ids, labels), model(ids, labels), rtol=1e-12, atol=0)
 
@@ -59,7 +63,10 @@ def test_a_batch_of_another_size_streams_too():
     step = compiled(model)
     for batch, length in ((3, 97), (2, 61), (3, 64)):
         ids = ids_of(batch, length)
-        assert worst_error(gradients(model, lambda: step(ids, ids)), gradients(model, lambda: model(ids, ids))) < EXACT
+        assert (
+            worst_error(gradients(model, lambda: step(ids, ids)), gradients(model, lambda: model(ids, ids)))
+            < EXACT
+        )
 
 
 def bodies_for(layers: int) -> int:
@@ -99,7 +106,9 @@ def test_embeddings_made_again_twice():
         loss.backward()
 
     found = gradients(model, twice)
-    assert worst_error(found, {n: 2 * g for n, g in gradients(model, lambda: model(ids, ids)).items()}) < EXACT
+    assert (
+        worst_error(found, {n: 2 * g for n, g in gradients(model, lambda: model(ids, ids)).items()}) < EXACT
+    )
 
 
 def test_weights_changed_between_forward_and_backward_are_an_error_as_in_autograd():
@@ -114,11 +123,21 @@ def test_weights_changed_between_forward_and_backward_are_an_error_as_in_autogra
 def test_llama_like_model_with_aligned_targets():
     model, ids, y = LlamaLike().double(), ids_of(), ids_of()
     step = compiled(model)
-    assert worst_error(gradients(model, lambda: step(ids, y)), gradients(model, lambda: model(ids, y))) < EXACT
+    assert (
+        worst_error(gradients(model, lambda: step(ids, y)), gradients(model, lambda: model(ids, y))) < EXACT
+    )
 
 
-@pytest.mark.parametrize("name, options, padding", [
-    ("Llama", {}, "left"), ("Qwen3", {}, "right"), ("Mistral", {"sliding_window": 20}, None), ("GPT2", {}, None), ("Gemma2", {}, None)])
+@pytest.mark.parametrize(
+    "name, options, padding",
+    [
+        ("Llama", {}, "left"),
+        ("Qwen3", {}, "right"),
+        ("Mistral", {"sliding_window": 20}, None),
+        ("GPT2", {}, None),
+        ("Gemma2", {}, None),
+    ],
+)
 def test_hugging_face(name, options, padding):
     model, ids, extra = hugging_face(name, **options), ids_of(), {}
     labels = ids.clone()
@@ -182,13 +201,17 @@ def test_lengths_share_bodies():
     step, counts, before = compiled(model), [], bodies()
     for length in (97, 64, 130, 33):
         ids = ids_of(length=length)
-        assert worst_error(gradients(model, lambda: step(ids, ids)), gradients(model, lambda: model(ids, ids))) < EXACT
+        assert (
+            worst_error(gradients(model, lambda: step(ids, ids)), gradients(model, lambda: model(ids, ids)))
+            < EXACT
+        )
         counts.append(bodies())
     assert before < counts[0] and counts[1] == counts[2] == counts[3]
 
 
 def test_lengths_share_a_graph():
-    """The number of tokens is a symbol from the second length on, and nothing that looks for the tokens makes a number of it."""
+    """The number of tokens is a symbol from the second length on, and nothing that looks for the tokens makes
+    a number of it."""
     model = hugging_face("Qwen3", vocab_size=272)
 
     def loss(ids, labels, seen):
@@ -206,7 +229,9 @@ def test_lengths_share_a_graph():
         seen = torch.ones_like(ids)
         seen[1, -9:] = 0
         batch = ids, ids.masked_fill(seen == 0, -100), seen
-        assert worst_error(gradients(model, lambda: step(*batch)), gradients(model, lambda: loss(*batch))) < 1e-5
+        assert (
+            worst_error(gradients(model, lambda: step(*batch)), gradients(model, lambda: loss(*batch))) < 1e-5
+        )
         counts.append((len(graphs), bodies()))
     assert [n for n, _ in counts] == [1, 2, 2] and counts[1] == counts[2]
 
@@ -260,7 +285,9 @@ def test_a_break_before_the_loss_is_named(inside):
             LOG.warning("here")
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
-    with pytest.warns(StreamHint, match=r"breaks at .*test_gradients.py:\d+ \(logging.Logger.*logits leave it.*ignore_logg"):
+    with pytest.warns(
+        StreamHint, match=r"breaks at .*test_gradients.py:\d+ \(logging.Logger.*logits leave it.*ignore_logg"
+    ):
         ours = gradients(model, lambda: compiled(loss)(ids))
     assert worst_error(ours, gradients(model, lambda: loss(ids))) < EXACT
 
@@ -275,7 +302,10 @@ def test_backward_twice_and_scaled():
         loss.backward()
 
     assert worst_error(gradients(model, retained), {n: 2 * g for n, g in truth.items()}) < EXACT
-    assert worst_error(gradients(model, lambda: 3 * step(ids, ids)), {n: 3 * g for n, g in truth.items()}) < EXACT
+    assert (
+        worst_error(gradients(model, lambda: 3 * step(ids, ids)), {n: 3 * g for n, g in truth.items()})
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
@@ -290,9 +320,18 @@ def test_no_grad(trained_before):
     assert not ours.requires_grad
 
 
-@pytest.mark.parametrize("options, said", [
-    ({"chunksize": 3}, "valid options are chunk_size, strict, device, analysis_seconds. Did you mean 'chunk_size'?"), ({"chunk_size": 0}, "chunk_size must be"),
-    ({"chunk_size": True}, "chunk_size must be"), ({"strict": 1}, "strict must be")])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (
+            {"chunksize": 3},
+            "valid options are chunk_size, strict, device, analysis_seconds. Did you mean 'chunk_size'?",
+        ),
+        ({"chunk_size": 0}, "chunk_size must be"),
+        ({"chunk_size": True}, "chunk_size must be"),
+        ({"strict": 1}, "strict must be"),
+    ],
+)
 def test_bad_options(options, said):
     with pytest.raises((ValueError, BackendCompilerFailed)) as caught:
         torch.compile(Plain(), backend="streambp", options=options)(ids_of(), ids_of())
@@ -325,11 +364,17 @@ def test_unknown_operator_raises_under_strict():
 def test_logits_of_hugging_face_are_deferred():
     model, ids = hugging_face("Qwen3"), ids_of()
     truth = gradients(model, lambda: model(input_ids=ids, labels=ids).loss)
-    both = gradients(model, lambda: (lambda o: o.loss + o.logits.pow(2).mean())(model(input_ids=ids, labels=ids)))
+    both = gradients(
+        model, lambda: (lambda o: o.loss + o.logits.pow(2).mean())(model(input_ids=ids, labels=ids))
+    )
     logits, step = model(input_ids=ids).logits, compiled(model)
     out = step(input_ids=ids, labels=ids)
-    assert type(out.logits).__name__ == "Deferred" and isinstance(out.logits, torch.Tensor)
-    assert out.logits.shape == logits.shape and out.logits.dtype == logits.dtype and "not computed" in repr(out.logits)
+    assert type(out.logits).__name__ == "LazyOutput" and isinstance(out.logits, torch.Tensor)
+    assert (
+        out.logits.shape == logits.shape
+        and out.logits.dtype == logits.dtype
+        and "not computed" in repr(out.logits)
+    )
     assert worst_error(gradients(model, lambda: out.loss), truth) < 1e-5
     assert out.logits.made is None
     torch.testing.assert_close(out.logits.detach() + 0, logits.detach())
@@ -366,7 +411,8 @@ def test_hooks_may_keep_gradients():
 
 
 def test_given_gradient_of_hidden_states_is_unchanged():
-    """A region that returns hidden states must not overwrite the gradient that its caller made and still holds."""
+    """A region that returns hidden states must not overwrite the gradient that its caller made and still
+    holds."""
     model = Plain().double()
     x, given = torch.randn(2, 97, 64, dtype=torch.float64), torch.randn(2, 97, 64, dtype=torch.float64)
     copy = given.clone()
@@ -455,7 +501,8 @@ def test_dropout_draws_the_same_bits_in_chunks_of_any_length():
 @pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_logits_to_keep(dtype):
-    """The head reads the last rows of the hidden states: their gradient lies rows further on in the last layer."""
+    """The head reads the last rows of the hidden states: their gradient lies rows further on in the last
+    layer."""
     model, ids = hugging_face("Llama").to(dtype), ids_of()
     weights = torch.linspace(-1, 1, 40, dtype=dtype)
 

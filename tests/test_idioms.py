@@ -1,6 +1,7 @@
 """The ways people write attention, positions, targets and losses: each streamed in float64 against eager.
 
-Bodies run without Inductor here, so that many spellings can be tried; `test_gradients` compiles the real thing.
+Bodies run without Inductor here, so that many spellings can be tried; `test_gradients` compiles the real
+thing.
 """
 
 import warnings
@@ -21,7 +22,9 @@ class Weights:
 
     def __init__(self):
         torch.manual_seed(0)
-        self.table, self.qkv, self.mix = (torch.randn(s, dtype=torch.float64) for s in ((VOCAB, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, WIDTH)))
+        self.table, self.qkv, self.mix = (
+            torch.randn(s, dtype=torch.float64) for s in ((VOCAB, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, WIDTH))
+        )
         self.qkv /= 3
         self.place = torch.randn(1, 20, WIDTH, dtype=torch.float64)
         self.exact_place = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
@@ -33,7 +36,9 @@ IDIOMS = {}
 
 
 def idiom(*flags):
-    """Register a loss. ``streams``: it must not be refused (else it only must be exact); ``compiled``: only Inductor runs it right."""
+    """Register a loss. ``streams``: it must not be refused (else it only must be exact); ``compiled``: only
+    Inductor runs it right."""
+
     def enter(function):
         IDIOMS[function.__name__] = (function, flags)
         return function
@@ -76,6 +81,7 @@ def hidden():
 
 
 # Attention
+
 
 @idiom("streams")
 def fused_causal(ids, w):
@@ -128,8 +134,23 @@ def time_first(ids, w):
 def multi_head_attention_forward(ids, w):
     x = F.embedding(ids, w.table).transpose(0, 1)
     mask = torch.full((TOKENS, TOKENS), INF, dtype=x.dtype).triu(1)
-    y, _ = F.multi_head_attention_forward(x, x, x, WIDTH, HEADS, w.qkv.t(), None, None, None, False, 0.0, w.mix, None,
-                                          attn_mask=mask, need_weights=False)
+    y, _ = F.multi_head_attention_forward(
+        x,
+        x,
+        x,
+        WIDTH,
+        HEADS,
+        w.qkv.t(),
+        None,
+        None,
+        None,
+        False,
+        0.0,
+        w.mix,
+        None,
+        attn_mask=mask,
+        need_weights=False,
+    )
     return loss_of((x + y).transpose(0, 1), ids, w)
 
 
@@ -206,13 +227,18 @@ def relative_bias(ids, w):
 def relative_bias_fused(ids, w):
     x = F.embedding(ids, w.table)
     r = torch.arange(TOKENS)
-    bias = w.mix[(r[:, None] - r[None, :]).clamp(0, WIDTH - 1)].permute(2, 0, 1)[None, :HEADS].masked_fill(hidden(), INF)
+    bias = (
+        w.mix[(r[:, None] - r[None, :]).clamp(0, WIDTH - 1)]
+        .permute(2, 0, 1)[None, :HEADS]
+        .masked_fill(hidden(), INF)
+    )
     return loss_of(x + attend(x, w, attn_mask=bias), ids, w)
 
 
 @idiom("streams")
 def scores_of_two_layers(ids, w):
-    """The second layer adds the first one's scores to its own (RealFormer): they are made again, never kept."""
+    """The second layer adds the first one's scores to its own (RealFormer): they are made again, never
+    kept."""
     x, before = base(ids, w), 0
     for _ in range(2):
         s, v = scores(x, w)
@@ -241,7 +267,9 @@ def linear_attention(ids, w):
 def normalised_queries(ids, w):
     x = F.embedding(ids, w.table)
     q, k, v = qkv(x, w)
-    y = F.scaled_dot_product_attention(F.normalize(q, dim=-1), F.rms_norm(k, (WIDTH // HEADS,)), v, is_causal=True, scale=3.0)
+    y = F.scaled_dot_product_attention(
+        F.normalize(q, dim=-1), F.rms_norm(k, (WIDTH // HEADS,)), v, is_causal=True, scale=3.0
+    )
     return loss_of(F.layer_norm(x + merged(y), (WIDTH,)), ids, w)
 
 
@@ -254,9 +282,15 @@ def grouped_heads(ids, w):
 
 @idiom("streams")
 def grouped_heads_features_first(ids, w):
-    """Keys made as ``[b, d, t]``: behind the repeated heads lie narrow ones whose last dimension is not contiguous."""
+    """Keys made as ``[b, d, t]``: behind the repeated heads lie narrow ones whose last dimension is not
+    contiguous."""
     x = F.embedding(ids, w.table)
-    k = (w.qkv[:, :4].t() @ x.transpose(1, 2)).view(BATCH, 1, 4, TOKENS).transpose(2, 3).repeat_interleave(HEADS, 1)
+    k = (
+        (w.qkv[:, :4].t() @ x.transpose(1, 2))
+        .view(BATCH, 1, 4, TOKENS)
+        .transpose(2, 3)
+        .repeat_interleave(HEADS, 1)
+    )
     v = (x @ w.qkv[:, 4:8]).view(BATCH, TOKENS, 1, 4).transpose(1, 2).repeat_interleave(HEADS, 1)
     return loss_of(x + merged(F.scaled_dot_product_attention(heads(x @ w.mix), k, v, is_causal=True)), ids, w)
 
@@ -280,6 +314,7 @@ def routed_experts(ids, w):
 
 
 # Positions
+
 
 @idiom("streams")
 def positions_looked_up(ids, w):
@@ -319,28 +354,38 @@ def rotary_halves(ids, w):
 
     x = F.embedding(ids, w.table)
     q, k, v = qkv(x, w)
-    return loss_of(x + merged(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)), ids, w)
+    return loss_of(
+        x + merged(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)), ids, w
+    )
 
 
 @idiom("streams")
 def rotary_interleaved(ids, w):
     def turned(t):
         a, b = t[..., ::2], t[..., 1::2]
-        return torch.stack([a * COS[:TOKENS] - b * SIN[:TOKENS], a * SIN[:TOKENS] + b * COS[:TOKENS]], -1).flatten(-2)
+        return torch.stack(
+            [a * COS[:TOKENS] - b * SIN[:TOKENS], a * SIN[:TOKENS] + b * COS[:TOKENS]], -1
+        ).flatten(-2)
 
     x = F.embedding(ids, w.table)
     q, k, v = qkv(x, w)
-    return loss_of(x + merged(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)), ids, w)
+    return loss_of(
+        x + merged(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)), ids, w
+    )
 
 
 @idiom()
 def rotary_complex(ids, w):
     def turned(t):
-        return torch.view_as_real(torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2)) * torch.complex(COS, SIN)[:TOKENS]).flatten(-2)
+        return torch.view_as_real(
+            torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2)) * torch.complex(COS, SIN)[:TOKENS]
+        ).flatten(-2)
 
     x = F.embedding(ids, w.table)
     q, k, v = qkv(x, w)
-    return loss_of(x + merged(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)), ids, w)
+    return loss_of(
+        x + merged(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)), ids, w
+    )
 
 
 ANGLES = torch.outer(torch.arange(20.0, dtype=torch.float64), torch.tensor([1.0, 0.1], dtype=torch.float64))
@@ -349,6 +394,7 @@ BUFFER = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
 
 
 # Targets
+
 
 def loss_on(x, targets, w):
     return F.cross_entropy((x @ w.table.t()).view(-1, VOCAB), targets.reshape(-1), ignore_index=-100)
@@ -397,9 +443,12 @@ def targets_from_the_caller(ids, w):
 
 # Losses
 
+
 @idiom("streams")
 def summed_loss(ids, w):
-    return F.cross_entropy((base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), reduction="sum")
+    return F.cross_entropy(
+        (base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), reduction="sum"
+    )
 
 
 @idiom("streams")
@@ -409,12 +458,16 @@ def class_dimension_in_the_middle(ids, w):
 
 @idiom("streams")
 def label_smoothing(ids, w):
-    return F.cross_entropy((base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), label_smoothing=0.1)
+    return F.cross_entropy(
+        (base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), label_smoothing=0.1
+    )
 
 
 @idiom("streams")
 def weighted_tokens(ids, w):
-    loss = F.cross_entropy((base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), reduction="none")
+    loss = F.cross_entropy(
+        (base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), reduction="none"
+    )
     weight = (ids[:, 1:] > 3).to(loss.dtype).view(-1)
     return (loss * weight).sum() / weight.sum()
 
@@ -422,7 +475,10 @@ def weighted_tokens(ids, w):
 @idiom("streams")
 def z_loss(ids, w):
     logits = base(ids, w) @ w.table.t()
-    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1)) + 0.01 * logits.logsumexp(-1).square().mean()
+    return (
+        F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+        + 0.01 * logits.logsumexp(-1).square().mean()
+    )
 
 
 @idiom("streams")
@@ -433,7 +489,9 @@ def log_sum_exp_minus_gathered(ids, w):
 
 @idiom("streams")
 def one_hot_targets(ids, w):
-    return -((base(ids, w) @ w.table.t())[:, :-1].log_softmax(-1) * F.one_hot(ids[:, 1:], VOCAB)).sum(-1).mean()
+    return (
+        -((base(ids, w) @ w.table.t())[:, :-1].log_softmax(-1) * F.one_hot(ids[:, 1:], VOCAB)).sum(-1).mean()
+    )
 
 
 @idiom("streams")
@@ -484,7 +542,9 @@ def multi_token_prediction(ids, w):
     """A second layer over hidden states and the embeddings of the tokens after them."""
     x = base(ids, w)
     y = x[:, :-1] @ w.mix + F.embedding(ids[:, 1:], w.table)
-    return loss_of(x, ids, w) + F.cross_entropy(((y + attend(y, w)) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 2:].reshape(-1))
+    return loss_of(x, ids, w) + F.cross_entropy(
+        ((y + attend(y, w)) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 2:].reshape(-1)
+    )
 
 
 @idiom("streams")
@@ -494,6 +554,7 @@ def auxiliary_loss_behind_detach(ids, w):
 
 
 # What mixes tokens in other ways: exact, streamed or not
+
 
 @idiom()
 def mean_pooled(ids, w):
@@ -572,7 +633,8 @@ def features_padded(ids, w):
 
 @idiom("streams", "compiled")
 def squeezed_gate(ids, w):
-    """Run node by node, ``squeeze`` would drop the rows of a chunk of one; compiled code knows which dimensions it drops."""
+    """Run node by node, ``squeeze`` would drop the rows of a chunk of one; compiled code knows which
+    dimensions it drops."""
     x = base(ids, w)
     return loss_of(x * (x @ w.mix[:, :1]).squeeze().unsqueeze(-1), ids, w)
 
@@ -624,16 +686,22 @@ def test_an_idiom_is_exact(name, monkeypatch, fresh_dynamo):
     loss, grads = graded(function, ids, weights)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NotStreamed)
-        got, got_grads = graded(torch.compile(function, backend="streambp", options={"chunk_size": 4}), ids, weights)
+        got, got_grads = graded(
+            torch.compile(function, backend="streambp", options={"chunk_size": 4}), ids, weights
+        )
     assert abs(got - loss) <= 1e-10 * abs(loss)
     for key, a, b in zip(vars(weights), got_grads, grads):
         assert (a is None) == (b is None), key
-        assert a is None or (a - b).norm() <= 1e-10 * b.norm(), f"{key}: off by {((a - b).norm() / b.norm()).item():.1e}"
+        assert a is None or (a - b).norm() <= 1e-10 * b.norm(), (
+            f"{key}: off by {((a - b).norm() / b.norm()).item():.1e}"
+        )
     refusals = [str(w.message) for w in caught if issubclass(w.category, NotStreamed)]
     assert "streams" not in flags or not refusals, refusals[0]
 
 
-@pytest.mark.parametrize("name", ["fused_causal", "matmul_softmax", "cumulative_features", "shifted_by_padding", "mean_pooled"])
+@pytest.mark.parametrize(
+    "name", ["fused_causal", "matmul_softmax", "cumulative_features", "shifted_by_padding", "mean_pooled"]
+)
 def test_an_idiom_without_gradients_is_exact(name, monkeypatch, fresh_dynamo):
     without_inductor(monkeypatch)
     weights, ids = Weights(), torch.randint(VOCAB, (BATCH, TOKENS))
@@ -646,6 +714,7 @@ def test_an_idiom_without_gradients_is_exact(name, monkeypatch, fresh_dynamo):
 
 def test_dropout_is_differentiated_with_its_own_bits(fresh_dynamo):
     """Compiled for real: the slope along a direction, same seed on both sides, is what the gradient says."""
+
     def dropped(ids, w):
         x = F.embedding(ids, w.table)
         return loss_of(x + F.dropout(attend(x, w), 0.3, True), ids, w)
@@ -663,6 +732,6 @@ def test_dropout_is_differentiated_with_its_own_bits(fresh_dynamo):
     direction = torch.randn_like(weights.table)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotStreamed)
-        gradient, = torch.autograd.grad(at(0), [weights.table])
+        (gradient,) = torch.autograd.grad(at(0), [weights.table])
         slope = (at(1e-5) - at(-1e-5)) / 2e-5
     assert abs(slope - (gradient * direction).sum()) <= 1e-6 * abs(slope)

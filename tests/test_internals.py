@@ -1,4 +1,5 @@
-"""What passes through the door to torch: artifacts in the structured trace, and regions that are kept whole."""
+"""What passes through the door to torch: artifacts in the structured trace, and regions that are kept
+whole."""
 
 import contextlib
 import os
@@ -10,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from graphs import joint_of, without_inductor
 from models import Plain, gradients, ids_of, worst_error
+from torch.fx import Graph, GraphModule
+
+from streambp_compile import NotStreamed, Report, StreamHint, explain, internals
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.passes.ir import Analysis, Mark
 from streambp_compile.passes.lower import Binding, Body
-from torch.fx import Graph, GraphModule
-
-from streambp_compile import NotStreamed, Report, StreamHint, explain, internals
 
 NAMES = ("split", "joint", "normalized", "facts", "forward", "forward_body_0")
 
@@ -24,13 +25,18 @@ NAMES = ("split", "joint", "normalized", "facts", "forward", "forward_body_0")
 def test_every_graph_of_every_region_goes_to_the_structured_trace(monkeypatch, fresh_dynamo):
     without_inductor(monkeypatch)
     artifacts = {}
-    monkeypatch.setattr(internals, "trace_structured", lambda _kind, metadata_fn, payload_fn: artifacts.update(
-        {metadata_fn()["name"]: payload_fn}))
+    monkeypatch.setattr(
+        internals,
+        "trace_structured",
+        lambda _kind, metadata_fn, payload_fn: artifacts.update({metadata_fn()["name"]: payload_fn}),
+    )
     model, ids = Plain(layers=3), ids_of(1, 64)
     report = explain(lambda ids: model(ids, ids), ids)
     for i, region in enumerate(report.regions):
         assert {f"streambp_region_{i}_{name}" for name in NAMES} <= artifacts.keys()
-        assert (f"streambp_region_{i}_backward_body_0" in artifacts) == bool(region.backward and region.backward.bodies)
+        assert (f"streambp_region_{i}_backward_body_0" in artifacts) == bool(
+            region.backward and region.backward.bodies
+        )
     assert "streambp.attention" in artifacts["streambp_region_1_forward_body_0"]()
     assert "tangents_1" in artifacts["streambp_region_1_joint"]()
     assert "b [t] d" in artifacts["streambp_region_1_facts"]()
@@ -49,13 +55,19 @@ def test_nothing_is_written_down_unless_a_trace_is_on(monkeypatch, fresh_dynamo)
 
 def test_a_trace_folder_receives_them(tmp_path):
     script = "import torch, models; m = models.Plain(layers=1); torch.compile(m, backend='streambp')(*2 * [models.ids_of(1, 64)])"
-    subprocess.run([sys.executable, "-c", script], env={**os.environ, "TORCH_TRACE": str(tmp_path)}, cwd=os.path.dirname(__file__), check=True)
+    subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TORCH_TRACE": str(tmp_path)},
+        cwd=os.path.dirname(__file__),
+        check=True,
+    )
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert '"name": "streambp_report"' in written and '"name": "streambp_region_0_joint"' in written
 
 
 def test_a_whole_region_with_attention_keeps_its_inputs_alone():
-    """Its kernels are tagged as random, but without dropout they draw nothing, and what they made need not be kept."""
+    """Its kernels are tagged as random, but without dropout they draw nothing, and what they made need not be
+    kept."""
 
     def attend(x):
         heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
@@ -63,7 +75,9 @@ def test_a_whole_region_with_attention_keeps_its_inputs_alone():
 
     joint, outputs, tangents = joint_of(attend, torch.randn(1, 6, 8, requires_grad=True))
     values = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
-    forward, _ = internals.keep_inputs_partition(joint, (values[:-tangents], values[-tangents:]), num_fwd_outputs=outputs)
+    forward, _ = internals.keep_inputs_partition(
+        joint, (values[:-tangents], values[-tangents:]), num_fwd_outputs=outputs
+    )
     returned = next(n for n in forward.graph.nodes if n.op == "output").args[0]
     assert [n.op for n in returned[outputs:]] == ["placeholder"]
 
@@ -73,7 +87,9 @@ def test_an_op_with_effects_keeps_its_region_whole_and_exact(fresh_dynamo):
 
     def loss(ids):  # an inverse checks for errors, which is an effect
         x = model.layers[0](model.embed(ids))
-        return model.loss(x + torch.linalg.inv(x.transpose(1, 2) @ x + torch.eye(64, dtype=x.dtype)).sum(), ids)
+        return model.loss(
+            x + torch.linalg.inv(x.transpose(1, 2) @ x + torch.eye(64, dtype=x.dtype)).sum(), ids
+        )
 
     with pytest.warns(NotStreamed, match="_linalg_check_errors.* has an effect"):
         found = gradients(model, lambda: torch.compile(loss, backend="streambp")(ids))
@@ -86,16 +102,23 @@ def doubling_body(width: int) -> Body:
     fake = torch.empty(64, width, device="meta")
     source, made = Graph().placeholder("x"), Graph().placeholder("y")
     source.meta["val"] = made.meta["val"] = fake
-    bindings = (Binding("scalar", None, "rows"), Binding("scalar", None, "length"),
-                Binding("rows", source, "x_rows", Mark(0)), Binding("write", made, "y_write", Mark(0)))
+    bindings = (
+        Binding("scalar", None, "rows"),
+        Binding("scalar", None, "length"),
+        Binding("rows", source, "x_rows", Mark(0)),
+        Binding("write", made, "y_write", Mark(0)),
+    )
     _, _, x, y = (graph.placeholder(b.name) for b in bindings)
-    graph.call_function(torch.ops.aten.copy_.default, (y, graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))))
+    graph.call_function(
+        torch.ops.aten.copy_.default, (y, graph.call_function(torch.ops.aten.mul.Tensor, (x, 2)))
+    )
     graph.output(())
     return Body(GraphModule({}, graph), bindings)
 
 
 def test_a_body_is_compiled_again_where_its_indices_would_overflow(monkeypatch):
-    """As Inductor does for a GPU: 32-bit indices if the hints fit, and a guard that its caller has to evaluate."""
+    """As Inductor does for a GPU: 32-bit indices if the hints fit, and a guard that its caller has to
+    evaluate."""
     compiled, ran = [], []
 
     def with_short_indices(module, inputs):
@@ -112,16 +135,29 @@ def test_a_body_is_compiled_again_where_its_indices_would_overflow(monkeypatch):
         run([rows, rows, full, full])
     other([2**20, 2**20, *2 * [torch.empty(2**20, 4096, device="meta")]])
     assert compiled == [True, False]
-    assert ran == [(1, True), (256, True), (2**19 - 1, True), (2**19, False), (3 * 2**19, False), (1, True), (2**20, False)]
+    assert ran == [
+        (1, True),
+        (256, True),
+        (2**19 - 1, True),
+        (2**19, False),
+        (3 * 2**19, False),
+        (1, True),
+        (2**20, False),
+    ]
 
 
-@pytest.mark.parametrize("mode, said", [
-    (None, 0), ("reduce-overhead", 1), ("max-autotune", 1), ("max-autotune-no-cudagraphs", 0)])
+@pytest.mark.parametrize(
+    "mode, said", [(None, 0), ("reduce-overhead", 1), ("max-autotune", 1), ("max-autotune-no-cudagraphs", 0)]
+)
 def test_bodies_have_no_cuda_graphs_and_the_report_says_so(mode, said):
     assert internals.body_options(mode)["triton.cudagraphs"] is False
     assert internals.body_options(mode).get("max_autotune", False) == (mode or "").startswith("max-autotune")
     graph = Graph()
     graph.output((graph.placeholder("x"),))
-    with pytest.warns(StreamHint, match="no CUDA graphs") if mode == "reduce-overhead" else contextlib.nullcontext():
+    with (
+        pytest.warns(StreamHint, match="no CUDA graphs")
+        if mode == "reduce-overhead"
+        else contextlib.nullcontext()
+    ):
         chain = Chain(GraphModule({}, graph), [torch.ones(2)], Config(mode=mode))
     assert sum("no CUDA graphs" in note for note in chain.report.notes) == said

@@ -6,25 +6,50 @@ import torch
 from torch import Tensor
 
 from streambp_compile import internals
-from streambp_compile.passes.attention import (
-    Attention, Target, choose, composed, fused, masks, scratch_of, streaming)
-from streambp_compile.rehearsal import Ledger
+from streambp_compile.passes.kernels.attention import (
+    Attention,
+    Target,
+    choose,
+    composed,
+    fused,
+    masks,
+    scratch_of,
+    streaming,
+)
+from streambp_compile.runtime.memory_simulation import Ledger
 
 streambp = torch.ops.streambp
 INF = float("inf")
 LENGTH, SCALE = 37, 0.3
 HALVES, FLOATS = (torch.bfloat16, torch.float16), (torch.float32,)
-DTYPES = {"flash_cpu": (torch.float64, *FLOATS, *HALVES), "flash": HALVES, "cudnn": HALVES,
-          "efficient": (*FLOATS, *HALVES),
-          "composed": (torch.float64, *FLOATS, *HALVES)}
+DTYPES = {
+    "flash_cpu": (torch.float64, *FLOATS, *HALVES),
+    "flash": HALVES,
+    "cudnn": HALVES,
+    "efficient": (*FLOATS, *HALVES),
+    "composed": (torch.float64, *FLOATS, *HALVES),
+}
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SHAPES = {  # heads, key heads, width, value width
-    "plain": (2, 2, 16, 16), "grouped": (4, 2, 16, 16), "one key head": (3, 1, 8, 8),
+    "plain": (2, 2, 16, 16),
+    "grouped": (4, 2, 16, 16),
+    "one key head": (3, 1, 8, 8),
     "narrow values": (4, 2, 24, 16),
-    "narrow queries": (2, 2, 16, 24), "odd widths": (4, 2, 12, 9), "wide": (2, 1, 200, 96),
+    "narrow queries": (2, 2, 16, 24),
+    "odd widths": (4, 2, 12, 9),
+    "wide": (2, 1, 200, 96),
 }
-MASKS = ("causal", "all", "boolean", "boolean per head", "hidden rows", "padding", "additive",
-         "additive per head", "causal and padding")
+MASKS = (
+    "causal",
+    "all",
+    "boolean",
+    "boolean per head",
+    "hidden rows",
+    "padding",
+    "additive",
+    "additive per head",
+    "causal and padding",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,8 +106,19 @@ def in_chunks(kernel, q, k, v, grad, mask, causal, chunk) -> tuple[Tensor, ...]:
         part = mask if mask is None else mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
         operands = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
         out, lse = streambp.attention(*operands, part, causal, SCALE, start if causal else 0, kernel)
-        dq = streambp.attention_backward_(grad[:, :, rows], *operands, out, lse, part, causal, SCALE,
-                                          start if causal else 0, dk[:, :, keys], dv[:, :, keys], kernel)
+        dq = streambp.attention_backward_(
+            grad[:, :, rows],
+            *operands,
+            out,
+            lse,
+            part,
+            causal,
+            SCALE,
+            start if causal else 0,
+            dk[:, :, keys],
+            dv[:, :, keys],
+            kernel,
+        )
         assert out.transpose(1, 2).is_contiguous() and dq.transpose(1, 2).is_contiguous()
         assert lse.is_contiguous()
         found.append((out, lse, dq))
@@ -101,8 +137,10 @@ def error(found: Tensor, truth: Tensor) -> float:
     return ((found.double() - truth).norm() / truth.norm()).item()
 
 
-ROUNDED = {"cudnn": 1.5,  # its two pieces are rounded before they are joined, and again after
-           "flash_cpu": 4}  # it rounds the weights, too (test_ops.py holds it to what the whole kernel does)
+ROUNDED = {
+    "cudnn": 1.5,  # its two pieces are rounded before they are joined, and again after
+    "flash_cpu": 4,
+}  # it rounds the weights, too (test_ops.py holds it to what the whole kernel does)
 
 
 def rounding(kernel: str, dtype: torch.dtype) -> float:
@@ -215,16 +253,27 @@ def test_numbers_that_hide_and_numbers_that_are_merely_low():
     assert bias.stride(2) == 16 and bias[0, 0, 0, 0] == torch.finfo(torch.bfloat16).min
 
 
-DEVICES = {"cpu": Target("cpu"), "mps": Target("mps"), "hip": Target("hip"), "cuda, unknown": Target("cuda"),
-           **{f"sm{a}{b}": Target("cuda", (a, b)) for a, b in ((7, 0), (7, 5), (8, 0), (9, 0))},
-           "sm90 without flash": Target("cuda", (9, 0), frozenset({"flash"})),
-           "sm90 with FA3": Target("cuda", (9, 0), flash="FA3"),
-           "sm80 with FA3": Target("cuda", (8, 0), flash="FA3"),
-           "sm90 with FA4": Target("cuda", (9, 0), flash="FA4")}
-ASKED = {"bf16": Attention(torch.bfloat16, 128, 128), "masked": Attention(torch.bfloat16, 128, 128, True),
-         "fp16": Attention(torch.float16, 64, 64), "fp32": Attention(torch.float32, 64, 64),
-         "fp64": Attention(torch.float64, 64, 64), "192/128": Attention(torch.bfloat16, 192, 128),
-         "576/512": Attention(torch.bfloat16, 576, 512), "20": Attention(torch.float16, 20, 20)}
+DEVICES = {
+    "cpu": Target("cpu"),
+    "mps": Target("mps"),
+    "hip": Target("hip"),
+    "cuda, unknown": Target("cuda"),
+    **{f"sm{a}{b}": Target("cuda", (a, b)) for a, b in ((7, 0), (7, 5), (8, 0), (9, 0))},
+    "sm90 without flash": Target("cuda", (9, 0), frozenset({"flash"})),
+    "sm90 with FA3": Target("cuda", (9, 0), flash="FA3"),
+    "sm80 with FA3": Target("cuda", (8, 0), flash="FA3"),
+    "sm90 with FA4": Target("cuda", (9, 0), flash="FA4"),
+}
+ASKED = {
+    "bf16": Attention(torch.bfloat16, 128, 128),
+    "masked": Attention(torch.bfloat16, 128, 128, True),
+    "fp16": Attention(torch.float16, 64, 64),
+    "fp32": Attention(torch.float32, 64, 64),
+    "fp64": Attention(torch.float64, 64, 64),
+    "192/128": Attention(torch.bfloat16, 192, 128),
+    "576/512": Attention(torch.bfloat16, 576, 512),
+    "20": Attention(torch.float16, 20, 20),
+}
 CHOSEN = """\
                          bf16    masked      fp16      fp32      fp64   192/128   576/512        20
 cpu                 flash_cpu flash_cpu flash_cpu flash_cpu flash_cpu flash_cpu flash_cpu flash_cpu
@@ -256,18 +305,23 @@ def test_the_kernel_chosen_on_every_device():
 def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
     assert str(choose(ASKED["masked"], DEVICES["sm90"])) == (
         "efficient (behind flash, which is faster; it takes masks, float32, any head width, and older GPUs; "
-        "not flash: it takes no mask; not cudnn: with a mask its dQ can be NaN)")
+        "not flash: it takes no mask; not cudnn: with a mask its dQ can be NaN)"
+    )
     assert dict(choose(ASKED["fp64"], DEVICES["sm75"]).passed)["efficient"] == "it does not take float64"
     assert dict(choose(ASKED["bf16"], DEVICES["sm75"]).passed)["flash"] == (
-        "bfloat16 needs compute capability 8.0, this device has 7.5")
+        "bfloat16 needs compute capability 8.0, this device has 7.5"
+    )
     assert dict(choose(ASKED["576/512"], DEVICES["sm90"]).passed)["flash"] == (
-        "it takes up to 256 features per head, not 576")
+        "it takes up to 256 features per head, not 576"
+    )
     assert dict(choose(ASKED["bf16"], DEVICES["sm80 with FA3"]).passed)["flash"] == (
-        "FA3, which was activated, needs compute capability 9.x")
+        "FA3, which was activated, needs compute capability 9.x"
+    )
 
 
 def test_every_fused_kernel_says_what_it_takes_beside_its_results():
     """One chunk of 2048 rows of Qwen3-8B's 32 heads, 8 of them keys', at 32768 tokens, in bytes."""
+
     def empty(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta").transpose(1, 2)
 
@@ -279,7 +333,8 @@ def test_every_fused_kernel_says_what_it_takes_beside_its_results():
     assert scratch_of(fused.FLASH_BACKWARD, (q, q, k, k, q, lse)) == rows * (1 + 128) + expanded
     one = q[:, ::4]  # one query of each key head
     assert scratch_of(fused.FLASH_BACKWARD, (one, one, k, k, one, lse)) == (
-        rows // 4 * (1 + 128) + 2 * 2048 * 8 * 128 * 2)  # no expanded gradients, two operands laid out anew
+        rows // 4 * (1 + 128) + 2 * 2048 * 8 * 128 * 2
+    )  # no expanded gradients, two operands laid out anew
     assert scratch_of(fused.CUDNN_BACKWARD, (q, q, k, k, q, lse)) == rows * (1 + 128) + expanded
     narrow, keys = (t.transpose(1, 2) for t in (q[:, :8], k))
     assert scratch_of(fused.EFFICIENT_FORWARD, (narrow, keys, keys)) == 0
@@ -307,8 +362,17 @@ def test_the_rehearsal_counts_what_a_cuda_kernel_takes():
         assert results + scratch <= ledger.peak <= results + scratch + 512  # and an empty random state
 
 
-@pytest.mark.parametrize("kernel, masked", [("flash", False), ("cudnn", False), ("efficient", False),
-                                            ("efficient", True), ("composed", False), ("composed", True)])
+@pytest.mark.parametrize(
+    "kernel, masked",
+    [
+        ("flash", False),
+        ("cudnn", False),
+        ("efficient", False),
+        ("efficient", True),
+        ("composed", False),
+        ("composed", True),
+    ],
+)
 def test_a_kernel_runs_on_fake_tensors_of_a_device_that_is_not_there(kernel, masked):
     with internals.FakeTensorMode(), Ledger("cuda"):
         q, k = (fake(2, rows, heads, 24) for rows, heads in ((64, 4), (128, 2)))

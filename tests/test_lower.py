@@ -6,12 +6,12 @@ import pytest
 import torch
 from graphs import Written, causal_layer, eagerly
 from samples import UNFILLED, cases, sample_of
-from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
 from torch.fx import GraphModule
 
 from streambp_compile import internals
 from streambp_compile.passes.analyze import analyze
-from streambp_compile.passes.attention import Target
+from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
+from streambp_compile.passes.kernels.attention import Target
 from streambp_compile.passes.lower import lower
 from streambp_compile.passes.lower.reading import kernel_for
 from streambp_compile.passes.partition import partition
@@ -28,7 +28,9 @@ def behind_a_product(sample):
         if value.is_floating_point():
             with graph.inserting_before(node):
                 made = graph.call_function(aten.mul.Tensor, (operand, 1.0))
-            made.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+            made.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(
+                value
+            )
             node.replace_input_with(operand, made)
     return graph
 
@@ -48,7 +50,10 @@ def outputs(graph, node):
 @pytest.mark.parametrize("name,number", cases())
 def test_an_op_streams_exactly_or_is_refused(name, number, computed):
     sample = sample_of(name, number, 0)
-    if sample.target in (*UNFILLED, aten.squeeze.default):  # run node by node it would squeeze a chunk of one row: see test_idioms
+    if sample.target in (
+        *UNFILLED,
+        aten.squeeze.default,
+    ):  # run node by node it would squeeze a chunk of one row: see test_idioms
         return
     for operand, value in enumerate(sample.operands):
         for dim in range(value.dim()):
@@ -64,21 +69,34 @@ def check(name, number, computed, operand, dim, chunk):
     graph.output(nodes)
     length = sample.operands[operand].shape[dim]
     try:
-        region = stream(GraphModule({}, graph), length, {operand: (Mark(dim),)}, len(nodes), 0, (), chunk, eagerly)
+        region = stream(
+            GraphModule({}, graph), length, {operand: (Mark(dim),)}, len(nodes), 0, (), chunk, eagerly
+        )
     except CannotStream:
         return
     got = region.forward.runner(dict(zip(region.placeholders, sample.operands)))
     for a, b in zip(got, wanted):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m: f"operand {operand} along {dim}, chunks of {chunk}: {m}")
+        torch.testing.assert_close(
+            a,
+            b,
+            rtol=1e-12,
+            atol=1e-12,
+            msg=lambda m: f"operand {operand} along {dim}, chunks of {chunk}: {m}",
+        )
 
 
 def test_a_body_names_its_kernel_and_says_why():
-    """The choice is made for the target that is given, which need not be there; a CPU's operands are a CPU's whatever the target."""
+    """The choice is made for the target that is given, which need not be there; a CPU's operands are a CPU's
+    whatever the target."""
     write, marks, y, grads = causal_layer()
     analysis = analyze(write.graph, 5, marks, ())
     bodies = lower(partition(write.graph, analysis, (y,)), analysis)
-    (call,) = [n for b in bodies for n in b.graph.graph.nodes if n.target is torch.ops.streambp.attention.default]
-    assert call.args[-1] == "flash_cpu" and [str(c.kernel.name) for b in bodies for c in b.attends] == ["flash_cpu"]
+    (call,) = [
+        n for b in bodies for n in b.graph.graph.nodes if n.target is torch.ops.streambp.attention.default
+    ]
+    assert call.args[-1] == "flash_cpu" and [str(c.kernel.name) for b in bodies for c in b.attends] == [
+        "flash_cpu"
+    ]
     query = next(n for n in write.graph.nodes if n.name == "query")
     with internals.FakeTensorMode():
         query.meta["val"] = torch.empty(2, 1, 5, 8, dtype=torch.bfloat16, device="cuda")

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from benchmarks.memory import peak
 from models import LlamaLike, Plain, ids_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.memory import peak
 from streambp_compile import explain
-from streambp_compile.guard import Guard
-from streambp_compile.passes.ir import PAST, HidesOutside, RowsSee, Seen
+from streambp_compile.passes.ir import PAST, EveryRowSeesAKey, KeyMask, MaskHidesOutside
+from streambp_compile.runtime.mask_guards import Guard
 
 LENGTH, VOCABULARY = 2048, 4096
 
@@ -42,8 +42,10 @@ def test_peak_of_a_step(fresh_dynamo):
     ours, theirs = step_peak(model, streamed, ids), step_peak(model, checkpointed, ids)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     logits = LENGTH * VOCABULARY * 4
-    print(f"streamed {ours / 2**20:.1f} MiB, checkpointed {theirs / 2**20:.1f} MiB, logits {logits / 2**20:.0f} MiB, "
-          f"parameters {parameters / 2**20:.1f} MiB")
+    print(
+        f"streamed {ours / 2**20:.1f} MiB, checkpointed {theirs / 2**20:.1f} MiB, logits {logits / 2**20:.0f} MiB, "
+        f"parameters {parameters / 2**20:.1f} MiB"
+    )
     assert 0 < ours < theirs / 3
     assert ours < logits + parameters
 
@@ -85,11 +87,16 @@ def test_a_check_of_a_stored_mask_takes_no_memory_of_its_size():
     hidden = graph.call_function(torch.ops.aten.logical_not.default, (placeholders[0],))
     graph.output((hidden,))
     GraphModule({}, graph)
-    triangle, padding = Seen(hidden, 0, 1, True), Seen(placeholders[1], None, 1, False)
+    triangle, padding = KeyMask(hidden, 0, 1, True), KeyMask(placeholders[1], None, 1, False)
     with mode:
-        guard = Guard(placeholders, [HidesOutside((triangle,), PAST), RowsSee((triangle, padding), PAST)])
+        guard = Guard(
+            placeholders, [MaskHidesOutside((triangle,), PAST), EveryRowSeesAKey((triangle, padding), PAST)]
+        )
     for length in (1000, 2048):
-        mask, keep = torch.ones(length, length, dtype=torch.bool).tril(), torch.ones(2, length, dtype=torch.bool)
+        mask, keep = (
+            torch.ones(length, length, dtype=torch.bool).tril(),
+            torch.ones(2, length, dtype=torch.bool),
+        )
         assert guard.answers((mask, keep)).tolist() == [True, True]
         assert peak(lambda: guard.answers((mask, keep))) < mask.numel() / 50
         mask[3, -1] = True

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from graphs import traced
 from models import VOCABULARY, Layer, counted, gradients, ids_of, worst_error
-from streambp_compile.passes.normalize import normalize
 from torch import Tensor, nn
 
 from streambp_compile import NotStreamed
+from streambp_compile.passes.normalization.normalize import normalize
 
 EXACT = 1e-10
 WIDTH, LENGTH = 32, 61
@@ -45,9 +45,14 @@ def joined(x: Tensor) -> Tensor:
     return torch.cat((torch.zeros_like(x[:, :2]), x[:, :-2]), 1)
 
 
-SHIFTS = {"one padding": lambda x: F.pad(x, (0, 0, 1, -1)), "padded, then cut": lambda x: F.pad(x, (0, 0, 3, 0))[:, :-3], "joined": joined,
-          "ahead": lambda x: F.pad(x[:, 2:], (0, 0, 0, 2)), "zeros in a module": nn.ZeroPad2d((0, 0, 1, -1)),
-          "both ways": lambda x: F.pad(x, (0, 0, 1, -1)) + F.pad(x, (0, 0, -1, 1))}
+SHIFTS = {
+    "one padding": lambda x: F.pad(x, (0, 0, 1, -1)),
+    "padded, then cut": lambda x: F.pad(x, (0, 0, 3, 0))[:, :-3],
+    "joined": joined,
+    "ahead": lambda x: F.pad(x[:, 2:], (0, 0, 0, 2)),
+    "zeros in a module": nn.ZeroPad2d((0, 0, 1, -1)),
+    "both ways": lambda x: F.pad(x, (0, 0, 1, -1)) + F.pad(x, (0, 0, -1, 1)),
+}
 
 
 class Convolution(nn.Module):
@@ -64,12 +69,19 @@ class Convolution(nn.Module):
 
 
 CONVOLUTIONS = {
-    "depthwise, cut behind": dict(kernel_size=4, groups=WIDTH, padding=3, cut=True), "padded in front": dict(kernel_size=3, groups=WIDTH, before=2),
-    "dense": dict(kernel_size=3, padding=2, cut=True, bias=False), "dilated": dict(kernel_size=3, groups=WIDTH, dilation=4, padding=8, cut=True),
-    "both sides": dict(kernel_size=5, groups=WIDTH, padding=2), "same": dict(kernel_size=3, padding="same"), "one tap": dict(kernel_size=1)}
+    "depthwise, cut behind": dict(kernel_size=4, groups=WIDTH, padding=3, cut=True),
+    "padded in front": dict(kernel_size=3, groups=WIDTH, before=2),
+    "dense": dict(kernel_size=3, padding=2, cut=True, bias=False),
+    "dilated": dict(kernel_size=3, groups=WIDTH, dilation=4, padding=8, cut=True),
+    "both sides": dict(kernel_size=5, groups=WIDTH, padding=2),
+    "same": dict(kernel_size=3, padding="same"),
+    "one tap": dict(kernel_size=1),
+}
 
-MIXERS = {**{name: lambda before=before: Shift(before) for name, before in SHIFTS.items()},
-          **{name: lambda given=given: Convolution(**given) for name, given in CONVOLUTIONS.items()}}
+MIXERS = {
+    **{name: lambda before=before: Shift(before) for name, before in SHIFTS.items()},
+    **{name: lambda given=given: Convolution(**given) for name, given in CONVOLUTIONS.items()},
+}
 
 
 def compiled(model: nn.Module):
@@ -136,7 +148,12 @@ def test_compiled_by_inductor_under_autocast():
 
 
 def shifts_of(function, *inputs) -> list[tuple]:
-    return [n.args[1:] for n in normalize(traced(function, *inputs)).graph.find_nodes(op="call_function", target=streambp.shifted.default)]
+    return [
+        n.args[1:]
+        for n in normalize(traced(function, *inputs)).graph.find_nodes(
+            op="call_function", target=streambp.shifted.default
+        )
+    ]
 
 
 def test_only_what_keeps_every_row_but_those_moved_out_is_a_shift():
@@ -144,9 +161,16 @@ def test_only_what_keeps_every_row_but_those_moved_out_is_a_shift():
     assert shifts_of(lambda x: F.pad(x, (0, 0, 2, -2)), x) == [(1, 2)]
     assert shifts_of(lambda x: F.pad(x[:, 1:], (0, 0, 0, 1)), x) == [(1, -1)]
     assert shifts_of(lambda x: F.pad(F.pad(x, (0, 0, 2, 0))[:, :-1], (0, 0, -1, 0))[:, :9], x) == [(1, 1)]
-    for other in (lambda x: F.pad(x, (0, 0, 2, -2), value=1.0), lambda x: F.pad(x[:, :-2], (0, 0, 1, 1)), lambda x: F.pad(x[:, 2:], (0, 0, 2, 0)),
-                  lambda x: F.pad(x, (1, -1, 1, -1)), lambda x: F.pad(x[:, ::2], (0, 0, 2, 2)), lambda x: F.pad(x.long(), (0, 0, 1, -1)),
-                  lambda x: F.pad(x.sum(-1), (1, -1)), lambda x: torch.cat((x[:, :1], x[:, :-1]), 1)):
+    for other in (
+        lambda x: F.pad(x, (0, 0, 2, -2), value=1.0),
+        lambda x: F.pad(x[:, :-2], (0, 0, 1, 1)),
+        lambda x: F.pad(x[:, 2:], (0, 0, 2, 0)),
+        lambda x: F.pad(x, (1, -1, 1, -1)),
+        lambda x: F.pad(x[:, ::2], (0, 0, 2, 2)),
+        lambda x: F.pad(x.long(), (0, 0, 1, -1)),
+        lambda x: F.pad(x.sum(-1), (1, -1)),
+        lambda x: torch.cat((x[:, :1], x[:, :-1]), 1),
+    ):
         assert shifts_of(other, x) == []
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import joint_of, traced
+
 from streambp_compile import internals
-from streambp_compile.passes.normalize import normalize
+from streambp_compile.passes.normalization.normalize import normalize
 
 streambp = torch.ops.streambp
 
@@ -33,9 +34,13 @@ def test_only_a_mask_that_is_proved_causal_becomes_causality():
         rows = torch.arange(6)
         made = torch.where(rows[None, :] <= rows[:, None], 0.0, float("-inf")).expand(1, 1, 6, 6)
         heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
-        return sum(F.scaled_dot_product_attention(heads * 2, heads, heads, attn_mask=mask) for mask in (made, stored))
+        return sum(
+            F.scaled_dot_product_attention(heads * 2, heads, heads, attn_mask=mask) for mask in (made, stored)
+        )
 
-    graph = normalize(joint_of(attend, torch.randn(1, 6, 8, requires_grad=True), torch.zeros(1, 1, 6, 6))[0]).graph
+    graph = normalize(
+        joint_of(attend, torch.randn(1, 6, 8, requires_grad=True), torch.zeros(1, 1, 6, 6))[0]
+    ).graph
     proved, stored = graph.find_nodes(op="call_function", target=streambp.attention.default)
     assert proved.args[3] is None and proved.args[4]
     assert stored.args[3] is not None and not stored.args[4]
@@ -49,21 +54,34 @@ def test_the_given_graph_is_left_alone_and_a_normal_one_stays_as_it_is():
     assert str(normalize(once).graph) == str(once.graph)
 
 
-@pytest.mark.parametrize("table", [
-    lambda: (torch.arange(-39, 1).view(1, 1, 40) * torch.tensor(0.5))[:, :, -6:],
-    lambda: (torch.arange(40)[:, None] - torch.arange(40))[-6:, -6:] * 0.5,
-    lambda: torch.outer(torch.arange(40).float(), 1 / torch.arange(1, 7)).cos().t()[:, 3:9],
-    lambda: torch.full((2, 40), 3.0).squeeze(0)[:, :6].unsqueeze(0).expand(2, 2, 6) + torch.arange(5, 40)[2:8]], ids=range(4))
+@pytest.mark.parametrize(
+    "table",
+    [
+        lambda: (torch.arange(-39, 1).view(1, 1, 40) * torch.tensor(0.5))[:, :, -6:],
+        lambda: (torch.arange(40)[:, None] - torch.arange(40))[-6:, -6:] * 0.5,
+        lambda: torch.outer(torch.arange(40).float(), 1 / torch.arange(1, 7)).cos().t()[:, 3:9],
+        lambda: (
+            torch.full((2, 40), 3.0).squeeze(0)[:, :6].unsqueeze(0).expand(2, 2, 6) + torch.arange(5, 40)[2:8]
+        ),
+    ],
+    ids=range(4),
+)
 def test_tables_are_made_as_short_as_they_are_read(table):
     graph = normalize(traced(table))
-    torch.testing.assert_close(graph()[0] if isinstance(graph(), (tuple, list)) else graph(), table(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        graph()[0] if isinstance(graph(), (tuple, list)) else graph(), table(), rtol=0, atol=0
+    )
     assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
     assert all(max(n.meta["val"].shape, default=0) < 35 for n in graph.graph.nodes if n.op == "call_function")
 
 
 def test_what_is_more_than_ranges_is_cut_where_it_was():
     def cut(x):
-        return (x + torch.arange(40))[-6:], torch.arange(40).cumsum(0)[3:], (torch.arange(40) * torch.rand(40))[3:]
+        return (
+            (x + torch.arange(40))[-6:],
+            torch.arange(40).cumsum(0)[3:],
+            (torch.arange(40) * torch.rand(40))[3:],
+        )
 
     graph = normalize(traced(cut, torch.randn(40)))
     assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)) == 3
@@ -71,14 +89,25 @@ def test_what_is_more_than_ranges_is_cut_where_it_was():
 
 def test_what_is_written_by_its_place_is_cut_where_it_was():
     def cut(x):
-        return torch.select_scatter(torch.zeros(4, 6), x, 0, 3)[1:], torch.slice_scatter(torch.zeros(4, 6), x[None], 0, 3, 4)[2:]
+        return torch.select_scatter(torch.zeros(4, 6), x, 0, 3)[1:], torch.slice_scatter(
+            torch.zeros(4, 6), x[None], 0, 3, 4
+        )[2:]
 
     x = torch.randn(6)
     for found, truth in zip(normalize(traced(cut, x))(x), cut(x), strict=True):
         torch.testing.assert_close(found, truth, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("given", [dict(dim=(0, 1)), dict(dim=(0, 1), correction=0, keepdim=True), dict(dim=(1, -1)), dict(dim=None), dict(dim=1, correction=3)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(dim=(0, 1)),
+        dict(dim=(0, 1), correction=0, keepdim=True),
+        dict(dim=(1, -1)),
+        dict(dim=None),
+        dict(dim=1, correction=3),
+    ],
+)
 def test_a_variance_of_tokens_is_made_of_sums(given):
     x = torch.randn(2, 5, 3, dtype=torch.float64)
     for function in (torch.var, torch.var_mean):
@@ -95,10 +124,13 @@ def test_a_variance_of_one_row_is_no_number():
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
 def test_statistics_of_a_layer_norm_have_the_precision_that_a_gpu_gives_them(dtype):
-    """Torch's decomposition rounds them to half precision on a CPU alone, so that its backward would keep other values than a GPU's."""
+    """Torch's decomposition rounds them to half precision on a CPU alone, so that its backward would keep
+    other values than a GPU's."""
     x, weight = torch.randn(5, 16, dtype=dtype), torch.randn(16, dtype=dtype)
-    graph = internals.make_fx(lambda x: torch.native_layer_norm(x, (16,), weight, None, 1e-5),
-                              decomposition_table=internals.decompositions())(x)
+    graph = internals.make_fx(
+        lambda x: torch.native_layer_norm(x, (16,), weight, None, 1e-5),
+        decomposition_table=internals.decompositions(),
+    )(x)
     out, mean, deviation = graph(x)
     assert out.dtype == dtype and mean.dtype == deviation.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(out, torch.native_layer_norm(x, (16,), weight, None, 1e-5)[0])

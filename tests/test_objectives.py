@@ -1,24 +1,33 @@
-"""Objectives behind a real layer: exact to 1e-9, streamed, in no more sweeps than they need; forward alone too."""
+"""Objectives behind a real layer: exact to 1e-9, streamed, in no more sweeps than they need; forward alone
+too."""
 
 import pytest
 import torch
-from benchmarks.losses import OBJECTIVES, Batch, Heads
-from benchmarks.memory import peak
 from models import VOCABULARY, LlamaLike, ids_of, worst_error
 from torch import nn
 
+from benchmarks.losses import OBJECTIVES, Batch, Heads
+from benchmarks.memory import peak
 from streambp_compile import explain
 
-pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")]
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("error::streambp_compile.NotStreamed"),
+]
 WIDTH, LENGTH = 64, 53
 
 
 class Trained(nn.Module):
-    """A trunk of one layer, and the heads; a frozen trunk makes the teacher's hidden states where a batch has ids for it."""
+    """A trunk of one layer, and the heads; a frozen trunk makes the teacher's hidden states where a batch has
+    ids for it."""
 
     def __init__(self, name: str):
         super().__init__()
-        self.trunk, self.heads, self.objective = LlamaLike(layers=1), Heads(WIDTH, VOCABULARY), OBJECTIVES[name]
+        self.trunk, self.heads, self.objective = (
+            LlamaLike(layers=1),
+            Heads(WIDTH, VOCABULARY),
+            OBJECTIVES[name],
+        )
         self.trunk.head = None
 
     def forward(self, ids, batch):
@@ -36,7 +45,9 @@ def test_objective(name):
     torch.manual_seed(0)
     model, ids, batch = Trained(name).double(), ids_of(4, LENGTH), Batch(4, LENGTH, WIDTH, VOCABULARY)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
-    truth = {n: g for n, g in gradients(model, lambda: model(ids, batch)).items() if g.norm() > 1e-12}  # a bias may cancel out
+    truth = {
+        n: g for n, g in gradients(model, lambda: model(ids, batch)).items() if g.norm() > 1e-12
+    }  # a bias may cancel out
     found = gradients(model, lambda: step(ids, batch))
     assert worst_error({n: found[n] for n in truth}, truth) < 1e-9
     with torch.no_grad():
@@ -47,14 +58,20 @@ def test_objective(name):
 def test_sweeps(name):
     model, batch = Heads(WIDTH, VOCABULARY).double(), Batch(4, LENGTH, WIDTH, VOCABULARY)
     hidden = torch.randn(4, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
-    report = explain(lambda h: OBJECTIVES[name].loss(model, h, batch), hidden, streambp_options={"chunk_size": 16})
+    report = explain(
+        lambda h: OBJECTIVES[name].loss(model, h, batch), hidden, streambp_options={"chunk_size": 16}
+    )
     assert report.regions and all(region.streamed for region in report.regions)
     for region in report.regions:
-        both = len(region.forward.program.sweeps) + (len(region.backward.program.sweeps) if region.backward else 0)
+        both = len(region.forward.program.sweeps) + (
+            len(region.backward.program.sweeps) if region.backward else 0
+        )
         assert both <= OBJECTIVES[name].sweeps
 
 
-@pytest.mark.parametrize("name", ["cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distillation, forward KL"])
+@pytest.mark.parametrize(
+    "name", ["cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distillation, forward KL"]
+)
 def test_peak_of_a_head(name):
     """Far under one logits tensor; at most six chunks of it at the default chunk length."""
     tokens, width, vocabulary = 2048, 128, 32768

@@ -5,6 +5,7 @@ import operator
 import pytest
 import torch
 from graphs import Written, causal_layer
+
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import CannotStream, Mark
 from streambp_compile.passes.partition import partition
@@ -63,7 +64,11 @@ def test_a_bidirectional_layer_is_two_sweeps_forward_and_three_backward():
 def head(separable: bool):
     """A head and the sum of its squares; or the logarithm of that sum, whose gradient reads the sum."""
     write = Written()
-    x, w, dloss = write.given("x", torch.randn(LENGTH, 8)), write.given("w", torch.randn(8, 16)), write.given("dloss", torch.ones(()))
+    x, w, dloss = (
+        write.given("x", torch.randn(LENGTH, 8)),
+        write.given("w", torch.randn(8, 16)),
+        write.given("dloss", torch.ones(())),
+    )
     logits = write("logits", aten.mm.default, x, w)
     loss = write("total", aten.sum.default, write("squares", aten.mul.Tensor, logits, logits))
     if separable:
@@ -100,7 +105,10 @@ def test_a_separable_loss_is_one_sweep_and_one_that_looks_at_its_sum_is_two():
 def test_only_what_the_outputs_need_is_run():
     write, seeds, y, (dx, dw) = causal_layer()
     assert "dw" not in program(write, seeds, (dx,))
-    assert program(write, seeds, (next(n for n in write.graph.nodes if n.name == "turned"),)) == "whole: turned\nreturns turned"
+    assert (
+        program(write, seeds, (next(n for n in write.graph.nodes if n.name == "turned"),))
+        == "whole: turned\nreturns turned"
+    )
 
 
 def test_a_gradient_that_somebody_else_reads_is_not_overwritten():

@@ -14,13 +14,18 @@ WIDTH, VOCAB, WINDOW = 16, 31, 4
 
 
 class Windowed(nn.Module):
-    """Its keys and values cross a cut before they are unfolded, which nobody has a rule for: a region is left whole between two that stream."""
+    """Its keys and values cross a cut before they are unfolded, which nobody has a rule for: a region is left
+    whole between two that stream."""
 
     def __init__(self, part):
         super().__init__()
         torch.manual_seed(0)
         self.part = part
-        self.table, self.qkv, self.last = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table, self.qkv, self.last = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
@@ -30,12 +35,16 @@ class Windowed(nn.Module):
             k, v = (F.pad(t, (0, 0, WINDOW - 1, 0)).unfold(1, WINDOW, 1) for t in (k, v))
             x = x + torch.einsum("btw,btdw->btd", torch.einsum("btd,btdw->btw", q, k).softmax(-1), v)
         x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
-        return F.cross_entropy((self.last(x) @ self.table.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return F.cross_entropy(
+            (self.last(x) @ self.table.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
 
 
 PARTS = {
-    "slices": lambda x: x.chunk(3, -1), "every third": lambda x: (x[..., i::3] for i in range(3)),
-    "expanded": lambda x: (x[..., :1].expand(-1, -1, WIDTH), *x.chunk(3, -1)[1:]), "turned": lambda x: x.unflatten(-1, (3, -1)).permute(2, 0, 1, 3).contiguous().mT.mT,
+    "slices": lambda x: x.chunk(3, -1),
+    "every third": lambda x: (x[..., i::3] for i in range(3)),
+    "expanded": lambda x: (x[..., :1].expand(-1, -1, WIDTH), *x.chunk(3, -1)[1:]),
+    "turned": lambda x: x.unflatten(-1, (3, -1)).permute(2, 0, 1, 3).contiguous().mT.mT,
 }
 
 
@@ -47,7 +56,9 @@ def test_parts_of_something_wider_cross_a_cut(part, grad, interpreted):
     with warnings.catch_warnings(), torch.set_grad_enabled(grad):
         warnings.simplefilter("ignore", NotStreamed)
         if grad:
-            assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < 1e-10
+            assert (
+                worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < 1e-10
+            )
         else:
             torch.testing.assert_close(step(ids), model(ids), rtol=1e-12, atol=0)
 
@@ -59,13 +70,17 @@ class Stacked(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.table = nn.Embedding(VOCAB, WIDTH)
-        self.qkv, self.out = (nn.Parameter(torch.randn(layers, WIDTH, width) / 4) for width in (3 * WIDTH, WIDTH))
+        self.qkv, self.out = (
+            nn.Parameter(torch.randn(layers, WIDTH, width) / 4) for width in (3 * WIDTH, WIDTH)
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
         for i in range(len(self.qkv)):
             q, k, v = (x @ self.qkv[i])[:, None].chunk(3, -1)
-            x = F.layer_norm(x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0] @ self.out[i], (WIDTH,))
+            x = F.layer_norm(
+                x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0] @ self.out[i], (WIDTH,)
+            )
         return F.cross_entropy((x @ self.table.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -84,7 +99,9 @@ HOOKS = {"between layers": 1, "before the head": 3, "on logits": 4}
 @pytest.mark.parametrize("where", HOOKS.values(), ids=HOOKS)
 @pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")
 def test_hooks_on_values_stream(where, interpreted):
-    """They are a part of the graph, and so of the backward's sweeps; one that clips makes a head's backward nonlinear."""
+    """They are a part of the graph, and so of the backward's sweeps; one that clips makes a head's backward
+    nonlinear."""
+
     class Hooked(Plain):
         def forward(self, ids, labels):
             x = self.embed(ids)
@@ -96,4 +113,9 @@ def test_hooks_on_values_stream(where, interpreted):
 
     model, ids = Hooked().double(), ids_of(2, 61)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
-    assert worst_error(gradients(model, lambda: step(ids, ids) * 8), gradients(model, lambda: model(ids, ids) * 8)) < 1e-10
+    assert (
+        worst_error(
+            gradients(model, lambda: step(ids, ids) * 8), gradients(model, lambda: model(ids, ids) * 8)
+        )
+        < 1e-10
+    )

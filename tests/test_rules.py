@@ -1,6 +1,7 @@
 """The rule oracle: every row of the table against what its op does when it is run.
 
-A signature is believed only after (a) its labels fit the values, (b) perturbing one entry moved no output row that the ties do not
+A signature is believed only after (a) its labels fit the values, (b) perturbing one entry moved no output row
+that the ties do not
 allow, and (c) running on a piece gave a piece of the whole, and pieces of a sum added up to it.
 """
 
@@ -11,16 +12,25 @@ import pytest
 import torch
 from graphs import single
 from samples import SAMPLES, UNFILLED, Sample, cases, sample_of
-from streambp_compile.passes.spread import reshaped
+
 from streambp_compile.passes.ir import EVERYWHERE, HERE, CannotStream, Mark
 from streambp_compile.passes.rules import TABLE, overload, rule_of
+from streambp_compile.passes.token_propagation import reshaped
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-# Rules that tie less than their op does: what is written into stays in its place, but where the writes go, the index alone knows.
-WRITERS = {"aten::scatter.value", "aten::scatter.src", "aten::scatter_add", "aten::scatter_reduce.two", "aten::index_put",
-           "aten::_unsafe_index_put", "aten::index_add"}
+# Rules that tie less than their op does: what is written into stays in its place, but where the writes go,
+# the index alone knows.
+WRITERS = {
+    "aten::scatter.value",
+    "aten::scatter.src",
+    "aten::scatter_add",
+    "aten::scatter_reduce.two",
+    "aten::index_put",
+    "aten::_unsafe_index_put",
+    "aten::index_add",
+}
 WIDER_THAN_NEEDED = {*WRITERS, "aten::cat"}  # a value joined to empty ones is still itself
 
 
@@ -28,8 +38,11 @@ def moved_rows(before, after, dim):
     """Which rows along a dimension changed in a bit."""
     same = (before == after) | (before.isnan() & after.isnan())
     others = [d for d in range(before.dim()) if d != dim]
-    return {k for k in range(before.shape[dim]) if not same.select(dim, k).all()} if others else {
-        k for k in range(before.shape[0]) if not same[k]}
+    return (
+        {k for k in range(before.shape[dim]) if not same.select(dim, k).all()}
+        if others
+        else {k for k in range(before.shape[0]) if not same[k]}
+    )
 
 
 def test_every_row_of_the_table_has_a_sample():
@@ -81,19 +94,25 @@ def test_perturbing_moves_no_other_rows(name, number):
                             for moved in moved_rows(before, now, other):
                                 distance = row - moved - shift
                                 if label == signature.rows and place == signature.keys:
-                                    distance = -distance  # query i moves key j's gradient: the key's distance from the query
+                                    distance = (
+                                        -distance
+                                    )  # query i moves key j's gradient: the key's distance from the query
                                 assert reach.lo <= distance <= reach.hi, (
-                                    f"operand {k} dim {dim} row {row} moved output row {moved}: outside {reach}")
+                                    f"operand {k} dim {dim} row {row} moved output row {moved}: outside {reach}"
+                                )
                                 seen.setdefault((label, place), set()).add(distance)
                                 declared[label, place] = (reach, value.shape[dim])
     for (label, place), distances in seen.items():
         reach, size = declared[label, place]
         lo, hi = max(reach.lo, 1 - size), min(reach.hi, size - 1)
-        assert (min(distances), max(distances)) == (lo, hi), f"reach {reach} of {label!r} is wider than what moved: {sorted(distances)}"
+        assert (min(distances), max(distances)) == (lo, hi), (
+            f"reach {reach} of {label!r} is wider than what moved: {sorted(distances)}"
+        )
 
 
 def allowed(signature, label, place):
-    """The distances (operand row minus output row) over which a label may move another, or None if nothing is claimed."""
+    """The distances (operand row minus output row) over which a label may move another, or None if nothing is
+    claimed."""
     if label is None or place is None:
         return None
     if label == place:
@@ -110,15 +129,25 @@ def test_pieces_are_pieces_of_the_whole(name, number):
     """(c) A tie of zero reach: the op on a slice is a slice of the op. A sum: pieces add up."""
     sample = sample_of(name, number, 0)
     signature = sample.signature
-    if signature.reshape or sample.target in UNFILLED or sample.target in (prims.iota.default, torch.ops.streambp.uniform.default):  # counted from the first token
+    if (
+        signature.reshape
+        or sample.target in UNFILLED
+        or sample.target in (prims.iota.default, torch.ops.streambp.uniform.default)
+    ):  # counted from the first token
         return
     labels = {label for ls in (*signature.operands, *signature.outputs) for label in ls if label is not None}
     for label in sorted(labels, key=str):
         places = [ls.index(label) if label in ls else None for ls in signature.operands]
         outs = [ls.index(label) if label in ls else None for ls in signature.outputs]
-        if label in (signature.rows, signature.keys) or label in signature.reach or label in signature.offsets:
+        if (
+            label in (signature.rows, signature.keys)
+            or label in signature.reach
+            or label in signature.offsets
+        ):
             continue
-        if signature.rows is not None and label != "b":  # the kernel wants all of a head; heads in groups meet keys by their number
+        if (
+            signature.rows is not None and label != "b"
+        ):  # the kernel wants all of a head; heads in groups meet keys by their number
             continue
         if any(o is not None for o in outs):
             assert_sliced(sample, label, places, outs)
@@ -157,9 +186,12 @@ def assert_summed(sample, label, places):
 
 @pytest.mark.parametrize("name", list(SAMPLES))
 def test_ties_are_not_missed(name):
-    """A dimension whose rows never mix, but that a rule leaves untied, is memory given away: none is, but those listed."""
+    """A dimension whose rows never mix, but that a rule leaves untied, is memory given away: none is, but
+    those listed."""
     found = {miss for number in range(len(SAMPLES[name])) for miss in missed_ties(name, number)}
-    assert bool(found) == (name in WIDER_THAN_NEEDED), f"(operand, dim, output, dim) that always move together: {sorted(found)}"
+    assert bool(found) == (name in WIDER_THAN_NEEDED), (
+        f"(operand, dim, output, dim) that always move together: {sorted(found)}"
+    )
 
 
 def missed_ties(name, number):
@@ -180,7 +212,9 @@ def missed_ties(name, number):
                     for other, place in enumerate(out):
                         if before.shape[other] != value.shape[dim] or label is not None and label == place:
                             continue
-                        if all(moved_rows(before, after[o], other) == {row} for row, after in enumerate(moves)):
+                        if all(
+                            moved_rows(before, after[o], other) == {row} for row, after in enumerate(moves)
+                        ):
                             now.add((k, dim, o, other))
         together = now if together is None else together & now
     return together
@@ -188,11 +222,24 @@ def missed_ties(name, number):
 
 # Views that merge and split dimensions: their ties come from the sizes
 
-@pytest.mark.parametrize("old,new,dim,want", [
-    ((2, 6, 4), (12, 4), 1, Mark(0, 2, 1)), ((2, 6, 4), (2, 24), 1, Mark(1, 1, 4)), ((2, 6, 4), (48,), 1, Mark(0, 2, 4)),
-    ((2, 6, 4), (2, 6, 2, 2), 1, Mark(1)), ((2, 6, 4), (2, 1, 6, 4), 1, Mark(2)), ((2, 6, 4), (2, 3, 2, 4), 1, None),
-    ((6, 6), (36,), 0, Mark(0, 1, 6)), ((6, 6), (36,), 1, Mark(0, 6, 1)), ((6, 6, 6), (6, 36), 1, Mark(1, 1, 6)),
-    ((6, 6, 6), (36, 6), 1, Mark(0, 6, 1)), ((2, 6), (2, 6, 1), 1, Mark(1)), ((4, 3), (6, 2), 0, None)])
+
+@pytest.mark.parametrize(
+    "old,new,dim,want",
+    [
+        ((2, 6, 4), (12, 4), 1, Mark(0, 2, 1)),
+        ((2, 6, 4), (2, 24), 1, Mark(1, 1, 4)),
+        ((2, 6, 4), (48,), 1, Mark(0, 2, 4)),
+        ((2, 6, 4), (2, 6, 2, 2), 1, Mark(1)),
+        ((2, 6, 4), (2, 1, 6, 4), 1, Mark(2)),
+        ((2, 6, 4), (2, 3, 2, 4), 1, None),
+        ((6, 6), (36,), 0, Mark(0, 1, 6)),
+        ((6, 6), (36,), 1, Mark(0, 6, 1)),
+        ((6, 6, 6), (6, 36), 1, Mark(1, 1, 6)),
+        ((6, 6, 6), (36, 6), 1, Mark(0, 6, 1)),
+        ((2, 6), (2, 6, 1), 1, Mark(1)),
+        ((4, 3), (6, 2), 0, None),
+    ],
+)
 def test_a_reshape_carries_the_mark(old, new, dim, want):
     assert reshaped(Mark(dim), old, new) == want
 
@@ -216,7 +263,9 @@ def test_a_reshape_moves_the_rows_its_mark_says(seed):
         assert new[mark.dim] == mark.outer * size * mark.inner
         split = value.reshape(new).unflatten(mark.dim, (mark.outer, size, mark.inner))
         for row in range(size):
-            assert set(split.select(mark.dim + 1, row).flatten().tolist()) == set(value.select(dim, row).flatten().tolist())
+            assert set(split.select(mark.dim + 1, row).flatten().tolist()) == set(
+                value.select(dim, row).flatten().tolist()
+            )
         back = reshaped(mark, tuple(new), tuple(old))
         assert back is None or back == Mark(dim)
 
@@ -232,6 +281,7 @@ def factors(number):
 
 
 # Ops known by their tag
+
 
 def pointwise_ops():
     found = []
@@ -251,7 +301,8 @@ BOUNDED = ("clamp", "clip")
 
 
 def drawn(op):
-    """Arguments for a pointwise op from its schema: tensors that broadcast, twos for scalars, defaults for the rest."""
+    """Arguments for a pointwise op from its schema: tensors that broadcast, twos for scalars, defaults for
+    the rest."""
     shapes = iter(([3, 1, 5], [4, 5], [3, 4, 1]))
     integers, bounded = (any(word in str(op) for word in words) for words in (INTEGERS, BOUNDED))
     lowest = 3 if "mvlgamma" in str(op) else 0
@@ -260,7 +311,11 @@ def drawn(op):
         kind = str(argument.type)
         if kind == "Tensor" or bounded and kind == "Optional[Tensor]":
             shape = next(shapes)
-            value = torch.randint(1, 4, shape) if integers else torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1 + lowest
+            value = (
+                torch.randint(1, 4, shape)
+                if integers
+                else torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1 + lowest
+            )
             if argument.name == "mask":
                 value = value > 0.5
             args.append(value)
@@ -282,7 +337,9 @@ def test_an_op_tagged_pointwise_is(op):
     for k, (value, labels) in enumerate(zip(sample.operands, signature.operands)):
         for dim, label in enumerate(labels):
             for row in range(value.shape[dim]):
-                for before, after, out in zip(sample.outputs, sample.run(sample.perturbed(k, dim, row)), signature.outputs):
+                for before, after, out in zip(
+                    sample.outputs, sample.run(sample.perturbed(k, dim, row)), signature.outputs
+                ):
                     if label is not None:
                         assert moved_rows(before, after, out.index(label)) <= {row}
     for dim in range(3):

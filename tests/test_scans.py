@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.memory import peak
 from graphs import Written, traced
 from models import VOCABULARY, Layer, counted, gradients, ids_of, total_error, truth_of, worst_error
-from streambp_compile.passes.analyze import analyze
-from streambp_compile.passes.ir import Mark
-from streambp_compile.passes.normalize import normalize
-from streambp_compile.passes.partition import partition
-from streambp_compile.passes.plan import chunk_length, chunk_lengths
-from streambp_compile.passes.verify import IllegalResult, verify_program
 from torch import Tensor, nn
 
 import streambp_compile
+from benchmarks.memory import peak
 from streambp_compile import NotStreamed, internals
+from streambp_compile.passes.analyze import analyze
+from streambp_compile.passes.ir import Mark
+from streambp_compile.passes.normalization.normalize import normalize
+from streambp_compile.passes.partition import partition
+from streambp_compile.passes.planning.chunk_length import chunk_length, chunk_lengths
+from streambp_compile.passes.verify import IllegalResult, verify_program
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 EXACT = 1e-10
@@ -37,8 +37,13 @@ class Scanned(nn.Module):
         super().__init__()
         self.mix = mix
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.into, self.out = (nn.ModuleList([nn.Linear(a * WIDTH, b * WIDTH) for _ in range(2)]) for a, b in ((1, 3), (1, 1)))
-        self.norms, self.attention = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)]), Layer(WIDTH, HEADS)
+        self.into, self.out = (
+            nn.ModuleList([nn.Linear(a * WIDTH, b * WIDTH) for _ in range(2)]) for a, b in ((1, 3), (1, 1))
+        )
+        self.norms, self.attention = (
+            nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)]),
+            Layer(WIDTH, HEADS),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -95,17 +100,33 @@ def positions_counted_by_content(q, k, v):
     return (scores.softmax(-1) @ heads(v)).transpose(1, 2).flatten(2)
 
 
-MIXERS = {"linear attention": linear_attention, "minGRU": gated_in_log_space, "decaying state": decaying_state,
-          "decaying scores": decaying_scores, "both ways": both_ways, "scan of a scan": of_a_scan, "CoPE": positions_counted_by_content,
-          "running mean": lambda q, k, v: q.cumsum(1) / torch.arange(1, q.shape[1] + 1)[:, None] * k + v}
+MIXERS = {
+    "linear attention": linear_attention,
+    "minGRU": gated_in_log_space,
+    "decaying state": decaying_state,
+    "decaying scores": decaying_scores,
+    "both ways": both_ways,
+    "scan of a scan": of_a_scan,
+    "CoPE": positions_counted_by_content,
+    "running mean": lambda q, k, v: q.cumsum(1) / torch.arange(1, q.shape[1] + 1)[:, None] * k + v,
+}
 
 
 def step(model: nn.Module, chunk: int = 16):
     return torch.compile(model, backend="streambp", options={"chunk_size": chunk})
 
 
-@pytest.mark.parametrize("name, chunk, length", [*((name, 7, LENGTH) for name in MIXERS), *(
-    (name, chunk, length) for name in ("linear attention", "both ways") for chunk, length in ((1, 9), (100, LENGTH)))])
+@pytest.mark.parametrize(
+    "name, chunk, length",
+    [
+        *((name, 7, LENGTH) for name in MIXERS),
+        *(
+            (name, chunk, length)
+            for name in ("linear attention", "both ways")
+            for chunk, length in ((1, 9), (100, LENGTH))
+        ),
+    ],
+)
 def test_a_scan_streams(name, chunk, length, interpreted):
     """All of it: a region that is compiled whole warns, and a warning is an error here."""
     model, ids = Scanned(MIXERS[name]).double(), ids_of(2, length)
@@ -120,7 +141,9 @@ def test_lengths_share_what_is_compiled(interpreted):
         ids = ids_of(2, length)
         if len(graphs) == 2:
             known = set(internals.COMPILED)
-        assert worst_error(gradients(model, lambda: streamed(ids)), gradients(model, lambda: model(ids))) < EXACT
+        assert (
+            worst_error(gradients(model, lambda: streamed(ids)), gradients(model, lambda: model(ids))) < EXACT
+        )
     assert len(graphs) == 2 and known == set(internals.COMPILED)
 
 
@@ -136,7 +159,9 @@ def test_half_precision_is_no_less_exact_than_eager(mix, interpreted):
     model.to(torch.bfloat16)
     truth = truth_of(model, lambda m: m(ids))
     streamed = step(model, 32)
-    assert total_error(gradients(model, lambda: streamed(ids)), truth) <= 1.05 * total_error(gradients(model, lambda: model(ids)), truth)
+    assert total_error(gradients(model, lambda: streamed(ids)), truth) <= 1.05 * total_error(
+        gradients(model, lambda: model(ids)), truth
+    )
 
 
 class Behind(Scanned):
@@ -153,13 +178,20 @@ def test_rows_that_do_not_count_are_no_part_of_a_sum(chunk, interpreted):
     streamed = step(model, chunk)
     for length in (LENGTH, 45):
         ids = ids_of(2, length)
-        assert worst_error(gradients(model, lambda: streamed(ids)), gradients(model, lambda: model(ids))) < EXACT
+        assert (
+            worst_error(gradients(model, lambda: streamed(ids)), gradients(model, lambda: model(ids))) < EXACT
+        )
 
 
 def scan_and_back() -> tuple[Written, dict, tuple]:
-    """``y = tanh(scan(x w))`` of five tokens and its gradients: what comes back from the rows of the scan is a scan the other way."""
+    """``y = tanh(scan(x w))`` of five tokens and its gradients: what comes back from the rows of the scan is
+    a scan the other way."""
     write = Written()
-    x, w, dy = write.given("x", torch.randn(5, 8)), write.given("w", torch.randn(8, 8)), write.given("dy", torch.randn(5, 8))
+    x, w, dy = (
+        write.given("x", torch.randn(5, 8)),
+        write.given("w", torch.randn(8, 8)),
+        write.given("dy", torch.randn(5, 8)),
+    )
     state = write("state", aten.cumsum.default, write("rows", aten.mm.default, x, w), 0)
     y = write("y", aten.tanh.default, state)
     dstate = write("dstate", aten.tanh_backward.default, dy, y)
@@ -199,11 +231,15 @@ def test_sweeps_that_share_states_share_the_length_of_chunks():
     program = partition(write.graph, analysis, grads)
     assert len(set(chunk_lengths(program, analysis, None))) == 1
     apart = replace(program, sweeps=tuple(replace(s, noted=(), resumed=()) for s in program.sweeps))
-    assert chunk_lengths(apart, analysis, None) == tuple(chunk_length(s, analysis, None) for s in program.sweeps)
+    assert chunk_lengths(apart, analysis, None) == tuple(
+        chunk_length(s, analysis, None) for s in program.sweeps
+    )
 
 
 def test_layers_stay_whole_and_equal(interpreted):
-    """No cut goes between the scans of a layer, where its state of every token would be alive; and the report shows the state."""
+    """No cut goes between the scans of a layer, where its state of every token would be alive; and the report
+    shows the state."""
+
     class Layers(Scanned):
         def forward(self, ids):
             x = self.embed(ids)
@@ -219,7 +255,8 @@ def test_layers_stay_whole_and_equal(interpreted):
 
 
 def test_no_state_exists_for_every_token(fresh_dynamo):
-    """All states of one layer take 2 * 4096 * 4 * 8 * 8 * 4 bytes: eager holds several of them. Compiled for real."""
+    """All states of one layer take 2 * 4096 * 4 * 8 * 8 * 4 bytes: eager holds several of them. Compiled for
+    real."""
     model, ids = Scanned(linear_attention), ids_of(2, 4096)
     streamed = step(model, 64)
     assert worst_error(gradients(model, lambda: streamed(ids)), gradients(model, lambda: model(ids))) < 1e-4
@@ -233,7 +270,12 @@ def test_no_state_exists_for_every_token(fresh_dynamo):
 
 
 def scans_of(function, *inputs) -> list:
-    return [n.args[1:] for n in normalize(traced(function, *inputs)).graph.find_nodes(op="call_function", target=streambp.reverse_scan.default)]
+    return [
+        n.args[1:]
+        for n in normalize(traced(function, *inputs)).graph.find_nodes(
+            op="call_function", target=streambp.reverse_scan.default
+        )
+    ]
 
 
 def test_a_scan_between_flips_goes_the_other_way():
@@ -241,25 +283,42 @@ def test_a_scan_between_flips_goes_the_other_way():
     assert scans_of(lambda x: x.flip(1).cumsum(1).flip(1), x) == [(1, "cumsum")]
     assert scans_of(lambda x: x.flip(-1).logcumsumexp(-1).flip(2), x) == [(2, "logcumsumexp")]
     assert scans_of(lambda x: x.flip(1).flip(1).cumsum(1).flip(1).flip(1), x) == []
-    for other in (lambda x: x.flip(1).cumsum(2).flip(1), lambda x: x.flip(1, 2).cumsum(1).flip(1, 2), lambda x: x.cumsum(1).flip(1),
-                  lambda x: x.flip(1).cumsum(1), lambda x: x.flip(1).cumsum(1, dtype=torch.float64).flip(1)):
+    for other in (
+        lambda x: x.flip(1).cumsum(2).flip(1),
+        lambda x: x.flip(1, 2).cumsum(1).flip(1, 2),
+        lambda x: x.cumsum(1).flip(1),
+        lambda x: x.flip(1).cumsum(1),
+        lambda x: x.flip(1).cumsum(1, dtype=torch.float64).flip(1),
+    ):
         assert scans_of(other, x) == []
 
 
 @pytest.mark.parametrize("kind", ["cumsum", "cumprod", "logcumsumexp"])
 def test_the_operator_is_a_scan_of_flipped_rows(kind):
     x = torch.randn(2, 5, 3)
-    torch.testing.assert_close(streambp.reverse_scan(x, 1, kind), getattr(torch, kind)(x.flip(1), 1).flip(1), rtol=0, atol=0)
+    torch.testing.assert_close(
+        streambp.reverse_scan(x, 1, kind), getattr(torch, kind)(x.flip(1), 1).flip(1), rtol=0, atol=0
+    )
 
 
-@pytest.mark.parametrize("scan, told", [(lambda s: s.cumsum(-2), "scans the rows of a matrix"), (lambda s: s.cumsum(-1), None),
-                                        (lambda s: s.logcumsumexp(-1), None)], ids=["rows", "keys", "keys in log space"])
+@pytest.mark.parametrize(
+    "scan, told",
+    [
+        (lambda s: s.cumsum(-2), "scans the rows of a matrix"),
+        (lambda s: s.cumsum(-1), None),
+        (lambda s: s.logcumsumexp(-1), None),
+    ],
+    ids=["rows", "keys", "keys in log space"],
+)
 def test_scans_of_scores_read_what_they_need(scan, told, interpreted):
     """A scan over keys before the window is cut out of it: no key may be left out."""
+
     def mix(q, k, v):
         place = torch.arange(q.shape[1])
         distance = place[:, None] - place
-        scores = scan(heads(q) @ heads(k).transpose(-1, -2) / 8).masked_fill((distance < 0) | (distance > 5), -math.inf)
+        scores = scan(heads(q) @ heads(k).transpose(-1, -2) / 8).masked_fill(
+            (distance < 0) | (distance > 5), -math.inf
+        )
         return (scores.softmax(-1) @ heads(v)).transpose(1, 2).flatten(2)
 
     model, ids = Scanned(mix).double(), ids_of(2, LENGTH)

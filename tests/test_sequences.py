@@ -1,4 +1,5 @@
-"""Several sequences in one model: an encoder beside a decoder, patches of images, latents that read a text; each streams along its own."""
+"""Several sequences in one model: an encoder beside a decoder, patches of images, latents that read a text;
+each streams along its own."""
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ WIDTH = 32
 
 
 class Attention(nn.Module):
-    """Queries of one sequence over keys of another (or the same); with a bias looked up by distance, as T5 has it, where it is given."""
+    """Queries of one sequence over keys of another (or the same); with a bias looked up by distance, as T5
+    has it, where it is given."""
 
     def __init__(self, causal: bool = False):
         super().__init__()
@@ -23,10 +25,14 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        q, k, v = (p(t).unflatten(-1, (4, -1)).transpose(1, 2) for p, t in ((self.q, x), (self.k, y), (self.v, y)))
+        q, k, v = (
+            p(t).unflatten(-1, (4, -1)).transpose(1, 2) for p, t in ((self.q, x), (self.k, y), (self.v, y))
+        )
         scores = q @ k.transpose(-1, -2) if bias is None else q @ k.transpose(-1, -2) + bias
         if self.causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+            scores = scores.masked_fill(
+                torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf")
+            )
         return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -83,7 +89,10 @@ def test_an_encoder_streams_beside_its_decoder():
     step = torch.compile(model, backend=backend)
     for of_source, of_target in ((61, 45), (40, 53), (33, 72), (50, 50)):
         batch = ids_of(2, of_source), ids_of(2, of_target)
-        assert worst_error(gradients(model, lambda: step(*batch)), gradients(model, lambda: model(*batch))) < EXACT
+        assert (
+            worst_error(gradients(model, lambda: step(*batch)), gradients(model, lambda: model(*batch)))
+            < EXACT
+        )
     assert len(graphs) == 2
 
 
@@ -93,7 +102,10 @@ class Patches(nn.Module):
     def __init__(self, layers: int = 3):
         super().__init__()
         self.cut, self.first = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.layers, self.head = nn.ModuleList([Block(False, False) for _ in range(layers)]), nn.Linear(WIDTH, 10)
+        self.layers, self.head = (
+            nn.ModuleList([Block(False, False) for _ in range(layers)]),
+            nn.Linear(WIDTH, 10),
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.cut(image).flatten(2).transpose(1, 2)
@@ -109,12 +121,16 @@ class Patches(nn.Module):
 def test_layers_over_patches_of_an_image_stream():
     model = Patches().double()
     with pytest.warns(NotStreamed, match="its tokens are made in it"):
-        report = explain(model, torch.randn(2, 3, 32, 32, dtype=torch.float64), streambp_options={"chunk_size": 16})
+        report = explain(
+            model, torch.randn(2, 3, 32, 32, dtype=torch.float64), streambp_options={"chunk_size": 16}
+        )
     assert [r.times for r in report.regions if r.streamed] == [3, 1] and report.lengths == [65]
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     for height, width in ((32, 32), (40, 24), (48, 20)):
         image = torch.randn(2, 3, height, width, dtype=torch.float64)
-        assert worst_error(gradients(model, lambda: step(image)), gradients(model, lambda: model(image))) < EXACT
+        assert (
+            worst_error(gradients(model, lambda: step(image)), gradients(model, lambda: model(image))) < EXACT
+        )
 
 
 class Captions(nn.Module):
@@ -123,7 +139,10 @@ class Captions(nn.Module):
     def __init__(self):
         super().__init__()
         self.image, self.embed = Patches(2), nn.Embedding(VOCABULARY, WIDTH)
-        self.layers, self.head = nn.ModuleList([Block(True, True) for _ in range(2)]), nn.Linear(WIDTH, VOCABULARY)
+        self.layers, self.head = (
+            nn.ModuleList([Block(True, True) for _ in range(2)]),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
         self.image.after = self.patches
         del self.image.head
 
@@ -160,7 +179,10 @@ class Prefix(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.prefix = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(1, 7, WIDTH))
-        self.layers, self.head = nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)]), nn.Linear(WIDTH, VOCABULARY)
+        self.layers, self.head = (
+            nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)]),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = torch.cat((self.prefix.expand(len(ids), -1, -1), self.embed(ids)), 1)
@@ -174,7 +196,10 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)])
+        self.embed, self.layers = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)]),
+        )
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         found = []
@@ -190,7 +215,10 @@ class Preference(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)])
+        self.embed, self.layers = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)]),
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def log_probability(self, ids: Tensor) -> Tensor:
@@ -208,7 +236,10 @@ class Shifted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)])
+        self.embed, self.layers = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)]),
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -218,23 +249,37 @@ class Shifted(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids[:, 1:].flatten())
 
 
-ODD = [(Shifted, lambda: (ids_of(2, 61),), 4), (Preference, lambda: (ids_of(2, 61), ids_of(2, 45)), 7), (Captions, lambda: (torch.randn(2, 3, 32, 24, dtype=torch.float64), ids_of(2, 45)), 4),
-       (Latents, lambda: (ids_of(2, 61),), 4), (Prefix, lambda: (ids_of(2, 61),), 3), (Shared, lambda: (ids_of(3, 61), ids_of(3, 45)), 4), (Shared, lambda: (ids_of(3, 61), ids_of(3, 61)), 2)]
+ODD = [
+    (Shifted, lambda: (ids_of(2, 61),), 4),
+    (Preference, lambda: (ids_of(2, 61), ids_of(2, 45)), 7),
+    (Captions, lambda: (torch.randn(2, 3, 32, 24, dtype=torch.float64), ids_of(2, 45)), 4),
+    (Latents, lambda: (ids_of(2, 61),), 4),
+    (Prefix, lambda: (ids_of(2, 61),), 3),
+    (Shared, lambda: (ids_of(3, 61), ids_of(3, 45)), 4),
+    (Shared, lambda: (ids_of(3, 61), ids_of(3, 61)), 2),
+]
 
 
 @pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
-@pytest.mark.parametrize("made, batch, streamed", ODD, ids=["shifted", "preferences", "captions", "latents", "prefix", "pairs", "equal pairs"])
+@pytest.mark.parametrize(
+    "made, batch, streamed",
+    ODD,
+    ids=["shifted", "preferences", "captions", "latents", "prefix", "pairs", "equal pairs"],
+)
 def test_sequences_that_meet(made, batch, streamed):
     model, given = made().double(), batch()
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
-    assert worst_error(gradients(model, lambda: step(*given)), gradients(model, lambda: model(*given))) < EXACT
+    assert (
+        worst_error(gradients(model, lambda: step(*given)), gradients(model, lambda: model(*given))) < EXACT
+    )
     torch._dynamo.reset()
     report = explain(model, *given, streambp_options={"chunk_size": 16})
     assert sum(r.times for r in report.regions if r.streamed) >= streamed, report
 
 
 class InPlace(nn.Module):
-    """A bias by distance whose index is changed behind a reader's back: no region may make it anew in another order."""
+    """A bias by distance whose index is changed behind a reader's back: no region may make it anew in another
+    order."""
 
     def __init__(self, write):
         super().__init__()
@@ -283,7 +328,8 @@ def test_what_is_written_in_place_is_made_once_or_as_it_was(write):
 
 
 class InTurn(nn.Module):
-    """States and actions in turn: two rows of attention for each step of the inputs, of which one predicts."""
+    """States and actions in turn: two rows of attention for each step of the inputs, of which one
+    predicts."""
 
     def __init__(self):
         super().__init__()
@@ -304,8 +350,13 @@ def test_several_rows_for_each_token_are_a_sequence_of_their_own():
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     for length in (45, 30):
         given = torch.randn(2, length, 5).double(), torch.randn(2, length, 3).double()
-        assert worst_error(gradients(model, lambda: step(*given)), gradients(model, lambda: model(*given))) < EXACT
+        assert (
+            worst_error(gradients(model, lambda: step(*given)), gradients(model, lambda: model(*given)))
+            < EXACT
+        )
         with torch.no_grad():
             torch.testing.assert_close(step(*given), model(*given), rtol=1e-12, atol=0)
     report = explain(model, *given)
-    assert [r.times for r in report.regions if r.streamed is not None and "causal, proved" in str(r)] and sum(r.streamed is None for r in report.regions) == 1
+    assert [r.times for r in report.regions if r.streamed is not None and "causal, proved" in str(r)] and sum(
+        r.streamed is None for r in report.regions
+    ) == 1

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from graphs import Written
+
 from streambp_compile.passes.split import Region, Traits, split
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
@@ -12,16 +13,32 @@ LENGTH, WIDTH, WORDS = 5, 8, 100
 
 
 def model(layers: int = 2, head: bool = True, returned: bool = False) -> Written:
-    """Embedding, layers ``x + attention(x w · angles)``, and a loss on logits. ``returned``: the function also returns ``angles``."""
+    """Embedding, layers ``x + attention(x w · angles)``, and a loss on logits. ``returned``: the function
+    also returns ``angles``."""
     write = Written()
-    ids, table = write.given("ids", torch.zeros(LENGTH, dtype=torch.int64)), write.given("table", weight(WORDS, WIDTH))
+    ids, table = (
+        write.given("ids", torch.zeros(LENGTH, dtype=torch.int64)),
+        write.given("table", weight(WORDS, WIDTH)),
+    )
     weights = [write.given(f"w{i}", weight(WIDTH, WIDTH)) for i in range(1, layers + 1)]
-    angles = write("angles", aten.unsqueeze.default, write("turns", aten.cos.default, write("places", aten.arange.default, LENGTH)), 1)
+    angles = write(
+        "angles",
+        aten.unsqueeze.default,
+        write("turns", aten.cos.default, write("places", aten.arange.default, LENGTH)),
+        1,
+    )
     x = write("x0", aten.embedding.default, table, ids)
     for i, w in enumerate(weights, 1):
         turned = write(f"turned{i}", aten.mul.Tensor, write(f"product{i}", aten.mm.default, x, w), angles)
         heads = write(f"heads{i}", aten.view.default, turned, [1, 1, LENGTH, WIDTH])
-        a = write(f"attend{i}", torch.nn.functional.scaled_dot_product_attention, heads, heads, heads, is_causal=True)
+        a = write(
+            f"attend{i}",
+            torch.nn.functional.scaled_dot_product_attention,
+            heads,
+            heads,
+            heads,
+            is_causal=True,
+        )
         x = write(f"x{i}", aten.add.Tensor, x, write(f"mixed{i}", aten.view.default, a, [LENGTH, WIDTH]))
     if head:
         logits = write("logits", aten.mm.default, x, write("across", aten.t.default, table))
@@ -64,7 +81,9 @@ def test_cuts_lie_between_layers_where_one_value_is_alive():
 def test_every_node_is_kept_once_and_only_cheap_ones_are_made_again():
     write = model(4)
     made = [n.name for r in regions(write) for n in r.nodes]
-    assert {n.name for n in write.graph.nodes} - {"output"} - {n.name for n in write.graph.nodes if n.op == "placeholder"} == set(made)
+    assert {n.name for n in write.graph.nodes} - {"output"} - {
+        n.name for n in write.graph.nodes if n.op == "placeholder"
+    } == set(made)
     assert {n for n in made if made.count(n) > 1} == {"places", "turns", "angles"}
 
 

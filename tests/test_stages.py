@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import traced
-from streambp_compile.passes import spread, stages
-from streambp_compile.passes.ir import Mark
-from streambp_compile.passes.spread import Spread
 
-from streambp_compile import rolled
+from streambp_compile.dynamo import unrolled_losses
+from streambp_compile.passes import stages, token_propagation
+from streambp_compile.passes.ir import Mark
+from streambp_compile.passes.token_propagation import TokenPropagation
 from streambp_compile.report import NotStreamed, StreamHint
 
 
@@ -44,7 +44,7 @@ def refusals(caught: list[warnings.WarningMessage]) -> list[str]:
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_graph_that_takes_too_long_is_compiled_whole():
-    text, = refusals(compiled_step(loss_of, *inputs(), analysis_seconds=1e-9))
+    (text,) = refusals(compiled_step(loss_of, *inputs(), analysis_seconds=1e-9))
     assert "inlining activation checkpoints was given up after 1e-09 seconds" in text
     assert "analysis_seconds" in text
 
@@ -91,6 +91,7 @@ def test_a_limit_that_is_no_time_is_refused(seconds):
 
 def visits(monkeypatch, depth: int) -> int:
     """How many nodes are looked at for the marks of a deep chain of products, transposes and scores."""
+
     def chain(x, w):
         for _ in range(depth):
             x = (x @ x.mT).tanh() @ (x.transpose(0, 1) @ w).transpose(0, 1)
@@ -98,8 +99,8 @@ def visits(monkeypatch, depth: int) -> int:
 
     graph = traced(chain, torch.randn(2, 5, 4), torch.randn(4, 4)).graph
     count = [0]
-    monkeypatch.setattr(spread, "checkpoint", lambda: count.__setitem__(0, count[0] + 1))
-    Spread(graph, {next(iter(graph.nodes)): (Mark(1),)})
+    monkeypatch.setattr(token_propagation, "checkpoint", lambda: count.__setitem__(0, count[0] + 1))
+    TokenPropagation(graph, {next(iter(graph.nodes)): (Mark(1),)})
     return count[0]
 
 
@@ -112,7 +113,7 @@ def test_deep_pieces_are_compared_in_linear_time(monkeypatch):
     """The texts of classes once held those of their operands, and doubled with each residual layer."""
     longest = [0]
 
-    class Measured(rolled.Pieces):
+    class Measured(unrolled_losses.Pieces):
         def classify(self, node, piece):
             super().classify(node, piece)
             longest[0] = max(longest[0], *map(len, self.numbers), 0)
@@ -125,6 +126,6 @@ def test_deep_pieces_are_compared_in_linear_time(monkeypatch):
             parts.append(part)
         return torch.cat(parts, 1).square().sum()
 
-    monkeypatch.setattr(rolled, "Pieces", Measured)
+    monkeypatch.setattr(unrolled_losses, "Pieces", Measured)
     compiled_step(function, *inputs())
     assert 0 < longest[0] < 200

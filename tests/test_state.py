@@ -48,7 +48,7 @@ class Routed(Layer):
         load = chosen.mean((0, 1))
         with torch.no_grad():
             self.bias += 0.1 * (load.mean() - load).sign()
-        return x + sum((chosen * scores)[..., i:i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        return x + sum((chosen * scores)[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
 class Counting(Layer):
@@ -106,9 +106,13 @@ def spectral() -> Model:
 
 
 STATES = {
-    "spectral norm": spectral, "router": lambda: Model([Routed()]), "counter": lambda: Model([Counting()]),
-    "average": lambda: Model([Averaging()]), "batch norm": lambda: Model([Normed()]),
-    "between layers": Carrying}
+    "spectral norm": spectral,
+    "router": lambda: Model([Routed()]),
+    "counter": lambda: Model([Counting()]),
+    "average": lambda: Model([Averaging()]),
+    "batch norm": lambda: Model([Normed()]),
+    "between layers": Carrying,
+}
 
 
 def step(model: nn.Module, losses) -> dict[str, Tensor]:
@@ -143,6 +147,7 @@ def test_state_that_the_forward_updates(name):
 @pytest.mark.filterwarnings("ignore::streambp_compile.StreamHint")  # logits leave the function
 def test_state_beside_logits_is_updated_once():
     """A head whose weight is normed in the forward is not made again when its logits are read."""
+
     class Returning(Model):
         def forward(self, ids):
             return self.head(self.norm(self.layers[0](self.embed(ids))))
@@ -170,7 +175,8 @@ class Scaled(torch.Tensor):
     @staticmethod
     def __new__(cls, values: Tensor, scale: Tensor):
         return torch.Tensor._make_wrapper_subclass(
-            cls, values.shape, strides=values.stride(), dtype=scale.dtype, device=values.device)
+            cls, values.shape, strides=values.stride(), dtype=scale.dtype, device=values.device
+        )
 
     def __init__(self, values: Tensor, scale: Tensor):
         self.values, self.scale = values, scale
@@ -204,8 +210,13 @@ class Held(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor):
         return torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device,
-            requires_grad=inner.requires_grad)
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=inner.device,
+            requires_grad=inner.requires_grad,
+        )
 
     def __init__(self, inner: Tensor):
         self.inner = inner

@@ -1,10 +1,10 @@
 """Does a step synchronise with its GPU? Tensors of the CPU stand in for a GPU's; tests/cuda has those."""
 
 import pytest
-from streambp_compile.passes import grouped, products
 from synchronisation import Synchronises, rehearsed
 
 from streambp_compile import compiled_region
+from streambp_compile.passes.kernels import grouped, products
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""TRL's own code, unmodified, on a compiled model: its functions of ``outputs.logits``, and whole trainers."""
+"""TRL's own code, unmodified, on a compiled model: its functions of ``outputs.logits``, and whole
+trainers."""
 
 import os
 import random
@@ -25,9 +26,20 @@ VOCABULARY = 2048
 
 def small_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=256, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    )
 
 
 def gradients(model, value):
@@ -36,8 +48,10 @@ def gradients(model, value):
     return {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype, kept", [
-    (torch.float64, {"logits_to_keep": 41}), (torch.bfloat16, {}), (torch.bfloat16, {"logits_to_keep": 41})])
+@pytest.mark.parametrize(
+    "dtype, kept",
+    [(torch.float64, {"logits_to_keep": 41}), (torch.bfloat16, {}), (torch.bfloat16, {"logits_to_keep": 41})],
+)
 def test_grpo_log_probabilities(dtype, kept):
     """What GRPO does with logits: completion rows, a temperature in place, log-probabilities and entropy."""
     model, ids = small_model().to(dtype), torch.randint(0, VOCABULARY, (3, 64))
@@ -73,29 +87,54 @@ def words(count: int, seed: int) -> str:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     special = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-    plain = Tokenizer(models.WordLevel({**special, **{f"w{i}": i + 3 for i in range(VOCABULARY - 3)}}, unk_token="<unk>"))
+    plain = Tokenizer(
+        models.WordLevel({**special, **{f"w{i}": i + 3 for i in range(VOCABULARY - 3)}}, unk_token="<unk>")
+    )
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 SFT = [{"text": words(60 + i, i)} for i in range(4)]
-PAIRS = [{"prompt": words(10, i), "chosen": words(40 + i, 100 + i), "rejected": words(35 + i, 200 + i)} for i in range(4)]
+PAIRS = [
+    {"prompt": words(10, i), "chosen": words(40 + i, 100 + i), "rejected": words(35 + i, 200 + i)}
+    for i in range(4)
+]
 
 
 def trained(trainer, config, rows, folder, compiled: bool) -> tuple[list, dict]:
     """Two steps: the losses that were logged, and the weights after them."""
     torch._dynamo.reset()
     model = small_model()
-    args = config(output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, max_length=128, learning_rate=1e-3, report_to=[],
-                  logging_steps=1, use_cpu=True, save_strategy="no", disable_tqdm=True, bf16=False, gradient_checkpointing=False)
+    args = config(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        max_length=128,
+        learning_rate=1e-3,
+        report_to=[],
+        logging_steps=1,
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
     run = trainer(model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer())
     if compiled:
         run.model.compile(backend="streambp")
     run.train()
-    return [line["loss"] for line in run.state.log_history if "loss" in line], {n: p.detach().clone() for n, p in model.named_parameters()}
+    return [line["loss"] for line in run.state.log_history if "loss" in line], {
+        n: p.detach().clone() for n, p in model.named_parameters()
+    }
 
 
-@pytest.mark.parametrize("trainer, config, rows", [(SFTTrainer, SFTConfig, SFT), (ORPOTrainer, ORPOConfig, PAIRS)], ids=["SFT", "ORPO"])
+@pytest.mark.parametrize(
+    "trainer, config, rows",
+    [(SFTTrainer, SFTConfig, SFT), (ORPOTrainer, ORPOConfig, PAIRS)],
+    ids=["SFT", "ORPO"],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_trainers(trainer, config, rows, tmp_path):
     losses, weights = trained(trainer, config, rows, tmp_path, True)

@@ -5,7 +5,9 @@ import pytest
 from benchmarks import zoo
 from benchmarks.architectures import ARCHITECTURES
 
-EXACT = dict(error=1e-12, streamed=3, regions=3, keys=["causal, proved"], reasons=[], note="", peak=1, eager=4)
+EXACT = dict(
+    error=1e-12, streamed=3, regions=3, keys=["causal, proved"], reasons=[], note="", peak=1, eager=4
+)
 PLAIN = ("nanogpt", "packed", "value residual", "one-hot experts")
 
 
@@ -35,7 +37,10 @@ def test_every_own_architecture_has_a_row():
 def test_a_gradient_that_is_zero_counts_by_the_size_of_the_others():
     import torch
 
-    ours, truth = [torch.tensor([1.0, 0.0]), torch.tensor([1e-20])], [torch.tensor([1.0, 0.0]), torch.tensor([-3e-20])]
+    ours, truth = (
+        [torch.tensor([1.0, 0.0]), torch.tensor([1e-20])],
+        [torch.tensor([1.0, 0.0]), torch.tensor([-3e-20])],
+    )
     assert zoo.largest_error(ours, truth) < 1e-13
     assert zoo.largest_error([torch.tensor([1.0, 0.1]), truth[1]], truth) == pytest.approx(0.1)
 
@@ -43,23 +48,42 @@ def test_a_gradient_that_is_zero_counts_by_the_size_of_the_others():
 def test_the_table_says_what_is_missing():
     answers = {
         "nanogpt": EXACT,
-        "llama": dict(EXACT, error=0.1, keys=["not proved, read whole", "window of 8, proved"], streamed=1,
-                      reasons=["streambp compiles a region whole: aten.x at /a/b/model.py:3: y = f(x): no rule. Do. Its largest value takes 1 MiB. "
-                               "Gradients stay exact."]),
+        "llama": dict(
+            EXACT,
+            error=0.1,
+            keys=["not proved, read whole", "window of 8, proved"],
+            streamed=1,
+            reasons=[
+                "streambp compiles a region whole: aten.x at /a/b/model.py:3: y = f(x): no rule. Do. Its largest value takes 1 MiB. "
+                "Gradients stay exact."
+            ],
+        ),
         "flex": dict(missing="does not run: NotImplementedError: no"),
         "gated delta": dict(failed="more than 240 seconds"),
     }
     nanogpt, llama, flex, delta = zoo.table(answers).splitlines()[2:]
     assert "| yes | 3/3 | causal: proved |" in nanogpt and "| 0.25 |" in nanogpt
-    assert "| **no** | 1/3 | not proved, read whole, window 8: proved |" in llama and "model.py:3 `y = f(x)`: no rule" in llama
+    assert (
+        "| **no** | 1/3 | not proved, read whole, window 8: proved |" in llama
+        and "model.py:3 `y = f(x)`: no rule" in llama
+    )
     assert "/a/b" not in llama
     assert "does not run" in flex and "| – | – |" in flex
     assert "**no**" in delta and "more than 240 seconds" in delta
 
 
 def test_the_summary_counts_by_kind():
-    text = zoo.summary({"nanogpt": EXACT, "packed": dict(EXACT, keys=["not proved, read whole"], eager=1.5), "flex": dict(missing="no")})
-    assert text == "- own: 2 rows, 2 exact, 2 with all regions streamed, 1 of them with keys proved, 1 of 2 under half of checkpointing's peak"
+    text = zoo.summary(
+        {
+            "nanogpt": EXACT,
+            "packed": dict(EXACT, keys=["not proved, read whole"], eager=1.5),
+            "flex": dict(missing="no"),
+        }
+    )
+    assert (
+        text
+        == "- own: 2 rows, 2 exact, 2 with all regions streamed, 1 of them with keys proved, 1 of 2 under half of checkpointing's peak"
+    )
 
 
 def test_a_refusal_is_shortened():

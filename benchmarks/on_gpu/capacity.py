@@ -21,7 +21,9 @@ from benchmarks.on_gpu.worker import Order
 from benchmarks.tables import GIB, MIB, markdown
 
 PREDICTION = "prediction"
-PRECISION = 0.02  # the search ends when the shortest length that failed is so close to the longest that fitted
+PRECISION = (
+    0.02  # the search ends when the shortest length that failed is so close to the longest that fitted
+)
 LIMITS = {STREAMBP: 270, CHECKPOINTING: 80, LIGER: 120}  # seconds
 
 
@@ -54,8 +56,9 @@ def next_length(fits: dict[int, int], failed: int | None, capacity: int, grain: 
     return max(guess, best + grain)
 
 
-def search(attempt: Callable[[int], int | None], first: tuple[int, int], capacity: int,
-           grain: int) -> Iterator[tuple[int, int | None]]:
+def search(
+    attempt: Callable[[int], int | None], first: tuple[int, int], capacity: int, grain: int
+) -> Iterator[tuple[int, int | None]]:
     """Try lengths until the longest that fits is known; yields each with its peak, None if it did not fit."""
     fits: dict[int, int] = {}
     failed: int | None = None
@@ -85,8 +88,11 @@ class Session:
         if case["method"] == PREDICTION:
             yield from self.predictions()
         elif not self.stage.executes:
-            yield {"tokens": self.order.scale.first[0], "layers": 2,
-                   "predicted": predicted(self.shape, self.order.scale.first[0], 2, case["method"])}
+            yield {
+                "tokens": self.order.scale.first[0],
+                "layers": 2,
+                "predicted": predicted(self.shape, self.order.scale.first[0], 2, case["method"]),
+            }
         else:
             yield from self.lengths(case["method"])
 
@@ -94,19 +100,30 @@ class Session:
         self.prepare(name)
         yield {"held": self.held}
         best = None
-        trials = search(self.attempt, self.order.scale.first, self.order.scale.cap - self.held,
-                        self.order.scale.grain)
+        trials = search(
+            self.attempt, self.order.scale.first, self.order.scale.cap - self.held, self.order.scale.grain
+        )
         for tokens, peak in trials:
             if peak is not None:
                 best = tokens
-            yield {"tokens": tokens, "peak": peak, "reserved": self.stage.reserved(), "whole": not self.cut,
-                   "seconds": self.seconds}
+            yield {
+                "tokens": tokens,
+                "peak": peak,
+                "reserved": self.stage.reserved(),
+                "whole": not self.cut,
+                "seconds": self.seconds,
+            }
             if self.order.left() <= self.seconds:  # the next one takes about as long
                 return
         if best is not None and self.cut_once and self.order.left() > 5 * self.seconds:
             peak = self.attempt(best, whole=True)
-            yield {"tokens": best, "peak": peak, "reserved": self.stage.reserved(), "whole": True,
-                   "seconds": self.seconds}
+            yield {
+                "tokens": best,
+                "peak": peak,
+                "reserved": self.stage.reserved(),
+                "whole": True,
+                "seconds": self.seconds,
+            }
 
     def prepare(self, name: str) -> None:
         from transformers import Qwen3ForCausalLM
@@ -153,8 +170,9 @@ class Session:
 
     def predictions(self) -> Iterator[dict]:
         """The peak of the whole model, for the shortest and the longest step of streambp that fitted."""
-        measured = [f["tokens"] for f in self.order.known if f["job"] == STREAMBP
-                    and f.get("peak") is not None]
+        measured = [
+            f["tokens"] for f in self.order.known if f["job"] == STREAMBP and f.get("peak") is not None
+        ]
         for tokens in sorted({min(measured), max(measured)}) if measured else self.order.scale.first:
             yield {"tokens": tokens, "predicted": whole_peak(self.shape, tokens)}
 
@@ -194,13 +212,24 @@ def tables(findings: list[dict], settings: Settings) -> str:
     scale = getattr(scales, settings.scale)
     shape = scale.shapes[0]
     rows = [summary(name, findings) for name in (STREAMBP, CHECKPOINTING, LIGER)]
-    about = (f"{shape.name}, {shape.layers} layers, bfloat16, one sequence, loss and backward; "
-             f"all memory of the process under {scale.cap / GIB:.4g} GiB, weights and gradients included. "
-             "*Does not fit*: the shortest length that was tried and did not. Other columns are of the longest that "
-             "fitted; its peak is above weights and gradients, and the prediction was made without running anything.")
-    heads = ["method", "longest, tokens", "does not fit", "× checkpointing", "peak GiB", "predicted GiB",
-             "predicted / measured", "held GiB",
-             "reserved GiB", "step s"]
+    about = (
+        f"{shape.name}, {shape.layers} layers, bfloat16, one sequence, loss and backward; "
+        f"all memory of the process under {scale.cap / GIB:.4g} GiB, weights and gradients included. "
+        "*Does not fit*: the shortest length that was tried and did not. Other columns are of the longest that "
+        "fitted; its peak is above weights and gradients, and the prediction was made without running anything."
+    )
+    heads = [
+        "method",
+        "longest, tokens",
+        "does not fit",
+        "× checkpointing",
+        "peak GiB",
+        "predicted GiB",
+        "predicted / measured",
+        "held GiB",
+        "reserved GiB",
+        "step s",
+    ]
     ratios(rows)
     return "\n\n".join([about, markdown(heads, rows), "Every step:", trials(findings)])
 
@@ -214,15 +243,24 @@ def summary(name: str, findings: list[dict]) -> list[str]:
         return [title, *["–"] * 9]
     best = max(fitted, key=lambda f: (f["tokens"], f["whole"]))
     too_long = min((f["tokens"] for f in steps if f["peak"] is None), default=None)
-    foreseen = next((f["predicted"] for f in findings if f["job"] == PREDICTION
-                     and f.get("tokens") == best["tokens"]), None)
+    foreseen = next(
+        (f["predicted"] for f in findings if f["job"] == PREDICTION and f.get("tokens") == best["tokens"]),
+        None,
+    )
     foreseen = foreseen if name == STREAMBP else None
     held = next(f["held"] for f in mine if "held" in f)
-    return [title, str(best["tokens"]), str(too_long or "not reached"), "–",
-            f"{best['peak'] / GIB:.4g}", f"{foreseen / GIB:.4g}" if foreseen else "–",
-            f"{foreseen / best['peak']:.3f}" if foreseen else "–",
-            f"{held / GIB:.4g}", f"{best['reserved'] / GIB:.4g}" if best["reserved"] else "–",
-            f"{best['seconds']:.1f}" if best["whole"] else "cut short"]
+    return [
+        title,
+        str(best["tokens"]),
+        str(too_long or "not reached"),
+        "–",
+        f"{best['peak'] / GIB:.4g}",
+        f"{foreseen / GIB:.4g}" if foreseen else "–",
+        f"{foreseen / best['peak']:.3f}" if foreseen else "–",
+        f"{held / GIB:.4g}",
+        f"{best['reserved'] / GIB:.4g}" if best["reserved"] else "–",
+        f"{best['seconds']:.1f}" if best["whole"] else "cut short",
+    ]
 
 
 def ratios(rows: list[list[str]]) -> None:
@@ -241,10 +279,19 @@ def trials(findings: list[dict]) -> str:
             kind = "whole" if f.get("whole") else "cut short"
             if "predicted" in f:
                 kind = f"predicted, {f.get('layers', 'all')} layers"
-            rows.append([f["job"], str(f["tokens"]),
-                         "does not fit" if peak is None and "peak" in f else f"{peak / MIB:.1f}" if peak
-                         else "–", kind,
-                         f"{f['seconds']:.1f}" if "seconds" in f else "–"])
+            rows.append(
+                [
+                    f["job"],
+                    str(f["tokens"]),
+                    "does not fit" if peak is None and "peak" in f else f"{peak / MIB:.1f}" if peak else "–",
+                    kind,
+                    f"{f['seconds']:.1f}" if "seconds" in f else "–",
+                ]
+            )
     notes = [f"- {f['job']}: {why(f)}" for f in findings if why(f)]
-    return "\n\n".join([markdown(["job", "tokens", "peak MiB", "step", "seconds"], rows),
-                        *(["\n".join(notes)] if notes else [])])
+    return "\n\n".join(
+        [
+            markdown(["job", "tokens", "peak MiB", "step", "seconds"], rows),
+            *(["\n".join(notes)] if notes else []),
+        ]
+    )

@@ -30,8 +30,13 @@ ALLOWED = 1.05  # of eager's own error in the same dtype
 SAME_BITS = 1e-4  # float32 gradients that differ by no more than this drew the same dropout
 SCALED = {"float16": 256.0}  # losses are scaled where small gradients would be rounded to zero
 OWN = "its own choice"
-KERNELS = {OWN: None, "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION",
-           "efficient": "EFFICIENT_ATTENTION", "composed": "MATH"}
+KERNELS = {
+    OWN: None,
+    "flash": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "composed": "MATH",
+}
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,14 @@ class Model:
             return zoo.own(self.family)(tokens)
         hidden, feed_forward, width = scale.width
         common = dict(hidden_size=hidden, intermediate_size=feed_forward, num_attention_heads=hidden // width)
-        heads = dict(num_key_value_heads=max(hidden // width // 2, 1),
-                     head_dim=width) if self.head is None else {}
-        return zoo.hugging_face(self.family, self.head, batch=self.batch, **common, **heads,
-                                **dict(self.settings))(tokens)
+        heads = (
+            dict(num_key_value_heads=max(hidden // width // 2, 1), head_dim=width)
+            if self.head is None
+            else {}
+        )
+        return zoo.hugging_face(
+            self.family, self.head, batch=self.batch, **common, **heads, **dict(self.settings)
+        )(tokens)
 
 
 # All experts are asked, so that a rounded router cannot send a token elsewhere: no two precisions could be
@@ -90,8 +99,9 @@ def cases(name: str, settings: Settings) -> tuple[dict, ...]:
     plain = [(dtype, OWN) for dtype in dtypes]
     forced = [(dtype, kernel) for kernel in kernels for dtype in dtypes if takes(kernel, dtype)]
     if not first:
-        forced = [(dtype, kernel) for dtype, kernel in forced if dtype == "bfloat16"
-                  and settings.scale == "REAL"]
+        forced = [
+            (dtype, kernel) for dtype, kernel in forced if dtype == "bfloat16" and settings.scale == "REAL"
+        ]
     return tuple({"model": name, "dtype": dtype, "kernel": kernel} for dtype, kernel in (*plain, *forced))
 
 
@@ -102,8 +112,9 @@ def takes(kernel: str, dtype: str) -> bool:
 class Trial:
     """A model in some dtype, ready for steps; its losses are scaled."""
 
-    def __init__(self, stage: Stage, scale: scales.Scale, model: Model, dtype: str,
-                 tokens: int | None = None):
+    def __init__(
+        self, stage: Stage, scale: scales.Scale, model: Model, dtype: str, tokens: int | None = None
+    ):
         self.stage, self.scale, self.kind = stage, scale, model
         with stage.outside():
             module, batch, self.loss = model.build(scale, tokens or scale.checked[0])
@@ -191,15 +202,20 @@ def gradients(model: nn.Module, loss: Callable, *batches: dict) -> list[Tensor]:
 
 
 def error(found: list[Tensor], truth: list[Tensor]) -> float:
-    difference = sum((f.double() - t.double()).square().sum().item()
-                     for f, t in zip(found, truth, strict=True))
+    difference = sum(
+        (f.double() - t.double()).square().sum().item() for f, t in zip(found, truth, strict=True)
+    )
     return math.sqrt(difference / sum(t.double().square().sum().item() for t in truth))
 
 
 def compared(truth: list[Tensor], eager: list[Tensor], ours: list[Tensor]) -> dict:
     """Both errors, over all parameters and of the worst one."""
-    found = {"eager": error(eager, truth), "ours": error(ours, truth),
-             "eager_worst": zoo.largest_error(eager, truth), "ours_worst": zoo.largest_error(ours, truth)}
+    found = {
+        "eager": error(eager, truth),
+        "ours": error(ours, truth),
+        "eager_worst": zoo.largest_error(eager, truth),
+        "ours_worst": zoo.largest_error(ours, truth),
+    }
     return found | {"passed": found["ours"] <= ALLOWED * found["eager"]}
 
 
@@ -260,8 +276,10 @@ def three_lengths(stage: Stage, scale: scales.Scale) -> dict:
         found = ours.gradients(batch)
         counts.append(counters["streambp"]["bodies"])
         errors.append(compared(trial.truth(batch), trial.eager(batch), found))
-    return errors[1] | {"passed": counts[1] == counts[2] and all(e["passed"] for e in errors),
-                        "seen": f"bodies compiled after each of three lengths: {counts}"}
+    return errors[1] | {
+        "passed": counts[1] == counts[2] and all(e["passed"] for e in errors),
+        "seen": f"bodies compiled after each of three lengths: {counts}",
+    }
 
 
 def same_dropout(stage: Stage, scale: scales.Scale) -> dict:
@@ -272,8 +290,11 @@ def same_dropout(stage: Stage, scale: scales.Scale) -> dict:
         torch.manual_seed(seed)
         found.append(ours.gradients(trial.data))
     same, other = error(found[1], found[0]), error(found[2], found[0])
-    return {"passed": same < SAME_BITS < other,
-            "seen": f"difference {same:.1e}, with another seed {other:.1e}", **ours.facts()}
+    return {
+        "passed": same < SAME_BITS < other,
+        "seen": f"difference {same:.1e}, with another seed {other:.1e}",
+        **ours.facts(),
+    }
 
 
 def under_autocast(stage: Stage, scale: scales.Scale) -> dict:
@@ -287,8 +308,9 @@ def under_autocast(stage: Stage, scale: scales.Scale) -> dict:
 
     ours = Streamed(stage, loss_of, trial.model, scale.chunk)
     found = ours.gradients(trial.data)
-    return compared(trial.truth(trial.data), gradients(trial.model, loss_of, trial.data),
-                    found) | ours.facts()
+    return (
+        compared(trial.truth(trial.data), gradients(trial.model, loss_of, trial.data), found) | ours.facts()
+    )
 
 
 def accumulation(stage: Stage, scale: scales.Scale) -> dict:
@@ -345,40 +367,74 @@ CHECKS: dict[str, Callable[[Stage, scales.Scale], dict]] = {
 
 def tables(findings: list[dict], settings: Settings) -> str:
     scale = getattr(scales, settings.scale)
-    about = (f"{scale.checked[0]} tokens in chunks of {scale.chunk}, two sequences. "
-             "Errors of all gradients together against eager in float64; "
-             f"passed means at most {ALLOWED} times eager's own error in the same dtype.")
+    about = (
+        f"{scale.checked[0]} tokens in chunks of {scale.chunk}, two sequences. "
+        "Errors of all gradients together against eager in float64; "
+        f"passed means at most {ALLOWED} times eager's own error in the same dtype."
+    )
     rows = [model_row(f) for f in findings if "model" in f["case"]]
     checks = [check_row(f) for f in findings if "check" in f["case"]]
-    heads = ["model", "dtype", "kernel asked for", "kernels taken", "passed", "eager's error",
-             "streambp's error", "ratio", "worst, eager",
-             "worst, streambp", "regions streamed", "notes"]
+    heads = [
+        "model",
+        "dtype",
+        "kernel asked for",
+        "kernels taken",
+        "passed",
+        "eager's error",
+        "streambp's error",
+        "ratio",
+        "worst, eager",
+        "worst, streambp",
+        "regions streamed",
+        "notes",
+    ]
     failed = [f for f in findings if f.get("passed") is False or "failed" in f]
     verdict = f"{len(findings)} rows, {len(failed)} failed or not passed."
-    return "\n\n".join([about, verdict, markdown(heads, rows, texts=5),
-                        markdown(["check", "passed", "seen"], checks, texts=3)])
+    return "\n\n".join(
+        [
+            about,
+            verdict,
+            markdown(heads, rows, texts=5),
+            markdown(["check", "passed", "seen"], checks, texts=3),
+        ]
+    )
 
 
 def model_row(f: dict) -> list[str]:
     case = f["case"]
     notes = "; ".join(filter(None, (why(f), *f.get("warned", ()), predicted_text(f))))
-    return [case["model"], case["dtype"], case["kernel"], ", ".join(f.get("kernels", ())) or "–", passed(f),
-            *errors(f),
-            f.get("streamed", "–"), notes]
+    return [
+        case["model"],
+        case["dtype"],
+        case["kernel"],
+        ", ".join(f.get("kernels", ())) or "–",
+        passed(f),
+        *errors(f),
+        f.get("streamed", "–"),
+        notes,
+    ]
 
 
 def errors(f: dict) -> list[str]:
     if "ours" not in f:
         return ["–"] * 5
-    return [f"{f['eager']:.2e}", f"{f['ours']:.2e}", f"{f['ours'] / f['eager']:.3f}" if f["eager"] else "–",
-            f"{f['eager_worst']:.1e}",
-            f"{f['ours_worst']:.1e}"]
+    return [
+        f"{f['eager']:.2e}",
+        f"{f['ours']:.2e}",
+        f"{f['ours'] / f['eager']:.3f}" if f["eager"] else "–",
+        f"{f['eager_worst']:.1e}",
+        f"{f['ours_worst']:.1e}",
+    ]
 
 
 def check_row(f: dict) -> list[str]:
-    seen = [f.get("seen", ""), f"errors {f['eager']:.2e} eager, {f['ours']:.2e} streambp" if "ours" in f
-            else "", why(f), *f.get("warned", ()),
-            predicted_text(f)]
+    seen = [
+        f.get("seen", ""),
+        f"errors {f['eager']:.2e} eager, {f['ours']:.2e} streambp" if "ours" in f else "",
+        why(f),
+        *f.get("warned", ()),
+        predicted_text(f),
+    ]
     return [f["case"]["check"], passed(f), "; ".join(filter(None, seen))]
 
 

@@ -14,8 +14,8 @@ from benchmarks.on_gpu.stage import Stage
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.passes.ir import hint
-from streambp_compile.rehearsal import rehearse
 from streambp_compile.report import Report
+from streambp_compile.runtime.memory_simulation import simulate
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ METHODS = {
     CHECKPOINTING: Method("checkpointing, cuDNN attention", attention="CUDNN_ATTENTION"),
     STREAMBP: Method("streambp", checkpointed=False, compiler="streambp"),
     "flash": Method("checkpointing, FlashAttention-2", attention="FLASH_ATTENTION"),
-    LIGER: Method("checkpointing, cuDNN attention, Liger's fused loss", attention="CUDNN_ATTENTION",
-                  fused_loss=True),
+    LIGER: Method(
+        "checkpointing, cuDNN attention, Liger's fused loss", attention="CUDNN_ATTENTION", fused_loss=True
+    ),
     "inductor": Method("Inductor + checkpointing", compiler="inductor"),
 }
 
@@ -86,8 +87,9 @@ class Step:
         if method.fused_loss:
             self.fused_loss = liger_loss(stage)
         if method.checkpointed:  # by the name that transformers 5 prefers, or the one that all before know
-            getattr(model, "activation_checkpointing_enable",
-                    model.gradient_checkpointing_enable)(dict(use_reentrant=False))
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
+                dict(use_reentrant=False)
+            )
         self.uncompiled = self.loss
         self.compile()
 
@@ -110,8 +112,9 @@ class Step:
 
     def layers_alone(self, ids: torch.Tensor) -> torch.Tensor:
         """A loss without a head, for the time of the layers where logits do not fit."""
-        return self.model.model(input_ids=ids, use_cache=False,
-                                **self.unmasked).last_hidden_state.float().mean()
+        return (
+            self.model.model(input_ids=ids, use_cache=False, **self.unmasked).last_hidden_state.float().mean()
+        )
 
     def take(self, ids: torch.Tensor, loss: Callable | None = None) -> None:
         with self.attending():
@@ -139,8 +142,9 @@ class Step:
         """Chunks that streambp does in one step, over all regions and sweeps; None for another method."""
         if self.report is None:
             return None
-        return sum(region.times * -(-hint(region.analysis.length) // chunk)
-                   for region, chunk in self.schedules())
+        return sum(
+            region.times * -(-hint(region.analysis.length) // chunk) for region, chunk in self.schedules()
+        )
 
     def chunk_lengths(self) -> list[int]:
         """Rows per chunk, of all sweeps of all regions."""
@@ -181,7 +185,7 @@ def if_it_runs(stage: Stage, call: Callable, report: Report | None = None) -> Ca
 def predicted_by(report: Report) -> int:
     """Bytes that the step will hold above weights and gradients, rehearsed for the sizes at which it was
     compiled."""
-    return rehearse(*report.steps[-1]).bytes
+    return simulate(*report.steps[-1]).bytes
 
 
 def liger_loss(stage: Stage):

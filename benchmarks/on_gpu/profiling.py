@@ -66,17 +66,23 @@ def on_gpu(step: Step, ids: torch.Tensor) -> dict:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step.take(ids)
         torch.cuda.synchronize()
-    events = [e for e in profile.profiler.kineto_results.events()
-              if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation()]
+    events = [
+        e
+        for e in profile.profiler.kineto_results.events()
+        if e.device_type() == torch.autograd.DeviceType.CUDA and not e.is_user_annotation()
+    ]
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in events:
         times[event.name()] += event.duration_ns() / 1e6
         calls[event.name()] += 1
     spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events)
-    return {"launches": len(events), "busy": busy(spans) / 1e6,
-            "span": (max(e for _, e in spans) - spans[0][0]) / 1e6 if spans else 0.0,
-            **shares(times, calls)}
+    return {
+        "launches": len(events),
+        "busy": busy(spans) / 1e6,
+        "span": (max(e for _, e in spans) - spans[0][0]) / 1e6 if spans else 0.0,
+        **shares(times, calls),
+    }
 
 
 def on_cpu(step: Step, ids: torch.Tensor) -> dict:
@@ -84,8 +90,10 @@ def on_cpu(step: Step, ids: torch.Tensor) -> dict:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step.take(ids)
     rows = profile.key_averages()
-    return shares(Counter({row.key: row.self_cpu_time_total / 1e3 for row in rows}),
-                  Counter({row.key: row.count for row in rows}))
+    return shares(
+        Counter({row.key: row.self_cpu_time_total / 1e3 for row in rows}),
+        Counter({row.key: row.count for row in rows}),
+    )
 
 
 def busy(spans: list[tuple[int, int]]) -> int:
@@ -102,9 +110,13 @@ def shares(times: Counter, calls: Counter) -> dict:
     kinds: Counter[str] = Counter()
     for name, milliseconds in times.items():
         kinds[kind_of(name)] += milliseconds
-    return {"kernels": [[name[:120], milliseconds, calls[name]]
-                        for name, milliseconds in times.most_common(SHOWN)],
-            "kinds": dict(kinds.most_common()), "total": sum(times.values())}
+    return {
+        "kernels": [
+            [name[:120], milliseconds, calls[name]] for name, milliseconds in times.most_common(SHOWN)
+        ],
+        "kinds": dict(kinds.most_common()),
+        "total": sum(times.values()),
+    }
 
 
 def kind_of(name: str) -> str:
@@ -114,9 +126,12 @@ def kind_of(name: str) -> str:
 def thinned(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """At most twice `POINTS` of a curve, its highest and lowest moments among them."""
     size = max(1, -(-len(curve) // POINTS))
-    groups = [curve[i:i + size] for i in range(0, len(curve), size)]
-    return [point for group in groups
-            for point in sorted({max(group, key=lambda p: p[1]), min(group, key=lambda p: p[1])})]
+    groups = [curve[i : i + size] for i in range(0, len(curve), size)]
+    return [
+        point
+        for group in groups
+        for point in sorted({max(group, key=lambda p: p[1]), min(group, key=lambda p: p[1])})
+    ]
 
 
 # Tables and the picture
@@ -127,17 +142,30 @@ def tables(findings: list[dict], settings: Settings) -> str:
     shape = scale.shapes[0]
     curves = {f["job"]: f["curve"] for f in findings if "curve" in f}
     drawn = picture(curves, settings.folder / "gpu-memory.png") if curves else "No memory was recorded."
-    about = (f"{shape.name}, {shape.timed} layers with head and loss, bfloat16, {scale.profiled} tokens, "
-             "one step after three. "
-             "Idle: the part of the time between the first and the last kernel in which none runs.")
+    about = (
+        f"{shape.name}, {shape.timed} layers with head and loss, bfloat16, {scale.profiled} tokens, "
+        "one step after three. "
+        "Idle: the part of the time between the first and the last kernel in which none runs."
+    )
     rows = [summary(f) for f in findings if "curve" not in f]
-    heads = ["method", "step ms", "idle", "launches", "chunks", "launches per chunk",
-             *(kind for kind, _ in KINDS), "other", "predicted MiB"]
+    heads = [
+        "method",
+        "step ms",
+        "idle",
+        "launches",
+        "chunks",
+        "launches per chunk",
+        *(kind for kind, _ in KINDS),
+        "other",
+        "predicted MiB",
+    ]
     parts = [about, markdown(heads, rows), drawn]
     for f in findings:
         if "kernels" in f:
-            kernels = [[name, f"{ms:.2f}", f"{100 * ms / f['total']:.1f} %", str(calls)]
-                       for name, ms, calls in f["kernels"]]
+            kernels = [
+                [name, f"{ms:.2f}", f"{100 * ms / f['total']:.1f} %", str(calls)]
+                for name, ms, calls in f["kernels"]
+            ]
             parts += [f"{method_of(f['job']).title}:", markdown(["kernel", "ms", "share", "calls"], kernels)]
     return "\n\n".join(parts)
 
@@ -145,13 +173,20 @@ def tables(findings: list[dict], settings: Settings) -> str:
 def summary(f: dict) -> list[str]:
     title = method_of(f["job"]).title + f": {why(f)}" * bool(why(f))
     launches, chunks, total = f.get("launches"), f.get("chunks"), f.get("total")
-    kinds = [f"{100 * f['kinds'].get(kind, 0.0) / total:.1f} %" if total else "–"
-             for kind in (*(kind for kind, _ in KINDS), "other")]
-    return [title, f"{1e3 * f['seconds']:.1f}" if "seconds" in f else "–",
-            f"{100 * (1 - f['busy'] / f['span']):.1f} %" if f.get("span") else "–",
-            str(launches or "–"), str(chunks or "–"),
-            f"{launches / chunks:.1f}" if launches and chunks else "–", *kinds,
-            f"{f['predicted'] / MIB:.1f}" if f.get("predicted") is not None else "–"]
+    kinds = [
+        f"{100 * f['kinds'].get(kind, 0.0) / total:.1f} %" if total else "–"
+        for kind in (*(kind for kind, _ in KINDS), "other")
+    ]
+    return [
+        title,
+        f"{1e3 * f['seconds']:.1f}" if "seconds" in f else "–",
+        f"{100 * (1 - f['busy'] / f['span']):.1f} %" if f.get("span") else "–",
+        str(launches or "–"),
+        str(chunks or "–"),
+        f"{launches / chunks:.1f}" if launches and chunks else "–",
+        *kinds,
+        f"{f['predicted'] / MIB:.1f}" if f.get("predicted") is not None else "–",
+    ]
 
 
 def picture(curves: dict[str, list], path: Path) -> str:
@@ -167,10 +202,16 @@ def picture(curves: dict[str, list], path: Path) -> str:
     for name, curve in curves.items():
         seconds, held = zip(*curve)
         peak = max(held) / GIB
-        line, = axes.plot(seconds, [h / GIB for h in held], drawstyle="steps-post", linewidth=1,
-                          label=f"{method_of(name).title}: {peak:.3g} GiB")
-        axes.fill_between(seconds, [h / GIB for h in held], step="post", alpha=0.25, color=line.get_color(),
-                          linewidth=0)
+        (line,) = axes.plot(
+            seconds,
+            [h / GIB for h in held],
+            drawstyle="steps-post",
+            linewidth=1,
+            label=f"{method_of(name).title}: {peak:.3g} GiB",
+        )
+        axes.fill_between(
+            seconds, [h / GIB for h in held], step="post", alpha=0.25, color=line.get_color(), linewidth=0
+        )
     axes.set(xlabel="seconds into the step", ylabel="live memory above weights and gradients, GiB")
     axes.set_xlim(left=0)
     axes.legend(loc="upper right")

@@ -90,20 +90,35 @@ class Run:
         end = time.monotonic() + min(limit, max(self.left(), 0.0))
         cases = list(job.cases)
         while cases and end - time.monotonic() > GRACE:
-            cases = cases[self.cases(job, cases, end):]
+            cases = cases[self.cases(job, cases, end) :]
         for case in cases:
-            self.add(job, case,
-                     {"left": "not run: no time left" if self.left() <= GRACE
-                      else f"not run: more than {limit:.0f} s"})
+            self.add(
+                job,
+                case,
+                {
+                    "left": "not run: no time left"
+                    if self.left() <= GRACE
+                    else f"not run: more than {limit:.0f} s"
+                },
+            )
 
     def cases(self, job: Job, cases: list[dict], end: float) -> int:
         """Let one process do cases; returns how many of them are settled."""
         worker, current = self.worker(), 0
         seconds = end - time.monotonic()
-        told = {key: getattr(self.settings, key)
-                for key in ("kind", "scale", "rounds", "threads", "interpret")}
-        worker.ask({"part": self.part.__name__, "job": job.name, "cases": cases, "seconds": seconds - GRACE,
-                    "known": self.findings, **told})
+        told = {
+            key: getattr(self.settings, key) for key in ("kind", "scale", "rounds", "threads", "interpret")
+        }
+        worker.ask(
+            {
+                "part": self.part.__name__,
+                "job": job.name,
+                "cases": cases,
+                "seconds": seconds - GRACE,
+                "known": self.findings,
+                **told,
+            }
+        )
         if self.settings.kind == "cuda":
             self.spare = self.start()  # it imports its libraries meanwhile
         while current < len(cases):
@@ -138,8 +153,11 @@ class Run:
         self.findings.append(finding)
         shown = {key: value for key, value in found.items() if not isinstance(value, list) or len(value) < 10}
         seconds = time.monotonic() - self.started
-        print(f"[{seconds:4.0f} s] {self.name}: {job.name}: {json.dumps({**case, **shown})}", file=sys.stderr,
-              flush=True)
+        print(
+            f"[{seconds:4.0f} s] {self.name}: {job.name}: {json.dumps({**case, **shown})}",
+            file=sys.stderr,
+            flush=True,
+        )
         with (self.settings.folder / "gpu.jsonl").open("a") as raw:
             print(json.dumps(finding), file=raw)
         self.write()

@@ -30,11 +30,18 @@ class Shape:
         from transformers import Qwen3Config
 
         return Qwen3Config(
-            vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=self.feed_forward,
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.feed_forward,
             num_hidden_layers=layers,
-            num_attention_heads=self.heads, num_key_value_heads=self.key_heads, head_dim=self.head_width,
-            max_position_embeddings=longest, tie_word_embeddings=self.tied, use_cache=False,
-            attn_implementation="sdpa")
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            head_dim=self.head_width,
+            max_position_embeddings=longest,
+            tie_word_embeddings=self.tied,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
 
 
 @dataclass(frozen=True)
@@ -75,11 +82,32 @@ QWEN3_4B = Shape("Qwen3-4B", 2560, 9728, 36, 32, 8, 128, 151936, tied=True, time
 SMALL = Shape("small", 64, 128, 3, 4, 2, 16, 512, tied=False, timed=2)
 
 REAL = Scale(
-    shapes=(QWEN3_8B, QWEN3_4B), lengths=(32768, 12288, 65536, 24576, 6144), chunks=(2048, 4096, 8192, 1024),
-    chunk_lengths=(32768, 12288), cap=80 * GIB, first=(8192, 16384), grain=1024, profiled=32768,
-    checked=(1111, 1500), chunk=256,
-    other_chunk=384, width=(256, 512, 64), head=(4096, 2048, 151936))
+    shapes=(QWEN3_8B, QWEN3_4B),
+    lengths=(32768, 12288, 65536, 24576, 6144),
+    chunks=(2048, 4096, 8192, 1024),
+    chunk_lengths=(32768, 12288),
+    cap=80 * GIB,
+    first=(8192, 16384),
+    grain=1024,
+    profiled=32768,
+    checked=(1111, 1500),
+    chunk=256,
+    other_chunk=384,
+    width=(256, 512, 64),
+    head=(4096, 2048, 151936),
+)
 TINY = Scale(
-    shapes=(SMALL,), lengths=(320, 192), chunks=(64, 128), chunk_lengths=(320,), cap=12 * MIB,
-    first=(128, 256), grain=64, profiled=256,
-    checked=(111, 150), chunk=32, other_chunk=48, width=(64, 96, 16), head=(128, 64, 2048))
+    shapes=(SMALL,),
+    lengths=(320, 192),
+    chunks=(64, 128),
+    chunk_lengths=(320,),
+    cap=12 * MIB,
+    first=(128, 256),
+    grain=64,
+    profiled=256,
+    checked=(111, 150),
+    chunk=32,
+    other_chunk=48,
+    width=(64, 96, 16),
+    head=(128, 64, 2048),
+)

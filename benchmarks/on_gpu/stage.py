@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from streambp_compile.internals import FakeTensorMode
-from streambp_compile.rehearsal import Ledger
+from streambp_compile.runtime.memory_simulation import Ledger
 
 
 class Stage:
@@ -69,8 +69,10 @@ class Stage:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
 
     def batch(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: value.to(self.device) if self.executes else self.faked(value) for name,
-                value in values.items()}
+        return {
+            name: value.to(self.device) if self.executes else self.faked(value)
+            for name, value in values.items()
+        }
 
     def ids(self, vocabulary: int, tokens: int) -> torch.Tensor:
         """Random token ids, ``[1, tokens]``."""

@@ -32,8 +32,11 @@ def jobs(settings: Settings) -> list[Job]:
     both = [(STREAMBP, main), ("flash", main), *((STREAMBP, shape) for shape in others), (LIGER, main)]
     both += [(f"{STREAMBP}-{chunk}", main) for chunk in scale.chunks]
     both += [("inductor", main), *((name, shape) for shape in others for name in ("flash", LIGER))]
-    return [job(name, shape, scale) for name,
-            shape in both if settings.kind == "cuda" or name != "flash" or settings.kind == "fake"]
+    return [
+        job(name, shape, scale)
+        for name, shape in both
+        if settings.kind == "cuda" or name != "flash" or settings.kind == "fake"
+    ]
 
 
 def job(method: str, shape: scales.Shape, scale: scales.Scale) -> Job:
@@ -46,8 +49,10 @@ class Contender:
     """A method on a model of some layers and on the same model without layers."""
 
     def __init__(self, stage: Stage, name: str, model, make: Callable, depth: int):
-        self.steps = {DEEP: Step(stage, method_of(name), twin(model, lambda: make(depth))),
-                      BARE: Step(stage, method_of(name), twin(model, lambda: make(0)))}
+        self.steps = {
+            DEEP: Step(stage, method_of(name), twin(model, lambda: make(depth))),
+            BARE: Step(stage, method_of(name), twin(model, lambda: make(0))),
+        }
 
 
 class Session:
@@ -84,8 +89,11 @@ class Session:
         ids = self.stage.ids(self.shape.vocabulary, case["tokens"])
         deep, found = self.ours.steps[DEEP], {"layers": self.shape.timed}
         if not self.stage.executes:
-            found |= {"peak": deep.predicted(ids), "predicted": True,
-                      "reference_peak": self.reference.steps[DEEP].predicted(ids)}
+            found |= {
+                "peak": deep.predicted(ids),
+                "predicted": True,
+                "reference_peak": self.reference.steps[DEEP].predicted(ids),
+            }
         else:
             found["first"] = self.stage.seconds(lambda: deep.take(ids))
             found["peak"] = self.stage.peak(lambda: deep.take(ids), self.model)
@@ -96,8 +104,9 @@ class Session:
         """Seconds of both methods, at both depths; the reference's layers alone where its logits do not
         fit."""
         found: dict = {}
-        steps = {depth: {"ours": functools.partial(step.take, ids)} for depth,
-                 step in self.ours.steps.items()}
+        steps = {
+            depth: {"ours": functools.partial(step.take, ids)} for depth, step in self.ours.steps.items()
+        }
         deep = self.reference.steps[DEEP]
         peak = self.reference_peak(deep, ids)
         if peak is None:  # what the failed step held is free only now
@@ -143,38 +152,67 @@ def whole(deep: float, bare: float, timed: int, layers: int) -> tuple[float, flo
 
 def tables(findings: list[dict], settings: Settings) -> str:
     scale = getattr(scales, settings.scale)
-    return "\n\n".join(table([f for f in findings if f["case"]["shape"] == shape.name], shape)
-                       for shape in scale.shapes)
+    return "\n\n".join(
+        table([f for f in findings if f["case"]["shape"] == shape.name], shape) for shape in scale.shapes
+    )
 
 
 def table(findings: list[dict], shape: scales.Shape) -> str:
-    heads = ["method", "rows per chunk", "tokens", "step s", "checkpointing s", "ratio", "layer ms",
-             "its ratio", "head and loss ms",
-             f"{shape.layers} layers s", "its ratio", "peak GiB", "checkpointing GiB", "first step s"]
+    heads = [
+        "method",
+        "rows per chunk",
+        "tokens",
+        "step s",
+        "checkpointing s",
+        "ratio",
+        "layer ms",
+        "its ratio",
+        "head and loss ms",
+        f"{shape.layers} layers s",
+        "its ratio",
+        "peak GiB",
+        "checkpointing GiB",
+        "first step s",
+    ]
     order = sorted(findings, key=lambda f: f["case"]["tokens"])  # stable: methods stay in order of worth
     rows = [row(f, shape) for f in order if not why(f)]
-    notes = [f"- {method_of(f['case']['method']).title}, {f['case']['tokens']} tokens: {why(f)}"
-             for f in order if why(f)]
+    notes = [
+        f"- {method_of(f['case']['method']).title}, {f['case']['tokens']} tokens: {why(f)}"
+        for f in order
+        if why(f)
+    ]
     headless = any(f.get("reference_headless") for f in findings)
-    about = (f"{shape.name}, bfloat16, one sequence; steps of {shape.timed} layers and of none, "
-             f"medians of rounds in turn with {METHODS[CHECKPOINTING].title}, the reference of every ratio; "
-             f"{shape.layers} layers are an estimate from the two. "
-             "Peaks are above weights and gradients."
-             + " Where the reference's logits do not fit, only its layers are timed." * headless)
+    about = (
+        f"{shape.name}, bfloat16, one sequence; steps of {shape.timed} layers and of none, "
+        f"medians of rounds in turn with {METHODS[CHECKPOINTING].title}, the reference of every ratio; "
+        f"{shape.layers} layers are an estimate from the two. "
+        "Peaks are above weights and gradients."
+        + " Where the reference's logits do not fit, only its layers are timed."
+        * headless
+    )
     return "\n\n".join([about, markdown(heads, rows, texts=2), *(["\n".join(notes)] if notes else [])])
 
 
 def row(found: dict, shape: scales.Shape) -> list[str]:
     case = found["case"]
-    named = [method_of(case["method"]).title, ", ".join(map(str, found.get("chunks", ()))) or "–",
-             str(case["tokens"])]
+    named = [
+        method_of(case["method"]).title,
+        ", ".join(map(str, found.get("chunks", ()))) or "–",
+        str(case["tokens"]),
+    ]
     if DEEP not in found:
         peaks = [gib(found, "peak"), gib(found, "reference_peak")]
         return [*named, *["–"] * 8, *peaks, "–"]
     ours = {depth: statistics.median(found[depth]["ours"]) for depth in (DEEP, BARE)}
     layer, model = whole(ours[DEEP], ours[BARE], found["layers"], shape.layers)
-    return [*named, f"{ours[DEEP]:.3f}", *compared(found, ours, layer, model, shape),
-            gib(found, "peak"), gib(found, "reference_peak"), f"{found['first']:.1f}"]
+    return [
+        *named,
+        f"{ours[DEEP]:.3f}",
+        *compared(found, ours, layer, model, shape),
+        gib(found, "peak"),
+        gib(found, "reference_peak"),
+        f"{found['first']:.1f}",
+    ]
 
 
 def gib(found: dict, key: str) -> str:
@@ -188,9 +226,16 @@ def compared(found: dict, ours: dict, layer: float, model: float, shape: scales.
     if found.get("reference_headless"):
         reference = deep / found["layers"]
         return ["–", "–", f"{1e3 * layer:.1f}", f"{layer / reference:.3f}", bare, f"{model:.2f}", "–"]
-    reference, all_of_it = whole(deep, statistics.median(found[BARE]["reference"]), found["layers"],
-                                 shape.layers)
+    reference, all_of_it = whole(
+        deep, statistics.median(found[BARE]["reference"]), found["layers"], shape.layers
+    )
     pairs = [a / b for a, b in zip(found[DEEP]["ours"], found[DEEP]["reference"])]
-    return [f"{deep:.3f}", f"{statistics.median(pairs):.3f}", f"{1e3 * layer:.1f}",
-            f"{layer / reference:.3f}", bare, f"{model:.2f}",
-            f"{model / all_of_it:.3f}"]
+    return [
+        f"{deep:.3f}",
+        f"{statistics.median(pairs):.3f}",
+        f"{1e3 * layer:.1f}",
+        f"{layer / reference:.3f}",
+        bare,
+        f"{model:.2f}",
+        f"{model / all_of_it:.3f}",
+    ]

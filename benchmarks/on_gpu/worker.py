@@ -56,8 +56,13 @@ def serve() -> None:
 
         zoo.interpret_bodies()
     torch.manual_seed(0)
-    order = Order(request["job"], getattr(scale, request["scale"]), request["rounds"],
-                  time.monotonic() + request["seconds"], request["known"])
+    order = Order(
+        request["job"],
+        getattr(scale, request["scale"]),
+        request["rounds"],
+        time.monotonic() + request["seconds"],
+        request["known"],
+    )
     session = importlib.import_module(request["part"]).Session(order, Stage(request["kind"]))
     for number, case in enumerate(request["cases"]):
         if order.left() <= 0:

@@ -1,7 +1,9 @@
 """Write each sweep's chunk body as an FX graph: the same nodes at length C.
 
-Nothing is decided here: roles, directions and ranges are read from the partition and the analysis. A body's inputs are
-`Binding`s, which say how a driver cuts each one for a chunk; its size arguments are symbols, so that one compiled body serves every
+Nothing is decided here: roles, directions and ranges are read from the partition and the analysis. A body's
+inputs are
+`Binding`s, which say how a driver cuts each one for a chunk; its size arguments are symbols, so that one
+compiled body serves every
 chunk, the short last one, every prefix and every sequence length.
 """
 
@@ -9,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from ..attention import Target
 from ..ir import Analysis, arguments
+from ..kernels.attention import Target
 from ..partition import Program
 from .reading import Binding, Body, kernel_for, total_dtype
 from .writer import Writer

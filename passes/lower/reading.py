@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..attention import Attention, Choice, Target, choose
 from ..ir import Analysis, Mark, Tokens, hint, is_tensor, shape_of, symbols_in, value_of
+from ..kernels.attention import Attention, Choice, Target, choose
 from ..partition import Sweep
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
@@ -19,10 +19,12 @@ aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 class Binding:
     """How a driver prepares one input of a chunk body.
 
-    role    rows    rows of the chunk, unflattened to ``[…, outer, C, inner, …]`` where tokens share their dimension
+    role    rows    rows of the chunk, unflattened to ``[…, outer, C, inner, …]`` where tokens share their
+            dimension
             keys    the key range of the chunk
             whole   the value as it is
-            scalar  an integer: ``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key range, ``length`` T
+            scalar  an integer: ``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key
+                    range, ``length`` T
             write   like rows, for a buffer that the body fills
             feed    like keys, for a buffer that the body fills and reads
             total   an accumulator
@@ -86,7 +88,16 @@ class Reading:
         self.attends: list[Choice] = []
         self.writing: Node | None = None
 
-    def bind(self, role: str, source: Node | None, name: str, mark: Mark | None = None, low: int = 0, size=None, filling: float = 0.0) -> Node:
+    def bind(
+        self,
+        role: str,
+        source: Node | None,
+        name: str,
+        mark: Mark | None = None,
+        low: int = 0,
+        size=None,
+        filling: float = 0.0,
+    ) -> Node:
         key = (role, source, name if source is None else None, low if role == "rows" else 0)
         if key not in self.bindings:
             last = list(self.bindings.values())[-1][1] if self.bindings else None
@@ -98,7 +109,9 @@ class Reading:
             columns = self.fact(source).keys if role == "rows" else None
             self.bindings[key] = (Binding(role, source, name, mark, low, size, columns, filling), node)
             if role == "whole":
-                for symbol in (s for size in value_of(source).shape for s in symbols_in(size)):  # Inductor wants each by itself
+                for symbol in (
+                    s for size in value_of(source).shape for s in symbols_in(size)
+                ):  # Inductor wants each by itself
                     self.symbol(symbol)
         return self.bindings[key][1]
 
@@ -113,7 +126,7 @@ class Reading:
     def unflattened(self, node: Node, mark: Mark, name: str = "rows") -> list:
         """Sizes of a value with the token dimension split into outer, rows, inner."""
         sizes = self.sizes(node)
-        sizes[mark.dim:mark.dim + 1] = [mark.outer, self.scalar(name), mark.inner]
+        sizes[mark.dim : mark.dim + 1] = [mark.outer, self.scalar(name), mark.inner]
         return sizes
 
     def sizes(self, node: Node, output: int | None = None) -> list:
@@ -131,7 +144,8 @@ class Reading:
         return sizes
 
     def columns(self, size, mark: Mark) -> Node:
-        """The keys of the chunk, and the columns that a matrix of scores has beyond them (attention sinks)."""
+        """The keys of the chunk, and the columns that a matrix of scores has beyond them (attention
+        sinks)."""
         keys, extra = self.size(mark, "keys"), hint(size) - hint(self.analysis.length)
         return self.graph.call_function(operator.add, (keys, extra)) if extra else keys
 
@@ -183,7 +197,9 @@ class Reading:
         if node not in self.settled:
             mark, value = self.fact(node).rows, value_of(node)
             total = self.bind("keytotal", node, node.name, mark)
-            rows = self.graph.call_function(streambp.rows_at.default, (total, mark.dim, self.scalar("offset"), self.scalar("rows")))
+            rows = self.graph.call_function(
+                streambp.rows_at.default, (total, mark.dim, self.scalar("offset"), self.scalar("rows"))
+            )
             if total_dtype(value.dtype) != value.dtype:
                 rows = self.graph.call_function(prims.convert_element_type.default, (rows, value.dtype))
             self.settled[node] = rows
@@ -192,12 +208,23 @@ class Reading:
     def shift(self, operand: Node) -> int:
         """The rows of an operand that the node being written reads, relative to its own."""
         edges = self.analysis.edges.get(self.writing, ())
-        return next((int(e.reach.lo) for e in edges if e.operand is operand and e.role == "halo" and e.reach.lo == e.reach.hi), 0)
+        return next(
+            (
+                int(e.reach.lo)
+                for e in edges
+                if e.operand is operand and e.role == "halo" and e.reach.lo == e.reach.hi
+            ),
+            0,
+        )
 
     def domain(self, operand: Node):
         """The fact of an operand, its domain counted in the rows of the node being written."""
         fact, shift = self.fact(operand), self.shift(operand)
-        return replace(fact, lo=fact.lo - shift, hi=fact.hi - shift) if isinstance(fact, Tokens) and shift else fact
+        return (
+            replace(fact, lo=fact.lo - shift, hi=fact.hi - shift)
+            if isinstance(fact, Tokens) and shift
+            else fact
+        )
 
     def operand(self, edge) -> Node:
         """An operand as its edge says."""

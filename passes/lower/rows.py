@@ -18,12 +18,16 @@ class Rows(Reading):
 
     def tokens_of_rows(self) -> Node:
         """``[C]``: the token of each row."""
-        rows = self.graph.call_function(prims.iota.default, (self.scalar("rows"),), dict(
-            start=0, step=1, dtype=torch.int64, device=self.device(), requires_grad=False))
+        rows = self.graph.call_function(
+            prims.iota.default,
+            (self.scalar("rows"),),
+            dict(start=0, step=1, dtype=torch.int64, device=self.device(), requires_grad=False),
+        )
         return self.graph.call_function(aten.add.Scalar, (rows, self.scalar("first")))
 
     def inside_domain(self, fact: Tokens, rank: int, mark: Mark) -> Node:
-        """A boolean, true where a row of the chunk counts; shaped to broadcast against a value of that rank."""
+        """A boolean, true where a row of the chunk counts; shaped to broadcast against a value of that
+        rank."""
         tokens = self.tokens_of_rows()
         call = self.graph.call_function
         inside = None
@@ -34,10 +38,12 @@ class Rows(Reading):
             inside = below if inside is None else call(aten.logical_and.default, (inside, below))
         if mark.outer != 1 or mark.inner != 1:
             size = self.scalar("rows")
-            spread = call(aten.view.default, (inside, [1, size, 1]))
-            spread = call(aten.expand.default, (spread, [mark.outer, size, mark.inner]))
-            inside = call(aten.reshape.default, (spread, [self.size(mark)]))
-        return call(aten.view.default, (inside, [1] * mark.dim + [self.size(mark)] + [1] * (rank - mark.dim - 1)))
+            propagation = call(aten.view.default, (inside, [1, size, 1]))
+            propagation = call(aten.expand.default, (propagation, [mark.outer, size, mark.inner]))
+            inside = call(aten.reshape.default, (propagation, [self.size(mark)]))
+        return call(
+            aten.view.default, (inside, [1] * mark.dim + [self.size(mark)] + [1] * (rank - mark.dim - 1))
+        )
 
     def fill_outside(self, node: Node, value: Node, filling, source: Node | None = None) -> Node:
         """Rows that the source does not have get the filling."""
@@ -46,26 +52,40 @@ class Rows(Reading):
             return value
         if not isinstance(filling, Node):
             like = value_of(node)
-            filling = self.graph.call_function(aten.full.default, ([], filling), dict(dtype=like.dtype, device=like.device))
+            filling = self.graph.call_function(
+                aten.full.default, ([], filling), dict(dtype=like.dtype, device=like.device)
+            )
         inside = self.inside_domain(fact, rank_of(node), self.fact(node).rows)
         return self.graph.call_function(aten.where.self, (inside, value, filling))
 
     def rows_of_chunk(self, index: Node, mark: Mark, low: int = 0) -> tuple[Node, Node]:
-        """Where the rows that an index names lie in the chunk, and whether they do; the others get some row that exists.
+        """Where the rows that an index names lie in the chunk, and whether they do; the others get some row
+        that exists.
 
-        index  a value (or number) of the body: positions along the marked dimension at full length, negative ones from its end
+        index  a value (or number) of the body: positions along the marked dimension at full length, negative
+               ones from its end
         low    the token of row 0 of that dimension
         """
         call, rows, length = self.graph.call_function, self.scalar("rows"), self.scalar("length")
-        size = call(operator.mul, (length, mark.outer * mark.inner)) if mark.outer * mark.inner != 1 else length
-        index = call(aten.where.self, (call(aten.lt.Scalar, (index, 0)), call(aten.add.Tensor, (index, size)), index))
+        size = (
+            call(operator.mul, (length, mark.outer * mark.inner)) if mark.outer * mark.inner != 1 else length
+        )
+        index = call(
+            aten.where.self, (call(aten.lt.Scalar, (index, 0)), call(aten.add.Tensor, (index, size)), index)
+        )
         inner = call(aten.remainder.Scalar, (index, mark.inner)) if mark.inner != 1 else None
         tokens = call(aten.floor_divide.default, (index, mark.inner)) if mark.inner != 1 else index
         outer = call(aten.floor_divide.default, (tokens, length)) if mark.outer != 1 else None
         tokens = call(aten.remainder.Scalar, (tokens, length)) if mark.outer != 1 else tokens
-        offset = call(operator.sub, (low, self.scalar("first"))) if low else call(operator.neg, (self.scalar("first"),))
+        offset = (
+            call(operator.sub, (low, self.scalar("first")))
+            if low
+            else call(operator.neg, (self.scalar("first"),))
+        )
         local = call(aten.add.Tensor, (tokens, offset))
-        inside = call(aten.logical_and.default, (call(aten.ge.Scalar, (local, 0)), call(aten.lt.Scalar, (local, rows))))
+        inside = call(
+            aten.logical_and.default, (call(aten.ge.Scalar, (local, 0)), call(aten.lt.Scalar, (local, rows)))
+        )
         local = call(aten.clamp.default, (local, 0, call(operator.sub, (rows, 1))))
         if outer is not None:
             local = call(aten.add.Tensor, (local, call(aten.mul.Tensor, (outer, rows))))
@@ -74,13 +94,18 @@ class Rows(Reading):
         return local, inside
 
     def places(self, node: Node, device: torch.device) -> Node:
-        """For every entry of the chunk's rows of a value, its position in the full value, counted in the order of dimensions."""
+        """For every entry of the chunk's rows of a value, its position in the full value, counted in the
+        order of dimensions."""
         call, fact, rank = self.graph.call_function, self.fact(node), rank_of(node)
         sizes, full = self.sizes(node), self.sizes(node)
         total = None
 
         def along(count, first=None) -> Node:
-            steps = call(prims.iota.default, (count,), dict(start=0, step=1, dtype=torch.int64, device=device, requires_grad=False))
+            steps = call(
+                prims.iota.default,
+                (count,),
+                dict(start=0, step=1, dtype=torch.int64, device=device, requires_grad=False),
+            )
             return steps if first is None else call(aten.add.Tensor, (steps, first))
 
         for dim in range(rank):
@@ -88,12 +113,24 @@ class Rows(Reading):
                 mark, rows = fact.rows, self.scalar("length")
                 if fact.hi != fact.lo:
                     rows = call(operator.add, (rows, fact.hi - fact.lo))
-                first = self.scalar("first") if not fact.lo else call(operator.sub, (self.scalar("first"), fact.lo))
+                first = (
+                    self.scalar("first")
+                    if not fact.lo
+                    else call(operator.sub, (self.scalar("first"), fact.lo))
+                )
                 place, full[dim] = along(self.scalar("rows"), first), rows
                 if mark.outer != 1 or mark.inner != 1:
-                    outer = call(aten.mul.Tensor, (call(aten.view.default, (along(mark.outer), [mark.outer, 1, 1])), rows))
-                    place = call(aten.add.Tensor, (outer, call(aten.view.default, (place, [1, self.scalar("rows"), 1]))))
-                    place = call(aten.add.Tensor, (call(aten.mul.Scalar, (place, mark.inner)), along(mark.inner)))
+                    outer = call(
+                        aten.mul.Tensor,
+                        (call(aten.view.default, (along(mark.outer), [mark.outer, 1, 1])), rows),
+                    )
+                    place = call(
+                        aten.add.Tensor,
+                        (outer, call(aten.view.default, (place, [1, self.scalar("rows"), 1]))),
+                    )
+                    place = call(
+                        aten.add.Tensor, (call(aten.mul.Scalar, (place, mark.inner)), along(mark.inner))
+                    )
                     place = call(aten.reshape.default, (place, [sizes[dim]]))
                     full[dim] = call(operator.mul, (rows, mark.outer * mark.inner))
             elif fact.keys is not None and dim == fact.keys.dim:
@@ -102,23 +139,40 @@ class Rows(Reading):
             else:
                 place = along(sizes[dim])
             place = call(aten.view.default, (place, [-1] + [1] * (rank - dim - 1)))
-            total = place if total is None else call(aten.add.Tensor, (call(aten.mul.Tensor, (total, full[dim])), place))
+            total = (
+                place
+                if total is None
+                else call(aten.add.Tensor, (call(aten.mul.Tensor, (total, full[dim])), place))
+            )
         return total
 
     def iota(self, node: Node, start, step) -> Node:
-        rows = self.graph.call_function(prims.convert_element_type.default, (self.places(node, node.kwargs["device"]), node.kwargs["dtype"]))
+        rows = self.graph.call_function(
+            prims.convert_element_type.default,
+            (self.places(node, node.kwargs["device"]), node.kwargs["dtype"]),
+        )
         if step != 1:
             rows = self.graph.call_function(aten.mul.Scalar, (rows, step))
-        return rows if start == 0 else self.graph.call_function(aten.add.Scalar, (rows, self.read_int(start) if isinstance(start, Node) else start))
+        return (
+            rows
+            if start == 0
+            else self.graph.call_function(
+                aten.add.Scalar, (rows, self.read_int(start) if isinstance(start, Node) else start)
+            )
+        )
 
     def zeros(self, node: Node) -> Node:
         """The chunk's rows of a value of zeros."""
         value = value_of(node)
-        return self.graph.call_function(aten.full.default, (self.sizes(node), 0), dict(dtype=value.dtype, device=value.device))
+        return self.graph.call_function(
+            aten.full.default, (self.sizes(node), 0), dict(dtype=value.dtype, device=value.device)
+        )
 
     def zero_unless(self, inside: Node, value: Node, like: Node) -> Node:
         """A value of the dtype of ``like``, zero where a mask is false."""
-        zero = self.graph.call_function(aten.full.default, ([], 0), dict(dtype=value_of(like).dtype, device=value_of(like).device))
+        zero = self.graph.call_function(
+            aten.full.default, ([], 0), dict(dtype=value_of(like).dtype, device=value_of(like).device)
+        )
         return self.graph.call_function(aten.where.self, (inside, value, zero))
 
     def zero_beyond(self, operand: Node, value: Node, like: Node) -> Node:
@@ -135,7 +189,9 @@ class Rows(Reading):
     def place_of_row(self, node: Node, index: object) -> tuple[Node, Node]:
         """The place in the chunk of one row of all tokens, as ``[1]``, and whether it is there."""
         index = self.read_int(index) if isinstance(index, Node) else index
-        place = self.graph.call_function(aten.full.default, ([1], index), dict(dtype=torch.int64, device=value_of(node).device))
+        place = self.graph.call_function(
+            aten.full.default, ([1], index), dict(dtype=torch.int64, device=value_of(node).device)
+        )
         return self.rows_of_chunk(place, self.fact(node).rows, self.fact(node).lo)
 
     def row_picked(self, operand: Node, dim: int, index: object) -> Node:
@@ -145,6 +201,9 @@ class Rows(Reading):
         return self.zero_unless(inside, row, operand)
 
     def row_put(self, node: Node, dim: int, index: object, row: Node, like: Node) -> Node:
-        """The chunk's rows of a value of zeros with one row, ``[…, 1, …]``, written by the chunk that has it."""
+        """The chunk's rows of a value of zeros with one row, ``[…, 1, …]``, written by the chunk that has
+        it."""
         local, inside = self.place_of_row(node, index)
-        return self.graph.call_function(aten.index_add.default, (self.zeros(node), dim, local, self.zero_unless(inside, row, like)))
+        return self.graph.call_function(
+            aten.index_add.default, (self.zeros(node), dim, local, self.zero_unless(inside, row, like))
+        )

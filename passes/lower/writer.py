@@ -1,4 +1,5 @@
-"""Write one body: every node of a sweep at chunk length, by the rule of its op or as a copy, and what becomes of its results."""
+"""Write one body: every node of a sweep at chunk length, by the rule of its op or as a copy, and what becomes
+of its results."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ class Writer(Rows):
                     return given[index] if given and index in given else self.operand(edge)
                 return self.read_int(arg)
             if isinstance(arg, (list, tuple)):
-                return type(arg)(mapped(a) for a in arg) if not isinstance(arg, torch.Size) else [mapped(a) for a in arg]
+                return (
+                    type(arg)(mapped(a) for a in arg)
+                    if not isinstance(arg, torch.Size)
+                    else [mapped(a) for a in arg]
+                )
             return arg
 
         args = [self.sizes(node) if i == rule.shape_arg else mapped(a) for i, a in enumerate(node.args)]
@@ -60,7 +65,9 @@ class Writer(Rows):
 
     def add(self, part: Node, total: Node) -> Node:
         """Written out, so that the kernel which computes the part adds it."""
-        return self.graph.call_function(aten.copy_.default, (total, self.graph.call_function(aten.add.Tensor, (total, part))))
+        return self.graph.call_function(
+            aten.copy_.default, (total, self.graph.call_function(aten.add.Tensor, (total, part)))
+        )
 
     def scan(self, node: Node, scan, dim: int, join, filling: float, turned: bool = False) -> Node:
         """A scan over the chunk's rows, joined to what it came to before them.
@@ -68,12 +75,14 @@ class Writer(Rows):
         join     joins a state to rows behind it, ``filling`` is the state of no rows
         turned   from the last row to the first
         """
-        edge, = self.analysis.edges[node]
+        (edge,) = self.analysis.edges[node]
         if edge.role != "carry":
             return self.copy(node)
         call, mark, dtype = self.graph.call_function, self.fact(node).rows, total_dtype(value_of(node).dtype)
         state = self.bind("carry", node, node.name, mark, filling=filling)
-        rows = call(prims.convert_element_type.default, (self.fill_outside(node, self.operand(edge), filling), dtype))
+        rows = call(
+            prims.convert_element_type.default, (self.fill_outside(node, self.operand(edge), filling), dtype)
+        )
         rows = call(aten.flip.default, (rows, [dim])) if turned else rows
         rows = call(join, (call(scan, (rows, dim)), state))
         if node in self.sweep.scans:
@@ -83,24 +92,40 @@ class Writer(Rows):
         return call(prims.convert_element_type.default, (rows, value_of(node).dtype))
 
     def accumulate_mm(self, node: Node, left: Node, right: Node) -> Node:
-        return self.graph.call_function(streambp.add_product_.default, (left, right, self.bind("total", node, node.name)))
+        return self.graph.call_function(
+            streambp.add_product_.default, (left, right, self.bind("total", node, node.name))
+        )
 
     def accumulate_grouped(self, node: Node, left: Node, right: Node, groups: Node) -> Node:
-        return self.graph.call_function(streambp.add_grouped_outer_.default, (left, right, groups, self.bind("total", node, node.name)))
+        return self.graph.call_function(
+            streambp.add_grouped_outer_.default, (left, right, groups, self.bind("total", node, node.name))
+        )
 
     def accumulate_rows(self, node: Node, index: Node, rows: Node, padding: int) -> Node:
         """Rows are widened in the body, where that costs the kernel that makes them nothing."""
         dtype = value_of(node).dtype
         if total_dtype(dtype) != dtype:
             rows = self.graph.call_function(prims.convert_element_type.default, (rows, total_dtype(dtype)))
-        return self.graph.call_function(streambp.add_rows_.default, (index, rows, padding, self.bind("total", node, node.name)))
+        return self.graph.call_function(
+            streambp.add_rows_.default, (index, rows, padding, self.bind("total", node, node.name))
+        )
 
     def attention(self, node: Node) -> Node:
         query, key, value, mask = node.args[:4]
         _, causal, scale = node.args[3:6]
-        return self.graph.call_function(streambp.attention.default, (
-            self.read(query), self.key_operand(node, 1), self.key_operand(node, 2), None if mask is None else self.read(mask),
-            causal, scale, self.scalar("offset") if causal else 0, self.kernel(query, value, mask)))
+        return self.graph.call_function(
+            streambp.attention.default,
+            (
+                self.read(query),
+                self.key_operand(node, 1),
+                self.key_operand(node, 2),
+                None if mask is None else self.read(mask),
+                causal,
+                scale,
+                self.scalar("offset") if causal else 0,
+                self.kernel(query, value, mask),
+            ),
+        )
 
     def kernel(self, query: Node, value: Node, mask: Node | None) -> str:
         """The name of the kernel that attends on the device that this body is written for."""
@@ -115,15 +140,35 @@ class Writer(Rows):
         grad, query, _, given, out, lse, mask, causal, scale = node.args[:9]
         key, value = (self.key_operand(node, i) for i in (2, 3))
         grads = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        return self.graph.call_function(streambp.attention_backward_.default, (
-            self.read(grad), self.read(query), key, value, self.read(out), self.read(lse),
-            None if mask is None else self.read(mask), causal, scale, self.scalar("offset") if causal else 0,
-            self.key_total(node, grads.get(1), 1), self.key_total(node, grads.get(2), 2), self.kernel(query, given, mask)))
+        return self.graph.call_function(
+            streambp.attention_backward_.default,
+            (
+                self.read(grad),
+                self.read(query),
+                key,
+                value,
+                self.read(out),
+                self.read(lse),
+                None if mask is None else self.read(mask),
+                causal,
+                scale,
+                self.scalar("offset") if causal else 0,
+                self.key_total(node, grads.get(1), 1),
+                self.key_total(node, grads.get(2), 2),
+                self.kernel(query, given, mask),
+            ),
+        )
 
     def key_total(self, node: Node, grad: Node | None, index: int) -> Node:
         """The accumulator of a key gradient; one that nobody reads still takes what the kernel computes."""
         if grad is None:
-            return self.bind("keytotal", node, f"{node.name}_{index}", self.fact(node, index).rows if isinstance(self.fact(node, index), Tokens) else None, index)
+            return self.bind(
+                "keytotal",
+                node,
+                f"{node.name}_{index}",
+                self.fact(node, index).rows if isinstance(self.fact(node, index), Tokens) else None,
+                index,
+            )
         fact = self.fact(grad)
         if not isinstance(fact, Tokens):
             return self.bind("total", grad, grad.name)
@@ -136,7 +181,9 @@ class Writer(Rows):
             if self.analysis.kinds[source] == "mixed":
                 self.values[node] = self.values[source]
             else:
-                self.values[node] = self.graph.call_function(operator.getitem, (self.values[source], node.args[1]))
+                self.values[node] = self.graph.call_function(
+                    operator.getitem, (self.values[source], node.args[1])
+                )
         else:
             rule = rule_of(node)
             self.values[node] = rule.emit(self, node) if rule.emit is not None else self.copied(node, kind)
@@ -146,7 +193,10 @@ class Writer(Rows):
     def copied(self, node: Node, kind: str) -> Node:
         if kind == "sum":
             part = self.copy(node, self.summands(node))
-            if value_of(node).dtype != total_dtype(value_of(node).dtype) and node.target in (aten.sum.dim_IntList, aten.sum.default):
+            if value_of(node).dtype != total_dtype(value_of(node).dtype) and node.target in (
+                aten.sum.dim_IntList,
+                aten.sum.default,
+            ):
                 part.kwargs = {**part.kwargs, "dtype": torch.float32}
             return self.added(node, part)
         if kind == "keysum":
@@ -159,7 +209,11 @@ class Writer(Rows):
         """Operands with rows that do not count, zeroed; one zero factor is enough."""
         for i, edge in enumerate(self.analysis.edges[node]):
             fact = self.domain(edge.operand)
-            if edge.role in ("rows", "halo", "carry") and isinstance(fact, Tokens) and (fact.lo > 0 or fact.hi < 0):
+            if (
+                edge.role in ("rows", "halo", "carry")
+                and isinstance(fact, Tokens)
+                and (fact.lo > 0 or fact.hi < 0)
+            ):
                 return {i: self.summand(edge.operand)}
         return {}
 
@@ -167,9 +221,15 @@ class Writer(Rows):
         """Rows become keys of this very chunk and of all later ones."""
         fact = self.fact(node)
         if fact.rows.outer != 1:
-            raise refuse(node, "writes keys in several places for each token", "Keep the tokens in a dimension of their own")
+            raise refuse(
+                node,
+                "writes keys in several places for each token",
+                "Keep the tokens in a dimension of their own",
+            )
         full = self.bind("feed", node, node.name, fact.rows)
-        self.graph.call_function(streambp.write_rows_.default, (self.values[node], fact.rows.dim, self.scalar("offset"), full))
+        self.graph.call_function(
+            streambp.write_rows_.default, (self.values[node], fact.rows.dim, self.scalar("offset"), full)
+        )
         self.feeds[node] = full
 
     def store(self, node: Node) -> None:

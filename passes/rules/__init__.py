@@ -1,8 +1,11 @@
 """The table of operators: one op, one row.
 
-A row says how the dimensions of an op's operands are tied to those of its outputs (a `Signature`) and, where copying the
-node at chunk length is not enough, how to write it into a chunk body (`emit`). Everything else — which dimension
-carries tokens, what is summed, what is read by keys, in which sweep a node belongs — follows from the signature.
+A row says how the dimensions of an op's operands are tied to those of its outputs (a `Signature`) and, where
+copying the
+node at chunk length is not enough, how to write it into a chunk body (`emit`). Everything else — which
+dimension
+carries tokens, what is summed, what is read by keys, in which sweep a node belongs — follows from the
+signature.
 
 A third party adds a rule for an op of its own in the same way this package does::
 
@@ -20,13 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .. import attention as _attention, ops as _streaming_operators  # noqa: F401  register the operators of streambp
 from ..ir import CannotStream, Refusal, Signature, where_of
+from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
+from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
 
 
 @dataclass(frozen=True)
 class Rule:
-    """signature: node → `Signature`.  shape_arg: the argument that holds the output's shape.  emit: writes the node into a body."""
+    """signature: node → `Signature`.  shape_arg: the argument that holds the output's shape.  emit: writes
+    the node into a body."""
 
     signature: Callable[[Node], Signature]
     shape_arg: int | None = None
@@ -58,7 +63,8 @@ BY_NAME: dict[str, Rule] = {}
 
 
 def rule_by_name(*names: str):
-    """Enter a signature function for ops that need not be registered yet: of other packages (``"namespace::op"``), of higher order."""
+    """Enter a signature function for ops that need not be registered yet: of other packages
+    (``"namespace::op"``), of higher order."""
 
     def enter(signature: Callable[[Node], Signature]) -> Callable[[Node], Signature]:
         BY_NAME.update({name: Rule(signature) for name in names})
@@ -68,7 +74,8 @@ def rule_by_name(*names: str):
 
 
 def functional(target: object) -> object:
-    """The op that an in-place op (``add_``) carries out; joint graphs have none of them, graphs straight from a capture do."""
+    """The op that an in-place op (``add_``) carries out; joint graphs have none of them, graphs straight from
+    a capture do."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
         return None
     try:
@@ -87,11 +94,19 @@ def rule_of(node: Node) -> Rule:
             return POINTWISE
         if node.target._schema.name in BY_NAME:
             return BY_NAME[node.target._schema.name]
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and f"higher_order::{node.target.__name__}" in BY_NAME:
+    if (
+        isinstance(node.target, torch._ops.HigherOrderOperator)
+        and f"higher_order::{node.target.__name__}" in BY_NAME
+    ):
         return BY_NAME[f"higher_order::{node.target.__name__}"]
-    raise CannotStream(Refusal(
-        str(node.target), "no rule says which rows this op reads",
-        "Register one with @streambp_compile.rule, or keep the op out of the compiled function", where_of(node)))
+    raise CannotStream(
+        Refusal(
+            str(node.target),
+            "no rule says which rows this op reads",
+            "Register one with @streambp_compile.rule, or keep the op out of the compiled function",
+            where_of(node),
+        )
+    )
 
 
 for _family in ("pointwise", "views", "matmul", "reductions", "scans", "indexing", "creation", "attention"):

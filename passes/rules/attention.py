@@ -27,9 +27,17 @@ def attention(node: Node) -> Signature:
     heads, grouped = shape_of(query)[1], shape_of(key)[1]
     h = "h" if heads == grouped else "g"
     return Signature(
-        (("b", "h", "q", "d"), ("b", h, "k", "d"), ("b", h, "k", "e"), *mask_labels(node, node.args[3], heads)),
+        (
+            ("b", "h", "q", "d"),
+            ("b", h, "k", "d"),
+            ("b", h, "k", "e"),
+            *mask_labels(node, node.args[3], heads),
+        ),
         (("b", "h", "q", "e"), ("b", "h", "q")),
-        reach={"k": PAST if node.args[4] else EVERYWHERE}, rows="q", keys="k")
+        reach={"k": PAST if node.args[4] else EVERYWHERE},
+        rows="q",
+        keys="k",
+    )
 
 
 def emit_attention_backward(body, node: Node):
@@ -44,17 +52,40 @@ def attention_backward(node: Node) -> Signature:
     queries, keys, values = ("b", "h", "q", "D"), ("b", h, "k", "D"), ("b", h, "k", "E")
     outs = ("b", "h", "q", "e")
     return Signature(
-        (outs, ("b", "h", "q", "d"), ("b", h, "k", "d"), ("b", h, "k", "e"), outs, ("b", "h", "q"), *mask_labels(node, node.args[6], heads)),
+        (
+            outs,
+            ("b", "h", "q", "d"),
+            ("b", h, "k", "d"),
+            ("b", h, "k", "e"),
+            outs,
+            ("b", "h", "q"),
+            *mask_labels(node, node.args[6], heads),
+        ),
         (queries, keys, values),
-        reach={"k": PAST if node.args[7] else EVERYWHERE}, rows="q", keys="k")
+        reach={"k": PAST if node.args[7] else EVERYWHERE},
+        rows="q",
+        keys="k",
+    )
 
 
-# flash_attn's operators, as far as their schemas tell (flash_attn/flash_attn_interface.py, 2.7 and 2.8). What torch
+# flash_attn's operators, as far as their schemas tell (flash_attn/flash_attn_interface.py, 2.7 and 2.8). What
+# torch
 # can say, too, is written as torch's attention before it comes here; the rest is refused by a sentence.
 
 FLASH_ATTN_FORWARD = "flash_attn::_flash_attn_forward"
-FLASH_ATTN = ("q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right",
-              "softcap", "alibi_slopes", "return_softmax")
+FLASH_ATTN = (
+    "q",
+    "k",
+    "v",
+    "dropout_p",
+    "softmax_scale",
+    "causal",
+    "window_size_left",
+    "window_size_right",
+    "softcap",
+    "alibi_slopes",
+    "return_softmax",
+)
 KERNEL_ONLY = (  # parameter, what it is where it does nothing, what it does otherwise
     ("dropout_p", 0, "draws its dropout inside the kernel, where a chunk cannot draw the same numbers again"),
     ("softcap", 0, "caps scores inside its kernel"),
@@ -79,12 +110,18 @@ def flash_attn(node: Node) -> Signature:
 
 @rule_by_name("flash_attn::_flash_attn_varlen_forward", "flash_attn::_flash_attn_varlen_backward")
 def flash_attn_varlen(node: Node) -> Signature:
-    raise refuse(node, "reads the borders of packed sequences from a tensor, so no chunk knows which keys it may see",
-                 PACKED)
+    raise refuse(
+        node,
+        "reads the borders of packed sequences from a tensor, so no chunk knows which keys it may see",
+        PACKED,
+    )
 
 
 @rule_by_name("higher_order::flex_attention", "higher_order::flex_attention_backward")
 def flex_attention(node: Node) -> Signature:
     """What is left of flex attention where its mask was not written out before autograd."""
-    raise refuse(node, "skips blocks of keys that were not made from its mask in this graph, or returns its log-sum-exp",
-                 "Call create_block_mask inside the compiled function and do not ask for return_lse or return_aux")
+    raise refuse(
+        node,
+        "skips blocks of keys that were not made from its mask in this graph, or returns its log-sum-exp",
+        "Call create_block_mask inside the compiled function and do not ask for return_lse or return_aux",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ..ir import Signature, shape_of, value_of
-from ..ops import uniform_at
+from ..kernels.operators import uniform_at
 from . import rule
 
 
@@ -25,7 +25,9 @@ def scalar(node: Node) -> Signature:
 
 @rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty", shape_arg=1)
 def constant_like(node: Node) -> Signature:
-    return Signature(((None,) * len(shape_of(node.args[0])),), alone(node, True).outputs, contracts="all", uniform=True)
+    return Signature(
+        ((None,) * len(shape_of(node.args[0])),), alone(node, True).outputs, contracts="all", uniform=True
+    )
 
 
 def emit_iota(body, node: Node):
@@ -50,7 +52,9 @@ def emit_uniform(body, node: Node):
     source, _, stream, dtype = node.args
     if not any(body.carries_tokens(node, d) for d in range(len(shape_of(node)))):
         return body.copy(node)
-    return body.graph.call_function(uniform_at, (body.places(node, value_of(node).device), body.read(source, "whole"), stream, dtype))
+    return body.graph.call_function(
+        uniform_at, (body.places(node, value_of(node).device), body.read(source, "whole"), stream, dtype)
+    )
 
 
 @rule("streambp::uniform", emit=emit_uniform)

@@ -19,7 +19,9 @@ def embedding(node: Node) -> Signature:
 def emit_embedding_backward(body, node: Node):
     if body.kind(node) != "sum":
         return body.copy(node)
-    return body.accumulate_rows(node, body.read(node.args[1]), body.summand(node.args[0]), padding=node.args[3])
+    return body.accumulate_rows(
+        node, body.read(node.args[1]), body.summand(node.args[0]), padding=node.args[3]
+    )
 
 
 @rule("aten::embedding_dense_backward", emit=emit_embedding_backward)
@@ -34,11 +36,14 @@ def index_select(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     dim = node.args[1] % rank
     table = tuple("table" if i == dim else i for i in range(rank))
-    return Signature((table, ("rows",)), (tuple("rows" if i == dim else i for i in range(rank)),), contracts="all")
+    return Signature(
+        (table, ("rows",)), (tuple("rows" if i == dim else i for i in range(rank)),), contracts="all"
+    )
 
 
 def emit_index(body, node: Node):
-    """Rows that an index picks out of all tokens: every chunk gives those that it has, and the chunks add up."""
+    """Rows that an index picks out of all tokens: every chunk gives those that it has, and the chunks add
+    up."""
     if body.kind(node) != "sum":
         return body.copy(node)
     x, indices = node.args[0], list(node.args[1])
@@ -66,20 +71,21 @@ def before_dims(body, mask: Node, count: int) -> Node:
 
 @rule("aten::index.Tensor", emit=emit_index)
 def index(node: Node) -> Signature:
-    """``x[i, :, j]``: the index tensors broadcast together; their dims come where the first index was, or in front if they are apart."""
+    """``x[i, :, j]``: the index tensors broadcast together; their dims come where the first index was, or in
+    front if they are apart."""
     x, indices = node.args[0], list(node.args[1])
     rank = len(shape_of(x))
     indices += [None] * (rank - len(indices))
     used = [i for i, ix in enumerate(indices) if ix is not None]
-    spread = max(len(shape_of(indices[i])) for i in used)
+    index_rank = max(len(shape_of(indices[i])) for i in used)
     out = shape_of(node)
     together = used == list(range(used[0], used[-1] + 1))
     first = used[0] if together else 0
     kept = [i for i in range(rank) if i not in used]
     before = [i for i in kept if together and i < first]
     after = [i for i in kept if i not in before]
-    index_labels = tuple(("i", j) for j in range(spread))
-    shape = out[len(before):len(before) + spread]
+    index_labels = tuple(("i", j) for j in range(index_rank))
+    shape = out[len(before) : len(before) + index_rank]
     operands = [tuple(("read", i) if i in used else ("x", i) for i in range(rank))]
     for i in used:
         operands.append(tuple(None if j is None else ("i", j) for j in aligned(shape_of(indices[i]), shape)))
@@ -92,10 +98,13 @@ def index(node: Node) -> Signature:
 def gather(node: Node) -> Signature:
     table, rows = shape_of(node.args[0]), shape_of(node)
     dim = node.args[1] % max(len(rows), 1)
-    # An index narrower than the table along another dimension reads its first rows only: a tie of row 0 to row 0.
+    # An index narrower than the table along another dimension reads its first rows only: a tie of row 0 to
+    # row 0.
     labels = tuple(("moved", i) if i == dim else i for i in range(len(table)))
     shifts = {i: (0, 0) for i in range(len(rows)) if i != dim and table[i] != rows[i]}
-    return Signature((labels, tuple(range(len(rows)))), (tuple(range(len(rows))),), contracts="all", offsets=shifts)
+    return Signature(
+        (labels, tuple(range(len(rows)))), (tuple(range(len(rows))),), contracts="all", offsets=shifts
+    )
 
 
 def emit_scatter(body, node: Node):
@@ -110,11 +119,18 @@ def scattered(node: Node) -> Signature:
     dim = node.args[1] % max(len(base), 1)
     sources = [a for a in (node.args[2], node.args[3]) if isinstance(a, Node)]
     out = tuple(None if i == dim else i for i in range(len(base)))
-    labels = [tuple((("moved", k), i) if i == dim else i for i in range(len(base))) for k in range(1 + len(sources))]
+    labels = [
+        tuple((("moved", k), i) if i == dim else i for i in range(len(base))) for k in range(1 + len(sources))
+    ]
     narrow = any(index[i] != base[i] for i in range(len(base)) if i != dim)
     if narrow and "scatter_add" not in str(node.target):
         return all_at_once(node)
-    return Signature(tuple(labels), (out,), contracts="all", offsets={i: (0,) * len(labels) for i in range(len(base)) if i != dim} if narrow else {})
+    return Signature(
+        tuple(labels),
+        (out,),
+        contracts="all",
+        offsets={i: (0,) * len(labels) for i in range(len(base)) if i != dim} if narrow else {},
+    )
 
 
 rule("aten::scatter.value", "aten::scatter.src", "aten::scatter_reduce.two")(scattered)
@@ -130,7 +146,10 @@ def emit_index_put(body, node: Node):
     if mark.dim >= len(indices) or indices[mark.dim] is None:
         return body.copy(node)
     local, inside = body.rows_of_chunk(body.read(indices[mark.dim], "whole"), mark, body.fact(node).lo)
-    places = [None if ix is None else local if i == mark.dim else body.read(ix, "whole") for i, ix in enumerate(indices)]
+    places = [
+        None if ix is None else local if i == mark.dim else body.read(ix, "whole")
+        for i, ix in enumerate(indices)
+    ]
     inside = before_dims(body, inside, len(shape_of(node)) - len(indices))
     given = body.zero_unless(inside, body.read(values, "whole"), values)
     return body.graph.call_function(node.target, (body.zeros(node), places, given, True))
@@ -138,19 +157,23 @@ def emit_index_put(body, node: Node):
 
 @rule("aten::index_put", "aten::_unsafe_index_put", emit=emit_index_put)
 def index_put(node: Node) -> Signature:
-    """Accumulating rows into zeros: over tokens it adds up, and among tokens it puts rows where they belong."""
+    """Accumulating rows into zeros: over tokens it adds up, and among tokens it puts rows where they
+    belong."""
     rank = len(shape_of(node))
     base, indices, values = node.args[0], node.args[1], node.args[2]
     used = [i for i, ix in enumerate(indices) if ix is not None]
     first, last = used[0], used[-1]
-    spread = max(len(shape_of(indices[i])) for i in used)
+    index_rank = max(len(shape_of(indices[i])) for i in used)
     before, after = (tuple(("x", i) for i in dims) for dims in (range(first), range(last + 1, rank)))
-    rows = shape_of(values)[first:first + spread]  # none of them broadcast
-    fits = len(used) == last + 1 - first and len(shape_of(values)) == first + spread + len(after) and all(
-        value_of(indices[i]).dtype is torch.int64 and shape_of(indices[i]) == rows for i in used)
+    rows = shape_of(values)[first : first + index_rank]  # none of them broadcast
+    fits = (
+        len(used) == last + 1 - first
+        and len(shape_of(values)) == first + index_rank + len(after)
+        and all(value_of(indices[i]).dtype is torch.int64 and shape_of(indices[i]) == rows for i in used)
+    )
     if not (argument(node, 3, "accumulate", False) and is_zeros(base) and fits):
         return all_at_once(node)
-    index_labels = tuple(("i", j) for j in range(spread))
+    index_labels = tuple(("i", j) for j in range(index_rank))
     labels = tuple(("written", i) if i in used else ("x", i) for i in range(rank))
     return Signature((labels, *[index_labels] * len(used), (*before, *index_labels, *after)), (labels,))
 

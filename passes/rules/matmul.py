@@ -42,7 +42,9 @@ def grouped_mm(node: Node) -> Signature:
 def emit_grouped_outer(body, node: Node):
     if body.kind(node) != "sum":
         return body.copy(node)
-    return body.accumulate_grouped(node, body.summand(node.args[0]), body.read(node.args[1]), body.read(node.args[2]))
+    return body.accumulate_grouped(
+        node, body.summand(node.args[0]), body.read(node.args[1]), body.read(node.args[2])
+    )
 
 
 @rule("streambp::grouped_outer", emit=emit_grouped_outer)
@@ -53,8 +55,11 @@ def grouped_outer(node: Node) -> Signature:
 def with_bias(node: Node, text: str) -> Signature:
     product = equation(node, text)
     bias = aligned(shape_of(node.args[0]), shape_of(node))
-    return Signature((tuple(product.outputs[0][i] if i is not None else None for i in bias), *product.operands),
-                     product.outputs, contracts="all")
+    return Signature(
+        (tuple(product.outputs[0][i] if i is not None else None for i in bias), *product.operands),
+        product.outputs,
+        contracts="all",
+    )
 
 
 @rule("aten::addmm")

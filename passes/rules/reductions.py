@@ -11,7 +11,11 @@ from .signatures import argument, dims_of
 
 def reduced(node: Node, dims: tuple[int, ...], keepdim: bool, contracts: str, outputs: int = 1) -> Signature:
     labels = tuple(range(len(shape_of(node.args[0]))))
-    out = tuple(None if i in dims else i for i in labels) if keepdim else tuple(i for i in labels if i not in dims)
+    out = (
+        tuple(None if i in dims else i for i in labels)
+        if keepdim
+        else tuple(i for i in labels if i not in dims)
+    )
     return Signature((labels,), (out,) * outputs, contracts=contracts)
 
 
@@ -26,11 +30,24 @@ def sum_dims(node: Node) -> Signature:
     return reduced(node, dims_of(node.args[1], rank), bool(argument(node, 2, "keepdim", False)), "sum")
 
 
-@rule("aten::mean.dim", "aten::amax", "aten::amin", "aten::any.dim", "aten::any.dims", "aten::all.dim", "aten::all.dims",
-      "aten::argmax", "aten::argmin", "aten::prod.dim_int", "aten::logsumexp")
+@rule(
+    "aten::mean.dim",
+    "aten::amax",
+    "aten::amin",
+    "aten::any.dim",
+    "aten::any.dims",
+    "aten::all.dim",
+    "aten::all.dims",
+    "aten::argmax",
+    "aten::argmin",
+    "aten::prod.dim_int",
+    "aten::logsumexp",
+)
 def reduce_dims(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
-    return reduced(node, dims_of(argument(node, 1, "dim"), rank), bool(argument(node, 2, "keepdim", False)), "all")
+    return reduced(
+        node, dims_of(argument(node, 1, "dim"), rank), bool(argument(node, 2, "keepdim", False)), "all"
+    )
 
 
 @rule("aten::mean", "aten::max", "aten::min", "aten::any", "aten::all", "aten::prod")
@@ -41,19 +58,29 @@ def reduce_all(node: Node) -> Signature:
 @rule("aten::max.dim", "aten::min.dim")
 def extreme(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
-    return reduced(node, dims_of(node.args[1], rank), bool(argument(node, 2, "keepdim", False)), "all", outputs=2)
+    return reduced(
+        node, dims_of(node.args[1], rank), bool(argument(node, 2, "keepdim", False)), "all", outputs=2
+    )
 
 
 @rule("aten::var_mean.correction")
 def var_mean(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
-    return reduced(node, dims_of(argument(node, 1, "dim"), rank), bool(argument(node, 3, "keepdim", node.kwargs.get("keepdim", False))), "all", outputs=2)
+    return reduced(
+        node,
+        dims_of(argument(node, 1, "dim"), rank),
+        bool(argument(node, 3, "keepdim", node.kwargs.get("keepdim", False))),
+        "all",
+        outputs=2,
+    )
 
 
 @rule("aten::var.correction")
 def var(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
-    return reduced(node, dims_of(argument(node, 1, "dim"), rank), bool(node.kwargs.get("keepdim", False)), "all")
+    return reduced(
+        node, dims_of(argument(node, 1, "dim"), rank), bool(node.kwargs.get("keepdim", False)), "all"
+    )
 
 
 @rule("aten::topk", "aten::sort", "aten::sort.stable")
@@ -92,4 +119,3 @@ def softmax_backward(node: Node) -> Signature:
 def to_extreme(node: Node) -> Signature:
     dim, labels = node.args[2], tuple(range(len(shape_of(node))))
     return Signature((tuple(None if i == dim else i for i in labels), labels), (labels,), keys=dim)
-

@@ -24,7 +24,11 @@ JOINS = {  # scan → what joins a state to the rows behind it, and the state of
 
 def scan_of(node: Node):
     """The scan that a node is, whichever way it goes."""
-    return getattr(aten, node.args[2]).default if node.target is torch.ops.streambp.reverse_scan.default else node.target
+    return (
+        getattr(aten, node.args[2]).default
+        if node.target is torch.ops.streambp.reverse_scan.default
+        else node.target
+    )
 
 
 def state_of_no_rows(node: Node) -> float:

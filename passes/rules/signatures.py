@@ -8,7 +8,8 @@ from ..ir import Labels, Signature, shape_of, tensor_operands, value_of
 
 
 def aligned(operand: tuple[int, ...], output: tuple[int, ...]) -> Labels:
-    """Labels of an operand that broadcasts against the output: tied from the right, size-one dims tied to nothing."""
+    """Labels of an operand that broadcasts against the output: tied from the right, size-one dims tied to
+    nothing."""
     shift = len(output) - len(operand)
     return tuple(i + shift if size == output[i + shift] else None for i, size in enumerate(operand))
 
@@ -23,14 +24,19 @@ def broadcast(node: Node) -> Signature:
 
 def all_at_once(node: Node) -> Signature:
     """No dimension can be followed: where tokens come in, the node needs all of them."""
-    operands = tuple(tuple(("all", k, i) for i in range(len(shape_of(a)))) for k, a in enumerate(tensor_operands(node)))
+    operands = tuple(
+        tuple(("all", k, i) for i in range(len(shape_of(a)))) for k, a in enumerate(tensor_operands(node))
+    )
     return Signature(operands, ((None,) * len(shape_of(node)),), contracts="all")
 
 
 def equation(node: Node, text: str, **kwargs) -> Signature:
-    """A signature from an einsum equation, ``"mk,kn->mn"``; missing optional operands are left out by the caller."""
+    """A signature from an einsum equation, ``"mk,kn->mn"``; missing optional operands are left out by the
+    caller."""
     left, right = text.replace(" ", "").split("->")
-    return Signature(tuple(tuple(o) for o in left.split(",")), tuple(tuple(o) for o in right.split(",")), **kwargs)
+    return Signature(
+        tuple(tuple(o) for o in left.split(",")), tuple(tuple(o) for o in right.split(",")), **kwargs
+    )
 
 
 def dims_of(arg: object, rank: int) -> tuple[int, ...]:

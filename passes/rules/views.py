@@ -17,7 +17,9 @@ def emit_view(body, node: Node):
 
 @rule("aten::view", "aten::_unsafe_view", "aten::reshape", shape_arg=1, emit=emit_view)
 def view(node: Node) -> Signature:
-    return Signature((tuple(range(len(shape_of(node.args[0])))),), (tuple(range(len(shape_of(node)))),), reshape=True)
+    return Signature(
+        (tuple(range(len(shape_of(node.args[0])))),), (tuple(range(len(shape_of(node)))),), reshape=True
+    )
 
 
 @rule("aten::unsqueeze")
@@ -117,14 +119,19 @@ def emit_select(body, node: Node):
     if body.kind(node) != "sum":
         return body.copy(node)
     x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
-    return body.added(node, body.graph.call_function(torch.ops.aten.squeeze.dim, (body.row_picked(x, dim, node.args[2]), dim)))
+    return body.added(
+        node,
+        body.graph.call_function(torch.ops.aten.squeeze.dim, (body.row_picked(x, dim, node.args[2]), dim)),
+    )
 
 
 @rule("aten::select.int", emit=emit_select)
 def select(node: Node) -> Signature:
     shape = shape_of(node.args[0])
     dim = node.args[1] % len(shape)
-    return Signature((tuple(range(len(shape))),), (tuple(i for i in range(len(shape)) if i != dim),), contracts="picked")
+    return Signature(
+        (tuple(range(len(shape))),), (tuple(i for i in range(len(shape)) if i != dim),), contracts="picked"
+    )
 
 
 def emit_select_scatter(body, node: Node):
@@ -161,11 +168,15 @@ def emit_pad(body, node: Node):
 @rule("aten::constant_pad_nd", emit=emit_pad)
 def pad(node: Node) -> Signature:
     rank, amounts = len(shape_of(node)), node.args[1]
-    offsets = {rank - 1 - i // 2: (-amounts[i],) for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]}
+    offsets = {
+        rank - 1 - i // 2: (-amounts[i],) for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]
+    }
     labels = tuple(range(rank))
     cropped = {rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount < 0}
     out = tuple(None if i in cropped else i for i in labels)
-    return Signature((labels,), (out,), contracts="all", offsets={d: k for d, k in offsets.items() if d not in cropped})
+    return Signature(
+        (labels,), (out,), contracts="all", offsets={d: k for d, k in offsets.items() if d not in cropped}
+    )
 
 
 def emit_shifted(body, node: Node):
@@ -173,7 +184,10 @@ def emit_shifted(body, node: Node):
     x, dim, by = node.args
     if body.carries_tokens(node, dim):
         return body.operand(body.edges(node)[0])
-    return body.graph.call_function(torch.ops.aten.constant_pad_nd.default, (body.read(x), [0, 0] * (len(shape_of(node)) - 1 - dim) + [by, -by]))
+    return body.graph.call_function(
+        torch.ops.aten.constant_pad_nd.default,
+        (body.read(x), [0, 0] * (len(shape_of(node)) - 1 - dim) + [by, -by]),
+    )
 
 
 @rule("streambp::shifted", emit=emit_shifted)
@@ -188,7 +202,9 @@ def emit_slice_scatter(body, node: Node):
     source = node.args[1]
     if body.carries_keys(node, dim):
         bounds = (body.column(node, argument(node, 3, "start")), body.column(node, argument(node, 4, "end")))
-        return body.graph.call_function(node.target, (*(body.operand(edge) for edge in body.edges(node)), dim, *bounds))
+        return body.graph.call_function(
+            node.target, (*(body.operand(edge) for edge in body.edges(node)), dim, *bounds)
+        )
     if not body.carries_tokens(node, dim):
         return body.copy(node)
     if shape_of(source)[dim] == 1 < shape_of(node)[dim]:
@@ -205,10 +221,18 @@ def slice_scatter(node: Node) -> Signature:
     labels = tuple(range(len(shape)))
     if step != 1 or not is_zeros(node.args[0]) and shape_of(node.args[1])[dim] != shape[dim]:
         out = tuple(None if i == dim else i for i in labels)
-        return Signature((tuple(("base", i) if i == dim else i for i in labels), tuple(("source", i) if i == dim else i for i in labels)),
-                         (out,), contracts="all")
+        return Signature(
+            (
+                tuple(("base", i) if i == dim else i for i in labels),
+                tuple(("source", i) if i == dim else i for i in labels),
+            ),
+            (out,),
+            contracts="all",
+        )
     if shape_of(node.args[1])[dim] == 1 < shape[dim]:
-        return Signature((labels, tuple(None if i == dim else i for i in labels)), (labels,), placed=frozenset({dim}))
+        return Signature(
+            (labels, tuple(None if i == dim else i for i in labels)), (labels,), placed=frozenset({dim})
+        )
     return Signature((labels, labels), (labels,), offsets={dim: (0, -clamped(start, shape[dim]))})
 
 
@@ -221,9 +245,18 @@ def cat(node: Node) -> Signature:
     sizes = [shape_of(a)[dim] if len(shape_of(a)) == rank else 0 for a in operands]
     follows = sizes[0] > 1 and all(size == 1 for size in sizes[1:]) and dim == rank - 1
     labels = tuple(i if follows or i != dim else None for i in range(rank))
-    inner = [tuple((dim if follows and k == 0 else None if follows else ("joined", k)) if i == dim else i for i in range(rank))
-             for k in range(len(operands))]
-    return Signature(tuple(inner[k] if len(shape_of(a)) == rank else (None,) for k, a in enumerate(operands)), (labels,), contracts="all")
+    inner = [
+        tuple(
+            (dim if follows and k == 0 else None if follows else ("joined", k)) if i == dim else i
+            for i in range(rank)
+        )
+        for k in range(len(operands))
+    ]
+    return Signature(
+        tuple(inner[k] if len(shape_of(a)) == rank else (None,) for k, a in enumerate(operands)),
+        (labels,),
+        contracts="all",
+    )
 
 
 @rule("aten::split.Tensor", "aten::split_with_sizes", "aten::unbind.int", "aten::chunk")
@@ -240,8 +273,12 @@ def split(node: Node) -> Signature:
 @rule("aten::flip", "prims::rev", "aten::roll")
 def moved(node: Node) -> Signature:
     rank = len(shape_of(node))
-    dims = dims_of(argument(node, 2, "dims") if node.target is torch.ops.aten.roll.default else node.args[1], rank)
-    return Signature((tuple(range(rank)),), (tuple(None if i in dims else i for i in range(rank)),), contracts="all")
+    dims = dims_of(
+        argument(node, 2, "dims") if node.target is torch.ops.aten.roll.default else node.args[1], rank
+    )
+    return Signature(
+        (tuple(range(rank)),), (tuple(None if i in dims else i for i in range(rank)),), contracts="all"
+    )
 
 
 @rule("aten::as_strided")

@@ -26,13 +26,33 @@ from streambp_compile.pipeline import Schedule
 from streambp_compile.report import RegionReport, Report
 
 LENGTH = 2048  # tokens
-SIZES = dict(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-             num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
-             use_cache=False, pad_token_id=0)
+SIZES = dict(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=8192,
+    use_cache=False,
+    pad_token_id=0,
+)
 EXPERTS = dict(moe_intermediate_size=128, num_experts_per_tok=2)
-LATENT = dict(q_lora_rank=96, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64,
-              num_key_value_heads=4, head_dim=32, n_routed_experts=8, n_group=1, topk_group=1,
-              first_k_dense_replace=1, n_shared_experts=1)
+LATENT = dict(
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_rope_head_dim=32,
+    qk_nope_head_dim=64,
+    v_head_dim=64,
+    num_key_value_heads=4,
+    head_dim=32,
+    n_routed_experts=8,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +102,18 @@ def hand_written(name: str, **given) -> Architecture:
     return Architecture(own(name), labels="targets", batch=2, given={}, **given)
 
 
-QWEN3_8B = Architecture(hugging_face(
-    "qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
-    num_key_value_heads=8, head_dim=128, max_position_embeddings=1 << 17))  # with two of its layers
+QWEN3_8B = Architecture(
+    hugging_face(
+        "qwen3",
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=1 << 17,
+    )
+)  # with two of its layers
 
 NONE: frozenset[str] = frozenset()
 WINDOW = "[-255,0]"  # of a window of 256 tokens
@@ -93,15 +122,22 @@ ARCHITECTURES = {
     "qwen3": Architecture(hugging_face("qwen3", num_hidden_layers=1), batch=2),
     "gemma3": Architecture(
         hugging_face("gemma3_text", sliding_window=256, layer_types=["sliding_attention", "full_attention"]),
-        keys=frozenset({WINDOW, "[-inf,0]"}), kernels=frozenset({"flash", "efficient"})),
+        keys=frozenset({WINDOW, "[-inf,0]"}),
+        kernels=frozenset({"flash", "efficient"}),
+    ),
     "mistral": Architecture(  # flash takes no mask
         hugging_face("mistral", num_hidden_layers=1, sliding_window=256),
-        keys=frozenset({WINDOW}), kernels=frozenset({"efficient"})),
+        keys=frozenset({WINDOW}),
+        kernels=frozenset({"efficient"}),
+    ),
     "gpt-oss": Architecture(  # its sinks are columns of written-out scores
         hugging_face("gpt_oss", sliding_window=256, num_local_experts=4, num_experts_per_tok=2),
-        keys=frozenset({WINDOW, "[-inf,0]"}), kernels=NONE),
+        keys=frozenset({WINDOW, "[-inf,0]"}),
+        kernels=NONE,
+    ),
     "mixture of experts": Architecture(
-        hugging_face("qwen3_moe", num_hidden_layers=1, num_experts=8, **EXPERTS)),
+        hugging_face("qwen3_moe", num_hidden_layers=1, num_experts=8, **EXPERTS)
+    ),
     "latent attention": Architecture(hugging_face("deepseek_v3", **EXPERTS, **LATENT)),
     "linear attention": hand_written("linear attention", keys=NONE, kernels=NONE),
     "hand-written": hand_written("nanogpt"),
@@ -183,8 +219,12 @@ def binding_line(binding, region: RegionReport) -> str:
 def key_ranges(report: Report) -> frozenset[str]:
     """The key ranges of all sweeps that attend."""
     schedules = [s for r in report.regions for s in (r.forward, r.backward) if s is not None]
-    return frozenset(str(sweep.keys) for s in schedules for sweep, body in zip(s.program.sweeps, s.bodies)
-                     if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings))
+    return frozenset(
+        str(sweep.keys)
+        for s in schedules
+        for sweep, body in zip(s.program.sweeps, s.bodies)
+        if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings)
+    )
 
 
 def kernels(report: Report) -> frozenset[str]:

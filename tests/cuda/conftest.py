@@ -13,6 +13,7 @@ from torch._inductor.codecache import PyCodeCache
 from streambp_compile import internals
 from streambp_compile.report import Report
 
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_compiled_before(tmp_path_factory):
     """Caches of this run alone, so that every kernel is compiled for this device."""

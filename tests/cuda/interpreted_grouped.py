@@ -1,6 +1,6 @@
 """Triton kernels of grouped products against a loop over groups, on a CPU, by Triton's interpreter.
 
-    TRITON_INTERPRET=1 python interpreted_grouped.py float32
+TRITON_INTERPRET=1 python interpreted_grouped.py float32
 """
 
 import sys
@@ -8,7 +8,7 @@ import sys
 import torch
 from triton.runtime import interpreter
 
-from streambp_compile.passes import grouped, grouped_triton
+from streambp_compile.passes.kernels import grouped, grouped_triton
 
 patch = interpreter._patch_lang_tensor
 
@@ -20,7 +20,8 @@ def with_integers(tensor, scope) -> None:
 
 
 def compare(dtype: torch.dtype) -> None:
-    """Groups of several tiles, of some rows, of none; rows of no group; ragged widths; a transposed weight."""
+    """Groups of several tiles, of some rows, of none; rows of no group; ragged widths; a transposed
+    weight."""
     rows, weight = torch.randn(300, 40).to(dtype), torch.randn(5, 72, 40).to(dtype).transpose(1, 2)
     of_row = torch.randint(0, 7, (300,)).clamp(max=5)
     of_row[of_row == 2] = 3

@@ -1,6 +1,6 @@
 """Models of fake tensors, on a CPU or on the CUDA device of pretend_gpu.c, at any size and in no memory.
 
-    PRETEND_GPU=a100 .venv-cuda/bin/python-gpu your_script.py        # see docs/testing-without-a-gpu.md
+PRETEND_GPU=a100 .venv-cuda/bin/python-gpu your_script.py        # see docs/testing-without-a-gpu.md
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ torch._inductor.config.joint_graph_constant_folding = False  # it reads constant
 torch._inductor.config.shape_padding = False  # it times products
 
 
-def model_on(mode: FakeTensorMode, build: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16,
-             device: str = "cuda") -> nn.Module:
+def model_on(
+    mode: FakeTensorMode,
+    build: Callable[[], nn.Module],
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+) -> nn.Module:
     """The module of ``build()``, with fake weights and buffers on ``device``. Call it inside ``mode``.
 
     mode   the fake tensor mode of the weights; the inputs must be made inside it as well

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from streambp_compile.passes import grouped_triton
+from streambp_compile.passes.kernels import grouped_triton
 
 HERE = Path(__file__).parent
 
@@ -38,8 +38,9 @@ def test_compiled(capability, dtype, name):
     alike = dict(ROWS=tiles.side, COLUMNS=tiles.side, PRECISION=grouped_triton.precision())
     options = dict(num_warps=tiles.warps, num_stages=tiles.stages)
     for kernel, constants in (
-            (grouped_triton.mm_kernel, dict(alike, GROUPS=128, SLOTS=256, WIDTH=tiles.depth)),
-            (grouped_triton.outer_kernel, dict(alike, ROWS=tiles.depth, HEIGHT=tiles.side))):
+        (grouped_triton.mm_kernel, dict(alike, GROUPS=128, SLOTS=256, WIDTH=tiles.depth)),
+        (grouped_triton.outer_kernel, dict(alike, ROWS=tiles.depth, HEIGHT=tiles.side)),
+    ):
         source = ASTSource(kernel, types_of(kernel, name, constants), constants)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert made.asm["cubin"] and made.metadata.shared <= 99 * 1024

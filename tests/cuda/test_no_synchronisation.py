@@ -3,10 +3,10 @@
 import pretend_gpu  # noqa: F401  (before anything is built)
 import pytest
 import torch
-from streambp_compile.passes import grouped, products
 from synchronisation import Watching, rehearsed
 
 from streambp_compile import internals
+from streambp_compile.passes.kernels import grouped, products
 
 streambp = torch.ops.streambp
 

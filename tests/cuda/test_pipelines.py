@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from architectures import ARCHITECTURES, QWEN3_8B, key_ranges, kernels, not_run, report_of, structure
+from architectures import ARCHITECTURES, QWEN3_8B, kernels, key_ranges, not_run, report_of, structure
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from streambp_compile import internals

@@ -1,0 +1,159 @@
+"""Which token has row 0 of every value.
+
+A slice shifts a value against the others (labels against logits, a convolution's padding); what its rows are
+is told by whom they meet.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph, Node
+
+from .ir import Signature, Size, hint, shape_of, tensor_operands, value_of
+from .stages import checkpoint
+from .token_propagation import TokenPropagation, has_tensors, outputs_of, product, slot_of
+
+
+class Alignment:
+    """Which token is row 0 of a value, for values shifted against one another by slicing.
+
+    Slices keep the token of every row; what meets row by row must agree. Wide values settle it among
+    themselves, then what is computed from
+    them, starting at inputs that have all T rows; values with one number per token (labels, masks) then
+    follow, by a shift.
+
+    heavy  wide values, and what is computed from them
+    """
+
+    def __init__(self, graph: Graph, propagation: TokenPropagation, length: Size):
+        self.propagation, self.length = propagation, length
+        self.parent: dict[Node, tuple[Node, int]] = {}
+        self.root_low: dict[Node, int] = {}
+        self.uniform: set[Node] = set()
+        self.heavy: set[Node] = set()
+        self.wide: set[Node] = set()
+        for node in graph.nodes:
+            self.classify(node)
+        for among in (
+            self.wide,
+            self.heavy,
+        ):  # where neighbours meet, numbers per token are shifted, not rows
+            for node in graph.nodes:
+                checkpoint()
+                self.join(node, among)
+        for node in graph.nodes:
+            if node.op == "placeholder" and node in self.heavy and self.rows(node) == hint(length):
+                self.root_low.setdefault(self.find(node)[0], -self.find(node)[1])
+
+    def rows(self, node: Node) -> int:
+        mark = self.propagation.rows((node, -1))
+        return shape_of(node)[mark.dim] // (mark.outer * mark.inner)
+
+    def classify(self, node: Node) -> None:
+        signature = self.propagation.signatures.get(node)
+        if node.target is operator.getitem:
+            if node.args[0] in self.heavy:
+                self.heavy.add(node)
+            return
+        marked = [a for a in tensor_operands(node) if self.propagation.of(a)]
+        if signature is not None:
+            others = [a for a in tensor_operands(node) if a not in marked]
+            if (
+                signature.uniform
+                or marked
+                and all(a in self.uniform for a in marked)
+                and not others
+                or (not marked and others and all(a in self.uniform for a in others))
+            ):
+                self.uniform.add(node)
+                return
+        slots = (
+            [slot for slot in ((node, o) for o in outputs_of(node)) if self.propagation.marks.get(slot)]
+            if has_tensors(node)
+            else []
+        )
+        wide = False
+        for slot in slots:
+            mark, value = (
+                self.propagation.rows(slot),
+                value_of(node) if slot[1] == -1 else value_of(node)[slot[1]],
+            )
+            shape = [hint(s) for s in value.shape]
+            wide |= product(shape) > product(shape[: mark.dim + 1])
+        if slots and (wide or any(a in self.heavy for a in marked)):
+            self.heavy.add(node)
+            if wide:
+                self.wide.add(node)
+
+    def find(self, node: Node) -> tuple[Node, int]:
+        """(root, d) with low(node) = low(root) + d. Nodes on the way are tied to the root itself."""
+        way: list[Node] = []
+        while node in self.parent:
+            way.append(node)
+            node = self.parent[node][0]
+        delta = 0
+        for passed in reversed(way):
+            delta += self.parent[passed][1]
+            self.parent[passed] = (node, delta)
+        return node, delta
+
+    def tie(self, a: Node, b: Node, difference: int) -> None:
+        """low(a) = low(b) + difference, unless they are tied already."""
+        (ra, da), (rb, db) = self.find(a), self.find(b)
+        if ra is not rb:
+            self.parent[ra] = (rb, db + difference - da)
+
+    def join(self, node: Node, among: set[Node]) -> None:
+        signature = self.propagation.signatures.get(node)
+        if node.target is operator.getitem and node in among:
+            self.tie(node, node.args[0], 0)
+        if signature is None:
+            return
+        operands = tensor_operands(node)
+        if signature.reshape:
+            if node in among and operands[0] in among:
+                self.tie(node, operands[0], 0)
+            return
+        row = row_label(node, operands, signature, self.propagation)
+        met = [
+            (a, offset(signature, row, i))
+            for i, (a, labels) in enumerate(zip(operands, signature.operands))
+            if a in among
+            and row is not None
+            and row in labels
+            and self.propagation.of(a).get(labels.index(row)) is not None
+        ]
+        if node in among and any(row in labels for labels in signature.outputs):
+            for operand, shift in met:
+                self.tie(node, operand, shift)
+        for (a, x), (b, y) in zip(met, met[1:]):
+            self.tie(a, b, y - x)
+
+    def low(self, node: Node) -> int | None:
+        """The token of row 0, or None if nothing has settled it yet."""
+        root, delta = self.find(node)
+        return None if root not in self.root_low else self.root_low[root] + delta
+
+    def settle(self, node: Node, low: int) -> None:
+        root, delta = self.find(node)
+        self.root_low.setdefault(root, low - delta)
+
+
+def row_label(node: Node, operands, signature: Signature, propagation: TokenPropagation):
+    """The label along which rows run through a node, or None."""
+    if signature.rows is not None:
+        return signature.rows
+    slots = [((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs)]
+    slots += [(slot_of(a), labels) for a, labels in zip(operands, signature.operands)]
+    pairs = [(s, labels) for s, labels in slots if propagation.key(s) is not None]
+    for slot, labels in (*pairs, *slots):
+        mark = propagation.rows(slot)
+        if mark is not None and labels[mark.dim] is not None:
+            return labels[mark.dim]
+    return None
+
+
+def offset(signature: Signature, label: object, operand: int) -> int:
+    offsets = signature.offsets.get(label, ())
+    return offsets[operand] if operand < len(offsets) else 0

@@ -1,0 +1,1 @@
+"""What chunk bodies call beside ATen: streaming attention, products that accumulate, grouped products."""

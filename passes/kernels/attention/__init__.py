@@ -1,0 +1,38 @@
+"""The streaming attention operator: which kernel runs, and how a chunk is made of its calls.
+
+``attention`` is one step of a sweep, ``attention_backward_`` its gradient with accumulators for keys and
+values; ``attention_backward`` is the gradient of all rows at once, as joint graphs have it. The last argument
+names the kernel (`kernels.choose` picks it when a chunk body is written); without a name, a kernel runs that
+every device of that type has.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..operators import define
+from .layout import heads_last
+from .selection import STAND_INS, Attention, Choice, Target, choose, scratch_of
+from .streaming import attention_backward, attention_backward_, attention_forward, backward_meta, forward_meta
+
+__all__ = ["STAND_INS", "Attention", "Choice", "Target", "choose", "scratch_of"]
+
+OPERANDS = "Tensor query, Tensor key, Tensor value"
+SAID = "Tensor? mask, bool causal, float scale"
+define(
+    f"attention({OPERANDS}, {SAID}, SymInt start, str kernel='') -> (Tensor, Tensor)",
+    attention_forward,
+    forward_meta,
+)
+define(
+    f"attention_backward(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {SAID}, str kernel='')"
+    " -> (Tensor, Tensor, Tensor)",
+    attention_backward,
+    lambda grad, q, k, v, *_: (heads_last(*q.shape, q), torch.empty_like(k), torch.empty_like(v)),
+)
+define(
+    f"attention_backward_(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {SAID}, SymInt start,"
+    " Tensor(a!) key_grad, Tensor(b!) value_grad, str kernel='') -> Tensor",
+    attention_backward_,
+    backward_meta,
+)

@@ -1,0 +1,271 @@
+"""Which kernel attends: one row each, in the order in which they are tried.
+
+A choice is made for a device that need not be there, when a chunk body is written; its name travels as an
+argument of the operator. A row says everything that a kernel wants, so that none raises in the middle of a
+sweep: what a row cannot take, the next one does, and the last takes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import composed, fused
+
+HALVES = (torch.float16, torch.bfloat16)
+SM80 = (8, 0)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What decides on a device which kernels may run there.
+
+    device      ``cpu``, ``cuda``, or any other of torch's; ``hip`` for CUDA's name on AMD
+    capability  of a CUDA device; None if it is not known
+    disabled    kernels that the user switched off, as by ``torch.backends.cuda.enable_flash_sdp(False)``
+    flash       behind torch's flash operator: empty for FlashAttention-2, else what the user activated
+    """
+
+    device: str
+    capability: tuple[int, int] | None = None
+    disabled: frozenset[str] = frozenset()
+    flash: str = ""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one attention asks of its kernel.
+
+    width, value_width  features per head, of queries and keys and of values
+    masked              is a mask added to scores?
+    """
+
+    dtype: torch.dtype
+    width: int
+    value_width: int
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: what it takes, how it is called, and what it costs.
+
+    device      where it runs; empty: everywhere
+    dtypes      dtypes, each with the first compute capability that has it; empty: all
+    widest      features per head at most
+    multiple    features per head, and steps in memory, come in multiples of it; others are padded
+    even        values are as wide as queries; narrower ones are padded
+    masks       does it add a mask to scores?
+    bias_step   entries that rows of a mask start at multiples of
+    wide_bias   masks come in the dtype of its scores, not of its operands
+    grouped     does it take fewer key heads than query heads?
+    expands     does its backward make gradients for every query head first?
+    diagonal    where causality may start: ``top left``, ``bottom right``, or ``any``
+    fewest_keys below which the composed kernel runs instead
+    padded      the width that a width is padded to, where that is no mere multiple
+    forward, backward                  the calls (conventions of ``fused``)
+    forward_op, backward_op            their ATen operators, None for plain torch
+    forward_scratch, backward_scratch  bytes that those take beside their results
+    reason      why it stands where it stands
+    """
+
+    name: str
+    reason: str
+    forward: Callable
+    backward: Callable
+    device: str = ""
+    dtypes: tuple[tuple[torch.dtype, tuple[int, int] | None], ...] = ()
+    widest: int | None = None
+    multiple: int = 1
+    even: bool = False
+    masks: bool = True
+    bias_step: int = 1
+    wide_bias: bool = False
+    grouped: bool = True
+    expands: bool = False
+    diagonal: str = "any"
+    fewest_keys: int = 1
+    padded: Callable[[int], int] | None = None
+    forward_op: torch._ops.OpOverload | None = None
+    backward_op: torch._ops.OpOverload | None = None
+    forward_scratch: Callable[..., int] | None = None
+    backward_scratch: Callable[..., int] | None = None
+
+    def widths(self, width: int, value_width: int) -> tuple[int, int]:
+        """The widths of queries and values as this kernel gets them."""
+        if self.even:
+            width = value_width = max(width, value_width)
+        pad = self.padded or (lambda w: fused.rounded(w, self.multiple))
+        return pad(width), pad(value_width)
+
+
+def flash_padded(width: int) -> int:
+    """Multiples of 8; 256 for 193 to 224, of which sm86, sm89 and sm120 have no backward (sdp_utils.cpp)."""
+    return 256 if 192 < width <= 224 else fused.rounded(width, 8)
+
+
+TABLE = (
+    Kernel(
+        "flash_cpu",
+        "the one fused kernel on CPUs; scores stay in the cache",
+        fused.cpu_forward,
+        fused.cpu_backward,
+        device="cpu",
+        dtypes=tuple((d, None) for d in (torch.float32, torch.float64, *HALVES)),
+        even=True,
+        grouped=False,
+        diagonal="top left",
+        forward_op=fused.CPU_FORWARD,
+        backward_op=fused.CPU_BACKWARD,
+        forward_scratch=fused.cpu_forward_scratch,
+        backward_scratch=fused.cpu_backward_scratch,
+    ),
+    Kernel(
+        "flash",
+        "first: one call covers a chunk and all its keys, for causality starts at the bottom right",
+        fused.flash_forward,
+        fused.flash_backward,
+        device="cuda",
+        dtypes=tuple((d, SM80) for d in HALVES),
+        widest=256,
+        multiple=8,
+        even=True,
+        masks=False,
+        expands=True,
+        diagonal="bottom right",
+        padded=flash_padded,
+        forward_op=fused.FLASH_FORWARD,
+        backward_op=fused.FLASH_BACKWARD,
+        forward_scratch=fused.flash_forward_scratch,
+        backward_scratch=fused.flash_backward_scratch,
+    ),
+    Kernel(
+        "cudnn",
+        "behind flash: it builds a plan for every number of keys, and needs two calls for a causal "
+        "chunk, rounded before they are joined; never with a mask: its dQ can be NaN (pytorch#196678)",
+        fused.cudnn_forward,
+        fused.cudnn_backward,
+        device="cuda",
+        dtypes=tuple((d, SM80) for d in HALVES),
+        widest=128,
+        multiple=8,
+        masks=False,
+        expands=True,
+        diagonal="top left",
+        fewest_keys=2,
+        forward_op=fused.CUDNN_FORWARD,
+        backward_op=fused.CUDNN_BACKWARD,
+        forward_scratch=fused.cudnn_forward_scratch,
+        backward_scratch=fused.cudnn_backward_scratch,
+    ),
+    Kernel(
+        "efficient",
+        "behind flash, which is faster; it takes masks, float32, any head width, and older GPUs",
+        fused.efficient_forward,
+        fused.efficient_backward,
+        device="cuda",
+        dtypes=((torch.float32, (5, 0)), (torch.float16, (5, 0)), (torch.bfloat16, SM80)),
+        multiple=8,
+        bias_step=fused.BIAS_STEP,
+        grouped=False,
+        diagonal="bottom right",
+        forward_op=fused.EFFICIENT_FORWARD,
+        backward_op=fused.EFFICIENT_BACKWARD,
+        forward_scratch=fused.efficient_forward_scratch,
+        backward_scratch=fused.efficient_backward_scratch,
+    ),
+    Kernel(
+        "composed",
+        "last: plain products and a softmax work everywhere, some rows of scores at a time",
+        composed.forward,
+        composed.backward,
+        wide_bias=True,
+    ),
+)
+COMPOSED = TABLE[-1]
+ROWS = {kernel.name: kernel for kernel in TABLE}
+# What may replace FlashAttention-2 (torch/nn/attention/_fa3.py, _fa4.py): major capabilities that have it,
+# and
+# features per head that it can go backward through on all of them.
+MAJORS = {"FA3": (9,), "FA4": (9, 10)}
+WIDEST = {"FA4": 128}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that attends, and why each one before it was passed over."""
+
+    kernel: Kernel
+    passed: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        before = "".join(f"; not {name}: {reason}" for name, reason in self.passed)
+        return f"{self.kernel.name} ({self.kernel.reason}{before})"
+
+
+def choose(attention: Attention, target: Target) -> Choice:
+    """The first kernel of the table that takes this attention on this target."""
+    passed = []
+    for kernel in TABLE:
+        if kernel.device in ("", target.device):
+            reason = obstacle(kernel, attention, target)
+            if reason is None:
+                return Choice(kernel, tuple(passed))
+            passed.append((kernel.name, reason))
+    raise AssertionError("the last kernel takes everything")
+
+
+def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None:
+    """Why a kernel cannot attend here, or None."""
+    since = dict(kernel.dtypes)
+    width = max(kernel.widths(attention.width, attention.value_width))
+    dtype = str(attention.dtype).removeprefix("torch.")
+    if kernel.name in target.disabled:
+        return "it is switched off in torch.backends.cuda"
+    if since and attention.dtype not in since:
+        return f"it does not take {dtype}"
+    if since and since[attention.dtype] is not None:
+        needed = since[attention.dtype]
+        if target.capability is None:
+            return "the compute capability of the device is not known"
+        if target.capability < needed:
+            has = dotted(target.capability)
+            return f"{dtype} needs compute capability {dotted(needed)}, this device has {has}"
+    if attention.masked and not kernel.masks:
+        return "it takes no mask" if kernel.name != "cudnn" else "with a mask its dQ can be NaN"
+    if kernel.widest is not None and width > kernel.widest:
+        return f"it takes up to {kernel.widest} features per head, not {width}"
+    return replaced(target, width) if kernel.name == "flash" else None
+
+
+def replaced(target: Target, width: int) -> str | None:
+    """Why the implementation that the user put behind torch's flash operator cannot attend here, or None."""
+    majors, widest = MAJORS.get(target.flash), WIDEST.get(target.flash)
+    if target.flash and majors is None:
+        return f"the flash implementation {target.flash!r}, which was activated, is not known"
+    if majors and target.capability[0] not in majors:
+        needed = " or ".join(f"{m}.x" for m in majors)
+        return f"{target.flash}, which was activated, needs compute capability {needed}"
+    if widest and width > widest:
+        return f"{target.flash}, which was activated, takes up to {widest} features per head"
+    return None
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+SCRATCH = {kernel.forward_op: kernel.forward_scratch for kernel in TABLE if kernel.forward_op is not None}
+SCRATCH |= {kernel.backward_op: kernel.backward_scratch for kernel in TABLE if kernel.backward_op is not None}
+
+
+def scratch_of(op: object, args: tuple) -> int:
+    """Bytes that a call of a kernel takes beside its results; 0 for any other operator."""
+    size = SCRATCH.get(op)
+    return 0 if size is None else size(*args)
+
+
+# What stands in for operators that cannot run on fake tensors as torch describes them.
+STAND_INS = {fused.EFFICIENT_BACKWARD: fused.efficient_backward_meta}

@@ -1,0 +1,278 @@
+"""Attention of a chunk: queries ``[start, start+C)`` against keys ``[0, S)``, by the kernel chosen.
+
+A kernel that aligns causality at the bottom right covers a chunk in one call. One that aligns it at the top
+left takes two: the rectangle of past keys without a mask, and the square of own keys, joined by their
+log-sum-exps. The backward calls take the *joined* output and log-sum-exp, so ``dQ`` adds up, and ``dK``,
+``dV`` land in their slices (exact to 1e-15 in float64). Nothing above the diagonal is computed. Causality
+beside a mask is folded into the mask, in one call.
+
+Shapes: query ``[B, Hq, C, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]``, mask broadcastable to
+``[B, Hq, C, S]``, boolean (true where a row may attend) or additive; ``Hq`` is a multiple of ``Hkv``. A row
+that sees no key gives zeros, ``-inf``, and no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .masks import additive, hidden_rows
+from .selection import COMPOSED, ROWS, Attention, Kernel, Target, choose
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a chunk's scores that one kernel call (per group of heads) covers.
+
+    diagonal  its row i sees no key of its own behind ``diagonal + i``; None: all of them
+    again     its rows have met other keys before
+    """
+
+    rows: slice
+    keys: slice
+    diagonal: int | None
+    again: bool = False
+
+
+def pieces(rows: int, keys: int, diagonal: int | None, kernel: Kernel) -> tuple[Piece, ...]:
+    """What a kernel's alignment makes of a chunk whose row i sees no key behind ``diagonal + i``."""
+    every = slice(0, rows)
+    if diagonal is None or diagonal >= keys - 1:
+        return (Piece(every, slice(0, keys), None),)
+    if kernel.diagonal == "any":
+        return (Piece(every, slice(0, min(keys, diagonal + rows)), diagonal),)
+    if kernel.diagonal == "top left":
+        square = slice(diagonal, min(keys, diagonal + rows))
+        past = (Piece(every, slice(0, diagonal), None),) if diagonal else ()
+        return (*past, Piece(every, square, 0, again=diagonal > 0))
+    stop = min(rows, keys - diagonal)  # rows behind it see all keys
+    cut = (Piece(slice(0, stop), slice(0, diagonal + stop), diagonal),)
+    return cut if stop == rows else (*cut, Piece(slice(stop, rows), slice(0, keys), None))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call of a piece: how operands are taken from ``[B, Hkv, G, C, ...]``, and results put back.
+
+    heads    the one query of each key head that it covers, or None for all
+    stacked  queries that share a key head meet it as more rows: faster, where nothing tells rows apart
+    """
+
+    piece: Piece
+    bias: Tensor | None
+    heads: int | None
+    stacked: bool
+
+    def take(self, t: Tensor) -> Tensor:
+        t = layout.cut(t, 3, self.piece.rows)
+        if self.heads is not None:
+            return t.select(2, self.heads)
+        return t.flatten(2, 3) if self.stacked else t.flatten(1, 2)
+
+    def put(self, t: Tensor, shared: int) -> Tensor:
+        """A result as ``[B, Hkv, C, ...]`` of one query of each key head, else ``[B, Hkv, G, C, ...]``."""
+        if self.heads is not None:
+            return t
+        return t.unflatten(2, (shared, -1)) if self.stacked else t.unflatten(1, (-1, shared))
+
+    def target(self, t: Tensor) -> Tensor:
+        """Where its results belong in ``[B, Hkv, G, C, ...]``."""
+        t = layout.cut(t, 3, self.piece.rows)
+        return t.select(2, self.heads) if self.heads is not None else t
+
+
+def calls(
+    kernel: Kernel,
+    parts: tuple[Piece, ...],
+    shared: int,
+    key_heads: int,
+    bias: Tensor | None,
+    apart: bool = False,
+) -> Iterator[Call]:
+    """Kernel calls that cover a chunk, in an order that starts with what all rows read.
+
+    shared  query heads of a key head
+    apart   call for one query of each key head at a time, although the kernel takes grouped heads
+    """
+    for piece in parts:
+        if shared == 1 or kernel.grouped and not apart:
+            yield Call(piece, bias, None, False)
+        elif not kernel.grouped and piece.diagonal is None and (bias is None or bias.shape[1:3] == (1, 1)):
+            yield Call(piece, bias, None, True)
+        else:
+            for g in range(shared):
+                each = bias is not None and bias.shape[1] > 1
+                part = layout.by_key_head(bias, key_heads).select(2, g) if each else bias
+                yield Call(piece, part, g, False)
+
+
+GROUPS_FILL = 1 << 15  # keys of all heads that fill any GPU with one query of each: 256 blocks of 128
+
+
+def goes_apart(kernel: Kernel, key: Tensor) -> bool:
+    """Are grouped heads called for one by one, so that no gradient of keys exists for every query head?"""
+    return kernel.expands and key.shape[0] * key.shape[1] * key.shape[2] >= GROUPS_FILL
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A chunk as its kernel wants it.
+
+    precise  operands are in float32, for two parts in half precision would be rounded before they are joined
+    """
+
+    kernel: Kernel
+    parts: tuple[Piece, ...]
+    bias: Tensor | None
+    precise: bool
+
+    def operand(self, t: Tensor, width: int) -> Tensor:
+        t = layout.widened(t.float() if self.precise else t, width)
+        return layout.readable(t, self.kernel.multiple)
+
+
+def kernel_named(name: str, query: Tensor, value: Tensor, mask: Tensor | None) -> Kernel:
+    """The kernel of that name; without one, what any device of that type can run."""
+    if name:
+        return ROWS[name]
+    asked = Attention(query.dtype, query.shape[3], value.shape[3], mask is not None)
+    return choose(asked, Target(query.device.type)).kernel
+
+
+def prepared(
+    name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, start: int
+) -> Prepared:
+    kernel, diagonal = kernel_named(name, query, value, mask), start if causal else None
+    rows, keys, bias = query.shape[2], key.shape[2], None
+    parts = pieces(rows, keys, None if mask is not None else diagonal, kernel)
+    if any(p.keys.stop - p.keys.start < kernel.fewest_keys for p in parts):
+        kernel = COMPOSED
+        parts = pieces(rows, keys, None if mask is not None else diagonal, kernel)
+    if mask is not None:
+        dtype = layout.statistics(query) if kernel.wide_bias else query.dtype
+        bias = additive(mask, keys, rows, diagonal, dtype, kernel.bias_step)
+    joins = any(p.again for p in parts) and query.dtype.itemsize == 2 and torch.float32 in dict(kernel.dtypes)
+    return Prepared(kernel, parts, bias, joins)
+
+
+def attention_forward(query, key, value, mask, causal: bool, scale: float, start: int, kernel: str = ""):
+    """Output, laid out as ``[B, C, Hq, Dv]``, and log-sum-exp ``[B, Hq, C]``."""
+    if not query.numel() or not key.shape[2]:
+        out, lse = forward_meta(query, key, value, mask, causal, scale, start)
+        return out.zero_(), lse.fill_(-math.inf)
+    chunk = prepared(kernel, query, key, value, mask, causal, start)
+    width, value_width = chunk.kernel.widths(query.shape[3], value.shape[3])
+    operands = [chunk.operand(t, w) for t, w in ((query, width), (key, width), (value, value_width))]
+    out, lse = joined(chunk, *operands, scale, query, value.shape[3])
+    if chunk.bias is not None:
+        hidden = hidden_rows(chunk.bias)
+        out.masked_fill_(hidden.unsqueeze(-1), 0)
+        lse.masked_fill_(hidden, -math.inf)
+    return out, lse
+
+
+def joined(
+    chunk: Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float, query: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a chunk's calls, in the dtype of the query and without padded features."""
+    batch, heads, rows, _ = query.shape
+    shared, key_heads = heads // k.shape[1], k.shape[1]
+    planned = list(calls(chunk.kernel, chunk.parts, shared, key_heads, chunk.bias))
+    grouped, one = layout.by_key_head(q, key_heads), len(planned) == 1 and not planned[0].stacked
+    out = None if one else layout.heads_last(batch, heads, rows, width, q if chunk.precise else query)
+    lse = None if one else query.new_empty((batch, heads, rows), dtype=layout.statistics(query))
+    for call in planned:
+        keys, values = (layout.cut(t, 2, call.piece.keys) for t in (k, v))
+        queries, diagonal = call.take(grouped), call.piece.diagonal
+        o, logsum = chunk.kernel.forward(queries, keys, values, call.bias, diagonal, scale)
+        o = layout.first(o, 3, width)
+        if one:
+            return layout.heads_put_last(o), layout.dense(logsum)
+        here, here_lse = (call.target(layout.by_key_head(t, key_heads)) for t in (out, lse))
+        join(here, here_lse, call.put(o, shared), call.put(logsum, shared), call.piece.again)
+    if chunk.precise:
+        out = layout.put(layout.heads_last(batch, heads, rows, width, query), out)
+    return out, lse
+
+
+def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, again: bool) -> None:
+    """Put what some keys give, or add it to what other keys gave the same rows."""
+    if not again:
+        layout.put(out, more)
+        layout.put(lse, more_lse)
+        return
+    both = torch.logaddexp(lse, more_lse)
+    before, now = ((t - both).exp().unsqueeze(-1) for t in (lse, more_lse))
+    layout.put(out, out * before + more * now)
+    layout.put(lse, both)
+
+
+def attention_backward_(
+    grad,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    mask,
+    causal: bool,
+    scale: float,
+    start: int,
+    key_grad,
+    value_grad,
+    kernel: str = "",
+):
+    """``dQ``, laid out as ``[B, C, Hq, D]``; ``dK``, ``dV`` are added to float32 (float64) accumulators."""
+    if not query.numel() or not key.shape[2]:
+        return backward_meta(grad, query).zero_()
+    chunk = prepared(kernel, query, key, value, mask, causal, start)
+    if mask is not None:
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(score - inf) is 0: rows that see no key
+    return gradients(chunk, grad, query, key, value, out, lse, scale, key_grad, value_grad)
+
+
+def gradients(
+    chunk: Prepared, grad, query, key, value, out, lse, scale: float, key_grad: Tensor, value_grad: Tensor
+) -> Tensor:
+    kernel, key_heads, width = chunk.kernel, key.shape[1], query.shape[3]
+    wide, value_wide = kernel.widths(width, value.shape[3])
+    k, v = chunk.operand(key, wide), chunk.operand(value, value_wide)
+    rows = [chunk.operand(t, w) for t, w in ((grad, value_wide), (query, wide), (out, value_wide))]
+    grouped = [layout.by_key_head(t, key_heads) for t in (*rows, lse)]
+    shared = query.shape[1] // key_heads
+    planned = list(calls(kernel, chunk.parts, shared, key_heads, chunk.bias, goes_apart(kernel, key)))
+    one = len(planned) == 1 and not planned[0].stacked
+    dq = None if one else layout.heads_last(*query.shape, k if chunk.precise else query)
+    for call in planned:
+        g, q, o, logsum = map(call.take, grouped)
+        keys, values, dk, dv = (layout.cut(t, 2, call.piece.keys) for t in (k, v, key_grad, value_grad))
+        part = kernel.backward(g, q, keys, values, o, logsum, call.bias, call.piece.diagonal, scale, dk, dv)
+        part = layout.first(part, 3, width)
+        if one:
+            return layout.heads_put_last(part)
+        here, part = call.target(layout.by_key_head(dq, key_heads)), call.put(part, shared)
+        here.add_(part) if call.piece.again else layout.put(here, part)
+    return layout.put(layout.heads_last(*query.shape, query), dq) if chunk.precise else dq
+
+
+def attention_backward(grad, query, key, value, out, lse, mask, causal: bool, scale: float, kernel: str = ""):
+    dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (key, value))
+    dq = attention_backward_(grad, query, key, value, out, lse, mask, causal, scale, 0, dk, dv, kernel)
+    return dq, dk.to(key.dtype), dv.to(value.dtype)
+
+
+def forward_meta(query, key, value, mask, causal, scale, start, kernel=""):
+    batch, heads, rows, _ = query.shape
+    return (
+        layout.heads_last(batch, heads, rows, value.shape[-1], query),
+        query.new_empty((batch, heads, rows), dtype=layout.statistics(query)),
+    )
+
+
+def backward_meta(grad, query, *_):
+    return layout.heads_last(*query.shape, query)

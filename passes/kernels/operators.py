@@ -1,0 +1,213 @@
+"""The few operators that the algebra itself speaks, and that Inductor calls as they are; attention has a
+package of its own.
+
+A trailing underscore marks an op that adds into its last arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .grouped import add_grouped_outer_, grouped_mm, grouped_outer
+from .products import add_product_
+
+aten = torch.ops.aten
+LIBRARY = torch.library.Library("streambp", "DEF")
+KERNELS: dict[torch._ops.OpOverload, object] = {}  # operators whose kernels call torch's operators
+
+
+def define(schema: str, kernel, meta, composed: bool = True) -> None:
+    """Register an operator.
+
+    kernel    what runs
+    meta      the same for tensors without data
+    composed  the kernel calls torch's operators, so that it can be traced and rehearsed
+    """
+    tags = (torch.Tag.needs_exact_strides,) if hasattr(torch.Tag, "needs_exact_strides") else ()
+    LIBRARY.define(schema, tags=tags)
+    name = schema.partition("(")[0]
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, meta, "Meta")
+    if composed:
+        KERNELS[getattr(torch.ops.streambp, name).default] = kernel
+
+
+def to_extreme(grad: Tensor, x: Tensor, dim: int, largest: bool) -> Tensor:
+    """The gradient of ``x.max(dim)`` (or ``min``): zero but where the value was taken from. ``grad`` has one
+    entry along ``dim``."""
+    index = (torch.max if largest else torch.min)(x, dim, keepdim=True).indices
+    return torch.zeros_like(x, dtype=grad.dtype).scatter(dim, index, grad)
+
+
+def shifted(x: Tensor, dim: int, by: int) -> Tensor:
+    """Row i is row ``i - by`` of ``x``; zero where there is none."""
+    count = max(0, x.shape[dim] - abs(by))
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    out.narrow(dim, max(0, by) if count else 0, count).copy_(
+        x.narrow(dim, max(0, -by) if count else 0, count)
+    )
+    return out
+
+
+def reverse_scan(x: Tensor, dim: int, kind: str) -> Tensor:
+    """``cumsum`` (or another scan of ATen) from the last row to the first."""
+    return getattr(aten, kind)(x.flip(dim), dim).flip(dim).contiguous()
+
+
+def panels_mm(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows @ weight``: ``[C, K]``, ``[K, N]`` → ``[C, N]``, some columns at a time: a quarter faster in MKL
+    where C is far below N."""
+    out = rows.new_empty(rows.shape[0], weight.shape[1])
+    for part, panel in zip(out.split(PANEL, 1), weight.split(PANEL, 1)):
+        torch.mm(rows, panel, out=part)
+    return out
+
+
+PANEL = 2048  # columns
+
+
+def grouped_mm_triton(rows: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    from .grouped_triton import grouped_mm as launch
+
+    return launch(rows, weight, order, ends)
+
+
+def add_grouped_outer_triton_(
+    left: Tensor, right: Tensor, order: Tensor, ends: Tensor, total: Tensor
+) -> None:
+    from .grouped_triton import add_grouped_outer_ as launch
+
+    launch(left, right, order, ends, total)
+
+
+def add_rows_(index: Tensor, rows: Tensor, padding: int, total: Tensor) -> None:
+    """``total[index[i]] += rows[i]``, leaving the row ``padding`` alone."""
+    spared = total.select(0, padding).clone() if padding >= 0 else None
+    total.index_add_(0, index.reshape(-1), rows.reshape(-1, rows.shape[-1]).to(total.dtype))
+    if spared is not None:
+        total.select(0, padding).copy_(spared)
+
+
+def nothing(*_args) -> None:
+    return None
+
+
+def rows_at(full: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """A copy of rows ``[start, start+length)``; opaque, so that the bounds stay symbols."""
+    return full.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def rows_meta(full: Tensor, dim: int, start, length) -> Tensor:
+    shape = list(full.shape)
+    shape[dim] = length
+    return full.new_empty(shape)
+
+
+def write_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
+    full.narrow(dim, start, rows.shape[dim]).copy_(rows)
+
+
+# Random numbers that depend on a seed and on their place among all tokens, and on nothing else: the forward,
+# its recomputation, and chunks
+# of every length see the same bits. The mixer is a 32-bit integer hash of multiply and shift (low-bias
+# constants of the hash-prospector
+# search); it is applied to both halves of place and seed. Products stay below 2**63, so that integers never
+# overflow.
+
+LOW = 0xFFFFFFFF
+
+
+def mixed(x: Tensor) -> Tensor:
+    x = x ^ (x >> 16)
+    x = (x * 0x21F0AAAD) & LOW
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & LOW
+    return x ^ (x >> 15)
+
+
+def uniform_at(place: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
+    """Uniform numbers in [0, 1), 24 bits each: one for every place of a random stream.
+
+    place  integers, the positions in the full value, in its order
+    seed   one integer below 2**62
+    """
+    x = mixed((place & LOW) ^ ((seed + stream * 0x9E3779B1) & LOW))
+    x = mixed((x + (place >> 32) + (seed >> 31)) & LOW)
+    return ((x >> 8).to(torch.float32) * 2.0**-24).to(dtype)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Drawn on the device, by the generator that ``torch.manual_seed`` sets: a copy from the host
+    synchronises."""
+    return torch.randint(1 << 62, (), dtype=torch.int64, device=device)
+
+
+def uniform(seed: Tensor, size: list[int], stream: int, dtype: torch.dtype) -> Tensor:
+    count = 1
+    for s in size:
+        count = count * s
+    return uniform_at(torch.arange(count, device=seed.device).view(size), seed, stream, dtype)
+
+
+define("add_product_(Tensor left, Tensor right, Tensor(a!) total) -> ()", add_product_, nothing)
+define(
+    "panels_mm(Tensor rows, Tensor weight) -> Tensor",
+    panels_mm,
+    lambda rows, weight: rows.new_empty(rows.shape[0], weight.shape[1]),
+)
+define(
+    "to_extreme(Tensor grad, Tensor x, int dim, bool largest) -> Tensor",
+    to_extreme,
+    lambda grad, x, dim, largest: torch.empty_like(x, dtype=grad.dtype),
+)
+define(
+    "reverse_scan(Tensor x, int dim, str kind) -> Tensor",
+    reverse_scan,
+    lambda x, dim, kind: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+define(
+    "shifted(Tensor x, int dim, int by) -> Tensor",
+    shifted,
+    lambda x, dim, by: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+define(
+    "grouped_mm(Tensor rows, Tensor weight, Tensor groups) -> Tensor",
+    grouped_mm,
+    lambda rows, weight, groups: rows.new_empty(rows.shape[0], weight.shape[2]),
+)
+define(
+    "grouped_outer(Tensor left, Tensor right, Tensor groups, int count) -> Tensor",
+    grouped_outer,
+    lambda left, right, groups, count: left.new_empty(count, left.shape[1], right.shape[1]),
+)
+define(
+    "add_grouped_outer_(Tensor left, Tensor right, Tensor groups, Tensor(a!) total) -> ()",
+    add_grouped_outer_,
+    nothing,
+)
+define(
+    "grouped_mm_triton(Tensor rows, Tensor weight, Tensor order, Tensor ends) -> Tensor",
+    grouped_mm_triton,
+    lambda rows, weight, order, ends: rows.new_empty(rows.shape[0], weight.shape[2]),
+    composed=False,
+)
+define(
+    "add_grouped_outer_triton_(Tensor left, Tensor right, Tensor order, Tensor ends, Tensor(a!) total) -> ()",
+    add_grouped_outer_triton_,
+    nothing,
+    composed=False,
+)
+define("add_rows_(Tensor index, Tensor rows, int padding, Tensor(a!) total) -> ()", add_rows_, nothing)
+define("rows_at(Tensor full, int dim, SymInt start, SymInt length) -> Tensor", rows_at, rows_meta)
+define("write_rows_(Tensor rows, int dim, SymInt start, Tensor(a!) full) -> ()", write_rows_, nothing)
+define(
+    "seed(Device device) -> Tensor",
+    draw_seed,
+    lambda device: torch.empty((), dtype=torch.int64, device=device),
+)
+define(
+    "uniform(Tensor seed, SymInt[] size, int stream, ScalarType dtype) -> Tensor",
+    uniform,
+    lambda seed, size, stream, dtype: seed.new_empty(size, dtype=dtype),
+)

@@ -1,0 +1,147 @@
+"""What is made from ranges and constants alone is made as short as it is read.
+
+Position tables are often made for the longest sequence and sliced (``bias[:, -length:]``). Their rows are
+then no rows of this sequence, and
+a slice that starts late moves them against it; made short, they are as long as what they meet.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir import CannotStream, Mark, Signature, arguments, hint, shape_of, tensor_operands, value_of
+from ..rules import rule_of
+from ..stages import checkpoint
+from ..token_propagation import reshaped
+from .size_nodes import SizeNodes
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Part:
+    """``start`` and ``count`` of a slice: numbers, or nodes where they depend on sizes."""
+
+    start: int | Node
+    count: int | Node
+
+
+def shorten_constants(graph: Graph) -> None:
+    """Move slices through what computes their operand, up to the ranges and constants that it is made of,
+    where it is made of nothing else."""
+    sizes, hopeless = SizeNodes(graph), set()
+    for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+        source = node.args[0]
+        dim, part = part_of(node, sizes)
+        shortens = part is not None and shape_of(source) != shape_of(node)
+        short = Shortened(graph, node, part, sizes, hopeless).made(source, dim) if shortens else None
+        if short is not None:
+            node.replace_all_uses_with(short)
+
+
+def part_of(node: Node, sizes: SizeNodes) -> tuple[int, Part | None]:
+    given = arguments(node)
+    dim, start = given["dim"] % len(shape_of(node)), given["start"] or 0
+    whole = sizes.written(value_of(given["self"]).shape[dim], node)
+    if given["step"] != 1 or whole is None:
+        return dim, None
+    if (hint(value_of(start)) if isinstance(start, Node) else start) < 0:  # counted from the end
+        start = sizes.sum(start, whole, node)
+    count = sizes.written(value_of(node).shape[dim], node)
+    if count is None and given["end"] == sys.maxsize:
+        count = sizes.sum(whole, sizes.product(start, -1, node), node)
+    return dim, None if count is None else Part(start, count)
+
+
+class Shortened:
+    """Copies of nodes with one dimension cut.
+
+    hopeless  nodes and dimensions that are made of more than ranges and constants, whatever part is asked for
+    """
+
+    def __init__(
+        self, graph: Graph, before: Node, part: Part, sizes: SizeNodes, hopeless: set[tuple[Node, int]]
+    ):
+        self.graph, self.before, self.part, self.sizes, self.hopeless = graph, before, part, sizes, hopeless
+        self.known: dict[tuple[Node, int], Node | None] = {}
+
+    def made(self, node: Node, dim: int) -> Node | None:
+        """A part of a value along one of its dimensions, made anew; None if something else than ranges and
+        constants is in it."""
+        checkpoint()
+        if (node, dim) in self.hopeless:
+            return None
+        if (node, dim) not in self.known:
+            self.known[node, dim] = self.copied(node, dim) if node.op == "call_function" else None
+            if self.known[node, dim] is None:
+                self.hopeless.add((node, dim))
+        return self.known[node, dim]
+
+    def copied(self, node: Node, dim: int) -> Node | None:
+        if node.target is prims.iota.default:
+            start = self.sizes.sum(
+                node.kwargs["start"],
+                self.sizes.product(self.part.start, node.kwargs["step"], self.before),
+                self.before,
+            )
+            return self.emit(node, dim, (self.part.count,), {**node.kwargs, "start": start})
+        if node.target is aten.full.default:
+            return self.emit(node, dim, (self.resized(node.args[0], dim), *node.args[1:]), node.kwargs)
+        try:
+            rule = rule_of(node)
+            signature = rule.signature(node)
+        except CannotStream:
+            return None
+        if signature.reshape and rule.shape_arg is None:
+            return None
+        found = self.before_reshape(node, dim) if signature.reshape else self.operands(node, dim, signature)
+        short = {a: self.made(a, place) for a, place in found.items()}
+        if not short or None in short.values():
+            return None
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda a: short.get(a, a))
+        if rule.shape_arg is not None:
+            args = tuple(self.resized(a, dim) if i == rule.shape_arg else a for i, a in enumerate(args))
+        return self.emit(node, dim, args, kwargs)
+
+    def before_reshape(self, node: Node, dim: int) -> dict[Node, int]:
+        """The operand of a view and the dimension of it that a dimension of the view is."""
+        old = shape_of(node.args[0])
+        mark = reshaped(Mark(dim), shape_of(node), old)
+        kept = (
+            mark is not None and (mark.outer, mark.inner) == (1, 1) and old[mark.dim] == shape_of(node)[dim]
+        )
+        return {node.args[0]: mark.dim} if kept else {}
+
+    def operands(self, node: Node, dim: int, signature: Signature) -> dict[Node, int]:
+        """Operands that have a dimension of the node's own; none if rows along it do more than meet those
+        beside them."""
+        label = signature.outputs[0][dim]
+        if label is None or label in {
+            *signature.reach,
+            *signature.offsets,
+            *signature.placed,
+            signature.keys,
+        }:
+            return {}
+        places = dict(zip(tensor_operands(node), signature.operands))
+        if any(places[a] != labels for a, labels in zip(tensor_operands(node), signature.operands)):
+            return {}  # a product with itself
+        return {a: labels.index(label) for a, labels in places.items() if label in labels}
+
+    def resized(self, shape: list, dim: int) -> list:
+        return [self.part.count if i == dim else size for i, size in enumerate(shape)]
+
+    def emit(self, node: Node, dim: int, args: tuple, kwargs: dict | None = None) -> Node:
+        with self.graph.inserting_before(self.before):
+            new = self.graph.call_function(node.target, args, kwargs or {})
+        value, count = value_of(node), self.part.count
+        shape = [
+            (value_of(count) if isinstance(count, Node) else count) if i == dim else size
+            for i, size in enumerate(value.shape)
+        ]
+        new.meta = {**node.meta, "val": value.new_empty(shape)}
+        return new

@@ -1,0 +1,70 @@
+"""Sizes as nodes: an expression over the sizes of a graph's inputs, written into the graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir import value_of
+
+aten = torch.ops.aten
+
+
+class SizeNodes:
+    """Which inputs have which sizes."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.known: dict[object, tuple[Node, int]] = {}
+        self.symbols: dict[object, Node] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            value = value_of(node)
+            if isinstance(value, torch.SymInt):
+                self.symbols.setdefault(value.node.expr, node)
+            elif isinstance(value, torch.Tensor):
+                for dim, size in enumerate(value.shape):
+                    self.known.setdefault(
+                        size.node.expr if isinstance(size, torch.SymInt) else size, (node, dim)
+                    )
+
+    def written(self, size: int | torch.SymInt, before: Node) -> Node | int | None:
+        """A node (or number) for a size, or None if it is no sum of products of sizes of inputs."""
+        return size if isinstance(size, int) else self.expression(size.node.expr, before)
+
+    def expression(self, expr, before: Node) -> Node | int | None:
+        if expr.is_Integer:
+            return int(expr)
+        if expr in self.symbols:
+            return self.symbols[expr]
+        if expr in self.known:
+            with self.graph.inserting_before(before):
+                size = self.graph.call_function(aten.sym_size.int, self.known[expr])
+            size.meta["val"] = value_of(self.known[expr][0]).shape[self.known[expr][1]]
+            return size
+        if not (expr.is_Add or expr.is_Mul):
+            return None
+        parts = [self.expression(part, before) for part in expr.args]
+        if None in parts:
+            return None
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.sum(total, part, before) if expr.is_Add else self.product(total, part, before)
+        return total
+
+    def sum(self, a: Node | int, b: Node | int, before: Node) -> Node | int:
+        return self.combined(operator.add, a, b, before)
+
+    def product(self, a: Node | int, b: Node | int, before: Node) -> Node | int:
+        return self.combined(operator.mul, a, b, before)
+
+    def combined(self, combine: Callable, a: Node | int, b: Node | int, before: Node) -> Node | int:
+        values = [value_of(p) if isinstance(p, Node) else p for p in (a, b)]
+        if not isinstance(a, Node) and not isinstance(b, Node):
+            return combine(a, b)
+        with self.graph.inserting_before(before):
+            total = self.graph.call_function(combine, (a, b))
+        total.meta["val"] = combine(*values)
+        return total

@@ -1,0 +1,408 @@
+"""Undo sorts that are undone anyway: experts' rows are sorted, worked on row by row, and put back where they
+came from.
+
+A value sorted over all tokens can be in no chunk. But where everything between the sort and the way back is
+row by row, or adds rows up,
+the sort changes nothing but the order of work. Every value in between is then written in the order of tokens;
+a grouped
+product, which wants its rows sorted, becomes one that is told the expert of each row and sorts the rows that
+it is given.
+
+What is not proved to be row by row leaves the sort, and everything after it, as it was.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..ir import CannotStream, Size, arguments, is_zeros, shape_of, tensor_operands, value_of
+from ..rules import rule_of
+
+aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
+
+SORTS = (aten.sort.default, aten.sort.stable)
+CASTS = (
+    prims.convert_element_type.default,
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.clone.default,
+)
+DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
+COUNTS = (aten.histc.default, aten.bincount.default)
+WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+class CannotUndo(Exception):
+    """Something reads sorted rows in an order that matters, or in a way that no rule describes."""
+
+
+def undo_sorts(module: GraphModule, probing: bool = False) -> GraphModule:
+    """Rewrite a normal graph, in place, without the sorts that are undone in it.
+
+    probing  the graph returns values for their shapes alone: those that are sorted are returned in the order
+             of tokens
+    """
+    graph = module.graph
+    for node in [n for n in graph.nodes if n.target in SORTS and len(shape_of(n.args[0])) == 1]:
+        before = set(graph.nodes)
+        if node not in before:  # the sort of an order that is undone already
+            continue
+        try:
+            sort = Sort(graph, node)
+            sort.follow(probing)
+        except CannotUndo:
+            for new in reversed([n for n in graph.nodes if n not in before]):
+                graph.erase_node(new)
+            continue
+        sort.rewrite(probing)
+        graph.eliminate_dead_code()
+        module.recompile()
+    return module
+
+
+class Sort:
+    """One sort of a row of keys, and what is made of it.
+
+    rows      sorted values: the dimension that is in sorted order (for several outputs, a tuple)
+    plain     sorted values: the same in the order of tokens
+    tokens    indices of sorted rows: how many of them share the row that they name (``order // k``)
+    places    where each row went: the inverse of the order
+    counts    rows per key, and their running sum: where each key's rows end
+    back      values in the order of tokens again: what they are without the sort
+    """
+
+    def __init__(self, graph: Graph, sort: Node):
+        self.graph, self.sort, self.keys = graph, sort, sort.args[0]
+        self.rows: dict[Node, int | tuple] = {}
+        self.plain: dict[Node, Node] = {}
+        self.tokens: dict[Node, int] = {}
+        self.places: set[Node] = set()
+        self.counts: set[Node] = set()
+        self.back: dict[Node, Node] = {}
+
+    def follow(self, probing: bool) -> None:
+        """Raises `CannotUndo`."""
+        nodes = list(self.graph.nodes)
+        for node in nodes[nodes.index(self.sort) + 1 :]:
+            if node.op == "output":
+                if not probing and any(self.is_sorted(n) for n in node.all_input_nodes):
+                    raise CannotUndo(node)
+            elif self.sort in node.all_input_nodes or any(map(self.is_sorted, node.all_input_nodes)):
+                with self.graph.inserting_before(node):
+                    self.read(node)
+
+    def is_sorted(self, node: Node) -> bool:
+        return node in self.rows or node in self.tokens or node in self.places or node in self.counts
+
+    def read(self, node: Node) -> None:
+        """One reader of something sorted."""
+        if node.args and node.args[0] is self.sort:
+            if node.args[1] == 0:
+                self.rows[node], self.plain[node] = 0, self.keys
+            else:
+                self.tokens[node] = 1
+            return
+        first = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        if first in self.tokens and len(node.all_input_nodes) == 1:
+            self.read_order(node, first)
+        elif node.target is operator.getitem and first in self.places:
+            self.places.add(node)
+        elif first in self.counts and (node.target in CASTS or node.target is aten.cumsum.default):
+            self.counts.add(node)
+        elif node.target in COUNTS and first in self.rows:
+            self.counts.add(node)
+        elif node.target is aten.index.Tensor and len(node.args[1]) == 1 and self.is_index(node.args[1][0]):
+            self.read_index(node, node.args[0], node.args[1][0])
+        elif node.target in WRITES and len(node.args[1]) == 1 and self.is_index(node.args[1][0]):
+            self.read_write(node, node.args[1][0], node.args[2], len(node.args) > 3 and node.args[3])
+        elif (
+            node.target is aten.index_add.default
+            and node.args[1] == 0
+            and self.is_index(node.args[2])
+            and len(node.args) == 4
+            and not node.kwargs
+        ):
+            self.read_write(node, node.args[2], node.args[3], True)
+        elif str(node.target) in PRODUCTS_OF_GROUPS:
+            PRODUCTS_OF_GROUPS[str(node.target)](self, node)
+        else:
+            self.read_rows(node)
+
+    def is_index(self, node: object) -> bool:
+        return node in self.tokens or node in self.places
+
+    def read_order(self, node: Node, order: Node) -> None:
+        """``order``, ``order // k``, and the sort of the order, whose indices are the inverse."""
+        if node.target in CASTS:
+            self.tokens[node] = self.tokens[order]
+        elif (
+            node.target in DIVISIONS
+            and isinstance(node.args[1], int)
+            and node.args[1] > 0
+            and node.kwargs.get("rounding_mode", "floor") in ("floor", "trunc")
+        ):
+            self.tokens[node] = self.tokens[order] * node.args[1]
+        elif (
+            node.target in SORTS
+            and self.tokens[order] == 1
+            and not descending(node)
+            and all(user.args[1] == 1 for user in node.users)
+        ):
+            self.places.add(node)
+        else:
+            raise CannotUndo(node)
+
+    def read_index(self, node: Node, source: Node, index: Node) -> None:
+        """``x[order // k]`` sorts rows; ``sorted[places]`` puts them back."""
+        if index in self.places and self.rows.get(source) == 0:
+            self.back[node] = self.plain[source]
+        elif (
+            index in self.tokens
+            and not self.is_sorted(source)
+            and self.has_tokens(source, self.tokens[index])
+        ):
+            self.rows[node], self.plain[node] = 0, self.repeated(source, self.tokens[index])
+        else:
+            raise CannotUndo(node)
+
+    def read_write(self, node: Node, index: Node, values: object, accumulate: bool) -> None:
+        """Rows added where the order says go back; rows added at their places are sorted; ``inverse[order] =
+        0, 1, …`` are the places."""
+        named = self.tokens.get(index, 1)
+        if (
+            not self.has_tokens(node, named)
+            or not isinstance(values, Node)
+            or shape_of(values)[1:] != shape_of(node)[1:]
+            or (not is_zeros(without_casts(node.args[0])) if accumulate else named != 1)
+        ):
+            raise CannotUndo(node)  # not every row is written once, or added to nothing
+        if index in self.tokens and named == 1 and counts_up(values):
+            self.places.add(node)
+        elif index in self.tokens and self.rows.get(values) == 0:
+            self.back[node] = self.added(self.plain[values], named)
+        elif index in self.places and not self.is_sorted(values) and self.has_tokens(values, 1):
+            self.rows[node], self.plain[node] = 0, values
+        else:
+            raise CannotUndo(node)
+
+    def has_tokens(self, node: Node, shared: int) -> bool:
+        """Has a value one row for so many keys?"""
+        return same_size(value_of(node).shape[0] * shared, value_of(self.keys).shape[0])
+
+    def read_rows(self, node: Node) -> None:
+        """Any other op, by its rule: sorted rows must meet sorted rows alone, and their order must not matter
+        to it."""
+        if node.target is operator.getitem:
+            dims = self.rows.get(node.args[0])
+            if not isinstance(dims, tuple) or dims[node.args[1]] is None:
+                raise CannotUndo(node)
+            self.rows[node], self.plain[node] = dims[node.args[1]], self.copied(node)
+            return
+        if node.target in VIEWS:
+            source, dim = node.args[0], self.rows.get(node.args[0])
+            if not isinstance(dim, int) or shape_of(source)[: dim + 1] != shape_of(node)[: dim + 1]:
+                raise CannotUndo(node)
+            self.rows[node], self.plain[node] = dim, self.copied(node)
+            return
+        try:
+            signature = rule_of(node).signature(node)
+        except CannotStream as refusal:
+            raise CannotUndo(node) from refusal
+        operands = tensor_operands(node)
+        if any(self.is_sorted(a) and not isinstance(self.rows.get(a), int) for a in node.all_input_nodes):
+            raise CannotUndo(node)
+        labels = {ties[self.rows[a]] for a, ties in zip(operands, signature.operands) if a in self.rows}
+        if len(labels) != 1 or None in labels or signature.reshape:
+            raise CannotUndo(node)
+        (label,) = labels
+        if (
+            label in signature.reach
+            or label in signature.offsets
+            or label in (signature.rows, signature.keys)
+        ):
+            raise CannotUndo(node)
+        for operand, ties in zip(operands, signature.operands):
+            if operand.target is not aten.full.default and any(
+                tie == label and self.rows.get(operand) != dim for dim, tie in enumerate(ties)
+            ):
+                raise CannotUndo(node)
+        dims = tuple(
+            next((d for d, tie in enumerate(ties) if tie == label), None) for ties in signature.outputs
+        )
+        new = self.copied(node)
+        if all(d is not None for d in dims):
+            self.rows[node], self.plain[node] = (
+                dims if isinstance(value_of(node), (tuple, list)) else dims[0],
+                new,
+            )
+        elif all(d is None for d in dims) and signature.contracts == "sum":
+            self.back[node] = new
+        else:
+            raise CannotUndo(node)
+
+    # Grouped products
+
+    def ends(self, node: object, experts: int) -> None:
+        """Raises unless a value is where the rows of each key end: the running sum of a histogram of these
+        very keys."""
+        node = without_casts(node)
+        source = without_casts(node.args[0]) if node.target is aten.cumsum.default else None
+        if source is None or source.target not in COUNTS or descending(self.sort):
+            raise CannotUndo(node)
+        given = arguments(source)
+        fits = (
+            (given["bins"], given["min"], given["max"]) == (experts, 0, experts - 1)
+            if source.target is aten.histc.default
+            else (given["minlength"] == experts)
+        )
+        counted = without_casts(source.args[0])
+        if (
+            not fits
+            or counted is not self.keys
+            and without_casts(self.plain.get(counted)) is not self.keys
+            or shape_of(source) != (experts,)
+        ):
+            raise CannotUndo(node)
+
+    def read_grouped(self, node: Node) -> None:
+        """torch's grouped product: sorted rows against a weight per group, or, for its gradient, rows against
+        rows."""
+        left, right, ends = node.args[:3]
+        if any(a is not None for a in (*node.args[3:], *node.kwargs.values())):
+            raise CannotUndo(node)
+        if self.rows.get(left) == 0 and len(shape_of(right)) == 3 and not self.is_sorted(right):
+            self.ends(ends, shape_of(right)[0])
+            self.rows[node], self.plain[node] = (
+                0,
+                self.made(node, streambp.grouped_mm.default, (self.plain[left], right, self.keys)),
+            )
+        elif self.rows.get(left) == 1 and self.rows.get(right) == 0:
+            experts = shape_of(node)[0]
+            self.ends(ends, experts)
+            rows = self.transposed(self.plain[left])
+            self.back[node] = self.made(
+                node, streambp.grouped_outer.default, (rows, self.plain[right], self.keys, experts)
+            )
+        else:
+            raise CannotUndo(node)
+
+    def read_fallback(self, node: Node) -> None:
+        """The stand-in of transformers for it, where torch has no kernel
+        (transformers/integrations/moe.py)."""
+        rows, weight, ends = node.args
+        self.ends(ends, shape_of(weight)[0])
+        if self.rows.get(rows) != 0 or self.is_sorted(weight):
+            raise CannotUndo(node)
+        self.rows[node], self.plain[node] = (
+            0,
+            self.made(node, streambp.grouped_mm.default, (self.plain[rows], weight, self.keys)),
+        )
+
+    def read_fallback_backward(self, node: Node) -> None:
+        rows, weight, ends, grad = node.args
+        experts = shape_of(weight)[0]
+        self.ends(ends, experts)
+        if self.rows.get(rows) != 0 or self.rows.get(grad) != 0 or self.is_sorted(weight):
+            raise CannotUndo(node)
+        for user in node.users:
+            if user.args[1] == 0:
+                across = self.made(user, aten.transpose.int, (weight, 1, 2), value_of(weight).transpose(1, 2))
+                self.rows[user], self.plain[user] = (
+                    0,
+                    self.made(user, streambp.grouped_mm.default, (self.plain[grad], across, self.keys)),
+                )
+            else:
+                self.back[user] = self.made(
+                    user,
+                    streambp.grouped_outer.default,
+                    (self.plain[rows], self.plain[grad], self.keys, experts),
+                )
+
+    # Writing
+
+    def made(self, like: Node, target, args: tuple, value=None) -> Node:
+        new = self.graph.call_function(target, args)
+        new.meta = {**like.meta, "replaces": like.name, "val": value_of(like) if value is None else value}
+        return new
+
+    def copied(self, node: Node) -> Node:
+        new = self.graph.node_copy(node, lambda a: self.plain.get(a, a))
+        new.meta = {**node.meta, "replaces": node.name}
+        return new
+
+    def transposed(self, node: Node) -> Node:
+        return self.made(node, aten.transpose.int, (node, 0, 1), value_of(node).transpose(0, 1))
+
+    def repeated(self, source: Node, times: int) -> Node:
+        """Every row as often as it is named, in the order of tokens."""
+        if times == 1:
+            return source
+        value, rest = value_of(source), list(shape_of(source)[1:])
+        apart = value.unsqueeze(1)
+        new = self.made(source, aten.unsqueeze.default, (source, 1), apart)
+        wide = apart.expand([-1, times, *[-1] * len(rest)])
+        new = self.made(new, aten.expand.default, (new, [-1, times, *[-1] * len(rest)]), wide)
+        return self.made(new, aten.reshape.default, (new, [-1, *rest]), wide.reshape([-1, *rest]))
+
+    def added(self, rows: Node, times: int) -> Node:
+        """Rows that name the same token, added up."""
+        if times == 1:
+            return rows
+        shape = [-1, times, *shape_of(rows)[1:]]
+        apart = value_of(rows).reshape(shape)
+        new = self.made(rows, aten.reshape.default, (rows, shape), apart)
+        return self.made(new, aten.sum.dim_IntList, (new, [1]), apart.sum(1))
+
+    def rewrite(self, probing: bool) -> None:
+        for old, new in self.back.items():
+            old.replace_all_uses_with(new)
+        if probing:
+            output = next(n for n in self.graph.nodes if n.op == "output")
+            stand_ins = {
+                **dict.fromkeys((*self.tokens, *self.places), self.keys),
+                **dict.fromkeys(self.counts),
+                **self.plain,
+            }
+            output.args = (
+                torch.fx.node.map_arg(
+                    output.args[0], lambda n: stand_ins.get(n, n) if self.is_sorted(n) else n
+                ),
+            )
+
+
+PRODUCTS_OF_GROUPS = {
+    "aten._grouped_mm.default": Sort.read_grouped,
+    "transformers.grouped_mm_fallback.default": Sort.read_fallback,
+    "transformers.grouped_mm_fallback_backward.default": Sort.read_fallback_backward,
+}
+
+
+def same_size(a: Size, b: Size) -> bool:
+    """Equal at every length, not just at the one that was traced."""
+    return all(isinstance(s, int) for s in (a, b)) and a == b or str(a) == str(b)
+
+
+def descending(sort: Node) -> bool:
+    return bool(arguments(sort)["descending"])
+
+
+def without_casts(node: object) -> object:
+    while isinstance(node, Node) and node.target in CASTS:
+        node = node.args[0]
+    return node
+
+
+def counts_up(node: object) -> bool:
+    """0, 1, 2, … as a range gives them."""
+    node = without_casts(node)
+    return isinstance(node, Node) and (
+        node.target is prims.iota.default
+        and node.kwargs.get("start", 0) == 0
+        and node.kwargs.get("step", 1) == 1
+        or node.target is aten.arange.default
+    )

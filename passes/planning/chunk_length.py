@@ -1,0 +1,62 @@
+"""Choose the chunk length of a sweep: the shortest that costs little time, by the model of passes/cost.py,
+and little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ir import SHORTEST, Analysis, hint
+from ..partition import Program, Sweep
+from .cost_model import Cost, Work, work_of
+from .devices import REFERENCE_CPU, Device
+
+SLACK = (
+    0.05  # of the time of the best chunk length, given up for a shorter one: memory is what streaming is for
+)
+FULL = 0.9  # of their rate: products are to reach it where the sequence is long enough and memory allows
+SHARE = 64  # the widest moment of a chunk takes at most one part in so many of the device's memory
+FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this: fewer would save nothing
+
+
+def chunk_lengths(
+    program: Program, analysis: Analysis, chosen: int | None, device: Device = REFERENCE_CPU
+) -> tuple[int, ...]:
+    """Tokens per chunk of every sweep; the same for those that note a scan's states and those that go on from
+    them."""
+    lengths = [chunk_length(s, analysis, chosen, device) for s in program.sweeps]
+    shared = min((c for s, c in zip(program.sweeps, lengths) if s.noted or s.resumed), default=0)
+    return tuple(shared if s.noted or s.resumed else c for s, c in zip(program.sweeps, lengths))
+
+
+def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None, device: Device = REFERENCE_CPU) -> int:
+    """Tokens per chunk: the user's word, or the shortest whose products run at ``FULL`` and that takes
+    ``SLACK`` longer than the best.
+
+    Where no length reaches ``FULL``, the best there is counts in its place. Considered are multiples of the
+    device's tile whose widest moment fits into its ``SHARE`` of memory, up to a quarter of the sequence.
+    """
+    if chosen is not None:
+        return chosen
+    work = sweep_work(sweep, analysis)
+    longest = min(max(SHORT, hint(analysis.length) // FEWEST), device.memory // SHARE // work.widest)
+    costs = {c: work.cost(c, device) for c in lengths_up_to(longest, device.tile)}
+    most = (1 + SLACK) * min(cost.seconds for cost in costs.values())
+    least = min(FULL, max(cost.efficiency for cost in costs.values() if cost.seconds <= most))
+    return next(c for c, cost in costs.items() if cost.seconds <= most and cost.efficiency >= least)
+
+
+def lengths_up_to(longest: int, tile: int) -> Iterator[int]:
+    """Multiples of a tile in ascending order, a sixteenth apart where they are long; one at least."""
+    length = shortest = -(-SHORTEST // tile) * tile
+    while length <= max(longest, shortest):
+        yield length
+        length += max(tile, length // 16 // tile * tile)
+
+
+def sweep_work(sweep: Sweep, analysis: Analysis) -> Work:
+    return work_of(sweep.nodes, sweep.writes, sweep.sums, sweep.keysums, sweep.keys, analysis)
+
+
+def program_cost(program: Program, analysis: Analysis, chunks: tuple[int, ...], device: Device) -> list[Cost]:
+    """Seconds of each sweep."""
+    return [sweep_work(s, analysis).cost(c, device) for s, c in zip(program.sweeps, chunks)]

@@ -1,0 +1,315 @@
+"""Seconds of a sweep for a chunk length, by an additive roofline: arithmetic at the device's rate, plus bytes
+at its bandwidth.
+
+What a sweep takes once for all tokens does not depend on the chunk length. What it takes for every chunk
+again (weights read, totals
+read and written, earlier keys read, kernels launched) favours long chunks; what still fits into the cache
+favours short ones.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch.fx import Node
+
+from ..ir import (
+    HERE,
+    Analysis,
+    Reach,
+    Shared,
+    bytes_of,
+    hint,
+    is_row_wise,
+    is_tensor,
+    is_view,
+    op_name,
+    shape_of,
+    tensor_operands,
+    value_of,
+)
+from .devices import Device
+
+ATTENTION = ("attention", "attention_backward")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", *ATTENTION, "grouped_mm", "grouped_outer")
+KERNELS = (*PRODUCTS, "embedding", "cat", "cumsum", "cumprod", "logcumsumexp", "reverse_scan")
+"""Ops that read and write memory. What lies between them is fused."""
+SPARSE = ("embedding_dense_backward",)  # sums of which a chunk adds its own rows only
+BACKWARD = 2.5  # products of attention's backward for those of its forward: five for two
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds, term by term.
+
+    products    matrix products at the device's full rate
+    attention   fused attention at its rate, its last blocks included
+    traffic     rows that kernels write and read, less what stays in the cache
+    tails       processors that idle while the last tiles of a product are made, half of them on average
+    weights     weights that products read again for every chunk
+    totals      sums over chunks, read and written for every chunk
+    prefix      keys and values read, and their gradients added to, for every chunk
+    launches    kernels launched
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    tails: float = 0.0
+    weights: float = 0.0
+    totals: float = 0.0
+    prefix: float = 0.0
+    launches: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(astuple(self))
+
+    @property
+    def efficiency(self) -> float:
+        """The share of their rate at which products run, with their tails, weights read and totals added
+        again; 1 without products."""
+        taken = self.products + self.tails + self.weights + self.totals
+        return self.products / taken if self.products else 1.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*map(operator.add, astuple(self), astuple(other)))
+
+    def __mul__(self, times: float) -> Cost:
+        return Cost(*(term * times for term in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a sweep computes and moves, on any device.
+
+    tokens     rows of the sweep
+    products   (dtype, FLOP, depth) over all tokens; depth is what one row of the result sums over, 0 for a
+               sum over rows
+    attention  (dtype, whether backward, FLOP, batch × heads) over all tokens
+    traffic    bytes that kernels write and read over all tokens
+    weights    bytes of token-free operands of products, per chunk
+    totals     bytes of sums read and written, per chunk
+    prefix     bytes of keys and their gradients, at full length
+    keys       which of them a chunk reaches
+    kernels    kernels launched per chunk
+    widest     bytes per token alive at the widest moment of a chunk
+    """
+
+    tokens: int
+    products: tuple[tuple[torch.dtype, float, int], ...]
+    attention: tuple[tuple[torch.dtype, bool, float, int], ...]
+    traffic: int
+    weights: int
+    totals: int
+    prefix: int
+    keys: Reach
+    kernels: int
+    widest: int
+
+    def cost(self, chunk: int, device: Device, kernel: str = "flash") -> Cost:
+        """Seconds for chunks of so many tokens, with an attention kernel of the device's table."""
+        count = math.ceil(self.tokens / chunk)
+        beyond = max(0.0, 1 - device.cache / (self.widest * chunk))
+        return Cost(
+            products=sum(flop / device.rate(dtype) for dtype, flop, _ in self.products),
+            attention=sum(
+                flop
+                / device.attention_rate(dtype, backward, kernel)
+                * (1 + rows_beside(device, heads) / chunk)
+                for dtype, backward, flop, heads in self.attention
+            ),
+            tails=count
+            * device.processors
+            * device.tile**2
+            * sum(depth / device.rate(dtype) for dtype, _, depth in self.products),
+            traffic=beyond * self.traffic / device.bandwidth,
+            weights=count * self.weights / device.bandwidth,
+            totals=count * self.totals / device.bandwidth,
+            prefix=count * self.prefix * reached(self.keys, chunk, self.tokens) / device.bandwidth,
+            launches=count * self.kernels * device.launch,
+        )
+
+
+def rows_beside(device: Device, heads: int) -> float:
+    """Rows by which a call of attention takes longer than its own: half of what all processors take at once,
+    or as the device says."""
+    return device.extra_rows or device.processors * device.tile / (2 * heads)
+
+
+def reached(keys: Reach, chunk: int, tokens: int) -> float:
+    """The share of all keys that a chunk of queries reaches, on average over the sequence."""
+    back, ahead = (min(-keys.lo, tokens), min(keys.hi, tokens))
+    if back >= tokens and ahead >= tokens:
+        return 1.0
+    if max(back, ahead) >= tokens:  # causal: from one end of the sequence to the chunk
+        return min(1.0, (tokens + chunk + 2 * max(0, min(back, ahead))) / (2 * tokens))
+    return min(1.0, (back + ahead + chunk) / tokens)
+
+
+def work_of(
+    nodes: Sequence[Node],
+    writes: Iterable[Node],
+    sums: Iterable[Node],
+    keysums: Iterable[Node],
+    keys: Reach,
+    analysis: Analysis,
+) -> Work:
+    """The work of a sweep that computes ``nodes``, given in graph order."""
+    length = hint(analysis.length)
+    moments = Moments(nodes, analysis)
+    written = [n for n in writes if n not in moments.widths and is_tensor(n)]
+    products = [n for n in nodes if is_one_of(n, PRODUCTS) and not is_one_of(n, ATTENTION)]
+    fused = [n for n in nodes if is_one_of(n, ATTENTION)]
+    added = [n for n in sums if is_tensor(n) and not is_one_of(n, SPARSE)]
+    key_edges = {
+        e.operand
+        for n in nodes
+        for e in analysis.edges.get(n, ())
+        if e.role == "keys" and is_tensor(e.operand)
+    }
+    per_key = sum(numel(n) * (4 + value_of(n).dtype.itemsize) for n in keysums if is_tensor(n))
+    return Work(
+        tokens=length,
+        products=tuple(product_work(n, is_row_wise(analysis.facts[n])) for n in products),
+        attention=tuple(attention_work(n, keys) for n in fused),
+        traffic=moments.traffic() * length + sum(bytes_of(value_of(n)) for n in written),
+        weights=sum(
+            bytes_of(value_of(a))
+            for n in products
+            for a in tensor_operands(n)
+            if is_tensor(a) and isinstance(analysis.facts.get(a), Shared)
+        ),
+        totals=sum(2 * numel(n) * max(4, value_of(n).dtype.itemsize) for n in added),
+        prefix=sum(bytes_of(value_of(n)) for n in key_edges) + 2 * per_key,
+        keys=keys,
+        kernels=len(moments.steps) + len(written),
+        widest=moments.widest(),
+    )
+
+
+def numel(node: Node) -> int:
+    return math.prod(shape_of(node))
+
+
+def product_work(node: Node, row_wise: bool) -> tuple[torch.dtype, float, int]:
+    """Dtype of a matrix product, FLOP at full length (two for each element of the result and each that it
+    sums over), and its depth."""
+    left, right = (
+        tensor_operands(node)[-2:] if op_name(node) in ("addmm", "baddbmm") else tensor_operands(node)[:2]
+    )
+    if op_name(node) == "grouped_outer":
+        return value_of(node).dtype, 2.0 * numel(left) * shape_of(right)[-1], 0
+    depth = shape_of(left)[-1]
+    flop = (
+        2.0 * numel(left) * shape_of(right)[-1]
+        if op_name(node) == "grouped_mm"
+        else 2.0 * numel(node) * depth
+    )
+    return value_of(node).dtype, flop, depth if row_wise else 0
+
+
+def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, int]:
+    """Dtype and direction of attention, its FLOP over the keys that rows reach (two products forward, five
+    backward), its heads."""
+    backward = op_name(node) == "attention_backward"
+    query, key, value = tensor_operands(node)[1:4] if backward else tensor_operands(node)[:3]
+    batch, heads, rows, width = shape_of(query)
+    pairs = batch * heads * rows * shape_of(key)[2] * reached(keys, 1, rows)
+    flop = 2.0 * pairs * (width + shape_of(value)[3]) * (BACKWARD if backward else 1)
+    return value_of(query).dtype, backward, flop, batch * heads
+
+
+class Moments:
+    """What a chunk body holds in memory from kernel to kernel, as Inductor will.
+
+    It holds what a kernel reads or writes; what lies between is fused and made again from there. A fused
+    value that is held is written
+    over an equally wide one that nobody reads after it.
+
+    widths  values held → bytes per token
+    steps   what happens in order: who is made (or None), from what that is held, from what inputs of the
+            sweep
+    """
+
+    def __init__(self, nodes: Sequence[Node], analysis: Analysis):
+        length = hint(analysis.length)
+        inside = set(nodes)
+        self.widths: dict[Node, int] = {}
+        self.steps: list[tuple[Node | None, tuple[Node, ...], tuple[Node, ...]]] = []
+        self.single = 1  # bytes per token of the widest value by itself
+        holds: dict[Node, tuple[Node, ...]] = {}  # the values in memory that a read of this one reads
+        given: dict[Node, tuple[Node, ...]] = {}  # the inputs of the sweep that it reads
+        for node in nodes:
+            sources, inputs = held_by(node, holds), held_by(node, given)
+            inputs = (
+                *inputs,
+                *(
+                    e.operand
+                    for e in analysis.edges.get(node, ())
+                    if e.operand not in inside
+                    and e.role == "rows"
+                    and e.reach == HERE
+                    and is_tensor(e.operand)
+                ),
+            )
+            holds[node], given[node] = sources, tuple(dict.fromkeys(inputs))
+            if not is_row_wise(analysis.facts[node]):
+                self.steps.append((None, sources, given[node]))
+            elif not is_alias(node):
+                if is_tensor(node) and analysis.facts[node].keys is None:
+                    self.single = max(self.single, bytes_of(value_of(node)) // length)
+                if is_one_of(node, KERNELS) or is_read_by_kernel(node):
+                    self.steps.append((node, sources, given[node]))
+                    self.widths[node] = width_of(node, length)
+                    holds[node], given[node] = (node,), ()
+        self.inputs = {n: width_of(n, length) for _, _, inputs in self.steps for n in inputs}
+
+    def widest(self) -> int:
+        """Bytes per token alive at the widest moment."""
+        last = {source: i for i, (_, sources, _) in enumerate(self.steps) for source in sources}
+        alive = most = 0
+        for i, (made, sources, _) in enumerate(self.steps):
+            ending = [self.widths[s] for s in sources if last[s] == i]
+            new = 0 if made is None else self.widths[made]
+            overwrites = made is not None and not is_one_of(made, KERNELS) and new in ending
+            most = max(most, alive if overwrites else alive + new)
+            alive += (new if made in last else 0) - sum(ending)
+        return max(most, self.single)
+
+    def traffic(self) -> int:
+        """Bytes per token that kernels write and read."""
+        return sum(
+            (0 if made is None else self.widths[made])
+            + sum(self.widths[s] for s in sources)
+            + sum(self.inputs[n] for n in inputs)
+            for made, sources, inputs in self.steps
+        )
+
+
+def held_by(node: Node, known: dict[Node, tuple[Node, ...]]) -> tuple[Node, ...]:
+    return tuple(
+        dict.fromkeys(source for operand in node.all_input_nodes for source in known.get(operand, ()))
+    )
+
+
+def width_of(node: Node, length: int) -> int:
+    """Bytes per token of a value, or of all outputs of a node."""
+    values = value_of(node) if isinstance(value_of(node), (tuple, list)) else (value_of(node),)
+    return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor)) // length
+
+
+def is_alias(node: Node) -> bool:
+    return node.target is operator.getitem or is_view(node)
+
+
+def is_one_of(node: Node, names: tuple[str, ...]) -> bool:
+    return op_name(node) in names
+
+
+def is_read_by_kernel(node: Node) -> bool:
+    return any(is_read_by_kernel(user) if is_alias(user) else is_one_of(user, KERNELS) for user in node.users)

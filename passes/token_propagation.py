@@ -1,0 +1,242 @@
+"""Where tokens go: marks, spread over a graph.
+
+Tokens spread from the seeds along equally labelled dimensions, in both directions: from inputs to what is
+made of them, and
+from readers back to creation ops, whose sizes alone never say which dimension carries tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import operator
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from .ir import CannotStream, Mark, Signature, refuse, shape_of, tensor_operands, value_of
+from .rules import rule_of
+from .stages import checkpoint
+
+Slot = tuple[Node, int]  # a node and which of its outputs; -1 for a node that is one value
+
+
+def outputs_of(node: Node) -> tuple[int, ...]:
+    value = value_of(node)
+    return tuple(range(len(value))) if isinstance(value, (tuple, list)) else (-1,)
+
+
+def slot_of(node: Node) -> Slot:
+    return (node.args[0], node.args[1]) if node.target is operator.getitem else (node, -1)
+
+
+class Signatures:
+    """What the rules say of every node of a graph: read once, whatever is spread over it.
+
+    order    node → its place
+    around   slot → the nodes that have it as an operand or as a result
+    holders  slot → the nodes whose value it is
+    missing  nodes without a rule that fits them
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.found: dict[Node, Signature] = {}
+        self.missing: dict[Node, CannotStream] = {}
+        self.around: dict[Slot, list[Node]] = {}
+        self.holders: dict[Slot, list[Node]] = {}
+        for node in graph.nodes:
+            self.holders.setdefault(slot_of(node), []).append(node)
+            if node.op == "call_function" and node.target is not operator.getitem and has_tensors(node):
+                checkpoint()
+                self.read(node)
+                for slot in {*map(slot_of, tensor_operands(node)), *((node, o) for o in outputs_of(node))}:
+                    self.around.setdefault(slot, []).append(node)
+
+    def read(self, node: Node) -> None:
+        try:
+            self.found[node] = rule_of(node).signature(node)
+        except CannotStream as refusal:
+            self.missing[node] = refusal
+        except Exception as error:  # a rule that does not fit this call; harmless unless tokens come here
+            reason = f"its rule fails on these arguments ({error})"
+            self.missing[node] = refuse(node, reason, "Please report this call")
+
+
+class TokenPropagation:
+    """Marks, spread to a fixpoint. ``marks[slot][dim]`` is the mark of that dimension.
+
+    Nodes are visited forth and back in the order of the graph, whenever marks around them are new. So the
+    cost is that of the nodes that tokens reach.
+    """
+
+    def __init__(self, graph: Graph, seeds: Mapping[Node, tuple[Mark, ...]], known: Signatures | None = None):
+        self.graph = graph
+        self.known = Signatures(graph) if known is None else known
+        self.signatures, self.missing = self.known.found, self.known.missing
+        self.marks: dict[Slot, dict[int, Mark]] = {}
+        self.lost: dict[Node, str] = {}
+        self.keys: dict[Slot, int] = {}
+        self.waiting: set[Node] = set()
+        for node, marks in seeds.items():
+            for mark in marks:
+                self.marks.setdefault(slot_of(node), {})[mark.dim] = mark
+            self.wake(slot_of(node))
+        self.visit(self.tied)
+        undecided = [slot for slot in self.marks if self.pairs(slot)]
+        for slot in undecided:
+            self.wake(slot)
+        self.visit(self.orient)
+        for slot in undecided:
+            if slot not in self.keys:  # nothing tells rows from keys: by custom, keys come last
+                self.place_keys(slot, max(self.marks[slot]))
+                self.visit(self.orient)
+
+    def wake(self, slot: Slot) -> None:
+        """The nodes around a slot are to be visited: something of it is new."""
+        self.waiting.update(n for n in self.known.around.get(slot, ()) if n in self.signatures)
+
+    def visit(self, look: Callable[[Node, Signature], None]) -> None:
+        """Look at waiting nodes, forth and back, until none waits. What wakes behind has to wait."""
+        turn, order = 1, self.known.order
+        while self.waiting:
+            queued, later, self.waiting = self.waiting, set(), set()
+            queue = [(turn * order[n], n) for n in queued]
+            heapq.heapify(queue)
+            while queue:
+                checkpoint()
+                at, node = heapq.heappop(queue)
+                queued.discard(node)
+                look(node, self.signatures[node])
+                for new in self.waiting - queued:
+                    if turn * order[new] <= at:
+                        later.add(new)
+                    else:
+                        queued.add(new)
+                        heapq.heappush(queue, (turn * order[new], new))
+                self.waiting = set()
+            turn, self.waiting = -turn, later
+
+    def of(self, node: Node) -> dict[int, Mark]:
+        return self.marks.get(slot_of(node), {})
+
+    def met(self) -> list[Node]:
+        """The nodes around marked slots, in order."""
+        found = {n for slot, marks in self.marks.items() if marks for n in self.known.around.get(slot, ())}
+        return sorted(found, key=self.known.order.get)
+
+    def marked(self) -> list[Node]:
+        """The nodes whose values have marks."""
+        return [n for slot, marks in self.marks.items() if marks for n in self.known.holders.get(slot, ())]
+
+    def add(self, slot: Slot, mark: Mark | None) -> None:
+        if mark is not None and mark.dim not in self.marks.setdefault(slot, {}):
+            self.marks[slot][mark.dim] = mark
+            self.wake(slot)
+
+    def tied(self, node: Node, signature: Signature) -> None:
+        """Carry marks between equally labelled dimensions."""
+        operands = tensor_operands(node)
+        if signature.reshape:
+            return self.tie_reshape(node, operands[0])
+        places: dict[object, list[tuple[Slot, int]]] = {}
+        for operand, labels in zip(operands, signature.operands):
+            for dim, label in enumerate(labels):
+                if label is not None:
+                    places.setdefault(label, []).append((slot_of(operand), dim))
+        for output, labels in zip(outputs_of(node), signature.outputs):
+            for dim, label in enumerate(labels):
+                if label is not None:
+                    places.setdefault(label, []).append(((node, output), dim))
+        for tied in places.values():
+            found = next(
+                (self.marks[slot][dim] for slot, dim in tied if dim in self.marks.get(slot, {})), None
+            )
+            if found is not None:
+                for slot, dim in tied:
+                    self.add(slot, Mark(dim, found.outer, found.inner))
+
+    def tie_reshape(self, node: Node, operand: Node) -> None:
+        ends = ((slot_of(operand), shape_of(operand)), ((node, -1), shape_of(node)))
+        for (source, old), (target, new) in (ends, ends[::-1]):
+            found = [(mark, reshaped(mark, old, new)) for mark in self.marks.get(source, {}).values()]
+            if len({moved.dim for _, moved in found if moved is not None}) < sum(
+                moved is not None for _, moved in found
+            ):
+                self.lost[node] = f"{list(old)} → {list(new)} merges rows and keys"
+                continue
+            for _, moved in found:
+                if moved is None and source != (node, -1):
+                    self.lost[node] = f"{list(old)} → {list(new)} splits the token dimension"
+                self.add(target, moved)
+
+    # Which of two token dimensions holds the keys
+
+    def pairs(self, slot: Slot) -> bool:
+        return len(self.marks.get(slot, {})) == 2
+
+    def place_keys(self, slot: Slot, dim: int) -> None:
+        self.keys[slot] = dim
+        self.wake(slot)
+
+    def orient(self, node: Node, signature: Signature) -> None:
+        """Carry what is known of keys between equally labelled dimensions."""
+        operands = [slot_of(a) for a in tensor_operands(node)]
+        if signature.reshape:
+            self.orient_reshape(operands[0], (node, -1), shape_of(tensor_operands(node)[0]), shape_of(node))
+            return
+        slots = [
+            *zip(operands, signature.operands),
+            *(((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs)),
+        ]
+        label = signature.keys
+        if label is None:
+            told = (labels[self.keys[s]] for s, labels in slots if s in self.keys)
+            label = next((label for label in told if label is not None), None)
+        if label is None:
+            return
+        for slot, labels in slots:
+            open_ = slot not in self.keys and self.pairs(slot) and label in labels
+            if open_ and labels.index(label) in self.marks[slot]:
+                self.place_keys(slot, labels.index(label))
+
+    def orient_reshape(self, source: Slot, target: Slot, old, new) -> None:
+        for a, b, x, y in ((source, target, old, new), (target, source, new, old)):
+            if a in self.keys and self.pairs(b) and b not in self.keys:
+                moved = reshaped(self.marks[a][self.keys[a]], x, y)
+                if moved is not None:
+                    self.place_keys(b, moved.dim)
+
+    def rows(self, slot: Slot) -> Mark | None:
+        return next((m for d, m in self.marks.get(slot, {}).items() if d != self.keys.get(slot)), None)
+
+    def key(self, slot: Slot) -> Mark | None:
+        return self.marks[slot][self.keys[slot]] if slot in self.keys else None
+
+
+def has_tensors(node: Node) -> bool:
+    return isinstance(value_of(node), (torch.Tensor, tuple, list))
+
+
+def product(sizes) -> int:
+    return math.prod(sizes)
+
+
+def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | None:
+    """Where a token dimension goes in a reshape: the place with the same rows before it and after it."""
+    length = old[mark.dim] // (mark.outer * mark.inner)
+    before = product(old[: mark.dim]) * mark.outer
+    after = mark.inner * product(old[mark.dim + 1 :])
+    for dim, size in enumerate(new):
+        ahead = product(new[:dim])
+        if before % ahead or size == 1 and length != 1:
+            continue
+        outer = before // ahead
+        if size % (outer * length):
+            continue
+        inner = size // (outer * length)
+        if inner * product(new[dim + 1 :]) == after:
+            return Mark(dim, outer, inner)
+    return None

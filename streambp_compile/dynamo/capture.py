@@ -1,0 +1,52 @@
+"""A graph of torch functions as the ATen ops that it runs, and which of those come from which of its
+nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .. import internals
+from ..pipeline import outputs_of
+
+
+class Captured:
+    """The forward of a graph, captured once.
+
+    module  the ATen graph, whose outputs are the values of all nodes
+    names   node → the names of what it became there
+    made    nodes that are tensors, in the order of those outputs
+    """
+
+    def __init__(self, graph_module: GraphModule, fakes: Sequence[object]):
+        self.names: dict[Node, set[str]] = {}
+        self.made: list[Node] = []
+        names, made = self.names, self.made
+
+        class Recorder(torch.fx.Interpreter):
+            def run_node(self, n: Node):
+                before, _ = internals.captured_after(None)
+                result = (
+                    self.fetch_args_kwargs_from_env(n)[0][0] if internals.is_hook(n) else super().run_node(n)
+                )
+                names[n] = set(internals.captured_after(before)[1])
+                if isinstance(result, torch.Tensor) and n.op != "output":
+                    made.append(n)
+                    values.append(result)
+                return result
+
+        values: list[torch.Tensor] = []
+
+        def run(*args):
+            made.clear()
+            values.clear()
+            Recorder(graph_module).run(*args)
+            return list(values)
+
+        self.module = internals.capture(run, fakes)
+
+    def values_in(self, rewritten: GraphModule) -> dict[Node, Node]:
+        """The value of every node in the captured graph, or in what passes made of it."""
+        return {n: v for n, v in zip(self.made, outputs_of(rewritten)) if isinstance(v, Node)}

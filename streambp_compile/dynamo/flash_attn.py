@@ -1,0 +1,124 @@
+"""What ``flash_attn`` and ``attn_implementation="flash_attention_2"`` call, as torch's own attention.
+
+Dynamo writes the ``autograd.Function`` of flash_attn as one node with a forward and a backward inside. Where
+that forward is one dense call without anything that only its kernel knows (dropout, ALiBi, a cap on scores),
+it is ``scaled_dot_product_attention`` of ``[B, T, H, D]``, with causality from the bottom right and perhaps a
+window, and streams like it. What is not, meets the rule table, which says what to choose instead. Parameters
+are those of flash_attn 2.7 and 2.8 (flash_attn/flash_attn_interface.py).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .. import internals
+from ..passes.ir import is_equal
+from ..passes.rules.attention import FLASH_ATTN, FLASH_ATTN_FORWARD, kernel_only
+from ..pipeline import outputs_of
+from .rewrites import inserted, named
+from .token_axes import fake_of
+
+BACKWARD = "flash_attn::_flash_attn_backward"
+# What its forward and backward do beside their calls.
+AROUND = {torch.empty_like, operator.getitem, internals.set_grad_enabled, *internals.PADDINGS}
+METHODS = {"size", "contiguous", "stride"}
+
+
+def flash_attn_as_attention(module: GraphModule) -> GraphModule:
+    """Write every dense call of flash_attn in a Dynamo graph as torch's attention."""
+    written = torch.ops.higher_order.autograd_function_apply
+    functions = module.graph.find_nodes(op="call_function", target=written)
+    for node in functions:
+        forward, backward = (getattr(module, part.target) for part in node.args[:2])
+        call = only_call(forward, FLASH_ATTN_FORWARD)
+        if call is not None and only_result(node) is not None and is_plain(call, forward, backward):
+            inline(node, forward, call)
+    if functions:
+        module.recompile()
+    return module
+
+
+def name_of(node: Node) -> str:
+    """``namespace::op`` of a call of a registered operator."""
+    target = node.target.default if isinstance(node.target, torch._ops.OpOverloadPacket) else node.target
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def only_call(module: GraphModule, name: str) -> Node | None:
+    found = [n for n in module.graph.nodes if name_of(n) == name]
+    return found[0] if len(found) == 1 else None
+
+
+def only_result(node: Node) -> Node | None:
+    """The one result that is read, if it is the first."""
+    users = [u for u in node.users if u.users]
+    first = len(users) == 1 and users[0].target is operator.getitem and users[0].args[1] == 0
+    return users[0] if first else None
+
+
+def is_plain(call: Node, forward: GraphModule, backward: GraphModule) -> bool:
+    """Is this attention that torch can say, and the gradient nothing but flash_attn's own?"""
+    given, undone = named(call, *FLASH_ATTN), only_call(backward, BACKWARD)
+    if undone is None or kernel_only(given):
+        return False
+    aligned = not given["causal"] and max(given["window_size_left"], given["window_size_right"]) < 0
+    if not aligned and not is_equal(*(fake_of(given[name]).shape[1] for name in ("q", "k"))):
+        return False
+    statistics = [u for u in call.users if not (u.target is operator.getitem and u.args[1] == 0)]
+    if any(reader.op != "output" for value in statistics for reader in value.users):
+        return False
+    calls = [n for n in (*forward.graph.nodes, *backward.graph.nodes) if n not in (call, undone)]
+    known = {"call_function": AROUND, "call_method": METHODS}
+    return all(n.op in ("placeholder", "output") or n.target in known.get(n.op, ()) for n in calls)
+
+
+def inline(node: Node, forward: GraphModule, call: Node) -> None:
+    """Put the forward in the place of the node, with torch's attention for flash_attn's."""
+    result = only_result(node)
+    inputs = [n for n in forward.graph.nodes if n.op == "placeholder"]
+    given = node.args[2:]
+    values: dict[Node, object] = dict(zip(inputs[-len(given) :], given))  # older torch passes a context first
+    with node.graph.inserting_before(node):
+        for n in forward.graph.nodes:
+            if n is call:
+                said = torch.fx.node.map_arg(named(n, *FLASH_ATTN), lambda a: values[a])
+                values[n] = (attention_of(result, said), None, None, None)
+            elif n.target is operator.getitem and n.args[0] is call:
+                values[n] = values[call][n.args[1]]
+            elif n.op in ("call_function", "call_method") and n.target is not internals.set_grad_enabled:
+                args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: values[a])
+                values[n] = inserted(result, n.target, args, kwargs)
+    made = outputs_of(forward)[0]
+    made = made[0] if isinstance(made, (tuple, list)) else made
+    result.replace_all_uses_with(values[made])
+    for unread in (*node.users, node):
+        node.graph.erase_node(unread)
+
+
+def attention_of(like: Node, given: dict[str, object]) -> Node:
+    """``[B, T, H, D]`` in, ``[B, T, H, D]`` out."""
+    left, right = given["window_size_left"], 0 if given["causal"] else given["window_size_right"]
+    query, key, value = (inserted(like, "transpose", (given[name], 1, 2)) for name in "qkv")
+    says = {"is_causal": given["causal"]}
+    if left >= 0 or right > 0 or right == 0 and not given["causal"]:
+        says = {"attn_mask": inserted(like, window, (query, left, right))}
+    out = inserted(
+        like,
+        F.scaled_dot_product_attention,
+        (query, key, value),
+        {**says, "scale": given["softmax_scale"], "enable_gqa": True},
+    )
+    return inserted(like, "transpose", (out, 1, 2))
+
+
+def window(query: Tensor, left: int, right: int) -> Tensor:
+    """``[T, T]``, true where a key lies no more than so many rows before or behind a row; -1: any number."""
+    rows = torch.arange(query.shape[2], device=query.device)
+    behind = rows - rows[:, None]
+    seen = behind <= right if right >= 0 else behind >= -left
+    return seen & (behind >= -left) if left >= 0 and right >= 0 else seen

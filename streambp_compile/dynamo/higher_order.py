@@ -1,0 +1,93 @@
+"""Spans of the Dynamo graph that belong together: activation checkpoints are inlined, a vmap becomes one
+node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .. import internals
+from ..pipeline import outputs_of
+from .token_axes import fake_of
+
+
+def inline_checkpoints(module: GraphModule) -> GraphModule:
+    """Replace activation-checkpoint wrappers by what they wrap: recomputation is ours."""
+    while True:
+        wrappers = [
+            n for n in module.graph.nodes if n.target is torch.ops.higher_order.tag_activation_checkpoint
+        ]
+        if not wrappers:
+            module.recompile()
+            return module
+        for node in wrappers:
+            inner = getattr(module, node.args[0].target)
+            values: dict[Node, object] = dict(
+                zip((n for n in inner.graph.nodes if n.op == "placeholder"), node.args[1:])
+            )
+            with module.graph.inserting_before(node):
+                for n in inner.graph.nodes:
+                    if n.op == "get_attr":
+                        name = f"{node.args[0].target}_{n.target}".replace(".", "_")
+                        setattr(module, name, getattr(inner, n.target))
+                        values[n] = module.graph.get_attr(name)
+                    elif n.op not in ("placeholder", "output"):
+                        values[n] = module.graph.node_copy(n, lambda a: values[a])
+                    if n.op != "placeholder" and n in values and isinstance(values[n], Node):
+                        values[n].meta = dict(n.meta)
+            result = outputs_of(inner)
+            for user in list(node.users):
+                user.replace_all_uses_with(values[result[user.args[1]]])
+                module.graph.erase_node(user)
+            module.graph.erase_node(node)
+
+
+def fold_maps(module: GraphModule) -> GraphModule:
+    """Make each ``torch.vmap`` a submodule, equal ones the same: its inner values have a hidden dimension,
+    and no cut may part them."""
+    known: dict[str, str] = {}
+    span: list[Node] = []
+    depth = 0
+    for node in list(module.graph.nodes):
+        depth += (node.target is internals.enter_map) - (node.target is internals.leave_map)
+        if depth or span:
+            span.append(node)
+        if span and not depth:
+            fold(module, span, known)
+            span = []
+    return module
+
+
+def fold(module: GraphModule, span: Sequence[Node], known: dict[str, str]) -> None:
+    """Replace nodes by a call of a submodule of the same; ``known`` has the names of submodules by their
+    code."""
+    inside, graph, values = set(span), Graph(), {}
+    inputs = list(dict.fromkeys(a for n in span for a in n.all_input_nodes if a not in inside))
+    outputs = [n for n in span if any(u not in inside for u in n.users)]
+    for i, node in enumerate(inputs):
+        values[node] = graph.placeholder(f"in_{i}")
+    for i, node in enumerate(span):
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
+        values[node] = graph.create_node(
+            node.op, node.target, args, kwargs, name=f"n_{i}"
+        )  # equal spans, equal code
+    graph.output(tuple(values[n] for n in outputs))
+    inner = GraphModule(module, graph)
+    name = known.setdefault(inner.code, f"vmap_{len(known)}")
+    setattr(module, name, inner)
+    with module.graph.inserting_after(span[-1]):
+        call = module.graph.call_module(name, tuple(inputs))
+    call.meta = dict(
+        next((n for n in span if "stack_trace" in n.meta), span[0]).meta,
+        example_value=tuple(map(fake_of, outputs)),
+    )
+    with module.graph.inserting_after(call):
+        for i, node in reversed(list(enumerate(outputs))):
+            result = module.graph.call_function(operator.getitem, (call, i))
+            result.meta = dict(node.meta)
+            node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(span):
+        module.graph.erase_node(node)

@@ -1,0 +1,317 @@
+"""Regions of the Dynamo graph, before and after the cut: what may be cut, what each piece is made of, and
+which are the same.
+
+Outputs that merely widen a small value (logits beside a loss) leave the last region for one of their own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .. import internals
+from ..passes.ir import Refusal, bytes_of, where_of
+from ..passes.split import Region, Traits, mutated
+from ..runtime.runner import Layout
+from .token_axes import Axis, fake_of, is_parameter, storage_of
+
+MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_log_api_usage_once")
+
+
+def is_switch(node: Node) -> bool:
+    return getattr(node.target, "__name__", "") in MODE_SWITCHES
+
+
+def weight_views(graph: Graph) -> tuple[Node, ...]:
+    """``weight[3]`` of weights that all layers have in one tensor: taken before the regions, which are then
+    equal but for which weight they read."""
+
+    def plain(node: Node) -> bool:
+        if (
+            node.target is not operator.getitem
+            or not isinstance(node.args[1], int)
+            or node.args[0].op != "placeholder"
+        ):
+            return False
+        weight, fake = node.args[0], fake_of(node)
+        written = any(mutated(u) in (weight, node) for u in (*weight.users, *node.users))
+        return (
+            is_parameter(fake_of(weight))
+            and fake_of(weight).requires_grad == fake.requires_grad
+            and not written
+        )
+
+    return tuple(filter(plain, graph.nodes))
+
+
+def whole_graph(graph: Graph) -> tuple[Region, ...]:
+    nodes = tuple(n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_switch(n))
+    inside = set(nodes)
+    inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+    returned = next(n for n in graph.nodes if n.op == "output").all_input_nodes
+    return (Region(nodes, inputs, tuple(n for n in returned if n in inside)),)
+
+
+def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
+    found = {}
+    for node in graph.nodes:
+        fake = fake_of(node)
+        tensor = isinstance(fake, torch.Tensor)
+        plain = fake is None or isinstance(fake, (int, float, bool, torch.SymInt, torch.Size))
+        matrix = (
+            len(axis.marks.get(node, ())) > 1
+        )  # of tokens by tokens: never to exist, so never to cross a cut
+        size = bytes_of(fake) if tensor and not matrix else 0 if plain else -1
+        found[node] = Traits(
+            size,
+            tensor and fake.requires_grad,
+            node in axis.marks,
+            tensor and fake.dtype.is_floating_point and fake.dim() >= 2,
+            node in axis.mixing,
+            node in axis.attending,
+            node in axis.light,
+            storage_of(node),
+        )
+    return found
+
+
+def widest_input(region: Region, axis: Axis) -> int:
+    return max(
+        (
+            bytes_of(fake_of(n))
+            for n in region.inputs
+            if n in axis.marks and fake_of(n).dtype.is_floating_point
+        ),
+        default=1 << 62,
+    )
+
+
+def lazy_regions(regions: Sequence[Region], axis: Axis) -> tuple[list[Region], dict[Node, Region]]:
+    """Take outputs that merely widen a small value (logits) out of the last region; each gets a region of its
+    own.
+
+    Logits beside a loss go whatever they are made of. Logits alone go where a head makes them, not where
+    attention would be done again.
+    """
+    last = regions[-1]
+    wide = [
+        n for n in last.outputs if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(last, axis)
+    ]
+    wide = [
+        n for n in wide if not written_storages(narrowed(last, (n,)))
+    ]  # what writes into buffers happens once, and now
+    alone = len(wide) == len(last.outputs)
+    if not wide or alone and any(n in axis.mixing for n in narrowed(last, tuple(wide)).nodes):
+        return list(regions), {}
+    kept = tuple(n for n in last.outputs if n not in wide)
+    return [*regions[:-1], narrowed(last, kept, written_storages(last))], {
+        n: narrowed(last, (n,)) for n in wide
+    }
+
+
+def narrowed(region: Region, outputs: tuple[Node, ...], storages: Container[int] = ()) -> Region:
+    """The part of a region that some of its outputs need, or that writes into some storages."""
+    inside, needed, stack = set(region.nodes), set(), list(outputs)
+    writers: dict[Node | None, list[Node]] = {}
+    for node in region.nodes:
+        writers.setdefault(mutated(node), []).append(node)
+    for target, writing in writers.items():
+        stack += writing if target is not None and storage_of(target) in storages else []
+    while stack:
+        node = stack.pop()
+        if node in inside and node not in needed:
+            needed.add(node)
+            stack += [*node.all_input_nodes, *writers.get(node, ())]
+    nodes = tuple(n for n in region.nodes if n in needed)
+    read = {a for n in nodes for a in n.all_input_nodes}
+    return Region(nodes, tuple(n for n in region.inputs if n in read), outputs)
+
+
+def subclass_between(regions: Sequence[Region]) -> Refusal | None:
+    """Why values of a tensor subclass cannot go from region to region: regions are compiled for plain tensors
+    (subclasses as weights are)."""
+    for node in (n for region in regions for n in region.outputs):
+        if internals.is_traceable_wrapper_subclass(fake_of(node)):
+            return Refusal(
+                str(node),
+                f"hidden states are {type(fake_of(node)).__name__}, a tensor subclass",
+                "Only weights may be of a subclass. Hand on plain tensors (of a DTensor, to_local())",
+                where_of(node),
+            )
+    return None
+
+
+def written_storages(region: Region) -> set[int]:
+    """Memory of a region's inputs that it writes into (an average kept in a buffer, a weight clamped in
+    place)."""
+    given = {storage_of(n) for n in region.inputs} - {None}
+    return {storage_of(target) for target in map(mutated, region.nodes) if target is not None} & given
+
+
+def written_buffers(region: Region) -> tuple[Node, ...]:
+    """Inputs without gradients that a region writes into, whose new contents it returns after its own
+    outputs.
+
+    The region works on a copy, and the chain writes the contents back. Written in place, what autograd keeps
+    for the backward would be
+    another value by then. Memory that also comes in as another input, or goes out as a view of other sizes,
+    is left to AOTAutograd.
+    """
+    storages = written_storages(region)
+
+    def alone(node: Node) -> bool:
+        views = [
+            n
+            for n in (*region.inputs, *region.outputs)
+            if n is not node and storage_of(n) == storage_of(node)
+        ]
+        return all(n not in region.inputs and same_layout(fake_of(n), fake_of(node)) for n in views)
+
+    return tuple(
+        n
+        for n in region.inputs
+        if n.op == "placeholder"
+        and storage_of(n) in storages
+        and not wants_gradient(n)
+        and is_dense(fake_of(n))
+        and alone(n)
+    )
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+        and a.dtype == b.dtype
+    )
+
+
+def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list[object]]:
+    """A module of its own for a region, with the modes (autocast, gradients) that held at its nodes replayed
+    around them."""
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    inputs = []
+    for i, node in enumerate(region.inputs):
+        if node.op == "get_attr":
+            continue
+        values[node] = graph.placeholder(f"in_{i}")
+        inputs.append(fresh(fake_of(node), made=node.op != "placeholder"))
+        values[node].meta["example_value"] = inputs[-1]
+    buffers = written_buffers(region)
+    values.update({n: graph.call_method("clone", (values[n],)) for n in buffers})
+    inside, active, replayed = set(region.nodes), [], []
+
+    def replay(wanted: list[Node]) -> None:
+        """Close what no longer holds, open what now does."""
+        common = 0
+        while common < min(len(wanted), len(replayed)) and replayed[common][0] is wanted[common]:
+            common += 1
+        while len(replayed) > common:
+            switch, copy = replayed.pop()
+            if "autocast" in switch.target.__name__:
+                graph.call_function(torch.amp.autocast_mode._exit_autocast, (copy,))
+            else:
+                before = next((s.args[0] for s, _ in reversed(replayed) if "grad" in s.target.__name__), True)
+                graph.call_function(internals.set_grad_enabled, (before,))
+        for switch in wanted[common:]:
+            replayed.append((switch, graph.call_function(switch.target, switch.args, switch.kwargs)))
+
+    for node in module.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled":
+            active = [s for s in active if s.target.__name__ != name]
+            if not node.args[0]:
+                active.append(node)
+        elif name == "_enter_autocast":
+            active.append(node)
+        elif name == "_exit_autocast":
+            active = [s for s in active if s is not node.args[0]]
+        elif node.op == "get_attr" and any(u in inside for u in node.users):
+            values[node] = graph.get_attr(node.target)
+        elif node in inside:
+            if replayed or active:
+                replay(active)
+            values[node] = graph.node_copy(node, lambda a: values[a])
+    replay([])
+    graph.output((*unaliased(graph, values, region), *(values[n] for n in buffers)))
+    return GraphModule(module, graph), inputs
+
+
+def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[Node]:
+    """The outputs of a region, copied where they share memory with its inputs or one another: each is to have
+    a gradient of its own.
+
+    And where another region reads a part of something wider: between regions all values are dense, as sweeps
+    write them.
+    """
+    shared, inside = {storage_of(n) for n in region.inputs if wants_gradient(n)}, set(region.nodes)
+    buffers = {storage_of(n) for n in written_buffers(region)}
+    shared |= buffers
+    results = []
+    for node in region.outputs:
+        storage = storage_of(node) if wants_gradient(node) or storage_of(node) in buffers else None
+        read = any(u not in inside and u.op != "output" for u in node.users)
+        if read and not is_dense(fake_of(node)):
+            results.append(graph.call_method("contiguous", (values[node],)))
+        else:
+            results.append(
+                graph.call_method("clone", (values[node],))
+                if storage is not None and storage in shared
+                else values[node]
+            )
+            shared.add(storage)
+    return results
+
+
+def is_dense(fake: object) -> bool:
+    return not isinstance(fake, torch.Tensor) or Layout.of(fake) is not None
+
+
+def wants_gradient(node: Node) -> bool:
+    return isinstance(fake_of(node), torch.Tensor) and fake_of(node).requires_grad
+
+
+def fresh(fake: object, made: bool):
+    """A leaf of the same description: a region's inputs have no history. What another region has made is
+    dense."""
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    dense = is_dense(fake) or not made
+    if isinstance(fake, torch.nn.Parameter) or dense and fake.is_leaf:
+        return fake
+    with fake.fake_mode, torch.no_grad():
+        leaf = (
+            torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+            if dense
+            else fake.contiguous()
+        )
+    return leaf.requires_grad_(fake.requires_grad)
+
+
+def region_text(module: GraphModule, inputs: Sequence[object], axis: Axis | None, region: Region) -> str:
+    """Everything that a region's compilation depends on; equal texts, equal artifacts."""
+    index: dict[Node, str] = {}
+    lines = []
+    for node in module.graph.nodes:
+        index[node] = f"%{len(index)}"
+        args = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: index[n])
+        target = (
+            node.target
+            if node.op in ("get_attr", "call_method")
+            else torch.typename(node.target) + getattr(node.target, "__name__", str(node.target))
+        )
+        lines.append(
+            f"{index[node]} {node.op} {target if node.op != 'placeholder' else ''} {args if node.op != 'placeholder' else ''}"
+        )
+    for value, node in zip(inputs, (n for n in region.inputs if n.op != "get_attr")):
+        grad = isinstance(value, torch.Tensor) and value.requires_grad
+        lines.append(f"{internals.describe(value)} {grad} {axis.marks.get(node) if axis else None}")
+    lines.append(
+        f"{[fake_of(n).requires_grad if isinstance(fake_of(n), torch.Tensor) else None for n in region.outputs]}"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,152 @@
+"""Values that are cut into pieces along a dimension, all of them: how they are cut, and the same piece of
+another value."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from ..passes.ir import hint, is_equal
+from ..passes.split import name_of
+from .token_axes import fake_of
+
+CUTTERS = ("chunk", "split", "tensor_split", "split_with_sizes")
+Cuts = (
+    tuple[int, ...] | int
+    # where pieces of a dimension end (the last one where it does), or how many of them ``chunk`` makes of any
+    # size
+)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A value that is cut along a dimension, all of it, and its pieces in order."""
+
+    base: Node
+    dim: int
+    cuts: Cuts
+    pieces: tuple[Node, ...]
+
+
+def has_rows_of(a: Tiling, b: Tiling) -> bool:
+    """As many rows now, on which Dynamo then guards."""
+    rows, others = (fake_of(t.base).shape[t.dim] for t in (a, b))
+    return hint(rows) == hint(others) and bool(rows == others)
+
+
+def is_wide(tiling: Tiling) -> bool:
+    """Do its rows have features?"""
+    fake = fake_of(tiling.base)
+    return fake.dtype.is_floating_point and tiling.dim < fake.dim() - 1
+
+
+def tilings(graph: Graph) -> list[Tiling]:
+    """All values that are cut into at least two pieces, in one go or slice by slice."""
+    found = []
+    slices: dict[tuple[Node, int], dict[int, tuple[int | None, Node]]] = {}
+    for node in graph.nodes:
+        if (
+            name_of(node) in CUTTERS
+            and isinstance(fake_of(node), (tuple, list))
+            and isinstance(node.args[0], Node)
+        ):
+            found.append(cut_at_once(node))
+        part = slice_of(node)
+        if part is not None:
+            dim, start, stop = part
+            slices.setdefault((node.args[0], dim), {}).setdefault(start, (stop, node))
+    found += [cut_by_slices(base, dim, parts) for (base, dim), parts in slices.items()]
+    return [t for t in found if t is not None]
+
+
+def cut_by_slices(base: Node, dim: int, parts: Mapping[int, tuple[int | None, Node]]) -> Tiling | None:
+    rows, at, ends, pieces = fake_of(base).shape[dim], 0, [], []
+    while at in parts:
+        stop, node = parts[at]
+        pieces.append(node)
+        ends.append(rows if stop is None or isinstance(rows, int) and stop >= rows else stop)
+        at = ends[-1]
+        if at is rows:
+            break
+    complete = len(pieces) > 1 and is_equal(ends[-1], rows)
+    return Tiling(base, dim, tuple(map(hint, ends)), tuple(pieces)) if complete else None
+
+
+def cut_at_once(node: Node) -> Tiling | None:
+    """``x.chunk(n, dim)`` and its like, if all pieces are read."""
+    pieces = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+    fakes, base = fake_of(node), node.args[0]
+    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % fake_of(base).dim()
+    sizes = [f.shape[dim] for f in fakes]
+    if len(fakes) < 2 or set(pieces) != set(range(len(fakes))) or len(node.users) != len(fakes):
+        return None
+    ordered = tuple(pieces[i] for i in range(len(fakes)))
+    if all(isinstance(s, int) for s in sizes[:-1]):
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+        return Tiling(base, dim, (*ends, hint(fake_of(base).shape[dim])), ordered)
+    return (
+        Tiling(base, dim, len(sizes), ordered)
+        if name_of(node) == "chunk" and all(is_equal(s, sizes[0]) for s in sizes[:-1])
+        else None
+    )
+
+
+def bounds(cuts: Cuts, i: int, rows: int) -> tuple[int, int]:
+    """The first row of piece ``i`` of so many rows, and the row behind its last one."""
+    if isinstance(cuts, int):
+        size = (rows + cuts - 1) // cuts
+        return i * size, rows if i == cuts - 1 else (i + 1) * size
+    return cuts[i - 1] if i else 0, rows if i == len(cuts) - 1 else cuts[i]
+
+
+def slice_of(node: Node) -> tuple[int, int, int | None] | None:
+    """(dimension, start, stop) of ``x[:, a:b]`` with plain numbers."""
+    if (
+        node.target is not operator.getitem
+        or not isinstance(node.args[0], Node)
+        or not isinstance(fake_of(node.args[0]), torch.Tensor)
+    ):
+        return None
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if not all(isinstance(i, slice) and i.step in (None, 1) for i in index):
+        return None
+    cut = [(d, i) for d, i in enumerate(index) if i != slice(None)]
+    if len(cut) != 1:
+        return None
+    dim, (start, stop) = cut[0][0], (cut[0][1].start or 0, cut[0][1].stop)
+    numbers = type(start) is int and start >= 0 and (stop is None or type(stop) is int and stop > start)
+    return (dim, start, stop) if numbers else None
+
+
+def split_rows(whole: torch.Tensor, mark: tuple[int, int, int]) -> torch.Tensor:
+    """With the dimension that carries rows parted into outer, rows and inner."""
+    dim, outer, inner = mark
+    return whole.unflatten(dim, (outer, whole.shape[dim] // (outer * inner), inner))
+
+
+def rows_of_piece(whole: torch.Tensor, mark: tuple[int, int, int], cuts: Cuts, i: int) -> torch.Tensor:
+    dim, outer, inner = mark
+    start, stop = bounds(cuts, i, whole.shape[dim] // (outer * inner))
+    if outer == inner == 1:
+        return whole.narrow(dim, start, stop - start)
+    return split_rows(whole, mark).narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
+
+
+def sum_of_piece(whole: torch.Tensor, mark: tuple[int, int, int], cuts: Cuts, i: int) -> torch.Tensor:
+    """The sum of all there is in the rows of a piece."""
+    split, dim = split_rows(whole, mark), mark[0] + 1
+    start, stop = bounds(cuts, i, split.shape[dim])
+    place = torch.arange(split.shape[dim], device=whole.device).view([-1] + [1] * (split.dim() - dim - 1))
+    return torch.where(
+        (place >= start) & (place < stop), split, torch.zeros((), dtype=whole.dtype, device=whole.device)
+    ).sum()
+
+
+def mean_of_piece(whole: torch.Tensor, mark: tuple[int, int, int], cuts: Cuts, i: int) -> torch.Tensor:
+    rows = split_rows(whole, mark).shape[mark[0] + 1]
+    start, stop = bounds(cuts, i, rows)
+    return sum_of_piece(whole, mark, cuts, i) / (whole.numel() // rows * (stop - start))

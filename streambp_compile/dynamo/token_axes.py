@@ -1,0 +1,371 @@
+"""The token axes of a model: which dimensions of its values carry tokens, and where those go in the Dynamo
+graph.
+
+The forward is captured once, every candidate is spread over it, and the one that reaches the rows of
+attention wins; which dimension
+carries tokens is never told from its size. Attention that it does not reach is of another sequence (an
+encoder's, an image's), which has an axis of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .. import internals
+from ..passes.ir import Mark, Size, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
+from ..passes.normalization.normalize import normalize
+from ..passes.normalization.sorted_rows import undo_sorts
+from ..passes.planning.cost_model import PRODUCTS, is_one_of
+from ..passes.split import Region
+from ..passes.token_propagation import Signatures, TokenPropagation
+from .capture import Captured
+
+SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A token axis of a model: its length, and the marks of every value of the Dynamo graph.
+
+    mixing     nodes that let one token see another
+    attending  those of them that are attention of these tokens
+    light      nodes that are neither products nor random
+    """
+
+    length: Size
+    marks: Mapping[Node, tuple[Mark, ...]]
+    mixing: frozenset[Node]
+    attending: frozenset[Node]
+    light: frozenset[Node]
+
+
+def joined(axes: Sequence[Axis]) -> Axis | None:
+    """All axes as one: where there are tokens at all, whichever they are. Scores of one sequence over another
+    are matrices too."""
+    if not axes:
+        return None
+    marks: dict[Node, dict[int, Mark]] = {}
+    for axis in reversed(axes):
+        for node, found in axis.marks.items():
+            marks.setdefault(node, {}).update({m.dim: m for m in found})
+    mixing, attending = (
+        frozenset().union(*(getattr(a, name) for a in axes)) for name in ("mixing", "attending")
+    )
+    return replace(
+        axes[0],
+        marks={n: tuple(found.values()) for n, found in marks.items()},
+        mixing=mixing,
+        attending=attending,
+    )
+
+
+def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
+    """The axis of a region: of the tokens that attend in it; else of those that see one another, or that most
+    of its values carry."""
+    nodes = set(region.nodes)
+    fitting = [a for a in axes if not nodes.isdisjoint(a.attending)] or [
+        a for a in axes if not nodes.isdisjoint(a.mixing)
+    ]
+    holding = [a for a in axes if not any(has_more_rows(n, a) for n in (*region.inputs, *region.nodes))]
+    return max(
+        fitting[:1] or holding or axes,
+        key=lambda a: sum(bytes_of(fake_of(n)) for n in region.nodes if n in a.marks),
+        default=None,
+    )
+
+
+def has_more_rows(node: Node, axis: Axis) -> bool:
+    """Has a value rows beside those of the tokens (a prefix of learned ones)?"""
+    return any(
+        hint(fake_of(node).shape[m.dim]) > hint(axis.length) * m.outer * m.inner
+        for m in axis.marks.get(node, ())
+    )
+
+
+def fake_of(node: Node):
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def storage_of(node: Node) -> int | None:
+    """Whose memory the value of a node is; equal numbers, the same memory."""
+    fake = fake_of(node)
+    try:
+        return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
+    except NotImplementedError:  # of a value inside a `torch.func` transform
+        return None
+
+
+def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
+    """The dimension of the inputs along which tokens run: the one that reaches the rows of attention; else
+    the widest.
+
+    Then, for attention whose rows it does not reach, other dimensions of inputs; and last, where those rows
+    were made inside (patches of an
+    image), the rows themselves.
+    """
+    trace = Trace(module, fakes)
+    found: list[Candidate] = []
+    for node, fake in zip(trace.placeholders, fakes):
+        if isinstance(fake, torch.Tensor) and not is_parameter(fake) and fake.dim() <= 3:
+            for dim, size in enumerate(fake.shape):
+                if hint(size) > 1 and not any(dim in c.propagation.of(node) for c in found):
+                    found += trace.candidate(node, dim)
+    main = preferred(found)
+    chosen = [] if main is None else [main]
+    while found:
+        left = [replace(c, mixers=c.attends - {n for other in chosen for n in other.mixers}) for c in found]
+        found = [c for c in left if c.mixers and c not in chosen]
+        chosen += [preferred(found)] if found else []
+    born: list[Candidate] = []
+    for node, dim in trace.rows_of_attention():
+        if not any(
+            dim in c.propagation.of(node) and is_all(node, c.propagation.of(node)[dim], c.length)
+            for c in (*chosen, *born)
+        ):
+            born += trace.candidate(node, dim)
+    chosen += [c for c in born if c.attends]
+    chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
+    found_axes = (trace.axis(c, [other.propagation for other in chosen if other is not c]) for c in chosen)
+    return tuple(axis for axis in found_axes if axis is not None)
+
+
+class Trace:
+    """The whole forward, captured once; and which of its nodes come from which node of the Dynamo graph."""
+
+    def __init__(self, module: GraphModule, fakes: Sequence[object]):
+        captured = Captured(module, fakes)
+        rewritten = undo_sorts(normalize(captured.module), probing=True)
+        self.graph, self.captured_for, self.values = (
+            rewritten.graph,
+            captured.names,
+            captured.values_in(rewritten),
+        )
+        self.placeholders = self.graph.find_nodes(op="placeholder")
+        self.known = Signatures(self.graph)
+
+    def candidate(self, node: Node, dim: int) -> list[Candidate]:
+        """A dimension of a value as the token axis, if anything comes of it."""
+        propagation, length = (
+            TokenPropagation(self.graph, {node: (Mark(dim),)}, self.known),
+            shape_of(node)[dim],
+        )
+        mixers = frozenset(n for n in propagation.met() if mixes(n, propagation, length))
+        marked = [value_of(n) for n in propagation.marked() if is_tensor(n)]
+        width = sum(bytes_of(value) for value in marked if value.dtype.is_floating_point)
+        by_attention = frozenset(n for n in mixers if attends(n, propagation, length))
+        if not width:
+            return []
+        return [Candidate(mixers, by_attention, width, lost_bytes(propagation) / width, length, propagation)]
+
+    def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
+        """Queries of attention, or its scores, and their dimension of rows."""
+        for node, signature in self.known.found.items():
+            if signature.keys is None or not is_wide(node):
+                continue
+            operand, labels = tensor_operands(node)[0], signature.operands[0]
+            rows = (
+                signature.rows
+                if signature.rows is not None
+                else labels[-2]
+                if len(labels) > 2 and labels[-1] == signature.keys
+                else None
+            )
+            if rows is not None and shape_of(operand)[labels.index(rows)] >= SHORTEST_STREAMED:
+                yield operand, labels.index(rows)
+
+    def axis(self, chosen: Candidate, others: Sequence[TokenPropagation]) -> Axis | None:
+        """Where the tokens of a candidate go in the Dynamo graph; None if they have no dimension of their own
+        in it."""
+        graph, propagation = self.graph, chosen.propagation
+        crossing = {n for n in propagation.met() if any(crosses(n, propagation, other) for other in others)}
+        marks = {n: tuple(propagation.of(v).values()) for n, v in self.values.items() if propagation.of(v)}
+        plain = [(n, m) for n, found in marks.items() for m in found if (m.outer, m.inner) == (1, 1)]
+        first, at = next(
+            ((n, m) for n, m in plain if hint(fake_of(n).shape[m.dim]) == chosen.length), (None, None)
+        )
+        if first is None:
+            return None
+        for node, mark in plain:
+            if node is first or node.op == "placeholder":
+                fix_sizes(fake_of(node).shape[: mark.dim])
+        mixers = {
+            n.meta.get("replaces", n.name)
+            for n in propagation.met()
+            if mixes(n, propagation, chosen.length)
+            or n in propagation.missing
+            and touches(n, propagation)
+            and is_tensor(n)
+            and value_of(n).dtype.is_floating_point
+        }
+        attending = {n.meta.get("replaces", n.name) for n in chosen.attends | crossing}
+        mixing, attending = (
+            frozenset(n for n, names in self.captured_for.items() if names & found)
+            for found in (mixers | attending, attending)
+        )
+        heavy = {
+            n.meta.get("replaces", n.name)
+            for n in graph.nodes
+            if n in propagation.missing or is_one_of(n, PRODUCTS) or internals.draws_random(n)
+        }
+        light = frozenset(n for n, names in self.captured_for.items() if not names & heavy)
+        return Axis(fake_of(first).shape[at.dim], marks, mixing, attending, light)
+
+
+def fix_sizes(sizes: Sequence[Size]) -> None:
+    """The batch, whose rows lie among those of tokens, becomes a constant of this graph: Dynamo compiles
+    another for another batch."""
+    for size in sizes:
+        int(size)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A dimension of a value, spread over the graph: the ops that mix its rows (by attention, or otherwise),
+    the bytes that carry it, the
+    part of them that loses it."""
+
+    mixers: frozenset[Node]
+    attends: frozenset[Node]
+    bytes: int
+    lost: float
+    length: int
+    propagation: TokenPropagation
+
+
+def preferred(found: Sequence[Candidate]) -> Candidate | None:
+    """The most mixers; of those that carry about as many bytes and lose about as few, the most rows.
+
+    In a head without attention the batch carries the same values as the tokens do, and a few numbers per
+    sequence besides; features and
+    classes carry much, but products and the softmax lose them.
+    """
+    found = [c for c in found if c.length >= SHORTEST_STREAMED] or found
+    for good in (
+        lambda c, rivals: len(c.mixers) == max(len(r.mixers) for r in rivals),
+        lambda c, rivals: c.lost <= 2 * min(r.lost for r in rivals) + 1 / 8,
+        lambda c, rivals: 2 * c.bytes >= max(r.bytes for r in rivals),
+    ):
+        found = [c for c in found if good(c, found)]
+    return max(found, key=lambda c: c.length, default=None)
+
+
+def lost_bytes(propagation: TokenPropagation) -> int:
+    """Bytes of values whose marked dimension ends in a reader: contracted, normalised over, or looked up."""
+    lost = 0
+    for node in propagation.met():
+        signature = propagation.signatures.get(node)
+        if signature is None or signature.reshape or not is_tensor(node):
+            continue
+        outputs = {label for labels in signature.outputs for label in labels}
+        for operand, labels in zip(tensor_operands(node), signature.operands):
+            ends = any(
+                labels[d] is None or labels[d] not in outputs or labels[d] == signature.keys
+                for d in propagation.of(operand)
+            )
+            if (
+                ends
+                and value_of(operand).dtype.is_floating_point
+                and signature.rows is None
+                and len(propagation.of(operand)) < 2
+            ):
+                lost += bytes_of(value_of(operand))
+    return lost
+
+
+def is_parameter(fake: object) -> bool:
+    """A weight, declared or not. Hidden states may be leaves that want gradients too, but they come as ``[B,
+    T, d]``."""
+    return (
+        isinstance(fake, torch.nn.Parameter)
+        or getattr(fake, "_is_param", False)
+        or (
+            isinstance(fake, torch.Tensor)
+            and fake.is_leaf
+            and fake.requires_grad
+            and fake.dtype.is_floating_point
+            and fake.dim() != 3
+        )
+    )
+
+
+def touches(node: Node, propagation: TokenPropagation) -> bool:
+    return any(propagation.of(a) for a in tensor_operands(node))
+
+
+def mixes(node: Node, propagation: TokenPropagation, length: int) -> bool:
+    """Does this op let one token see another: attention, a scan along tokens?"""
+    signature = propagation.signatures.get(node)
+    if signature is None or signature.reshape or signature.rows is not None:
+        return attends(node, propagation, length)
+    reads = any(
+        labels[d] in signature.reach
+        for a, labels in zip(tensor_operands(node), signature.operands)
+        for d in propagation.of(a)
+    )
+    return value_of(node).dtype.is_floating_point if reads else attends(node, propagation, length)
+
+
+def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
+    """Is this op attention over rows, or a product that contracts keys? Rows of more than the tokens are
+    another sequence."""
+    signature = propagation.signatures.get(node)
+    if signature is None or signature.reshape:
+        return False
+    operands = tensor_operands(node)
+    if signature.rows is not None:
+        return any(
+            labels[d] == signature.rows and is_all(a, mark, length)
+            for a, labels in zip(operands, signature.operands)
+            for d, mark in propagation.of(a).items()
+        )
+    if any(
+        labels[d] in signature.reach
+        for a, labels in zip(operands, signature.operands)
+        for d in propagation.of(a)
+    ):
+        return False
+    pairs = [
+        a
+        for a in operands
+        if len(propagation.of(a)) == 2 and all(is_all(a, mark, length) for mark in propagation.of(a).values())
+    ]
+    return (
+        bool(pairs)
+        and is_tensor(node)
+        and len(propagation.of(node)) == 1
+        and value_of(node).dtype.is_floating_point
+        and len(operands) > 1
+    )
+
+
+def is_all(node: Node, mark: Mark, length: int) -> bool:
+    """Are these rows the tokens, no fewer and no more? Several rows for each token (states and actions in
+    turn) are another sequence."""
+    return mark.inner == 1 and shape_of(node)[mark.dim] == length * mark.outer
+
+
+def crosses(node: Node, propagation: TokenPropagation, other: TokenPropagation) -> bool:
+    """Does this product leave rows of one sequence, and contract keys of another?"""
+    if (
+        node not in propagation.signatures
+        or not propagation.of(node)
+        or other.of(node)
+        or not is_one_of(node, PRODUCTS)
+    ):
+        return False
+    return any(
+        len(propagation.of(a).keys() | other.of(a).keys()) == 2
+        for a in tensor_operands(node)
+        if propagation.of(a) and other.of(a)
+    )
+
+
+def is_wide(node: Node) -> bool:
+    """Is it, or its first output, a matrix at least?"""
+    value = value_of(node)
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return isinstance(value, torch.Tensor) and value.dim() > 2

@@ -1,0 +1,371 @@
+"""Work that is done piece by piece over rows, done for all of them at once: rewritten in the Dynamo graph,
+before autograd sees it.
+
+``for h, y in zip(hidden.chunk(8, 1), labels.chunk(8, 1)): loss += cross_entropy(head(h), y)`` is how a loss
+is kept small by hand, often under
+activation checkpointing. Sweeps do the same for any number of rows, where they see all rows as one value. So
+what every piece goes through
+alike, row by row, is done once, to the value that the pieces were cut from; what is then done to a piece, it
+is done to its part of the result.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from .. import internals
+from ..passes.ir import Mark, hint, is_tensor, shape_of, tensor_operands
+from ..passes.planning.cost_model import PRODUCTS, is_one_of
+from ..passes.rules import rule_of
+from ..passes.split import mutated, name_of
+from ..passes.stages import checkpoint
+from ..passes.token_propagation import TokenPropagation
+from .capture import Captured
+from .regions import is_switch
+from .rewrites import inserted, named
+from .tiles import Cuts, Tiling, has_rows_of, is_wide, mean_of_piece, rows_of_piece, sum_of_piece, tilings
+from .token_axes import fake_of, storage_of
+
+IN_PLACE = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "truediv",
+    "pow",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "masked_fill",
+    "tanh",
+    "sigmoid",
+    "relu",
+    "exp",
+    "neg",
+}
+LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "kl_div",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+JOINING = ("cat", "concat", "concatenate")
+
+
+def merge_unrolled(module: GraphModule) -> GraphModule:
+    """Do to a value what is done to all of its pieces alike, row by row, wherever a product is among that."""
+    tried: set[Cuts] = set()
+    while True:
+        found = [t for t in tilings(module.graph) if t.cuts not in tried]
+        if not found:
+            return module
+        group = [t for t in found if t.cuts == found[0].cuts and has_rows_of(t, found[0])]
+        tried.add(found[0].cuts)
+        if any(map(is_wide, group)) and roll(module, group):
+            tried.clear()  # pieces of pieces: those may be alike now
+
+
+class Pieces:
+    """What happens to the pieces of some values that are cut alike: nodes that do the same to each are one
+    class."""
+
+    def __init__(self, graph: Graph, group: Sequence[Tiling]):
+        self.graph, self.group, self.count = graph, group, len(group[0].pieces)
+        self.touched: dict[Node, set[int]] = {p: {i} for t in group for i, p in enumerate(t.pieces)}
+        self.tiles = {p: k for k, t in enumerate(group) for p in t.pieces}
+        self.numbers: dict[str, int] = {}
+        self.classes: dict[int, dict[int, Node]] = {}
+        self.class_of: dict[Node, int] = {}
+        for node in graph.nodes:
+            checkpoint()
+            touched = set().union(*(self.touched.get(a, set()) for a in node.all_input_nodes))
+            if node not in self.tiles and touched and node.op != "output":
+                self.touched[node] = touched
+                if len(touched) == 1 and isinstance(fake_of(node), torch.Tensor):
+                    self.classify(node, next(iter(touched)))
+        self.complete = [key for key, members in self.classes.items() if len(members) == self.count]
+
+    def classify(self, node: Node, piece: int) -> None:
+        known = all(a in self.tiles or a in self.class_of for a in node.all_input_nodes if a in self.touched)
+        if not known or isinstance(
+            node.target, internals.HigherOrderOperator
+        ):  # a hook or a function with a backward of its own
+            return
+        args, kwargs = map_arg((node.args, node.kwargs), self.said)
+        text = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
+        # A number: texts within texts would double with each layer.
+        key = self.numbers.setdefault(text, len(self.numbers))
+        self.class_of[node] = key
+        self.classes.setdefault(key, {}).setdefault(piece, node)
+
+    def said(self, node: Node) -> str:
+        return (
+            f"%{self.tiles[node]}"
+            if node in self.tiles
+            else f"<{self.class_of[node]}>"
+            if node in self.class_of
+            else f"@{node.name}"
+        )
+
+    def externals(self) -> list[Node]:
+        """What a piece reads besides its tiles."""
+        inside = {self.classes[key][0] for key in self.complete}
+        return list(dict.fromkeys(a for n in inside for a in n.all_input_nodes if a not in self.touched))
+
+    def written(self) -> bool:
+        """Is a base, or what a piece is made into, written into?"""
+        kept = {
+            *(t.base for t in self.group),
+            *self.tiles,
+            *(n for key in self.complete for n in self.classes[key].values()),
+        }
+        return any(mutated(n) in kept for n in self.graph.nodes)
+
+
+def roll(module: GraphModule, group: Sequence[Tiling]) -> bool:
+    """Do once what is done to all pieces of a group alike, if anything is."""
+    spell_out(module.graph, group)
+    pieces = Pieces(module.graph, group)
+    if not pieces.complete or pieces.written():
+        return False
+    alike = row_by_row(pieces)
+    inside = {n for n, key in pieces.class_of.items() if key in alike}
+    if not inside:
+        return False
+    first, last = min(inside), max(inside)
+    if any(first < n for n in (*(t.base for t in group), *pieces.externals())) or any(
+        map(is_switch, between(first, last))
+    ):
+        return False
+    values: dict[Node, Node] = {t.pieces[0]: t.base for t in group}
+    with module.graph.inserting_before(first):
+        for key in alike:
+            node = pieces.classes[key][0]
+            args, kwargs = map_arg((node.args, node.kwargs), lambda a: values.get(a, a))
+            values[node] = inserted(node, node.target, args, kwargs)
+    for node in sorted(inside):
+        key, piece = pieces.class_of[node], next(iter(pieces.touched[node]))
+        mark = alike[key]
+        part = (values[pieces.classes[key][0]], (mark.dim, mark.outer, mark.inner), group[0].cuts, piece)
+        for reader in [u for u in node.users if u not in inside]:
+            cut_from(reader, node, part)
+    for node in sorted(inside, reverse=True):
+        module.graph.erase_node(node)
+    for node in [n for n in module.graph.nodes if name_of(n) in JOINING]:
+        join(node, len(group[0].pieces))
+    for node in (p for t in group for p in t.pieces):
+        cutter = node.args[0]
+        for unread in (node, cutter):
+            if not unread.users and unread not in (t.base for t in group):
+                module.graph.erase_node(unread)
+    return True
+
+
+def between(first: Node, last: Node) -> Iterator[Node]:
+    while first is not last:
+        yield first
+        first = first.next
+
+
+def cut_from(reader: Node, node: Node, part: tuple) -> None:
+    """Give the reader of a piece that part of the whole; one that adds it all up, the sum of those rows."""
+    with reader.graph.inserting_before(reader):
+        if name_of(reader) in ("sum", "mean") and len(reader.args) == 1 and not reader.kwargs:
+            reader.replace_all_uses_with(
+                inserted(reader, sum_of_piece if name_of(reader) == "sum" else mean_of_piece, part)
+            )
+            reader.graph.erase_node(reader)
+        else:
+            reader.replace_input_with(node, inserted(node, rows_of_piece, part))
+
+
+def join(node: Node, count: int) -> None:
+    """Pieces that are put together again, in their order, are the whole."""
+    joined = node.args[0] if node.args and isinstance(node.args[0], (tuple, list)) else ()
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if len(joined) != count or any(n.target is not rows_of_piece for n in joined):
+        return
+    whole, (at, outer, inner), cuts, _ = joined[0].args
+    if (
+        [n.args for n in joined] == [(whole, (at, outer, inner), cuts, i) for i in range(count)]
+        and outer == inner == 1
+        and (dim % fake_of(whole).dim() == at)
+    ):
+        node.replace_all_uses_with(whole)
+        for old in dict.fromkeys((node, *joined)):
+            if not old.users:
+                node.graph.erase_node(old)
+
+
+def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
+    """Write a loss of a piece as a loss of each row and what is made of those, and what is written in place
+    as a value of its own."""
+    touched = {p for t in group for p in t.pieces}
+    for node in list(graph.nodes):
+        if touched.isdisjoint(node.all_input_nodes):
+            continue
+        with graph.inserting_before(node):
+            reduced = node.op == "call_function" and name_of(node) in LOSSES and is_reduced(node)
+            new = parted(node) if reduced else out_of_place(node) if mutated(node) in touched else None
+        touched.add(node if new is None else new)
+        if new is not None:
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def out_of_place(node: Node) -> Node | None:
+    """The value that a node writes over another, if nobody sees the difference; later readers of the other
+    are given it."""
+    target, name = mutated(node), name_of(node)
+    by_operator = node.target is getattr(operator, name, None)
+    name = name[1:] if by_operator else name[:-1]
+    if name not in IN_PLACE or not by_operator and node.op != "call_method":
+        return None
+    if any(
+        n < node and n is not target and storage_of(n) is not None and storage_of(n) == storage_of(target)
+        for n in node.graph.nodes
+    ):
+        return None
+    new = inserted(node, getattr(operator, name) if by_operator else name, node.args, node.kwargs)
+    if (fake_of(new).shape, fake_of(new).dtype) != (fake_of(target).shape, fake_of(target).dtype):
+        node.graph.erase_node(new)
+        return None
+    for reader in [u for u in target.users if node < u]:
+        reader.replace_input_with(target, new)
+    return new
+
+
+def is_reduced(node: Node) -> bool:
+    plain = len(node.args) < 3 and all(
+        node.kwargs.get(name) is None for name in ("weight", "pos_weight", "size_average", "reduce")
+    )
+    return plain and node.kwargs.get("reduction", "mean") in ("sum", "mean")
+
+
+def parted(node: Node) -> Node:
+    """The loss as a sum (or mean) of rows."""
+    rows = inserted(node, node.target, node.args, {**node.kwargs, "reduction": "none"})
+    if node.kwargs.get("reduction", "mean") == "sum":
+        return inserted(node, "sum", (rows,))
+    target = named(node, "input", "target")["target"]
+    if name_of(node) not in ("cross_entropy", "nll_loss") or fake_of(target).dtype.is_floating_point:
+        return inserted(node, "mean", (rows,))
+    counted = inserted(target, torch.ne, (target, node.kwargs.get("ignore_index", -100)))
+    return inserted(node, torch.div, (inserted(node, "sum", (rows,)), inserted(counted, "sum", (counted,))))
+
+
+def row_by_row(pieces: Pieces) -> dict[int, Mark]:
+    """Classes that do the same to each row, whichever piece it is in, and where their values have their rows.
+
+    None if no product is among them, or some product is not: pieces that more happens to (texts of a batch,
+    one after another) stay what they are.
+    Told from the first piece's own graph, and from the graph of the whole: that must be the same, node by
+    node, but for the number of rows.
+    """
+    nodes = [pieces.classes[key][0] for key in pieces.complete]
+    tiles, bases, others = (
+        [t.pieces[0] for t in pieces.group],
+        [t.base for t in pieces.group],
+        pieces.externals(),
+    )
+    module, copies = alone(nodes, [*tiles, *others])
+    try:
+        piece, whole = (
+            Captured(module, [*map(laid_out_anew, given), *map(fake_of, others)]) for given in (tiles, bases)
+        )
+    except Exception:  # shapes of its own, written as numbers: a piece is all there is
+        return {}
+    graph, values = piece.module.graph, piece.values_in(piece.module)
+    seeds = dict(zip(graph.find_nodes(op="placeholder"), pieces.group))
+    propagation = TokenPropagation(graph, {n: (Mark(t.dim),) for n, t in seeds.items()})
+    many = hint(fake_of(bases[0]).shape[pieces.group[0].dim])
+    fine, twins = {n.name: False for n in graph.nodes}, {}
+    for a, b in zip(graph.nodes, whole.module.graph.nodes):
+        twins[a] = b
+        given = a in seeds or a.op == "placeholder" and not propagation.of(a)
+        fine[a.name] = (
+            given
+            or all(fine[n.name] for n in a.all_input_nodes)
+            and a.op == b.op == "call_function"
+            and (is_same(a, b, twins, propagation, many) and keeps_rows(a, propagation))
+        )
+    found: dict[int, Mark] = {}
+    heavy = {n.name for n in graph.nodes if is_one_of(n, PRODUCTS) or n in propagation.missing}
+    merges = False
+    for key, node in zip(pieces.complete, nodes):
+        names = piece.names[copies[node]] & fine.keys()
+        marks = list(propagation.of(values[copies[node]]).values()) if copies[node] in values else []
+        if (
+            len(marks) == 1
+            and all(fine[name] for name in names)
+            and all(pieces.class_of[a] in found for a in node.all_input_nodes if a in pieces.class_of)
+        ):
+            found[key] = marks[0]
+            merges |= not heavy.isdisjoint(names)
+        elif not heavy.isdisjoint(names):
+            return {}
+    return found if merges else {}
+
+
+def laid_out_anew(node: Node) -> torch.Tensor:
+    """A piece has the strides of what it was cut from, and would be copied where the whole is not."""
+    fake = fake_of(node)
+    with fake.fake_mode:
+        return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
+
+
+def alone(nodes: Sequence[Node], inputs: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
+    """Some nodes as a graph of their own, and their copies in it."""
+    graph = Graph()
+    copies = {n: graph.placeholder(f"in_{i}") for i, n in enumerate(inputs)}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda a: copies[a])
+    graph.output(tuple(copies[n] for n in nodes))
+    return GraphModule(nodes[0].graph.owning_module, graph), copies
+
+
+def is_same(a: Node, b: Node, twins: Mapping[Node, Node], propagation: TokenPropagation, many: int) -> bool:
+    """Are two nodes alike but for the rows of their shapes?"""
+    signature = propagation.signatures.get(a)
+    if a.target != b.target or signature is None or not is_tensor(a):
+        return False
+    shape_arg = 1 if signature.reshape else rule_of(a).shape_arg
+    shapes = (
+        [len(x) if i == shape_arg else x for i, x in enumerate(a.args)],
+        [len(x) if i == shape_arg else x for i, x in enumerate(b.args)],
+    )
+    if map_arg((shapes[0], a.kwargs), twins.get) != (shapes[1], b.kwargs):
+        return False
+    marks = propagation.of(a)
+    wanted = [
+        marks[d].outer * many * marks[d].inner if d in marks else size for d, size in enumerate(shape_of(a))
+    ]
+    return list(shape_of(b)) == wanted
+
+
+def keeps_rows(node: Node, propagation: TokenPropagation) -> bool:
+    """Is row t of a value made of rows t alone, in a way that knows nothing of their place?"""
+    signature, operands = propagation.signatures[node], tensor_operands(node)
+    marked = [(a, labels) for a, labels in zip(operands, signature.operands) if propagation.of(a)]
+    if internals.draws_random(node) or propagation.of(node) and not marked and not signature.uniform:
+        return False
+    if signature.reshape:
+        return node not in propagation.lost
+    labels = [labels[d] for a, labels in marked for d in propagation.of(a)]
+    return signature.rows is None and all(
+        label in signature.outputs[0]
+        and label != signature.keys
+        and label not in (*signature.reach, *signature.placed)
+        and not any(signature.offsets.get(label, ()))
+        for label in labels
+    )

@@ -1,0 +1,362 @@
+"""Outputs that nobody may read: a tensor that computes itself when it is looked at, and otherwise never
+exists.
+
+``model(**batch)`` of Hugging Face returns logits beside the loss. As an output of the compiled graph they
+would take ``[B, T, V]``, and
+autograd would hand back a zero gradient of the same size. The backend returns a `LazyOutput` instead. Its
+shape, dtype and device are
+known. What is done to it is recorded while the result is as wide as logits (slices, a temperature,
+``log_softmax``), and computed in
+one pass over tokens when the result is small (log-probabilities of labels, an entropy, an argmax, a loss).
+Anything else reads the
+whole tensor, and whatever way it goes, values and gradients are those of eager code.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..internals import DisableTorchFunctionSubclass
+from ..passes.ir import bytes_of
+from .expressions import (
+    FAKES,
+    NARROW,
+    POINTWISE,
+    RECORDED,
+    Expression,
+    Given,
+    LazyRegion,
+    Modes,
+    Source,
+    item,
+    mapped,
+    ordered,
+    recorded,
+    sources,
+    streamed,
+    whole,
+)
+from .fingerprints import Contents
+from .loops import is_piece, joined
+
+DESCRIPTIONS = {
+    torch.Tensor.shape.__get__,
+    torch.Tensor.dtype.__get__,
+    torch.Tensor.device.__get__,
+    torch.Tensor.layout.__get__,
+    torch.Tensor.ndim.__get__,
+    torch.Tensor.is_sparse.__get__,
+    torch.Tensor.is_cuda.__get__,
+    torch.Tensor.is_leaf.__get__,
+    torch.Tensor.is_quantized.__get__,
+    torch.Tensor.is_meta.__get__,
+    torch.Tensor.is_nested.__get__,
+    torch.Tensor.itemsize.__get__,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.stride,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.__len__,
+    torch.Tensor.storage_offset,
+    torch.Tensor.is_contiguous,
+}
+FUNCTIONS = {torch.Tensor.data.__get__: torch.Tensor.detach, torch.Tensor.__iter__: torch.Tensor.unbind}
+CHANGES = frozenset(POINTWISE.split()) - {"detach", "to", "type", "clone", "contiguous"}
+JOINS = {"stack": "stack", "cat": "cat", "concat": "cat", "concatenate": "cat"}
+
+
+WITH_INPUTS = {
+    torch.autograd.grad: 1,
+    torch.autograd.backward: 5,
+    torch.Tensor.backward: 4,
+}  # where each takes what to differentiate in
+
+
+class LazyOutput(torch.Tensor):
+    """A tensor that is computed when it is first read; `isinstance` of `torch.Tensor`.
+
+    recorded  holds the expression of its value
+    piece     one row block of several that a loop goes through: what is made of it waits for the others
+    family    Deferreds that share its memory
+    """
+
+    @staticmethod
+    def __new__(cls, expression: Expression, piece: bool = False, family: list[weakref.ref] | None = None):
+        holder = [expression]
+        made = (
+            Attached.apply(holder, *roots(expression)) if expression.fake.requires_grad else described(holder)
+        )
+        made.recorded, made.piece = holder, piece
+        made.family = [] if family is None else family
+        made.family.append(weakref.ref(made))
+        return made
+
+    @property
+    def expression(self) -> Expression:
+        return self.recorded[0]
+
+    @property
+    def made(self) -> torch.Tensor | None:
+        """The value, if it was computed."""
+        return self.expression.made
+
+    def value(self) -> torch.Tensor:
+        """The tensor itself, computed once: whole, or in one pass over tokens if it is small."""
+        return value_of(self.expression, self.piece)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in DESCRIPTIONS:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], cls) else None
+        if first is not None and first.made is None:
+            if func == torch.Tensor.requires_grad.__get__:
+                return first.expression.fake.requires_grad
+            if func == torch.Tensor.__repr__:
+                return f"Deferred(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not computed)"
+        if func in WITH_INPUTS:
+            refuse_unmade(func, args, kwargs)
+        if first is not None and in_place(func):
+            return changed(first, func, args, kwargs)
+        result = record(func, args, kwargs)
+        if result is not None:
+            return iter(result) if func == torch.Tensor.__iter__ else result
+        args, kwargs = values((args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = values((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol):
+        return self.value().detach().__reduce_ex__(protocol)
+
+
+def refuse_unmade(func: Callable, args: tuple, kwargs: dict) -> None:
+    """Raise RuntimeError for the gradient in logits that do not exist: a loss made of them has streamed, and
+    is no function of them."""
+    place = WITH_INPUTS[func]
+    inputs = kwargs.get("inputs", args[place] if len(args) > place else None)
+    for wanted in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
+        if isinstance(wanted, LazyOutput) and wanted.made is None:
+            raise RuntimeError(
+                f"the gradient in logits of shape {tuple(wanted.shape)} was asked for, but they were never computed: what was made of them "
+                "was computed from hidden states, a chunk at a time. Call logits.retain_grad() before the loss is computed. Logits and their "
+                f"gradient then exist at full length, {2 * bytes_of(wanted.expression.fake) / 2**20:.0f} MiB"
+            )
+
+
+def values(arguments: object) -> object:
+    """Arguments with every Deferred in them read."""
+    return torch.utils._pytree.tree_map_only(LazyOutput, lambda t: t.value(), arguments)
+
+
+def described(holder: list[Expression]) -> LazyOutput:
+    fake = holder[0].fake
+    return torch.Tensor._make_wrapper_subclass(
+        LazyOutput,
+        fake.shape,
+        strides=fake.stride(),
+        storage_offset=fake.storage_offset(),
+        dtype=fake.dtype,
+        device=fake.device,
+    )
+
+
+class Attached(torch.autograd.Function):
+    """Ties a Deferred to what it depends on, for readers that take no notice of `__torch_function__` (custom
+    autograd functions)."""
+
+    @staticmethod
+    def forward(ctx, holder: list[Expression], *inputs: torch.Tensor) -> LazyOutput:
+        ctx.holder, ctx.inputs = holder, inputs
+        return described(holder)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        with torch.enable_grad():
+            value = value_of(ctx.holder[0], False)
+        return None, *torch.autograd.grad(value, ctx.inputs, values(gradient), allow_unused=True)
+
+
+def roots(expression: Expression) -> list[torch.Tensor]:
+    """The tensors outside that an expression is differentiable in."""
+    found: dict[int, torch.Tensor] = {}
+    for node in ordered([expression]):
+        for tensor in node.tensors():
+            if tensor.requires_grad:
+                found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def lazy_output(
+    region: LazyRegion,
+    inputs: tuple,
+    exposed: Sequence[bool],
+    compute: Callable[[], torch.Tensor],
+    sizes: tuple,
+    like: torch.Tensor,
+) -> LazyOutput:
+    """The output of a postponed region.
+
+    inputs   what the region is called with: tensors and sizes
+    exposed  which of them the caller can write into (weights, not hidden states)
+    compute  makes the value, whole
+    sizes    its shape
+    like     a fake of the same dtype, device and layout
+    """
+    with FAKES, torch.enable_grad():
+        fake = torch.empty(
+            sizes,
+            dtype=like.dtype,
+            device=like.device,
+            requires_grad=like.requires_grad and torch.is_grad_enabled(),
+        )
+        fake = fake.clone()
+    tensors = [(v, seen) for v, seen in zip(inputs, exposed) if isinstance(v, torch.Tensor)]
+    contents = Contents.of([v for v, _ in tensors], [i for i, (_, seen) in enumerate(tensors) if seen])
+    return LazyOutput(Source(fake, region, inputs, compute, Modes.now(like.device), contents))
+
+
+def value_of(expression: Expression, piece: bool) -> torch.Tensor:
+    if expression.made is None:
+        small = NARROW * expression.fake.numel() <= widest(expression)
+        expression.made = (streamed if small and not piece else whole)([expression])[0]
+    return expression.made
+
+
+def widest(expression: Expression) -> int:
+    """Elements of the largest logits that an expression is made of, or 0 if they exist anyway."""
+    return max((s.fake.numel() for s in sources(expression) if s.made is None), default=0)
+
+
+def record(function: Callable, args: tuple, kwargs: dict) -> object:
+    """The result of a function of Deferreds, recorded or computed; None if it is to be done on the values."""
+    function = FUNCTIONS.get(function, function)
+    if getattr(function, "__name__", "") not in RECORDED:
+        return None
+    given: list[LazyOutput] = []
+    foreign: list[Given] = []
+
+    def expression(leaf: object, free: bool) -> object:
+        if isinstance(leaf, LazyOutput):
+            given.append(leaf)
+            return leaf.expression
+        if isinstance(leaf, torch.Tensor):
+            foreign.append(Given.of(leaf))
+            return foreign[-1]
+        return leaf
+
+    if function is torch.Tensor.__getitem__:
+        args = (args[0], by_number(args[1]))
+    args, kwargs = mapped((args, kwargs), expression)
+    if all(d.made is not None for d in given):
+        return None
+    made = recorded(function, args, kwargs, given[0].device)
+    if made is None:
+        return None
+    joins = made.name in JOINS
+    if joins:
+        made = joined(JOINS[made.name], args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)) or made
+    same = next((d for d in given if d.expression.fake is made.fake), None)
+    if same is not None:
+        return same
+    piece = any(d.piece for d in given) and not joins or is_piece(made)
+    results = (
+        [made] if isinstance(made.fake, torch.Tensor) else [item(made, i) for i in range(len(made.fake))]
+    )
+    view = shares_memory(results[0], given[0])
+    small = all(NARROW * r.fake.numel() <= widest(made) for r in results)
+    if small and not piece and not view:
+        values = streamed(results)
+    else:
+        keep(foreign, widest(made))
+        values = [LazyOutput(r, piece, given[0].family if view else None) for r in results]
+    return values[0] if isinstance(made.fake, torch.Tensor) else type(made.fake)(values)
+
+
+def by_number(index: object) -> object:
+    """An index with masks as the numbers of the rows that they choose: how many, no fake tensor could say."""
+    found: list[object] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        mask = (
+            isinstance(part, torch.Tensor)
+            and not isinstance(part, LazyOutput)
+            and part.dtype is torch.bool
+            and part.dim()
+        )
+        found += part.nonzero(as_tuple=True) if mask else [part]
+    return tuple(found) if isinstance(index, tuple) or len(found) > 1 else found[0]
+
+
+def shares_memory(result: Expression, operand: LazyOutput) -> bool:
+    return result.fake.untyped_storage()._cdata == operand.expression.fake.untyped_storage()._cdata
+
+
+def keep(foreign: list[Given], elements: int) -> None:
+    """Guard tensors of an expression that is computed later against changes in place: by a copy, unless that
+    costs as much as logits."""
+    for given in foreign:
+        given.keep(by_copy=NARROW * given.tensor.numel() <= elements)
+
+
+def in_place(function: Callable) -> bool:
+    name = getattr(function, "__name__", "")
+    return (
+        name.endswith("_")
+        and not name.endswith("__")
+        or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+    )
+
+
+def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -> object:
+    """An operation in place: the same object stands for another value from now on."""
+    name = function.__name__
+    plain = f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_")
+    alone = target.made is None and [r for r in target.family if r() is not None] == [weakref.ref(target)]
+    alone = alone and (
+        torch.is_grad_enabled() or not target.expression.fake.requires_grad
+    )  # else gradients pass such a write by
+    if (
+        alone
+        and plain in CHANGES
+        and not any(isinstance(a, torch.Tensor) and a.requires_grad and a is not target for a in args)
+    ):
+        result = record(getattr(torch.Tensor, plain), args, kwargs)
+        if isinstance(result, LazyOutput) and result.shape == target.shape:
+            same = result.dtype == target.dtype
+            target.recorded[0] = (
+                result.expression
+                if same
+                else recorded(torch.Tensor.to, (result.expression, target.dtype), {}, target.device)
+            )
+            return target
+    family = [d for d in (r() for r in target.family) if d is not None]
+    overwritten(family)
+    args, kwargs = values((args, kwargs))
+    done = function(*args, **kwargs)
+    return target if done is target.made else done
+
+
+def overwritten(family: list[LazyOutput]) -> None:
+    """Read Deferreds that share memory, views of one another as eager's are. What was recorded of them before
+    keeps their values of before."""
+    read = whole([d.expression for d in family])
+    memory = read[0].untyped_storage()._cdata
+    for node in ordered([d.expression for d in family]):
+        if isinstance(node.made, torch.Tensor) and node.made.untyped_storage()._cdata == memory:
+            node.made = None
+    for member, value in zip(family, read):
+        member.recorded[0] = Given(member.expression.fake, value)
+        member.recorded[0].made = value

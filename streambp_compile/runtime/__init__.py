@@ -1,0 +1,1 @@
+"""What runs a plan: loops over chunks, checks of masks, whose a gradient is, and the simulation of memory."""

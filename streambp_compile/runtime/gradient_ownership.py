@@ -1,0 +1,76 @@
+"""Whose is a gradient? It may be overwritten only if nobody else can see it.
+
+Gradients that a streamed backward made for the next one bear a mark; any tensor made of them by others (a
+sum, a view) does not.
+A hook that keeps one shows as an extra Python reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from .. import internals
+from ..pipeline import outputs_of
+from .opaque_calls import Driver, driver_of, one_call
+
+
+def sole_owners(gradients: list) -> list:
+    """Gradients in storage of their own, marked as ours."""
+    seen: set[int] = set()
+    for i, gradient in enumerate(gradients):
+        if not isinstance(gradient, torch.Tensor):
+            continue
+        if gradient.untyped_storage()._cdata in seen:
+            gradients[i] = gradient = gradient.clone()
+        seen.add(gradient.untyped_storage()._cdata)
+        gradient.streambp_owned = True
+    return gradients
+
+
+def ours_alone(gradient: object) -> bool:
+    return getattr(gradient, "streambp_owned", False) and sys.getrefcount(gradient) <= plain_references()
+
+
+@functools.cache
+def plain_references() -> int:
+    """Python references to an incoming gradient that no hook keeps: counted once, on a chain of two nodes
+    built like ours."""
+    counts = []
+
+    def forward(args: list) -> list:
+        return [args[0] * 2]
+
+    def backward(args: list) -> list:
+        inputs = dict(enumerate(args))
+        args.clear()
+        counts.append(counted(inputs[0]))
+        gradient = inputs[0] * 2
+        return sole_owners([gradient])
+
+    def cut(joint, joint_inputs, *, num_fwd_outputs, **kwargs):
+        primals = [n for n in joint.graph.nodes if n.op == "placeholder"]
+        outputs = outputs_of(joint)
+        owner = GraphModule({}, Graph())
+        return (
+            one_call(owner, primals[:1], Driver("calibration_forward", forward), outputs[:1]),
+            one_call(owner, primals[1:], Driver("calibration_backward", backward), outputs[1:]),
+        )
+
+    graph = Graph()
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 2)),))
+    with torch.enable_grad():  # the first call of all may be one without gradients
+        compiled = internals.aot_autograd(
+            fw_compiler=lambda m, _: driver_of(m), bw_compiler=lambda m, _: driver_of(m), partition_fn=cut
+        )(GraphModule({}, graph), [torch.ones(2, requires_grad=True)])
+        x = torch.ones(2, requires_grad=True)
+        (y,) = compiled(compiled(x)[0])
+        y.sum().backward()
+    return counts[-1]
+
+
+def counted(gradient: object) -> int:
+    return sys.getrefcount(gradient)

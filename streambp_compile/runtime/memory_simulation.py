@@ -1,0 +1,151 @@
+"""A training step without data: what it will hold in memory, byte by byte, before it runs.
+
+The very drivers, artifacts and autograd nodes that run a step are run on fake tensors, which have sizes and
+no contents. Kernels are
+left out; every allocation around them is made, counted, and given back when the last reference to it goes. So
+the prediction is no second
+model of the schedule, and cannot drift from it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import internals
+from ..passes.kernels.attention import STAND_INS, scratch_of
+from ..passes.kernels.operators import KERNELS
+
+aten = torch.ops.aten
+# Numbers that drivers on a CPU read: is the tangent of the loss one, and where do groups of rows end?
+NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
+BLOCKS = {"cuda": 512}  # bytes: the caching allocator hands out whole blocks
+
+
+def widened_sum(total: torch.Tensor, left, right, out_dtype, **scales) -> torch.Tensor:
+    return torch.empty_like(total, dtype=out_dtype, memory_format=torch.contiguous_format)
+
+
+def widened_product(left: torch.Tensor, right: torch.Tensor, out_dtype) -> torch.Tensor:
+    return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=out_dtype)
+
+
+def given_out(*_args, out: torch.Tensor, **_kwargs) -> torch.Tensor:
+    return out
+
+
+WIDENING = {  # products of half precision summed in float32: torch 2.11 has no fake form of them
+    aten.addmm.dtype: widened_sum,
+    aten.baddbmm.dtype: widened_sum,
+    aten.mm.dtype: widened_product,
+    aten.bmm.dtype: widened_product,
+    aten.addmm.dtype_out: given_out,
+    aten.baddbmm.dtype_out: given_out,
+    aten.mm.dtype_out: given_out,
+    aten.bmm.dtype_out: given_out,
+}
+
+
+class Ledger(internals.TorchDispatchMode):
+    """Bytes of all storages that came into being under this mode and are alive, and the most there ever were.
+
+    device  the device type whose storages count, ``"cpu"`` or ``"cuda"``
+    """
+
+    def __init__(self, device: str = "cpu"):
+        super().__init__()
+        self.device, self.block = device, BLOCKS.get(device, 1)
+        self.known: weakref.WeakSet = weakref.WeakSet()
+        self.held = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in NUMBERS:
+            return 1
+        if func in KERNELS:  # ours are Python, and make values of their own on the way
+            with self:
+                return KERNELS[func](*args, **(kwargs or {}))
+        result = STAND_INS.get(func, WIDENING.get(func, func))(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.count(value)
+        self.peak = max(self.peak, self.held + scratch_of(func, args))
+        return result
+
+    def know(self, value: torch.Tensor) -> None:
+        """What existed before the step does not count."""
+        self.known.add(value.untyped_storage())
+
+    def count(self, value: torch.Tensor) -> None:
+        storage = value.untyped_storage()
+        if storage in self.known or value.device.type != self.device:
+            return
+        size = -(-storage.nbytes() // self.block) * self.block
+        self.known.add(storage)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self.release, size)
+
+    def release(self, size: int) -> None:
+        self.held -= size
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes held at once, above inputs, weights and their allocated gradients; ``backward`` if a
+    loss was found to go back from."""
+
+    bytes: int
+    backward: bool
+
+    def __str__(self) -> str:
+        return (
+            f"predicted peak of {'a step' if self.backward else 'the forward'}: {self.bytes / 2**20:.1f} MiB "
+            "above weights and their gradients"
+        )
+
+
+def main_device(values: Sequence[object]) -> str:
+    """The device type that a step runs on: its tensors', a number on the CPU aside."""
+    types = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    return next(iter(types - {"cpu"}), "cpu")
+
+
+def simulate(call: Callable, fakes: Sequence[object]) -> Peak:
+    """The peak of one call of a compiled chain and its backward.
+
+    call   the function of a graph's inputs that the backend returned; its first differentiable scalar output
+           is the loss
+    fakes  those inputs as Dynamo gave them; symbols stand for the sizes at which they were traced
+    """
+    with internals.FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [internals.stand_in_whole(f) for f in fakes]
+        ledger = Ledger(main_device(inputs))
+        for value in inputs:
+            if isinstance(value, torch.Tensor):
+                ledger.know(value)
+                if value.requires_grad:
+                    value.grad = torch.zeros_like(value)
+                    ledger.know(value.grad)
+        with ledger, internals.without_kernels():
+            outputs = call(*inputs)
+            loss = next(
+                (o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad and o.numel() == 1),
+                None,
+            )
+            del outputs
+            if loss is not None:
+                loss.backward()
+    return Peak(ledger.peak, loss is not None)
+
+
+def without_data(call: Callable) -> Callable:
+    """The same call for fake tensors: values are allocated and none is computed."""
+
+    def run(*args):
+        with Ledger(main_device(args)), internals.without_kernels():
+            return call(*args)
+
+    return run

@@ -1,0 +1,78 @@
+"""Values that autograd keeps as a recipe: the embeddings that a first layer reads are made again from ids and
+weights in its backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make the outputs of a light region again.
+
+    call      the compiled region
+    inputs    what it was called with; inputs of the graph, alive in any case
+    versions  their autograd versions at that time
+    """
+
+    call: Callable
+    inputs: tuple[object, ...]
+    versions: tuple[int | None, ...]
+
+    @staticmethod
+    def of(call: Callable, inputs: Sequence[object]) -> Recipe:
+        return Recipe(call, tuple(inputs), versions_of(inputs))
+
+    def output(self, index: int) -> torch.Tensor:
+        """Raises RuntimeError where autograd would: an input was changed in place since."""
+        if versions_of(self.inputs) != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: an input "
+                "of the model's embeddings, which are made again in the backward, changed after the forward"
+            )
+        with torch.no_grad():
+            return self.call(*self.inputs)[index]
+
+
+def versions_of(inputs: Sequence[object]) -> tuple[int | None, ...]:
+    return tuple(v._version if isinstance(v, torch.Tensor) and not v.is_inference() else None for v in inputs)
+
+
+@dataclass(frozen=True)
+class Again:
+    """In the place of a kept tensor: one output of a recipe."""
+
+    recipe: Recipe
+    index: int
+
+
+@contextlib.contextmanager
+def kept_as_recipes(values: Sequence[tuple[torch.Tensor, Again]]) -> Iterator[None]:
+    """What autograd is asked to keep in here, if it is one of these values, it keeps as the recipe for it."""
+    here = list(values)
+
+    def pack(kept: torch.Tensor) -> object:
+        return next((again for value, again in here if same_view(kept, value)), kept)
+
+    def unpack(kept: object) -> torch.Tensor:
+        return kept.recipe.output(kept.index) if isinstance(kept, Again) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        try:
+            yield
+        finally:
+            here.clear()  # autograd holds on to `pack`
+
+
+def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.storage_offset() == b.storage_offset()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+    )

@@ -1,0 +1,83 @@
+"""The device that a region is compiled for: its description for the planner, and for the choice of attention
+kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+
+from .passes.kernels.attention import Target
+from .passes.planning.devices import REFERENCE_CPU, Device, derived, known, named, with_memory
+
+SWITCHES = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+}
+
+
+def planned_for(name: str | None, values: Iterable[object]) -> Device:
+    """The device of that name, or else the first GPU that a tensor among ``values`` is on, or else the stated
+    CPU.
+
+    Raises ValueError for a name that is not known.
+    """
+    if name is not None:
+        return named(name)
+    gpus = (v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda")
+    found = next(gpus, None)
+    return REFERENCE_CPU if found is None else described(found.index or 0)
+
+
+@functools.cache
+def described(index: int) -> Device:
+    """A GPU of this machine: the row of its name, or what its driver says of it; its memory as its driver
+    says."""
+    try:
+        properties = torch.cuda.get_device_properties(index)
+    except (
+        RuntimeError,
+        AssertionError,
+    ):  # fake tensors on a machine without CUDA: the name is all there can be
+        raise ValueError(
+            "tensors are on CUDA and this machine has none: name the device to plan for, "
+            "options={'device': 'H100'}"
+        ) from None
+    try:
+        free = torch.cuda.mem_get_info(index)[0]
+    except RuntimeError:  # no context can be made here
+        free = None
+    found = known(properties.name, properties.total_memory)
+    if found is not None:
+        return with_memory(found, properties.total_memory, free)
+    made = derived(
+        properties.name,
+        (properties.major, properties.minor),
+        properties.total_memory,
+        properties.multi_processor_count,
+        getattr(properties, "clock_rate", 0) * 1e3,
+        getattr(properties, "memory_clock_rate", 0) * 1e3,
+        getattr(properties, "memory_bus_width", 0),
+        properties.L2_cache_size,
+    )
+    return with_memory(made, properties.total_memory, free)
+
+
+def target_of(device: torch.device, capability: tuple[int, int] | None) -> Target:
+    """The description by which kernels are chosen.
+
+    capability  of the CUDA device that is planned for. It need not be there; if another is, kernels must run
+                on that one, too
+    """
+    if device.type != "cuda":
+        return Target(device.type)
+    if torch.version.hip:
+        return Target("hip")
+    if torch.cuda.is_available():
+        here = torch.cuda.get_device_capability(device)
+        capability = here if capability is None else min(here, capability)
+    disabled = frozenset(name for name, is_on in SWITCHES.items() if not is_on())
+    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return Target("cuda", capability, disabled, active or "")

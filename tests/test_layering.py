@@ -1,0 +1,120 @@
+"""Imports go one way: doorway → pipeline → passes → parts → rules → types → torch.fx. Read from the source,
+so that nothing need be run."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted([*(ROOT / "streambp_compile").rglob("*.py"), *(ROOT / "passes").rglob("*.py")])
+PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch")
+TYPES = {"Program", "Sweep"}  # what partition hands to the passes after it
+VERIFIED = {"verify", "lower", "plan"}  # who may read them
+# the table, and what it and the passes speak
+SPOKEN = ("rules", "kernels", "mask_analysis", "stages")
+PARTS = (
+    "token_propagation",
+    "alignment",
+    "key_ranges",
+    "linearity",
+)  # no passes, but parts of analyze and the pipeline
+
+
+def module_of(path: Path) -> str:
+    """``passes/rules/views.py`` → ``streambp_compile.passes.rules.views``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "streambp_compile" else ("streambp_compile", *parts))
+
+
+def imports_of(path: Path) -> set[tuple[str, str | None]]:
+    """Every import, at any depth: (module, name), relative ones resolved; ``import a.b`` has no name."""
+    package = module_of(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, None) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                found.add((inner, None) if inner in MODULES else (source, alias.name))
+    return found
+
+
+MODULES = {module_of(p) for p in FILES}
+IMPORTS = {module_of(p): imports_of(p) for p in FILES}
+PASSES = {m for m in MODULES if m.startswith("streambp_compile.passes.") and m.count(".") == 2}
+PASSES -= {f"streambp_compile.passes.{name}" for name in ("ir", *SPOKEN, *PARTS)}
+
+
+def floor(module: str) -> int:
+    """0 types … 5 doorway."""
+    if not module.startswith("streambp_compile.passes"):
+        return 4 if module in ("streambp_compile.pipeline", "streambp_compile.runtime.runner") else 5
+    name = (*module.split("."), "")[2]
+    return 0 if name == "ir" else 1 if name in SPOKEN else 2 if name in PARTS else 3
+
+
+def inside(module: str) -> list[tuple[str, str | None]]:
+    return [(source, name) for source, name in IMPORTS[module] if source in MODULES]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_nothing_imports_upwards(module):
+    above = [source for source, _ in inside(module) if floor(source) > floor(module)]
+    assert not above, f"{module} imports {above}"
+
+
+@pytest.mark.parametrize("module", sorted(PASSES))
+def test_a_pass_imports_no_other_pass(module):
+    others = []
+    for source, name in inside(module):
+        handed = source.endswith(".partition") and name in TYPES and module.rpartition(".")[2] in VERIFIED
+        if source in PASSES and not handed:
+            others.append((source, name))
+    assert not others
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if ".rules." in m))
+def test_a_rule_family_imports_no_other(module):
+    shared = "streambp_compile.passes.rules.signatures"
+    others = [s for s, _ in inside(module) if ".rules." in s and s != shared]
+    assert not others
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("streambp_compile.passes")))
+def test_passes_know_nothing_of_the_compiler(module):
+    known = [s for s, n in IMPORTS[module] if f"{s}.{n}".startswith((*PRIVATE, "torch.compiler", "torch._"))]
+    assert not known
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if not m.startswith("streambp_compile.passes")))
+def test_private_torch_comes_in_by_one_door(module):
+    private = sorted({s for s, n in IMPORTS[module] if f"{s}.{n}".startswith("torch._")})
+    assert module == "streambp_compile.internals" or not private
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_private_torch_is_not_reached_by_attribute_either(path):
+    """``torch._dynamo.x`` without an import is the same door left open. ``torch._ops`` types and ``torch._C``
+    switches are graph targets."""
+    reached = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+            and node.attr.startswith("_")
+        ):
+            reached.add(f"torch.{node.attr}")
+    assert path.name == "internals.py" or not reached - {"torch._ops"}, sorted(reached)
+
+
+def test_no_room_for_everything():
+    """No ``utils``, ``helpers``, ``misc`` or ``info``: a name says what is inside."""
+    assert not {m.rpartition(".")[2] for m in MODULES} & {"utils", "helpers", "misc", "info", "common"}
