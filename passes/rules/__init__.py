@@ -26,16 +26,42 @@ from torch.fx import Node
 from ..ir import CannotStream, Refusal, Signature, where_of
 from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
+from .facets import CostClass, Linear, Scan
+
+
+MaskHandler = Callable  # (node, what is known so far) → the abstract value of the node, or None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """signature: node → `Signature`.  shape_arg: the argument that holds the output's shape.  emit: writes
-    the node into a body."""
+    """All that is known of one op. Only the signature must be given; an absent facet means unknown.
+
+    signature   node → `Signature`: a label for every dimension, what is summed, how far rows reach
+    shape_arg   position of the argument that holds the output's shape
+    emit        writes the node into a chunk body, where copying it at chunk length is not enough
+    cost        what it costs beside its neighbours; unknown counts as a kernel of its own
+    linear      in which operands it is linear; unknown counts as not linear
+    mask        what it does to a mask's domain (mask analysis); unknown prunes nothing
+    ordinary    finite operands give numbers far from the lowest of their dtype, which hide no key
+    scan        how chunks of it join, if it is a scan
+    positions   outputs that name rows or keys by their place (-1: its only output)
+    random      it draws random numbers
+    writes      position of the argument that it writes into
+    keep        the rules know it better than its decomposition: it is decomposed in chunk bodies only
+    """
 
     signature: Callable[[Node], Signature]
     shape_arg: int | None = None
     emit: Callable | None = None
+    cost: CostClass | None = None
+    linear: Linear | None = None
+    mask: MaskHandler | None = None
+    ordinary: bool = False
+    scan: Scan | None = None
+    positions: tuple[int, ...] = ()
+    random: bool = False
+    writes: int | None = None
+    keep: bool = False
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
@@ -48,12 +74,17 @@ def overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), packet), variant or "default")
 
 
-def rule(*names: str, shape_arg: int | None = None, emit: Callable | None = None):
-    """Enter a signature function into the table for the ops named (``"namespace::op.overload"``)."""
+def rule(*names: str, linear: str | None = None, **facets):
+    """Enter a signature function into the table for the ops named (``"namespace::op.overload"``).
+
+    linear  the terms in which the op is linear, ``"self + mat1 * mat2"``
+    facets  any other field of `Rule`
+    """
 
     def enter(signature: Callable[[Node], Signature]) -> Callable[[Node], Signature]:
+        found = Rule(signature, linear=None if linear is None else Linear.of(linear), **facets)
         for name in names:
-            TABLE[overload(name)] = Rule(signature, shape_arg, emit)
+            TABLE[overload(name)] = found
         return signature
 
     return enter
