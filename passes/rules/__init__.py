@@ -28,7 +28,6 @@ from ..kernels import attention as _attention  # noqa: F401  registers torch.ops
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
 from .facets import CostClass, Linear, Scan
 
-
 MaskHandler = Callable  # (node, what is known so far) → the abstract value of the node, or None
 
 

@@ -1,6 +1,7 @@
 """What a row of the operator table can say of its op, beside its signature.
 
-Every facet is optional. An absent one means *unknown*, and unknown is safe: no pruning, no fusing, not linear.
+Every facet is optional. An absent one means *unknown*, and unknown is safe: no pruning, no fusing, not
+linear.
 """
 
 from __future__ import annotations
