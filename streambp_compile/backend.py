@@ -63,8 +63,11 @@ def streambp(
     Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region
     cannot be streamed.
     """
+    internals.ignore_library_logging()  # of libraries that were imported after this module
     return Chain(module, example_inputs, Config.of(mode, options)).compiled()
 
+
+internals.ignore_library_logging()  # before Dynamo traces: torch.compile imports this module when it is called
 
 TRANSFORMED = Refusal(
     "torch.func",

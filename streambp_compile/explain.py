@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from . import internals
-from .backend import Chain
 from .config import Config
 from .passes.stages import summary
 from .report import Report
@@ -36,6 +35,8 @@ def explain(
     ``torch.fx.GraphModule``.
     Raises ValueError for unknown options and modes.
     """
+    from .backend import Chain  # not with this package: it looks at the libraries that are there by then
+
     report = Report()
     config = Config.of(streambp_mode, streambp_options)
 

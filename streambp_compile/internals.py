@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
@@ -58,6 +59,7 @@ __all__ = [
     "aot_autograd",
     "capture",
     "compile_body",
+    "ignore_library_logging",
     "decompositions",
     "detect_fake_mode",
     "is_fake",
@@ -636,6 +638,18 @@ enter_map, leave_map = (
     predispatch._vmap_decrement_nesting,
 )  # what Dynamo makes of torch.vmap
 HigherOrderOperator = torch._ops.HigherOrderOperator
+ONCE = ("info_once", "warning_once", "warning_advice")  # what transformers adds to logging.Logger
+
+
+def ignore_library_logging() -> None:
+    """Keep graphs whole where transformers logs inside a forward, by methods that Dynamo cannot trace.
+
+    GPT-2 and BERT do; the break would part the head from the loss. What a user logs breaks the graph as ever.
+    """
+    found = (getattr(logging.Logger, name, None) for name in ONCE)
+    dynamo_config.ignore_logging_functions.update(f for f in found if f is not None)
+
+
 PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latter
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
