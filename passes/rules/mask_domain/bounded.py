@@ -14,7 +14,8 @@ from torch.fx import Node
 from ...ir import tensor_operands
 from ...mask_analysis.operands import is_bounded
 
-NUMBERS = ("number", "float", "Optional[number]", "Optional[float]")  # arguments that are numbers of a tensor
+# types of arguments that hold numbers of a tensor
+NUMBERS = {"Tensor", "number", "float", "Optional[number]", "Optional[float]"}
 
 
 def if_operands_are(node: Node, bounded: Container[Node]) -> bool:
