@@ -36,7 +36,7 @@ from .ir import (
     value_of,
 )
 from .key_ranges import key_ranges
-from .mask_analysis import evaluate
+from .mask_analysis.evaluation import evaluate
 from .stages import checkpoint
 from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, outputs_of, product, slot_of
 

@@ -190,107 +190,126 @@ class Edge:
 
 @dataclass(frozen=True)
 class KeyMask:
-    """What leaves keys to be seen: a padding, alike for every row, or a stored mask.
+    """A mask that is only known when the graph runs: a padding mask, or a stored attention mask.
 
-    node   a boolean that hides a key where it is ``hides``; or (``hides`` is None) numbers added to scores,
-           which hide where they are
-           nearly as low as their dtype goes
-    row    its dimension of rows, or None
-    key    its dimension of keys
+    node          a boolean tensor, or (``masked_value`` is None) an additive mask, which masks an entry where
+                  its number is nearly the lowest of its dtype
+    row           its dimension of rows (queries); None for a padding mask, which is the same for every row
+    key           its dimension of keys
+    masked_value  the boolean value that masks a key
     """
 
     node: Node
     row: int | None
     key: int
-    hides: bool | None
+    masked_value: bool | None
 
     @property
-    def cells(self) -> int:
-        """Entries of one stored mask; a padding has none."""
+    def entries(self) -> int:
+        """Entries of one stored mask; a padding mask has none."""
         return 0 if self.row is None else shape_of(self.node)[self.row] * shape_of(self.node)[self.key]
 
     @property
     def batch(self) -> int:
-        """How many masks these are."""
+        """How many masks the tensor holds."""
         return math.prod(size for d, size in enumerate(shape_of(self.node)) if d not in (self.row, self.key))
 
 
-@dataclass(frozen=True)
-class EveryRowSeesAKey:
-    """A condition that a call must keep: by these masks every row sees one at least of the keys that its band
-    allows.
+def band_text(band: Reach) -> str:
+    """The keys of a band, as a phrase that follows "visible" or "a key"."""
+    if band == PAST:
+        return "up to its own position"
+    if band.hi == 0:
+        return f"among the last {int(1 - band.lo)} positions up to its own"
+    return "at any position" if band == EVERYWHERE else f"at a distance in {band} from its own position"
 
-    Lowest numbers (not ``-inf``) empty what is outside a band beside a key that is seen; a row that sees none
-    would read all keys alike.
+
+@dataclass(frozen=True)
+class EveryRowHasVisibleKey:
+    """A condition on a call: these masks leave every row at least one visible key inside a band.
+
+    Additive masks of lowest numbers (not ``-inf``) empty what is outside the band only beside a visible key;
+    a softmax over a row that has none reads all keys alike.
     """
 
-    seen: tuple[KeyMask, ...]
+    key_masks: tuple[KeyMask, ...]
     band: Reach
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(s.node for s in self.seen)
+        return tuple(mask.node for mask in self.key_masks)
 
     def __str__(self) -> str:
-        return f"every row sees a key in {self.band} by {', '.join(s.node.name for s in self.seen)}"
+        names = ", ".join(node.name for node in self.nodes)
+        return f"every row has a visible key {band_text(self.band)} (mask: {names})"
 
 
 @dataclass(frozen=True)
-class MaskHidesOutside:
-    """A condition that a call must keep: a stored mask hides all keys outside a band."""
+class MaskedOutsideBand:
+    """A condition on a call: a stored mask masks all keys outside a band."""
 
-    seen: tuple[KeyMask]
+    key_masks: tuple[KeyMask]
     band: Reach
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return (self.seen[0].node,)
+        return (self.key_masks[0].node,)
 
     def __str__(self) -> str:
-        return f"{self.seen[0].node.name} hides what is not in {self.band}"
+        return f"{self.nodes[0].name} shows each row only keys {band_text(self.band)}"
+
+
+Pair = tuple[Node, Node]
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """A boolean over rows and keys that is true only where values of a row and a key agree: packed sequences,
-    position ids that restart.
+class DocumentMask:
+    """A boolean over rows and keys that compares per-token values: sequence ids or position ids of packed
+    sequences.
 
-    same   pairs of (value of the row, value of the key), each ``[.., T]`` but for dimensions of one, that are
-           equal
-    upto   pairs of which the key's is no larger than the row's
+    Wherever it is true, all its comparisons hold (with ``negated``: wherever it is false). Other masks may
+    remove more entries.
+
+    equal    pairs (value of the row, value of the key), each ``[.., T]`` but for dimensions of one, that are
+             equal
+    ordered  pairs of which the key's value is at most the row's
     """
 
-    same: tuple[tuple[Node, Node], ...] = ()
-    upto: tuple[tuple[Node, Node], ...] = ()
+    equal: tuple[Pair, ...] = ()
+    ordered: tuple[Pair, ...] = ()
+    negated: bool = False
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(node for pair in (*self.same, *self.upto) for node in pair)
+        return tuple(node for pair in (*self.equal, *self.ordered) for node in pair)
 
 
 @dataclass(frozen=True)
-class PositionsRestart:
-    """A condition that a call must keep: values of rows and keys are the same, and grow with each token until
-    the sequence is another.
+class PositionsIncrease:
+    """A condition on a call: per-token values are the same for rows and keys, and increase with each token
+    of a document.
 
-    Then no later key agrees with a row.
+    Then the document mask shows no later key.
     """
 
-    alike: Agreement
+    document_mask: DocumentMask
     band: Reach = PAST
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return self.alike.nodes
+        return self.document_mask.nodes
 
     def __str__(self) -> str:
-        grows, same = (
-            ", ".join(row.name for row, _ in pairs) for pairs in (self.alike.upto, self.alike.same)
+        positions, documents = (
+            ", ".join(row.name for row, _ in pairs)
+            for pairs in (self.document_mask.ordered, self.document_mask.equal)
         )
-        return f"{grows} grows from token to token" + (f" while {same} stays" if same else "")
+        return f"{positions} increases from token to token" + (
+            f" while {documents} stays" if documents else ""
+        )
 
 
-Condition = EveryRowSeesAKey | MaskHidesOutside | PositionsRestart
+Condition = EveryRowHasVisibleKey | MaskedOutsideBand | PositionsIncrease
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from torch.fx import Graph, Node
 
 from .ir import (
     EVERYWHERE,
-    Agreement,
     Condition,
-    EveryRowSeesAKey,
+    DocumentMask,
+    EveryRowHasVisibleKey,
     Fact,
-    MaskHidesOutside,
-    PositionsRestart,
+    MaskedOutsideBand,
+    PositionsIncrease,
     Reach,
     Signature,
     Tokens,
@@ -27,7 +27,8 @@ from .ir import (
     shape_of,
     tensor_operands,
 )
-from .mask_analysis.domains import HIDING, Abstract, Band, is_zero_outside, stored_mask
+from .mask_analysis.domains import EMPTY, Abstract, Band, is_zero_outside, stored_mask
+from .rules import rule_of
 from .rules.scans import state_of_no_rows
 from .stages import checkpoint
 from .token_propagation import has_tensors
@@ -56,16 +57,18 @@ def key_ranges(
 
     def proved(band: object) -> Reach:
         """The reach of a band, if what it rests on can be checked."""
-        if not isinstance(band, Band) or band.rests_on is None:
+        if not isinstance(band, Band) or band.visibility_masks is None:
             return EVERYWHERE
         reach = Reach(band.lo, band.hi)
         needed = [
-            PositionsRestart(a) if isinstance(a, Agreement) else MaskHidesOutside((a,), reach)
+            PositionsIncrease(a) if isinstance(a, DocumentMask) else MaskedOutsideBand((a,), reach)
             for a in band.assumes
         ]
-        needed += [EveryRowSeesAKey(band.rests_on, reach)] * bool(band.rests_on)
-        masks = [(s.node, s.cells) for c in needed if not isinstance(c, PositionsRestart) for s in c.seen]
-        masks += [(node, 0) for c in needed if isinstance(c, PositionsRestart) for node in c.nodes]
+        needed += [EveryRowHasVisibleKey(band.visibility_masks, reach)] * bool(band.visibility_masks)
+        masks = [
+            (s.node, s.entries) for c in needed if not isinstance(c, PositionsIncrease) for s in c.key_masks
+        ]
+        masks += [(node, 0) for c in needed if isinstance(c, PositionsIncrease) for node in c.nodes]
         if not all(checked_light(node, cells) for node, cells in masks):
             return EVERYWHERE
         conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *needed)))
@@ -80,7 +83,7 @@ def key_ranges(
             mask = node.args[3 if node.target is torch.ops.streambp.attention.default else 6]
             if mask is not None:
                 band = bands.get(mask) or stored_mask(mask)
-                band = proved(band) if isinstance(band, Band) and band.outside in HIDING else EVERYWHERE
+                band = proved(band) if isinstance(band, Band) and band.outside in EMPTY else EVERYWHERE
                 reach = Reach(max(reach.lo, band.lo), min(reach.hi, band.hi))
             ranges[node] = reach
     paired = [
@@ -114,7 +117,11 @@ def along(reach: Reach, band: Band, fact: Tokens) -> Reach:
     """
     if (band.row, band.key) == (fact.rows.dim, fact.keys.dim):
         return reach
-    turned = (band.key, band.row) == (fact.rows.dim, fact.keys.dim) and not band.assumes and not band.rests_on
+    turned = (
+        (band.key, band.row) == (fact.rows.dim, fact.keys.dim)
+        and not band.assumes
+        and not band.visibility_masks
+    )
     return -reach if turned else EVERYWHERE
 
 
@@ -154,17 +161,8 @@ def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
     return None if keeps else pairs
 
 
-OF_VISIBLE = {
-    torch.ops.aten._softmax.default,
-    torch.ops.aten._safe_softmax.default,
-    torch.ops.aten.amax.default,
-    torch.ops.aten.max.dim,
-    torch.ops.streambp.to_extreme.default,
-}  # of scores, what is hidden does not count in them
-
-
 def closes(band: Band, node: Node) -> bool:
     """Is what lies outside harmless to this reader: empty to a softmax, zero to a sum?"""
-    if node.target in OF_VISIBLE:
-        return band.outside in HIDING
+    if rule_of(node).visible_only:
+        return band.outside in EMPTY
     return is_zero_outside(band) and state_of_no_rows(node) == 0

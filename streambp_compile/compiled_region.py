@@ -19,10 +19,10 @@ from .dynamo.token_axes import SHORTEST_STREAMED, Axis, fake_of, is_parameter
 from .passes.ir import (
     CannotStream,
     Condition,
-    EveryRowSeesAKey,
+    EveryRowHasVisibleKey,
     Mark,
-    MaskHidesOutside,
-    PositionsRestart,
+    MaskedOutsideBand,
+    PositionsIncrease,
     Refusal,
     bytes_of,
     is_tensor,
@@ -41,9 +41,9 @@ from .runtime.runner import Layout, cannot_tell, lines_of, noting
 from .target_device import planned_for, target_of
 
 HELP = {
-    EveryRowSeesAKey: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
-    PositionsRestart: "Number the tokens of each packed sequence upwards.",
-    MaskHidesOutside: "Causal masks made by `torch.tril` or `is_causal` in the compiled function are proved without a check.",
+    EveryRowHasVisibleKey: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
+    PositionsIncrease: "Number the tokens of each packed sequence upwards.",
+    MaskedOutsideBand: "Causal masks made by `torch.tril` or `is_causal` in the compiled function are proved without a check.",
 }
 
 

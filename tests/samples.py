@@ -111,6 +111,40 @@ SAMPLES = {
     "aten::view_as_real": [call("aten::view_as_real", lambda: torch.complex(x(3, 4), x(3, 4)))],
     "aten::view_as_complex": [call("aten::view_as_complex", lambda: x(3, 4, 2).contiguous())],
     "aten::_conj": [call("aten::_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
+    **{
+        f"aten::{n}.{kind}": [call(f"aten::{n}.{kind}", t(2, 3, 1), t(3, 4) if kind == "Tensor" else 0.5)]
+        for n in ("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt")
+        for kind in ("Tensor", "Scalar")
+    },
+    **{
+        n: [call(n, t(2, 3, 4))]
+        for n in (
+            "aten::neg",
+            "aten::abs",
+            "aten::exp",
+            "aten::exp2",
+            "aten::sigmoid",
+            "aten::relu",
+            "aten::tanh",
+            "aten::reciprocal",
+            "aten::logical_not",
+        )
+    },
+    **{n: [call(n, t(2, 3, 1), t(3, 4))] for n in ("aten::maximum", "aten::minimum")},
+    "aten::log1p": [call("aten::log1p", lambda: x(3, 4).abs())],
+    "aten::pow.Tensor_Tensor": [call("aten::pow.Tensor_Tensor", lambda: x(3, 1).abs(), t(3, 4))],
+    "aten::pow.Tensor_Scalar": [call("aten::pow.Tensor_Scalar", t(3, 4), 2)],
+    "aten::pow.Scalar": [call("aten::pow.Scalar", 2, t(3, 4))],
+    **{
+        n: [call(n, t(2, 3, 1, dtype=BOOL), t(3, 4, dtype=BOOL))]
+        for n in (
+            "aten::bitwise_and.Tensor",
+            "aten::bitwise_or.Tensor",
+            "aten::logical_and",
+            "aten::logical_or",
+        )
+    },
+    "aten::bitwise_not": [call("aten::bitwise_not", t(3, 4, dtype=BOOL))],
     "aten::copy": [
         call("aten::copy", t(3, 4), t(3, 4)),
         call("aten::copy", t(3, 4), t(4)),

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import Interpreter
 
-from streambp_compile.passes.ir import MaskHidesOutside, Reach
-from streambp_compile.passes.mask_analysis import evaluate
+from streambp_compile.passes.ir import MaskedOutsideBand, Reach
 from streambp_compile.passes.mask_analysis.domains import Affine, Band
-from streambp_compile.runtime.mask_guards import kept as satisfied
-from streambp_compile.runtime.mask_guards import ordered, visible
+from streambp_compile.passes.mask_analysis.evaluation import evaluate
+from streambp_compile.runtime.mask_guards import holds
+from streambp_compile.runtime.mask_guards import by_query, visible
 
 INF = math.inf
 LOW = torch.finfo(torch.float32).min
@@ -35,17 +35,19 @@ def index(like: Tensor, dim: int) -> Tensor:
     )
 
 
-def seen_by(abstract: Band, real: Tensor, environment) -> Tensor:
+def visible_by(abstract: Band, real: Tensor, environment) -> Tensor:
     """Which entries the paddings beside a band leave, in the band and outside."""
     left = torch.ones(real.shape, dtype=torch.bool)
-    for seen in abstract.seen:
-        shown = visible(environment[seen.node], seen.hides)
+    for key_mask in abstract.key_masks:
+        shown = visible(environment[key_mask.node], key_mask.masked_value)
         if shown.dim() != real.dim():  # whatever became of the batch: what every one of it shows
-            shown = ordered(shown, seen).all(0)
+            shown = by_query(shown, key_mask).all(0)
             shown = shown if abstract.row < abstract.key else shown.T
             shown = shown.reshape(
                 [
-                    real.shape[d] if d == abstract.key or d == abstract.row and seen.row is not None else 1
+                    real.shape[d]
+                    if d == abstract.key or d == abstract.row and key_mask.row is not None
+                    else 1
                     for d in range(real.dim())
                 ]
             )
@@ -64,29 +66,31 @@ def check(abstract, real: Tensor, environment) -> None:
         offset = index(real, abstract.key) - index(real, abstract.row)
         inside = (offset >= abstract.lo) & (offset <= abstract.hi)
         band = Reach(abstract.lo, abstract.hi)
-        if not all(satisfied(MaskHidesOutside((s,), band), [environment[s.node]]) for s in abstract.assumes):
+        if not all(holds(MaskedOutsideBand((s,), band), [environment[s.node]]) for s in abstract.assumes):
             return  # what it claims is of a stored mask that hides what is outside
         out, kept = real[~inside], real[inside]
         if abstract.outside == 0.0 and abstract.outside is not False:
-            sees = (inside & seen_by(abstract, real, environment)).any(abstract.key, keepdim=True) | (
-                abstract.seen == ()
+            sees = (inside & visible_by(abstract, real, environment)).any(abstract.key, keepdim=True) | (
+                abstract.key_masks == ()
             )
             assert (real[~inside & sees] == 0).all(), abstract
         elif abstract.outside == "min":
             assert (out <= 0.99 * torch.finfo(torch.float16).min).all(), abstract
         else:
             assert (out == abstract.outside).all(), abstract
-        if abstract.zero:
+        if abstract.zero_inside:
             assert (
-                (real[inside & seen_by(abstract, real, environment)] == 0).all()
-                if abstract.seen is not None
+                (real[inside & visible_by(abstract, real, environment)] == 0).all()
+                if abstract.key_masks is not None
                 else True
             ), abstract
         if abstract.exact:
             assert (kept == (True if abstract.outside is False else 0)).all(), abstract
-        if abstract.seen is not None and abstract.outside != 0.0 or abstract.outside is False:
+        if abstract.key_masks is not None and abstract.outside != 0.0 or abstract.outside is False:
             shown = (
-                real[inside & seen_by(abstract, real, environment)] if abstract.seen is not None else kept[:0]
+                real[inside & visible_by(abstract, real, environment)]
+                if abstract.key_masks is not None
+                else kept[:0]
             )
             shown = (
                 shown == (abstract.outside is False)
@@ -96,7 +100,7 @@ def check(abstract, real: Tensor, environment) -> None:
             assert shown.all(), abstract
         if (
             abstract.outside == "min"
-            and abstract.rests_on == ()
+            and abstract.visibility_masks == ()
             and real.shape[abstract.row] <= real.shape[abstract.key]
         ):
             assert inside.any(abstract.key).all(), abstract

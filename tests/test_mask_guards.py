@@ -12,8 +12,15 @@ from models import Layer, gradients, ids_of, worst_error
 from torch import Tensor, nn
 
 from streambp_compile import StreamHint, explain
-from streambp_compile.passes.ir import EVERYWHERE, PAST, EveryRowSeesAKey, KeyMask, MaskHidesOutside, Reach
-from streambp_compile.runtime.mask_guards import Guard, Question, answered, grow, kept, rounds
+from streambp_compile.passes.ir import (
+    EVERYWHERE,
+    PAST,
+    EveryRowHasVisibleKey,
+    KeyMask,
+    MaskedOutsideBand,
+    Reach,
+)
+from streambp_compile.runtime.mask_guards import Guard, Question, answered, holds, positions_increase, rounds
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10
@@ -43,19 +50,21 @@ def test_every_row_sees_a_key(band):
             (keep[:, None, None, :], seen(None, 3, False)),
             (keep.T, seen(None, 0, False)),
         )
-        assert {bool(kept(EveryRowSeesAKey((what,), band), [mask])) for mask, what in spellings} == {expected}
+        assert {bool(holds(EveryRowHasVisibleKey((what,), band), [mask])) for mask, what in spellings} == {
+            expected
+        }
         found.add(expected)
     assert len(found) == (1 if band.lo == 1 else 2)
 
 
 def test_a_stored_mask_beside_a_padding():
     stored, keep = band_matrix(Reach(-1, 0), 6)[None], torch.ones(2, 6, dtype=torch.bool)
-    both = EveryRowSeesAKey((seen(1, 2, False), seen(None, 1, False)), PAST)
-    assert kept(both, [stored, keep])
+    both = EveryRowHasVisibleKey((seen(1, 2, False), seen(None, 1, False)), PAST)
+    assert holds(both, [stored, keep])
     keep[1, 2] = False
-    assert kept(both, [stored, keep])
+    assert holds(both, [stored, keep])
     keep[1, 3] = False  # row 3 sees but 2 and 3
-    assert not kept(both, [stored, keep])
+    assert not holds(both, [stored, keep])
 
 
 @pytest.mark.parametrize("band", [PAST, EVERYWHERE, Reach(-1, 0), Reach(-2, 1)], ids=str)
@@ -67,19 +76,21 @@ def test_two_paddings(band):
         expected = bool((band_matrix(band, 4) & (a & b)[:, None]).any(-1).all())
         numbers = torch.where(b, 0.0, torch.finfo(torch.float32).min)
         assert (
-            bool(kept(EveryRowSeesAKey((seen(None, 1, False), seen(None, 1, None)), band), [a, numbers]))
+            bool(
+                holds(EveryRowHasVisibleKey((seen(None, 1, False), seen(None, 1, None)), band), [a, numbers])
+            )
             == expected
         )
 
 
 def test_masks_of_heads_beside_paddings_of_sequences():
     """Of which sequence a head's mask is, their numbers do not tell: each must do with each."""
-    condition = EveryRowSeesAKey((seen(1, 2, False), seen(None, 1, False)), PAST)
+    condition = EveryRowHasVisibleKey((seen(1, 2, False), seen(None, 1, False)), PAST)
     heads = torch.stack([band_matrix(Reach(-w, 0), 5) for w in (0, 4)])
     keep = torch.ones(3, 5, dtype=torch.bool)
-    assert kept(condition, [heads, keep])
+    assert holds(condition, [heads, keep])
     keep[2, 3] = False  # row 3 of the first head sees but key 3
-    assert not kept(condition, [heads, keep])
+    assert not holds(condition, [heads, keep])
 
 
 def test_a_stored_mask_hides_outside():
@@ -89,14 +100,14 @@ def test_a_stored_mask_hides_outside():
         (lambda m: torch.where(m, 0.0, -math.inf), None),
     ):
         lower = torch.ones(7, 7, dtype=torch.bool).tril()
-        assert kept(MaskHidesOutside((seen(0, 1, hides),), PAST), [spelled(lower)])
+        assert holds(MaskedOutsideBand((seen(0, 1, hides),), PAST), [spelled(lower)])
         lower[5, 6] = True
-        assert not kept(MaskHidesOutside((seen(0, 1, hides),), PAST), [spelled(lower)])
-        assert kept(MaskHidesOutside((seen(0, 1, hides),), Reach(-math.inf, 1)), [spelled(lower)])
+        assert not holds(MaskedOutsideBand((seen(0, 1, hides),), PAST), [spelled(lower)])
+        assert holds(MaskedOutsideBand((seen(0, 1, hides),), Reach(-math.inf, 1)), [spelled(lower)])
 
 
 def test_numbers_so_large_that_lowest_numbers_may_not_vanish_beside_them_do_not_count():
-    assert not kept(EveryRowSeesAKey((seen(None, 1, None),), PAST), [torch.tensor([[0.0, 3e38, 0.0]])])
+    assert not holds(EveryRowHasVisibleKey((seen(None, 1, None),), PAST), [torch.tensor([[0.0, 3e38, 0.0]])])
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,7 @@ def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
     report = explain(model, ids, padded("right"), streambp_options={"chunk_size": 16})
     assert (
         "causal, proved" in str(report)
-        and "every row sees a key in [-inf,0]" in str(report)
+        and "every row has a visible key up to its own position" in str(report)
         and "not proved" not in str(report)
     )
     step = compiled(model)
@@ -248,7 +259,7 @@ def test_a_stored_triangle_prunes_until_it_is_none(hide, triangle):
     report = str(explain(model, ids, keep, streambp_options={"chunk_size": 16}))
     assert (
         "causal, proved" in report
-        and "hides what is not in [-inf,0]" in report
+        and "shows each row only keys up to its own position" in report
         and "not proved" not in report
     )
     step = compiled(model)
@@ -404,7 +415,7 @@ def test_packed_sequences_prune_while_positions_grow(lengths, steps, kept):
         < EXACT
     )
     report = str(explain(model, ids, given, streambp_options={"chunk_size": 16}))
-    assert "causal, proved" in report and "grows from token to token" in report
+    assert "causal, proved" in report and "increases from token to token" in report
 
 
 @pytest.mark.parametrize(
@@ -420,7 +431,7 @@ def test_values_that_grow(same, upto, expected):
     """What is claimed then, that no later key agrees, is so in each of them."""
     s, p = torch.tensor([same]), torch.tensor([upto])
     given = [s[:, :, None], s[:, None, :]], [p[:, :, None], p[:, None, :]]
-    assert grow(*given) == expected
+    assert positions_increase(*given) == expected
     agrees = (s[0, :, None] == s[0]) & (p[0] <= p[0, :, None])
     assert not expected or not agrees.triu(1).any()
-    assert not grow(given[0], [p[:, :, None], p[:, None, :] + 1])
+    assert not positions_increase(given[0], [p[:, :, None], p[:, None, :] + 1])

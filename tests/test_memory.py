@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import peak
 from streambp_compile import explain
-from streambp_compile.passes.ir import PAST, EveryRowSeesAKey, KeyMask, MaskHidesOutside
+from streambp_compile.passes.ir import PAST, EveryRowHasVisibleKey, KeyMask, MaskedOutsideBand
 from streambp_compile.runtime.mask_guards import Guard
 
 LENGTH, VOCABULARY = 2048, 4096
@@ -90,7 +90,8 @@ def test_a_check_of_a_stored_mask_takes_no_memory_of_its_size():
     triangle, padding = KeyMask(hidden, 0, 1, True), KeyMask(placeholders[1], None, 1, False)
     with mode:
         guard = Guard(
-            placeholders, [MaskHidesOutside((triangle,), PAST), EveryRowSeesAKey((triangle, padding), PAST)]
+            placeholders,
+            [MaskedOutsideBand((triangle,), PAST), EveryRowHasVisibleKey((triangle, padding), PAST)],
         )
     for length in (1000, 2048):
         mask, keep = (

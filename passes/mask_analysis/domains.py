@@ -1,18 +1,23 @@
-"""What is known of a mask without its numbers: two small domains, and how their values combine.
+"""The abstract domains of mask analysis, and how their values combine.
 
-* `Affine`  an integer tensor whose entry is ``const + Σ slope[d] * index[d]`` (ranges, position ids, a mask
-that is all true);
-* `Band`    a matrix that differs from its filling only where ``lo <= key - row <= hi``.
+* `Affine`    a tensor whose entry is ``const + Σ slope[d] * index[d]`` (ranges, position ids, constants);
+* `Band`      a matrix of rows (queries) and keys that differs from its filling only where
+  ``lo <= key - row <= hi``: a causal or sliding-window mask, and scores or probabilities that it masks;
+* `Distance`  ``abs(key - row)``;
+* `DocumentMask` (of `passes.ir`)  a boolean that compares per-token values of a row and a key.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from ..ir import Agreement, KeyMask, shape_of
+from ..ir import DocumentMask, KeyMask, shape_of
+
+KeyMasks = tuple[KeyMask, ...]
 
 
 @dataclass(frozen=True)
@@ -28,17 +33,17 @@ class Affine:
 
 @dataclass(frozen=True)
 class Band:
-    """A matrix over (row, key) dims that equals ``outside`` unless ``lo <= key - row <= hi``.
+    """A matrix over (row, key) dimensions that equals ``outside`` unless ``lo <= key - row <= hi``.
 
-    outside  ``False`` (a boolean mask; ``True``: one of what is hidden), ``0.0``, ``-inf``, or ``"min"`` (so
-             low that it vanishes beside
-             any visible key)
-    seen     the masks that hide entries inside, and nothing else does: ``()`` where every entry is visible,
-             ``None`` where one cannot
-             tell. Of zeros: what their proof rests on
-    zero     entries that are visible are ``0`` (an additive mask, not yet added to scores)
-    assumes  stored masks that are taken to hide all that is outside, and values that are taken to grow with
-             the rows
+    outside      ``False`` (a boolean mask that is true where a key is visible), ``True`` (one that is true
+                 where it is masked), ``0.0``, ``-inf``, or ``"min"`` (so low that it vanishes beside any
+                 visible key)
+    key_masks    the masks that hide entries inside the band, and nothing else does: ``()`` where every entry
+                 is visible, ``None`` where it is unknown. Of a matrix that is zero outside: the masks by
+                 which every row must have a visible key for that to be so
+    zero_inside  visible entries are ``0`` (an additive mask that is not yet added to scores)
+    assumes      stored masks that are assumed to mask all that is outside, and document masks whose positions
+                 are assumed to increase
     """
 
     row: int
@@ -46,9 +51,9 @@ class Band:
     lo: float
     hi: float
     outside: object
-    seen: tuple[KeyMask, ...] | None = None
-    zero: bool = False
-    assumes: tuple[KeyMask | Agreement, ...] = ()
+    key_masks: KeyMasks | None = None
+    zero_inside: bool = False
+    assumes: tuple[KeyMask | DocumentMask, ...] = ()
 
     def __str__(self) -> str:
         if (self.lo, self.hi) == (-math.inf, 0):
@@ -60,30 +65,30 @@ class Band:
     @property
     def exact(self) -> bool:
         """Is this the mask of its band and nothing else?"""
-        return self.seen == () and not self.assumes and (self.zero or self.outside is False)
+        return self.key_masks == () and not self.assumes and (self.zero_inside or self.outside is False)
 
     @property
-    def rests_on(self) -> tuple[KeyMask, ...] | None:
-        """Masks by which every row must see a key for the outside to be truly empty; None if that cannot be
-        told."""
+    def visibility_masks(self) -> KeyMasks | None:
+        """Masks by which every row must have a visible key for the outside to be truly empty; None if
+        unknown."""
         if self.outside != "min":
-            return self.seen if is_zero_outside(self) else ()
-        return self.seen if self.seen or self.lo <= 0 <= self.hi else None
+            return self.key_masks if is_zero_outside(self) else ()
+        return self.key_masks if self.key_masks or self.lo <= 0 <= self.hi else None
 
 
 @dataclass(frozen=True)
 class Distance:
-    """A matrix over (row, key) dims that equals ``abs(key - row)``."""
+    """A matrix over (row, key) dimensions that equals ``abs(key - row)``."""
 
     row: int
     key: int
 
 
-Abstract = Affine | Band | Distance | Agreement | None
-HIDING = (-math.inf, "min")  # fillings that empty a score
+Abstract = Affine | Band | Distance | DocumentMask | None
+EMPTY = (-math.inf, "min")  # fillings that empty a score
 
 
-def moved(value: Abstract, dims: dict[int, int]) -> Abstract:
+def with_dims_renamed(value: Abstract, dims: dict[int, int]) -> Abstract:
     """Rename dimensions (old → new); a dimension that is dropped must not matter."""
     if isinstance(value, Affine):
         if any(d not in dims for d, _ in value.slopes):
@@ -96,7 +101,7 @@ def moved(value: Abstract, dims: dict[int, int]) -> Abstract:
     return None
 
 
-def same_axes(a: Band, b: Band) -> bool:
+def have_same_axes(a: Band, b: Band) -> bool:
     return (a.row, a.key) == (b.row, b.key)
 
 
@@ -104,46 +109,57 @@ def is_constant(value: Abstract) -> bool:
     return isinstance(value, Affine) and not value.slopes
 
 
-def is_zero_outside(band: Band) -> bool:
-    return band.outside is not False and band.outside == 0.0
+def is_empty_outside(value: Abstract) -> bool:
+    """Scores, or an additive mask, that no softmax reads outside a band."""
+    return isinstance(value, Band) and value.outside in EMPTY
 
 
-def intersected(a: Band, b: Band) -> Band:
-    """Entries that two masks of scores leave, each hiding others. What is known of one is worth more than
-    what is taken of the other."""
-    seen, zero = all_of(a.seen, b.seen), a.zero and b.zero
-    for sure, guess in ((a, b), (b, a)):
-        if guess.assumes and not sure.assumes and sure.hi <= guess.hi:
-            return replace(sure, seen=seen, zero=zero)
+def is_zero_outside(value: Abstract) -> bool:
+    """A matrix that adds nothing to a sum outside a band."""
+    return isinstance(value, Band) and value.outside is not False and value.outside == 0.0
+
+
+def is_visible_mask(value: Abstract) -> bool:
+    """A boolean mask that is false outside a band."""
+    return isinstance(value, Band) and value.outside is False
+
+
+def intersection(a: Band, b: Band) -> Band:
+    """The entries that two masks leave visible together.
+
+    A range that is proved is worth more than one that is assumed: it is kept where it is no wider.
+    """
+    key_masks, zero = merged((a.key_masks, b.key_masks)), a.zero_inside and b.zero_inside
+    for proved, assumed in ((a, b), (b, a)):
+        if assumed.assumes and not proved.assumes and proved.hi <= assumed.hi:
+            return replace(proved, key_masks=key_masks, zero_inside=zero)
     return replace(
         a,
         lo=max(a.lo, b.lo),
         hi=min(a.hi, b.hi),
         outside=a.outside if a.outside == b.outside else "min",
-        seen=seen,
-        zero=zero,
+        key_masks=key_masks,
+        zero_inside=zero,
         assumes=tuple(dict.fromkeys(a.assumes + b.assumes)),
     )
 
 
 def hull(a: Band, b: Band) -> Band | None:
-    """Outside of both, zeros."""
-    seen = all_of(a.seen, b.seen)
-    assumes = tuple(dict.fromkeys(a.assumes + b.assumes))
-    return (
-        replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), seen=seen, assumes=assumes)
-        if seen is not None
-        else None
-    )
-
-
-def visible(hidden: Abstract) -> Band | None:
-    """What a boolean that hides entries leaves to be seen."""
-    if not isinstance(hidden, Band):
+    """The smallest band that holds both: outside of it both are zero."""
+    key_masks = merged((a.key_masks, b.key_masks))
+    if key_masks is None:
         return None
-    if hidden.outside is True:
-        return replace(hidden, outside=False)
-    return complement(hidden) if hidden.exact else None
+    assumes = tuple(dict.fromkeys(a.assumes + b.assumes))
+    return replace(a, lo=min(a.lo, b.lo), hi=max(a.hi, b.hi), key_masks=key_masks, assumes=assumes)
+
+
+def as_visible(masked: Abstract) -> Band | None:
+    """The visible entries of a boolean mask that is true where a key is masked."""
+    if not isinstance(masked, Band):
+        return None
+    if masked.outside is True:
+        return replace(masked, outside=False)
+    return complement(masked) if masked.exact else None
 
 
 def complement(band: Band) -> Band | None:
@@ -153,21 +169,19 @@ def complement(band: Band) -> Band | None:
     return replace(band, lo=-math.inf, hi=band.lo - 1) if band.hi == math.inf else None
 
 
-def all_of(*seens: tuple[KeyMask, ...] | None) -> tuple[KeyMask, ...] | None:
-    """What several masks leave to be seen. They must be told apart by no more than one batch."""
-    if None in seens:
+def merged(groups: Iterable[KeyMasks | None]) -> KeyMasks | None:
+    """The masks of several groups that hide keys together. At most one of them may hold more than one mask:
+    which of a batch belongs to which is unknown."""
+    groups = tuple(groups)
+    if None in groups:
         return None
-    found = tuple(dict.fromkeys(s for seen in seens for s in seen))
-    return found if sum(s.batch > 1 for s in found) <= 1 else None
+    found = tuple(dict.fromkeys(mask for group in groups for mask in group))
+    return found if sum(mask.batch > 1 for mask in found) <= 1 else None
 
 
-def one(seen: KeyMask | None) -> tuple[KeyMask, ...] | None:
-    return None if seen is None else (seen,)
-
-
-def mask_of(arg: object, like: Node, band: Band, hides: bool | None) -> KeyMask | None:
-    """An operand of a matrix of which nothing is known, as what hides some of its keys: from all rows alike,
-    or from each its own."""
+def as_key_mask(arg: object, like: Node, band: Band, masked_value: bool | None) -> KeyMasks | None:
+    """An operand of a matrix of which nothing is known, as a mask of its keys: the same for all rows, or one
+    for each."""
     if not isinstance(arg, Node):
         return None
     shift, shape = len(shape_of(like)) - len(shape_of(arg)), shape_of(arg)
@@ -175,28 +189,27 @@ def mask_of(arg: object, like: Node, band: Band, hides: bool | None) -> KeyMask 
     if key < 0 or shape[key] != shape_of(like)[band.key] or shape[key] == 1:
         return None
     if row < 0 or shape[row] == 1:
-        return KeyMask(arg, None, key, hides)
-    return KeyMask(arg, row, key, hides) if shape[row] == shape_of(like)[band.row] else None
+        return (KeyMask(arg, None, key, masked_value),)
+    return (KeyMask(arg, row, key, masked_value),) if shape[row] == shape_of(like)[band.row] else None
 
 
-def everything(node: Node, outside: object, *seens: tuple[KeyMask, ...] | None) -> Band | None:
-    """A matrix that hides by what is given alone: nothing is known of its band, or, of a stored mask, taken
-    to be causal."""
-    rank, seen = len(shape_of(node)), all_of(*seens)
-    stored = tuple(s for s in seen or () if s.row is not None)
-    return (
-        Band(rank - 2, rank - 1, -math.inf, 0 if stored else math.inf, outside, seen, assumes=stored)
-        if seen
-        else None
-    )
+def band_of_key_masks(node: Node, outside: object, groups: Iterable[KeyMasks | None]) -> Band | None:
+    """A matrix that only these masks hide: of padding masks the band is everything, of a stored mask it is
+    assumed to be causal."""
+    rank, key_masks = len(shape_of(node)), merged(groups)
+    if not key_masks:
+        return None
+    stored = tuple(mask for mask in key_masks if mask.row is not None)
+    hi = 0 if stored else math.inf
+    return Band(rank - 2, rank - 1, -math.inf, hi, outside, key_masks, assumes=stored)
 
 
 def stored_mask(node: Node) -> Band | None:
     """An additive mask of which nothing is known."""
-    return everything(node, "min", one(mask_of(node, node, matrix(node), None)))
+    return band_of_key_masks(node, "min", [as_key_mask(node, node, full_band(node), None)])
 
 
-def matrix(node: Node) -> Band:
-    """The axes of a matrix of scores: rows and keys are its last."""
+def full_band(node: Node) -> Band:
+    """All rows and keys of a matrix of scores, which are its last two dimensions."""
     rank = len(shape_of(node))
     return Band(rank - 2, rank - 1, -math.inf, math.inf, None)

@@ -17,8 +17,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..ir import arguments, copied, is_tensor, is_zeros, op_name, shape_of, value_of
-from ..mask_analysis import evaluate
 from ..mask_analysis.domains import Band
+from ..mask_analysis.evaluation import evaluate
 from ..rules.scans import JOINS
 from .constant_slices import shorten_constants
 from .shifted_rows import shift_rows

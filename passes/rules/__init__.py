@@ -17,7 +17,7 @@ A third party adds a rule for an op of its own in the same way this package does
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,13 @@ from torch.fx import Node
 from ..ir import CannotStream, Refusal, Signature, where_of
 from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
+from ..mask_analysis.domains import Abstract
+from ..mask_analysis.operands import Known
 from .facets import CostClass, Linear, Scan
+from .signatures import broadcast
 
-MaskHandler = Callable  # (node, what is known so far) → the abstract value of the node, or None
+MaskTransfer = Callable[[Node, Known], Abstract]  # (node, what is known so far) → its abstract value
+Bounded = Callable[[Node, Container[Node]], bool]  # (node, the bounded nodes) → is it one of them?
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,10 @@ class Rule:
     emit        writes the node into a chunk body, where copying it at chunk length is not enough
     cost        what it costs beside its neighbours; unknown counts as a kernel of its own
     linear      in which operands it is linear; unknown counts as not linear
-    mask        what it does to a mask's domain (mask analysis); unknown prunes nothing
-    ordinary    finite operands give numbers far from the lowest of their dtype, which hide no key
+    mask        what it does to a mask's abstract value: a function of `mask_domain`; unknown prunes nothing
+    bounded     when its numbers are far from the lowest of their dtype, so that they mask no key: a function
+                of `mask_domain.bounded`
+    visible_only  masked scores do not count in its result (a softmax over keys)
     scan        how chunks of it join, if it is a scan
     positions   outputs that name rows or keys by their place (-1: its only output)
     random      it draws random numbers
@@ -54,8 +60,9 @@ class Rule:
     emit: Callable | None = None
     cost: CostClass | None = None
     linear: Linear | None = None
-    mask: MaskHandler | None = None
-    ordinary: bool = False
+    mask: MaskTransfer | None = None
+    bounded: Bounded | None = None
+    visible_only: bool = False
     scan: Scan | None = None
     positions: tuple[int, ...] = ()
     random: bool = False
@@ -64,6 +71,7 @@ class Rule:
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
+POINTWISE = Rule(broadcast)  # what is known of an op by its tag alone
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -114,8 +122,8 @@ def functional(target: object) -> object:
         return None
 
 
-def rule_of(node: Node) -> Rule:
-    """The row for this node's op; pointwise ops are known by their tag. No row means refuse."""
+def find_rule(node: Node) -> Rule | None:
+    """The row for this node's op, or None; pointwise ops are known by their tag."""
     found = TABLE.get(node.target) or TABLE.get(functional(node.target))
     if found is not None:
         return found
@@ -129,6 +137,14 @@ def rule_of(node: Node) -> Rule:
         and f"higher_order::{node.target.__name__}" in BY_NAME
     ):
         return BY_NAME[f"higher_order::{node.target.__name__}"]
+    return None
+
+
+def rule_of(node: Node) -> Rule:
+    """The row for this node's op. No row means refuse."""
+    found = find_rule(node)
+    if found is not None:
+        return found
     raise CannotStream(
         Refusal(
             str(node.target),
@@ -141,5 +157,3 @@ def rule_of(node: Node) -> Rule:
 
 for _family in ("pointwise", "views", "matmul", "reductions", "scans", "indexing", "creation", "attention"):
     importlib.import_module(f"{__name__}.{_family}")
-
-POINTWISE = TABLE[overload("aten::clone")]

@@ -7,18 +7,22 @@ from torch.fx import Node
 from ..ir import Signature, shape_of, value_of
 from ..kernels.operators import uniform_at
 from . import rule
+from .mask_domain import creation
 
 
 def alone(node: Node, uniform: bool) -> Signature:
     return Signature((), (tuple(("made", i) for i in range(len(shape_of(node)))),), uniform=uniform)
 
 
-@rule("aten::full", "aten::empty.memory_format", "aten::zeros", "aten::ones", shape_arg=0)
+@rule("aten::empty.memory_format", "aten::zeros", "aten::ones", shape_arg=0)
 def constant(node: Node) -> Signature:
     return alone(node, uniform=True)
 
 
-@rule("aten::scalar_tensor")
+rule("aten::full", shape_arg=0, mask=creation.constant)(constant)
+
+
+@rule("aten::scalar_tensor", mask=creation.constant)
 def scalar(node: Node) -> Signature:
     return alone(node, uniform=True)
 
@@ -37,7 +41,7 @@ def emit_iota(body, node: Node):
     return body.iota(node, node.kwargs["start"], node.kwargs["step"])
 
 
-@rule("prims::iota", emit=emit_iota)
+@rule("prims::iota", emit=emit_iota, mask=creation.ranged)
 def iota(node: Node) -> Signature:
     return alone(node, uniform=False)
 

@@ -7,10 +7,12 @@ from torch.fx import Node
 
 from ..ir import Signature, Tokens, is_zeros, shape_of, value_of
 from . import rule
+from .mask_domain import layout
+from .mask_domain.bounded import always, if_operands_are
 from .signatures import aligned, all_at_once, argument
 
 
-@rule("aten::embedding")
+@rule("aten::embedding", bounded=always)
 def embedding(node: Node) -> Signature:
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
     return Signature((("v", "d"), index), ((*index, "d"),), contracts="all")
@@ -69,7 +71,7 @@ def before_dims(body, mask: Node, count: int) -> Node:
     return mask
 
 
-@rule("aten::index.Tensor", emit=emit_index)
+@rule("aten::index.Tensor", emit=emit_index, mask=layout.looked_up, bounded=if_operands_are)
 def index(node: Node) -> Signature:
     """``x[i, :, j]``: the index tensors broadcast together; their dims come where the first index was, or in
     front if they are apart."""
@@ -94,7 +96,7 @@ def index(node: Node) -> Signature:
     return Signature(tuple(operands), (outputs,), contracts="picked" if picks else "all")
 
 
-@rule("aten::gather")
+@rule("aten::gather", bounded=if_operands_are)
 def gather(node: Node) -> Signature:
     table, rows = shape_of(node.args[0]), shape_of(node)
     dim = node.args[1] % max(len(rows), 1)

@@ -4,6 +4,8 @@ from torch.fx import Node
 
 from ..ir import Signature, shape_of
 from . import rule
+from .mask_domain import arithmetic
+from .mask_domain.bounded import always, if_addend_is
 from .signatures import aligned, equation
 
 
@@ -14,12 +16,12 @@ def emit_mm(body, node: Node):
     return body.accumulate_mm(node, body.summand(node.args[0]), body.read(node.args[1]))
 
 
-@rule("aten::mm", emit=emit_mm)
+@rule("aten::mm", emit=emit_mm, bounded=always)
 def mm(node: Node) -> Signature:
     return equation(node, "mk,kn->mn")
 
 
-@rule("aten::bmm", emit=emit_mm)
+@rule("aten::bmm", emit=emit_mm, bounded=always)
 def bmm(node: Node) -> Signature:
     return equation(node, "bmk,bkn->bmn")
 
@@ -62,11 +64,11 @@ def with_bias(node: Node, text: str) -> Signature:
     )
 
 
-@rule("aten::addmm")
+@rule("aten::addmm", mask=arithmetic.product_added, bounded=if_addend_is)
 def addmm(node: Node) -> Signature:
     return with_bias(node, "mk,kn->mn")
 
 
-@rule("aten::baddbmm")
+@rule("aten::baddbmm", mask=arithmetic.product_added, bounded=if_addend_is)
 def baddbmm(node: Node) -> Signature:
     return with_bias(node, "bmk,bkn->bmn")

@@ -6,6 +6,8 @@ from torch.fx import Node
 
 from ..ir import Signature, shape_of, value_of
 from . import rule
+from .mask_domain import layout, normalization
+from .mask_domain.bounded import if_operands_are
 from .signatures import argument, dims_of
 
 
@@ -24,7 +26,7 @@ def sum_all(node: Node) -> Signature:
     return reduced(node, dims_of(None, len(shape_of(node.args[0]))), False, "sum")
 
 
-@rule("aten::sum.dim_IntList")
+@rule("aten::sum.dim_IntList", mask=layout.summed)
 def sum_dims(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     return reduced(node, dims_of(node.args[1], rank), bool(argument(node, 2, "keepdim", False)), "sum")
@@ -32,7 +34,6 @@ def sum_dims(node: Node) -> Signature:
 
 @rule(
     "aten::mean.dim",
-    "aten::amax",
     "aten::amin",
     "aten::any.dim",
     "aten::any.dims",
@@ -50,17 +51,23 @@ def reduce_dims(node: Node) -> Signature:
     )
 
 
+rule("aten::amax", bounded=if_operands_are, visible_only=True)(reduce_dims)
+
+
 @rule("aten::mean", "aten::max", "aten::min", "aten::any", "aten::all", "aten::prod")
 def reduce_all(node: Node) -> Signature:
     return reduced(node, dims_of(None, len(shape_of(node.args[0]))), False, "all")
 
 
-@rule("aten::max.dim", "aten::min.dim")
+@rule("aten::min.dim")
 def extreme(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     return reduced(
         node, dims_of(node.args[1], rank), bool(argument(node, 2, "keepdim", False)), "all", outputs=2
     )
+
+
+rule("aten::max.dim", visible_only=True)(extreme)
 
 
 @rule("aten::var_mean.correction")
@@ -105,17 +112,24 @@ def normalized(node: Node, dim: int, operands: int) -> Signature:
     return Signature((labels,) * operands, (labels,), keys=dim)
 
 
-@rule("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax")
+@rule("aten::_log_softmax")
 def softmax(node: Node) -> Signature:
     return normalized(node, node.args[1], 1)
 
 
-@rule("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
+rule("aten::_softmax", mask=normalization.normalized, visible_only=True)(softmax)
+rule("aten::_safe_softmax", mask=normalization.safely_normalized, visible_only=True)(softmax)
+
+
+@rule("aten::_log_softmax_backward_data")
 def softmax_backward(node: Node) -> Signature:
     return normalized(node, node.args[2], 2)
 
 
-@rule("streambp::to_extreme")
+rule("aten::_softmax_backward_data", mask=normalization.normalized_backward)(softmax_backward)
+
+
+@rule("streambp::to_extreme", mask=normalization.largest_backward, visible_only=True)
 def to_extreme(node: Node) -> Signature:
     dim, labels = node.args[2], tuple(range(len(shape_of(node))))
     return Signature((tuple(None if i == dim else i for i in labels), labels), (labels,), keys=dim)

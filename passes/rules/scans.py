@@ -12,6 +12,8 @@ from torch.fx import Node
 
 from ..ir import FUTURE, PAST, Signature, shape_of
 from . import rule
+from .mask_domain import creation
+from .mask_domain.bounded import if_operands_are
 
 aten = torch.ops.aten
 
@@ -40,11 +42,14 @@ def emit_forward(body, node: Node):
     return body.scan(node, node.target, node.args[1], *JOINS[node.target])
 
 
-@rule("aten::cumsum", "aten::logcumsumexp", "aten::cumprod", emit=emit_forward)
+@rule("aten::logcumsumexp", "aten::cumprod", emit=emit_forward)
 def forward(node: Node) -> Signature:
     rank = len(shape_of(node))
     labels = tuple(range(rank))
     return Signature((labels,), (labels,), reach={node.args[1] % max(rank, 1): PAST})
+
+
+rule("aten::cumsum", emit=emit_forward, mask=creation.accumulated, bounded=if_operands_are)(forward)
 
 
 def emit_reverse(body, node: Node):

@@ -7,6 +7,8 @@ from torch.fx import Node
 
 from ..ir import Reach, Signature, hint, is_zeros, refuse, shape_of, tensor_operands, value_of
 from . import rule
+from .mask_domain import layout
+from .mask_domain.bounded import if_operands_are
 from .signatures import aligned, argument, dims_of
 
 
@@ -15,14 +17,22 @@ def emit_view(body, node: Node):
     return body.reshaped(body.read(node.args[0]), body.sizes(node))
 
 
-@rule("aten::view", "aten::_unsafe_view", "aten::reshape", shape_arg=1, emit=emit_view)
+@rule(
+    "aten::view",
+    "aten::_unsafe_view",
+    "aten::reshape",
+    shape_arg=1,
+    emit=emit_view,
+    mask=layout.reshaped,
+    bounded=if_operands_are,
+)
 def view(node: Node) -> Signature:
     return Signature(
         (tuple(range(len(shape_of(node.args[0])))),), (tuple(range(len(shape_of(node)))),), reshape=True
     )
 
 
-@rule("aten::unsqueeze")
+@rule("aten::unsqueeze", mask=layout.reshaped, bounded=if_operands_are)
 def unsqueeze(node: Node) -> Signature:
     rank = len(shape_of(node))
     dim = node.args[1] % rank
@@ -41,7 +51,13 @@ def view_as_real(node: Node) -> Signature:
     return Signature((labels,), ((*labels, None),))
 
 
-@rule("aten::squeeze.dim", "aten::squeeze.dims", "aten::squeeze")
+@rule(
+    "aten::squeeze.dim",
+    "aten::squeeze.dims",
+    "aten::squeeze",
+    mask=layout.reshaped,
+    bounded=if_operands_are,
+)
 def squeeze(node: Node) -> Signature:
     shape = shape_of(node.args[0])
     named = dims_of(argument(node, 1, "dim"), len(shape))
@@ -49,19 +65,19 @@ def squeeze(node: Node) -> Signature:
     return Signature((tuple(range(len(shape))),), (kept,))
 
 
-@rule("aten::permute")
+@rule("aten::permute", mask=layout.permuted, bounded=if_operands_are)
 def permute(node: Node) -> Signature:
     rank = len(shape_of(node))
     return Signature((tuple(range(rank)),), (tuple(d % rank for d in node.args[1]),))
 
 
-@rule("aten::t", "aten::numpy_T")
+@rule("aten::t", "aten::numpy_T", mask=layout.permuted, bounded=if_operands_are)
 def transpose_matrix(node: Node) -> Signature:
     labels = tuple(range(len(shape_of(node))))
     return Signature((labels,), (labels[::-1],))
 
 
-@rule("aten::transpose.int")
+@rule("aten::transpose.int", mask=layout.permuted, bounded=if_operands_are)
 def transpose(node: Node) -> Signature:
     rank = len(shape_of(node))
     labels = list(range(rank))
@@ -71,7 +87,7 @@ def transpose(node: Node) -> Signature:
     return Signature((tuple(labels),), (tuple(swapped),))
 
 
-@rule("aten::expand", shape_arg=1)
+@rule("aten::expand", shape_arg=1, mask=layout.expanded, bounded=if_operands_are)
 def expand(node: Node) -> Signature:
     out = shape_of(node)
     return Signature((aligned(shape_of(node.args[0]), out),), (tuple(range(len(out))),))
@@ -96,7 +112,7 @@ def emit_slice(body, node: Node):
     return body.read(x) if body.carries_tokens(node, dim) else body.copy(node)
 
 
-@rule("aten::slice.Tensor", emit=emit_slice)
+@rule("aten::slice.Tensor", emit=emit_slice, mask=layout.sliced, bounded=if_operands_are)
 def slice_(node: Node) -> Signature:
     shape = shape_of(node.args[0])
     dim = argument(node, 1, "dim", 0) % len(shape)
@@ -125,7 +141,7 @@ def emit_select(body, node: Node):
     )
 
 
-@rule("aten::select.int", emit=emit_select)
+@rule("aten::select.int", emit=emit_select, mask=layout.selected, bounded=if_operands_are)
 def select(node: Node) -> Signature:
     shape = shape_of(node.args[0])
     dim = node.args[1] % len(shape)
@@ -165,7 +181,7 @@ def emit_pad(body, node: Node):
     return body.fill_outside(node, body.read(node.args[0]), argument(node, 2, "value", 0))
 
 
-@rule("aten::constant_pad_nd", emit=emit_pad)
+@rule("aten::constant_pad_nd", emit=emit_pad, bounded=if_operands_are)
 def pad(node: Node) -> Signature:
     rank, amounts = len(shape_of(node)), node.args[1]
     offsets = {
@@ -236,7 +252,7 @@ def slice_scatter(node: Node) -> Signature:
     return Signature((labels, labels), (labels,), offsets={dim: (0, -clamped(start, shape[dim]))})
 
 
-@rule("aten::cat")
+@rule("aten::cat", mask=layout.joined, bounded=if_operands_are)
 def cat(node: Node) -> Signature:
     """Columns behind a longer part (attention sinks behind scores) leave its own columns where they are."""
     rank = len(shape_of(node))

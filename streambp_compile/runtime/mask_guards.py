@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
-from ..passes.ir import Condition, KeyMask, MaskHidesOutside, PositionsRestart, Reach, ancestors, value_of
+from ..passes.ir import Condition, KeyMask, MaskedOutsideBand, PositionsIncrease, Reach, ancestors, value_of
 from ..report import StreamHint
 
 
@@ -52,13 +52,15 @@ class Guard:
             parts = list(masks(*given))
             return torch.stack(
                 [
-                    kept(condition, [parts.pop(0) for _ in range(count)])
+                    holds(condition, [parts.pop(0) for _ in range(count)])
                     for condition, count in zip(self.conditions, counts)
                 ]
             )
 
         self.answers_of = answers
-        if any(s.row is not None for c in conditions if not isinstance(c, PositionsRestart) for s in c.seen):
+        if any(
+            s.row is not None for c in conditions if not isinstance(c, PositionsIncrease) for s in c.key_masks
+        ):
             self.answers_of = compiled(answers, [value_of(placeholders[i]) for i in read])
 
     def answers(self, given: Sequence[object]) -> Tensor:
@@ -120,9 +122,9 @@ def text_of(module: GraphModule) -> str:
 
 def describe(condition: Condition) -> str:
     """A condition without the names of its nodes."""
-    if isinstance(condition, PositionsRestart):
-        return f"Restarts {len(condition.alike.same)} {len(condition.alike.upto)}"
-    return f"{type(condition).__name__} {[(s.row, s.key, s.hides) for s in condition.seen]} {condition.band}"
+    if isinstance(condition, PositionsIncrease):
+        return f"{type(condition).__name__} {len(condition.document_mask.equal)} {len(condition.document_mask.ordered)}"
+    return f"{type(condition).__name__} {[(s.row, s.key, s.masked_value) for s in condition.key_masks]} {condition.band}"
 
 
 # One call of a chain of regions
@@ -188,66 +190,68 @@ def answered(questions: Sequence[Question], values: Mapping | Sequence) -> dict[
 # Conditions as expressions on the device
 
 
-def kept(condition: Condition, masks: Sequence[Tensor]) -> Tensor:
+def holds(condition: Condition, masks: Sequence[Tensor]) -> Tensor:
     """Do the masks of a call satisfy a condition? A boolean on their device."""
-    if isinstance(condition, PositionsRestart):
-        return grow(masks[: 2 * len(condition.alike.same)], masks[2 * len(condition.alike.same) :])
-    masks = [ordered(mask, seen) for mask, seen in zip(masks, condition.seen)]
-    shown = [visible(mask, seen.hides) for mask, seen in zip(masks, condition.seen)]
-    if isinstance(condition, MaskHidesOutside):
-        return (allowed(shown[0], condition.band) | ~shown[0]).all()
-    # numbers so large that lowest ones may not vanish beside them do not count
-    found = [(mask < far(mask)).all() for mask, seen in zip(masks, condition.seen) if seen.hides is None]
-    both = functools.reduce(together, shown)
-    if all(seen.row is None for seen in condition.seen):
-        found.append(every_row_sees(both, condition.band))
+    if isinstance(condition, PositionsIncrease):
+        equal = 2 * len(condition.document_mask.equal)
+        return positions_increase(masks[:equal], masks[equal:])
+    masks = [by_query(mask, key_mask) for mask, key_mask in zip(masks, condition.key_masks)]
+    visible_keys = [visible(mask, k.masked_value) for mask, k in zip(masks, condition.key_masks)]
+    if isinstance(condition, MaskedOutsideBand):
+        return (allowed(visible_keys[0], condition.band) | ~visible_keys[0]).all()
+    # numbers so large that the lowest ones may not vanish beside them do not count
+    found = [(m < far(m)).all() for m, k in zip(masks, condition.key_masks) if k.masked_value is None]
+    joint = functools.reduce(both_visible, visible_keys)
+    if all(key_mask.row is None for key_mask in condition.key_masks):
+        found.append(every_row_sees(joint, condition.band))
     else:
-        found.append((allowed(both, condition.band) & both).any(-1).all())
+        found.append((allowed(joint, condition.band) & joint).any(-1).all())
     return torch.stack(found).all()
 
 
-def grow(same: Sequence[Tensor], upto: Sequence[Tensor]) -> Tensor:
-    """Does one of the values ``upto`` grow with every token over which those of ``same`` stay?
+def positions_increase(equal: Sequence[Tensor], ordered: Sequence[Tensor]) -> Tensor:
+    """Does one of the values ``ordered`` increase with every token while those of ``equal`` stay the same?
 
-    And do those never return? Each comes twice: for the rows ``[.., T, 1]``, and for the keys ``[.., 1, T]``,
-    ``[T]``.
+    Those of ``equal`` must never return to a value that they left. Each value comes twice: for the rows
+    ``[.., T, 1]``, and for the keys ``[.., 1, T]`` or ``[T]``.
     """
-    given = (*same, *upto)
+    given = (*equal, *ordered)
     pairs = [
         (rows.squeeze(-1), keys if keys.dim() == 1 else keys.squeeze(-2))
         for rows, keys in zip(given[::2], given[1::2])
     ]
-    alike = torch.stack([(rows == keys).all() for rows, keys in pairs]).all()
-    steps = [keys.diff() for _, keys in pairs]
-    held, growing = steps[: len(same) // 2], steps[len(same) // 2 :]
-    never = torch.zeros((), dtype=torch.bool, device=alike.device)
-    restarts = functools.reduce(torch.logical_or, [step > 0 for step in held], never)
-    never_back = [(step >= 0).all() for step in held]
-    grows = torch.stack([((step > 0) | restarts).all() for step in growing]).any()
-    return torch.stack([alike, grows, *never_back]).all()
+    same_values = torch.stack([(rows == keys).all() for rows, keys in pairs]).all()
+    # neighbours are compared: differences of unsigned or boolean values would wrap
+    steps = [(keys[..., :-1], keys[..., 1:]) for _, keys in pairs]
+    documents, positions = steps[: len(equal) // 2], steps[len(equal) // 2 :]
+    no_start = torch.zeros((), dtype=torch.bool, device=same_values.device)
+    starts = functools.reduce(torch.logical_or, [after > before for before, after in documents], no_start)
+    never_return = [(after >= before).all() for before, after in documents]
+    increase = torch.stack([((after > before) | starts).all() for before, after in positions]).any()
+    return torch.stack([same_values, increase, *never_return]).all()
 
 
-def ordered(mask: Tensor, seen: KeyMask) -> Tensor:
+def by_query(mask: Tensor, key_mask: KeyMask) -> Tensor:
     """A mask as ``[masks, rows or 1, keys]``."""
-    if seen.row is None:
-        mask = mask.movedim(seen.key, -1).unsqueeze(-2)
+    if key_mask.row is None:
+        mask = mask.movedim(key_mask.key, -1).unsqueeze(-2)
     else:
-        mask = mask.movedim((seen.row, seen.key), (-2, -1))
+        mask = mask.movedim((key_mask.row, key_mask.key), (-2, -1))
     return mask.flatten(0, -3) if mask.dim() > 2 else mask[None]
 
 
-def together(a: Tensor, b: Tensor) -> Tensor:
-    """Keys that both leave visible, mask by mask; each with each where their numbers differ."""
-    alike = a.shape[0] == b.shape[0] or 1 in (a.shape[0], b.shape[0])
-    return a & b if alike else (a[:, None] & b).flatten(0, 1)
+def both_visible(a: Tensor, b: Tensor) -> Tensor:
+    """Keys that both masks leave visible, mask by mask; every pair of masks where their numbers differ."""
+    paired = a.shape[0] == b.shape[0] or 1 in (a.shape[0], b.shape[0])
+    return a & b if paired else (a[:, None] & b).flatten(0, 1)
 
 
-def allowed(shown: Tensor, band: Reach) -> Tensor:
-    """``[rows, keys]``: which keys a band leaves to each row."""
-    rows, keys = (torch.arange(shown.shape[d], device=shown.device) for d in (-2, -1))
+def allowed(like: Tensor, band: Reach) -> Tensor:
+    """``[rows, keys]``: the keys that a band allows each row."""
+    rows, keys = (torch.arange(like.shape[d], device=like.device) for d in (-2, -1))
     distance = keys - rows[:, None]
     inside = [distance >= band.lo] * (band.lo != -math.inf) + [distance <= band.hi] * (band.hi != math.inf)
-    return functools.reduce(torch.logical_and, inside, torch.ones((), dtype=torch.bool, device=shown.device))
+    return functools.reduce(torch.logical_and, inside, torch.ones((), dtype=torch.bool, device=like.device))
 
 
 def every_row_sees(keys: Tensor, band: Reach) -> Tensor:
@@ -259,10 +263,12 @@ def every_row_sees(keys: Tensor, band: Reach) -> Tensor:
     return (count[..., last] > count[..., first]).all()
 
 
-def visible(mask: Tensor, hides: bool | None) -> Tensor:
-    """Where a mask leaves a key. Numbers added to scores do where they are not nearly the lowest."""
-    return mask != hides if hides is not None else ~(mask <= -far(mask))
+def visible(mask: Tensor, masked_value: bool | None) -> Tensor:
+    """Where a mask leaves a key visible. An additive mask does where its numbers are not nearly the
+    lowest."""
+    return mask != masked_value if masked_value is not None else ~(mask <= -far(mask))
 
 
 def far(mask: Tensor) -> float:
+    """A quarter of the largest number: beyond it, numbers count as a masked entry of an additive mask."""
     return torch.finfo(mask.dtype).max / 4

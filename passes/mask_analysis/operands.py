@@ -1,0 +1,70 @@
+"""How a transfer function reads its operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from typing import Protocol
+
+import torch
+from torch.fx import Node
+
+from ..ir import DocumentMask, shape_of, value_of
+from .domains import EMPTY, Abstract, Affine, Band, KeyMasks, as_key_mask, have_same_axes, with_dims_renamed
+
+
+class Known(Protocol):
+    """What the analysis knows so far: called with an argument of a node, its abstract value.
+
+    bounded  floating-point nodes whose numbers are far from the lowest of their dtype
+    """
+
+    bounded: Container[Node]
+
+    def __call__(self, arg: object) -> Abstract: ...
+
+
+def is_bounded(number: float) -> bool:
+    """Far from the lowest number of every dtype."""
+    return abs(number) <= torch.finfo(torch.float16).max / 2
+
+
+def broadcast_value(arg: object, node: Node, known: Known) -> Abstract:
+    """An operand's value in the dimensions of a broadcast output."""
+    value = known(arg)
+    if (
+        not isinstance(arg, Node) or value is None or isinstance(value, DocumentMask)
+    ):  # which is of the last two dimensions
+        return value
+    shift = len(shape_of(node)) - len(shape_of(arg))
+    return with_dims_renamed(value, {d: d + shift for d in range(len(shape_of(arg)))})
+
+
+def without_zero_slopes(value: Affine, node: Node) -> Affine:
+    """Drop slopes that are zero, or run along a dimension of size one."""
+    shape = shape_of(node)
+    return Affine(value.const, tuple((d, s) for d, s in value.slopes if s != 0 and shape[d] != 1))
+
+
+def one_per_row(node: Node, like: Node, band: Band) -> bool:
+    shift = len(shape_of(like)) - len(shape_of(node))
+    return band.key < shift or shape_of(node)[band.key - shift] == 1
+
+
+def hiding_masks(arg: object, like: Node, band: Band, known: Known) -> KeyMasks | None:
+    """The masks that hide entries of an operand of a score matrix."""
+    value = broadcast_value(arg, like, known)
+    if isinstance(value, Band) and value.outside in EMPTY:
+        return value.key_masks if have_same_axes(value, band) else None
+    if arg in known.bounded if isinstance(arg, Node) else is_bounded(arg):
+        return ()
+    return as_key_mask(arg, like, band, None)
+
+
+def lowest(value: float, node: Node) -> object:
+    """How a filling empties a score: exactly (-inf), practically (the dtype's minimum), as zero, or not at
+    all."""
+    if value == -math.inf or value == 0:
+        return value
+    dtype = value_of(node).dtype
+    return "min" if dtype.is_floating_point and value <= torch.finfo(dtype).min / 2 else None

@@ -1,0 +1,141 @@
+"""Arithmetic on positions, on scores, and on masks that are added to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from ...ir import shape_of, value_of
+from ...mask_analysis.domains import (
+    EMPTY,
+    Abstract,
+    Affine,
+    Band,
+    Distance,
+    band_of_key_masks,
+    full_band,
+    have_same_axes,
+    hull,
+    intersection,
+    is_constant,
+    is_empty_outside,
+    is_zero_outside,
+    merged,
+)
+from ...mask_analysis.operands import (
+    Known,
+    broadcast_value,
+    hiding_masks,
+    lowest,
+    one_per_row,
+    without_zero_slopes,
+)
+
+
+def added(node: Node, known: Known) -> Abstract:
+    """A sum of positions, of zeros outside a band, or of scores and an additive mask."""
+    a, b = (broadcast_value(x, node, known) for x in node.args[:2])
+    if isinstance(a, Affine) and isinstance(b, Affine):
+        return affine_sum(a, b, node.kwargs.get("alpha", 1), node)
+    if is_zero_outside(a) and is_zero_outside(b) and have_same_axes(a, b):
+        return hull(a, b)
+    for band, other, arg in ((a, b, node.args[1]), (b, a, node.args[0])):
+        if is_empty_outside(band) and is_empty_outside(other) and have_same_axes(band, other):
+            return intersection(band, other)
+        if is_empty_outside(band):
+            return replace(
+                band,
+                key_masks=merged((band.key_masks, hiding_masks(arg, node, band, known))),
+                zero_inside=band.zero_inside and other == Affine(0.0),
+            )
+    return scores_with_mask(node, known)
+
+
+def subtracted(node: Node, known: Known) -> Abstract:
+    """A difference of positions, of zeros outside a band, or scores less a number of their row."""
+    a, b = (broadcast_value(x, node, known) for x in node.args[:2])
+    if isinstance(a, Affine) and isinstance(b, Affine):
+        return affine_sum(a, b, -node.kwargs.get("alpha", 1), node)
+    if is_zero_outside(a) and is_zero_outside(b) and have_same_axes(a, b):
+        return hull(a, b)
+    of_row = isinstance(node.args[1], Node) and b is None and is_empty_outside(a)
+    return replace(a, zero_inside=False) if of_row and one_per_row(node.args[1], node, a) else None
+
+
+def affine_sum(a: Affine, b: Affine, scale: float, node: Node) -> Affine:
+    """``a + scale * b``."""
+    slopes = dict(a.slopes)
+    for d, s in b.slopes:
+        slopes[d] = slopes.get(d, 0) + scale * s
+    return without_zero_slopes(Affine(a.const + scale * b.const, tuple(slopes.items())), node)
+
+
+def scores_with_mask(node: Node, known: Known) -> Band | None:
+    """Scores plus an additive mask of which nothing is known."""
+    if len(shape_of(node)) < 2 or not value_of(node).dtype.is_floating_point:
+        return None
+    groups = [hiding_masks(arg, node, full_band(node), known) for arg in node.args[:2]]
+    return band_of_key_masks(node, "min", groups)
+
+
+def multiplied(node: Node, known: Known) -> Abstract:
+    a, b = (broadcast_value(x, node, known) for x in node.args[:2])
+    for scale, other in ((a, b), (b, a)):
+        if is_constant(scale) and isinstance(other, Affine):
+            return without_zero_slopes(
+                Affine(scale.const * other.const, tuple((d, scale.const * s) for d, s in other.slopes)), node
+            )
+    for band, other in ((a, b), (b, a)):
+        if is_zero_outside(band):
+            return band
+        if is_empty_outside(band) and is_constant(other) and stays_lowest(other.const, node):
+            return band
+    return None
+
+
+def stays_lowest(scale: float, node: Node) -> bool:
+    """Is what was hidden by a lowest number still far below the scores when all are scaled?"""
+    return scale >= torch.finfo(value_of(node).dtype).max ** -0.25
+
+
+def divided(node: Node, known: Known) -> Abstract:
+    a, b = (broadcast_value(x, node, known) for x in node.args[:2])
+    if is_empty_outside(a) and is_constant(b) and b.const > 0 and stays_lowest(1 / b.const, node):
+        return a
+    return a if is_zero_outside(a) else None
+
+
+def product_added(node: Node, known: Known) -> Abstract:
+    """``baddbmm(mask, queries, keys)``: a mask added to scores."""
+    mask = broadcast_value(node.args[0], node, known)
+    plain = node.kwargs.get("beta", 1) == 1 and is_empty_outside(mask)
+    return replace(mask, zero_inside=False) if plain else None
+
+
+def at_least(node: Node, known: Known) -> Abstract:
+    """``maximum(scores, lowest number)``: what is empty stays practically so."""
+    for band, other in (node.args[:2], node.args[1::-1]):
+        value, least = broadcast_value(band, node, known), broadcast_value(other, node, known)
+        if is_empty_outside(value) and is_constant(least):
+            return replace(value, outside="min") if lowest(least.const, node) in EMPTY else None
+    return None
+
+
+def distance(node: Node, known: Known) -> Abstract:
+    """``abs(row - key)``; only a comparison reads it."""
+    value = known(node.args[0])
+    slopes = dict(value.slopes) if isinstance(value, Affine) else {}
+    return (
+        Distance(*sorted(slopes))
+        if len(slopes) == 2 and sorted(slopes.values()) == [-1, 1] and value.const == 0
+        else None
+    )
+
+
+def negated(node: Node, known: Known) -> Abstract:
+    value = known(node.args[0])
+    if isinstance(value, Affine):
+        return Affine(-value.const, tuple((d, -s) for d, s in value.slopes))
+    return value if is_zero_outside(value) else None

@@ -1,0 +1,187 @@
+"""Ops that move entries: copies, views, slices, concatenations, look-ups, sums over other dimensions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from ...ir import DocumentMask, shape_of, value_of
+from ...mask_analysis.domains import (
+    EMPTY,
+    Abstract,
+    Affine,
+    Band,
+    Distance,
+    is_constant,
+    is_zero_outside,
+    with_dims_renamed,
+)
+from ...mask_analysis.operands import (
+    Known,
+    broadcast_value,
+    without_zero_slopes,
+)
+
+aten = torch.ops.aten
+
+
+def same(node: Node, known: Known) -> Abstract:
+    """A copy, or a cast that keeps every value: an integer may become wider, a float stay a float, a boolean
+    anything."""
+    value, old, new = known(node.args[0]), value_of(node.args[0]).dtype, value_of(node).dtype
+    if new is torch.bool and isinstance(value, Band) and value.zero_inside:
+        return replace(value, outside=True, zero_inside=False)  # which entries of a mask hide
+    if old == new or old.is_floating_point and new.is_floating_point and isinstance(value, Band):
+        return value
+    whole = (
+        isinstance(value, Affine)
+        and float(value.const).is_integer()
+        and all(float(s).is_integer() for _, s in value.slopes)
+    )
+    if whole and new is not torch.bool:
+        return value
+    flag = is_constant(value) and value.const in (0, 1)
+    return value if flag or old is torch.bool and new is torch.bool else None
+
+
+def copied(node: Node, known: Known) -> Abstract:
+    """``copy(target, source)``: the source, in the dtype of the target."""
+    source, target = node.args[:2][::-1]
+    return broadcast_value(source, node, known) if value_of(source).dtype == value_of(target).dtype else None
+
+
+def reshaped(node: Node, known: Known) -> Abstract:
+    """A dimension that keeps its size and what comes before it keeps its meaning; what merges or splits must
+    not matter."""
+    old, new = shape_of(node.args[0]), shape_of(node)
+    if isinstance(known(node.args[0]), DocumentMask):
+        return known(node.args[0]) if old[-2:] == new[-2:] else None
+    places = {(math.prod(new[:i]), size): i for i, size in enumerate(new) if size != 1}
+    keys = {i: (math.prod(old[:i]), size) for i, size in enumerate(old) if size != 1}
+    return with_dims_renamed(
+        known(node.args[0]), {i: places[key] for i, key in keys.items() if key in places}
+    )
+
+
+def expanded(node: Node, known: Known) -> Abstract:
+    return broadcast_value(node.args[0], node, known)
+
+
+def permuted(node: Node, known: Known) -> Abstract:
+    """``permute(x, dims)``, ``transpose(x, a, b)``, ``t(x)``."""
+    rank, dims = len(shape_of(node)), node.args[1:]
+    if dims and isinstance(dims[0], (list, tuple)):
+        order = [d % rank for d in dims[0]]
+    else:
+        order = list(range(rank)) if dims else list(range(rank))[::-1]
+        if dims:
+            a, b = (d % rank for d in dims)
+            order[a], order[b] = b, a
+    return with_dims_renamed(known(node.args[0]), {old: new for new, old in enumerate(order)})
+
+
+def sliced(node: Node, known: Known) -> Abstract:
+    value, shape = known(node.args[0]), shape_of(node.args[0])
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape)
+    start = node.args[2] if len(node.args) > 2 and node.args[2] is not None else 0
+    if (len(node.args) > 4 and node.args[4] != 1) or isinstance(start, Node):
+        return None
+    start = max(0, start + shape[dim] if start < 0 else min(start, shape[dim]))
+    if isinstance(value, Affine):
+        return without_zero_slopes(Affine(value.const + value.slope(dim) * start, value.slopes), node)
+    if isinstance(value, Band) and dim in (value.row, value.key):
+        shift = 0 if not start else start if dim == value.row else -start
+        if shift and (value.assumes or any(s.entries for s in value.key_masks or ())):
+            return None  # a stored mask is checked as it is stored
+        all_see = value.key_masks == () and value.lo == -math.inf  # the first key, whichever that is
+        kept = dim == value.row or is_zero_outside(value) or all_see or shape_of(node) == shape
+        return replace(
+            value, lo=value.lo + shift, hi=value.hi + shift, key_masks=value.key_masks if kept else None
+        )
+    matters = (
+        isinstance(value, Distance)
+        and dim in (value.row, value.key)
+        or isinstance(value, DocumentMask)
+        and dim >= len(shape) - 2
+    )
+    return None if matters and shape_of(node) != shape else value
+
+
+def selected(node: Node, known: Known) -> Abstract:
+    value, shape = known(node.args[0]), shape_of(node.args[0])
+    dim, index = node.args[1] % len(shape), node.args[2]
+    if isinstance(value, Band):
+        return with_dims_renamed(value, {d: d - (d > dim) for d in range(len(shape)) if d != dim})
+    if not isinstance(value, Affine) or isinstance(index, Node):
+        return None
+    rest = Affine(
+        value.const + value.slope(dim) * (index % shape[dim]), tuple(s for s in value.slopes if s[0] != dim)
+    )
+    return with_dims_renamed(rest, {d: d - (d > dim) for d in range(len(shape)) if d != dim})
+
+
+def joined(node: Node, known: Known) -> Abstract:
+    """Ranges that continue one another are one range."""
+    parts = node.args[0]
+    rank = len(shape_of(node))
+    dim = (node.args[1] if len(node.args) > 1 else 0) % rank
+    scores = known(parts[0])
+    if isinstance(scores, Band) and dim == scores.key and all(shape_of(p)[dim] == 1 for p in parts[1:]):
+        always = scores.outside in EMPTY and any(
+            p in known.bounded for p in parts[1:]
+        )  # a sink: every row sees that
+        return replace(
+            scores, key_masks=() if always else scores.key_masks, zero_inside=False
+        )  # columns beyond the keys are always read
+    values, at = [], 0
+    for part in parts:
+        value = known(part)
+        if not isinstance(value, Affine):
+            return None
+        values.append((part, value, at))
+        at += shape_of(part)[dim]
+    long = [(v, start) for p, v, start in values if shape_of(p)[dim] > 1] or [(values[0][1], 0)]
+    whole = without_zero_slopes(
+        Affine(long[0][0].const - long[0][0].slope(dim) * long[0][1], long[0][0].slopes), node
+    )
+    for part, value, start in values:
+        shifted = Affine(whole.const + whole.slope(dim) * start, whole.slopes)
+        if without_zero_slopes(shifted, part) != without_zero_slopes(value, part):
+            return None
+    return whole
+
+
+def looked_up(node: Node, known: Known) -> Abstract:
+    """A range read at ranges is a range."""
+    table = known(node.args[0])
+    if not isinstance(table, Affine):
+        return None
+    total = Affine(table.const)
+    for dim, index in enumerate(node.args[1]):
+        if table.slope(dim) == 0:
+            continue
+        at = broadcast_value(index, node, known) if index is not None else None
+        if not isinstance(at, Affine):
+            return None
+        slopes = dict(total.slopes)
+        for d, s in at.slopes:
+            slopes[d] = slopes.get(d, 0) + table.slope(dim) * s
+        total = Affine(total.const + table.slope(dim) * at.const, tuple(slopes.items()))
+    if any(s for d, s in table.slopes if d >= len(node.args[1])):
+        return None
+    return without_zero_slopes(total, node)
+
+
+def summed(node: Node, known: Known) -> Abstract:
+    """A sum over dimensions that are neither row nor key leaves zeros where they are."""
+    value, rank = known(node.args[0]), len(shape_of(node.args[0]))
+    dims = {d % rank for d in node.args[1]} if len(node.args) > 1 and node.args[1] else set(range(rank))
+    if not isinstance(value, Band) or not is_zero_outside(value) or value.row in dims or value.key in dims:
+        return None
+    keep = len(node.args) > 2 and node.args[2]
+    return with_dims_renamed(
+        value, {d: d if keep else d - sum(e < d for e in dims) for d in range(rank) if d not in dims}
+    )
