@@ -15,6 +15,7 @@ from .ir import (
     DocumentMask,
     EveryRowHasVisibleKey,
     Fact,
+    Kind,
     MaskedOutsideBand,
     PositionsIncrease,
     Reach,
@@ -28,9 +29,9 @@ from .ir import (
     tensor_operands,
 )
 from .mask_analysis.domains import EMPTY, Abstract, Band, is_zero_outside, stored_mask
+from .phases import check_time
 from .rules import rule_of
 from .rules.scans import state_of_no_rows
-from .stages import checkpoint
 from .token_propagation import has_tensors
 
 Facts = Mapping[Node, Fact | tuple[Fact, ...]]
@@ -76,7 +77,7 @@ def key_ranges(
 
     for node in graph.nodes:
         signature = signatures.get(node)
-        if signature is None or node not in kinds or kinds[node] == "whole":
+        if signature is None or node not in kinds or kinds[node] is Kind.WHOLE:
             continue
         if signature.rows is not None:
             reach = signature.reach[signature.keys]
@@ -94,7 +95,7 @@ def key_ranges(
     if paired:
         found = list(ranges.values())  # masks of fused attention need the keys that it reads
         for node in paired:
-            checkpoint()
+            check_time()
             leaves = exits(node, facts, signatures[node])
             if leaves is None:
                 continue

@@ -19,7 +19,7 @@ import networkx
 from torch.fx import Graph, Node
 
 from .ir import ancestors
-from .stages import checkpoint
+from .phases import check_time
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     layer = layer_width(body, widths, traits, mixers)
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
-        checkpoint()
+        check_time()
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
         if following is not None and (
             widths[end] >= FORBIDDEN

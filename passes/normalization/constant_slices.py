@@ -14,8 +14,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir import CannotStream, Mark, Signature, arguments, hint, shape_of, tensor_operands, value_of
+from ..phases import check_time
 from ..rules import rule_of
-from ..stages import checkpoint
 from ..token_propagation import reshaped
 from .size_nodes import SizeNodes
 
@@ -72,7 +72,7 @@ class Shortened:
     def made(self, node: Node, dim: int) -> Node | None:
         """A part of a value along one of its dimensions, made anew; None if something else than ranges and
         constants is in it."""
-        checkpoint()
+        check_time()
         if (node, dim) in self.hopeless:
             return None
         if (node, dim) not in self.known:

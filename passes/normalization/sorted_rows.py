@@ -18,7 +18,7 @@ import operator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import CannotStream, Size, arguments, is_zeros, shape_of, tensor_operands, value_of
+from ..ir import CannotStream, Contraction, Size, arguments, is_zeros, shape_of, tensor_operands, value_of
 from ..rules import rule_of
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
@@ -240,7 +240,7 @@ class Sort:
                 dims if isinstance(value_of(node), (tuple, list)) else dims[0],
                 new,
             )
-        elif all(d is None for d in dims) and signature.contracts == "sum":
+        elif all(d is None for d in dims) and signature.contracts is Contraction.SUM:
             self.back[node] = new
         else:
             raise CannotUndo(node)

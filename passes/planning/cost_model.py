@@ -21,6 +21,7 @@ from ..ir import (
     HERE,
     Analysis,
     Reach,
+    Role,
     Shared,
     bytes_of,
     hint,
@@ -170,7 +171,7 @@ def work_of(
         e.operand
         for n in nodes
         for e in analysis.edges.get(n, ())
-        if e.role == "keys" and is_tensor(e.operand)
+        if e.role is Role.KEYS and is_tensor(e.operand)
     }
     per_key = sum(numel(n) * (4 + value_of(n).dtype.itemsize) for n in keysums if is_tensor(n))
     return Work(
@@ -252,7 +253,7 @@ class Moments:
                     e.operand
                     for e in analysis.edges.get(node, ())
                     if e.operand not in inside
-                    and e.role == "rows"
+                    and e.role is Role.ROWS
                     and e.reach == HERE
                     and is_tensor(e.operand)
                 ),
