@@ -47,7 +47,7 @@ class Alignment:
                 self.root_low.setdefault(self.find(node)[0], -self.find(node)[1])
 
     def rows(self, node: Node) -> int:
-        mark = self.propagation.rows((node, -1))
+        mark = self.propagation.mark((node, -1))
         return shape_of(node)[mark.dim] // (mark.outer * mark.inner)
 
     def classify(self, node: Node) -> None:
@@ -76,7 +76,7 @@ class Alignment:
         features = False
         for slot in slots:
             mark, value = (
-                self.propagation.rows(slot),
+                self.propagation.mark(slot),
                 value_of(node) if slot[1] == -1 else value_of(node)[slot[1]],
             )
             shape = [hint(s) for s in value.shape]

@@ -162,7 +162,7 @@ class Reader:
         if not is_tensor(node) or not self.propagation.of(node):
             return Shared()
         slot = (node, -1)
-        rows, key = self.propagation.rows(slot), self.propagation.key(slot)
+        rows, key = self.propagation.mark(slot), self.propagation.key(slot)
         if (
             key is not None
         ):  # a stored mask, perhaps for more tokens than there are: it is cut before it is read
@@ -386,8 +386,9 @@ def names_keys(
     node: Node, operands: tuple[Node, ...], signature: Signature, propagation: TokenPropagation
 ) -> bool:
     """Does an op give the places of keys to somebody?"""
-    if node.target not in PLACES or propagation.key(slot_of(operands[0])) is None:
+    keys = propagation.key(slot_of(operands[0])) if node.target in PLACES else None
+    if keys is None:
         return False
     place = PLACES[node.target]
-    named = signature.operands[0][propagation.key(slot_of(operands[0])).dim] not in signature.outputs[0]
+    named = signature.operands[0][keys.dim] not in signature.outputs[0]
     return named and (place == -1 or any(user.args[1] == place and user.users for user in node.users))

@@ -125,7 +125,7 @@ class TokenPropagation:
     def met(self) -> list[Node]:
         """The nodes around marked slots, in order."""
         found = {n for slot, marks in self.marks.items() if marks for n in self.known.around.get(slot, ())}
-        return sorted(found, key=self.known.order.get)
+        return sorted(found, key=self.known.order.__getitem__)
 
     def marked(self) -> list[Node]:
         """The nodes whose values have marks."""
@@ -211,6 +211,12 @@ class TokenPropagation:
 
     def rows(self, slot: Slot) -> Mark | None:
         return next((m for d, m in self.marks.get(slot, {}).items() if d != self.keys.get(slot)), None)
+
+    def mark(self, slot: Slot) -> Mark:
+        """The rows of a value that is known to have some."""
+        mark = self.rows(slot)
+        assert mark is not None, f"{slot[0]} has no rows"
+        return mark
 
     def key(self, slot: Slot) -> Mark | None:
         return self.marks[slot][self.keys[slot]] if slot in self.keys else None

@@ -17,6 +17,7 @@ from .ir import (
     FILLED,
     HERE,
     Analysis,
+    Binding,
     BindingRole,
     Body,
     Direction,
@@ -110,7 +111,7 @@ def verify_program(program: Program, analysis: Analysis) -> None:
     - A scan has a state, which goes along or was saved by an earlier sweep.
     - An output over an input's buffer is written by the last sweep.
     """
-    ready, saved = set(program.inputs), set()
+    ready, saved = set(program.inputs), set[Node]()
     for step, nodes in enumerate(program.full_length):
         for node in nodes:
             check_read(node, node.all_input_nodes, ready)
@@ -202,13 +203,14 @@ def check_sizes(inputs: Iterable[tuple[Node, object]]) -> None:
                 lengths.append(user)
 
 
-def check_writes(nodes: list[Node], bindings: Mapping[Node, object], sweep: Sweep) -> None:
+def check_writes(nodes: list[Node], bindings: Mapping[Node, Binding], sweep: Sweep) -> None:
     """Writes go into what the driver hands over to be written."""
     taken = {source for _, source in sweep.in_place}
     written = {a for n in nodes if n.op == "call_function" for a in written_arguments(n)}
     for node in written:
         binding = bindings.get(node)
-        check(binding is not None, f"a chunk body writes into {node}, which is its own")
+        if binding is None:
+            raise IllegalResult(f"a chunk body writes into {node}, which is its own")
         role, source = binding.role, binding.source
         over = role is BindingRole.ROWS and source in taken
         legal = over or role in (*FILLED, *ACCUMULATORS, BindingRole.CARRY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -10,9 +11,9 @@ from torch.fx import Graph, GraphModule, Node
 Size = int | torch.SymInt
 
 
-def value_of(node: Node, output: int | None = None):
+def value_of(node: Node, output: int | None = None) -> Any:
     """The fake value of a node, or of one of its outputs."""
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     return value if output is None else value[output]
 
 
@@ -67,7 +68,7 @@ def is_tensor(node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 
 
-def arguments(node: Node) -> dict[str, object]:
+def arguments(node: Node) -> dict[str, Any]:
     """Arguments by their schema names, defaults filled in."""
     found = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
     found.update({a.name: v for a, v in zip(node.target._schema.arguments, node.args)})
@@ -88,7 +89,7 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 def copied(module: GraphModule) -> GraphModule:
     """A module of its own for a copy of the graph, with its names and meta values."""
-    graph, nodes = Graph(), {}
+    graph, nodes = Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(module.graph, nodes))
     for old, new in nodes.items():
         new.meta = dict(old.meta)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -55,7 +56,9 @@ class Draft:
         key = (role, source, binding.name if source is None else None, binding.low, binding.output)
         if key not in self.bindings:
             self.bindings[key] = (binding, self.placeholder(binding))
-            if role is BindingRole.WHOLE:  # Inductor wants each symbol of an expression by itself
+            if (
+                role is BindingRole.WHOLE and source is not None
+            ):  # Inductor wants each symbol of an expression by itself
                 for symbol in (s for size in value_of(source).shape for s in symbols_in(size)):
                     self.symbol(symbol)
         return self.bindings[key][1]
@@ -101,7 +104,7 @@ class Reading:
         """The shape of a value at chunk length."""
         fact = self.fact(node, output)
         shape = list(value_of(node, output).shape)
-        sizes = [s if isinstance(s, int) else None for s in shape]
+        sizes: list = [s if isinstance(s, int) else None for s in shape]
         if isinstance(fact, Tokens):
             sizes[fact.rows.dim] = self.size(fact.rows)
             if fact.keys is not None:
@@ -126,7 +129,7 @@ class Reading:
             return at
         return self.columns(min(at, shape_of(node)[self.fact(node).keys.dim]), self.fact(node).keys)
 
-    def fact(self, node: Node, output: int | None = None):
+    def fact(self, node: Node, output: int | None = None) -> Any:
         fact = self.analysis.facts[node]
         return fact[output or 0] if isinstance(fact, tuple) else fact
 
@@ -185,7 +188,7 @@ class Reading:
         )
         return next((int(reach.lo) for reach in reaches), 0)
 
-    def domain(self, operand: Node):
+    def domain(self, operand: Node) -> Any:
         """The fact of an operand, its domain counted in the rows of this node."""
         fact, shift = self.fact(operand), self.shift(operand)
         return (
@@ -217,7 +220,7 @@ class Reading:
         fact = self.fact(node)
         return isinstance(fact, Tokens) and fact.rows.dim == dim
 
-    def read_int(self, node: Node):
+    def read_int(self, node: Node) -> Any:
         value = value_of(node)
         if isinstance(value, (int, float, bool)):
             return value

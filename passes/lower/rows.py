@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -94,10 +95,10 @@ class Rows(Reading):
         return local, inside
 
     def places(self, node: Node, device: torch.device) -> Node:
-        """For every entry of the chunk's rows of a value, its position in the full value, counted in the order of
-        dimensions."""
+        """Of every entry of the chunk's rows of a value, the position in the full value (row-major)."""
         call, fact, rank = self.graph.call_function, self.fact(node), rank_of(node)
-        sizes, total = self.sizes(node), None
+        sizes = self.sizes(node)
+        total: Node | None = None
         for dim in range(rank):
             full = sizes[dim]
             if dim == fact.rows.dim:
@@ -111,9 +112,10 @@ class Rows(Reading):
             if total is not None:
                 place = call(aten.add.Tensor, (call(aten.mul.Tensor, (total, full)), place))
             total = place
+        assert total is not None, f"{node} has no dimensions"
         return total
 
-    def counted(self, count: object, device: torch.device, first: object = None) -> Node:
+    def counted(self, count: int | Node, device: torch.device, first: Node | None = None) -> Node:
         """``first, first + 1, …``, so many."""
         steps = self.graph.call_function(
             prims.iota.default,
@@ -122,8 +124,9 @@ class Rows(Reading):
         )
         return steps if first is None else self.graph.call_function(aten.add.Tensor, (steps, first))
 
-    def places_of_rows(self, fact: Tokens, size: object, device: torch.device) -> tuple[Node, Node]:
-        """Positions of the chunk's rows along a token dimension of the full value, and the size of that dimension."""
+    def places_of_rows(self, fact: Tokens, size: Node, device: torch.device) -> tuple[Node, Node]:
+        """Positions of the chunk's rows along a token dimension of the full value, and the size of that
+        dimension."""
         call, mark, length = self.graph.call_function, fact.rows, self.scalar("length")
         if fact.hi != fact.lo:
             length = call(operator.add, (length, fact.hi - fact.lo))
@@ -139,7 +142,7 @@ class Rows(Reading):
         place = call(aten.reshape.default, (call(aten.add.Tensor, inner), [size]))
         return place, call(operator.mul, (length, mark.outer * mark.inner))
 
-    def iota(self, node: Node, start, step) -> Node:
+    def iota(self, node: Node, start: Any, step: Any) -> Node:
         rows = self.graph.call_function(
             prims.convert_element_type.default,
             (self.places(node, node.kwargs["device"]), node.kwargs["dtype"]),
@@ -179,7 +182,7 @@ class Rows(Reading):
         """An operand of a sum over rows, zero where its rows do not count."""
         return self.zero_beyond(operand, self.read(operand), operand)
 
-    def place_of_row(self, node: Node, index: object) -> tuple[Node, Node]:
+    def place_of_row(self, node: Node, index: Any) -> tuple[Node, Node]:
         """The place in the chunk of one row of all tokens, as ``[1]``, and whether it is there."""
         index = self.read_int(index) if isinstance(index, Node) else index
         place = self.graph.call_function(
@@ -187,13 +190,13 @@ class Rows(Reading):
         )
         return self.rows_of_chunk(place, self.fact(node).rows, self.fact(node).lo)
 
-    def row_picked(self, operand: Node, dim: int, index: object) -> Node:
+    def row_picked(self, operand: Node, dim: int, index: Any) -> Node:
         """One row of all tokens, ``[…, 1, …]``, from the chunk that has it; zero from the others."""
         local, inside = self.place_of_row(operand, index)
         row = self.graph.call_function(aten.index_select.default, (self.read(operand), dim, local))
         return self.zero_unless(inside, row, operand)
 
-    def row_put(self, node: Node, dim: int, index: object, row: Node, like: Node) -> Node:
+    def row_put(self, node: Node, dim: int, index: Any, row: Node, like: Node) -> Node:
         """The chunk's rows of a value of zeros with one row, ``[…, 1, …]``, written by the chunk that has
         it."""
         local, inside = self.place_of_row(node, index)

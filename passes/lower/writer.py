@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -43,7 +44,7 @@ class Writer(Rows):
         rule = rule_of(node)
         edges = enumerate(self.edges(node))
 
-        def mapped(arg: object) -> object:
+        def mapped(arg: Any) -> Any:
             if isinstance(arg, Node):
                 return operand() if isinstance(value_of(arg), TENSORS) else self.read_int(arg)
             if isinstance(arg, (list, tuple)):

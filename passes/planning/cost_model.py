@@ -262,7 +262,7 @@ class Moments:
             if not is_row_wise(analysis.facts[node]):
                 self.steps.append((None, sources, given[node]))
             elif not is_alias(node):
-                if is_tensor(node) and analysis.facts[node].keys is None:
+                if is_tensor(node) and analysis.tokens_of(node).keys is None:
                     self.single = max(self.single, bytes_of(value_of(node)) // length)
                 if is_one_of(node, KERNELS) or is_read_by_kernel(node):
                     self.steps.append((node, sources, given[node]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, Tokens, is_zeros, shape_of, value_of
+from ..ir import Label, Labels, Signature, Tokens, is_zeros, shape_of, value_of
 from . import rule
 from .mask_domain import layout
 from .mask_domain.bounded import always, if_operands_are
@@ -88,7 +88,7 @@ def index(node: Node) -> Signature:
     after = [i for i in kept if i not in before]
     index_labels = tuple(("i", j) for j in range(index_rank))
     shape = out[len(before) : len(before) + index_rank]
-    operands = [tuple(("read", i) if i in used else ("x", i) for i in range(rank))]
+    operands: list[Labels] = [tuple(("read", i) if i in used else ("x", i) for i in range(rank))]
     for i in used:
         operands.append(tuple(None if j is None else ("i", j) for j in aligned(shape_of(indices[i]), shape)))
     outputs = (*(("x", i) for i in before), *index_labels, *(("x", i) for i in after))
@@ -103,7 +103,9 @@ def gather(node: Node) -> Signature:
     # An index narrower than the table along another dimension reads its first rows only: a tie of row 0 to
     # row 0.
     labels = tuple(("moved", i) if i == dim else i for i in range(len(table)))
-    shifts = {i: (0, 0) for i in range(len(rows)) if i != dim and table[i] != rows[i]}
+    shifts: dict[Label, tuple[int, ...]] = {
+        i: (0, 0) for i in range(len(rows)) if i != dim and table[i] != rows[i]
+    }
     return Signature(
         (labels, tuple(range(len(rows)))), (tuple(range(len(rows))),), contracts="all", offsets=shifts
     )

@@ -124,9 +124,9 @@ def slice_(node: Node) -> Signature:
     return Signature((labels,), (labels,), offsets={dim: (clamped(start, shape[dim]),)})
 
 
-def clamped(index: object, size: int) -> int:
+def clamped(index: int | Node, size: int) -> int:
     """A slice bound as slicing reads it: negative from the end, never outside."""
-    number = hint(index.meta["val"]) if isinstance(index, Node) else index
+    number: int = hint(index.meta["val"]) if isinstance(index, Node) else index
     return max(0, min(size, number + size if number < 0 else number))
 
 
