@@ -99,7 +99,7 @@ def visits(monkeypatch, depth: int) -> int:
 
     graph = traced(chain, torch.randn(2, 5, 4), torch.randn(4, 4)).graph
     count = [0]
-    monkeypatch.setattr(token_propagation, "checkpoint", lambda: count.__setitem__(0, count[0] + 1))
+    monkeypatch.setattr(token_propagation, "check_time", lambda: count.__setitem__(0, count[0] + 1))
     TokenPropagation(graph, {next(iter(graph.nodes)): (Mark(1),)})
     return count[0]
 
