@@ -167,15 +167,16 @@ def stream(
             compiled = tuple(map(compile_body, bodies, planned.chunks))
         return Schedule(program, planned, bodies, Runner(program, analysis, planned, bodies, compiled))
 
-    schedules = [*map(scheduled, directions(programs)), None]
+    forward = scheduled(programs.forward)
+    backward = None if programs.backward is None else scheduled(programs.backward)
     return StreamedRegion(
         region.module,
         analysis,
         region.primals,
         region.tangents,
         programs.saved,
-        schedules[0],
-        schedules[1],
+        forward,
+        backward,
         programs.fused,
         device,
     )

@@ -88,7 +88,7 @@ class RegionReport:
         graphs = {"split": self.split, "joint": self.joint}
         if self.streamed is not None:
             graphs["normalized"] = self.streamed.joint
-            yield self.artifact("facts"), self.analysis.table
+            yield self.artifact("facts"), self.streamed.analysis.table
         for direction in ("forward", "backward"):
             schedule = getattr(self, direction)
             if schedule is not None:
@@ -113,7 +113,7 @@ class RegionReport:
             lines += describe("backward", self.backward, self.streamed)
         lines += [
             f"  checked in each call: {condition}; else all keys are read"
-            for condition in self.analysis.conditions
+            for condition in self.streamed.analysis.conditions
         ]
         return "\n".join(lines)
 
@@ -138,7 +138,7 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
                 continue
             value = value_of(binding.source)
             size = bytes_of(value) // length if binding.role is BindingRole.CARRY else bytes_of(value)
-            fact = analysis.facts[binding.source]
+            fact = analysis.fact(binding.source)
             taken = f", becomes {in_place[binding.source].name}" if binding.source in in_place else ""
             lines.append(
                 f"      {ROLES[binding.role]:<12} {binding.name:<26} {fact.pattern(rank_of(binding.source)):<22} "

@@ -68,7 +68,9 @@ def test_labels_fit_the_values(name, number):
     for value, labels in zip(sample.operands, signature.operands):
         for label, size in zip(labels, value.shape):
             untied = label is None and size > 1 and not signature.reshape
-            assert not untied or signature.contracts is Contraction.ALL, "rows tied to nothing cannot be added up"
+            assert not untied or signature.contracts is Contraction.ALL, (
+                "rows tied to nothing cannot be added up"
+            )
 
 
 @pytest.mark.parametrize("name,number", cases())

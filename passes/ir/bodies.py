@@ -63,6 +63,18 @@ class Binding:
     def __str__(self) -> str:
         return f"{self.role!s:<8} {self.name}"
 
+    @property
+    def node(self) -> Node:
+        """The source of a binding that is known to have one."""
+        assert self.source is not None, f"{self} has no source"
+        return self.source
+
+    @property
+    def tokens(self) -> Mark:
+        """The token dimension of a binding that is known to have one."""
+        assert self.mark is not None, f"{self} has no token dimension"
+        return self.mark
+
 
 @dataclass(frozen=True)
 class ChosenKernel:

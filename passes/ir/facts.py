@@ -336,6 +336,12 @@ class Analysis:
     reaches: Mapping[Node, Reach]
     conditions: tuple[Condition, ...] = ()
 
+    def fact(self, node: Node) -> Fact:
+        """The fact of a node that is one value."""
+        fact = self.facts[node]
+        assert not isinstance(fact, tuple), f"{node} is several values"
+        return fact
+
     def tokens_of(self, node: Node) -> Tokens:
         """The fact of a value that is known to have rows."""
         fact = self.facts[node]

@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -72,14 +73,13 @@ def layout_of(value: torch.Tensor) -> Layout:
 
 def source_value(binding: Binding) -> torch.Tensor:
     """The fake value behind a binding."""
-    assert binding.source is not None, f"{binding.name} has no source"
-    return value_of(binding.source, binding.output)
+    return value_of(binding.node, binding.output)
 
 
 class Sizes:
     """Sizes of this call, told from the sizes of its inputs."""
 
-    def __init__(self, inputs: Mapping[Node, object], fake_of: Callable[[Node], object] = value_of):
+    def __init__(self, inputs: Mapping[Node, Any], fake_of: Callable[[Node], object] = value_of):
         self.known: dict[object, int] = {}
         for node, value in inputs.items():
             fake = fake_of(node)
@@ -142,7 +142,7 @@ class Call:
     owned   inputs that may be overwritten
     """
 
-    values: dict[Node, object]
+    values: dict[Node, Any]
     states: dict[Node, dict[int, torch.Tensor]]
     sizes: Sizes
     length: int
@@ -197,7 +197,7 @@ class Runner:
         self.constants = {n: constant_of(n) for n in program.inputs if n.op == "get_attr"}
         self.last_read = last_reads(program)
 
-    def __call__(self, inputs: dict[Node, object], owned: frozenset[Node] = frozenset()) -> list[object]:
+    def __call__(self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset()) -> list[object]:
         """Outputs of the program. Inputs in ``owned`` may be overwritten; the dictionary is emptied on the
         way."""
         sizes = Sizes(inputs)
@@ -213,8 +213,9 @@ class Runner:
                     values.pop(node, None)
         return [values[o] if isinstance(o, Node) else o for o in self.program.outputs]
 
-    def at_full_length(self, node: Node, values: Mapping[Node, object]) -> object:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+    def at_full_length(self, node: Node, values: Mapping[Node, Any]) -> Any:
+        args: Any = map_arg(node.args, values.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, values.__getitem__)
         if node in self.plan.kernels:
             kwargs = {**kwargs, "kernel": self.plan.kernels[node].name}
         with noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"):
@@ -242,20 +243,18 @@ class Runner:
             own = value if source in call.owned else value.clone()
             call.values[source] = laid_out(own, layout_of(value_of(source)))
 
-    def save_states(
-        self, sweep: Sweep, bound: list[tuple[Binding, object]], chunk: Chunk, call: Call
-    ) -> None:
+    def save_states(self, sweep: Sweep, bound: list[tuple[Binding, Any]], chunk: Chunk, call: Call) -> None:
         """Keep the states before a chunk that a later sweep starts it from."""
         for binding, state in bound:
             if binding.role is BindingRole.CARRY and binding.source in sweep.saved_states:
-                call.states.setdefault(binding.source, {})[chunk.start] = state.clone()
+                call.states.setdefault(binding.node, {})[chunk.start] = state.clone()
 
-    def collect(self, binding: Binding, source: object, call: Call) -> None:
+    def collect(self, binding: Binding, source: Any, call: Call) -> None:
         """A buffer or accumulator that the sweep has filled becomes a value."""
         if binding.role in FILLED:
-            call.values[binding.source] = self.finished(binding, source, call.sizes)
+            call.values[binding.node] = self.finished(binding, source, call.sizes)
         elif binding.role in ACCUMULATORS and binding.output is None:
-            call.values[binding.source] = source.to(value_of(binding.source).dtype)
+            call.values[binding.node] = source.to(value_of(binding.node).dtype)
 
     def place(self, step: int, chunk: Chunk) -> str:
         """Where a chunk is, in words."""
@@ -263,7 +262,7 @@ class Runner:
         tokens = f"tokens {chunk.start} to {chunk.stop - 1} of {chunk.length}"
         return f"{tokens}, in sweep {step + 1} of {count} ({direction})"
 
-    def source(self, binding: Binding, sweep: Sweep, call: Call) -> object:
+    def source(self, binding: Binding, sweep: Sweep, call: Call) -> Any:
         """What a binding is cut from: a value laid out as the body expects, a buffer to fill, saved states."""
         role, sizes = binding.role, call.sizes
         if role is BindingRole.SCALAR:
@@ -271,34 +270,33 @@ class Runner:
                 return call.values[binding.source]
             return None if binding.size is None else sizes(binding.size)
         if role is BindingRole.CARRY and binding.source in sweep.restored_states:
-            return call.states[binding.source]
+            return call.states[binding.node]
         if role in ACCUMULATORS or role is BindingRole.CARRY or role in FILLED:
             return self.buffer(binding, call)
-        fake, value = source_value(binding), call.values[binding.source]
+        fake, value = source_value(binding), call.values[binding.node]
         if role is BindingRole.WHOLE:
             return value if Layout.of(fake) is None else laid_out(value, layout_of(fake))
         if role is BindingRole.ROWS:
-            value = aligned(value, binding.mark, -binding.low, call.length)
+            value = aligned(value, binding.tokens, -binding.low, call.length)
         return laid_out(value, layout_of(fake))
 
     def buffer(self, binding: Binding, call: Call) -> torch.Tensor:
         """Memory that a sweep writes: zeros to add to, the state of no rows, or a row for every token."""
         fake = source_value(binding)
         shape = [call.sizes(s) for s in fake.shape]
-        total = dict(dtype=total_dtype(fake.dtype), device=fake.device)
         if binding.role in ACCUMULATORS:
-            return torch.zeros(shape, **total)
+            return torch.zeros(shape, dtype=total_dtype(fake.dtype), device=fake.device)
         if binding.role is BindingRole.CARRY:
-            shape[binding.mark.dim] = 1
-            return torch.full(shape, binding.filling, **total)
-        mark = binding.mark
+            shape[binding.tokens.dim] = 1
+            return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
+        mark = binding.tokens
         shape[mark.dim] = mark.outer * call.length * mark.inner
         strides = layout_of(fake).strides(shape)
         return torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device)
 
     def finished(self, binding: Binding, buffer: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """A filled buffer without the rows that do not count."""
-        fake, mark = source_value(binding), binding.mark
+        fake, mark = source_value(binding), binding.tokens
         want = [sizes(s) for s in fake.shape]
         if list(buffer.shape) == want:
             return buffer
@@ -345,7 +343,7 @@ def note(error: Exception, text: str) -> None:
 
 def constant_of(node: Node) -> torch.Tensor:
     """A tensor that the graph carries with it."""
-    value = node.graph.owning_module
+    value: Any = node.graph.owning_module
     for name in node.target.split("."):
         value = getattr(value, name)
     return value
@@ -376,9 +374,9 @@ def laid_out(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def cut(binding: Binding, source: object, chunk: Chunk) -> object:
+def cut(binding: Binding, source: Any, chunk: Chunk) -> Any:
     """One input of a body for a chunk."""
-    role, mark = binding.role, binding.mark
+    role = binding.role
     if role is BindingRole.SCALAR:
         named = binding.source is None and binding.size is None
         return chunk.scalar(binding.name) if named else source
@@ -388,7 +386,8 @@ def cut(binding: Binding, source: object, chunk: Chunk) -> object:
         return source[chunk.start] if isinstance(source, dict) else source
     count = chunk.last_key - chunk.first_key
     if role in READS_KEYS:
-        return source if mark is None else source.narrow(mark.dim, chunk.first_key, count)
+        return source if binding.mark is None else source.narrow(binding.mark.dim, chunk.first_key, count)
+    mark = binding.tokens
     if binding.columns is not None:
         source = source.narrow(binding.columns.dim, chunk.first_key, count)
     if mark.outer == mark.inner == 1:
