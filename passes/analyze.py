@@ -121,11 +121,17 @@ class Reader:
         if node in self.propagation.missing:
             raise self.propagation.missing[node]
         if node in self.propagation.lost:
-            raise refuse(node, self.propagation.lost[node], "Keep the tokens in a dimension of their own")
+            raise refuse(
+                node,
+                self.propagation.lost[node],
+                "Keep the token dimension separate from the other dimensions",
+            )
         for output in outputs_of(node):
             if len(self.propagation.marks.get((node, output), {})) > 2:
                 raise refuse(
-                    node, "a value with three token dimensions", "Write it with one row and one key dimension"
+                    node,
+                    "This value has three token dimensions, and at most two (queries and keys) are supported",
+                    "Rewrite it with one dimension of queries and one of keys",
                 )
         self.derive(node, operands, self.propagation.signatures[node])
 
@@ -150,8 +156,9 @@ class Reader:
             if not isinstance(exact, int) and exact.node.expr != 0 and not is_now(shape[mark.dim], exact):
                 raise refuse(
                     node,
-                    f"{shape[mark.dim]} rows are not T plus a constant",
-                    "Pass a length that divides evenly",
+                    f"This value has {shape[mark.dim]} rows, which is not the number of tokens plus a "
+                    "constant",
+                    "Choose a sequence length that the split or pooling divides evenly",
                 )
         return excess
 
@@ -159,8 +166,8 @@ class Reader:
         if signature.reshape and not isinstance(self.facts[operands[0]], Tokens):
             raise refuse(
                 node,
-                "makes rows of tokens out of what has none",
-                "Nothing, if these are patches of an image: what makes them runs whole",
+                "This reshape creates the token dimension",
+                "Nothing to do for image patches: the patch embedding runs unchunked",
             )
         row, key, kind = self.roles(node, operands, signature)
         slots = [(node, o) for o in outputs_of(node)]
@@ -169,16 +176,16 @@ class Reader:
         if key is not None and any(isinstance(f, Tokens) and (f.lo, f.hi) != (0, 0) for f in facts_in):
             raise refuse(
                 node,
-                "its keys are those of a shifted sequence",
-                "Attend over all tokens, and slice what comes after",
+                "The attention keys are shifted against the token sequence",
+                "Attend over all tokens, and slice the result afterwards",
             )
         if any(isinstance(f, Tokens) and f.keys is not None for f in facts_in) and any(
             r.lo == r.hi != 0 for label, r in signature.reach.items() if label in (row, key)
         ):
             raise refuse(
                 node,
-                "moves rows or keys of a matrix of tokens by tokens",
-                "Compute it from positions, where it is read",
+                "This operation shifts the rows or columns of a [tokens, tokens] matrix",
+                "Compute the matrix from token positions where it is used",
             )
         if (
             any(isinstance(f, Tokens) and f.keys is not None for f in facts_in)
@@ -187,14 +194,14 @@ class Reader:
         ):
             raise refuse(
                 node,
-                "scans the rows of a matrix of tokens by tokens",
-                "Scan values with a row for each token",
+                "This scan runs along the rows of a [tokens, tokens] matrix",
+                "Scan a value that has one row per token",
             )
         if names_keys(node, operands, signature, self.propagation):
             raise refuse(
                 node,
-                "names keys by their place, which a chunk counts from its first",
-                "Use amax for the value alone",
+                "This operation returns indices of keys, which a chunk would count from its own first key",
+                "Use amax if only the value is needed",
             )
         low = self.alignment.low(node) if node in self.alignment.heavy else None
         if low is None:
@@ -244,7 +251,10 @@ class Reader:
             marked = any(label_at(s, ls, m) == signature.rows for s, ls, m, _ in ins)
             if not marked:
                 raise refuse(
-                    node, "queries carry no tokens but keys do", "Chunk over the queries' own sequence"
+                    node,
+                    "The attention keys are tokens of the sequence, but the queries are not",
+                    "Nothing to do for learned queries (a pooling head, a perceiver): this attention runs "
+                    "unchunked",
                 )
             return signature.rows, signature.keys, "mixed" if len(outs) == 3 else "rows"
         pair_out = next(
@@ -264,7 +274,9 @@ class Reader:
                 return None, None, "all"
             if signature.keys is not None and single == signature.keys:
                 raise refuse(
-                    node, "normalises over tokens", "Only matrices of scores are normalised over their keys"
+                    node,
+                    "This operation normalises over the token dimension, which needs all tokens at once",
+                    "Normalise over features, or attention scores over their keys",
                 )
             if pair_in is not None and single == pair_in[1]:
                 if signature.contracts != "sum":
@@ -320,8 +332,8 @@ class Reader:
             if fact.rows.inner != 1:
                 raise refuse(
                     node,
-                    "its keys are several rows for each token",
-                    "Give them a dimension of their own, or make them before the layer",
+                    "Each token has several keys along one dimension",
+                    "Give the keys of a token a dimension of their own, or compute them before the layer",
                 )
             return Edge(operand, "keys", signature.reach.get(key, EVERYWHERE))
         return Edge(operand, "halo", EVERYWHERE)

@@ -147,8 +147,8 @@ def partition(
     node = next(iter(searches[0].streamed))
     raise refuse(
         node,
-        f"more than {MOST_SWEEPS} sweeps would be needed",
-        "Report the printed graph; the region runs whole",
+        f"This region would need more than {MOST_SWEEPS} sweeps over its tokens",
+        "Please report this model with the region's graph, as printed by streambp_compile.explain",
     )
 
 
@@ -268,7 +268,8 @@ class Search:
                 if node not in self.early and not exists:
                     raise refuse(
                         node,
-                        "reads rows of every chunk at once, and they are too large to exist whole",
+                        "This operation needs the rows of all tokens at once, and they are too large to "
+                        "keep at full length",
                         "Reduce over features first, or compute this outside the compiled function",
                     )
                 take(node)
@@ -341,13 +342,17 @@ class Search:
             if node in self.outputs and self.is_matrix(node):
                 raise refuse(
                     node,
-                    "a matrix of tokens by tokens leaves the region",
-                    "Make masks where they are read, from ranges and padding",
+                    "A [tokens, tokens] matrix is an output of this region",
+                    "Build masks where they are used, from positions and padding",
                 )
             if not self.has_padding(node) or not tensor_operands(node):
                 continue
             if node not in self.outputs or not fills_with_zeros(node):
-                raise refuse(node, "has rows beyond the tokens", "Pad labels or masks, not hidden states")
+                raise refuse(
+                    node,
+                    "This value has more rows than there are tokens",
+                    "Pad labels or masks instead of hidden states",
+                )
 
     def direction(self, node: Node) -> str | None:
         """The way a scan goes over the tokens; None of what is no scan."""

@@ -40,20 +40,20 @@ class Watch:
             raise Abandoned(
                 Refusal(
                     "graph",
-                    f"{STAGE.get()} was given up after {self.limit:g} seconds of analysis",
-                    'Allow more with options={"analysis_seconds": ...}, or report this model',
+                    f"The analysis reached its limit of {self.limit:g} seconds while {STAGE.get()}",
+                    'Raise the limit with options={"analysis_seconds": ...}, or report this model',
                 )
             )
         if not self.told and time.monotonic() - self.started > SLOW:
             self.told = True
             self.tell(
-                f"analysis has taken {SLOW:g} seconds and goes on with {STAGE.get()}. After "
-                f"{self.limit:g} seconds it is given up, and the graph is compiled whole; "
-                'options={"analysis_seconds": ...} sets this limit'
+                f"The analysis has taken {SLOW:g} seconds and is still {STAGE.get()}. It stops after "
+                f"{self.limit:g} seconds, and the graph is then compiled whole; "
+                'options={"analysis_seconds": ...} changes this limit'
             )
 
 
-STAGE: ContextVar[str] = ContextVar("stage", default="the analysis")
+STAGE: ContextVar[str] = ContextVar("stage", default="analysing the graph")
 WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
@@ -77,8 +77,8 @@ def abandoned(name: str, error: Exception) -> Abandoned:
     return Abandoned(
         Refusal(
             "graph",
-            f"{name} failed with {summary(error)}",
-            "This is a defect of streambp: please report it with the code at this line. "
+            f"An internal error occurred while {name} ({summary(error)})",
+            "Please report this bug of streambp with the code at this line. "
             'TORCH_LOGS="+streambp_compile" prints the traceback',
         )
     )

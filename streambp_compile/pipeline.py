@@ -125,14 +125,15 @@ def stream(
         raise CannotStream(
             Refusal(
                 "region",
-                "its products are of no token of the sequence that streams in it",
-                "Of sequences that no op lets see one another, one streams in a region",
+                "This region's matrix products do not involve the sequence being chunked",
+                "Nothing to do for a small branch: a region streams along one of several independent "
+                "sequences",
             )
         )
     if not forward.sweeps and not any(
         is_tensor(n) and analysis.kinds[n] != "whole" for n in graph.nodes if n.op == "call_function"
     ):
-        raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
+        raise CannotStream(Refusal("region", "This region has no token dimension", "Nothing to do"))
     if not tangents:
         return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False, device)
     with stage("assigning operations to sweeps"):
@@ -148,8 +149,8 @@ def stream(
         raise CannotStream(
             Refusal(
                 "region",
-                "its backward reads a constant that the forward does not hand on",
-                "Report the graph",
+                "The backward of this region reads a constant that its forward does not save",
+                "Please report this model with the region's graph, as printed by streambp_compile.explain",
             )
         )
     forward = swept((*forward_part, *(n for n in saved if n not in primals)))

@@ -88,7 +88,7 @@ def test_a_device_derived_from_its_driver_s_figures_is_the_table_s(
 def test_which_device_a_region_is_planned_for():
     assert planned_for(None, [torch.ones(1), 3]) is REFERENCE_CPU
     assert planned_for("A100-40", [torch.ones(1)]).name == "A100-40"
-    with pytest.raises(ValueError, match="no device is known as 'H1000'; known are CPU, B200"):
+    with pytest.raises(ValueError, match="Unknown device 'H1000'; known devices are CPU, B200"):
         Config(device="H1000")
 
 

@@ -315,7 +315,7 @@ def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
         "it takes up to 256 features per head, not 576"
     )
     assert dict(choose(ASKED["bf16"], DEVICES["sm80 with FA3"]).passed)["flash"] == (
-        "FA3, which was activated, needs compute capability 9.x"
+        "the activated FA3 needs compute capability 9.x"
     )
 
 

@@ -223,8 +223,8 @@ class Writer(Rows):
         if fact.rows.outer != 1:
             raise refuse(
                 node,
-                "writes keys in several places for each token",
-                "Keep the tokens in a dimension of their own",
+                "The keys of one token are stored in several separate places",
+                "Keep the token dimension separate from the other dimensions",
             )
         full = self.bind("feed", node, node.name, fact.rows)
         self.graph.call_function(

@@ -177,7 +177,11 @@ def emit_pad(body, node: Node):
     if not any(body.carries_tokens(node, dim) for dim in padded):
         return body.copy(node)
     if len(padded) > 1:
-        raise refuse(node, "pads tokens and features at once", "Pad them one after the other")
+        raise refuse(
+            node,
+            "This padding extends the token dimension and another one in a single call",
+            "Pad the two dimensions in separate calls",
+        )
     return body.fill_outside(node, body.read(node.args[0]), argument(node, 2, "value", 0))
 
 
@@ -299,4 +303,8 @@ def moved(node: Node) -> Signature:
 
 @rule("aten::as_strided")
 def as_strided(node: Node) -> Signature:
-    raise refuse(node, "as_strided hides which rows it reads", "Use view, permute or slicing instead")
+    raise refuse(
+        node,
+        "The tokens that as_strided reads cannot be derived from its arguments",
+        "Use view, permute or slicing instead",
+    )

@@ -293,7 +293,7 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
         warn_refused(
             Refusal(
                 "logits",
-                f"what was done to them cannot be streamed: {summary(error)}",
+                f"The operations on these logits cannot be streamed ({summary(error)})",
                 "Compute the loss inside the compiled function",
             ),
             bytes_of(source.fake),
@@ -332,7 +332,10 @@ class Written:
                 return "?"
             return repr(leaf)
 
-        return f"{torch.typename(node.function)} {node.name} {mapped((node.args, node.kwargs), word)} {node.modes}"
+        return (
+            f"{torch.typename(node.function)} {node.name} {mapped((node.args, node.kwargs), word)} "
+            f"{node.modes}"
+        )
 
     @staticmethod
     def is_input(node: Op, leaf: object, free: bool) -> bool:
