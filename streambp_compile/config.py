@@ -56,8 +56,8 @@ class Config:
         for name in options or {}:
             if name not in valid:
                 close = difflib.get_close_matches(str(name), valid, n=1)
-                guess = f" Did you mean {close[0]!r}?" if close else ""
+                guess = f". Did you mean {close[0]!r}?" if close else ""
                 raise ValueError(
-                    f"Unknown streambp option {name!r}; valid options are {', '.join(valid)}.{guess}"
+                    f"Unknown streambp option {name!r}; valid options are {', '.join(valid)}{guess}"
                 )
         return Config(mode=mode, **(options or {}))
