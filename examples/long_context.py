@@ -185,7 +185,8 @@ def table(results: list[Measured]) -> str:
         first = result is results[0]
         difference = "–" if first else f"{largest_difference(result.gradients, results[0].gradients):.1e}"
         lines.append(
-            f"{result.name:24}{result.loss:12.6f}{difference:>22}{result.peak / MIB:12.1f}{result.seconds:10.2f}"
+            f"{result.name:24}{result.loss:12.6f}{difference:>22}{result.peak / MIB:12.1f}"
+            f"{result.seconds:10.2f}"
         )
     return "\n".join(lines)
 

@@ -67,7 +67,8 @@ def streambp(
     return Chain(module, example_inputs, Config.of(mode, options)).compiled()
 
 
-internals.ignore_library_logging()  # before Dynamo traces: torch.compile imports this module when it is called
+# Before Dynamo traces: torch.compile imports this module when it is called.
+internals.ignore_library_logging()
 
 TRANSFORMED = Refusal(
     "torch.func",

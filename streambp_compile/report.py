@@ -34,7 +34,8 @@ def mebibytes(count: float) -> str:
 def warn_refused(refusal: Refusal, cost: int | None) -> None:
     price = f", and its largest value takes {mebibytes(cost)} at full length" if cost else ""
     warnings.warn(
-        f"streambp cannot stream a region: {refusal}. The region runs unchunked{price}; gradients stay exact.",
+        f"streambp cannot stream a region: {refusal}. The region runs unchunked{price}; "
+        "gradients stay exact.",
         NotStreamed,
         stacklevel=2,
     )

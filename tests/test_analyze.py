@@ -19,7 +19,8 @@ flat                         (b [t]) h                rows    x rows
 projected                    (b [t]) h                rows    flat rows
 keys                         b h [t] e                rows    projected rows
 query                        b h [t] e                rows    x rows
-both                         b h [t] e | b h [t]      rows    query rows, keys keys [-inf,0], keys keys [-inf,0]
+both                         b h [t] e | b h [t]      rows    \
+query rows, keys keys [-inf,0], keys keys [-inf,0]
 out                          b h [t] e                rows    both rows
 lse                          b h [t]                  rows    both rows
 mixed                        b [t] d                  rows    out rows

@@ -237,7 +237,7 @@ def node_of(operator, *args, **kwargs) -> torch.fx.Node:
     (
         (
             node_of(FORWARD, ..., ..., ..., 0.1, 1.0, True, -1, -1, 0.0, None, False),
-            "draws its dropout inside the kernel",
+            "draws dropout inside the flash_attn kernel",
         ),
         (node_of(FORWARD, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, ..., False), "adds ALiBi slopes"),
         (

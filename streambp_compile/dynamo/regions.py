@@ -313,7 +313,6 @@ def region_text(module: GraphModule, inputs: Sequence[object], axis: Axis | None
     for value, node in zip(inputs, (n for n in region.inputs if n.op != "get_attr")):
         grad = isinstance(value, torch.Tensor) and value.requires_grad
         lines.append(f"{internals.describe(value)} {grad} {axis.marks.get(node) if axis else None}")
-    lines.append(
-        f"{[fake_of(n).requires_grad if isinstance(fake_of(n), torch.Tensor) else None for n in region.outputs]}"
-    )
+    outputs = [fake_of(n) for n in region.outputs]
+    lines.append(f"{[v.requires_grad if isinstance(v, torch.Tensor) else None for v in outputs]}")
     return "\n".join(lines)

@@ -124,7 +124,7 @@ TABLE = (
     ),
     Kernel(
         "flash",
-        "preferred: one call covers a chunk and all its keys, because its causal mask is aligned bottom-right",
+        "preferred: one call covers a chunk and all its keys (its causal mask is aligned bottom-right)",
         fused.flash_forward,
         fused.flash_backward,
         device="cuda",
