@@ -141,7 +141,8 @@ def longest(method: str, shape: Shape, budget: int) -> tuple[int, Taken]:
 
 def table(shapes: list[Shape], methods: list[str], budget: int) -> str:
     lines = [
-        "| model | weights and gradients GiB | method | longest | above weights and gradients GiB | × checkpointing | paper, measured |",
+        "| model | weights and gradients GiB | method | longest | above weights and gradients GiB | × "
+        "checkpointing | paper, measured |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     for shape in shapes:
@@ -153,7 +154,8 @@ def table(shapes: list[Shape], methods: list[str], budget: int) -> str:
             paper = PAPER.get(shape.title)
             told = f"{paper[METHODS.index(method)]:,}" if paper else "–"
             lines.append(
-                f"| {shape.title} | {found.held / GIB:.1f} | {method} | {tokens:,} | {found.peak / GIB:.1f} | {times} | {told} |"
+                f"| {shape.title} | {found.held / GIB:.1f} | {method} | {tokens:,} | "
+                f"{found.peak / GIB:.1f} | {times} | {told} |"
             )
     return "\n".join(lines)
 
@@ -174,7 +176,10 @@ def main() -> None:
     print(f"\n{text}")
     if chosen.save:
         command = " ".join(["python benchmarks/longest.py", *sys.argv[1:]])
-        note = f"Predicted for {chosen.gib:g} GiB without a GPU, torch {torch.__version__}; the paper's figures were measured on an A800-80GB."
+        note = (
+            f"Predicted for {chosen.gib:g} GiB without a GPU, torch {torch.__version__}; the paper's "
+            "figures were measured on an A800-80GB."
+        )
         (RESULTS / f"{chosen.save}.md").write_text(
             f"`{command}`\n\n{note}\n{__doc__.partition(chr(10) * 2)[2].partition('Nothing')[1]}"
             f"{__doc__.partition('Nothing')[2].rstrip()}\n\n{text}\n",

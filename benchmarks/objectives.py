@@ -242,7 +242,10 @@ def main() -> None:
     text = "\n".join(
         "| " + " | ".join(row) + " |" for row in (rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:])
     )
-    about = f"T={chosen.tokens}, B={chosen.batch}, V={chosen.vocabulary}, d={chosen.width}, float32, {chosen.threads} threads; head and loss alone"
+    about = (
+        f"T={chosen.tokens}, B={chosen.batch}, V={chosen.vocabulary}, d={chosen.width}, float32, "
+        f"{chosen.threads} threads; head and loss alone"
+    )
     print(f"\n{about}\n\n{text}")
     if chosen.save:
         RESULTS.mkdir(exist_ok=True)

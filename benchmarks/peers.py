@@ -383,8 +383,9 @@ def circumstances(chosen: argparse.Namespace) -> str:
     )
     chunks = f", chunk_size {chosen.chunk_size}" if chosen.chunk_size else ""
     return (
-        f"T={chosen.tokens}, {chosen.layers} layers, {chosen.dtype}, {chosen.device}{chunks}; median of {chosen.rounds} rounds; "
-        f"{machine}; torch {torch.__version__}, transformers {transformers.__version__}"
+        f"T={chosen.tokens}, {chosen.layers} layers, {chosen.dtype}, {chosen.device}{chunks}; median of "
+        f"{chosen.rounds} rounds; {machine}; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}"
     )
 
 

@@ -861,7 +861,7 @@ def remarks(answer: dict) -> str:
 
 def shortened(reason: str) -> str:
     """A refusal without what all of them say, and without the folders of the file."""
-    text = reason.removeprefix("streambp compiles a region whole: ").replace(" Gradients stay exact.", "")
+    text = reason.removeprefix("streambp cannot stream a region: ").replace("; gradients stay exact", "")
     text = re.sub(r"\S*/([\w.-]+\.py:\d+): (.*?): ", r"\1 `\2`: ", text)
     return text if len(text) <= 240 else text[:239] + "…"
 
@@ -885,8 +885,8 @@ def summary(answers: dict[str, dict]) -> str:
             else ""
         )
         lines.append(
-            f"{kind}: {len(ran)} rows, {count['exact']} exact, {count['streamed']} with all regions streamed, {count['proved']} of them "
-            f"with keys proved{half}"
+            f"{kind}: {len(ran)} rows, {count['exact']} exact, {count['streamed']} with all regions "
+            f"streamed, {count['proved']} of them with keys proved{half}"
         )
     return "\n".join(f"- {line}" for line in lines)
 
@@ -903,7 +903,8 @@ def arguments() -> argparse.Namespace:
         ]
         if unknown or not asked:
             raise argparse.ArgumentTypeError(
-                f"unknown row {', '.join(unknown) or text!r}; kinds are {', '.join(sorted(kinds))}, rows {', '.join(ROWS)}"
+                f"unknown row {', '.join(unknown) or text!r}; kinds are {', '.join(sorted(kinds))}, rows "
+                f"{', '.join(ROWS)}"
             )
         return [
             name
@@ -955,7 +956,10 @@ def main() -> int:
 
         RESULTS.mkdir(exist_ok=True)
         command = " ".join(["python benchmarks/zoo.py", *sys.argv[1:]])
-        versions = f"T={chosen.tokens} for the peak; torch {torch.__version__}, transformers {transformers.__version__}"
+        versions = (
+            f"T={chosen.tokens} for the peak; torch {torch.__version__}, transformers "
+            f"{transformers.__version__}"
+        )
         (RESULTS / f"{chosen.save}.md").write_text(f"`{command}`\n\n{versions}\n\n{text}\n", encoding="utf-8")
     return 0 if all("missing" in a or is_exact(n, a) for n, a in answers.items()) else 1
 

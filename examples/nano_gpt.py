@@ -99,7 +99,8 @@ def main() -> None:
 
     loss_difference, gradient_difference = exactness(model, draw(), options)
     print(
-        f"float64, streambp against eager: loss {loss_difference:.1e}, largest relative gradient difference {gradient_difference:.1e}"
+        f"float64, streambp against eager: loss {loss_difference:.1e}, largest relative gradient "
+        f"difference {gradient_difference:.1e}"
     )
 
     model.compile(backend="streambp", options=options)

@@ -41,9 +41,9 @@ from .runtime.runner import Layout, cannot_tell, lines_of, noting
 from .target_device import planned_for, target_of
 
 HELP = {
-    EveryRowHasVisibleKey: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
-    PositionsIncrease: "Number the tokens of each packed sequence upwards.",
-    MaskedOutsideBand: "Causal masks made by `torch.tril` or `is_causal` in the compiled function are proved without a check.",
+    EveryRowHasVisibleKey: "Pad on the right, or mask with booleans or -inf instead of the lowest finite number.",
+    PositionsIncrease: "Number the tokens of each packed sequence in ascending order.",
+    MaskedOutsideBand: "Make causal masks by torch.tril or is_causal=True inside the compiled function.",
 }
 
 
@@ -145,7 +145,8 @@ class CompiledRegion:
         """The same region without conditions, compiled when a call does not keep one."""
         if self.unconditional is None:
             warnings.warn(
-                f"streambp: this call's masks do not keep that {broken}, so attention reads all keys, by a region compiled for that. "
+                f"streambp: This call's mask breaks the assumption that {broken}. The region is compiled "
+                "again without key pruning; results stay exact, but attention takes longer. "
                 f"{HELP[type(broken)]}",
                 StreamHint,
                 stacklevel=2,
@@ -215,7 +216,7 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     "graph",
-                    "no token dimension was found",
+                    "No token dimension was found",
                     "Pass token ids or hidden states as tensors with a token dimension",
                 )
             )
@@ -226,8 +227,9 @@ class CompiledRegion:
             raise (NothingToStream if small else CannotStream)(
                 Refusal(
                     "region",
-                    "carries no tokens",
-                    "Nothing is lost by small values; others lost their tokens in an op before it",
+                    "This region has no token dimension",
+                    "Nothing to do for small values; otherwise check which earlier operation removes the "
+                    "token dimension",
                 )
             )
         if not any(n in self.axis.marks and not is_parameter(fake_of(n)) for n in self.inputs) and not any(
@@ -236,8 +238,8 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     "region",
-                    "its tokens are made in it, from values that have none (patches of an image)",
-                    "It stays small where what makes them does",
+                    "This region creates its tokens from values without a token dimension, such as an image",
+                    "Nothing to do for image patches: the patch embedding runs unchunked",
                 )
             )
         untold = cannot_tell(
@@ -247,13 +249,17 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     "region",
-                    f"a size of {untold[0]} cannot be told from the sizes of its inputs",
-                    "Pass a value that has it",
+                    f"A size of {untold[0]} cannot be derived from the sizes of the region's inputs",
+                    "Pass a tensor or an integer that has this size",
                 )
             )
         if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
             raise NothingToStream(
-                Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost")
+                Refusal(
+                    "region",
+                    f"A sequence of {self.axis.length} tokens is too short to stream",
+                    "Nothing to do: its memory is small",
+                )
             )
         for node in graph_module.graph.find_nodes(
             op="call_function", target=torch.ops.higher_order.with_effects
@@ -261,8 +267,8 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     str(node.args[1]),
-                    "has an effect, which must happen once and in order",
-                    "Keep it out of the layers",
+                    "This operation has a side effect, which must happen exactly once and in order",
+                    "Move it out of the layers of the model",
                     where_of(node),
                 )
             )
@@ -276,8 +282,8 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     "region",
-                    f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
-                    "Do not change inputs in place across layers",
+                    f"This region gets {tangents} gradients for {len(tangent_of)} differentiable outputs",
+                    "Do not change the inputs of a layer in place",
                 )
             )
         compile_body = functools.partial(internals.compile_body, mode=self.config.mode)

@@ -37,7 +37,7 @@ class Config:
             isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int) or self.chunk_size < 1
         ):
             raise ValueError(
-                f"chunk_size must be a number of tokens, 1 or more, or None; got {self.chunk_size!r}"
+                f"chunk_size must be None or a number of tokens, at least 1; got {self.chunk_size!r}"
             )
         if not isinstance(self.strict, bool):
             raise ValueError(f"strict must be True or False; got {self.strict!r}")
@@ -45,7 +45,7 @@ class Config:
             named(self.device)
         seconds = self.analysis_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(f"analysis_seconds must be a number of seconds, more than 0; got {seconds!r}")
+            raise ValueError(f"analysis_seconds must be a positive number of seconds; got {seconds!r}")
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}")
 
@@ -57,8 +57,8 @@ class Config:
         for name in options or {}:
             if name not in valid:
                 close = difflib.get_close_matches(str(name), valid, n=1)
-                guess = f" Did you mean {close[0]!r}?" if close else ""
+                guess = f". Did you mean {close[0]!r}?" if close else ""
                 raise ValueError(
-                    f"unknown streambp option {name!r}; valid options are {', '.join(valid)}.{guess}"
+                    f"Unknown streambp option {name!r}; valid options are {', '.join(valid)}{guess}"
                 )
         return Config(mode=mode, **(options or {}))

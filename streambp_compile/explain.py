@@ -59,4 +59,7 @@ def predict(report: Report) -> None:
         report.peak = simulate(*report.steps[0])
     except Exception as error:  # an operator that has no fake form: the report is still good
         internals.log.debug("rehearsing a step failed", exc_info=True)
-        report.notes.append(f"note: the peak of a step could not be predicted: {summary(error)}")
+        report.notes.append(
+            f"note: The peak memory of a step could not be predicted ({summary(error)}); the rest of this "
+            "report is complete."
+        )

@@ -43,9 +43,10 @@ def mebibytes(count: float) -> str:
 
 
 def warn_refused(refusal: Refusal, cost: int | None) -> None:
-    price = f" Its largest value takes {mebibytes(cost)} at full length." if cost else ""
+    price = f", and its largest value takes {mebibytes(cost)} at full length" if cost else ""
     warnings.warn(
-        f"streambp compiles a region whole: {refusal}.{price} Gradients stay exact.",
+        f"streambp cannot stream a region: {refusal}. The region runs unchunked{price}; "
+        "gradients stay exact.",
         NotStreamed,
         stacklevel=2,
     )
@@ -102,9 +103,9 @@ class RegionReport:
         return f"streambp_{self.name.replace(' ', '_')}_{name}"
 
     def __str__(self) -> str:
-        lines = [f"{self.name}  ×{self.times}{', made again in the backward, not kept' * self.light}"]
+        lines = [f"{self.name}  ×{self.times}{', recomputed in the backward' * self.light}"]
         if self.refusal is not None:
-            return "\n".join([*lines, f"  whole, because {self.refusal}"])
+            return "\n".join([*lines, f"  runs unchunked: {self.refusal}"])
         if self.streamed is None:
             return "\n".join([*lines, "  nothing to run"])
         forward = "forward and gradients together" if self.streamed.fused else "forward"
@@ -112,7 +113,7 @@ class RegionReport:
         if self.backward is not None:
             lines += describe("backward", self.backward, self.streamed)
         lines += [
-            f"  checked in each call: {condition}; else all keys are read"
+            f"  checked in every call: {condition}; where it fails, all keys are read"
             for condition in self.streamed.analysis.conditions
         ]
         return "\n".join(lines)
@@ -128,10 +129,11 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
         if any(b.role in READS_KEYS for b in body.bindings):
             keys = f", keys {sweep.keys}: {proof(sweep.keys)}"
         lines.append(
-            f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, {len(sweep.nodes)} ops{keys}"
-            + (f", products at {cost.efficiency:.0%} of their rate" if cost.products else "")
+            f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, "
+            f"{len(sweep.nodes)} ops{keys}"
+            + (f", matrix products at {cost.efficiency:.0%} of the device's rate" if cost.products else "")
         )
-        lines += [f"      attends by {choice}" for choice in body.kernels]
+        lines += [f"      attention kernel: {choice}" for choice in body.kernels]
         in_place = {source: out for out, source in sweep.in_place}
         for binding in body.bindings:
             if binding.source is None or not is_tensor(binding.source) or binding.role is BindingRole.WHOLE:
@@ -139,14 +141,14 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
             value = value_of(binding.source)
             size = bytes_of(value) // length if binding.role is BindingRole.CARRY else bytes_of(value)
             fact = analysis.fact(binding.source)
-            taken = f", becomes {in_place[binding.source].name}" if binding.source in in_place else ""
+            taken = f", overwritten by {in_place[binding.source].name}" if binding.source in in_place else ""
             lines.append(
-                f"      {ROLES[binding.role]:<12} {binding.name:<26} {fact.pattern(rank_of(binding.source)):<22} "
-                f"{mebibytes(size)}{taken}"
+                f"      {ROLES[binding.role]:<12} {binding.name:<26} "
+                f"{fact.pattern(rank_of(binding.source)):<22} {mebibytes(size)}{taken}"
             )
     lines.append(
-        f"    predicted: {mebibytes(streamed_bytes(schedule, analysis))} in sweeps, "
-        f"{mebibytes(whole_bytes(schedule, analysis))} whole"
+        f"    predicted memory: {mebibytes(streamed_bytes(schedule, analysis))} streamed, "
+        f"{mebibytes(whole_bytes(schedule, analysis))} unchunked"
     )
     return lines
 
@@ -156,8 +158,8 @@ ROLES = {
     BindingRole.KEYS: "reads prefix",
     BindingRole.WRITE: "writes rows",
     BindingRole.APPEND: "keeps prefix",
-    BindingRole.TOTAL: "adds up",
-    BindingRole.KEYTOTAL: "adds suffix",
+    BindingRole.TOTAL: "accumulates",
+    BindingRole.KEYTOTAL: "sums per key",
     BindingRole.CARRY: "carries",
 }
 
@@ -167,7 +169,7 @@ def proof(keys) -> str:
         return "causal, proved"
     if keys.hi == 0:
         return f"window of {int(1 - keys.lo)}, proved"
-    return "not proved, read whole" if keys.hi == math.inf else "band, proved"
+    return "not proved, all keys are read" if keys.hi == math.inf else "bounded range, proved"
 
 
 def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
@@ -251,7 +253,8 @@ class Report:
         total = sum(r.times for r in self.regions)
         head = (
             f"streambp: {streamed} of {total} regions streamed, {len(self.regions)} distinct, "
-            f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} graph{'s' * (len(self.split) != 1)}"
+            f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} "
+            f"graph{'s' * (len(self.split) != 1)}"
         )
         devices = dict.fromkeys(str(r.streamed.device) for r in self.regions if r.streamed is not None)
         head = "\n".join([head, *(f"planned for {device}" for device in devices)])

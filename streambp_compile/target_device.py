@@ -42,8 +42,8 @@ def described(index: int) -> Device:
         AssertionError,
     ):  # fake tensors on a machine without CUDA: the name is all there can be
         raise ValueError(
-            "tensors are on CUDA and this machine has none: name the device to plan for, "
-            "options={'device': 'H100'}"
+            "The tensors are on CUDA, and this machine has no GPU; name the device to plan for, "
+            "for example options={'device': 'H100'}"
         ) from None
     try:
         free = torch.cuda.mem_get_info(index)[0]

@@ -304,7 +304,7 @@ def test_the_kernel_chosen_on_every_device():
 
 def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
     assert str(choose(ASKED["masked"], DEVICES["sm90"])) == (
-        "efficient (behind flash, which is faster; it takes masks, float32, any head width, and older GPUs; "
+        "efficient (slower than flash; takes masks, float32, any head width and older GPUs; "
         "not flash: it takes no mask; not cudnn: with a mask its dQ can be NaN)"
     )
     assert dict(choose(ASKED["fp64"], DEVICES["sm75"]).passed)["efficient"] == "it does not take float64"
@@ -315,7 +315,7 @@ def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
         "it takes up to 256 features per head, not 576"
     )
     assert dict(choose(ASKED["bf16"], DEVICES["sm80 with FA3"]).passed)["flash"] == (
-        "FA3, which was activated, needs compute capability 9.x"
+        "the activated FA3 needs compute capability 9.x"
     )
 
 

@@ -45,7 +45,7 @@ def refusals(caught: list[warnings.WarningMessage]) -> list[str]:
 @pytest.mark.usefixtures("interpreted")
 def test_a_graph_that_takes_too_long_is_compiled_whole():
     (text,) = refusals(compiled_step(loss_of, *inputs(), analysis_seconds=1e-9))
-    assert "inlining activation checkpoints was given up after 1e-09 seconds" in text
+    assert "limit of 1e-09 seconds while inlining activation checkpoints" in text
     assert "analysis_seconds" in text
 
 
@@ -57,14 +57,14 @@ def test_a_region_that_takes_too_long_is_compiled_whole(monkeypatch):
     monkeypatch.setattr(compiled_region, "time_limit", lambda limit, tell: limited(1e-9, tell))
     texts = refusals(compiled_step(loss_of, *inputs()))
     assert texts
-    assert all("the joint graph was given up" in text and "test_phases.py" in text for text in texts)
+    assert all("the joint graph" in text and "test_phases.py" in text for text in texts)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_slow_analysis_is_told_once_for_each_graph(monkeypatch):
     monkeypatch.setattr(phases, "SLOW", 0.0)
     texts = [str(w.message) for w in compiled_step(loss_of, *inputs()) if issubclass(w.category, StreamHint)]
-    assert sum("goes on with" in text for text in texts) == len(texts) >= 2
+    assert sum("is still" in text for text in texts) == len(texts) >= 2
     assert any("The region begins at" in text and "test_phases.py" in text for text in texts)
 
 
@@ -77,7 +77,7 @@ def test_time_that_is_no_analysis_does_not_count(monkeypatch):
             phases.check_time()
         phases.check_time()
         now[0] = 106.0
-        with pytest.raises(phases.Abandoned, match="counting was given up after 5 seconds"):
+        with pytest.raises(phases.Abandoned, match="limit of 5 seconds while counting"):
             phases.check_time()
 
 
@@ -85,7 +85,7 @@ def test_time_that_is_no_analysis_does_not_count(monkeypatch):
 def test_a_limit_that_is_no_time_is_refused(seconds):
     from streambp_compile.config import Config
 
-    with pytest.raises(ValueError, match="analysis_seconds must be a number of seconds"):
+    with pytest.raises(ValueError, match="analysis_seconds must be a positive number of seconds"):
         Config.of(None, {"analysis_seconds": seconds})
 
 

@@ -100,7 +100,8 @@ def test_perturbing_moves_no_other_rows(name, number):
                                         -distance
                                     )  # query i moves key j's gradient: the key's distance from the query
                                 assert reach.lo <= distance <= reach.hi, (
-                                    f"operand {k} dim {dim} row {row} moved output row {moved}: outside {reach}"
+                                    f"operand {k} dim {dim} row {row} moved output row {moved}: outside "
+                                    f"{reach}"
                                 )
                                 seen.setdefault((label, place), set()).add(distance)
                                 declared[label, place] = (reach, value.shape[dim])

@@ -91,9 +91,9 @@ class Device:
         capability = "" if self.capability is None else f" (sm_{self.capability[0]}{self.capability[1]})"
         free = "" if self.free == self.memory else f", {self.free / GIB:.1f} GiB of it free"
         return (
-            f"{self.name}{capability}: {self.memory / GIB:.1f} GiB{free}, {self.bandwidth / 1e9:.0f} GB/s, products "
-            f"{self.half / 1e12:.3g} TFLOP/s in half precision and {self.single / 1e12:.3g} in single, "
-            f"cache {self.cache / 2**20:.0f} MiB; {self.source}"
+            f"{self.name}{capability}: {self.memory / GIB:.1f} GiB{free}, {self.bandwidth / 1e9:.0f} GB/s, "
+            f"products {self.half / 1e12:.3g} TFLOP/s in half precision and {self.single / 1e12:.3g} in "
+            f"single, cache {self.cache / 2**20:.0f} MiB; {self.source}"
         )
 
 
@@ -259,7 +259,7 @@ def named(name: str) -> Device:
     found = REFERENCE_CPU if name.lower() == "cpu" else known(name)
     if found is None:
         raise ValueError(
-            f"no device is known as {name!r}; known are CPU, {', '.join(row.name for row in KNOWN)}"
+            f"Unknown device {name!r}; known devices are CPU, {', '.join(row.name for row in KNOWN)}"
         )
     return found
 

@@ -123,7 +123,10 @@ class LazyOutput(torch.Tensor):
             if func == torch.Tensor.requires_grad.__get__:
                 return first.expression.fake.requires_grad
             if func == torch.Tensor.__repr__:
-                return f"Deferred(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not computed)"
+                return (
+                    f"Deferred(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not "
+                    "computed)"
+                )
         if func in WITH_INPUTS:
             refuse_unmade(func, args, kwargs)
         if first is not None and in_place(func):
@@ -151,9 +154,10 @@ def refuse_unmade(func: Callable, args: tuple, kwargs: dict) -> None:
     for wanted in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
         if isinstance(wanted, LazyOutput) and wanted.made is None:
             raise RuntimeError(
-                f"the gradient in logits of shape {tuple(wanted.shape)} was asked for, but they were never computed: what was made of them "
-                "was computed from hidden states, a chunk at a time. Call logits.retain_grad() before the loss is computed. Logits and their "
-                f"gradient then exist at full length, {2 * bytes_of(wanted.expression.fake) / 2**20:.0f} MiB"
+                f"The gradient of logits of shape {tuple(wanted.shape)} was requested, but these logits "
+                "were never computed, because the loss streams from the hidden states. Call "
+                "logits.retain_grad() before the loss is computed; logits and gradient then take "
+                f"{2 * bytes_of(wanted.expression.fake) / 2**20:.0f} MiB."
             )
 
 

@@ -85,10 +85,9 @@ def compiled(function: Callable, examples: Sequence[object]) -> Callable:
     except Exception as error:  # slower and larger, and as right
         internals.log.debug("compiling a check of masks failed", exc_info=True)
         warnings.warn(
-            "streambp: the check of a stored attention mask could not be compiled "
-            f"({type(error).__name__}). It runs uncompiled at every call and takes several times the "
-            "mask's memory for a moment. Build the mask inside the compiled function, or pass "
-            "is_causal=True, and no check is needed.",
+            f"streambp: The check of a stored attention mask could not be compiled ({type(error).__name__}). "
+            "It runs uncompiled in every call, and temporarily takes several times the memory of the mask. "
+            "Build the mask inside the compiled function or pass is_causal=True, so that no check is needed.",
             StreamHint,
             stacklevel=2,
         )

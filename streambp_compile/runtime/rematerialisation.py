@@ -31,8 +31,9 @@ class Recipe:
         """Raises RuntimeError where autograd would: an input was changed in place since."""
         if versions_of(self.inputs) != self.versions:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: an input "
-                "of the model's embeddings, which are made again in the backward, changed after the forward"
+                "One of the variables needed for gradient computation has been modified by an inplace "
+                "operation: an input of the embeddings, which the backward recomputes. Change it after the "
+                "backward, or pass a copy of it to the model."
             )
         with torch.no_grad():
             return self.call(*self.inputs)[index]

@@ -151,7 +151,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``[start, stop)`` and the keys ``[first_key, last_key)`` that they reach, of ``length`` in all."""
+    """Tokens ``[start, stop)`` and the keys ``[first_key, last_key)`` that they reach, of ``length`` in
+    all."""
 
     start: int
     stop: int
@@ -182,7 +183,8 @@ def chunks_of(sweep: Sweep, chunk: int, length: int) -> Iterator[Chunk]:
 
 
 class Runner:
-    """Executes a program: what is at full length eagerly, sweeps chunk by chunk through their compiled bodies."""
+    """Executes a program: what is at full length eagerly, sweeps chunk by chunk through their compiled
+    bodies."""
 
     def __init__(
         self,
@@ -263,7 +265,8 @@ class Runner:
         return f"{tokens}, in sweep {step + 1} of {count} ({direction})"
 
     def source(self, binding: Binding, sweep: Sweep, call: Call) -> Any:
-        """What a binding is cut from: a value laid out as the body expects, a buffer to fill, saved states."""
+        """What a binding is cut from: a value laid out as the body expects, a buffer to fill, saved
+        states."""
         role, sizes = binding.role, call.sizes
         if role is BindingRole.SCALAR:
             if binding.source is not None:
