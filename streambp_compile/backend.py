@@ -26,6 +26,7 @@ from .dynamo.attention import one_attention
 from .dynamo.buffer_updates import Buffers, State
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
+from .dynamo.python_floats import floats_as_tensors
 from .dynamo.regions import (
     build_region,
     is_switch,
@@ -142,6 +143,10 @@ class Chain:
     def rewritten(self) -> GraphModule:
         """The graph with all that is written otherwise before autograd sees it, as a copy."""
         module = copied(self.given)
+        with stage("reading numbers that change"):
+            constants = floats_as_tensors(module)
+        if constants:
+            internals.make_constant(constants)
         for rewrite, doing in () if self.transformed else REWRITES:
             with stage(doing):
                 module = rewrite(module)

@@ -94,6 +94,10 @@ class CompiledRegion:
 
     def compiled(self) -> Callable:
         """The region, streamed or whole; or, if a defect of ours stands in its way, by Inductor alone."""
+        with internals.floats_are_tensors():
+            return self.streamed_or_whole()
+
+    def streamed_or_whole(self) -> Callable:
         try:
             with internals.detect_fake_mode(self.fakes), internals.effects_inside():
                 try:

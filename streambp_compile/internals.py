@@ -14,6 +14,7 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import sympy
 import torch
@@ -22,11 +23,13 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch import predispatch
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -648,6 +651,26 @@ def ignore_library_logging() -> None:
     """
     found = (getattr(logging.Logger, name, None) for name in ONCE)
     dynamo_config.ignore_logging_functions.update(f for f in found if f is not None)
+
+
+def symbolic_functions() -> dict[Callable, Callable]:
+    """Functions by which Dynamo writes ``math.sqrt`` and its like of a symbolic float → those of tensors."""
+    found = {n.removeprefix("_sym_"): getattr(torch, n) for n in dir(torch) if n.startswith("_sym_")}
+    return {function: getattr(torch, n) for n, function in found.items() if hasattr(torch, n)}
+
+
+def floats_are_tensors():
+    """AOTAutograd's pass that turns symbolic floats into tensors would make every float constant that it does
+    not know: in regions none is left for it (dynamo/python_floats.py)."""
+    return mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda module: None)
+
+
+def make_constant(floats: Sequence[torch.SymFloat]) -> None:
+    """Have Dynamo trace again with these floats as constants. Raises its restart."""
+    for value in floats:
+        for symbol in value.node.expr.free_symbols:
+            TensorifyState.specialize(str(symbol))
+    raise TensorifyScalarRestartAnalysis
 
 
 PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latter

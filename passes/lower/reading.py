@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import Analysis, Mark, Tokens, hint, is_tensor, shape_of, symbols_in, value_of
+from ..ir import Analysis, Mark, Size, Tokens, hint, is_tensor, shape_of, symbols_in, value_of
 from ..kernels.attention import Attention, Choice, Target, choose
 from ..partition import Sweep
 
@@ -108,12 +108,18 @@ class Reading:
                 node = self.graph.placeholder(unique)
             columns = self.fact(source).keys if role == "rows" else None
             self.bindings[key] = (Binding(role, source, name, mark, low, size, columns, filling), node)
-            if role == "whole":
-                for symbol in (
-                    s for size in value_of(source).shape for s in symbols_in(size)
-                ):  # Inductor wants each by itself
+            for given in self.sizes_of(source, mark, size):  # Inductor wants each symbol by itself
+                for symbol in symbols_in(given):
                     self.symbol(symbol)
         return self.bindings[key][1]
+
+    @staticmethod
+    def sizes_of(source: Node | None, mark: Mark | None, size: object) -> list[Size]:
+        """The sizes that an input is told by, or is: those of its shape but for its rows, or a number."""
+        value = size if source is None else value_of(source)
+        if isinstance(value, torch.Tensor):
+            return [s for d, s in enumerate(value.shape) if mark is None or d != mark.dim]
+        return [value] if isinstance(value, torch.SymInt) else []
 
     def scalar(self, name: str) -> Node:
         return self.bind("scalar", None, name)
