@@ -23,7 +23,7 @@ VENV_CUDA := .venv-cuda
 RUN_CUDA := $(VENV_CUDA)/bin/python-gpu
 STRUCTURES := out/structures
 
-.PHONY: venv demo test test-cuda lint clean
+.PHONY: venv demo test test-cuda lint types clean
 
 venv: $(STAMP)
 
@@ -57,6 +57,9 @@ test-cuda: venv $(RUN_CUDA)
 lint: venv
 	@$(RUN) -m ruff --version >/dev/null 2>&1 || $(RUN) -m pip install --quiet $(PIP_ARGS) ruff
 	$(RUN) -m ruff check .
+
+types: venv
+	$(RUN) -m mypy
 
 clean:
 	rm -rf $(VENV) $(VENV_CUDA) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -682,13 +682,14 @@ def largest_error(found: list, expected: list) -> float:
 
 def keys_of(report) -> list[str]:
     """What is proved of the keys that attention reads, once for every answer."""
+    from streambp_compile.passes.ir import READS_KEYS
     from streambp_compile.report import proof
 
     found = []
     for region in report.regions:
         for schedule in filter(None, (region.forward, region.backward)):
             for sweep, body in zip(schedule.program.sweeps, schedule.bodies):
-                if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings):
+                if any(b.role in READS_KEYS for b in body.bindings):
                     found.append(proof(sweep.keys))
     return list(dict.fromkeys(found))
 

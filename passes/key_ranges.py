@@ -15,6 +15,8 @@ from .ir import (
     DocumentMask,
     EveryRowHasVisibleKey,
     Fact,
+    Kind,
+    Mark,
     MaskedOutsideBand,
     PositionsIncrease,
     Reach,
@@ -28,9 +30,9 @@ from .ir import (
     tensor_operands,
 )
 from .mask_analysis.domains import EMPTY, Abstract, Band, is_zero_outside, stored_mask
+from .phases import check_time
 from .rules import rule_of
 from .rules.scans import state_of_no_rows
-from .stages import checkpoint
 from .token_propagation import has_tensors
 
 Facts = Mapping[Node, Fact | tuple[Fact, ...]]
@@ -39,7 +41,7 @@ Facts = Mapping[Node, Fact | tuple[Fact, ...]]
 def key_ranges(
     graph: Graph,
     facts: Facts,
-    kinds: Mapping[Node, str],
+    kinds: Mapping[Node, Kind],
     signatures: Mapping[Node, Signature],
     bands: Mapping[Node, Abstract],
     checkable: Container[Node],
@@ -60,7 +62,7 @@ def key_ranges(
         if not isinstance(band, Band) or band.visibility_masks is None:
             return EVERYWHERE
         reach = Reach(band.lo, band.hi)
-        needed = [
+        needed: list[Condition] = [
             PositionsIncrease(a) if isinstance(a, DocumentMask) else MaskedOutsideBand((a,), reach)
             for a in band.assumes
         ]
@@ -74,17 +76,25 @@ def key_ranges(
         conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *needed)))
         return reach
 
+    def left_by(leaf: Node, reader: Node) -> Reach | None:
+        """The reach of a score operand that is proved empty outside a band, as its reader sees it."""
+        band, fact = bands.get(leaf), facts[leaf]
+        if not isinstance(band, Band) or not closes(band, reader):
+            return None
+        assert isinstance(fact, Tokens) and fact.keys is not None
+        return along(proved(band), band, fact.rows, fact.keys)
+
     for node in graph.nodes:
         signature = signatures.get(node)
-        if signature is None or node not in kinds or kinds[node] == "whole":
+        if signature is None or node not in kinds or kinds[node] is Kind.WHOLE:
             continue
         if signature.rows is not None:
             reach = signature.reach[signature.keys]
             mask = node.args[3 if node.target is torch.ops.streambp.attention.default else 6]
             if mask is not None:
                 band = bands.get(mask) or stored_mask(mask)
-                band = proved(band) if isinstance(band, Band) and band.outside in EMPTY else EVERYWHERE
-                reach = Reach(max(reach.lo, band.lo), min(reach.hi, band.hi))
+                left = proved(band) if isinstance(band, Band) and band.outside in EMPTY else EVERYWHERE
+                reach = Reach(max(reach.lo, left.lo), min(reach.hi, left.hi))
             ranges[node] = reach
     paired = [
         n
@@ -94,13 +104,11 @@ def key_ranges(
     if paired:
         found = list(ranges.values())  # masks of fused attention need the keys that it reads
         for node in paired:
-            checkpoint()
+            check_time()
             leaves = exits(node, facts, signatures[node])
             if leaves is None:
                 continue
-            empty = [a for a in leaves if isinstance(bands.get(a), Band) and closes(bands[a], node)]
-            leaf = empty[0] if empty else None
-            found.append(EVERYWHERE if leaf is None else along(proved(bands[leaf]), bands[leaf], facts[leaf]))
+            found.append(next((r for a in leaves if (r := left_by(a, node)) is not None), EVERYWHERE))
         reach = functools.reduce(Reach.join, found) if found else EVERYWHERE
         for node in paired:
             ranges[node] = reach
@@ -110,18 +118,14 @@ def key_ranges(
     )
 
 
-def along(reach: Reach, band: Band, fact: Tokens) -> Reach:
+def along(reach: Reach, band: Band, rows: Mark, keys: Mark) -> Reach:
     """The reach of a band over the rows and keys of a value; transposed, where its keys are the rows.
 
     Conditions speak of masks as they are stored, so that only what needs none is transposed.
     """
-    if (band.row, band.key) == (fact.rows.dim, fact.keys.dim):
+    if (band.row, band.key) == (rows.dim, keys.dim):
         return reach
-    turned = (
-        (band.key, band.row) == (fact.rows.dim, fact.keys.dim)
-        and not band.assumes
-        and not band.visibility_masks
-    )
+    turned = (band.key, band.row) == (rows.dim, keys.dim) and not band.assumes and not band.visibility_masks
     return -reach if turned else EVERYWHERE
 
 
@@ -149,7 +153,7 @@ def meets_pair(node: Node, facts: Facts) -> bool:
 def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
     """The score operands of a node through which entries outside the band could be seen, or None if it is no
     way out."""
-    pairs = [a for a in tensor_operands(node) if isinstance(facts[a], Tokens) and facts[a].keys is not None]
+    pairs = [a for a in tensor_operands(node) if isinstance(f := facts[a], Tokens) and f.keys is not None]
     if not pairs:
         return None
     if signature.keys is not None:  # a softmax reads a whole row; its gradient a whole row of products

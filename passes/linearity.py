@@ -71,7 +71,7 @@ ALL_OF = {
 def is_linear(graph: Graph, tangent: Node, outputs: Iterable[object]) -> bool:
     """Is every output zero for a tangent of zero, and twice as large for twice the tangent, as far as its ops
     tell?"""
-    linear, zero = {tangent}, set()
+    linear, zero = {tangent}, set[Node]()
 
     def fits(x: object) -> bool:
         return x in linear or is_nothing(x)

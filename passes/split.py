@@ -19,7 +19,7 @@ import networkx
 from torch.fx import Graph, Node
 
 from .ir import ancestors
-from .stages import checkpoint
+from .phases import check_time
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     layer = layer_width(body, widths, traits, mixers)
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
-        checkpoint()
+        check_time()
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
         if following is not None and (
             widths[end] >= FORBIDDEN
@@ -195,9 +195,8 @@ IN_PLACE = {
 def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Node]:
     """Values whose memory is written into, and the writers: none of them can be made a second time."""
     writers = {n: target for n in flow.nodes if (target := mutated(n)) is not None}
-    written: dict[int, list[Node]] = {
-        traits[t].storage: [] for t in writers.values() if traits[t].storage is not None
-    }
+    storages = {traits[t].storage for t in writers.values()} - {None}
+    written: dict[int | None, list[Node]] = {storage: [] for storage in storages}
     for node in flow.nodes:
         if node in traits and traits[node].storage in written:
             written[traits[node].storage].append(node)
@@ -216,7 +215,7 @@ def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
     written_elsewhere = any(u not in place for n in nodes for u in n.users if writers.get(u) is n)
     if written_elsewhere or nodes[0].op in ("placeholder", "get_attr"):
         return False
-    last = max(map(place.get, writes))
+    last = max(place[n] for n in writes)
     return all(
         list(a.users) == [b] and writers.get(b) is a for a, b in zip(nodes[:last], nodes[1 : last + 1])
     )
@@ -258,9 +257,10 @@ def unfinished(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[tupl
         if storage is not None:
             first.setdefault(storage, i)
         target = mutated(node)
-        if target is not None and traits[target].storage is not None:
-            first.setdefault(traits[target].storage, i)
-            last[traits[target].storage] = i
+        changed = None if target is None else traits[target].storage
+        if changed is not None:
+            first.setdefault(changed, i)
+            last[changed] = i
     return [(first[s], i) for s, i in last.items()]
 
 

@@ -16,8 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from .ir import CannotStream, Mark, Signature, refuse, shape_of, tensor_operands, value_of
+from .phases import check_time
 from .rules import rule_of
-from .stages import checkpoint
 
 Slot = tuple[Node, int]  # a node and which of its outputs; -1 for a node that is one value
 
@@ -50,7 +50,7 @@ class Signatures:
         for node in graph.nodes:
             self.holders.setdefault(slot_of(node), []).append(node)
             if node.op == "call_function" and node.target is not operator.getitem and has_tensors(node):
-                checkpoint()
+                check_time()
                 self.read(node)
                 for slot in {*map(slot_of, tensor_operands(node)), *((node, o) for o in outputs_of(node))}:
                     self.around.setdefault(slot, []).append(node)
@@ -106,7 +106,7 @@ class TokenPropagation:
             queue = [(turn * order[n], n) for n in queued]
             heapq.heapify(queue)
             while queue:
-                checkpoint()
+                check_time()
                 at, node = heapq.heappop(queue)
                 queued.discard(node)
                 look(node, self.signatures[node])
@@ -125,7 +125,7 @@ class TokenPropagation:
     def met(self) -> list[Node]:
         """The nodes around marked slots, in order."""
         found = {n for slot, marks in self.marks.items() if marks for n in self.known.around.get(slot, ())}
-        return sorted(found, key=self.known.order.get)
+        return sorted(found, key=self.known.order.__getitem__)
 
     def marked(self) -> list[Node]:
         """The nodes whose values have marks."""
@@ -211,6 +211,12 @@ class TokenPropagation:
 
     def rows(self, slot: Slot) -> Mark | None:
         return next((m for d, m in self.marks.get(slot, {}).items() if d != self.keys.get(slot)), None)
+
+    def mark(self, slot: Slot) -> Mark:
+        """The rows of a value that is known to have some."""
+        mark = self.rows(slot)
+        assert mark is not None, f"{slot[0]} has no rows"
+        return mark
 
     def key(self, slot: Slot) -> Mark | None:
         return self.marks[slot][self.keys[slot]] if slot in self.keys else None

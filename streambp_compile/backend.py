@@ -46,8 +46,8 @@ from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import LazyOutput, lazy_output
 from .passes.ir import Condition, Refusal, bytes_of, copied
+from .passes.phases import phase, time_limit
 from .passes.split import Region, split
-from .passes.stages import stage, watched
 from .pipeline import outputs_of
 from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
 from .runtime.gradient_ownership import plain_references
@@ -148,16 +148,16 @@ class Chain:
         if constants:
             internals.make_constant(constants)
         for rewrite, doing in () if self.transformed else REWRITES:
-            with stage(doing):
+            with phase(doing):
                 module = rewrite(module)
         return module
 
     def cut(self) -> Cut:
         graph = self.module.graph
-        with stage("finding the token dimension"):
+        with phase("finding the token dimension"):
             axes = () if self.transformed else find_axes(self.module, self.fakes)
         axis = joined(axes)
-        with stage("cutting the graph into regions"):
+        with phase("cutting the graph into regions"):
             views = weight_views(graph)
             apart = {n for n in graph.nodes if is_switch(n)}.union(views)
             regions = split(graph, traits_of(graph, axis), apart.__contains__) if axis else ()
@@ -173,7 +173,7 @@ class Chain:
 
     def chained(self) -> Callable:
         """The regions, compiled and linked. Raises `CannotStream` where a defect stands in the way."""
-        with watched(self.config.analysis_seconds, self.hint):
+        with time_limit(self.config.analysis_seconds, self.hint):
             self.module = self.rewritten()
             self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
             given = zip(self.placeholders, self.example_inputs)

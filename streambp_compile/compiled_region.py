@@ -30,8 +30,8 @@ from .passes.ir import (
     where_of,
 )
 from .passes.kernels.products import scale_
+from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.split import Region
-from .passes.stages import Abandoned, abandoned, stage, watched
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import NotStreamed, RegionReport, StreamHint
 from .runtime.gradient_ownership import ours_alone, sole_owners
@@ -196,7 +196,7 @@ class CompiledRegion:
         if self.report.refusal is not None:  # traced again, to run whole
             return False
         try:
-            with watched(self.config.analysis_seconds, self.slow), stage("preparing the joint graph"):
+            with time_limit(self.config.analysis_seconds, self.slow), phase("preparing the joint graph"):
                 self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
         except CannotStream as refused:
             if isinstance(refused, Abandoned):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .passes.planning.devices import named
 
@@ -49,7 +50,7 @@ class Config:
             raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}")
 
     @staticmethod
-    def of(mode: str | None, options: Mapping[str, object] | None) -> Config:
+    def of(mode: str | None, options: Mapping[str, Any] | None) -> Config:
         """From what ``torch.compile`` hands over. Raises ValueError for an option that does not exist or a
         bad value."""
         valid = [f.name for f in fields(Config) if f.name != "mode"]

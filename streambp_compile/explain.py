@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import internals
 from .config import Config
-from .passes.stages import summary
+from .passes.phases import summary
 from .report import Report
 from .runtime.memory_simulation import simulate, without_data
 

@@ -50,8 +50,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from .passes.ir import hint
-from .passes.lower import Binding, Body, total_dtype
+from .passes.ir import ACCUMULATORS, OF_ROWS, Binding, BindingRole, Body, draws_random, hint, total_dtype
 from .passes.normalization.normalize import KEPT, layer_norm, mean, repeat, var, var_mean
 from .passes.rules import overload
 from .runtime.runner import Layout, layout_of, source_value
@@ -212,22 +211,6 @@ def keep_inputs_partition(
     return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs)
 
 
-def draws_random(node: Node) -> bool:
-    """Does this node draw random numbers? Attention only with dropout, although its kernels are tagged so."""
-    if (
-        not isinstance(node.target, torch._ops.OpOverload)
-        or torch.Tag.nondeterministic_seeded not in node.target.tags
-    ):
-        return False
-    arguments = node.target._schema.arguments
-    chances = [
-        node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
-        for i, a in enumerate(arguments)
-        if a.name == "dropout_p"
-    ]
-    return chances != [0]
-
-
 def rewrite(module: GraphModule) -> None:
     """Inductor's passes over a joint graph: they make random numbers from seeds, and a scatter into a
     constant a comparison."""
@@ -322,7 +305,7 @@ class BodyInputs:
         return sympy_interp(PythonReferenceAnalysis, {s: self.symbol(s, int(hints[s])) for s in names}, expr)
 
     def fake(self, binding: Binding):
-        if binding.role == "scalar":
+        if binding.role is BindingRole.SCALAR:
             if binding.source is not None:
                 value = binding.source.meta["val"]
                 return self.size(value)
@@ -330,14 +313,16 @@ class BodyInputs:
                 return self.size(binding.size)
             return self.symbol(binding.name, self.hints[binding.name])
         value = source_value(binding)
-        dtype = total_dtype(value.dtype) if binding.role in ("total", "keytotal", "carry") else value.dtype
+        dtype = (
+            total_dtype(value.dtype) if binding.role in (*ACCUMULATORS, BindingRole.CARRY) else value.dtype
+        )
         mark = binding.mark
         full = [self.size(s) for s in value.shape]
-        if binding.role == "carry":
+        if binding.role is BindingRole.CARRY:
             full[mark.dim] = 1
             return self.empty(full, _contiguous(full), dtype, value.device)
-        if binding.role in ("whole", "total") or mark is None:
-            if binding.role == "total" or mark is None and binding.role == "keytotal":
+        if binding.role in (BindingRole.WHOLE, BindingRole.TOTAL) or mark is None:
+            if binding.role is BindingRole.TOTAL or mark is None and binding.role is BindingRole.KEYTOTAL:
                 strides = _contiguous(full)
             elif Layout.of(value) is None:
                 strides = [self.size(s) for s in value.stride()]
@@ -346,14 +331,16 @@ class BodyInputs:
             return self.empty(full, strides, dtype, value.device)
         length = self.symbol("length", self.hints["length"])
         full[mark.dim] = mark.outer * length * mark.inner
-        strides = _contiguous(full) if binding.role == "keytotal" else layout_of(value).strides(full)
+        strides = (
+            _contiguous(full) if binding.role is BindingRole.KEYTOTAL else layout_of(value).strides(full)
+        )
         rows = self.symbol(
-            "rows" if binding.role in ("rows", "write") else "keys",
-            self.hints["rows" if binding.role in ("rows", "write") else "keys"],
+            "rows" if binding.role in OF_ROWS else "keys",
+            self.hints["rows" if binding.role in OF_ROWS else "keys"],
         )
         if binding.columns is not None:
             full[binding.columns.dim] = self.symbol("keys", self.hints["keys"])
-        if mark.outer == mark.inner == 1 or binding.role not in ("rows", "write"):
+        if mark.outer == mark.inner == 1 or binding.role not in OF_ROWS:
             sizes = [*full[: mark.dim], rows, *full[mark.dim + 1 :]]
         else:
             step = strides[mark.dim]

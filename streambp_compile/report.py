@@ -11,8 +11,19 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule
 
-from .passes.ir import Analysis, Refusal, Tokens, bytes_of, hint, is_tensor, rank_of, value_of
-from .passes.lower import total_dtype
+from .passes.ir import (
+    READS_KEYS,
+    Analysis,
+    BindingRole,
+    Refusal,
+    Tokens,
+    bytes_of,
+    hint,
+    is_tensor,
+    rank_of,
+    total_dtype,
+    value_of,
+)
 from .passes.planning.chunk_length import program_cost, sweep_work
 from .pipeline import Schedule, StreamedRegion
 from .runtime.memory_simulation import Peak
@@ -77,7 +88,7 @@ class RegionReport:
         graphs = {"split": self.split, "joint": self.joint}
         if self.streamed is not None:
             graphs["normalized"] = self.streamed.joint
-            yield self.artifact("facts"), self.analysis.table
+            yield self.artifact("facts"), self.streamed.analysis.table
         for direction in ("forward", "backward"):
             schedule = getattr(self, direction)
             if schedule is not None:
@@ -102,7 +113,7 @@ class RegionReport:
             lines += describe("backward", self.backward, self.streamed)
         lines += [
             f"  checked in each call: {condition}; else all keys are read"
-            for condition in self.analysis.conditions
+            for condition in self.streamed.analysis.conditions
         ]
         return "\n".join(lines)
 
@@ -114,20 +125,20 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
     costs = program_cost(schedule.program, analysis, schedule.chunks, region.device)
     for sweep, body, chunk, cost in zip(schedule.program.sweeps, schedule.bodies, schedule.chunks, costs):
         keys = ""
-        if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings):
+        if any(b.role in READS_KEYS for b in body.bindings):
             keys = f", keys {sweep.keys}: {proof(sweep.keys)}"
         lines.append(
             f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, {len(sweep.nodes)} ops{keys}"
             + (f", products at {cost.efficiency:.0%} of their rate" if cost.products else "")
         )
-        lines += [f"      attends by {choice}" for choice in body.attends]
+        lines += [f"      attends by {choice}" for choice in body.kernels]
         in_place = {source: out for out, source in sweep.in_place}
         for binding in body.bindings:
-            if binding.source is None or not is_tensor(binding.source) or binding.role == "whole":
+            if binding.source is None or not is_tensor(binding.source) or binding.role is BindingRole.WHOLE:
                 continue
             value = value_of(binding.source)
-            size = bytes_of(value) // length if binding.role == "carry" else bytes_of(value)
-            fact = analysis.facts[binding.source]
+            size = bytes_of(value) // length if binding.role is BindingRole.CARRY else bytes_of(value)
+            fact = analysis.fact(binding.source)
             taken = f", becomes {in_place[binding.source].name}" if binding.source in in_place else ""
             lines.append(
                 f"      {ROLES[binding.role]:<12} {binding.name:<26} {fact.pattern(rank_of(binding.source)):<22} "
@@ -141,13 +152,13 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
 
 
 ROLES = {
-    "rows": "reads rows",
-    "keys": "reads prefix",
-    "write": "writes rows",
-    "feed": "keeps prefix",
-    "total": "adds up",
-    "keytotal": "adds suffix",
-    "carry": "carries",
+    BindingRole.ROWS: "reads rows",
+    BindingRole.KEYS: "reads prefix",
+    BindingRole.WRITE: "writes rows",
+    BindingRole.APPEND: "keeps prefix",
+    BindingRole.TOTAL: "adds up",
+    BindingRole.KEYTOTAL: "adds suffix",
+    BindingRole.CARRY: "carries",
 }
 
 
@@ -168,14 +179,16 @@ def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
         for n in (*s.sums, *s.keysums)
         if is_tensor(n)
     )
-    noted = sum(
-        bytes_of(value_of(n)) // c for s, c in zip(schedule.program.sweeps, schedule.chunks) for n in s.noted
+    states = sum(
+        bytes_of(value_of(n)) // c
+        for s, c in zip(schedule.program.sweeps, schedule.chunks)
+        for n in s.saved_states
     )
     chunk = max(
         (sweep_work(s, analysis).widest * c for s, c in zip(schedule.program.sweeps, schedule.chunks)),
         default=0,
     )
-    return kept + added + noted + chunk
+    return kept + added + states + chunk
 
 
 def whole_bytes(schedule: Schedule, analysis: Analysis) -> int:

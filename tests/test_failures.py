@@ -64,7 +64,7 @@ def rewrites_with(index: int):
     )
 
 
-BEFORE_REGIONS = {  # what fails → the stage that the warning names
+BEFORE_REGIONS = {  # what fails → the phase that the warning names
     "find_axes": "finding the token dimension",
     "weight_views": "cutting the graph",
     "traits_of": "cutting the graph",
@@ -82,9 +82,12 @@ IN_A_REGION = {
     (pipeline, "verify_analysis"): "following tokens",
     (pipeline, "partition"): "assigning operations to sweeps",
     (pipeline, "is_linear"): "assigning operations to sweeps",
-    (pipeline, "verify_program"): "writing chunk bodies",
+    (pipeline, "verify_normalized"): "normalising the joint graph",
+    (pipeline, "verify_program"): "assigning operations to sweeps",
+    (pipeline, "plan"): "choosing chunk lengths",
+    (pipeline, "verify_plan"): "choosing chunk lengths",
     (pipeline, "lower"): "writing chunk bodies",
-    (pipeline, "chunk_lengths"): "writing chunk bodies",
+    (pipeline, "verify_body"): "writing chunk bodies",
     (pipeline, "Runner"): "preparing the joint graph",
     (internals, "compile_body"): "compiling chunk bodies",
     (compiled_region, "cannot_tell"): "preparing the joint graph",
@@ -95,9 +98,9 @@ IN_A_REGION = {
 }
 
 
-def is_told(texts: list[str], stage: str) -> None:
+def is_told(texts: list[str], phase: str) -> None:
     (text,) = texts
-    assert stage in text and "Broken: a defect" in text
+    assert phase in text and "Broken: a defect" in text
     assert "please report" in text and "test_failures.py" in text
 
 
@@ -152,10 +155,10 @@ def test_an_error_of_a_running_body_names_tokens_region_and_lines(monkeypatch, e
     compiled(*given).backward()
     cut = runner.cut
 
-    def broken(binding, source, start, *rest):
-        if start == 5:
+    def broken(binding, source, chunk):
+        if chunk.start == 5:
             raise error("in a kernel")
-        return cut(binding, source, start, *rest)
+        return cut(binding, source, chunk)
 
     loss = compiled(*given) if direction == "backward" else None
     monkeypatch.setattr(runner, "cut", broken)

@@ -16,8 +16,7 @@ from torch.fx import Graph, GraphModule
 from streambp_compile import NotStreamed, Report, StreamHint, explain, internals
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
-from streambp_compile.passes.ir import Analysis, Mark
-from streambp_compile.passes.lower import Binding, Body
+from streambp_compile.passes.ir import Analysis, Binding, BindingRole, Body, Mark
 
 NAMES = ("split", "joint", "normalized", "facts", "forward", "forward_body_0")
 
@@ -40,7 +39,7 @@ def test_every_graph_of_every_region_goes_to_the_structured_trace(monkeypatch, f
     assert "streambp.attention" in artifacts["streambp_region_1_forward_body_0"]()
     assert "tangents_1" in artifacts["streambp_region_1_joint"]()
     assert "b [t] d" in artifacts["streambp_region_1_facts"]()
-    assert artifacts["streambp_region_1_backward"]().startswith(("whole:", "ascending", "descending"))
+    assert artifacts["streambp_region_1_backward"]().startswith(("full length:", "ascending", "descending"))
     assert "3 distinct" in artifacts["streambp_report"]()
 
 
@@ -103,10 +102,10 @@ def doubling_body(width: int) -> Body:
     source, made = Graph().placeholder("x"), Graph().placeholder("y")
     source.meta["val"] = made.meta["val"] = fake
     bindings = (
-        Binding("scalar", None, "rows"),
-        Binding("scalar", None, "length"),
-        Binding("rows", source, "x_rows", Mark(0)),
-        Binding("write", made, "y_write", Mark(0)),
+        Binding(BindingRole.SCALAR, None, "rows"),
+        Binding(BindingRole.SCALAR, None, "length"),
+        Binding(BindingRole.ROWS, source, "x_rows", Mark(0)),
+        Binding(BindingRole.WRITE, made, "y_write", Mark(0)),
     )
     _, _, x, y = (graph.placeholder(b.name) for b in bindings)
     graph.call_function(

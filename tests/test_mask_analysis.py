@@ -14,8 +14,7 @@ from torch.fx import Interpreter
 from streambp_compile.passes.ir import MaskedOutsideBand, Reach
 from streambp_compile.passes.mask_analysis.domains import Affine, Band
 from streambp_compile.passes.mask_analysis.evaluation import evaluate
-from streambp_compile.runtime.mask_guards import holds
-from streambp_compile.runtime.mask_guards import by_query, visible
+from streambp_compile.runtime.mask_guards import by_query, holds, visible
 
 INF = math.inf
 LOW = torch.finfo(torch.float32).min

@@ -13,7 +13,7 @@ import torch
 from graphs import single
 from samples import SAMPLES, UNFILLED, Sample, cases, sample_of
 
-from streambp_compile.passes.ir import EVERYWHERE, HERE, CannotStream, Mark
+from streambp_compile.passes.ir import EVERYWHERE, HERE, CannotStream, Contraction, Mark
 from streambp_compile.passes.rules import TABLE, overload, rule_of
 from streambp_compile.passes.token_propagation import reshaped
 
@@ -68,7 +68,9 @@ def test_labels_fit_the_values(name, number):
     for value, labels in zip(sample.operands, signature.operands):
         for label, size in zip(labels, value.shape):
             untied = label is None and size > 1 and not signature.reshape
-            assert not untied or signature.contracts == "all", "rows tied to nothing cannot be added up"
+            assert not untied or signature.contracts is Contraction.ALL, (
+                "rows tied to nothing cannot be added up"
+            )
 
 
 @pytest.mark.parametrize("name,number", cases())
@@ -151,7 +153,7 @@ def test_pieces_are_pieces_of_the_whole(name, number):
             continue
         if any(o is not None for o in outs):
             assert_sliced(sample, label, places, outs)
-        elif signature.contracts == "sum" and signature.rows is None:
+        elif signature.contracts is Contraction.SUM and signature.rows is None:
             assert_summed(sample, label, places)
 
 

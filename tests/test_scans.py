@@ -207,9 +207,9 @@ ascending: 3 ops; reads x, w; writes y; carries state
 returns y
 """
 BACKWARD = """
-whole: turned
-ascending: 2 ops; reads x, w; carries state; notes state
-descending: 8 ops; reads x, w, dy, turned; writes dx; carries drows; resumes state; adds up dw
+full length: turned
+ascending: 2 ops; reads x, w; carries state; saves states of state
+descending: 8 ops; reads x, w, dy, turned; writes dx; carries drows; restores states of state; adds up dw
 returns dx, dw
 """
 
@@ -220,8 +220,8 @@ def test_the_sweeps_of_a_scan_and_its_gradient():
     forward, backward = partition(write.graph, analysis, (y,)), partition(write.graph, analysis, grads)
     verify_program(backward, analysis)
     assert (str(forward), str(backward)) == (FORWARD.strip(), BACKWARD.strip())
-    forgetful = replace(backward, sweeps=(replace(backward.sweeps[0], noted=()), backward.sweeps[1]))
-    with pytest.raises(IllegalResult, match="no sweep before noted"):
+    forgetful = replace(backward, sweeps=(replace(backward.sweeps[0], saved_states=()), backward.sweeps[1]))
+    with pytest.raises(IllegalResult, match="no sweep saves the states"):
         verify_program(forgetful, analysis)
 
 
@@ -230,7 +230,9 @@ def test_sweeps_that_share_states_share_the_length_of_chunks():
     analysis = analyze(write.graph, 5, seeds)
     program = partition(write.graph, analysis, grads)
     assert len(set(chunk_lengths(program, analysis, None))) == 1
-    apart = replace(program, sweeps=tuple(replace(s, noted=(), resumed=()) for s in program.sweeps))
+    apart = replace(
+        program, sweeps=tuple(replace(s, saved_states=(), restored_states=()) for s in program.sweeps)
+    )
     assert chunk_lengths(apart, analysis, None) == tuple(
         chunk_length(s, analysis, None) for s in program.sweeps
     )

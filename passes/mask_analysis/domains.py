@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from torch.fx import Node
 
@@ -105,21 +106,21 @@ def have_same_axes(a: Band, b: Band) -> bool:
     return (a.row, a.key) == (b.row, b.key)
 
 
-def is_constant(value: Abstract) -> bool:
+def is_constant(value: Abstract) -> TypeGuard[Affine]:
     return isinstance(value, Affine) and not value.slopes
 
 
-def is_empty_outside(value: Abstract) -> bool:
+def is_empty_outside(value: Abstract) -> TypeGuard[Band]:
     """Scores, or an additive mask, that no softmax reads outside a band."""
     return isinstance(value, Band) and value.outside in EMPTY
 
 
-def is_zero_outside(value: Abstract) -> bool:
+def is_zero_outside(value: Abstract) -> TypeGuard[Band]:
     """A matrix that adds nothing to a sum outside a band."""
     return isinstance(value, Band) and value.outside is not False and value.outside == 0.0
 
 
-def is_visible_mask(value: Abstract) -> bool:
+def is_visible_mask(value: Abstract) -> TypeGuard[Band]:
     """A boolean mask that is false outside a band."""
     return isinstance(value, Band) and value.outside is False
 
@@ -172,10 +173,11 @@ def complement(band: Band) -> Band | None:
 def merged(groups: Iterable[KeyMasks | None]) -> KeyMasks | None:
     """The masks of several groups that hide keys together. At most one of them may hold more than one mask:
     which of a batch belongs to which is unknown."""
-    groups = tuple(groups)
-    if None in groups:
-        return None
-    found = tuple(dict.fromkeys(mask for group in groups for mask in group))
+    found: KeyMasks = ()
+    for group in groups:
+        if group is None:
+            return None
+        found = tuple(dict.fromkeys((*found, *group)))
     return found if sum(mask.batch > 1 for mask in found) <= 1 else None
 
 

@@ -8,8 +8,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir import value_of
+from ..phases import check_time
 from ..rules import find_rule
-from ..stages import checkpoint
 from .domains import Abstract, Affine
 from .operands import is_bounded
 
@@ -22,7 +22,7 @@ def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[N
     """
     evaluation = Evaluation(with_tokens)
     for node in graph.nodes:
-        checkpoint()
+        check_time()
         evaluation.visit(node)
     return evaluation.values
 

@@ -19,7 +19,8 @@ class Known(Protocol):
     bounded  floating-point nodes whose numbers are far from the lowest of their dtype
     """
 
-    bounded: Container[Node]
+    @property
+    def bounded(self) -> Container[Node]: ...
 
     def __call__(self, arg: object) -> Abstract: ...
 
@@ -56,7 +57,10 @@ def hiding_masks(arg: object, like: Node, band: Band, known: Known) -> KeyMasks 
     value = broadcast_value(arg, like, known)
     if isinstance(value, Band) and value.outside in EMPTY:
         return value.key_masks if have_same_axes(value, band) else None
-    if arg in known.bounded if isinstance(arg, Node) else is_bounded(arg):
+    bounded = (
+        arg in known.bounded if isinstance(arg, Node) else isinstance(arg, float | int) and is_bounded(arg)
+    )
+    if bounded:
         return ()
     return as_key_mask(arg, like, band, None)
 

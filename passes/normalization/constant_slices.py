@@ -14,8 +14,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir import CannotStream, Mark, Signature, arguments, hint, shape_of, tensor_operands, value_of
+from ..phases import check_time
 from ..rules import rule_of
-from ..stages import checkpoint
 from ..token_propagation import reshaped
 from .size_nodes import SizeNodes
 
@@ -33,12 +33,13 @@ class Part:
 def shorten_constants(graph: Graph) -> None:
     """Move slices through what computes their operand, up to the ranges and constants that it is made of,
     where it is made of nothing else."""
-    sizes, hopeless = SizeNodes(graph), set()
+    sizes, hopeless = SizeNodes(graph), set[tuple[Node, int]]()
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         source = node.args[0]
         dim, part = part_of(node, sizes)
-        shortens = part is not None and shape_of(source) != shape_of(node)
-        short = Shortened(graph, node, part, sizes, hopeless).made(source, dim) if shortens else None
+        if part is None or shape_of(source) == shape_of(node):
+            continue
+        short = Shortened(graph, node, part, sizes, hopeless).made(source, dim)
         if short is not None:
             node.replace_all_uses_with(short)
 
@@ -72,7 +73,7 @@ class Shortened:
     def made(self, node: Node, dim: int) -> Node | None:
         """A part of a value along one of its dimensions, made anew; None if something else than ranges and
         constants is in it."""
-        checkpoint()
+        check_time()
         if (node, dim) in self.hopeless:
             return None
         if (node, dim) not in self.known:
@@ -111,10 +112,9 @@ class Shortened:
         """The operand of a view and the dimension of it that a dimension of the view is."""
         old = shape_of(node.args[0])
         mark = reshaped(Mark(dim), shape_of(node), old)
-        kept = (
-            mark is not None and (mark.outer, mark.inner) == (1, 1) and old[mark.dim] == shape_of(node)[dim]
-        )
-        return {node.args[0]: mark.dim} if kept else {}
+        if mark is None or (mark.outer, mark.inner) != (1, 1) or old[mark.dim] != shape_of(node)[dim]:
+            return {}
+        return {node.args[0]: mark.dim}
 
     def operands(self, node: Node, dim: int, signature: Signature) -> dict[Node, int]:
         """Operands that have a dimension of the node's own; none if rows along it do more than meet those

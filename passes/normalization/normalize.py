@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..ir import arguments, copied, is_tensor, is_zeros, op_name, shape_of, value_of
-from ..mask_analysis.domains import Band
+from ..mask_analysis.domains import Affine, Band
 from ..mask_analysis.evaluation import evaluate
 from ..rules.scans import JOINS
 from .constant_slices import shorten_constants
@@ -235,12 +235,15 @@ def turn_scans(graph: Graph) -> None:
         if flipped(node) and flipped(node) == flipped(node.args[0]):
             node.replace_all_uses_with(node.args[0].args[0])
     for node in floats:
-        scan = node.args[0] if flipped(node) else None
-        if scan is None or scan.target not in JOINS or [scan.args[1] % len(shape_of(scan))] != flipped(node):
+        dims = flipped(node)
+        if not dims:
+            continue
+        scan = node.args[0]
+        if scan.target not in JOINS or [scan.args[1] % len(shape_of(scan))] != dims:
             continue
         source = scan.args[0]
-        if flipped(source) == flipped(node) and value_of(source).dtype == value_of(node).dtype:
-            call = (source.args[0], flipped(node)[0], op_name(scan))
+        if flipped(source) == dims and value_of(source).dtype == value_of(node).dtype:
+            call = (source.args[0], dims[0], op_name(scan))
             node.replace_all_uses_with(emitted(graph, node, streambp.reverse_scan.default, call))
 
 
@@ -273,7 +276,7 @@ def fuse_attention(graph: Graph) -> None:
                 graph.erase_node(unread)
 
 
-def scale_of(given: object, query: Node) -> float:
+def scale_of(given: float | None, query: Node) -> float:
     return float(given) if given is not None else 1 / math.sqrt(shape_of(query)[-1])
 
 
@@ -370,7 +373,7 @@ def drop_proved_masks(graph: Graph) -> None:
         if isinstance(found, Band) and found.exact and (found.lo, found.hi) == (-math.inf, 0):
             node.update_arg(at, None)
             node.update_arg(at + 1, True)
-        elif getattr(found, "slopes", None) == () and found.const == 0:
+        elif isinstance(found, Affine) and not found.slopes and found.const == 0:
             node.update_arg(at, None)
 
 
@@ -454,7 +457,7 @@ def group_heads(graph: Graph) -> None:
         for call in backward:
             grads = outputs_of(call)
             sums = {i: summed_heads(grads[i], shape_of(n)) for i, n in ((1, key), (2, value)) if i in grads}
-            if any(s is None for s in sums.values()):
+            if None in sums.values():
                 break
             replacements.append((call, sums))
         if len(replacements) != len(backward):
@@ -469,4 +472,5 @@ def group_heads(graph: Graph) -> None:
             for i, total in sums.items():
                 grad = outputs_of(call)[i]
                 grad.meta["val"] = call.meta["val"][i]
-                total.replace_all_uses_with(grad)
+                if total is not None:
+                    total.replace_all_uses_with(grad)

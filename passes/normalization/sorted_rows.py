@@ -14,11 +14,12 @@ What is not proved to be row by row leaves the sort, and everything after it, as
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import CannotStream, Size, arguments, is_zeros, shape_of, tensor_operands, value_of
+from ..ir import CannotStream, Contraction, Size, arguments, is_zeros, shape_of, tensor_operands, value_of
 from ..rules import rule_of
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
@@ -216,7 +217,8 @@ class Sort:
         operands = tensor_operands(node)
         if any(self.is_sorted(a) and not isinstance(self.rows.get(a), int) for a in node.all_input_nodes):
             raise CannotUndo(node)
-        labels = {ties[self.rows[a]] for a, ties in zip(operands, signature.operands) if a in self.rows}
+        labelled = zip(operands, signature.operands)
+        labels = {ties[dim] for a, ties in labelled if isinstance(dim := self.rows.get(a), int)}
         if len(labels) != 1 or None in labels or signature.reshape:
             raise CannotUndo(node)
         (label,) = labels
@@ -240,14 +242,14 @@ class Sort:
                 dims if isinstance(value_of(node), (tuple, list)) else dims[0],
                 new,
             )
-        elif all(d is None for d in dims) and signature.contracts == "sum":
+        elif all(d is None for d in dims) and signature.contracts is Contraction.SUM:
             self.back[node] = new
         else:
             raise CannotUndo(node)
 
     # Grouped products
 
-    def ends(self, node: object, experts: int) -> None:
+    def ends(self, node: Any, experts: int) -> None:
         """Raises unless a value is where the rows of each key end: the running sum of a histogram of these
         very keys."""
         node = without_casts(node)
@@ -391,7 +393,7 @@ def descending(sort: Node) -> bool:
     return bool(arguments(sort)["descending"])
 
 
-def without_casts(node: object) -> object:
+def without_casts(node: Any) -> Any:
     while isinstance(node, Node) and node.target in CASTS:
         node = node.args[0]
     return node

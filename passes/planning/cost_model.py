@@ -21,6 +21,7 @@ from ..ir import (
     HERE,
     Analysis,
     Reach,
+    Role,
     Shared,
     bytes_of,
     hint,
@@ -170,7 +171,7 @@ def work_of(
         e.operand
         for n in nodes
         for e in analysis.edges.get(n, ())
-        if e.role == "keys" and is_tensor(e.operand)
+        if e.role is Role.KEYS and is_tensor(e.operand)
     }
     per_key = sum(numel(n) * (4 + value_of(n).dtype.itemsize) for n in keysums if is_tensor(n))
     return Work(
@@ -252,7 +253,7 @@ class Moments:
                     e.operand
                     for e in analysis.edges.get(node, ())
                     if e.operand not in inside
-                    and e.role == "rows"
+                    and e.role is Role.ROWS
                     and e.reach == HERE
                     and is_tensor(e.operand)
                 ),
@@ -261,7 +262,7 @@ class Moments:
             if not is_row_wise(analysis.facts[node]):
                 self.steps.append((None, sources, given[node]))
             elif not is_alias(node):
-                if is_tensor(node) and analysis.facts[node].keys is None:
+                if is_tensor(node) and analysis.tokens_of(node).keys is None:
                     self.single = max(self.single, bytes_of(value_of(node)) // length)
                 if is_one_of(node, KERNELS) or is_read_by_kernel(node):
                     self.steps.append((node, sources, given[node]))

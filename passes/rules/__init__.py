@@ -111,7 +111,7 @@ def rule_by_name(*names: str):
     return enter
 
 
-def functional(target: object) -> object:
+def functional(target: object) -> torch._ops.OpOverload | None:
     """The op that an in-place op (``add_``) carries out; joint graphs have none of them, graphs straight from
     a capture do."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
@@ -124,9 +124,9 @@ def functional(target: object) -> object:
 
 def find_rule(node: Node) -> Rule | None:
     """The row for this node's op, or None; pointwise ops are known by their tag."""
-    found = TABLE.get(node.target) or TABLE.get(functional(node.target))
-    if found is not None:
-        return found
+    for target in (node.target, functional(node.target)):
+        if target in TABLE:
+            return TABLE[target]
     if isinstance(node.target, torch._ops.OpOverload):
         if torch.Tag.pointwise in node.target.tags:
             return POINTWISE

@@ -57,7 +57,7 @@ def emit_uniform(body, node: Node):
     if not any(body.carries_tokens(node, d) for d in range(len(shape_of(node)))):
         return body.copy(node)
     return body.graph.call_function(
-        uniform_at, (body.places(node, value_of(node).device), body.read(source, "whole"), stream, dtype)
+        uniform_at, (body.places(node, value_of(node).device), body.read_whole(source), stream, dtype)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, Tokens, is_zeros, shape_of, value_of
+from ..ir import Label, Labels, Signature, Tokens, is_zeros, shape_of, value_of
 from . import rule
 from .mask_domain import layout
 from .mask_domain.bounded import always, if_operands_are
@@ -19,7 +19,7 @@ def embedding(node: Node) -> Signature:
 
 
 def emit_embedding_backward(body, node: Node):
-    if body.kind(node) != "sum":
+    if not body.adds_up(node):
         return body.copy(node)
     return body.accumulate_rows(
         node, body.read(node.args[1]), body.summand(node.args[0]), padding=node.args[3]
@@ -46,11 +46,11 @@ def index_select(node: Node) -> Signature:
 def emit_index(body, node: Node):
     """Rows that an index picks out of all tokens: every chunk gives those that it has, and the chunks add
     up."""
-    if body.kind(node) != "sum":
+    if not body.adds_up(node):
         return body.copy(node)
     x, indices = node.args[0], list(node.args[1])
     mark = body.fact(x).rows
-    local, inside = body.rows_of_chunk(body.read(indices[mark.dim], "whole"), mark, body.fact(x).lo)
+    local, inside = body.rows_of_chunk(body.read_whole(indices[mark.dim]), mark, body.fact(x).lo)
     position = 1 + sum(1 for ix in indices[: mark.dim] if ix is not None)
     picked = body.copy(node, {0: body.read(x), position: local})
     return body.added(node, body.zero_unless(before_dims(body, inside, trailing(node)), picked, node))
@@ -88,7 +88,7 @@ def index(node: Node) -> Signature:
     after = [i for i in kept if i not in before]
     index_labels = tuple(("i", j) for j in range(index_rank))
     shape = out[len(before) : len(before) + index_rank]
-    operands = [tuple(("read", i) if i in used else ("x", i) for i in range(rank))]
+    operands: list[Labels] = [tuple(("read", i) if i in used else ("x", i) for i in range(rank))]
     for i in used:
         operands.append(tuple(None if j is None else ("i", j) for j in aligned(shape_of(indices[i]), shape)))
     outputs = (*(("x", i) for i in before), *index_labels, *(("x", i) for i in after))
@@ -103,7 +103,9 @@ def gather(node: Node) -> Signature:
     # An index narrower than the table along another dimension reads its first rows only: a tie of row 0 to
     # row 0.
     labels = tuple(("moved", i) if i == dim else i for i in range(len(table)))
-    shifts = {i: (0, 0) for i in range(len(rows)) if i != dim and table[i] != rows[i]}
+    shifts: dict[Label, tuple[int, ...]] = {
+        i: (0, 0) for i in range(len(rows)) if i != dim and table[i] != rows[i]
+    }
     return Signature(
         (labels, tuple(range(len(rows)))), (tuple(range(len(rows))),), contracts="all", offsets=shifts
     )
@@ -142,18 +144,18 @@ rule("aten::scatter_add", emit=emit_scatter)(scattered)
 def emit_index_put(body, node: Node):
     """Few rows written among all tokens: every chunk takes those that fall into it."""
     base, indices, values = node.args[:3]
-    if body.kind(node) == "sum" or not isinstance(body.fact(node), Tokens):
-        return body.copied(node, body.kind(node))
+    if body.adds_up(node) or not isinstance(body.fact(node), Tokens):
+        return body.copied(node)
     mark = body.fact(node).rows
     if mark.dim >= len(indices) or indices[mark.dim] is None:
         return body.copy(node)
-    local, inside = body.rows_of_chunk(body.read(indices[mark.dim], "whole"), mark, body.fact(node).lo)
+    local, inside = body.rows_of_chunk(body.read_whole(indices[mark.dim]), mark, body.fact(node).lo)
     places = [
-        None if ix is None else local if i == mark.dim else body.read(ix, "whole")
+        None if ix is None else local if i == mark.dim else body.read_whole(ix)
         for i, ix in enumerate(indices)
     ]
     inside = before_dims(body, inside, len(shape_of(node)) - len(indices))
-    given = body.zero_unless(inside, body.read(values, "whole"), values)
+    given = body.zero_unless(inside, body.read_whole(values), values)
     return body.graph.call_function(node.target, (body.zeros(node), places, given, True))
 
 

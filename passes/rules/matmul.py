@@ -11,8 +11,8 @@ from .signatures import aligned, equation
 
 def emit_mm(body, node: Node):
     """A product summed over rows goes straight into its accumulator; no partial result exists."""
-    if body.kind(node) != "sum":
-        return body.copied(node, body.kind(node))  # rows, or a sum per key
+    if not body.adds_up(node):
+        return body.copied(node)  # rows, or a sum per key
     return body.accumulate_mm(node, body.summand(node.args[0]), body.read(node.args[1]))
 
 
@@ -42,7 +42,7 @@ def grouped_mm(node: Node) -> Signature:
 
 
 def emit_grouped_outer(body, node: Node):
-    if body.kind(node) != "sum":
+    if not body.adds_up(node):
         return body.copy(node)
     return body.accumulate_grouped(
         node, body.summand(node.args[0]), body.read(node.args[1]), body.read(node.args[2])

@@ -104,7 +104,7 @@ def repeat(node: Node) -> Signature:
 def emit_slice(body, node: Node):
     """Rows outside the slice stay where they are; the fact's domain remembers that they do not count."""
     x, dim = node.args[0], argument(node, 1, "dim", 0) % len(shape_of(node))
-    if body.kind(node) == "sum":  # one row of all
+    if body.adds_up(node):  # one row of all
         return body.added(node, body.row_picked(x, dim, argument(node, 2, "start")))
     if body.carries_keys(x, dim):
         bounds = (body.column(x, argument(node, 2, "start")), body.column(x, argument(node, 3, "end")))
@@ -124,15 +124,15 @@ def slice_(node: Node) -> Signature:
     return Signature((labels,), (labels,), offsets={dim: (clamped(start, shape[dim]),)})
 
 
-def clamped(index: object, size: int) -> int:
+def clamped(index: int | Node, size: int) -> int:
     """A slice bound as slicing reads it: negative from the end, never outside."""
-    number = hint(index.meta["val"]) if isinstance(index, Node) else index
+    number: int = hint(index.meta["val"]) if isinstance(index, Node) else index
     return max(0, min(size, number + size if number < 0 else number))
 
 
 def emit_select(body, node: Node):
     """One row of all tokens: the chunk that has it gives it, and the chunks add up."""
-    if body.kind(node) != "sum":
+    if not body.adds_up(node):
         return body.copy(node)
     x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
     return body.added(
@@ -155,7 +155,7 @@ def emit_select_scatter(body, node: Node):
     dim = argument(node, 2, "dim", 0) % len(shape_of(node))
     if not body.carries_tokens(node, dim):
         return body.copy(node)
-    row = body.graph.call_function(torch.ops.aten.unsqueeze.default, (body.read(node.args[1], "whole"), dim))
+    row = body.graph.call_function(torch.ops.aten.unsqueeze.default, (body.read_whole(node.args[1]), dim))
     return body.row_put(node, dim, argument(node, 3, "index"), row, node.args[1])
 
 
@@ -172,13 +172,17 @@ def select_scatter(node: Node) -> Signature:
 
 
 def emit_pad(body, node: Node):
-    rank, amounts = len(shape_of(node)), node.args[1]
-    padded = [rank - 1 - i // 2 for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]]
-    if not any(body.carries_tokens(node, dim) for dim in padded):
+    """Features are padded in the chunk; rows beyond the tokens are filled where they come to lie."""
+    x, rank, amounts = node.args[0], len(shape_of(node)), list(node.args[1])
+    filling = argument(node, 2, "value", 0)
+    at = next((i for i in range(0, len(amounts), 2) if body.carries_tokens(node, rank - 1 - i // 2)), None)
+    if at is None or not any(amounts[at : at + 2]):
         return body.copy(node)
-    if len(padded) > 1:
-        raise refuse(node, "pads tokens and features at once", "Pad them one after the other")
-    return body.fill_outside(node, body.read(node.args[0]), argument(node, 2, "value", 0))
+    amounts[at : at + 2] = [0, 0]
+    rows = body.read(x)
+    if any(amounts):
+        rows = body.graph.call_function(node.target, (rows, amounts, filling))
+    return body.fill_outside(node, rows, filling)
 
 
 @rule("aten::constant_pad_nd", emit=emit_pad, bounded=if_operands_are)
@@ -224,7 +228,7 @@ def emit_slice_scatter(body, node: Node):
     if not body.carries_tokens(node, dim):
         return body.copy(node)
     if shape_of(source)[dim] == 1 < shape_of(node)[dim]:
-        return body.row_put(node, dim, argument(node, 3, "start"), body.read(source, "whole"), source)
+        return body.row_put(node, dim, argument(node, 3, "start"), body.read_whole(source), source)
     base, source = (body.operand(edge) for edge in body.edges(node))
     return body.fill_outside(node, source, base, source=node.args[1])
 

@@ -15,8 +15,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from .. import internals
-from ..passes.ir import Mark, Size, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
+from ..passes.ir import (
+    Mark,
+    Size,
+    bytes_of,
+    draws_random,
+    hint,
+    is_tensor,
+    shape_of,
+    tensor_operands,
+    value_of,
+)
 from ..passes.normalization.normalize import normalize
 from ..passes.normalization.sorted_rows import undo_sorts
 from ..passes.planning.cost_model import PRODUCTS, is_one_of
@@ -209,7 +218,7 @@ class Trace:
         heavy = {
             n.meta.get("replaces", n.name)
             for n in graph.nodes
-            if n in propagation.missing or is_one_of(n, PRODUCTS) or internals.draws_random(n)
+            if n in propagation.missing or is_one_of(n, PRODUCTS) or draws_random(n)
         }
         light = frozenset(n for n, names in self.captured_for.items() if not names & heavy)
         return Axis(fake_of(first).shape[at.dim], marks, mixing, attending, light)

@@ -19,11 +19,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import Mark, hint, is_tensor, shape_of, tensor_operands
+from ..passes.ir import Mark, draws_random, hint, is_tensor, shape_of, tensor_operands
+from ..passes.phases import check_time
 from ..passes.planning.cost_model import PRODUCTS, is_one_of
 from ..passes.rules import rule_of
 from ..passes.split import mutated, name_of
-from ..passes.stages import checkpoint
 from ..passes.token_propagation import TokenPropagation
 from .capture import Captured
 from .regions import is_switch
@@ -87,7 +87,7 @@ class Pieces:
         self.classes: dict[int, dict[int, Node]] = {}
         self.class_of: dict[Node, int] = {}
         for node in graph.nodes:
-            checkpoint()
+            check_time()
             touched = set().union(*(self.touched.get(a, set()) for a in node.all_input_nodes))
             if node not in self.tiles and touched and node.op != "output":
                 self.touched[node] = touched
@@ -357,7 +357,7 @@ def keeps_rows(node: Node, propagation: TokenPropagation) -> bool:
     """Is row t of a value made of rows t alone, in a way that knows nothing of their place?"""
     signature, operands = propagation.signatures[node], tensor_operands(node)
     marked = [(a, labels) for a, labels in zip(operands, signature.operands) if propagation.of(a)]
-    if internals.draws_random(node) or propagation.of(node) and not marked and not signature.uniform:
+    if draws_random(node) or propagation.of(node) and not marked and not signature.uniform:
         return False
     if signature.reshape:
         return node not in propagation.lost

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import internals
 from ..config import Config
 from ..passes.ir import Refusal, bytes_of
-from ..passes.stages import summary
+from ..passes.phases import summary
 from ..report import warn_refused
 from .fingerprints import Contents
 

@@ -207,7 +207,7 @@ class Choice:
 
 def choose(attention: Attention, target: Target) -> Choice:
     """The first kernel of the table that takes this attention on this target."""
-    passed = []
+    passed: list[tuple[str, str]] = []
     for kernel in TABLE:
         if kernel.device in ("", target.device):
             reason = obstacle(kernel, attention, target)
@@ -226,8 +226,8 @@ def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None
         return "it is switched off in torch.backends.cuda"
     if since and attention.dtype not in since:
         return f"it does not take {dtype}"
-    if since and since[attention.dtype] is not None:
-        needed = since[attention.dtype]
+    needed = since.get(attention.dtype)
+    if needed is not None:
         if target.capability is None:
             return "the compute capability of the device is not known"
         if target.capability < needed:
@@ -245,7 +245,7 @@ def replaced(target: Target, width: int) -> str | None:
     majors, widest = MAJORS.get(target.flash), WIDEST.get(target.flash)
     if target.flash and majors is None:
         return f"the flash implementation {target.flash!r}, which was activated, is not known"
-    if majors and target.capability[0] not in majors:
+    if majors and (target.capability or (0, 0))[0] not in majors:
         needed = " or ".join(f"{m}.x" for m in majors)
         return f"{target.flash}, which was activated, needs compute capability {needed}"
     if widest and width > widest:
@@ -257,7 +257,9 @@ def dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-SCRATCH = {kernel.forward_op: kernel.forward_scratch for kernel in TABLE if kernel.forward_op is not None}
+SCRATCH: dict[object, Callable[..., int] | None] = {
+    kernel.forward_op: kernel.forward_scratch for kernel in TABLE if kernel.forward_op is not None
+}
 SCRATCH |= {kernel.backward_op: kernel.backward_scratch for kernel in TABLE if kernel.backward_op is not None}
 
 

@@ -60,8 +60,9 @@ def subtracted(node: Node, known: Known) -> Abstract:
         return affine_sum(a, b, -node.kwargs.get("alpha", 1), node)
     if is_zero_outside(a) and is_zero_outside(b) and have_same_axes(a, b):
         return hull(a, b)
-    of_row = isinstance(node.args[1], Node) and b is None and is_empty_outside(a)
-    return replace(a, zero_inside=False) if of_row and one_per_row(node.args[1], node, a) else None
+    if b is None and is_empty_outside(a) and isinstance(node.args[1], Node):
+        return replace(a, zero_inside=False) if one_per_row(node.args[1], node, a) else None
+    return None
 
 
 def affine_sum(a: Affine, b: Affine, scale: float, node: Node) -> Affine:
@@ -110,8 +111,9 @@ def divided(node: Node, known: Known) -> Abstract:
 def product_added(node: Node, known: Known) -> Abstract:
     """``baddbmm(mask, queries, keys)``: a mask added to scores."""
     mask = broadcast_value(node.args[0], node, known)
-    plain = node.kwargs.get("beta", 1) == 1 and is_empty_outside(mask)
-    return replace(mask, zero_inside=False) if plain else None
+    if not is_empty_outside(mask) or node.kwargs.get("beta", 1) != 1:
+        return None
+    return replace(mask, zero_inside=False)
 
 
 def at_least(node: Node, known: Known) -> Abstract:
@@ -126,12 +128,10 @@ def at_least(node: Node, known: Known) -> Abstract:
 def distance(node: Node, known: Known) -> Abstract:
     """``abs(row - key)``; only a comparison reads it."""
     value = known(node.args[0])
-    slopes = dict(value.slopes) if isinstance(value, Affine) else {}
-    return (
-        Distance(*sorted(slopes))
-        if len(slopes) == 2 and sorted(slopes.values()) == [-1, 1] and value.const == 0
-        else None
-    )
+    if not isinstance(value, Affine) or value.const != 0:
+        return None
+    slopes = dict(value.slopes)
+    return Distance(*sorted(slopes)) if sorted(slopes.values()) == [-1, 1] else None
 
 
 def negated(node: Node, known: Known) -> Abstract:

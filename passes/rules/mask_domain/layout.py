@@ -43,8 +43,9 @@ def same(node: Node, known: Known) -> Abstract:
     )
     if whole and new is not torch.bool:
         return value
-    flag = is_constant(value) and value.const in (0, 1)
-    return value if flag or old is torch.bool and new is torch.bool else None
+    if is_constant(value) and value.const in (0, 1):
+        return value
+    return value if old is torch.bool and new is torch.bool else None
 
 
 def copied(node: Node, known: Known) -> Abstract:

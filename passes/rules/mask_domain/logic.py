@@ -77,10 +77,10 @@ def disjoined(node: Node, known: Known) -> Abstract:
         either = Band(a.row, a.key, min(a.lo, b.lo), max(a.hi, b.hi), False, assumes=a.assumes + b.assumes)
         if either.lo > -math.inf or either.hi < math.inf:
             return either
-    left = [as_visible(a), as_visible(b)]  # both as what hides
-    if None not in left and have_same_axes(*left):
-        return replace(intersection(*left), outside=True)
-    for band, other, arg in ((left[0], b, node.args[1]), (left[1], a, node.args[0])):
+    left, right = as_visible(a), as_visible(b)  # both as what hides
+    if left is not None and right is not None and have_same_axes(left, right):
+        return replace(intersection(left, right), outside=True)
+    for band, other, arg in ((left, b, node.args[1]), (right, a, node.args[0])):
         if band is not None:
             return replace(
                 band,
