@@ -1,7 +1,7 @@
 """A mypy plugin: the arguments of a ``torch.fx`` node have the types that the schema of its op gives them.
 
-torch declares them as one union of everything that an op may take, so that no expression with one of them passes a
-checker. Here they are of any type, and everything else about a node keeps its own.
+torch declares them as one union of everything that an op may take, so that no expression with one of them
+passes a checker. Here they are of any type, and everything else about a node keeps its own.
 """
 
 from __future__ import annotations

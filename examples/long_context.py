@@ -1,16 +1,12 @@
-"""Trains a Qwen3-shaped model of 25M parameters on long stretches of real text, beside gradient
-checkpointing.
+"""Train a Qwen3-shaped model of 25M parameters on long texts, beside gradient checkpointing.
 
-    python examples/long_context.py                                  8192 tokens at a time; about six minutes
-    on two cores
-    python examples/long_context.py --tokens 32768 --alone           longer than gradient checkpointing is
-    worth waiting for
+    python examples/long_context.py                             8192 tokens a step, some minutes on two cores
+    python examples/long_context.py --tokens 32768 --alone      without waiting for gradient checkpointing
     python examples/long_context.py --chunk-size 256 --steps 5
 
 First one step each way: the loss, the largest relative difference of any parameter's gradient, the peak of
-live memory above weights
-and gradients, and the seconds. Then it trains. The table, the plot of live memory and the losses are left in
-``out/``.
+live memory above weights and gradients, and the seconds. Then it trains. The table, the plot of live memory
+and the losses are left in ``out/``.
 """
 
 from __future__ import annotations
@@ -115,7 +111,8 @@ def arguments() -> argparse.Namespace:
     compiler = os.environ.get("CXX", "g++")
     if not any(shutil.which(name) for name in (compiler, "g++", "c++", "clang++")):
         parser.error(
-            f"torch.compile needs a C++ compiler and found none (looked for {compiler}); install g++ or clang, or set CXX"
+            f"torch.compile needs a C++ compiler and found none (looked for {compiler}); install g++ or "
+            "clang, or set CXX"
         )
     return chosen
 
@@ -159,7 +156,8 @@ def measure(ways: list[Method], ids: torch.Tensor, rounds: int) -> list[Measured
         start = time.perf_counter()
         way.step(ids)
         print(
-            f"{time.perf_counter() - start:.1f} s{', compilation included' if way.name == 'streambp' else ''}",
+            f"{time.perf_counter() - start:.1f} "
+            f"s{', compilation included' if way.name == 'streambp' else ''}",
             flush=True,
         )
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
@@ -183,7 +181,8 @@ def table(results: list[Measured]) -> str:
         first = result is results[0]
         difference = "–" if first else f"{largest_difference(result.gradients, results[0].gradients):.1e}"
         lines.append(
-            f"{result.name:24}{result.loss:12.6f}{difference:>22}{result.peak / MIB:12.1f}{result.seconds:10.2f}"
+            f"{result.name:24}{result.loss:12.6f}{difference:>22}{result.peak / MIB:12.1f}"
+            f"{result.seconds:10.2f}"
         )
     return "\n".join(lines)
 
@@ -246,8 +245,8 @@ def main() -> None:
     model = build(chosen.layers, chosen.tokens, chosen.seed)
     count = sum(p.numel() for p in model.parameters())
     print(
-        f"{len(ids):,} tokens of text; a model of {count / 1e6:.1f}M parameters; {chosen.tokens:,} tokens a step; "
-        f"{torch.get_num_threads()} threads\n",
+        f"{len(ids):,} tokens of text; a model of {count / 1e6:.1f}M parameters; {chosen.tokens:,} tokens "
+        f"a step; {torch.get_num_threads()} threads\n",
         flush=True,
     )
     OUT.mkdir(exist_ok=True)

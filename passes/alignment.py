@@ -18,9 +18,9 @@ from .token_propagation import TokenPropagation, has_tensors, outputs_of, produc
 class Alignment:
     """Which token is row 0 of a value, for values shifted against one another by slicing.
 
-    Slices keep the token of every row; what meets row by row must agree. Values with features are aligned among
-    themselves first, then what is computed from them, starting at inputs that have all T rows; values with one number per token (labels, masks) then
-    follow, by a shift.
+    Slices keep the token of every row; what meets row by row must agree. Values with features are aligned
+    among themselves first, then what is computed from them, starting at inputs that have all T rows; values
+    with one number per token (labels, masks) then follow, by a shift.
 
     with_features  values with more than one number per token
     from_features  these, and what is computed from them

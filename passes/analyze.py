@@ -1,8 +1,7 @@
 """Facts and reaches of every value, forward and backward alike.
 
 `TokenPropagation` says which dimensions carry tokens, `Alignment` which token has row 0. What a node does
-with its rows, and how it reads
-each operand, then follows from where its labels went.
+with its rows, and how it reads each operand, then follows from where its labels went.
 """
 
 from __future__ import annotations
@@ -137,8 +136,8 @@ class Reader:
         if draws_random(node):
             raise refuse(
                 node,
-                "draws random numbers that the backward cannot draw again",
-                "Draw them outside the compiled function and pass them in",
+                "The backward cannot draw the random numbers of this operation again",
+                "Draw them outside the compiled function and pass them as an input",
             )
         summed = any(isinstance(self.facts[a], Summed) for a in node.all_input_nodes if a in self.facts)
         fact = Summed() if summed else Shared()
@@ -152,10 +151,16 @@ class Reader:
         if node in self.propagation.missing:
             raise self.propagation.missing[node]
         if node in self.propagation.lost:
-            raise refuse(node, self.propagation.lost[node], "Keep the tokens in a dimension of their own")
+            raise refuse(
+                node,
+                self.propagation.lost[node],
+                "Keep the token dimension separate from the other dimensions",
+            )
         if any(len(self.propagation.marks.get((node, output), {})) > 2 for output in outputs_of(node)):
             raise refuse(
-                node, "a value with three token dimensions", "Write it with one row and one key dimension"
+                node,
+                "This value has three token dimensions, and at most two (queries and keys) are supported",
+                "Rewrite it with one dimension of queries and one of keys",
             )
 
     def placeholder(self, node: Node) -> Fact:
@@ -179,8 +184,9 @@ class Reader:
             if not isinstance(exact, int) and exact.node.expr != 0 and not is_now(shape[mark.dim], exact):
                 raise refuse(
                     node,
-                    f"{shape[mark.dim]} rows are not T plus a constant",
-                    "Pass a length that divides evenly",
+                    f"This value has {shape[mark.dim]} rows, which is not the number of tokens plus a "
+                    "constant",
+                    "Choose a sequence length that the split or pooling divides evenly",
                 )
         return excess
 
@@ -188,8 +194,8 @@ class Reader:
         if signature.reshape and not isinstance(self.facts[operands[0]], Tokens):
             raise refuse(
                 node,
-                "makes rows of tokens out of what has none",
-                "Nothing, if these are patches of an image: what makes them runs whole",
+                "This reshape creates the token dimension",
+                "Nothing to do for image patches: the patch embedding runs unchunked",
             )
         labels = self.labelling(node, operands, signature)
         self.check_matrices(node, operands, signature, labels)
@@ -220,28 +226,28 @@ class Reader:
         if labels.key is not None and any((f.lo, f.hi) != (0, 0) for f in facts):
             raise refuse(
                 node,
-                "its keys are those of a shifted sequence",
-                "Attend over all tokens, and slice what comes after",
+                "The attention keys are shifted against the token sequence",
+                "Attend over all tokens, and slice the result afterwards",
             )
         if any(f.keys is not None for f in facts):
             moved = [signature.reach[label] for label in (labels.row, labels.key) if label in signature.reach]
             if any(r.lo == r.hi != 0 for r in moved):
                 raise refuse(
                     node,
-                    "moves rows or keys of a matrix of tokens by tokens",
-                    "Compute it from positions, where it is read",
+                    "This operation shifts the rows or columns of a [tokens, tokens] matrix",
+                    "Compute the matrix from token positions where it is used",
                 )
             if signature.rows is None and labels.row in signature.reach:
                 raise refuse(
                     node,
-                    "scans the rows of a matrix of tokens by tokens",
-                    "Scan values with a row for each token",
+                    "This scan runs along the rows of a [tokens, tokens] matrix",
+                    "Scan a value that has one row per token",
                 )
         if names_keys(node, operands, signature, self.propagation):
             raise refuse(
                 node,
-                "names keys by their place, which a chunk counts from its first",
-                "Use amax for the value alone",
+                "This operation returns indices of keys, which a chunk would count from its own first key",
+                "Use amax if only the value is needed",
             )
 
     def output_fact(self, node: Node, output: int, labels: Labelling, low: int) -> Fact:
@@ -264,7 +270,10 @@ class Reader:
         if signature.rows is not None:
             if not any(label == signature.rows for label, _ in filter(None, ins)):
                 raise refuse(
-                    node, "queries carry no tokens but keys do", "Chunk over the queries' own sequence"
+                    node,
+                    "The attention keys are tokens of the sequence, but the queries are not",
+                    "Nothing to do for learned queries (a pooling head, a perceiver): this attention runs "
+                    "unchunked",
                 )
             return Labelling(signature.rows, signature.keys, Kind.MIXED if len(outs) == 3 else Kind.ROWS)
         pair = next((pair for pair in filter(None, ins) if pair[1] is not NO_KEYS), None)
@@ -288,7 +297,8 @@ class Reader:
         outs: list[tuple[Label, Label]],
         pair: tuple[Label, Label] | None,
     ) -> Labelling:
-        """The labels of a node that has outputs with tokens; ``pair``, those of the first operand with keys."""
+        """The labels of a node that has outputs with tokens; ``pair``, those of the first operand with
+        keys."""
         pair_out = next((out for out in outs if out[1] is not NO_KEYS), None)
         if pair_out is not None:
             return Labelling(None, None, Kind.ALL) if None in pair_out else Labelling(*pair_out, Kind.ROWS)
@@ -297,7 +307,9 @@ class Reader:
             return Labelling(None, None, Kind.ALL)
         if signature.keys is not None and single == signature.keys:
             raise refuse(
-                node, "normalises over tokens", "Only matrices of scores are normalised over their keys"
+                node,
+                "This operation normalises over the token dimension, which needs all tokens at once",
+                "Normalise over features, or attention scores over their keys",
             )
         if pair is not None and single == pair[1]:
             if signature.contracts is not Contraction.SUM:
@@ -355,8 +367,8 @@ class Reader:
             if fact.rows.inner != 1:
                 raise refuse(
                     node,
-                    "its keys are several rows for each token",
-                    "Give them a dimension of their own, or make them before the layer",
+                    "Each token has several keys along one dimension",
+                    "Give the keys of a token a dimension of their own, or compute them before the layer",
                 )
             return Edge(operand, Role.KEYS, signature.reach.get(label, EVERYWHERE))
         return Edge(operand, Role.HALO, EVERYWHERE)

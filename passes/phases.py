@@ -40,20 +40,20 @@ class Timer:
             raise Abandoned(
                 Refusal(
                     "graph",
-                    f"{PHASE.get()} was given up after {self.limit:g} seconds of analysis",
-                    'Allow more with options={"analysis_seconds": ...}, or report this model',
+                    f"The analysis reached its limit of {self.limit:g} seconds while {PHASE.get()}",
+                    'Raise the limit with options={"analysis_seconds": ...}, or report this model',
                 )
             )
         if not self.told and time.monotonic() - self.started > SLOW:
             self.told = True
             self.tell(
-                f"analysis has taken {SLOW:g} seconds and goes on with {PHASE.get()}. After "
-                f"{self.limit:g} seconds it is given up, and the graph is compiled whole; "
-                'options={"analysis_seconds": ...} sets this limit'
+                f"The analysis has taken {SLOW:g} seconds and is still {PHASE.get()}. It stops after "
+                f"{self.limit:g} seconds, and the graph is then compiled whole; "
+                'options={"analysis_seconds": ...} changes this limit'
             )
 
 
-PHASE: ContextVar[str] = ContextVar("phase", default="the analysis")
+PHASE: ContextVar[str] = ContextVar("phase", default="analysing the graph")
 TIMER: ContextVar[Timer | None] = ContextVar("timer", default=None)
 
 
@@ -77,8 +77,8 @@ def abandoned(name: str, error: Exception) -> Abandoned:
     return Abandoned(
         Refusal(
             "graph",
-            f"{name} failed with {summary(error)}",
-            "This is a defect of streambp: please report it with the code at this line. "
+            f"An internal error occurred while {name} ({summary(error)})",
+            "Please report this bug of streambp with the code at this line. "
             'TORCH_LOGS="+streambp_compile" prints the traceback',
         )
     )

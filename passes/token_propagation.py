@@ -61,8 +61,10 @@ class Signatures:
         except CannotStream as refusal:
             self.missing[node] = refusal
         except Exception as error:  # a rule that does not fit this call; harmless unless tokens come here
-            reason = f"its rule fails on these arguments ({error})"
-            self.missing[node] = refuse(node, reason, "Please report this call")
+            reason = f"The rule for this operation failed on these arguments ({error})"
+            self.missing[node] = refuse(
+                node, reason, "Correct the rule if it is yours, or report this call if it is not"
+            )
 
 
 class TokenPropagation:
@@ -165,11 +167,15 @@ class TokenPropagation:
             if len({moved.dim for _, moved in found if moved is not None}) < sum(
                 moved is not None for _, moved in found
             ):
-                self.lost[node] = f"{list(old)} → {list(new)} merges rows and keys"
+                self.lost[node] = (
+                    f"This reshape from {list(old)} to {list(new)} merges the query and the key dimension"
+                )
                 continue
             for _, moved in found:
                 if moved is None and source != (node, -1):
-                    self.lost[node] = f"{list(old)} → {list(new)} splits the token dimension"
+                    self.lost[node] = (
+                        f"This reshape from {list(old)} to {list(new)} splits the token dimension"
+                    )
                 self.add(target, moved)
 
     # Which of two token dimensions holds the keys

@@ -1,7 +1,7 @@
 """What is legal after each pass: the written form of every contract between passes.
 
-Each function checks one type on its way out of the pass that makes it. A result that breaks a clause is a defect of
-this package, never of the user's model.
+Each function checks one type on its way out of the pass that makes it. A result that breaks a clause is a
+defect of this package, never of the user's model.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
     - Its inputs are the bindings, in order; it has no constants and returns nothing.
     - A value with rows comes in whole only where a node reads rows around the chunk.
     - The number of all tokens sizes nothing inside.
-    - It writes into buffers, accumulators and states alone, and over inputs that the sweep says; it fills all buffers.
+    - It writes into buffers, accumulators and states alone, and over inputs that the sweep says. It fills all
+      buffers.
     """
     nodes = list(body.graph.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]

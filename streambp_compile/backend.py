@@ -4,8 +4,7 @@
     AOTAutograd → pipeline → Inductor
 
 Every region is an autograd node of its own, so that the gradients of a layer's weights reach autograd (and
-its hooks) when the layer
-is done. Equal regions share one trace, one analysis and one compilation.
+its hooks) when the layer is done. Equal regions share one trace, one analysis and one compilation.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from .runtime.runner import Sizes
 def streambp(
     module: GraphModule, example_inputs: Sequence[object], *, mode: str | None = None, options=None
 ) -> Callable:
-    """The backend itself, found through the entry point ``torch_dynamo_backends``.
+    """The backend, found through the entry point ``torch_dynamo_backends``.
 
     Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region
     cannot be streamed.
@@ -68,11 +67,12 @@ def streambp(
     return Chain(module, example_inputs, Config.of(mode, options)).compiled()
 
 
-internals.ignore_library_logging()  # before Dynamo traces: torch.compile imports this module when it is called
+# Before Dynamo traces: torch.compile imports this module when it is called.
+internals.ignore_library_logging()
 
 TRANSFORMED = Refusal(
     "torch.func",
-    "a transform (grad, vjp, jvp) lies inside the compiled function, whose backward is then part of its forward",
+    "A torch.func transform (grad, vjp, jvp) in the compiled function makes the backward part of the forward",
     "Compile the function that is transformed, or use loss.backward()",
 )
 
@@ -112,11 +112,11 @@ class Chain:
             self.say_no_graphs()
 
     def say_no_graphs(self) -> None:
-        """A mode that records CUDA graphs has none to record; where it does nothing else, its user should
-        know."""
+        """Tell that a mode which records CUDA graphs records none here."""
         text = (
-            f"mode={self.config.mode!r} records no CUDA graphs of chunk bodies, because their sizes and buffers change "
-            "with every chunk. Longer chunks (chunk_size) launch fewer kernels"
+            f"mode={self.config.mode!r} records no CUDA graphs here, because sizes and buffers change with "
+            "every "
+            'chunk. To launch fewer kernels, raise options={"chunk_size": ...}'
         )
         if self.config.mode == "reduce-overhead":
             self.hint(text)
@@ -235,8 +235,7 @@ class Chain:
     def hint_at_outputs(
         self, regions: Sequence[Region], axis: Axis, broken: internals.GraphBreak | None
     ) -> None:
-        """Values of layers that the function returns stay alive at full length: say what they cost and how to
-        be rid of them."""
+        """Warn about outputs of layers that stay in memory at full length, with their cost and a remedy."""
         returned = set(next(n for n in self.module.graph.nodes if n.op == "output").all_input_nodes)
         kept = [n for r in regions[:-1] for n in r.outputs if n in returned and n in axis.marks]
         wide = [
@@ -247,20 +246,23 @@ class Chain:
         if len(kept) > 1:
             cost = sum(bytes_of(fake_of(n)) for n in kept)
             self.hint(
-                f"the compiled function returns {len(kept)} values of its layers, {mebibytes(cost)} that stay alive. If that is a "
-                "KV cache, pass use_cache=False; if hidden states, output_hidden_states=False"
+                f"The compiled function returns {len(kept)} values of its layers, which keep "
+                f"{mebibytes(cost)} alive. Pass use_cache=False if they are a KV cache, "
+                "output_hidden_states=False if they are hidden states"
             )
         if wide:
             logits = mebibytes(sum(bytes_of(fake_of(n)) for n in wide))
             if broken is None:
                 self.hint(
-                    f"logits leave the compiled function, {logits} at full length. Compute the loss inside it, and the head "
-                    "streams with the loss"
+                    f"The logits leave the compiled function and take {logits} at full length. Compute the "
+                    "loss inside the function, so that the head streams with it"
                 )
             else:
                 self.hint(
-                    f"Dynamo's graph breaks at {broken.where} ({broken.reason}), and logits leave it there, {logits} at full length. In one "
-                    f"graph with the loss the head would stream. Torch's remedy for the break: {broken.remedy.rstrip('.') or 'none'}"
+                    f"The graph breaks at {broken.where} ({broken.reason}), and the logits take {logits} "
+                    "at full length because they leave it there. Remove the break, so that the head "
+                    "streams with its loss. Torch's advice for this break: "
+                    f"{broken.remedy.rstrip('.') or 'none'}"
                 )
 
     def hint(self, text: str) -> None:

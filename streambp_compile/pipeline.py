@@ -106,7 +106,8 @@ class Joint:
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs of a region; without a backward where there are no tangents, or where the forward computes it.
+    """The programs of a region; without a backward where there are no tangents, or where the forward computes
+    it.
 
     saved  what the forward hands to the backward
     """
@@ -238,8 +239,8 @@ def partitioned(region: Joint, analysis: Analysis) -> Programs:
         raise CannotStream(
             Refusal(
                 "region",
-                "its backward reads a constant that the forward does not hand on",
-                "Report the graph",
+                "The backward of this region reads a constant that its forward does not save",
+                "Please report this model with the region's graph, as printed by streambp_compile.explain",
             )
         )
     handed_on = tuple(n for n in saved if n not in region.primals)
@@ -272,13 +273,14 @@ def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
         raise CannotStream(
             Refusal(
                 "region",
-                "its products are of no token of the sequence that streams in it",
-                "Of sequences that no op lets see one another, one streams in a region",
+                "This region's matrix products do not involve the sequence being chunked",
+                "Nothing to do for a small branch: a region streams along one of several independent "
+                "sequences",
             )
         )
     calls = (n for n in region.graph.nodes if n.op == "call_function" and is_tensor(n))
     if all(analysis.kinds[n] is Kind.WHOLE for n in calls):
-        raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
+        raise CannotStream(Refusal("region", "This region has no token dimension", "Nothing to do"))
 
 
 def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:

@@ -124,7 +124,7 @@ def test_what_fails_in_a_region_leaves_it_whole(monkeypatch, owner, name):
 
 def test_strict_raises_and_keeps_the_cause(monkeypatch):
     monkeypatch.setattr(pipeline, "lower", failing(pipeline.lower))
-    with pytest.raises(Exception, match="writing chunk bodies failed with Broken: a defect") as raised:
+    with pytest.raises(Exception, match="writing chunk bodies .Broken: a defect") as raised:
         refusals(loss_of, inputs(), strict=True)
     assert "NotStreamed" in "".join(traceback.format_exception(raised.value))
 
@@ -187,7 +187,7 @@ def test_a_repeated_value_is_as_contiguous_as_that_of_eager():
         y = (x @ head).permute(1, 0, 2).unsqueeze(0).repeat(2, 1, 1, 1).view(-1, 2, 11)
         return loss_of(x, weight, head, labels) + y.square().sum()
 
-    assert not any("failed" in text for text in refusals(function, inputs()))
+    assert not any("internal error" in text for text in refusals(function, inputs()))
 
 
 LAYOUTS = [

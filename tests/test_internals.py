@@ -53,7 +53,10 @@ def test_nothing_is_written_down_unless_a_trace_is_on(monkeypatch, fresh_dynamo)
 
 
 def test_a_trace_folder_receives_them(tmp_path):
-    script = "import torch, models; m = models.Plain(layers=1); torch.compile(m, backend='streambp')(*2 * [models.ids_of(1, 64)])"
+    script = (
+        "import torch, models; m = models.Plain(layers=1); torch.compile(m, backend='streambp')(*2 * "
+        "[models.ids_of(1, 64)])"
+    )
     subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "TORCH_TRACE": str(tmp_path)},
@@ -90,7 +93,7 @@ def test_an_op_with_effects_keeps_its_region_whole_and_exact(fresh_dynamo):
             x + torch.linalg.inv(x.transpose(1, 2) @ x + torch.eye(64, dtype=x.dtype)).sum(), ids
         )
 
-    with pytest.warns(NotStreamed, match="_linalg_check_errors.* has an effect"):
+    with pytest.warns(NotStreamed, match="_linalg_check_errors.* has a side effect"):
         found = gradients(model, lambda: torch.compile(loss, backend="streambp")(ids))
     assert worst_error(found, gradients(model, lambda: loss(ids))) < 1e-8
 

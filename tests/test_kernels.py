@@ -140,7 +140,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 ROUNDED = {
     "cudnn": 1.5,  # its two pieces are rounded before they are joined, and again after
     "flash_cpu": 4,
-}  # it rounds the weights, too (test_ops.py holds it to what the whole kernel does)
+}  # it rounds the weights, too (test_operators.py holds it to what the whole kernel does)
 
 
 def rounding(kernel: str, dtype: torch.dtype) -> float:
@@ -304,7 +304,7 @@ def test_the_kernel_chosen_on_every_device():
 
 def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
     assert str(choose(ASKED["masked"], DEVICES["sm90"])) == (
-        "efficient (behind flash, which is faster; it takes masks, float32, any head width, and older GPUs; "
+        "efficient (slower than flash; takes masks, float32, any head width and older GPUs; "
         "not flash: it takes no mask; not cudnn: with a mask its dQ can be NaN)"
     )
     assert dict(choose(ASKED["fp64"], DEVICES["sm75"]).passed)["efficient"] == "it does not take float64"
@@ -315,7 +315,7 @@ def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
         "it takes up to 256 features per head, not 576"
     )
     assert dict(choose(ASKED["bf16"], DEVICES["sm80 with FA3"]).passed)["flash"] == (
-        "FA3, which was activated, needs compute capability 9.x"
+        "the activated FA3 needs compute capability 9.x"
     )
 
 
@@ -346,7 +346,7 @@ def fake(*shape) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
 
 
-def test_the_rehearsal_counts_what_a_cuda_kernel_takes():
+def test_the_memory_simulation_counts_what_a_cuda_kernel_takes():
     """On fake tensors, without a GPU: results, the operands that a call copies, and scratch."""
     with internals.FakeTensorMode():
         q, k = (fake(1, rows, heads, 128) for rows, heads in ((256, 8), (512, 2)))

@@ -43,8 +43,8 @@ def test_peak_of_a_step(fresh_dynamo):
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     logits = LENGTH * VOCABULARY * 4
     print(
-        f"streamed {ours / 2**20:.1f} MiB, checkpointed {theirs / 2**20:.1f} MiB, logits {logits / 2**20:.0f} MiB, "
-        f"parameters {parameters / 2**20:.1f} MiB"
+        f"streamed {ours / 2**20:.1f} MiB, checkpointed {theirs / 2**20:.1f} MiB, logits "
+        f"{logits / 2**20:.0f} MiB, parameters {parameters / 2**20:.1f} MiB"
     )
     assert 0 < ours < theirs / 3
     assert ours < logits + parameters

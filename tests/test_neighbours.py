@@ -106,7 +106,7 @@ def test_lengths_share_a_graph(name, interpreted):
     assert len(graphs) == 2
 
 
-@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 @pytest.mark.parametrize("name", ["padded, then cut", "depthwise, cut behind", "dilated"])
 def test_texts_shorter_than_what_a_row_looks_back(name, interpreted):
     model = Mixed(MIXERS[name]).double()

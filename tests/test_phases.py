@@ -45,7 +45,7 @@ def refusals(caught: list[warnings.WarningMessage]) -> list[str]:
 @pytest.mark.usefixtures("interpreted")
 def test_a_graph_that_takes_too_long_is_compiled_whole():
     (text,) = refusals(compiled_step(loss_of, *inputs(), analysis_seconds=1e-9))
-    assert "inlining activation checkpoints was given up after 1e-09 seconds" in text
+    assert "limit of 1e-09 seconds while inlining activation checkpoints" in text
     assert "analysis_seconds" in text
 
 
@@ -85,7 +85,7 @@ def test_time_that_is_no_analysis_does_not_count(monkeypatch):
 def test_a_limit_that_is_no_time_is_refused(seconds):
     from streambp_compile.config import Config
 
-    with pytest.raises(ValueError, match="analysis_seconds must be a number of seconds"):
+    with pytest.raises(ValueError, match="analysis_seconds must be a positive number of seconds"):
         Config.of(None, {"analysis_seconds": seconds})
 
 

@@ -1,8 +1,8 @@
 """The rule oracle: every row of the table against what its op does when it is run.
 
 A signature is believed only after (a) its labels fit the values, (b) perturbing one entry moved no output row
-that the ties do not
-allow, and (c) running on a piece gave a piece of the whole, and pieces of a sum added up to it.
+that the ties do not allow, and (c) running on a piece gave a piece of the whole, and pieces of a sum added up
+to it.
 """
 
 import math
@@ -100,7 +100,8 @@ def test_perturbing_moves_no_other_rows(name, number):
                                         -distance
                                     )  # query i moves key j's gradient: the key's distance from the query
                                 assert reach.lo <= distance <= reach.hi, (
-                                    f"operand {k} dim {dim} row {row} moved output row {moved}: outside {reach}"
+                                    f"operand {k} dim {dim} row {row} moved output row {moved}: outside "
+                                    f"{reach}"
                                 )
                                 seen.setdefault((label, place), set()).add(distance)
                                 declared[label, place] = (reach, value.shape[dim])

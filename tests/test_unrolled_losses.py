@@ -242,7 +242,7 @@ def with_a_share_of_its_own(head, h, y):
         (with_a_share_of_its_own, False),
     ],
 )
-@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 def test_only_what_is_alike_is_merged(loss, merges, interpreted, monkeypatch):
     merged = what_is_merged(monkeypatch)
     model, ids = Model(loss).double(), ids_of(2, LENGTH)
@@ -286,7 +286,7 @@ def test_pieces_of_pieces(interpreted):
     )
 
 
-@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 def test_hooks_of_pieces_see_pieces(interpreted, monkeypatch):
     def loss(head, h, y):
         total = 0.0

@@ -51,11 +51,11 @@ def test_the_table_says_what_is_missing():
         "llama": dict(
             EXACT,
             error=0.1,
-            keys=["not proved, read whole", "window of 8, proved"],
+            keys=["not proved, all keys are read", "window of 8, proved"],
             streamed=1,
             reasons=[
-                "streambp compiles a region whole: aten.x at /a/b/model.py:3: y = f(x): no rule. Do. Its largest value takes 1 MiB. "
-                "Gradients stay exact."
+                "streambp cannot stream a region: aten.x at /a/b/model.py:3: y = f(x): no rule. Do. The "
+                "region runs unchunked, and its largest value takes 1 MiB; gradients stay exact."
             ],
         ),
         "flex": dict(missing="does not run: NotImplementedError: no"),
@@ -64,7 +64,7 @@ def test_the_table_says_what_is_missing():
     nanogpt, llama, flex, delta = zoo.table(answers).splitlines()[2:]
     assert "| yes | 3/3 | causal: proved |" in nanogpt and "| 0.25 |" in nanogpt
     assert (
-        "| **no** | 1/3 | not proved, read whole, window 8: proved |" in llama
+        "| **no** | 1/3 | not proved, all keys are read, window 8: proved |" in llama
         and "model.py:3 `y = f(x)`: no rule" in llama
     )
     assert "/a/b" not in llama
@@ -76,16 +76,17 @@ def test_the_summary_counts_by_kind():
     text = zoo.summary(
         {
             "nanogpt": EXACT,
-            "packed": dict(EXACT, keys=["not proved, read whole"], eager=1.5),
+            "packed": dict(EXACT, keys=["not proved, all keys are read"], eager=1.5),
             "flex": dict(missing="no"),
         }
     )
     assert (
         text
-        == "- own: 2 rows, 2 exact, 2 with all regions streamed, 1 of them with keys proved, 1 of 2 under half of checkpointing's peak"
+        == "- own: 2 rows, 2 exact, 2 with all regions streamed, 1 of them with keys proved, 1 of 2 under "
+        "half of checkpointing's peak"
     )
 
 
 def test_a_refusal_is_shortened():
-    text = "streambp compiles a region whole: " + "x" * 400
+    text = "streambp cannot stream a region: " + "x" * 400
     assert len(zoo.shortened(text)) == 240

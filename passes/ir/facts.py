@@ -314,7 +314,7 @@ class PositionsIncrease:
             for pairs in (self.document_mask.ordered, self.document_mask.equal)
         )
         return f"{positions} increases from token to token" + (
-            f" while {documents} stays" if documents else ""
+            f" while {documents} stays the same" if documents else ""
         )
 
 

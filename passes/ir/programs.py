@@ -35,7 +35,8 @@ class Sweep:
     keysums          values added up per key
     keysums_final    the rows of ``keysums`` at a chunk's own tokens are final when the chunk is reached
     in_place         output → the input whose buffer it takes over
-    keys             the keys that rows of a chunk reach, and always the chunk's own rows: no chunk is without keys
+    keys             the keys that rows of a chunk reach, and always the chunk's own rows: no chunk is without
+                     keys
     scans            scans whose state goes from chunk to chunk
     saved_states     those of ``scans`` whose state before each chunk is saved for a later sweep
     restored_states  scans of the other direction, which start each chunk from such a state
@@ -79,8 +80,8 @@ class Program:
     """What runs, in order: ``full_length[0]``, sweep 0, ``full_length[1]``, sweep 1, …
 
     inputs       nodes whose values come from outside (arguments, constants, and what the forward saved)
-    full_length  before each sweep, and after the last, nodes computed at once: token-free values, and values of
-                 a few bytes per token that are read beyond their rows
+    full_length  before each sweep, and after the last, nodes computed at once: token-free values, and values
+                 of a few bytes per token that are read beyond their rows
     kept         values of sweeps that are written at full length because later sweeps read them
     outputs      nodes (or constants) to return
     statistics   those of ``kept`` that are a few numbers per token, computed from many (a log-sum-exp)

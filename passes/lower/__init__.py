@@ -1,8 +1,9 @@
 """Write each sweep's chunk body as an FX graph: the same nodes at length C.
 
-Nothing is decided here: roles, directions, ranges and kernels are read from the analysis, the program and the plan.
-A body's inputs are `Binding`s, which say how a driver cuts each one for a chunk; its size arguments are symbols, so
-that one compiled body serves every chunk, the short last one, every prefix and every sequence length.
+Nothing is decided here: roles, directions, ranges and kernels are read from the analysis, the program and the
+plan. A body's inputs are `Binding`s, which say how a driver cuts each one for a chunk; its size arguments are
+symbols, so that one compiled body serves every chunk, the short last one, every prefix and every sequence
+length.
 """
 
 from __future__ import annotations

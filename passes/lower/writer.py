@@ -1,4 +1,5 @@
-"""Write one node of a sweep at chunk length, by the rule of its op or as a copy, and what becomes of its result."""
+"""Write one node of a sweep at chunk length, by the rule of its op or as a copy, and what becomes of its
+result."""
 
 from __future__ import annotations
 

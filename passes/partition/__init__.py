@@ -1,12 +1,14 @@
 """Assign every node to a sweep: one loop over chunks of tokens, ascending or descending.
 
-Inside one sweep an edge is satisfied when it reads the chunk's own rows, when it reads past keys while the sweep
-ascends, when it reads what later rows added while the sweep descends, or when it is a scan's and the sweep goes its
-way. Anything else (a sum that somebody reads, the wrong direction, both directions) puts the reader into a later
-sweep. What crosses between sweeps is kept at full length if it is read beyond its own rows, and recomputed otherwise;
-a scan, in a sweep of the other direction, from its state at the start of each chunk.
+Inside one sweep an edge is satisfied when it reads the chunk's own rows, when it reads past keys while the
+sweep ascends, when it reads what later rows added while the sweep descends, or when it is a scan's and the
+sweep goes its way. Anything else (a sum that somebody reads, the wrong direction, both directions) puts the
+reader into a later sweep. What crosses between sweeps is kept at full length if it is read beyond its own
+rows, and recomputed otherwise; a scan, in a sweep of the other direction, from its state at the start of each
+chunk.
 
-The number of sweeps, their directions, and what is kept are found: the fewest sweeps, then the fewest kept bytes.
+The number of sweeps, their directions, and what is kept are found: the fewest sweeps, then the fewest kept
+bytes.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def partition(
                 return best[1]
     raise refuse(
         streamed[0],
-        f"more than {MOST_SWEEPS} sweeps would be needed",
-        "Report the printed graph; the region runs whole",
+        f"This region would need more than {MOST_SWEEPS} sweeps over its tokens",
+        "Please report this model with the region's graph, as printed by streambp_compile.explain",
     )
 
 
@@ -74,17 +76,22 @@ def programs(problem: Problem, choice: FullLength, count: int) -> Iterator[tuple
 
 
 def check_domains(problem: Problem, choice: FullLength) -> None:
-    """Refuse what no sweep can write: matrices of tokens by tokens, and rows beyond the tokens that are no zeros."""
+    """Refuse what no sweep can write: matrices of tokens by tokens, and rows beyond the tokens that are no
+    zeros."""
     for node in choice.streamed:
         is_output = node in problem.outputs
         if is_output and problem.is_matrix(node):
             raise refuse(
                 node,
-                "a matrix of tokens by tokens leaves the region",
-                "Make masks where they are read, from ranges and padding",
+                "A [tokens, tokens] matrix is an output of this region",
+                "Build masks where they are used, from positions and padding",
             )
         if problem.has_padding(node) and tensor_operands(node) and not (is_output and fills_with_zeros(node)):
-            raise refuse(node, "has rows beyond the tokens", "Pad labels or masks, not hidden states")
+            raise refuse(
+                node,
+                "This value has more rows than there are tokens",
+                "Pad labels or masks instead of hidden states",
+            )
 
 
 def check_appended(program: Program, analysis: Analysis) -> None:
@@ -93,8 +100,8 @@ def check_appended(program: Program, analysis: Analysis) -> None:
         if analysis.tokens_of(node).rows.outer != 1:
             raise refuse(
                 node,
-                "writes keys in several places for each token",
-                "Keep the tokens in a dimension of their own",
+                "The keys of one token are stored in several separate places",
+                "Keep the token dimension separate from the other dimensions",
             )
 
 

@@ -1,4 +1,5 @@
-"""Assemble the program of given levels: what each sweep computes again, what is kept, and what all of it costs."""
+"""Assemble the program of given levels: what each sweep computes again, what is kept, and what all of it
+costs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Cost = tuple[int, int, tuple[bool, ...]]  # bytes kept, then nodes computed, the
 
 @dataclass(frozen=True)
 class Contents:
-    """What each sweep computes; the values kept at full length, and the scans whose states are saved, for later ones."""
+    """What each sweep computes; the values kept at full length, and the scans whose states are saved, for
+    later ones."""
 
     bodies: tuple[set[Node], ...]
     kept: set[Node]
@@ -77,7 +79,8 @@ class Assembly:
         return cost, Program(inputs, full_length, sweeps, kept, self.problem.outputs, statistics)
 
     def contents(self) -> Contents:
-        """Collect the sweeps from the last to the first: a later one says what it wants of those before it."""
+        """Collect the sweeps from the last to the first: a later one says what it wants of those before
+        it."""
         roots: tuple[set[Node], ...] = tuple(set() for _ in self.directions)
         contents = Contents(tuple(set() for _ in self.directions), set(), set())
         for output in self.row_outputs:
@@ -116,8 +119,8 @@ class Assembly:
                     stack.append(operand)
 
     def is_kept_for(self, edge: Edge, at: int, kept: set[Node]) -> bool:
-        """Is an operand read at full length from a sweep's point of view: as keys or a halo, or instead of being
-        computed again?"""
+        """Is an operand read at full length from a sweep's point of view: as keys or a halo, or instead of
+        being computed again?"""
         operand = edge.operand
         if self.kinds[operand] is Kind.SUM:
             return False
@@ -129,7 +132,8 @@ class Assembly:
         return operand in kept or not again or self.is_statistic(operand)
 
     def is_row_chain(self, node: Node) -> bool:
-        """Is it cheap to compute again: a chain of ops on own rows? Attention and what was added up are kept."""
+        """Is it cheap to compute again: a chain of ops on own rows? Attention and what was added up are
+        kept."""
         source = node.args[0] if is_item(node) else node
         beyond = (e for e in self.problem.edges(source) if e.role in (Role.KEYS, Role.HALO))
         return self.kinds[node] is Kind.ROWS and not any(self.in_sweep(e.operand) for e in beyond)

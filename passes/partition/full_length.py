@@ -1,6 +1,7 @@
 """Which nodes run at full length, before, between and after the sweeps.
 
-Token-free values; and small ones (a few bytes per token) that must meet all rows at once, or come after a sum.
+Token-free values; and small ones (a few bytes per token) that must meet all rows at once, or come after a
+sum.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Search:
             if not early and not self.exists(node):
                 raise refuse(
                     node,
-                    "reads rows of every chunk at once, and they are too large to exist whole",
+                    "This operation needs the rows of all tokens at once, and they are too large to keep "
+                    "at full length",
                     "Reduce over features first, or compute this outside the compiled function",
                 )
             return True

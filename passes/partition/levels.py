@@ -14,8 +14,8 @@ from .problem import Problem, is_item
 
 @dataclass(frozen=True)
 class Levels:
-    """For sweeps of these directions: the sweep of every streamed node; of the others, the one before which they
-    are ready."""
+    """For sweeps of these directions: the sweep of every streamed node; of the others, the one before which
+    they are ready."""
 
     directions: tuple[Direction, ...]
     of: dict[Node, int]

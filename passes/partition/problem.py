@@ -1,4 +1,5 @@
-"""What is to be partitioned: the nodes that the outputs need, and which of their values may exist at full length."""
+"""What is to be partitioned: the nodes that the outputs need, and which of their values may exist at full
+length."""
 
 from __future__ import annotations
 

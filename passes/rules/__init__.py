@@ -148,8 +148,8 @@ def rule_of(node: Node) -> Rule:
     raise CannotStream(
         Refusal(
             str(node.target),
-            "no rule says which rows this op reads",
-            "Register one with @streambp_compile.rule, or keep the op out of the compiled function",
+            "No rule describes which tokens this operation reads",
+            "Register a rule with @streambp_compile.rule, or keep the operation out of the compiled function",
             where_of(node),
         )
     )

@@ -87,13 +87,18 @@ FLASH_ATTN = (
     "return_softmax",
 )
 KERNEL_ONLY = (  # parameter, what it is where it does nothing, what it does otherwise
-    ("dropout_p", 0, "draws its dropout inside the kernel, where a chunk cannot draw the same numbers again"),
-    ("softcap", 0, "caps scores inside its kernel"),
-    ("alibi_slopes", None, "adds ALiBi slopes inside its kernel"),
-    ("return_softmax", False, "returns a probability for every pair of tokens"),
+    (
+        "dropout_p",
+        0,
+        "This call draws dropout inside the flash_attn kernel, where a chunk cannot draw the same numbers "
+        "again",
+    ),
+    ("softcap", 0, "This call caps scores (softcap) inside the flash_attn kernel"),
+    ("alibi_slopes", None, "This call adds ALiBi slopes inside the flash_attn kernel"),
+    ("return_softmax", False, "This flash_attn call returns a probability for every pair of tokens"),
 )
-SDPA = 'Choose attn_implementation="sdpa", or call scaled_dot_product_attention, which streams'
-PACKED = 'For packed sequences choose attn_implementation="sdpa" and pass position_ids that restart with each'
+SDPA = 'Choose attn_implementation="sdpa", or call scaled_dot_product_attention'
+PACKED = 'Choose attn_implementation="sdpa", and pass position_ids that restart with each packed sequence'
 
 
 def kernel_only(given: Mapping[str, object]) -> str:
@@ -104,7 +109,7 @@ def kernel_only(given: Mapping[str, object]) -> str:
 @rule_by_name(FLASH_ATTN_FORWARD, "flash_attn::_flash_attn_backward")
 def flash_attn(node: Node) -> Signature:
     given = {**dict(zip(FLASH_ATTN, node.args)), **node.kwargs} if "forward" in str(node.target) else {}
-    other = "is not called by flash_attn's own autograd function on queries and keys of equal length"
+    other = "Only calls by flash_attn's own autograd function, with as many queries as keys, are supported"
     raise refuse(node, kernel_only(given) or other, SDPA)
 
 
@@ -112,7 +117,8 @@ def flash_attn(node: Node) -> Signature:
 def flash_attn_varlen(node: Node) -> Signature:
     raise refuse(
         node,
-        "reads the borders of packed sequences from a tensor, so no chunk knows which keys it may see",
+        "This call reads the sequence boundaries from a tensor, so the keys of a chunk are unknown at "
+        "compile time",
         PACKED,
     )
 
@@ -122,6 +128,6 @@ def flex_attention(node: Node) -> Signature:
     """What is left of flex attention where its mask was not written out before autograd."""
     raise refuse(
         node,
-        "skips blocks of keys that were not made from its mask in this graph, or returns its log-sum-exp",
-        "Call create_block_mask inside the compiled function and do not ask for return_lse or return_aux",
+        "This block mask was not created in the compiled function, or the call returns its log-sum-exp",
+        "Call create_block_mask inside the compiled function, without return_lse or return_aux",
     )

@@ -303,4 +303,8 @@ def moved(node: Node) -> Signature:
 
 @rule("aten::as_strided")
 def as_strided(node: Node) -> Signature:
-    raise refuse(node, "as_strided hides which rows it reads", "Use view, permute or slicing instead")
+    raise refuse(
+        node,
+        "The tokens that as_strided reads cannot be derived from its arguments",
+        "Use view, permute or slicing instead",
+    )

@@ -137,8 +137,9 @@ def subclass_between(regions: Sequence[Region]) -> Refusal | None:
         if internals.is_traceable_wrapper_subclass(fake_of(node)):
             return Refusal(
                 str(node),
-                f"hidden states are {type(fake_of(node)).__name__}, a tensor subclass",
-                "Only weights may be of a subclass. Hand on plain tensors (of a DTensor, to_local())",
+                f"The hidden states are {type(fake_of(node)).__name__}, a tensor subclass",
+                "Use tensor subclasses for weights only, and plain tensors (to_local() of a DTensor) "
+                "between layers",
                 where_of(node),
             )
     return None
@@ -306,12 +307,12 @@ def region_text(module: GraphModule, inputs: Sequence[object], axis: Axis | None
             else torch.typename(node.target) + getattr(node.target, "__name__", str(node.target))
         )
         lines.append(
-            f"{index[node]} {node.op} {target if node.op != 'placeholder' else ''} {args if node.op != 'placeholder' else ''}"
+            f"{index[node]} {node.op} {target if node.op != 'placeholder' else ''} "
+            f"{args if node.op != 'placeholder' else ''}"
         )
     for value, node in zip(inputs, (n for n in region.inputs if n.op != "get_attr")):
         grad = isinstance(value, torch.Tensor) and value.requires_grad
         lines.append(f"{internals.describe(value)} {grad} {axis.marks.get(node) if axis else None}")
-    lines.append(
-        f"{[fake_of(n).requires_grad if isinstance(fake_of(n), torch.Tensor) else None for n in region.outputs]}"
-    )
+    outputs = [fake_of(n) for n in region.outputs]
+    lines.append(f"{[v.requires_grad if isinstance(v, torch.Tensor) else None for v in outputs]}")
     return "\n".join(lines)

@@ -31,15 +31,23 @@ from .fingerprints import Contents
 NARROW = 8
 FAKES = internals.FakeTensorMode()
 
-POINTWISE = """add sub rsub subtract mul multiply div divide true_divide neg negative exp expm1 log log2 log1p pow square sqrt rsqrt abs sigmoid
-    tanh clamp clamp_min clamp_max minimum maximum where masked_fill eq ne gt ge lt le isnan isinf isfinite logical_not logical_and
-    logical_or softplus logsigmoid nan_to_num xlogy logaddexp reciprocal relu sign __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
-    __truediv__ __rtruediv__ __div__ __rdiv__ __neg__ __pow__ __rpow__ __eq__ __ne__ __gt__ __ge__ __lt__ __le__
-    float double half bfloat16 to type type_as detach clone contiguous"""
-VIEWS = """view reshape flatten unflatten view_as reshape_as transpose swapaxes permute movedim unsqueeze squeeze expand expand_as
-    __getitem__ select narrow split chunk tensor_split unbind stack cat concat concatenate"""
-VOCABULARY = """log_softmax softmax gather take_along_dim logsumexp argmax argmin max min amax amin sum mean var std topk index_select
-    cross_entropy nll_loss kl_div norm"""
+POINTWISE = """
+    add sub rsub subtract mul multiply div divide true_divide neg negative exp expm1 log log2 log1p pow
+    square sqrt rsqrt abs sigmoid tanh clamp clamp_min clamp_max minimum maximum where masked_fill eq ne
+    gt ge lt le isnan isinf isfinite logical_not logical_and logical_or softplus logsigmoid nan_to_num
+    xlogy logaddexp reciprocal relu sign __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
+    __rtruediv__ __div__ __rdiv__ __neg__ __pow__ __rpow__ __eq__ __ne__ __gt__ __ge__ __lt__ __le__ float
+    double half bfloat16 to type type_as detach clone contiguous
+"""
+VIEWS = """
+    view reshape flatten unflatten view_as reshape_as transpose swapaxes permute movedim unsqueeze squeeze
+    expand expand_as __getitem__ select narrow split chunk tensor_split unbind stack cat concat
+    concatenate
+"""
+VOCABULARY = """
+    log_softmax softmax gather take_along_dim logsumexp argmax argmin max min amax amin sum mean var std
+    topk index_select cross_entropy nll_loss kl_div norm
+"""
 RECORDED = frozenset(f"{POINTWISE} {VIEWS} {VOCABULARY}".split())
 SIZED = {
     "view",
@@ -293,7 +301,7 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
         warn_refused(
             Refusal(
                 "logits",
-                f"what was done to them cannot be streamed: {summary(error)}",
+                f"The operations on these logits cannot be streamed ({summary(error)})",
                 "Compute the loss inside the compiled function",
             ),
             bytes_of(source.fake),
@@ -332,7 +340,10 @@ class Written:
                 return "?"
             return repr(leaf)
 
-        return f"{torch.typename(node.function)} {node.name} {mapped((node.args, node.kwargs), word)} {node.modes}"
+        return (
+            f"{torch.typename(node.function)} {node.name} {mapped((node.args, node.kwargs), word)} "
+            f"{node.modes}"
+        )
 
     @staticmethod
     def is_input(node: Op, leaf: object, free: bool) -> bool:

@@ -85,10 +85,9 @@ def compiled(function: Callable, examples: Sequence[object]) -> Callable:
     except Exception as error:  # slower and larger, and as right
         internals.log.debug("compiling a check of masks failed", exc_info=True)
         warnings.warn(
-            "streambp: the check of a stored attention mask could not be compiled "
-            f"({type(error).__name__}). It runs uncompiled at every call and takes several times the "
-            "mask's memory for a moment. Build the mask inside the compiled function, or pass "
-            "is_causal=True, and no check is needed.",
+            f"streambp: The check of a stored attention mask could not be compiled ({type(error).__name__}). "
+            "It runs uncompiled in every call, and temporarily takes several times the memory of the mask. "
+            "Build the mask inside the compiled function or pass is_causal=True, so that no check is needed.",
             StreamHint,
             stacklevel=2,
         )
@@ -123,8 +122,10 @@ def text_of(module: GraphModule) -> str:
 def describe(condition: Condition) -> str:
     """A condition without the names of its nodes."""
     if isinstance(condition, PositionsIncrease):
-        return f"{type(condition).__name__} {len(condition.document_mask.equal)} {len(condition.document_mask.ordered)}"
-    return f"{type(condition).__name__} {[(s.row, s.key, s.masked_value) for s in condition.key_masks]} {condition.band}"
+        mask = condition.document_mask
+        return f"{type(condition).__name__} {len(mask.equal)} {len(mask.ordered)}"
+    key_masks = [(mask.row, mask.key, mask.masked_value) for mask in condition.key_masks]
+    return f"{type(condition).__name__} {key_masks} {condition.band}"
 
 
 # One call of a chain of regions

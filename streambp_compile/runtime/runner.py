@@ -1,8 +1,7 @@
 """The drivers: loop over chunks, cut inputs, add up, free. Nothing is decided here.
 
 A `Runner` executes one `Program`. Its compiled bodies write every result into buffers that the runner owns;
-memory beyond them
-exists for one chunk at a time.
+memory beyond them exists for one chunk at a time.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ class Sizes:
 @functools.lru_cache(4096)
 def parted(expr) -> tuple[object, int, int]:
     """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found
-    in other sizes: of ``2 (h // 4) (w // 4) + 1``
-    the product."""
+    in other sizes: of ``2 (h // 4) (w // 4) + 1`` the product."""
     rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
     factor, part = product.as_coeff_Mul()
     return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
@@ -151,7 +149,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``[start, stop)`` and the keys ``[first_key, last_key)`` that they reach, of ``length`` in all."""
+    """Tokens ``[start, stop)`` and the keys ``[first_key, last_key)`` that they reach, of ``length`` in
+    all."""
 
     start: int
     stop: int
@@ -182,7 +181,8 @@ def chunks_of(sweep: Sweep, chunk: int, length: int) -> Iterator[Chunk]:
 
 
 class Runner:
-    """Executes a program: what is at full length eagerly, sweeps chunk by chunk through their compiled bodies."""
+    """Executes a program: what is at full length eagerly, sweeps chunk by chunk through their compiled
+    bodies."""
 
     def __init__(
         self,
@@ -263,7 +263,8 @@ class Runner:
         return f"{tokens}, in sweep {step + 1} of {count} ({direction})"
 
     def source(self, binding: Binding, sweep: Sweep, call: Call) -> Any:
-        """What a binding is cut from: a value laid out as the body expects, a buffer to fill, saved states."""
+        """What a binding is cut from: a value laid out as the body expects, a buffer to fill, saved
+        states."""
         role, sizes = binding.role, call.sizes
         if role is BindingRole.SCALAR:
             if binding.source is not None:
