@@ -5,20 +5,17 @@ sequence.
     python benchmarks/longest.py --models Qwen3-8B --methods streambp
 
 Nothing is computed: steps run on fake CUDA tensors, and every allocation is counted, the caching allocator's
-blocks of 512 bytes included.
-Needs a CUDA build of torch that believes in a GPU; streambp plans for an A800-80GB, on which the paper
-measured. For
-streambp the drivers, artifacts and autograd nodes of the step run without kernels
-(`streambp_compile/rehearsal.py`); for checkpointing, the eager model
-of Hugging Face with its checkpoints, its loss in float32 over all logits, and all that autograd keeps.
+blocks of 512 bytes included. Needs a CUDA build of torch with a pretended GPU
+(docs/testing-without-a-gpu.md); streambp plans for an A800-80GB, on which the paper measured. For streambp
+the drivers, artifacts and autograd nodes of the step run without kernels
+(`streambp_compile/runtime/memory_simulation.py`); for checkpointing, the eager model of Hugging Face with its
+checkpoints, its loss in float32 over all logits, and all that autograd keeps.
 
-Models of a few layers are rehearsed, until one more adds its saved input to the peak: from then on the peak
-is at the loss or in the last
-layer, where the saved inputs of all layers are alive, and equal layers add equal bytes. The whole model's
-peak follows exactly.
-The length in the table is rehearsed itself, and takes between 79.2 and 80 GiB. Not counted: the CUDA context
-and the libraries' own workspaces (about
-1 GiB together), and memory that fragments.
+Models of a few layers are simulated, until one more adds its saved input to the peak: from then on the peak
+is at the loss or in the last layer, where the saved inputs of all layers are alive, and equal layers add
+equal bytes. The whole model's peak follows exactly. The length in the table is simulated itself, and takes
+between 79.2 and 80 GiB. Not counted: the CUDA context and the libraries' own workspaces (about 1 GiB
+together), and memory that fragments.
 """
 
 from __future__ import annotations

@@ -1,26 +1,20 @@
-"""Architectures, one row each: exact or not, how much of it streams, what it costs, and the reason of every
-refusal.
+"""Architectures, one row each: is it exact, how much of it streams, at what cost, and what is refused why.
 
     python benchmarks/zoo.py                           all rows
     python benchmarks/zoo.py --only llama,mixtral      some of them, by name or by kind
-    python benchmarks/zoo.py --tokens 0 --interpret    gradients alone and quickly: no peak, chunk bodies run
-    node by node
+    python benchmarks/zoo.py --tokens 0 --interpret    gradients alone, quickly: chunk bodies interpreted
     python benchmarks/zoo.py --save zoo                also to benchmarks/results/zoo.md
 
 Models are small and random; those of Hugging Face are built from their configurations. Every row is a process
-of its own. *Error*: the largest
-relative difference of a parameter's gradient from eager's in float64, at a length and a chunk length of which
-neither divides the other, two
-sequences, the second padded where the model takes a mask. It must stay under 1e-9, or under 1e-5 where the
-model itself computes in float32
-inside (norms, rotary tables and the loss of Hugging Face) or an op of it has no float64. Where such a model
-is so badly conditioned that eager's
-own gradients move further than that when its weights are rounded to float32, the error must stay under that
-movement, and the notes say so.
-*Streamed*: regions streamed of all regions, occurrences counted. *Keys*: which keys a row of attention reads,
-and whether the masks prove
-it. *Peak*: allocator events of one float32 step at ``--tokens`` tokens, two sequences; as a part of eager's
-with every layer checkpointed.
+of its own. *Error*: the largest relative difference of a parameter's gradient from eager's in float64, at a
+length and a chunk length of which neither divides the other, two sequences, the second padded where the model
+takes a mask. It must stay under 1e-9, or under 1e-5 where the model itself computes in float32 inside (norms,
+rotary tables and the loss of Hugging Face) or an op of it has no float64. Where such a model is so badly
+conditioned that eager's own gradients move further than that when its weights are rounded to float32, the
+error must stay under that movement, and the notes say so. *Streamed*: regions streamed of all regions,
+occurrences counted. *Keys*: which keys a row of attention reads, and whether the masks prove it. *Peak*:
+allocator events of one float32 step at ``--tokens`` tokens, two sequences; as a part of eager's with every
+layer checkpointed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""Trains a Qwen3-shaped model of 25M parameters on long stretches of real text, beside gradient
-checkpointing.
+"""Train a Qwen3-shaped model of 25M parameters on long texts, beside gradient checkpointing.
 
-    python examples/long_context.py                                  8192 tokens at a time; about six minutes
-    on two cores
-    python examples/long_context.py --tokens 32768 --alone           longer than gradient checkpointing is
-    worth waiting for
+    python examples/long_context.py                             8192 tokens a step, some minutes on two cores
+    python examples/long_context.py --tokens 32768 --alone      without waiting for gradient checkpointing
     python examples/long_context.py --chunk-size 256 --steps 5
 
 First one step each way: the loss, the largest relative difference of any parameter's gradient, the peak of
-live memory above weights
-and gradients, and the seconds. Then it trains. The table, the plot of live memory and the losses are left in
-``out/``.
+live memory above weights and gradients, and the seconds. Then it trains. The table, the plot of live memory
+and the losses are left in ``out/``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A hand-written GPT, trained on the bytes of the Python standard library through the backend: the graph
-alone decides, not the model.
+"""A hand-written GPT, trained on the bytes of the Python standard library.
 
 python examples/nano_gpt.py --tokens 1024 --steps 20
 """

@@ -54,10 +54,9 @@ def sections() -> Mapping[str, str]:
 
 def code(module) -> str:
     """The Python code of a graph, without the statements that free its values."""
-    lines = module.graph.python_code("self").src.strip().splitlines()
-    return "\n".join(
-        re.sub(r"; *\w+(?: = \w+)* = None.*", "", line).rstrip() for line in lines if line.strip()
-    )
+    text = module.graph.python_code("self").src.replace("torch.ops.", "")
+    lines = (re.sub(r"; *\w+(?: = \w+)* = None.*", "", line).rstrip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
 
 
 def renewed(page: str, texts: Mapping[str, str]) -> str:

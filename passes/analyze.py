@@ -1,8 +1,7 @@
 """Facts and reaches of every value, forward and backward alike.
 
 `TokenPropagation` says which dimensions carry tokens, `Alignment` which token has row 0. What a node does
-with its rows, and how it reads
-each operand, then follows from where its labels went.
+with its rows, and how it reads each operand, then follows from where its labels went.
 """
 
 from __future__ import annotations
@@ -137,8 +136,8 @@ class Reader:
         if draws_random(node):
             raise refuse(
                 node,
-                "This operation draws random numbers that the backward could not draw again",
-                "Draw the numbers outside the compiled function and pass them in",
+                "The backward cannot draw the random numbers of this operation again",
+                "Draw them outside the compiled function and pass them as an input",
             )
         summed = any(isinstance(self.facts[a], Summed) for a in node.all_input_nodes if a in self.facts)
         fact = Summed() if summed else Shared()

@@ -1,11 +1,9 @@
 """Cut a model's forward graph into a chain of regions at its narrowest live frontiers.
 
 A region holds at most one token-mixing operator. Between two of them the cut goes where the fewest bytes are
-alive (the residual stream
-alone, between layers); of equally narrow places, where regions come out equal, so that equal layers share
-everything. Values that
-are cheap to make from the inputs (positions, rotary tables, masks) are never carried across a cut: every
-region makes its own.
+alive (the residual stream alone, between layers); of equally narrow places, where regions come out equal, so
+that equal layers share everything. Values that are cheap to make from the inputs (positions, rotary tables,
+masks) are never carried across a cut: every region makes its own.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class Region:
     nodes    its nodes in order, copies of cheap ones included
     inputs   placeholders and values of earlier regions that it reads
     outputs  its values that later regions or the caller read
-    light    its outputs are made again from the inputs of the graph when a backward wants them, and not kept
+    light    its outputs are recomputed from the inputs of the graph in the backward, not kept
              for it
     """
 
@@ -106,8 +104,8 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
 
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
     """Values made from inputs without weights: positions, masks, rotary tables. And matrices of tokens by
-    tokens that weights are merely
-    looked up for (a bias by distance): every region adds its part to their gradient."""
+    tokens that weights are merely looked up for (a bias by distance): every region adds its part to their
+    gradient."""
     cheap: set[Node] = set()
     light: set[Node] = set()
     changed = written_to(flow, traits)
@@ -299,9 +297,8 @@ def head_cut(
     than layers do.
 
     The cut goes where the layers before were cut off, at the same width; of several such places, to the one
-    that makes this layer equal to
-    the layer before it, else to the last. With no layer before, it goes to the narrowest place before the
-    widest value.
+    that makes this layer equal to the layer before it, else to the last. With no layer before, it goes to the
+    narrowest place before the widest value.
     """
     widest = max((traits[n].bytes for n in body[mixer : end + 1] if traits[n].tokens), default=0)
     until = max(
@@ -335,8 +332,7 @@ def prelude_cut(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cuts: Sequence[int]
 ) -> list[int]:
     """Part an embedding from the first layer where this makes that layer equal to the next one, and the
-    embedding can be made again, or
-    is of no tokens yet (pixels)."""
+    embedding can be recomputed, or is of no tokens yet (pixels)."""
     if len(cuts) < 2:
         return []
     following = shape_of_piece(body[cuts[0] + 1 : cuts[1] + 1])

@@ -176,7 +176,7 @@ def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
     - Its inputs are the bindings, in order; it has no constants and returns nothing.
     - A value with rows comes in whole only where a node reads rows around the chunk.
     - The number of all tokens sizes nothing inside.
-    - It writes into buffers, accumulators and states alone, and over inputs that the sweep says; it fills all
+    - It writes into buffers, accumulators and states alone, and over inputs that the sweep says. It fills all
       buffers.
     """
     nodes = list(body.graph.graph.nodes)

@@ -4,8 +4,7 @@
     AOTAutograd → pipeline → Inductor
 
 Every region is an autograd node of its own, so that the gradients of a layer's weights reach autograd (and
-its hooks) when the layer
-is done. Equal regions share one trace, one analysis and one compilation.
+its hooks) when the layer is done. Equal regions share one trace, one analysis and one compilation.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from .dynamo.attention import one_attention
 from .dynamo.buffer_updates import Buffers, State
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
+from .dynamo.python_floats import floats_as_tensors
 from .dynamo.regions import (
     build_region,
     is_switch,
@@ -58,7 +58,7 @@ from .runtime.runner import Sizes
 def streambp(
     module: GraphModule, example_inputs: Sequence[object], *, mode: str | None = None, options=None
 ) -> Callable:
-    """The backend itself, found through the entry point ``torch_dynamo_backends``.
+    """The backend, found through the entry point ``torch_dynamo_backends``.
 
     Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region
     cannot be streamed.
@@ -112,8 +112,7 @@ class Chain:
             self.say_no_graphs()
 
     def say_no_graphs(self) -> None:
-        """A mode that records CUDA graphs has none to record; where it does nothing else, its user should
-        know."""
+        """Tell that a mode which records CUDA graphs records none here."""
         text = (
             f"mode={self.config.mode!r} records no CUDA graphs here, because sizes and buffers change with "
             "every "
@@ -144,6 +143,10 @@ class Chain:
     def rewritten(self) -> GraphModule:
         """The graph with all that is written otherwise before autograd sees it, as a copy."""
         module = copied(self.given)
+        with stage("reading numbers that change"):
+            constants = floats_as_tensors(module)
+        if constants:
+            internals.make_constant(constants)
         for rewrite, doing in () if self.transformed else REWRITES:
             with phase(doing):
                 module = rewrite(module)
@@ -232,8 +235,7 @@ class Chain:
     def hint_at_outputs(
         self, regions: Sequence[Region], axis: Axis, broken: internals.GraphBreak | None
     ) -> None:
-        """Values of layers that the function returns stay alive at full length: say what they cost and how to
-        be rid of them."""
+        """Warn about outputs of layers that stay in memory at full length, with their cost and a remedy."""
         returned = set(next(n for n in self.module.graph.nodes if n.op == "output").all_input_nodes)
         kept = [n for r in regions[:-1] for n in r.outputs if n in returned and n in axis.marks]
         wide = [

@@ -41,22 +41,23 @@ from .runtime.runner import Layout, cannot_tell, lines_of, noting
 from .target_device import planned_for, target_of
 
 HELP = {
-    EveryRowHasVisibleKey: "Pad on the right, or mask with booleans or -inf instead of the lowest finite number.",
+    EveryRowHasVisibleKey: "Pad on the right, or mask with booleans or -inf instead of the lowest number.",
     PositionsIncrease: "Number the tokens of each packed sequence in ascending order.",
     MaskedOutsideBand: "Make causal masks by torch.tril or is_causal=True inside the compiled function.",
 }
 
 
 class NothingToStream(CannotStream):
-    """A graph of a fixed, tiny length, or without tokens: nothing to warn about."""
+    """Nothing to warn about: the graph is tiny, or has no tokens."""
 
 
 class TraceAgain(Exception):
-    """A region that runs whole has torch's own attention again, and must be traced with it."""
+    """An unchunked region takes torch's own attention, and must be traced again with it."""
 
 
 class CompiledRegion:
-    """One distinct region: traced by AOTAutograd, streamed if the passes can, compiled whole otherwise."""
+    """One distinct region: traced by AOTAutograd, then streamed if the passes can, else compiled
+    unchunked."""
 
     def __init__(
         self,
@@ -93,7 +94,11 @@ class CompiledRegion:
         self.call = self.checked if self.guard else self.unchecked
 
     def compiled(self) -> Callable:
-        """The region, streamed or whole; or, if a defect of ours stands in its way, by Inductor alone."""
+        """The region, streamed or unchunked; compiled by Inductor alone if an internal error occurs."""
+        with internals.floats_are_tensors():
+            return self.streamed_or_unchunked()
+
+    def streamed_or_unchunked(self) -> Callable:
         try:
             with internals.detect_fake_mode(self.fakes), internals.effects_inside():
                 try:
@@ -122,7 +127,7 @@ class CompiledRegion:
         return call
 
     def traced(self) -> Callable:
-        """The region through AOTAutograd, and whatever that calls back."""
+        """The region through AOTAutograd and the compilers that it calls."""
         compile_ = internals.aot_autograd(
             fw_compiler=self.compile_forward,
             bw_compiler=self.compile_backward,
@@ -133,16 +138,15 @@ class CompiledRegion:
         return compile_(self.module, self.fakes)
 
     def checked(self, *inputs: object) -> object:
-        """A call that leaves keys out only where the masks of its inputs allow it."""
+        """A call that skips keys only where the masks of its inputs allow it."""
         return self.call_for(self.guard.broken(inputs))(*inputs)
 
     def call_for(self, broken: Condition | None) -> Callable:
-        """The call for inputs of which it is known what they break; such a region is compiled once more, to
-        read all keys."""
+        """The call for inputs that break this condition, or none."""
         return self.unchecked if broken is None else self.reading_all(broken)
 
     def reading_all(self, broken: Condition) -> Callable:
-        """The same region without conditions, compiled when a call does not keep one."""
+        """The same region without conditions, compiled when the first call breaks one."""
         if self.unconditional is None:
             warnings.warn(
                 f"streambp: This call's mask breaks the assumption that {broken}. The region is compiled "
@@ -161,7 +165,8 @@ class CompiledRegion:
         return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}
 
     def checkable(self) -> list[int]:
-        """Inputs that may be masks: whatever is neither learned nor made by what is learned."""
+        """Positions of inputs that may be masks: those that do not require gradients and are no
+        parameters."""
         return [
             i
             for i, (_, n) in enumerate(self.flat)
@@ -188,8 +193,7 @@ class CompiledRegion:
         return self.modules(num_fwd_outputs)
 
     def streams(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> bool:
-        """Stream it if the passes can; else say why, in the report and, unless nothing is lost, in a
-        warning."""
+        """Stream the region if the passes can; otherwise record why, and warn if it costs memory."""
         if self.report.refusal is not None:  # traced again, to run whole
             return False
         try:
@@ -202,7 +206,7 @@ class CompiledRegion:
             if not isinstance(refused, NothingToStream):
                 self.refuse(self.report.refusal, self.whole_cost(graph_module))
             if torch_attention(self.module):
-                raise TraceAgain
+                raise TraceAgain from None
         return self.streamed is not None
 
     def slow(self, text: str) -> None:
@@ -313,8 +317,8 @@ class CompiledRegion:
         )
 
     def modules(self, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-        """Forward and backward as graph modules of one call each, in the order of values that AOTAutograd
-        expects."""
+        """Forward and backward as graph modules of one call each, with their values in the order of
+        AOTAutograd."""
         region = self.streamed
         owner = GraphModule({}, Graph())
         outputs = outputs_of(region.joint)
@@ -348,7 +352,7 @@ class CompiledRegion:
         return boxed(self.noted(run_forward(self.streamed, outputs_of(self.streamed.joint))))
 
     def noted(self, driver: Driver) -> Driver:
-        """The same driver, whose errors say which region it is of."""
+        """The same driver, whose errors name the region."""
         direction = driver.__name__.rpartition("_")[2]
 
         def take(args: list) -> list:
@@ -364,10 +368,10 @@ class CompiledRegion:
 
 
 def refusal_of(error: Exception, doing: str, what: str, module: GraphModule) -> Refusal:
-    """What the user is told of an error. Where it knows no line of the user's, that is the module's first.
+    """An error as a refusal; without a line of its own, it names the first line of the module.
 
-    doing  the stage, where the error does not know it
-    what   is compiled whole: a region or a graph
+    doing  the stage, if the error does not know it
+    what   "region" or "graph": what runs unchunked
     """
     if isinstance(error, CannotStream) and not isinstance(error, Abandoned):
         return error.refusal
@@ -410,8 +414,7 @@ def storages(values: Iterable[object]) -> weakref.WeakSet:
 
 
 def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.Tensor]:
-    """The values, each in dense memory of its own, so that it may be overwritten; ``taken`` is memory of
-    others."""
+    """The values, each in memory of its own that may be overwritten; ``taken`` is memory of others."""
     found = []
     for value in values:
         alone = value.untyped_storage() not in taken and Layout.of(value) is not None
@@ -444,7 +447,7 @@ def run_scaled(saved: Sequence[Node], outputs: Sequence[object], unscaled: Node)
 
 
 def is_on_host(value: torch.Tensor) -> bool:
-    """Can its value be read without a synchronisation?"""
+    """Can its value be read without synchronising with a device?"""
     return value.device.type == "cpu"
 
 

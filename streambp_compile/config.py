@@ -1,4 +1,4 @@
-"""The few choices a user may make, frozen and validated."""
+"""The options of the backend, frozen and validated."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ ANALYSIS_SECONDS = 120.0  # a region of a thousand nodes takes one or two
 class Config:
     """Options of ``torch.compile(..., backend="streambp", options={...})``.
 
-    chunk_size  tokens per chunk in every sweep; ``None`` lets each sweep choose from its own widths
-    strict      raise where a region cannot be streamed, instead of compiling it whole with a warning
-    device      the device to plan for, by a name such as ``"H100"`` or ``"A100-40"``; ``None`` asks torch
-    analysis_seconds  a region whose analysis takes longer (of work, not of waiting) is compiled whole; so
-                      is a graph that takes longer to be cut into regions
-    mode        Inductor's mode for the chunk bodies (``torch.compile``'s own ``mode=``), without CUDA graphs
+    chunk_size        tokens per chunk in every sweep; None lets each sweep choose
+    strict            raise where a region cannot be streamed, instead of a warning
+    device            the device to plan for, such as ``"H100"`` or ``"A100-40"``; None takes the device of
+                      the tensors
+    analysis_seconds  time limit of the analysis of a region or graph, in seconds of processor time; beyond
+                      it, it runs unchunked
+    mode              Inductor's mode for chunk bodies (the ``mode=`` of ``torch.compile``), without CUDA
+                      graphs
     """
 
     chunk_size: int | None = None

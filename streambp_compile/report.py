@@ -1,4 +1,4 @@
-"""What became of each region, as a value that prints itself and leads to the graphs."""
+"""What became of each region: a value that prints itself and leads to the graphs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .runtime.memory_simulation import Peak
 
 
 class NotStreamed(UserWarning, RuntimeError):
-    """A region was compiled whole: the warning (or, under ``strict``, the error) says why, what it costs, and
-    what to do."""
+    """A region runs unchunked. The text says why, what it costs, and what to do; under ``strict`` it is an
+    error."""
 
 
 class StreamHint(UserWarning):
-    """Something outside this package's reach costs memory; the text says how to avoid it."""
+    """Memory or time that the user can save outside this package; the text says how."""
 
 
 def mebibytes(count: float) -> str:
@@ -54,13 +54,13 @@ def warn_refused(refusal: Refusal, cost: int | None) -> None:
 
 @dataclass
 class RegionReport:
-    """One distinct region: its graphs, how it is streamed, or why not.
+    """One distinct region: its graphs, and how it is streamed or why not.
 
-    split     its piece of the model's graph, in torch functions
-    joint     its joint forward-backward graph from AOTAutograd (forward alone under ``no_grad``), in ATen
+    split     its part of the model's graph, in torch functions
+    joint     its joint forward-backward graph (forward alone under ``no_grad``), in ATen operations
     streamed  analysis and schedules, or None with a ``refusal``
-    times     how often it occurs in the chain
-    light     its outputs are made again in the backward of the region behind it, and not kept
+    times     number of its occurrences in the model
+    light     its outputs are recomputed in the backward of the next region, not kept
     """
 
     split: GraphModule
@@ -84,8 +84,7 @@ class RegionReport:
         return self.streamed.backward if self.streamed else None
 
     def artifacts(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Every graph of this region and its facts, by name, as functions that make their text when it is
-        wanted."""
+        """Every graph of this region and its facts, by name; each text is made when it is wanted."""
         graphs = {"split": self.split, "joint": self.joint}
         if self.streamed is not None:
             graphs["normalized"] = self.streamed.joint
@@ -120,7 +119,7 @@ class RegionReport:
 
 
 def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str]:
-    """The timetable of one direction, a line per value that crosses a sweep's boundary."""
+    """The schedule of one direction: a line for each value that crosses the boundary of a sweep."""
     lines = [f"  {title}: {len(schedule.program.sweeps)} sweep{'s' * (len(schedule.program.sweeps) != 1)}"]
     analysis, length = region.analysis, hint(region.analysis.length)
     costs = program_cost(schedule.program, analysis, schedule.chunks, region.device)
@@ -173,7 +172,7 @@ def proof(keys) -> str:
 
 
 def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
-    """Buffers that cross sweeps, accumulators, and the widest moment of one chunk."""
+    """Bytes of buffers between sweeps, of accumulators, and of the widest moment of one chunk."""
     kept = sum(bytes_of(value_of(n)) for n in schedule.program.kept)
     added = sum(
         bytes_of(value_of(n)) // value_of(n).dtype.itemsize * total_dtype(value_of(n).dtype).itemsize
@@ -211,12 +210,12 @@ class Report:
     """All regions of a compiled function, in order of execution; ``print`` it.
 
     regions  the distinct regions
-    order    for every link of the chain, the index of its region
-    split    one graph module per Dynamo graph (more than one where the function has graph breaks)
+    order    for every region of the model in turn, its index in ``regions``
+    split    one graph module per Dynamo graph (several where the function has graph breaks)
     steps    per Dynamo graph, the compiled function and the fake inputs that it was compiled for
-    notes    hints about outputs that cost memory
-    lengths  tokens of the sequences that stream, the main one first
-    peak     what a step will hold at most, if it was rehearsed
+    notes    hints about memory
+    lengths  number of tokens of each sequence that streams, the main one first
+    peak     predicted peak memory of a step, if it was simulated
     """
 
     regions: list[RegionReport] = field(default_factory=list)
@@ -235,7 +234,7 @@ class Report:
         call: Callable,
         fakes: Sequence[object],
     ) -> None:
-        """Record the chain of one Dynamo graph."""
+        """Record the regions of one Dynamo graph."""
         self.split.append(module)
         self.steps.append((call, fakes))
         self.lengths = self.lengths or lengths

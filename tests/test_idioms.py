@@ -237,7 +237,7 @@ def relative_bias_fused(ids, w):
 
 @idiom("streams")
 def scores_of_two_layers(ids, w):
-    """The second layer adds the first one's scores to its own (RealFormer): they are made again, never
+    """The second layer adds the first one's scores to its own (RealFormer): they are recomputed, never
     kept."""
     x, before = base(ids, w), 0
     for _ in range(2):

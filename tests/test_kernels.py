@@ -140,7 +140,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 ROUNDED = {
     "cudnn": 1.5,  # its two pieces are rounded before they are joined, and again after
     "flash_cpu": 4,
-}  # it rounds the weights, too (test_ops.py holds it to what the whole kernel does)
+}  # it rounds the weights, too (test_operators.py holds it to what the whole kernel does)
 
 
 def rounding(kernel: str, dtype: torch.dtype) -> float:
@@ -346,7 +346,7 @@ def fake(*shape) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
 
 
-def test_the_rehearsal_counts_what_a_cuda_kernel_takes():
+def test_the_memory_simulation_counts_what_a_cuda_kernel_takes():
     """On fake tensors, without a GPU: results, the operands that a call copies, and scratch."""
     with internals.FakeTensorMode():
         q, k = (fake(1, rows, heads, 128) for rows, heads in ((256, 8), (512, 2)))

@@ -1,8 +1,8 @@
 """The rule oracle: every row of the table against what its op does when it is run.
 
 A signature is believed only after (a) its labels fit the values, (b) perturbing one entry moved no output row
-that the ties do not
-allow, and (c) running on a piece gave a piece of the whole, and pieces of a sum added up to it.
+that the ties do not allow, and (c) running on a piece gave a piece of the whole, and pieces of a sum added up
+to it.
 """
 
 import math

@@ -54,9 +54,8 @@ def test_the_table_says_what_is_missing():
             keys=["not proved, all keys are read", "window of 8, proved"],
             streamed=1,
             reasons=[
-                "streambp cannot stream a region: aten.x at /a/b/model.py:3: y = f(x): no rule. Do. "
-                "The region runs unchunked, and its "
-                "largest value takes 1 MiB; gradients stay exact."
+                "streambp cannot stream a region: aten.x at /a/b/model.py:3: y = f(x): no rule. Do. The "
+                "region runs unchunked, and its largest value takes 1 MiB; gradients stay exact."
             ],
         ),
         "flex": dict(missing="does not run: NotImplementedError: no"),

@@ -1,4 +1,4 @@
-"""The longest sequence that fits under a cap, found by search, and the peak that a rehearsal predicts beside
+"""The longest sequence that fits under a cap, found by search, and the peak that a simulation predicts beside
 the measured one.
 
 The peak of a step grows along a straight line with its tokens, so the search goes where the line through the

@@ -119,7 +119,8 @@ class Assembly:
                     stack.append(operand)
 
     def is_kept_for(self, edge: Edge, at: int, kept: set[Node]) -> bool:
-        """Is an operand read at full length by a sweep: as keys or a halo, or instead of being recomputed?"""
+        """Is an operand read at full length from a sweep's point of view: as keys or a halo, or instead of
+        being computed again?"""
         operand = edge.operand
         if self.kinds[operand] is Kind.SUM:
             return False

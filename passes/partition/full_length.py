@@ -96,8 +96,8 @@ class Search:
             if not early and not self.exists(node):
                 raise refuse(
                     node,
-                    "This operation needs the rows of all tokens at once, and they are too large to "
-                    "keep at full length",
+                    "This operation needs the rows of all tokens at once, and they are too large to keep "
+                    "at full length",
                     "Reduce over features first, or compute this outside the compiled function",
                 )
             return True

@@ -1,5 +1,5 @@
-"""Choose the chunk length of a sweep: the shortest that costs little time, by the model of passes/cost.py,
-and little memory."""
+"""Choose the chunk length of a sweep: the shortest that costs little time, by the model of
+passes/planning/cost_model.py, and little memory."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 at its bandwidth.
 
 What a sweep takes once for all tokens does not depend on the chunk length. What it takes for every chunk
-again (weights read, totals
-read and written, earlier keys read, kernels launched) favours long chunks; what still fits into the cache
-favours short ones.
+again (weights read, totals read and written, earlier keys read, kernels launched) favours long chunks; what
+still fits into the cache favours short ones.
 """
 
 from __future__ import annotations
@@ -228,9 +227,8 @@ def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, i
 class Moments:
     """What a chunk body holds in memory from kernel to kernel, as Inductor will.
 
-    It holds what a kernel reads or writes; what lies between is fused and made again from there. A fused
-    value that is held is written
-    over an equally wide one that nobody reads after it.
+    It holds what a kernel reads or writes; what lies between is fused, and recomputed from there. A fused
+    value that is held is written over an equally wide one that nobody reads after it.
 
     widths  values held → bytes per token
     steps   what happens in order: who is made (or None), from what that is held, from what inputs of the

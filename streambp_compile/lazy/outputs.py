@@ -124,7 +124,7 @@ class LazyOutput(torch.Tensor):
                 return first.expression.fake.requires_grad
             if func == torch.Tensor.__repr__:
                 return (
-                    f"Deferred(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not "
+                    f"LazyOutput(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not "
                     "computed)"
                 )
         if func in WITH_INPUTS:
@@ -162,7 +162,7 @@ def refuse_unmade(func: Callable, args: tuple, kwargs: dict) -> None:
 
 
 def values(arguments: object) -> object:
-    """Arguments with every Deferred in them read."""
+    """Arguments with every LazyOutput in them read."""
     return torch.utils._pytree.tree_map_only(LazyOutput, lambda t: t.value(), arguments)
 
 
@@ -179,7 +179,7 @@ def described(holder: list[Expression]) -> LazyOutput:
 
 
 class Attached(torch.autograd.Function):
-    """Ties a Deferred to what it depends on, for readers that take no notice of `__torch_function__` (custom
+    """Ties a LazyOutput to what it depends on, for readers that ignore `__torch_function__` (custom
     autograd functions)."""
 
     @staticmethod

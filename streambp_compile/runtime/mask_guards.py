@@ -122,8 +122,10 @@ def text_of(module: GraphModule) -> str:
 def describe(condition: Condition) -> str:
     """A condition without the names of its nodes."""
     if isinstance(condition, PositionsIncrease):
-        return f"{type(condition).__name__} {len(condition.document_mask.equal)} {len(condition.document_mask.ordered)}"
-    return f"{type(condition).__name__} {[(s.row, s.key, s.masked_value) for s in condition.key_masks]} {condition.band}"
+        mask = condition.document_mask
+        return f"{type(condition).__name__} {len(mask.equal)} {len(mask.ordered)}"
+    key_masks = [(mask.row, mask.key, mask.masked_value) for mask in condition.key_masks]
+    return f"{type(condition).__name__} {key_masks} {condition.band}"
 
 
 # One call of a chain of regions

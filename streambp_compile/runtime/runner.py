@@ -1,8 +1,7 @@
 """The drivers: loop over chunks, cut inputs, add up, free. Nothing is decided here.
 
 A `Runner` executes one `Program`. Its compiled bodies write every result into buffers that the runner owns;
-memory beyond them
-exists for one chunk at a time.
+memory beyond them exists for one chunk at a time.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ class Sizes:
 @functools.lru_cache(4096)
 def parted(expr) -> tuple[object, int, int]:
     """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found
-    in other sizes: of ``2 (h // 4) (w // 4) + 1``
-    the product."""
+    in other sizes: of ``2 (h // 4) (w // 4) + 1`` the product."""
     rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
     factor, part = product.as_coeff_Mul()
     return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)

@@ -187,8 +187,7 @@ TABLE = (
 COMPOSED = TABLE[-1]
 ROWS = {kernel.name: kernel for kernel in TABLE}
 # What may replace FlashAttention-2 (torch/nn/attention/_fa3.py, _fa4.py): major capabilities that have it,
-# and
-# features per head that it can go backward through on all of them.
+# and features per head that it can go backward through on all of them.
 MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 WIDEST = {"FA4": 128}
 
