@@ -37,13 +37,13 @@ from .ir import (
     is_row_wise,
     is_tensor,
     is_view,
-    is_zeros,
     parts_of,
     refuse,
     shape_of,
     tensor_operands,
     value_of,
 )
+from .rules.views import fills_with_zeros
 from .stages import checkpoint
 
 ASCENDING, DESCENDING = "ascending", "descending"
@@ -150,14 +150,6 @@ def partition(
         f"more than {MOST_SWEEPS} sweeps would be needed",
         "Report the printed graph; the region runs whole",
     )
-
-
-def fills_with_zeros(node: Node) -> bool:
-    """Does this node make rows beyond the tokens by padding with zeros?"""
-    if node.target is torch.ops.aten.constant_pad_nd.default:
-        return len(node.args) < 3 or node.args[2] == 0
-    base = node.args[0] if node.target is torch.ops.aten.slice_scatter.default else None
-    return base is not None and is_zeros(base)
 
 
 class Search:

@@ -17,8 +17,8 @@ from .passes.normalization.normalize import normalize
 from .passes.normalization.sorted_rows import undo_sorts
 from .passes.partition import Program, partition
 from .passes.planning.chunk_length import chunk_lengths
-from .passes.planning.cost_model import PRODUCTS, is_one_of
 from .passes.planning.devices import REFERENCE_CPU, Device
+from .passes.rules import is_product, is_random
 from .passes.stages import Abandoned, stage, unwatched
 from .passes.token_propagation import Signatures, TokenPropagation
 from .passes.verify import verify_analysis, verify_program
@@ -118,9 +118,7 @@ def stream(
 
     forward = swept(forward_part)
     if not forward.sweeps and any(
-        is_one_of(n, PRODUCTS) and isinstance(analysis.facts[n], Shared)
-        for stage in forward.whole
-        for n in stage
+        is_product(n) and isinstance(analysis.facts[n], Shared) for stage in forward.whole for n in stage
     ):
         raise CannotStream(
             Refusal(
@@ -174,7 +172,7 @@ def sums_of_forward(graph, analysis: Analysis, forward: Program, tangents) -> fr
     """What the forward adds up over chunks, seeds that it draws, and the few numbers per token that it keeps:
     handed on, not made again."""
     late = {n for stage in forward.whole[1:] for n in stage if is_tensor(n)}
-    late |= {n for n in graph.nodes if n.target is torch.ops.streambp.seed.default}
+    late |= {n for n in graph.nodes if is_random(n)}
     return frozenset(late | set(forward.distilled) | {n for s in forward.sweeps for n in s.sums})
 
 

@@ -9,18 +9,15 @@ chunk, the short last one, every prefix and every sequence length.
 
 from __future__ import annotations
 
-import torch
-
 from ..ir import Analysis, arguments
 from ..kernels.attention import Target
 from ..partition import Program
+from ..rules import form_of
+from ..rules.facets import Form
 from .reading import Binding, Body, kernel_for, total_dtype
 from .writer import Writer
 
 __all__ = ["Binding", "Body", "lower", "total_dtype"]
-
-
-ATTENTION = (torch.ops.streambp.attention.default, torch.ops.streambp.attention_backward.default)
 
 
 def lower(program: Program, analysis: Analysis, target: Target = Target("cpu")) -> tuple[Body, ...]:
@@ -28,7 +25,9 @@ def lower(program: Program, analysis: Analysis, target: Target = Target("cpu")) 
 
     target  the device that they are written for; attention between sweeps gets its kernel's name, too
     """
-    for node in (n for stage in program.whole for n in stage if n.target in ATTENTION):
+    for node in (
+        n for stage in program.whole for n in stage if form_of(n) in (Form.ATTENTION, Form.ATTENTION_BACKWARD)
+    ):
         given = arguments(node)
         choice = kernel_for(given["query"], given["value"], given["mask"], target)
         node.update_kwarg("kernel", choice.kernel.name)

@@ -4,13 +4,14 @@ of its results."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..ir import Tokens, refuse, tensor_operands, value_of
-from ..rules import rule_of
+from ..ir import Edge, Tokens, refuse, tensor_operands, value_of
+from ..rules import rule_of, scan_of
+from ..rules.facets import Scan
 from .reading import Body, kernel_for, total_dtype
 from .rows import Rows
 
@@ -69,27 +70,37 @@ class Writer(Rows):
             aten.copy_.default, (total, self.graph.call_function(aten.add.Tensor, (total, part)))
         )
 
-    def scan(self, node: Node, scan, dim: int, join, filling: float, turned: bool = False) -> Node:
-        """A scan over the chunk's rows, joined to what it came to before them.
+    def scan(self, node: Node, run: Callable[[Node], Node] | None = None) -> Node:
+        """A scan over the chunk's rows, which goes on from the state that the rows before them left.
 
-        join     joins a state to rows behind it, ``filling`` is the state of no rows
-        turned   from the last row to the first
+        run  writes the scan of rows by themselves, where that is not the node at chunk length
         """
-        (edge,) = self.analysis.edges[node]
-        if edge.role != "carry":
+        edges, scan = self.analysis.edges[node], scan_of(node)
+        carried = [i for i, edge in enumerate(edges) if edge.role == "carry"]
+        if not carried:
             return self.copy(node)
         call, mark, dtype = self.graph.call_function, self.fact(node).rows, total_dtype(value_of(node).dtype)
-        state = self.bind("carry", node, node.name, mark, filling=filling)
-        rows = call(
-            prims.convert_element_type.default, (self.fill_outside(node, self.operand(edge), filling), dtype)
-        )
-        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
-        rows = call(join, (call(scan, (rows, dim)), state))
+        state = self.bind("carry", node, node.name, mark, filling=scan.identity)
+        rows = {i: self.rows_of_scan(node, edges[i], scan, dtype) for i in carried}
+        part = self.copy(node, rows) if run is None else run(rows[carried[0]])
+        if scan.join is not None:
+            part.kwargs = {k: v for k, v in part.kwargs.items() if k != "dtype"}
+            part = call(scan.join, (part, state))
+        else:
+            set_argument(part, scan.state, state)
         if node in self.sweep.scans:
-            last = call(aten.unsqueeze.default, (call(aten.select.int, (rows, dim, -1)), dim))
+            end = -1 if edges[carried[0]].reach.looks_back() else 0
+            last = call(aten.unsqueeze.default, (call(aten.select.int, (part, mark.dim, end)), mark.dim))
             call(aten.copy_.default, (state, last))
-        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
-        return call(prims.convert_element_type.default, (rows, value_of(node).dtype))
+        return call(prims.convert_element_type.default, (part, value_of(node).dtype))
+
+    def rows_of_scan(self, node: Node, edge: Edge, scan: Scan, dtype: torch.dtype) -> Node:
+        """The chunk's rows of an operand of a scan, in the dtype of its state; those that do not count leave
+        the state as it is."""
+        rows = self.fill_outside(node, self.operand(edge), scan.identity, source=edge.operand)
+        if scan.join is None and value_of(edge.operand).dtype != value_of(node).dtype:
+            return rows
+        return self.graph.call_function(prims.convert_element_type.default, (rows, dtype))
 
     def accumulate_mm(self, node: Node, left: Node, right: Node) -> Node:
         return self.graph.call_function(
@@ -186,17 +197,21 @@ class Writer(Rows):
                 )
         else:
             rule = rule_of(node)
-            self.values[node] = rule.emit(self, node) if rule.emit is not None else self.copied(node, kind)
+            if rule.emit is not None:
+                self.values[node] = rule.emit(self, node)
+            else:
+                self.values[node] = self.copied(node, kind) if rule.scan is None else self.scan(node)
         if node in self.sweep.fed:
             self.feed(node)
 
-    def copied(self, node: Node, kind: str) -> Node:
+    def copied(self, node: Node, kind: str, wide: bool = False) -> Node:
+        """The node at chunk length; what is a sum over rows, or per key, is added to its accumulator.
+
+        wide  parts come in the dtype of the accumulator (ops with an argument ``dtype``)
+        """
         if kind == "sum":
             part = self.copy(node, self.summands(node))
-            if value_of(node).dtype != total_dtype(value_of(node).dtype) and node.target in (
-                aten.sum.dim_IntList,
-                aten.sum.default,
-            ):
+            if wide and value_of(node).dtype != total_dtype(value_of(node).dtype):
                 part.kwargs = {**part.kwargs, "dtype": torch.float32}
             return self.added(node, part)
         if kind == "keysum":
@@ -242,3 +257,12 @@ class Writer(Rows):
         if mark.outer != 1 or mark.inner != 1:
             value = self.reshaped(value, self.unflattened(node, mark))
         self.graph.call_function(aten.copy_.default, (buffer, value))
+
+
+def set_argument(node: Node, name: str, value: Node) -> None:
+    """Give a node an argument by its name in the schema."""
+    names = [a.name for a in node.target._schema.arguments]
+    if names.index(name) < len(node.args):
+        node.update_arg(names.index(name), value)
+    else:
+        node.update_kwarg(name, value)

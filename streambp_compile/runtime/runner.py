@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from ..passes.ir import Analysis, Mark, Size, hint, value_of, where_of
 from ..passes.lower import Binding, Body, total_dtype
 from ..passes.partition import DESCENDING, Program, Sweep
+from ..passes.rules import for_any_layout
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,6 @@ def cannot_tell(inputs: Sequence[object], sizes: Iterable[Size]) -> list[Size]:
     return [s for expr, s in wanted.items() if expr not in given and expr.subs(given).free_symbols]
 
 
-# What was a view of the traced value may have to copy: buffers of ours have layouts of their own.
-AS_COPIES = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
-}
-
-
 class Runner:
     """Executes a program: whole stages eagerly, sweeps chunk by chunk through their compiled bodies."""
 
@@ -148,7 +142,7 @@ class Runner:
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
                 with noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"):
-                    values[node] = AS_COPIES.get(node.target, node.target)(*args, **kwargs)
+                    values[node] = for_any_layout(node.target)(*args, **kwargs)
             if stage < len(self.program.sweeps):
                 self.sweep(stage, values, states, sizes, length, owned)
                 for node in self.last_read[stage]:
