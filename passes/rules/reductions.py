@@ -95,8 +95,8 @@ def var(node: Node) -> Signature:
     )
 
 
-@rule("aten::topk", cost=FUSED, positions=(1,))
-@rule("aten::sort", "aten::sort.stable", cost=FUSED, positions=(1,), form=Form.SORT)
+@rule("aten::topk", cost=CostClass.KERNEL, positions=(1,))
+@rule("aten::sort", "aten::sort.stable", cost=CostClass.KERNEL, positions=(1,), form=Form.SORT)
 def ranked(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     if node.target.overloadpacket.__name__ == "topk":
