@@ -44,6 +44,7 @@ from .ir import (
 from .key_ranges import key_ranges
 from .mask_analysis.evaluation import evaluate
 from .phases import check_time
+from .rules import rule_of
 from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, outputs_of, product, slot_of
 
 
@@ -383,24 +384,13 @@ def is_now(size: Size, difference: torch.SymInt) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number and bool(difference == 0)
 
 
-PLACES = {
-    torch.ops.aten.argmax.default: -1,
-    torch.ops.aten.argmin.default: -1,
-    torch.ops.aten.max.dim: 1,
-    torch.ops.aten.min.dim: 1,
-    torch.ops.aten.topk.default: 1,
-    torch.ops.aten.sort.default: 1,
-    torch.ops.aten.sort.stable: 1,
-}  # op → its output of indices
-
-
 def names_keys(
     node: Node, operands: tuple[Node, ...], signature: Signature, propagation: TokenPropagation
 ) -> bool:
     """Does an op give the places of keys to somebody?"""
-    keys = propagation.key(slot_of(operands[0])) if node.target in PLACES else None
-    if keys is None:
+    places, keys = rule_of(node).positions, propagation.key(slot_of(operands[0]))
+    if not places or keys is None:
         return False
-    place = PLACES[node.target]
     named = signature.operands[0][keys.dim] not in signature.outputs[0]
-    return named and (place == -1 or any(user.args[1] == place and user.users for user in node.users))
+    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    return named and any(place == -1 or place in read for place in places)

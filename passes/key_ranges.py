@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Container, Mapping
 
-import torch
 from torch.fx import Graph, Node
 
 from .ir import (
@@ -23,6 +22,7 @@ from .ir import (
     Signature,
     Tokens,
     ancestors,
+    arguments,
     is_tensor,
     is_view,
     parts_of,
@@ -90,7 +90,7 @@ def key_ranges(
             continue
         if signature.rows is not None:
             reach = signature.reach[signature.keys]
-            mask = node.args[3 if node.target is torch.ops.streambp.attention.default else 6]
+            mask = arguments(node).get("mask")
             if mask is not None:
                 band = bands.get(mask) or stored_mask(mask)
                 left = proved(band) if isinstance(band, Band) and band.outside in EMPTY else EVERYWHERE
