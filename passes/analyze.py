@@ -44,7 +44,7 @@ from .ir import (
 from .key_ranges import key_ranges
 from .mask_analysis.evaluation import evaluate
 from .phases import check_time
-from .rules import rule_of
+from .rules import rule_of, scan_of
 from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, outputs_of, product, slot_of
 
 
@@ -361,7 +361,8 @@ class Reader:
         if label is not None and label == labels.row:
             shift = 0 if operand in self.uniform else offset(signature, label, i) + fact.lo - low
             reach = signature.reach.get(label, HERE) + Reach(shift, shift)
-            if math.isinf(reach.hi - reach.lo) and not shift and fact.rows.outer == fact.rows.inner == 1:
+            alone = not shift and fact.rows.outer == fact.rows.inner == 1
+            if math.isinf(reach.hi - reach.lo) and alone and scan_of(node) is not None:
                 return Edge(operand, Role.CARRY, reach)
             return Edge(operand, Role.ROWS if reach == HERE else Role.HALO, reach)
         if label is not None and label == labels.key:

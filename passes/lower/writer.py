@@ -88,7 +88,7 @@ class Writer(Rows):
         """
         edges, scan = self.analysis.edges[node], scan_of(node)
         carried = [i for i, edge in enumerate(edges) if edge.role is Role.CARRY]
-        if not carried:
+        if scan is None or not carried:
             return self.copy(node)
         call, mark, dtype = self.graph.call_function, self.fact(node).rows, total_dtype(value_of(node).dtype)
         state = self.draft.bind(Binding(BindingRole.CARRY, node, node.name, mark, filling=scan.identity))
@@ -97,7 +97,7 @@ class Writer(Rows):
         if scan.join is not None:
             part.kwargs = {k: v for k, v in part.kwargs.items() if k != "dtype"}
             part = call(scan.join, (part, state))
-        else:
+        elif scan.state is not None:
             set_argument(part, scan.state, state)
         if node in self.sweep.scans:
             end = -1 if edges[carried[0]].reach.looks_back() else 0

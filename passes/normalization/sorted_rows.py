@@ -244,7 +244,7 @@ class Sort:
         very keys."""
         node = without_casts(node)
         source = without_casts(node.args[0]) if form_of(node) is Form.RUNNING_SUM else None
-        if form_of(source) is not Form.COUNT or descending(self.sort):
+        if source is None or form_of(source) is not Form.COUNT or descending(self.sort):
             raise CannotUndo(node)
         given = arguments(source)
         fits = (
@@ -375,7 +375,7 @@ def without_casts(node: Any) -> Any:
     return node
 
 
-def counts_up(node: object) -> bool:
+def counts_up(node: Any) -> bool:
     """0, 1, 2, … as a range gives them."""
     node = without_casts(node)
     if form_of(node) is not Form.RANGE:

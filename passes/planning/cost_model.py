@@ -198,7 +198,8 @@ def product_work(node: Node, signature: Signature, row_wise: bool) -> tuple[torc
     """Dtype of a matrix product, FLOP at full length (two for each element of the result and each that it
     sums over), and its depth.
 
-    A label that one operand alone bears, and not the result, is picked and not summed over (a weight's group).
+    A label that one operand alone bears, and not the result, is picked and not summed over (a weight's
+    group).
     """
     sizes: dict[object, int] = {}
     bearers: Counter = Counter()
@@ -216,7 +217,8 @@ def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, i
     """Dtype and direction of attention, its FLOP over the keys that rows reach (two products forward, five
     backward), its heads.
 
-    Its first operand has a row per query, ``[…, rows, width]``; its features are those of what has keys alone.
+    Its first operand has a row per query, ``[…, rows, width]``; its features are those of what has keys
+    alone.
     """
     signature, operands = rule_of(node).signature(node), tensor_operands(node)
     backward = any(signature.keys in labels for labels in signature.outputs)

@@ -205,7 +205,9 @@ def is_random(node: Node) -> bool:
 
 def filling_of(node: object) -> float | None:
     """The number that a value of one number is filled with; None of what is not known to be one."""
-    found = find_rule(node) if isinstance(node, Node) and node.op == "call_function" else None
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    found = find_rule(node)
     if found is None or found.filling is None:
         return None
     return arguments(node)[found.filling] if isinstance(found.filling, str) else found.filling
@@ -213,13 +215,14 @@ def filling_of(node: object) -> float | None:
 
 def is_zeros(node: object) -> bool:
     """Is a value made from nothing but zeros?"""
-    return filling_of(node) == 0 and not node.all_input_nodes
+    return isinstance(node, Node) and filling_of(node) == 0 and not node.all_input_nodes
 
 
 def windows_of(node: object) -> Windows:
     """The dimensions along which a node's rows are those of an operand, moved, and zero elsewhere."""
-    found = find_rule(node) if isinstance(node, Node) and node.op == "call_function" else None
-    yield from () if found is None or found.windows is None else found.windows(node)
+    if isinstance(node, Node) and node.op == "call_function":
+        found = find_rule(node)
+        yield from () if found is None or found.windows is None else found.windows(node)
 
 
 def for_any_layout(target: Callable) -> Callable:

@@ -75,13 +75,14 @@ def attention_backward(node: Node) -> Signature:
     )
 
 
-# torch's fused kernels, with their backward. Normalisation writes them as ``streambp.attention`` where it can.
+# torch's fused kernels, with their backward. Normalisation writes them as ``streambp.attention`` where
+# it can.
 
 
 def refused_kernel(node: Node) -> Signature:
     raise refuse(
         node,
-        "draws its dropout inside the kernel, or hands out more than its result, so it cannot run in chunks",
+        "This attention kernel draws its own dropout, or returns more than its result",
         "Call torch.nn.functional.scaled_dot_product_attention with dropout_p=0",
     )
 

@@ -78,6 +78,6 @@ def uniform(node: Node) -> Signature:
 def rand(node: Node) -> Signature:
     raise refuse(
         node,
-        "draws random numbers that no chunk could draw again",
+        "A chunk cannot draw the random numbers of this operation again",
         "Report the graph: random numbers are drawn by their place before they come here",
     )

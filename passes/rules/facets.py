@@ -7,7 +7,7 @@ linear.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -25,7 +25,8 @@ class CostClass(enum.Enum):
 
 
 class Form(enum.Enum):
-    """The operation behind a spelling, for rewrites that look for a pattern: several ops can have one form."""
+    """The operation behind a spelling, for rewrites that look for a pattern: several ops can have one
+    form."""
 
     ALIAS = "alias"  # the same values in the same memory
     COPY = "copy"  # the same values
@@ -72,7 +73,7 @@ class Scan:
     """
 
     identity: float
-    join: object = None
+    join: Callable | None = None
     state: str | None = None
 
 

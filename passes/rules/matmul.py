@@ -90,16 +90,17 @@ def baddbmm(node: Node) -> Signature:
     return with_bias(node, "bmk,bkn->bmn")
 
 
-# Products of sorted rows with a weight per group: torch's, and the stand-in of transformers where torch has no
-# kernel (transformers/integrations/moe.py). They are written for rows in the order of tokens before they come here.
+# Products of sorted rows with a weight per group: torch's, and the stand-in of transformers where torch has
+# no kernel (transformers/integrations/moe.py). They are written for rows in the order of tokens before they
+# come here.
 
 
 @rule("aten::_grouped_mm", form=Form.GROUPED_PRODUCT)
 def grouped_mm_of_sorted(node: Node) -> Signature:
     raise refuse(
         node,
-        "multiplies rows that are sorted by group, and the sort could not be undone",
-        "Sort the rows by torch.sort or argsort inside the compiled function, and put them back by the same order",
+        "This grouped product takes rows that are sorted by group, and the sort could not be undone",
+        "Sort the rows inside the compiled function, and put them back in the same order",
     )
 
 

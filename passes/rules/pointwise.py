@@ -1,8 +1,10 @@
 """Row t reads row t, and nothing else.
 
-Most such ops need no row: ``torch.Tag.pointwise`` says it of them. Here are those of which more is known, and those
-that lack the tag.
+Most such ops need no row: ``torch.Tag.pointwise`` says it of them. Here are those of which more is known, and
+those that lack the tag.
 """
+
+from typing import Any
 
 from . import rule
 from .facets import CostClass, Form
@@ -75,7 +77,7 @@ rule("aten::complex", cost=FUSED, linear="real + imag")(broadcast)
 
 # Gradients of activations
 
-GRADIENT = dict(cost=FUSED, linear="grad_output")
+GRADIENT: dict[str, Any] = dict(cost=FUSED, linear="grad_output")
 rule(
     "aten::threshold_backward",
     "aten::sigmoid_backward",

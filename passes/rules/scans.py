@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import FUTURE, PAST, Signature, shape_of
-from . import find_rule, rule, scan_of
+from . import TABLE, Rule, rule, scan_of
 from .facets import CostClass, Form, Linear, Scan
 from .mask_domain import creation
 from .mask_domain.bounded import if_operands_are
@@ -55,8 +55,12 @@ def turned(node: Node) -> torch._ops.OpOverload:
     return getattr(aten, node.args[2]).default
 
 
+def row_of_turned(node: Node) -> Rule:
+    return TABLE[turned(node)]
+
+
 def linear_reverse(node: Node) -> Linear | None:
-    return Linear.of("x") if find_rule(turned(node)).linear is not None else None
+    return Linear.of("x") if row_of_turned(node).linear is not None else None
 
 
 def emit_reverse(body, node: Node):
@@ -75,7 +79,7 @@ def emit_reverse(body, node: Node):
     emit=emit_reverse,
     cost=KERNEL,
     linear=linear_reverse,
-    scan=lambda node: find_rule(turned(node)).scan,
+    scan=lambda node: row_of_turned(node).scan,
 )
 def reverse(node: Node) -> Signature:
     labels = tuple(range(len(shape_of(node))))
