@@ -79,5 +79,5 @@ def rand(node: Node) -> Signature:
     raise refuse(
         node,
         "A chunk cannot draw the random numbers of this operation again",
-        "Report the graph: random numbers are drawn by their place before they come here",
+        "Please report this model with the region's graph, as printed by streambp_compile.explain",
     )
