@@ -13,6 +13,7 @@ from ...mask_analysis.domains import (
     Abstract,
     Band,
     is_empty_outside,
+    is_finite,
     is_zero_outside,
 )
 from ...mask_analysis.operands import (
@@ -58,5 +59,6 @@ def vanished(node: Node, known: Known) -> Abstract:
 
 
 def normalized_backward(node: Node, known: Known) -> Abstract:
-    value = known(node.args[1])
-    return value if is_zero_outside(value) else None
+    """The gradient through a softmax, a sigmoid or a ReLU is zero where the result is."""
+    gradient, value = (known(x) for x in node.args[:2])
+    return value if is_zero_outside(value) and is_finite(gradient) else None
