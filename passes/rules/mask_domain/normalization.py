@@ -13,7 +13,6 @@ from ...mask_analysis.domains import (
     Abstract,
     Band,
     is_empty_outside,
-    is_finite,
     is_zero_outside,
 )
 from ...mask_analysis.operands import (
@@ -61,4 +60,5 @@ def vanished(node: Node, known: Known) -> Abstract:
 def normalized_backward(node: Node, known: Known) -> Abstract:
     """The gradient through a softmax, a sigmoid or a ReLU is zero where the result is."""
     gradient, value = (known(x) for x in node.args[:2])
-    return value if is_zero_outside(value) and is_finite(gradient) else None
+    ordinary = gradient is None or is_zero_outside(gradient) or node.args[0] in known.bounded
+    return value if is_zero_outside(value) and ordinary else None
