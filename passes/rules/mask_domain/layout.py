@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,13 +12,13 @@ from torch.fx import Node
 
 from ...ir import shape_of, value_of
 from ...mask_analysis.domains import (
-    EMPTY,
     Abstract,
     Affine,
     Band,
     Difference,
     Distance,
     is_constant,
+    is_empty_outside,
     is_zero_outside,
     with_dims_renamed,
 )
@@ -24,6 +26,7 @@ from ...mask_analysis.operands import (
     PAIRWISE,
     Known,
     broadcast_value,
+    is_boolean,
     without_zero_slopes,
 )
 from .comparisons import ZERO, comparison
@@ -129,30 +132,30 @@ def selected(node: Node, known: Known) -> Abstract:
 
 
 def joined(node: Node, known: Known) -> Abstract:
-    """Ranges that continue one another are one range."""
+    """``cat``: columns behind scores, or ranges that continue one another."""
     rank = len(shape_of(node))
     parts = [part for part in node.args[0] if len(shape_of(part)) == rank]  # others are empty
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
     scores = known(parts[0])
     if isinstance(scores, Band) and dim == scores.key and all(shape_of(p)[dim] == 1 for p in parts[1:]):
-        always = scores.outside in EMPTY and any(
-            p in known.bounded for p in parts[1:]
-        )  # a sink: every row sees that
-        return replace(
-            scores, key_masks=() if always else scores.key_masks, zero_inside=False
-        )  # columns beyond the keys are always read
-    values, at = [], 0
-    for part in parts:
-        value = known(part)
-        if not isinstance(value, Affine):
-            return None
-        values.append((part, value, at))
-        at += shape_of(part)[dim]
-    long = [(v, start) for p, v, start in values if shape_of(p)[dim] > 1] or [(values[0][1], 0)]
+        sink = is_empty_outside(scores) and any(p in known.bounded for p in parts[1:])
+        # columns behind the keys are always read; a sink is visible to every row
+        return replace(scores, key_masks=() if sink else scores.key_masks, zero_inside=False)
+    values = [known(part) for part in parts]
+    if not all(isinstance(value, Affine) for value in values):
+        return None
+    return joined_ranges(node, parts, values, dim)
+
+
+def joined_ranges(node: Node, parts: Sequence[Node], values: Sequence[Affine], dim: int) -> Affine | None:
+    """One range, if each part continues the one before it."""
+    starts = list(itertools.accumulate((shape_of(part)[dim] for part in parts), initial=0))
+    first = next((k for k, part in enumerate(parts) if shape_of(part)[dim] > 1), 0)  # it has a slope
+    slope = values[first].slope(dim)
     whole = without_zero_slopes(
-        Affine(long[0][0].const - long[0][0].slope(dim) * long[0][1], long[0][0].slopes), node
+        Affine(values[first].const - slope * starts[first], values[first].slopes), node
     )
-    for part, value, start in values:
+    for part, value, start in zip(parts, values, starts):
         shifted = Affine(whole.const + whole.slope(dim) * start, whole.slopes)
         if without_zero_slopes(shifted, part) != without_zero_slopes(value, part):
             return None
@@ -174,14 +177,19 @@ def looked_up(node: Node, known: Known) -> Abstract:
         at = known(indices[dim])
         if table.slope(dim) == 0:
             continue
-        if not isinstance(at, Affine):
-            return None
+        if not isinstance(at, Affine) or is_boolean(indices[dim]) or least(at, indices[dim]) < 0:
+            return None  # a negative index counts from the end
         slopes = dict(total.slopes)
         for d, s in at.slopes:
             place = end - len(shape_of(indices[dim])) + d
             slopes[place] = slopes.get(place, 0) + table.slope(dim) * s
         total = Affine(total.const + table.slope(dim) * at.const, tuple(slopes.items()))
     return without_zero_slopes(total, node)
+
+
+def least(value: Affine, node: Node) -> float:
+    """The least entry of a range."""
+    return value.const + sum(min(0, s * (shape_of(node)[d] - 1)) for d, s in value.slopes)
 
 
 def first_index_dim(node: Node, used: list[int]) -> int:
