@@ -48,8 +48,9 @@ class Written:
         return node
 
     def __call__(self, name: str, target, *args, **kwargs) -> Node:
+        value = target(*tree_map(value_of, args), **tree_map(value_of, kwargs))
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        node.meta["val"] = target(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+        node.meta["val"] = value
         return node
 
 

@@ -32,8 +32,8 @@ rule("aten::exp", "aten::sigmoid", "aten::relu", mask=normalization.vanished, bo
 )
 rule("aten::exp2", mask=normalization.vanished)(broadcast)
 rule("aten::log1p", bounded=of_exponential)(broadcast)
+rule("aten::minimum", mask=logic.conjoined, bounded=if_operands_are)(broadcast)
 rule(
-    "aten::minimum",
     "aten::reciprocal",
     "aten::tanh",
     "aten::pow.Tensor_Tensor",
@@ -51,6 +51,9 @@ rule(
 )(broadcast)
 rule("aten::bitwise_and.Tensor", "aten::logical_and", mask=logic.conjoined)(broadcast)
 rule("aten::bitwise_or.Tensor", "aten::logical_or", mask=logic.disjoined)(broadcast)
+rule("aten::bitwise_xor.Tensor", "aten::bitwise_xor.Scalar", "aten::logical_xor", mask=logic.exclusive)(
+    broadcast
+)
 rule("aten::bitwise_not", "aten::logical_not", mask=logic.inverted)(broadcast)
 rule("aten::threshold_backward", "aten::sigmoid_backward", mask=normalization.normalized_backward)(broadcast)
 
