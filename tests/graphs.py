@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import default_partition
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -148,9 +148,3 @@ def run_region(region: StreamedRegion, inputs, tangents) -> list[torch.Tensor]:
             )
         )
     return [made[o] if isinstance(o, Node) else o for o in outputs]
-
-
-def without_inductor(monkeypatch) -> None:
-    """Everything up to Inductor, whose graphs then run node by node: a second instead of ten."""
-    monkeypatch.setattr(internals, "compile_fx_inner", lambda module, _inputs, **_: make_boxed_func(module))
-    monkeypatch.setattr(internals, "COMPILED", {})

@@ -423,6 +423,7 @@ def test_sound(function, inputs):
 COMPARE = {"<=": torch.le, "<": torch.lt, ">=": torch.ge, ">": torch.gt, "==": torch.eq, "!=": torch.ne}
 
 
+@pytest.mark.quick
 def test_every_comparison_with_every_offset():
     for (name, compare), shift, swapped in itertools.product(
         COMPARE.items(), (-11, -3, 0, 2, 11), (False, True)
