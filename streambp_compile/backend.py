@@ -143,7 +143,7 @@ class Chain:
     def rewritten(self) -> GraphModule:
         """The graph with all that is written otherwise before autograd sees it, as a copy."""
         module = copied(self.given)
-        with stage("reading numbers that change"):
+        with phase("reading numbers that change"):
             constants = floats_as_tensors(module)
         if constants:
             internals.make_constant(constants)
