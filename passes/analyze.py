@@ -65,13 +65,13 @@ def analyze(
     Raises `CannotStream` at the first node whose rows cannot be told.
     """
     propagation = TokenPropagation(graph, seeds, known)
-    bands = evaluate(graph, {n for n in seeds if n in checkable})
+    masks = evaluate(graph, {n for n in seeds if n in checkable})
     reader = Reader(propagation, length, Alignment(graph, propagation, length))
     for node in graph.nodes:
         check_time()
         reader.visit(node)
     reaches, conditions = key_ranges(
-        graph, reader.facts, reader.kinds, propagation.signatures, bands, checkable
+        graph, reader.facts, reader.kinds, propagation.signatures, masks, checkable
     )
     return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches, conditions)
 

@@ -127,7 +127,10 @@ SAMPLES = {
     "aten::view_as_complex": [call("aten::view_as_complex", lambda: x(3, 4, 2).contiguous())],
     "aten::_conj": [call("aten::_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
     **{
-        f"aten::{n}.{kind}": [call(f"aten::{n}.{kind}", t(2, 3, 1), t(3, 4) if kind == "Tensor" else 0.5)]
+        f"aten::{n}.{kind}": [
+            call(f"aten::{n}.{kind}", t(*shape), t(3, 4) if kind == "Tensor" else 0.5)
+            for shape in ((2, 3, 1), (3, 4))
+        ]
         for n in ("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt")
         for kind in ("Tensor", "Scalar")
     },
@@ -157,8 +160,11 @@ SAMPLES = {
             "aten::bitwise_or.Tensor",
             "aten::logical_and",
             "aten::logical_or",
+            "aten::bitwise_xor.Tensor",
+            "aten::logical_xor",
         )
     },
+    "aten::bitwise_xor.Scalar": [call("aten::bitwise_xor.Scalar", t(3, 4, dtype=BOOL), True)],
     "aten::bitwise_not": [call("aten::bitwise_not", t(3, 4, dtype=BOOL))],
     "aten::copy": [
         call("aten::copy", t(3, 4), t(3, 4)),
@@ -193,7 +199,9 @@ SAMPLES = {
     "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],
     "streambp::grouped_outer": [call("streambp::grouped_outer", t(6, 4), t(6, 5), i(3, 6), 3)],
     "streambp::to_extreme": [
-        call("streambp::to_extreme", t(3, 1, 5), t(3, 4, 5), 1, largest) for largest in (True, False)
+        call("streambp::to_extreme", t(*reduced), t(3, 4, 5), dim, largest)
+        for reduced, dim in (((3, 1, 5), 1), ((3, 4, 1), 2))
+        for largest in (True, False)
     ],
     # views
     "aten::reshape": [
@@ -284,7 +292,7 @@ SAMPLES = {
     "aten::sum": [call("aten::sum", t(3, 4)), call("aten::sum", t(3, 4, dtype=BOOL))],
     "aten::sum.dim_IntList": [
         call("aten::sum.dim_IntList", t(3, 4, 5), *a)
-        for a in (([1],), ([-1], True), ([0, 2],), (None,), ([], True))
+        for a in (([1],), ([-1], True), ([0, 2],), ([0],), (None,), ([], True))
     ],
     **{
         n: [call(n, t(3, 4, 5), [1]), call(n, t(3, 4, 5), [-1, 0], True), call(n, t(3, 4), [0])]

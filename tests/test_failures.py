@@ -122,6 +122,7 @@ def test_what_fails_in_a_region_leaves_it_whole(monkeypatch, owner, name):
     is_told(refusals(loss_of, inputs()), IN_A_REGION[owner, name])
 
 
+@pytest.mark.quick
 def test_strict_raises_and_keeps_the_cause(monkeypatch):
     monkeypatch.setattr(pipeline, "lower", failing(pipeline.lower))
     with pytest.raises(Exception, match="writing chunk bodies .Broken: a defect") as raised:
@@ -131,6 +132,7 @@ def test_strict_raises_and_keeps_the_cause(monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("owner, name", [(backend, "split"), (pipeline, "lower")])
+@pytest.mark.quick
 def test_what_is_no_defect_is_not_swallowed(monkeypatch, owner, name, error):
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), error))
     with pytest.raises(BaseException) as raised:

@@ -248,6 +248,7 @@ def node_of(operator, *args, **kwargs) -> torch.fx.Node:
     ),
     ids=("dropout", "alibi", "probabilities", "varlen"),
 )
+@pytest.mark.quick
 def test_each_refusal_says_what_to_choose(node, sentence):
     with pytest.raises(Exception, match=sentence) as refused:
         rule_of(node).signature(node)

@@ -187,6 +187,7 @@ def test_a_head_width_that_some_gpus_have_no_flash_backward_for(kernel):
 
 @pytest.mark.parametrize("chunk", (1, 7, 36))
 @pytest.mark.parametrize("kernel", DTYPES)
+@pytest.mark.quick
 def test_chunks_that_do_not_divide(kernel, chunk):
     dtype = DTYPES[kernel][-2]
     check(kernel, dtype, operands_of("grouped", dtype), None, True, chunk)
@@ -298,6 +299,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.quick
 def test_the_kernel_chosen_on_every_device():
     assert table() == CHOSEN
 

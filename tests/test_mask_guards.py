@@ -37,6 +37,7 @@ def seen(row: int | None, key: int, hides: bool | None) -> KeyMask:
 
 
 @pytest.mark.parametrize("band", [PAST, EVERYWHERE, Reach(-2, 0), Reach(-3, 1), Reach(1, math.inf)], ids=str)
+@pytest.mark.quick
 def test_every_row_sees_a_key(band):
     """Against brute force, for every padding of five keys, as booleans of both meanings and as numbers."""
     found = set()
@@ -222,7 +223,15 @@ def hints(step) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, StreamHint)]
 
 
-@pytest.mark.parametrize("hide", [keep_and_causal, padding_then_causal, hidden_either_way, additive_padding])
+@pytest.mark.parametrize(
+    "hide",
+    [
+        keep_and_causal,
+        pytest.param(padding_then_causal, marks=pytest.mark.slow),
+        pytest.param(hidden_either_way, marks=pytest.mark.slow),
+        additive_padding,
+    ],
+)
 def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
     model, ids = Model(hide).double(), ids_of(2, LENGTH)
     report = explain(model, ids, padded("right"), streambp_options={"chunk_size": 16})
@@ -244,16 +253,17 @@ def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
 STORED = [
     (stored, torch.ones(80, 80).tril()),
     (stored_and_padding, torch.ones(80, 80, dtype=torch.bool).tril()),
-    (
+    pytest.param(
         added,
         torch.zeros(80, 80, dtype=torch.float64).masked_fill(
             torch.ones(80, 80, dtype=torch.bool).triu(1), float("-inf")
         ),
+        marks=pytest.mark.slow,
     ),
 ]
 
 
-@pytest.mark.parametrize("hide, triangle", STORED, ids=[hide.__name__ for hide, _ in STORED])
+@pytest.mark.parametrize("hide, triangle", STORED, ids=["stored", "stored_and_padding", "added"])
 def test_a_stored_triangle_prunes_until_it_is_none(hide, triangle):
     model, ids, keep = Model(hide, triangle=triangle.clone()).double(), ids_of(2, LENGTH), padded("right")
     report = str(explain(model, ids, keep, streambp_options={"chunk_size": 16}))
@@ -321,6 +331,7 @@ def test_a_mask_given_to_fused_attention_is_looked_at():
         )
 
 
+@pytest.mark.quick
 def test_a_call_asks_each_mask_once_and_waits_once(monkeypatch):
     """Layers share the answer for a padding; each stored triangle is read by itself; all answers are read
     together."""

@@ -50,6 +50,7 @@ def test_a_graph_that_takes_too_long_is_compiled_whole():
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.quick
 def test_a_region_that_takes_too_long_is_compiled_whole(monkeypatch):
     from streambp_compile import compiled_region
 

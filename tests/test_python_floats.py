@@ -1,4 +1,4 @@
-"""Python floats that change from step to step are inputs: they stream, and a second value compiles nothing."""
+"""Python floats that change from step to step are inputs: they stream, and another value compiles nothing."""
 
 import copy
 import math

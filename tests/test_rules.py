@@ -51,6 +51,7 @@ def test_every_row_of_the_table_has_a_sample():
 
 
 @pytest.mark.parametrize("name,number", cases())
+@pytest.mark.quick
 def test_labels_fit_the_values(name, number):
     """(a) One label for every dimension there is; dimensions of one label have one size."""
     sample = sample_of(name, number, 0)
@@ -243,6 +244,7 @@ def missed_ties(name, number):
         ((4, 3), (6, 2), 0, None),
     ],
 )
+@pytest.mark.quick
 def test_a_reshape_carries_the_mark(old, new, dim, want):
     assert reshaped(Mark(dim), old, new) == want
 

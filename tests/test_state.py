@@ -259,6 +259,7 @@ def quantised() -> Model:
     return model
 
 
+@pytest.mark.quick
 def test_quantised_weights_stream():
     truth, model, ids = quantised(), quantised(), ids_of(2, 37)
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """The zoo's own reading of its answers, and a few of its rows, chunk bodies interpreted."""
 
 import pytest
+from selection import representatives
 
 from benchmarks import zoo
 from benchmarks.architectures import ARCHITECTURES
@@ -11,19 +12,21 @@ EXACT = dict(
 PLAIN = ("nanogpt", "packed", "value residual", "one-hot experts")
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", representatives(PLAIN, {"nanogpt", "one-hot experts"}))
 def test_own_rows_are_exact_and_proved(name, interpreted):
     answer = zoo.measure(name, tokens=0)
     assert zoo.is_exact(name, answer)
     assert zoo.is_proved(answer), answer
 
 
-@pytest.mark.parametrize("name", ("stored mask", "sorted experts", "in place"))
+@pytest.mark.parametrize(
+    "name", representatives(("stored mask", "sorted experts", "in place"), {"stored mask"})
+)
 def test_hard_rows_are_exact(name, interpreted):
     assert zoo.is_exact(name, zoo.measure(name, tokens=0))
 
 
-@pytest.mark.parametrize("name", ("qwen3", "BERT"))
+@pytest.mark.parametrize("name", representatives(("qwen3", "BERT"), {"qwen3"}))
 def test_hugging_face_rows_are_exact_and_streamed(name, interpreted):
     answer = zoo.measure(name, tokens=0)
     assert zoo.is_exact(name, answer)
@@ -72,6 +75,7 @@ def test_the_table_says_what_is_missing():
     assert "**no**" in delta and "more than 240 seconds" in delta
 
 
+@pytest.mark.quick
 def test_the_summary_counts_by_kind():
     text = zoo.summary(
         {

@@ -4,6 +4,7 @@
 * `Band`      a matrix of rows (queries) and keys that differs from its filling only where
   ``lo <= key - row <= hi``: a causal or sliding-window mask, and scores or probabilities that it masks;
 * `Distance`  ``abs(key - row)``;
+* `Difference`  a matrix that says whether a per-token value of the row equals that of the key, or exceeds it;
 * `DocumentMask` (of `passes.ir`)  a boolean that compares per-token values of a row and a key.
 """
 
@@ -85,7 +86,19 @@ class Distance:
     key: int
 
 
-Abstract = Affine | Band | Distance | DocumentMask | None
+@dataclass(frozen=True)
+class Difference:
+    """An integer matrix, zero exactly where a per-token value of the row equals that of the key.
+
+    sign  1: it is positive where the row's value is larger; -1: where the key's is; 0: unknown
+    """
+
+    row: Node
+    key: Node
+    sign: int
+
+
+Abstract = Affine | Band | Distance | Difference | DocumentMask | None
 EMPTY = (-math.inf, "min")  # fillings that empty a score
 
 
@@ -120,6 +133,13 @@ def is_zero_outside(value: Abstract) -> TypeGuard[Band]:
     return isinstance(value, Band) and value.outside is not False and value.outside == 0.0
 
 
+def is_finite(value: Abstract) -> bool:
+    """Is zero times the value zero? What is unknown is taken to be finite."""
+    if isinstance(value, Band):
+        return value.outside != -math.inf
+    return not is_constant(value) or math.isfinite(value.const)
+
+
 def is_visible_mask(value: Abstract) -> TypeGuard[Band]:
     """A boolean mask that is false outside a band."""
     return isinstance(value, Band) and value.outside is False
@@ -131,14 +151,15 @@ def intersection(a: Band, b: Band) -> Band:
     A range that is proved is worth more than one that is assumed: it is kept where it is no wider.
     """
     key_masks, zero = merged((a.key_masks, b.key_masks)), a.zero_inside and b.zero_inside
+    outside = a.outside if a.outside == b.outside else "min"
     for proved, assumed in ((a, b), (b, a)):
         if assumed.assumes and not proved.assumes and proved.hi <= assumed.hi:
-            return replace(proved, key_masks=key_masks, zero_inside=zero)
+            return replace(proved, outside=outside, key_masks=key_masks, zero_inside=zero)
     return replace(
         a,
         lo=max(a.lo, b.lo),
         hi=min(a.hi, b.hi),
-        outside=a.outside if a.outside == b.outside else "min",
+        outside=outside,
         key_masks=key_masks,
         zero_inside=zero,
         assumes=tuple(dict.fromkeys(a.assumes + b.assumes)),
@@ -161,6 +182,17 @@ def as_visible(masked: Abstract) -> Band | None:
     if masked.outside is True:
         return replace(masked, outside=False)
     return complement(masked) if masked.exact else None
+
+
+def negation(value: Abstract) -> Abstract:
+    """What is known of ``~value``, of a boolean. Nothing is lost: the negation of it is the value again."""
+    if is_constant(value):
+        return Affine(float(not value.const))
+    if isinstance(value, DocumentMask):
+        return replace(value, negated=not value.negated)
+    if not isinstance(value, Band):
+        return None
+    return as_visible(value) or (replace(value, outside=True) if value.outside is False else None)
 
 
 def complement(band: Band) -> Band | None:
@@ -209,6 +241,13 @@ def band_of_key_masks(node: Node, outside: object, groups: Iterable[KeyMasks | N
 def stored_mask(node: Node) -> Band | None:
     """An additive mask of which nothing is known."""
     return band_of_key_masks(node, "min", [as_key_mask(node, node, full_band(node), None)])
+
+
+def document_band(mask: DocumentMask, node: Node) -> Band | None:
+    """A document mask as a causal band, if its positions are assumed to increase."""
+    if mask.negated or not mask.ordered:
+        return None
+    return replace(full_band(node), hi=0, outside=False, assumes=(mask,))
 
 
 def full_band(node: Node) -> Band:
