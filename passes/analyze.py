@@ -389,8 +389,9 @@ def names_keys(
     node: Node, operands: tuple[Node, ...], signature: Signature, propagation: TokenPropagation
 ) -> bool:
     """Does an op give the places of keys to somebody?"""
-    places, keys = rule_of(node).positions, propagation.key(slot_of(operands[0]))
-    if not places or keys is None:
+    places = rule_of(node).positions
+    keys = propagation.key(slot_of(operands[0])) if places else None
+    if keys is None:
         return False
     named = signature.operands[0][keys.dim] not in signature.outputs[0]
     read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
