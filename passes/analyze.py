@@ -44,6 +44,7 @@ from .ir import (
 from .key_ranges import key_ranges
 from .mask_analysis.evaluation import evaluate
 from .phases import check_time
+from .rules import rule_of, scan_of
 from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, outputs_of, product, slot_of
 
 
@@ -360,7 +361,8 @@ class Reader:
         if label is not None and label == labels.row:
             shift = 0 if operand in self.uniform else offset(signature, label, i) + fact.lo - low
             reach = signature.reach.get(label, HERE) + Reach(shift, shift)
-            if math.isinf(reach.hi - reach.lo) and not shift and fact.rows.outer == fact.rows.inner == 1:
+            alone = not shift and fact.rows.outer == fact.rows.inner == 1
+            if math.isinf(reach.hi - reach.lo) and alone and scan_of(node) is not None:
                 return Edge(operand, Role.CARRY, reach)
             return Edge(operand, Role.ROWS if reach == HERE else Role.HALO, reach)
         if label is not None and label == labels.key:
@@ -383,24 +385,14 @@ def is_now(size: Size, difference: torch.SymInt) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number and bool(difference == 0)
 
 
-PLACES = {
-    torch.ops.aten.argmax.default: -1,
-    torch.ops.aten.argmin.default: -1,
-    torch.ops.aten.max.dim: 1,
-    torch.ops.aten.min.dim: 1,
-    torch.ops.aten.topk.default: 1,
-    torch.ops.aten.sort.default: 1,
-    torch.ops.aten.sort.stable: 1,
-}  # op → its output of indices
-
-
 def names_keys(
     node: Node, operands: tuple[Node, ...], signature: Signature, propagation: TokenPropagation
 ) -> bool:
     """Does an op give the places of keys to somebody?"""
-    keys = propagation.key(slot_of(operands[0])) if node.target in PLACES else None
+    places = rule_of(node).positions
+    keys = propagation.key(slot_of(operands[0])) if places else None
     if keys is None:
         return False
-    place = PLACES[node.target]
     named = signature.operands[0][keys.dim] not in signature.outputs[0]
-    return named and (place == -1 or any(user.args[1] == place and user.users for user in node.users))
+    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    return named and any(place == -1 or place in read for place in places)

@@ -16,6 +16,7 @@ from .ir import (
     EveryRowHasVisibleKey,
     Fact,
     Kind,
+    Mark,
     MaskedOutsideBand,
     PositionsIncrease,
     Reach,
@@ -118,10 +119,13 @@ def proofs_of_scores(
         operands = exits(node, facts, signatures[node])
         if operands is None:
             continue
-        empty = [a for a in operands if isinstance(masks.get(a), Band) and ignores_outside(masks[a], node)]
-        proof = proof_of(masks[empty[0]], is_cheap) if empty else UNPROVED
-        reach = along(proof.reach, masks[empty[0]], facts[empty[0]]) if empty else EVERYWHERE
-        found.append((proof, reach))
+        bands = ((facts[a], band) for a in operands if isinstance(band := masks.get(a), Band))
+        fact, band = next(((f, b) for f, b in bands if ignores_outside(b, node)), (None, None))
+        if band is None or not isinstance(fact, Tokens) or fact.keys is None:
+            found.append((UNPROVED, EVERYWHERE))
+        else:
+            proof = proof_of(band, is_cheap)
+            found.append((proof, along(proof.reach, band, fact.rows, fact.keys)))
     return found
 
 
@@ -155,18 +159,14 @@ def conditions_of(proofs: Iterable[Proof]) -> tuple[Condition, ...]:
     return tuple(condition for found in by_reach.values() for condition in found)
 
 
-def along(reach: Reach, band: Band, fact: Tokens) -> Reach:
+def along(reach: Reach, band: Band, rows: Mark, keys: Mark) -> Reach:
     """The reach of a band over the rows and keys of a value; transposed, where its keys are the rows.
 
     Conditions speak of masks as they are stored, so that only what needs none is transposed.
     """
-    if (band.row, band.key) == (fact.rows.dim, fact.keys.dim):
+    if (band.row, band.key) == (rows.dim, keys.dim):
         return reach
-    turned = (
-        (band.key, band.row) == (fact.rows.dim, fact.keys.dim)
-        and not band.assumes
-        and not band.visibility_masks
-    )
+    turned = (band.key, band.row) == (rows.dim, keys.dim) and not band.assumes and not band.visibility_masks
     return -reach if turned else EVERYWHERE
 
 
@@ -195,7 +195,7 @@ def has_keys(node: Node, facts: Facts) -> bool:
 def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
     """The score operands of a node through which entries outside the band could be read, or None if it is no
     way out."""
-    pairs = [a for a in tensor_operands(node) if isinstance(facts[a], Tokens) and facts[a].keys is not None]
+    pairs = [a for a in tensor_operands(node) if isinstance(f := facts[a], Tokens) and f.keys is not None]
     if not pairs:
         return None
     if signature.keys is not None:  # a softmax reads a whole row; its gradient a whole row of products

@@ -50,8 +50,8 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from .passes.ir import ACCUMULATORS, OF_ROWS, Binding, BindingRole, Body, draws_random, hint, total_dtype
-from .passes.normalization.normalize import KEPT, layer_norm, mean, repeat, var, var_mean
-from .passes.rules import overload
+from .passes.normalization.normalize import layer_norm, mean, repeat, var, var_mean
+from .passes.rules import kept
 from .runtime.runner import Layout, layout_of, source_value
 
 __all__ = [
@@ -76,8 +76,8 @@ aten = torch.ops.aten
 def decompositions() -> dict:
     """Inductor's decompositions without those of ops that the rules know better."""
     table = dict(select_decomp_table())
-    for name in KEPT:
-        table.pop(overload(name), None)
+    for op in kept():
+        table.pop(op, None)
     table[aten.mean.dim] = mean
     table[aten.mean.default] = mean
     table[aten.repeat.default] = repeat

@@ -33,9 +33,9 @@ from .passes.normalization.normalize import normalize
 from .passes.normalization.sorted_rows import undo_sorts
 from .passes.partition import partition
 from .passes.phases import Abandoned, phase, untimed
-from .passes.planning.cost_model import PRODUCTS, is_one_of
 from .passes.planning.devices import REFERENCE_CPU, Device
-from .passes.planning.plan import plan
+from .passes.planning.plan import CPU, plan
+from .passes.rules import is_product, is_random
 from .passes.token_propagation import Signatures, TokenPropagation
 from .passes.verify import (
     verify_analysis,
@@ -132,7 +132,7 @@ def stream(
     chunk_size: int | None,
     compile_body: CompileBody,
     checkable: Sequence[int] = (),
-    target: Target = Target("cpu"),
+    target: Target = CPU,
     device: Device = REFERENCE_CPU,
 ) -> StreamedRegion:
     """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
@@ -269,7 +269,7 @@ def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
     if forward.sweeps:
         return
     at_once = [n for nodes in forward.full_length for n in nodes]
-    if any(is_one_of(n, PRODUCTS) and isinstance(analysis.facts[n], Shared) for n in at_once):
+    if any(is_product(n) and isinstance(analysis.facts[n], Shared) for n in at_once):
         raise CannotStream(
             Refusal(
                 "region",
@@ -287,7 +287,7 @@ def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
     """What the forward adds up over chunks, seeds that it draws, and the few numbers per token that it keeps:
     handed on, not made again."""
     late = (n for nodes in forward.full_length[1:] for n in nodes if is_tensor(n))
-    seeds = (n for n in graph.nodes if n.target is torch.ops.streambp.seed.default)
+    seeds = (n for n in graph.nodes if is_random(n))
     return frozenset({*late, *seeds, *forward.statistics, *(n for s in forward.sweeps for n in s.sums)})
 
 

@@ -101,7 +101,7 @@ IN_A_REGION = {
 def is_told(texts: list[str], phase: str) -> None:
     (text,) = texts
     assert phase in text and "Broken: a defect" in text
-    assert "please report" in text and "test_failures.py" in text
+    assert "Please report" in text and "test_failures.py" in text
 
 
 @pytest.mark.parametrize("index", range(len(backend.REWRITES)), ids=[doing for _, doing in backend.REWRITES])

@@ -96,10 +96,6 @@ def copied(module: GraphModule) -> GraphModule:
     return GraphModule(module, graph)
 
 
-def is_zeros(node: Node) -> bool:
-    return node.target is torch.ops.aten.full.default and node.args[1] == 0
-
-
 def tensor_operands(node: Node) -> tuple[Node, ...]:
     """The tensor operands in argument order, lists flattened; a signature has one entry for each."""
     found: list[Node] = []

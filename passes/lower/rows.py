@@ -48,11 +48,12 @@ class Rows(Reading):
 
     def fill_outside(self, node: Node, value: Node, filling, source: Node | None = None) -> Node:
         """Rows that the source does not have get the filling."""
-        fact = self.domain(source if source is not None else node.args[0])
+        source = node.args[0] if source is None else source
+        fact = self.domain(source)
         if fact.lo <= 0 and fact.hi >= 0:
             return value
         if not isinstance(filling, Node):
-            like = value_of(node)
+            like = value_of(source)
             filling = self.graph.call_function(
                 aten.full.default, ([], filling), dict(dtype=like.dtype, device=like.device)
             )

@@ -4,14 +4,15 @@ result."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..ir import Binding, BindingRole, Kind, Role, Tokens, total_dtype, value_of
-from ..rules import rule_of
+from ..ir import Binding, BindingRole, Edge, Kind, Role, Tokens, total_dtype, value_of
+from ..rules import Rule, rule_of, scan_of
+from ..rules.facets import Scan
 from .rows import Rows
 
 TENSORS = (torch.Tensor, tuple, list)  # values of nodes that edges are of
@@ -27,10 +28,15 @@ class Writer(Rows):
         if rule is None:
             value = self.item(node)
         else:
-            value = rule.emit(self, node) if rule.emit is not None else self.copied(node)
+            value = self.by_rule(node, rule)
         self.draft.values[node] = value
         if node in self.sweep.appended:
             self.append(node, value)
+
+    def by_rule(self, node: Node, rule: Rule) -> Node:
+        if rule.emit is not None:
+            return rule.emit(self, node)
+        return self.copied(node) if rule.scan is None else self.scan(node)
 
     def item(self, node: Node) -> Node:
         """One output of a node of the body; of a mixed one, only the first is a value."""
@@ -75,27 +81,37 @@ class Writer(Rows):
             aten.copy_.default, (total, self.graph.call_function(aten.add.Tensor, (total, part)))
         )
 
-    def scan(self, node: Node, scan, dim: int, join, filling: float, turned: bool = False) -> Node:
-        """A scan over the chunk's rows, joined to what it came to before them.
+    def scan(self, node: Node, run: Callable[[Node], Node] | None = None) -> Node:
+        """A scan over the chunk's rows, which goes on from the state that the rows before them left.
 
-        join     joins a state to rows behind it, ``filling`` is the state of no rows
-        turned   from the last row to the first
+        run  writes the scan of rows by themselves, where that is not the node at chunk length
         """
-        (edge,) = self.analysis.edges[node]
-        if edge.role is not Role.CARRY:
+        edges, scan = self.analysis.edges[node], scan_of(node)
+        carried = [i for i, edge in enumerate(edges) if edge.role is Role.CARRY]
+        if scan is None or not carried:
             return self.copy(node)
         call, mark, dtype = self.graph.call_function, self.fact(node).rows, total_dtype(value_of(node).dtype)
-        state = self.draft.bind(Binding(BindingRole.CARRY, node, node.name, mark, filling=filling))
-        rows = call(
-            prims.convert_element_type.default, (self.fill_outside(node, self.operand(edge), filling), dtype)
-        )
-        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
-        rows = call(join, (call(scan, (rows, dim)), state))
+        state = self.draft.bind(Binding(BindingRole.CARRY, node, node.name, mark, filling=scan.identity))
+        rows = {i: self.rows_of_scan(node, edges[i], scan, dtype) for i in carried}
+        part = self.copy(node, rows) if run is None else run(rows[carried[0]])
+        if scan.join is not None:
+            part.kwargs = {k: v for k, v in part.kwargs.items() if k != "dtype"}
+            part = call(scan.join, (part, state))
+        elif scan.state is not None:
+            set_argument(part, scan.state, state)
         if node in self.sweep.scans:
-            last = call(aten.unsqueeze.default, (call(aten.select.int, (rows, dim, -1)), dim))
+            end = -1 if edges[carried[0]].reach.looks_back() else 0
+            last = call(aten.unsqueeze.default, (call(aten.select.int, (part, mark.dim, end)), mark.dim))
             call(aten.copy_.default, (state, last))
-        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
-        return call(prims.convert_element_type.default, (rows, value_of(node).dtype))
+        return call(prims.convert_element_type.default, (part, value_of(node).dtype))
+
+    def rows_of_scan(self, node: Node, edge: Edge, scan: Scan, dtype: torch.dtype) -> Node:
+        """The chunk's rows of an operand of a scan, in the dtype of its state; those that do not count leave
+        the state as it is."""
+        rows = self.fill_outside(node, self.operand(edge), scan.identity, source=edge.operand)
+        if scan.join is None and value_of(edge.operand).dtype != value_of(node).dtype:
+            return rows
+        return self.graph.call_function(prims.convert_element_type.default, (rows, dtype))
 
     def accumulate_mm(self, node: Node, left: Node, right: Node) -> Node:
         return self.graph.call_function(streambp.add_product_.default, (left, right, self.total(node)))
@@ -173,17 +189,19 @@ class Writer(Rows):
             return self.total(grad)
         return self.draft.bind(Binding(BindingRole.KEYTOTAL, grad, grad.name, mark))
 
-    def copied(self, node: Node) -> Node:
-        """A copy of the node, added to its accumulator where it is a sum."""
-        kind = self.analysis.kinds[node]
+    def copied(self, node: Node, wide: bool = False) -> Node:
+        """The node at chunk length; what is a sum over rows, or per key, is added to its accumulator.
+
+        wide  parts come in the dtype of the accumulator (ops with an argument ``dtype``)
+        """
+        kind, dtype = self.analysis.kinds[node], value_of(node).dtype
         if kind not in (Kind.SUM, Kind.KEYSUM):
             return self.copy(node)
         part = self.copy(node, self.summands(node))
         if kind is Kind.KEYSUM:
             binding = Binding(BindingRole.KEYTOTAL, node, node.name, self.fact(node).rows)
             return self.add(part, self.draft.bind(binding))
-        dtype, sums = value_of(node).dtype, (aten.sum.dim_IntList, aten.sum.default)
-        if dtype != total_dtype(dtype) and node.target in sums:
+        if wide and dtype != total_dtype(dtype):
             part.kwargs = {**part.kwargs, "dtype": torch.float32}
         return self.added(node, part)
 
@@ -215,3 +233,12 @@ class Writer(Rows):
         if mark.outer != 1 or mark.inner != 1:
             value = self.reshaped(value, self.unflattened(node, mark))
         self.graph.call_function(aten.copy_.default, (self.draft.bind(binding), value))
+
+
+def set_argument(node: Node, name: str, value: Node) -> None:
+    """Give a node an argument by its name in the schema."""
+    names = [a.name for a in node.target._schema.arguments]
+    if names.index(name) < len(node.args):
+        node.update_arg(names.index(name), value)
+    else:
+        node.update_kwarg(name, value)

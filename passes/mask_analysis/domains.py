@@ -205,10 +205,11 @@ def complement(band: Band) -> Band | None:
 def merged(groups: Iterable[KeyMasks | None]) -> KeyMasks | None:
     """The masks of several groups that hide keys together. At most one of them may hold more than one mask:
     which of a batch belongs to which is unknown."""
-    groups = tuple(groups)
-    if None in groups:
-        return None
-    found = tuple(dict.fromkeys(mask for group in groups for mask in group))
+    found: KeyMasks = ()
+    for group in groups:
+        if group is None:
+            return None
+        found = tuple(dict.fromkeys((*found, *group)))
     return found if sum(mask.batch > 1 for mask in found) <= 1 else None
 
 

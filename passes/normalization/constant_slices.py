@@ -15,11 +15,10 @@ from torch.fx import Graph, Node
 
 from ..ir import CannotStream, Mark, Signature, arguments, hint, shape_of, tensor_operands, value_of
 from ..phases import check_time
-from ..rules import rule_of
+from ..rules import form_of, rule_of
+from ..rules.facets import Form
 from ..token_propagation import reshaped
 from .size_nodes import SizeNodes
-
-aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def shorten_constants(graph: Graph) -> None:
     """Move slices through what computes their operand, up to the ranges and constants that it is made of,
     where it is made of nothing else."""
     sizes, hopeless = SizeNodes(graph), set[tuple[Node, int]]()
-    for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+    for node in [n for n in graph.nodes if form_of(n) is Form.SLICE]:
         source = node.args[0]
         dim, part = part_of(node, sizes)
         if part is None or shape_of(source) == shape_of(node):
@@ -83,14 +82,14 @@ class Shortened:
         return self.known[node, dim]
 
     def copied(self, node: Node, dim: int) -> Node | None:
-        if node.target is prims.iota.default:
+        if form_of(node) is Form.RANGE:
             start = self.sizes.sum(
                 node.kwargs["start"],
                 self.sizes.product(self.part.start, node.kwargs["step"], self.before),
                 self.before,
             )
             return self.emit(node, dim, (self.part.count,), {**node.kwargs, "start": start})
-        if node.target is aten.full.default:
+        if form_of(node) is Form.FULL:
             return self.emit(node, dim, (self.resized(node.args[0], dim), *node.args[1:]), node.kwargs)
         try:
             rule = rule_of(node)

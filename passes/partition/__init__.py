@@ -16,10 +16,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch.fx import Graph, Node
 
-from ..ir import Analysis, Direction, Program, is_zeros, refuse, tensor_operands
+from ..ir import Analysis, Direction, Program, refuse, tensor_operands
+from ..rules.views import fills_with_zeros
 from .assembly import Assembly, Cost
 from .full_length import FullLength, find_full_length
 from .levels import Levels, levels_of, sink
@@ -103,11 +103,3 @@ def check_appended(program: Program, analysis: Analysis) -> None:
                 "The keys of one token are stored in several separate places",
                 "Keep the token dimension separate from the other dimensions",
             )
-
-
-def fills_with_zeros(node: Node) -> bool:
-    """Does this node make rows beyond the tokens by padding with zeros?"""
-    if node.target is torch.ops.aten.constant_pad_nd.default:
-        return len(node.args) < 3 or node.args[2] == 0
-    base = node.args[0] if node.target is torch.ops.aten.slice_scatter.default else None
-    return base is not None and is_zeros(base)

@@ -11,12 +11,14 @@ from ..kernels.attention import Attention, Choice, Target, choose
 from .chunk_length import chunk_lengths
 from .devices import REFERENCE_CPU, Device
 
+CPU = Target("cpu")
+
 
 def plan(
     program: Program,
     analysis: Analysis,
     chunk_size: int | None = None,
-    target: Target = Target("cpu"),
+    target: Target = CPU,
     device: Device = REFERENCE_CPU,
 ) -> Plan:
     """How a program runs.

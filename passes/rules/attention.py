@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from ..ir import EVERYWHERE, PAST, Signature, refuse, shape_of
 from . import rule, rule_by_name
+from .facets import CostClass, Form
 
 
 def mask_labels(node: Node, mask: Node | None, heads: int) -> tuple:
@@ -21,7 +22,7 @@ def emit_attention(body, node: Node):
     return body.attention(node)
 
 
-@rule("streambp::attention", emit=emit_attention)
+@rule("streambp::attention", emit=emit_attention, cost=CostClass.PRODUCT, form=Form.ATTENTION)
 def attention(node: Node) -> Signature:
     query, key = node.args[0], node.args[1]
     heads, grouped = shape_of(query)[1], shape_of(key)[1]
@@ -44,7 +45,13 @@ def emit_attention_backward(body, node: Node):
     return body.attention_backward(node)
 
 
-@rule("streambp::attention_backward", emit=emit_attention_backward)
+@rule(
+    "streambp::attention_backward",
+    emit=emit_attention_backward,
+    cost=CostClass.PRODUCT,
+    linear="grad",
+    form=Form.ATTENTION_BACKWARD,
+)
 def attention_backward(node: Node) -> Signature:
     query, key = node.args[1], node.args[2]
     heads, grouped = shape_of(query)[1], shape_of(key)[1]
@@ -66,6 +73,35 @@ def attention_backward(node: Node) -> Signature:
         rows="q",
         keys="k",
     )
+
+
+# torch's fused kernels, with their backward. Normalisation writes them as ``streambp.attention`` where
+# it can.
+
+
+def refused_kernel(node: Node) -> Signature:
+    raise refuse(
+        node,
+        "This attention kernel draws its own dropout, or returns more than its result",
+        "Call torch.nn.functional.scaled_dot_product_attention with dropout_p=0",
+    )
+
+
+rule(
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    keep=True,
+    form=Form.FUSED_ATTENTION,
+)(refused_kernel)
+rule(
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_efficient_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+    form=Form.FUSED_ATTENTION_BACKWARD,
+)(refused_kernel)
 
 
 # flash_attn's operators, as far as their schemas tell (flash_attn/flash_attn_interface.py, 2.7 and 2.8). What

@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Label, Labels, Signature, Tokens, is_zeros, shape_of, value_of
-from . import rule
+from ..ir import Label, Labels, Signature, Tokens, shape_of, value_of
+from . import is_zeros, rule
+from .facets import CostClass, Form
 from .mask_domain import layout
 from .mask_domain.bounded import always, if_operands_are
 from .signatures import aligned, all_at_once, argument
 
+FUSED = CostClass.FUSED
 
-@rule("aten::embedding", bounded=always)
+
+@rule("aten::embedding", cost=CostClass.KERNEL, linear="weight", bounded=always)
 def embedding(node: Node) -> Signature:
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
     return Signature((("v", "d"), index), ((*index, "d"),), contracts="all")
@@ -26,14 +29,20 @@ def emit_embedding_backward(body, node: Node):
     )
 
 
-@rule("aten::embedding_dense_backward", emit=emit_embedding_backward)
+@rule(
+    "aten::embedding_dense_backward",
+    emit=emit_embedding_backward,
+    cost=CostClass.SCATTER,
+    linear="grad_output",
+    keep=True,
+)
 def embedding_backward(node: Node) -> Signature:
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
     counts = len(node.args) > 4 and node.args[4]  # scale_grad_by_freq counts all tokens first
     return Signature(((*index, "d"), index), ((None, "d"),), contracts="all" if counts else "sum")
 
 
-@rule("aten::index_select")
+@rule("aten::index_select", cost=FUSED, linear="self")
 def index_select(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     dim = node.args[1] % rank
@@ -71,7 +80,15 @@ def before_dims(body, mask: Node, count: int) -> Node:
     return mask
 
 
-@rule("aten::index.Tensor", emit=emit_index, mask=layout.looked_up, bounded=if_operands_are)
+@rule(
+    "aten::index.Tensor",
+    emit=emit_index,
+    cost=FUSED,
+    linear="self",
+    form=Form.LOOK_UP,
+    mask=layout.looked_up,
+    bounded=if_operands_are,
+)
 def index(node: Node) -> Signature:
     """``x[i, :, j]``: the index tensors broadcast together; their dims come where the first index was, or in
     front if they are apart."""
@@ -96,7 +113,7 @@ def index(node: Node) -> Signature:
     return Signature(tuple(operands), (outputs,), contracts="picked" if picks else "all")
 
 
-@rule("aten::gather", bounded=if_operands_are)
+@rule("aten::gather", cost=FUSED, linear="self", bounded=if_operands_are)
 def gather(node: Node) -> Signature:
     table, rows = shape_of(node.args[0]), shape_of(node)
     dim = node.args[1] % max(len(rows), 1)
@@ -137,8 +154,10 @@ def scattered(node: Node) -> Signature:
     )
 
 
-rule("aten::scatter.value", "aten::scatter.src", "aten::scatter_reduce.two")(scattered)
-rule("aten::scatter_add", emit=emit_scatter)(scattered)
+rule("aten::scatter.value", cost=FUSED, linear="self + value", writes=0)(scattered)
+rule("aten::scatter.src", cost=FUSED, linear="self + src", writes=0, form=Form.SCATTER)(scattered)
+rule("aten::scatter_reduce.two", cost=FUSED, writes=0)(scattered)
+rule("aten::scatter_add", emit=emit_scatter, cost=FUSED, linear="self + src", writes=0)(scattered)
 
 
 def emit_index_put(body, node: Node):
@@ -159,7 +178,15 @@ def emit_index_put(body, node: Node):
     return body.graph.call_function(node.target, (body.zeros(node), places, given, True))
 
 
-@rule("aten::index_put", "aten::_unsafe_index_put", emit=emit_index_put)
+@rule(
+    "aten::index_put",
+    "aten::_unsafe_index_put",
+    emit=emit_index_put,
+    cost=FUSED,
+    linear="self + values",
+    writes=0,
+    form=Form.PUT_ROWS,
+)
 def index_put(node: Node) -> Signature:
     """Accumulating rows into zeros: over tokens it adds up, and among tokens it puts rows where they
     belong."""
@@ -182,6 +209,6 @@ def index_put(node: Node) -> Signature:
     return Signature((labels, *[index_labels] * len(used), (*before, *index_labels, *after)), (labels,))
 
 
-@rule("aten::index_add")
+@rule("aten::index_add", cost=FUSED, linear="self + source", writes=0, form=Form.ADD_ROWS)
 def index_add(node: Node) -> Signature:
     return all_at_once(node)

@@ -21,8 +21,7 @@ from torch.fx.node import map_arg
 from .. import internals
 from ..passes.ir import Mark, draws_random, hint, is_tensor, shape_of, tensor_operands
 from ..passes.phases import check_time
-from ..passes.planning.cost_model import PRODUCTS, is_one_of
-from ..passes.rules import rule_of
+from ..passes.rules import is_product, rule_of
 from ..passes.split import mutated, name_of
 from ..passes.token_propagation import TokenPropagation
 from .capture import Captured
@@ -300,7 +299,7 @@ def row_by_row(pieces: Pieces) -> dict[int, Mark]:
             and (is_same(a, b, twins, propagation, many) and keeps_rows(a, propagation))
         )
     found: dict[int, Mark] = {}
-    heavy = {n.name for n in graph.nodes if is_one_of(n, PRODUCTS) or n in propagation.missing}
+    heavy = {n.name for n in graph.nodes if is_product(n) or n in propagation.missing}
     merges = False
     for key, node in zip(pieces.complete, nodes):
         names = piece.names[copies[node]] & fine.keys()

@@ -35,6 +35,7 @@ from ..passes.ir import (
     value_of,
     where_of,
 )
+from ..passes.rules import for_any_layout
 
 
 @dataclass(frozen=True)
@@ -120,13 +121,6 @@ def cannot_tell(inputs: Sequence[object], sizes: Iterable[Size]) -> list[Size]:
     }
     wanted = {s.node.expr: s for s in sizes if isinstance(s, torch.SymInt)}
     return [s for expr, s in wanted.items() if expr not in given and expr.subs(given).free_symbols]
-
-
-# What was a view of the traced value may have to copy: buffers of ours have layouts of their own.
-AS_COPIES = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
-}
 
 
 @dataclass(frozen=True)
@@ -219,7 +213,7 @@ class Runner:
         if node in self.plan.kernels:
             kwargs = {**kwargs, "kernel": self.plan.kernels[node].name}
         with noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"):
-            return AS_COPIES.get(node.target, node.target)(*args, **kwargs)
+            return for_any_layout(node.target)(*args, **kwargs)
 
     def sweep(self, step: int, call: Call) -> None:
         """One loop over chunks; its results are among the values of the call afterwards."""

@@ -71,8 +71,9 @@ def subtracted(node: Node, known: Known) -> Abstract:
         return hull(a, b)
     if a is b is None and not value_of(node).dtype.is_floating_point:
         return difference(node)
-    of_row = isinstance(node.args[1], Node) and b is None and is_empty_outside(a)
-    return replace(a, zero_inside=False) if of_row and one_per_row(node.args[1], node, a) else None
+    if b is None and is_empty_outside(a) and isinstance(node.args[1], Node):
+        return replace(a, zero_inside=False) if one_per_row(node.args[1], node, a) else None
+    return None
 
 
 def difference(node: Node) -> Difference | None:
@@ -135,9 +136,10 @@ def divided(node: Node, known: Known) -> Abstract:
 def product_added(node: Node, known: Known) -> Abstract:
     """``baddbmm(mask, queries, keys)``: a mask added to scores."""
     mask = broadcast_value(node.args[0], node, known)
-    plain = node.kwargs.get("beta", 1) == 1 and is_empty_outside(mask)
     finite = all(x in known.bounded or known(x) is None for x in node.args[1:3])
-    return replace(mask, zero_inside=False) if plain and finite else None
+    if not is_empty_outside(mask) or node.kwargs.get("beta", 1) != 1 or not finite:
+        return None
+    return replace(mask, zero_inside=False)
 
 
 def at_least(node: Node, known: Known) -> Abstract:
@@ -156,12 +158,10 @@ def distance(node: Node, known: Known) -> Abstract:
     value = known(node.args[0])
     if isinstance(value, Difference):
         return replace(value, sign=0)
-    slopes = dict(value.slopes) if isinstance(value, Affine) else {}
-    return (
-        Distance(*sorted(slopes))
-        if len(slopes) == 2 and sorted(slopes.values()) == [-1, 1] and value.const == 0
-        else None
-    )
+    if not isinstance(value, Affine) or value.const != 0:
+        return None
+    slopes = dict(value.slopes)
+    return Distance(*sorted(slopes)) if sorted(slopes.values()) == [-1, 1] else None
 
 
 def negated(node: Node, known: Known) -> Abstract:

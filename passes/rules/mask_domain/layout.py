@@ -141,8 +141,8 @@ def joined(node: Node, known: Known) -> Abstract:
         sink = is_empty_outside(scores) and any(p in known.bounded for p in parts[1:])
         # columns behind the keys are always read; a sink is visible to every row
         return replace(scores, key_masks=() if sink else scores.key_masks, zero_inside=False)
-    values = [known(part) for part in parts]
-    if not all(isinstance(value, Affine) for value in values):
+    values = [value for part in parts if isinstance(value := known(part), Affine)]
+    if len(values) < len(parts):
         return None
     return joined_ranges(node, parts, values, dim)
 
