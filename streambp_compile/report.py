@@ -132,7 +132,7 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
             f"{len(sweep.nodes)} ops{keys}"
             + (f", matrix products at {cost.efficiency:.0%} of the device's rate" if cost.products else "")
         )
-        lines += [f"      attends by {choice}" for choice in body.kernels]
+        lines += [f"      attention kernel: {choice}" for choice in body.kernels]
         in_place = {source: out for out, source in sweep.in_place}
         for binding in body.bindings:
             if binding.source is None or not is_tensor(binding.source) or binding.role is BindingRole.WHOLE:
@@ -140,7 +140,7 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
             value = value_of(binding.source)
             size = bytes_of(value) // length if binding.role is BindingRole.CARRY else bytes_of(value)
             fact = analysis.fact(binding.source)
-            taken = f", becomes {in_place[binding.source].name}" if binding.source in in_place else ""
+            taken = f", overwritten by {in_place[binding.source].name}" if binding.source in in_place else ""
             lines.append(
                 f"      {ROLES[binding.role]:<12} {binding.name:<26} "
                 f"{fact.pattern(rank_of(binding.source)):<22} {mebibytes(size)}{taken}"
@@ -157,8 +157,8 @@ ROLES = {
     BindingRole.KEYS: "reads prefix",
     BindingRole.WRITE: "writes rows",
     BindingRole.APPEND: "keeps prefix",
-    BindingRole.TOTAL: "adds up",
-    BindingRole.KEYTOTAL: "adds suffix",
+    BindingRole.TOTAL: "accumulates",
+    BindingRole.KEYTOTAL: "sums per key",
     BindingRole.CARRY: "carries",
 }
 

@@ -58,14 +58,14 @@ def test_a_region_that_takes_too_long_is_compiled_whole(monkeypatch):
     monkeypatch.setattr(compiled_region, "time_limit", lambda limit, tell: limited(1e-9, tell))
     texts = refusals(compiled_step(loss_of, *inputs()))
     assert texts
-    assert all("the joint graph was given up" in text and "test_phases.py" in text for text in texts)
+    assert all("the joint graph" in text and "test_phases.py" in text for text in texts)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_slow_analysis_is_told_once_for_each_graph(monkeypatch):
     monkeypatch.setattr(phases, "SLOW", 0.0)
     texts = [str(w.message) for w in compiled_step(loss_of, *inputs()) if issubclass(w.category, StreamHint)]
-    assert sum("goes on with" in text for text in texts) == len(texts) >= 2
+    assert sum("is still" in text for text in texts) == len(texts) >= 2
     assert any("The region begins at" in text and "test_phases.py" in text for text in texts)
 
 
@@ -78,7 +78,7 @@ def test_time_that_is_no_analysis_does_not_count(monkeypatch):
             phases.check_time()
         phases.check_time()
         now[0] = 106.0
-        with pytest.raises(phases.Abandoned, match="counting was given up after 5 seconds"):
+        with pytest.raises(phases.Abandoned, match="limit of 5 seconds while counting"):
             phases.check_time()
 
 
