@@ -210,6 +210,9 @@ def holds(condition: Condition, masks: Sequence[Tensor]) -> Tensor:
     return torch.stack(found).all()
 
 
+LARGEST_POSITION = 2**62  # differences of 64-bit positions below it do not overflow
+
+
 def positions_increase(equal: Sequence[Tensor], ordered: Sequence[Tensor]) -> Tensor:
     """Does one of the values ``ordered`` increase with every token while those of ``equal`` stay the same?
 
@@ -229,7 +232,17 @@ def positions_increase(equal: Sequence[Tensor], ordered: Sequence[Tensor]) -> Te
     starts = functools.reduce(torch.logical_or, [after > before for before, after in documents], no_start)
     never_return = [(after >= before).all() for before, after in documents]
     increase = torch.stack([((after > before) | starts).all() for before, after in positions]).any()
-    return torch.stack([same_values, increase, *never_return]).all()
+    no_overflow = [
+        ((keys > -LARGEST_POSITION) & (keys < LARGEST_POSITION)).all()
+        for _, keys in pairs[len(documents) :]
+        if may_overflow(keys)
+    ]
+    return torch.stack([same_values, increase, *never_return, *no_overflow]).all()
+
+
+def may_overflow(positions: Tensor) -> bool:
+    """Only differences of 64-bit positions are taken for an order: others may wrap at every call."""
+    return positions.dtype is torch.int64
 
 
 def by_query(mask: Tensor, key_mask: KeyMask) -> Tensor:
