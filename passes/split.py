@@ -24,10 +24,10 @@ from .phases import check_time
 class Traits:
     """What the cut needs to know of a node.
 
-    bytes    of its value (0: none; -1: it cannot cross a cut)
-    attends  of what lets one token see another: by attention, and not as a scan or a convolution does
-    light    it costs little to compute and gives the same bits when computed again
-    storage  whose memory its value is
+    bytes         of its value (0: none; -1: it cannot cross a cut)
+    attends       of what lets one token see another: by attention, and not as a scan or a convolution does
+    recomputable  it costs little to compute and gives the same bits when computed again
+    storage       whose memory its value is
     """
 
     bytes: int
@@ -36,7 +36,7 @@ class Traits:
     matrix: bool
     mixing: bool
     attends: bool = True
-    light: bool = False
+    recomputable: bool = False
     storage: int | None = None
 
 
@@ -44,17 +44,17 @@ class Traits:
 class Region:
     """A piece of the chain.
 
-    nodes    its nodes in order, copies of cheap ones included
-    inputs   placeholders and values of earlier regions that it reads
-    outputs  its values that later regions or the caller read
-    light    its outputs are recomputed from the inputs of the graph in the backward, not kept
+    nodes         its nodes in order, copies of cheap ones included
+    inputs        placeholders and values of earlier regions that it reads
+    outputs       its values that later regions or the caller read
+    recomputable  its outputs are recomputed from the inputs of the graph in the backward, not kept
              for it
     """
 
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
-    light: bool = False
+    recomputable: bool = False
 
     def __str__(self) -> str:
         """``x, w → y: scores, mixed, y``."""
@@ -99,7 +99,7 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     returned = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
     loose = [n for n in nodes if n in cheap and n in returned]
     regions = assemble(pieces, loose, cheap, returned, {n: i for i, n in enumerate(graph.nodes)})
-    return (replace(regions[0], light=bool(prelude) and again(pieces[0], traits)), *regions[1:])
+    return (replace(regions[0], recomputable=bool(prelude) and again(pieces[0], traits)), *regions[1:])
 
 
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
@@ -107,7 +107,7 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
     tokens that weights are merely looked up for (a bias by distance): every region adds its part to their
     gradient."""
     cheap: set[Node] = set()
-    light: set[Node] = set()
+    recomputable: set[Node] = set()
     changed = written_to(flow, traits)
     for node in networkx.topological_sort(flow):
         if node.op in ("placeholder", "output") or node in changed or traits[node].mixing:
@@ -121,11 +121,11 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
             for a in node.all_input_nodes
         ):
             cheap.add(node)
-        if traits[node].light and all(
-            a in light or a.op == "placeholder" and a not in changed for a in node.all_input_nodes
+        if traits[node].recomputable and all(
+            a in recomputable or a.op == "placeholder" and a not in changed for a in node.all_input_nodes
         ):
-            light.add(node)
-    return cheap | ancestors(n for n in light if traits[n].bytes < 0) & light
+            recomputable.add(node)
+    return cheap | ancestors(n for n in recomputable if traits[n].bytes < 0) & recomputable
 
 
 def name_of(node: Node) -> str:
@@ -350,7 +350,7 @@ def prelude_cut(
 
 def again(piece: Sequence[Node], traits: Mapping[Node, Traits]) -> bool:
     """Can a piece be computed a second time, at little cost?"""
-    return all(traits[n].light and mutated(n) is None for n in piece)
+    return all(traits[n].recomputable and mutated(n) is None for n in piece)
 
 
 def shape_of_piece(piece: Sequence[Node]) -> tuple:

@@ -361,7 +361,7 @@ def linked(
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(broken[question.key])
                 inputs = [state.read(n) for n in region.inputs if n.op != "get_attr"]
-                if region.light and torch.is_grad_enabled():
+                if region.recomputable and torch.is_grad_enabled():
                     recipe = Recipe.of(run, inputs)
                     recipes.update((n, Again(recipe, i)) for i, n in enumerate(region.outputs))
                 again = [(values[n], recipes[n]) for n in region.inputs if n in recipes]

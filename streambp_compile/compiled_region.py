@@ -87,7 +87,7 @@ class CompiledRegion:
             for _ in parts
         ]  # what AOTAutograd takes: of which input it is, and its node unless that is a tensor subclass
         self.writes = len(written_storages(region)) > len(written_buffers(region))
-        self.report = RegionReport(module, light=region.light)
+        self.report = RegionReport(module, recomputable=region.recomputable)
         self.streamed: StreamedRegion | None = None
         self.guard: Guard | None = None
         self.unchecked = self.compiled() if region.nodes else None

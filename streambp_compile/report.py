@@ -60,13 +60,13 @@ class RegionReport:
     joint     its joint forward-backward graph (forward alone under ``no_grad``), in ATen operations
     streamed  analysis and schedules, or None with a ``refusal``
     times     number of its occurrences in the model
-    light     its outputs are recomputed in the backward of the next region, not kept
+    recomputable  its outputs are recomputed in the backward of the next region, not kept
     """
 
     split: GraphModule
     name: str = ""
     times: int = 1
-    light: bool = False
+    recomputable: bool = False
     joint: GraphModule | None = None
     streamed: StreamedRegion | None = None
     refusal: Refusal | None = None
@@ -102,7 +102,7 @@ class RegionReport:
         return f"streambp_{self.name.replace(' ', '_')}_{name}"
 
     def __str__(self) -> str:
-        lines = [f"{self.name}  ×{self.times}{', recomputed in the backward' * self.light}"]
+        lines = [f"{self.name}  ×{self.times}{', recomputed in the backward' * self.recomputable}"]
         if self.refusal is not None:
             return "\n".join([*lines, f"  runs unchunked: {self.refusal}"])
         if self.streamed is None:

@@ -187,7 +187,7 @@ def structure(report: Report) -> str:
 
 
 def region_lines(index: int, region: RegionReport) -> list[str]:
-    head = f"region {index} ×{region.times}{' light' * region.light}"
+    head = f"region {index} ×{region.times}{' recomputed' * region.recomputable}"
     if region.refusal is not None:
         return [f"{head} whole: {region.refusal.reason}"]
     if region.streamed is None:
