@@ -194,13 +194,14 @@ class Writer(Rows):
 
         wide  parts come in the dtype of the accumulator (ops with an argument ``dtype``)
         """
-        kind, dtype = self.analysis.kinds[node], value_of(node).dtype
+        kind = self.analysis.kinds[node]
         if kind not in (Kind.SUM, Kind.KEYSUM):
-            return self.copy(node)
+            return self.copy(node)  # which may have several outputs, and no dtype
         part = self.copy(node, self.summands(node))
         if kind is Kind.KEYSUM:
             binding = Binding(BindingRole.KEYTOTAL, node, node.name, self.fact(node).rows)
             return self.add(part, self.draft.bind(binding))
+        dtype = value_of(node).dtype
         if wide and dtype != total_dtype(dtype):
             part.kwargs = {**part.kwargs, "dtype": torch.float32}
         return self.added(node, part)
