@@ -196,7 +196,7 @@ class Writer(Rows):
         """
         kind = self.analysis.kinds[node]
         if kind not in (Kind.SUM, Kind.KEYSUM):
-            return self.copy(node)
+            return self.copy(node)  # which may have several outputs, and no dtype
         part = self.copy(node, self.summands(node))
         if kind is Kind.KEYSUM:
             binding = Binding(BindingRole.KEYTOTAL, node, node.name, self.fact(node).rows)
