@@ -20,7 +20,7 @@ from .. import internals
 from ..passes.ir import is_equal
 from ..passes.rules.attention import FLASH_ATTN, FLASH_ATTN_FORWARD, kernel_only
 from ..pipeline import outputs_of
-from .rewrites import inserted, named
+from .aten import inserted
 from .token_axes import fake_of
 
 BACKWARD = "flash_attn::_flash_attn_backward"
@@ -47,6 +47,11 @@ def name_of(node: Node) -> str:
     """``namespace::op`` of a call of a registered operator."""
     target = node.target.default if isinstance(node.target, torch._ops.OpOverloadPacket) else node.target
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def named(node: Node, *names: str) -> dict[str, object]:
+    """Arguments of a call by the names of its parameters."""
+    return {**dict(zip(names, node.args)), **node.kwargs}
 
 
 def only_call(module: GraphModule, name: str) -> Node | None:

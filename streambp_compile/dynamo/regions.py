@@ -6,7 +6,6 @@ Outputs that merely widen a small value (logits beside a loss) leave the last re
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Sequence
 
 import torch
@@ -14,7 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 from ..passes.ir import Refusal, bytes_of, where_of
-from ..passes.split import Region, Traits, mutated
+from ..passes.rules.forward import mutated, slice_of
+from ..passes.split import Region, Traits
 from ..runtime.runner import Layout
 from .token_axes import Axis, fake_of, is_parameter, storage_of
 
@@ -30,13 +30,12 @@ def weight_views(graph: Graph) -> tuple[Node, ...]:
     equal but for which weight they read."""
 
     def plain(node: Node) -> bool:
-        if (
-            node.target is not operator.getitem
-            or not isinstance(node.args[1], int)
-            or node.args[0].op != "placeholder"
-        ):
+        weight, fake = node.args[0] if node.args else None, fake_of(node)
+        if not isinstance(weight, Node) or weight.op != "placeholder":
             return False
-        weight, fake = node.args[0], fake_of(node)
+        part = slice_of(node, fake_of(weight).dim()) if isinstance(fake, torch.Tensor) else None
+        if part is None or not part.lost or part.dim != 0 or not isinstance(part.start, int):
+            return False
         written = any(mutated(u) in (weight, node) for u in (*weight.users, *node.users))
         return (
             is_parameter(fake_of(weight))
@@ -302,7 +301,7 @@ def region_text(module: GraphModule, inputs: Sequence[object], axis: Axis | None
         args = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: index[n])
         target = (
             node.target
-            if node.op in ("get_attr", "call_method")
+            if node.op in ("get_attr", "call_method") or isinstance(node.target, torch._ops.OpOverload)
             else torch.typename(node.target) + getattr(node.target, "__name__", str(node.target))
         )
         lines.append(

@@ -11,7 +11,6 @@ is done to its part of the result.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -19,47 +18,17 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import Mark, hint, is_tensor, shape_of, tensor_operands
+from ..passes.ir import Mark, arguments, hint, is_tensor, shape_of, tensor_operands
 from ..passes.planning.cost_model import PRODUCTS, is_one_of
-from ..passes.rules import rule_of
-from ..passes.split import mutated, name_of
+from ..passes.rules import functional, rule_of
+from ..passes.rules.forward import NONE, SUM, Part, is_plain_loss, mutated, part_of, with_arguments
 from ..passes.stages import checkpoint
 from ..passes.token_propagation import TokenPropagation
+from .aten import inserted, to_aten
 from .capture import Captured
 from .regions import is_switch
-from .rewrites import inserted, named
 from .tiles import Cuts, Tiling, has_rows_of, is_wide, mean_of_piece, rows_of_piece, sum_of_piece, tilings
 from .token_axes import fake_of, storage_of
-
-IN_PLACE = {
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "truediv",
-    "pow",
-    "clamp",
-    "clamp_min",
-    "clamp_max",
-    "masked_fill",
-    "tanh",
-    "sigmoid",
-    "relu",
-    "exp",
-    "neg",
-}
-LOSSES = (
-    "cross_entropy",
-    "nll_loss",
-    "kl_div",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
-JOINING = ("cat", "concat", "concatenate")
 
 
 def merge_unrolled(module: GraphModule) -> GraphModule:
@@ -68,7 +37,7 @@ def merge_unrolled(module: GraphModule) -> GraphModule:
     while True:
         found = [t for t in tilings(module.graph) if t.cuts not in tried]
         if not found:
-            return module
+            return to_aten(module)
         group = [t for t in found if t.cuts == found[0].cuts and has_rows_of(t, found[0])]
         tried.add(found[0].cuts)
         if any(map(is_wide, group)) and roll(module, group):
@@ -161,7 +130,7 @@ def roll(module: GraphModule, group: Sequence[Tiling]) -> bool:
             cut_from(reader, node, part)
     for node in sorted(inside, reverse=True):
         module.graph.erase_node(node)
-    for node in [n for n in module.graph.nodes if name_of(n) in JOINING]:
+    for node in [n for n in module.graph.nodes if part_of(n) is Part.JOIN]:
         join(node, len(group[0].pieces))
     for node in (p for t in group for p in t.pieces):
         cutter = node.args[0]
@@ -180,19 +149,21 @@ def between(first: Node, last: Node) -> Iterator[Node]:
 def cut_from(reader: Node, node: Node, part: tuple) -> None:
     """Give the reader of a piece that part of the whole; one that adds it all up, the sum of those rows."""
     with reader.graph.inserting_before(reader):
-        if name_of(reader) in ("sum", "mean") and len(reader.args) == 1 and not reader.kwargs:
-            reader.replace_all_uses_with(
-                inserted(reader, sum_of_piece if name_of(reader) == "sum" else mean_of_piece, part)
-            )
+        reduced = REDUCED.get(part_of(reader)) if len(reader.args) == 1 and not reader.kwargs else None
+        if reduced is not None:
+            reader.replace_all_uses_with(inserted(reader, reduced, part, as_written=True))
             reader.graph.erase_node(reader)
         else:
-            reader.replace_input_with(node, inserted(node, rows_of_piece, part))
+            reader.replace_input_with(node, inserted(node, rows_of_piece, part, as_written=True))
+
+
+REDUCED = {Part.TOTAL: sum_of_piece, Part.MEAN: mean_of_piece}
 
 
 def join(node: Node, count: int) -> None:
     """Pieces that are put together again, in their order, are the whole."""
     joined = node.args[0] if node.args and isinstance(node.args[0], (tuple, list)) else ()
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim = arguments(node).get("dim", 0)
     if len(joined) != count or any(n.target is not rows_of_piece for n in joined):
         return
     whole, (at, outer, inner), cuts, _ = joined[0].args
@@ -215,8 +186,13 @@ def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
         if touched.isdisjoint(node.all_input_nodes):
             continue
         with graph.inserting_before(node):
-            reduced = node.op == "call_function" and name_of(node) in LOSSES and is_reduced(node)
-            new = parted(node) if reduced else out_of_place(node) if mutated(node) in touched else None
+            new = (
+                parted(node)
+                if is_plain_loss(node)
+                else out_of_place(node)
+                if mutated(node) in touched
+                else None
+            )
         touched.add(node if new is None else new)
         if new is not None:
             node.replace_all_uses_with(new)
@@ -226,17 +202,15 @@ def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
 def out_of_place(node: Node) -> Node | None:
     """The value that a node writes over another, if nobody sees the difference; later readers of the other
     are given it."""
-    target, name = mutated(node), name_of(node)
-    by_operator = node.target is getattr(operator, name, None)
-    name = name[1:] if by_operator else name[:-1]
-    if name not in IN_PLACE or not by_operator and node.op != "call_method":
+    target, plain = mutated(node), functional(node.target)
+    if plain is None:
         return None
     if any(
         n < node and n is not target and storage_of(n) is not None and storage_of(n) == storage_of(target)
         for n in node.graph.nodes
     ):
         return None
-    new = inserted(node, getattr(operator, name) if by_operator else name, node.args, node.kwargs)
+    new = inserted(node, plain, node.args, node.kwargs)
     if (fake_of(new).shape, fake_of(new).dtype) != (fake_of(target).shape, fake_of(target).dtype):
         node.graph.erase_node(new)
         return None
@@ -245,23 +219,17 @@ def out_of_place(node: Node) -> Node | None:
     return new
 
 
-def is_reduced(node: Node) -> bool:
-    plain = len(node.args) < 3 and all(
-        node.kwargs.get(name) is None for name in ("weight", "pos_weight", "size_average", "reduce")
-    )
-    return plain and node.kwargs.get("reduction", "mean") in ("sum", "mean")
-
-
 def parted(node: Node) -> Node:
     """The loss as a sum (or mean) of rows."""
-    rows = inserted(node, node.target, node.args, {**node.kwargs, "reduction": "none"})
-    if node.kwargs.get("reduction", "mean") == "sum":
-        return inserted(node, "sum", (rows,))
-    target = named(node, "input", "target")["target"]
-    if name_of(node) not in ("cross_entropy", "nll_loss") or fake_of(target).dtype.is_floating_point:
-        return inserted(node, "mean", (rows,))
-    counted = inserted(target, torch.ne, (target, node.kwargs.get("ignore_index", -100)))
-    return inserted(node, torch.div, (inserted(node, "sum", (rows,)), inserted(counted, "sum", (counted,))))
+    given = arguments(node)
+    rows = inserted(node, node.target, *with_arguments(node, reduction=NONE))
+    if given["reduction"] == SUM:
+        return inserted(node, torch.sum, (rows,))
+    if "ignore_index" not in given or fake_of(given["target"]).dtype.is_floating_point:
+        return inserted(node, torch.mean, (rows,))
+    counted = inserted(given["target"], torch.ne, (given["target"], given["ignore_index"]))
+    total, count = inserted(node, torch.sum, (rows,)), inserted(counted, torch.sum, (counted,))
+    return inserted(node, torch.div, (total, count))
 
 
 def row_by_row(pieces: Pieces) -> dict[int, Mark]:
