@@ -74,6 +74,9 @@ class Part(enum.Enum):
     CONVOLUTION = "a filter along the last dimension"
     PAD = "values put around"
     COPY = "the same values, perhaps of another dtype"
+    POINTWISE = "pointwise, though torch does not tag it so"
+    STACK = "values are put together along a new dimension"
+    ALONG = "each row by itself, if along its dimension"
     ATTENTION = "scaled dot-product attention"
 
 
@@ -94,7 +97,19 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     **dict.fromkeys(
         (aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous, aten.detach), Part.COPY
     ),
+    **dict.fromkeys(
+        (aten.log_sigmoid, aten.multiply, aten.subtract, aten.divide, aten.negative), Part.POINTWISE
+    ),
+    **dict.fromkeys((aten.absolute, aten.where, aten.full), Part.POINTWISE),
     aten.scaled_dot_product_attention: Part.ATTENTION,
+    aten.stack: Part.STACK,
+    **dict.fromkeys(
+        (aten.log_softmax, aten.softmax, aten.logsumexp, aten.gather, aten.take_along_dim), Part.ALONG
+    ),
+    **dict.fromkeys(
+        (aten.argmax, aten.argmin, aten.max, aten.min, aten.amax, aten.amin, aten.topk), Part.ALONG
+    ),
+    **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), Part.ALONG),
 }
 
 
@@ -106,7 +121,40 @@ def part_of(node: Node) -> Part | None:
 def is_pointwise(node: Node) -> bool:
     """Is every number of its result made of the numbers in the same place?"""
     tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    return tagged or part_of(node) is Part.COPY
+    return (tagged and not is_mutable(node)) or part_of(node) in (Part.COPY, Part.POINTWISE)
+
+
+def may_be_deferred(node: Node) -> bool:
+    """Is an op worth keeping for later, with what is done to its result: the same numbers whenever it runs, row by row or summed?"""
+    if not isinstance(node.target, torch._ops.OpOverload) or is_mutable(node):
+        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return False
+    returns = node.target._schema.returns
+    view = bool(returns) and returns[0].alias_info is not None
+    return view or is_pointwise(node) or part_of(node) in DEFERRED
+
+
+DEFERRED = set(Part) - {Part.HEAD, Part.CONVOLUTION, Part.PAD, Part.ATTENTION}
+
+
+def is_along_last(node: Node) -> bool:
+    """Is every dimension that an op names the last one, counted from behind, so that it stays that in a value of more dimensions?"""
+    given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+    named = [
+        list(v) if isinstance(v, (list, tuple)) else [v]
+        for name, v in given.items()
+        if name in ("dim", "dims")
+    ]
+    return bool(named) and all(dims == [-1] for dims in named)
+
+
+def takes_lengths(target: torch._ops.OpOverload, name: str) -> bool:
+    """Is an argument a length or a bound of rows, which may change from call to call? Its type in the schema says it."""
+    kind = next(a.real_type for a in target._schema.arguments if a.name == name)
+    while hasattr(kind, "getElementType"):
+        kind = kind.getElementType()
+    return kind.kind() == "SymIntType" and target is not aten.select.int
 
 
 def is_plain_loss(node: Node) -> bool:

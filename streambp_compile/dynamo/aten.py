@@ -13,7 +13,7 @@ sizes and other values that are no tensors, operations on tensor subclasses, fun
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -135,6 +135,8 @@ def translate(node: Node, known: dict[str, Spelled | None]) -> None:
             values[n].meta = {**node.meta, "example_value": fakes[n]}
     args, kwargs = map_arg((found.last.args, found.last.kwargs), lambda a: values[a])
     node.op, node.target, node.args, node.kwargs = "call_function", found.last.target, args, kwargs
+    if fake_of(node) is None:  # of an assignment: what it has written into
+        node.meta["example_value"] = fake_of(written_argument(node))
 
 
 def call_text(node: Node, operands: Sequence[Node]) -> str:

@@ -31,17 +31,13 @@ def weight_views(graph: Graph) -> tuple[Node, ...]:
 
     def plain(node: Node) -> bool:
         weight, fake = node.args[0] if node.args else None, fake_of(node)
-        if not isinstance(weight, Node) or weight.op != "placeholder":
+        if not isinstance(weight, Node) or weight.op != "placeholder" or not is_parameter(fake_of(weight)):
             return False
         part = slice_of(node, fake_of(weight).dim()) if isinstance(fake, torch.Tensor) else None
         if part is None or not part.lost or part.dim != 0 or not isinstance(part.start, int):
             return False
         written = any(mutated(u) in (weight, node) for u in (*weight.users, *node.users))
-        return (
-            is_parameter(fake_of(weight))
-            and fake_of(weight).requires_grad == fake.requires_grad
-            and not written
-        )
+        return fake_of(weight).requires_grad == fake.requires_grad and not written
 
     return tuple(filter(plain, graph.nodes))
 

@@ -19,10 +19,10 @@ from torch.fx.node import map_arg
 
 from .. import internals
 from ..passes.ir import Mark, arguments, hint, is_tensor, shape_of, tensor_operands
+from ..passes.pieces import Correspondence
 from ..passes.planning.cost_model import PRODUCTS, is_one_of
 from ..passes.rules import functional, rule_of
 from ..passes.rules.forward import NONE, SUM, Part, is_plain_loss, mutated, part_of, with_arguments
-from ..passes.stages import checkpoint
 from ..passes.token_propagation import TokenPropagation
 from .aten import inserted, to_aten
 from .capture import Captured
@@ -45,46 +45,25 @@ def merge_unrolled(module: GraphModule) -> GraphModule:
 
 
 class Pieces:
-    """What happens to the pieces of some values that are cut alike: nodes that do the same to each are one
-    class."""
+    """What happens to the pieces of some values that are cut alike."""
 
     def __init__(self, graph: Graph, group: Sequence[Tiling]):
         self.graph, self.group, self.count = graph, group, len(group[0].pieces)
-        self.touched: dict[Node, set[int]] = {p: {i} for t in group for i, p in enumerate(t.pieces)}
-        self.tiles = {p: k for k, t in enumerate(group) for p in t.pieces}
-        self.numbers: dict[str, int] = {}
-        self.classes: dict[int, dict[int, Node]] = {}
-        self.class_of: dict[Node, int] = {}
-        for node in graph.nodes:
-            checkpoint()
-            touched = set().union(*(self.touched.get(a, set()) for a in node.all_input_nodes))
-            if node not in self.tiles and touched and node.op != "output":
-                self.touched[node] = touched
-                if len(touched) == 1 and isinstance(fake_of(node), torch.Tensor):
-                    self.classify(node, next(iter(touched)))
-        self.complete = [key for key, members in self.classes.items() if len(members) == self.count]
+        self.tiles = {p: (k, i) for k, t in enumerate(group) for i, p in enumerate(t.pieces)}
+        nodes = [n for n in graph.nodes if n.op != "output"]
+        found = Correspondence(nodes, self.tiles, lambda n: n.all_input_nodes, self.text)
+        self.touched, self.class_of, self.classes = found.touched, found.class_of, found.classes
+        self.complete = found.complete
 
-    def classify(self, node: Node, piece: int) -> None:
-        known = all(a in self.tiles or a in self.class_of for a in node.all_input_nodes if a in self.touched)
-        if not known or isinstance(
-            node.target, internals.HigherOrderOperator
-        ):  # a hook or a function with a backward of its own
-            return
-        args, kwargs = map_arg((node.args, node.kwargs), self.said)
-        text = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
-        # A number: texts within texts would double with each layer.
-        key = self.numbers.setdefault(text, len(self.numbers))
-        self.class_of[node] = key
-        self.classes.setdefault(key, {}).setdefault(piece, node)
-
-    def said(self, node: Node) -> str:
-        return (
-            f"%{self.tiles[node]}"
-            if node in self.tiles
-            else f"<{self.class_of[node]}>"
-            if node in self.class_of
-            else f"@{node.name}"
-        )
+    @staticmethod
+    def text(node: Node, found: Correspondence[Node]) -> str | None:
+        """What a node does; None of a hook, a function with a backward of its own, and what is no tensor."""
+        if isinstance(node.target, internals.HigherOrderOperator) or not isinstance(
+            fake_of(node), torch.Tensor
+        ):
+            return None
+        args, kwargs = map_arg((node.args, node.kwargs), lambda a: found.name(a) or f"@{a.name}")
+        return f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
 
     def externals(self) -> list[Node]:
         """What a piece reads besides its tiles."""
