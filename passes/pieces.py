@@ -1,7 +1,8 @@
-"""The same function of consecutive pieces is one function of the whole: which values of a graph do the same to each piece.
+"""The same function of consecutive pieces is one function of the whole: which values of a graph do the same
+to each piece.
 
-Nodes are anything that has operands: nodes of a graph (a loss that is unrolled over pieces of hidden states), or recorded operations
-(a loop over rows of logits outside the compiled function).
+Nodes are anything that has operands: nodes of a graph (a loss that is unrolled over pieces of hidden
+states), or recorded operations (a loop over rows of logits outside the compiled function).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ N = TypeVar("N", bound=Hashable)
 
 
 class Correspondence(Generic[N]):
-    """Values that are made of one piece alone, in classes: members of a class do the same, each to its own piece.
+    """Values that are made of one piece alone, in classes: members of a class do the same, each to its own
+    piece.
 
     count     pieces of each value that is cut
     touched   node → the pieces that it depends on
@@ -35,7 +37,8 @@ class Correspondence(Generic[N]):
         nodes     in order: operands come first
         pieces    node → which of the cut values it is a piece of, and which piece
         operands  node → what it is made of
-        describe  node, and this (whose `name` names its operands) → all that it does, as text; None: unlike any other
+        describe  node, and this (whose `name` names its operands) → all that it does, as text; None: unlike
+                  any other
         """
         self.pieces, self.count = pieces, len({piece for _, piece in pieces.values()})
         self.touched: dict[N, set[int]] = {}

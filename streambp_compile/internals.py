@@ -142,7 +142,8 @@ LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.def
 
 @contextlib.contextmanager
 def replaying(module: GraphModule):
-    """Walk a Dynamo graph with its fake mode active: yields a function that does what a switch node does (gradients, autocast).
+    """Walk a Dynamo graph with its fake mode active: yields a function that does what a switch node does
+    (gradients, autocast).
 
     All switches are as they were when the walk ends.
     """
@@ -153,9 +154,9 @@ def replaying(module: GraphModule):
     def replay(node: Node) -> None:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.get)
         values[node] = node.target(*args, **kwargs)
-        if node.target is torch.amp.autocast_mode._enter_autocast:
+        if node.target is enter_autocast:
             entered.append(values[node])
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is exit_autocast:
             entered.remove(args[0])
 
     with (
@@ -167,7 +168,7 @@ def replaying(module: GraphModule):
             yield replay
         finally:
             while entered:
-                torch.amp.autocast_mode._exit_autocast(entered.pop())
+                exit_autocast(entered.pop())
 
 
 def modes_text() -> str:
@@ -699,6 +700,11 @@ def faked(like: torch.Tensor):
 
 
 set_grad_enabled = torch._C._set_grad_enabled
+enter_autocast, exit_autocast = (
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
+MODE_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast, torch._C._log_api_usage_once)
 enter_map, leave_map = (
     predispatch._vmap_increment_nesting,
     predispatch._vmap_decrement_nesting,

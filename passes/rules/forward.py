@@ -1,7 +1,8 @@
 """What rewrites before autograd ask of an op: which part it plays in a graph that autograd has not seen yet.
 
-Ops above autograd (``cross_entropy_loss``, ``linear``, ``chunk``) are taken apart before the passes meet them, and have no row in
-the table of signatures. What can be told from an op's schema or tags is told from those.
+Ops above autograd (``cross_entropy_loss``, ``linear``, ``chunk``) are taken apart before the passes meet
+them, and have no row in the table of signatures. What can be told from an op's schema or tags is told from
+those.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ WRITING = {
 
 
 def mutated(node: Node) -> Node | None:
-    """The value that a node writes into, if it does. Of a call that has no ATen spelling, the name says it (``x.add_(y)``)."""
+    """The value that a node writes into, if it does. Of a call that has no ATen spelling, the name says it
+    (``x.add_(y)``)."""
     if isinstance(node.target, torch._ops.OpOverload):
         return written_argument(node)
     if isinstance(node.kwargs.get("out"), Node):
@@ -125,7 +127,8 @@ def is_pointwise(node: Node) -> bool:
 
 
 def may_be_deferred(node: Node) -> bool:
-    """Is an op worth keeping for later, with what is done to its result: the same numbers whenever it runs, row by row or summed?"""
+    """Is an op worth keeping for later, with what is done to its result: the same numbers whenever it runs,
+    row by row or summed?"""
     if not isinstance(node.target, torch._ops.OpOverload) or is_mutable(node):
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -139,7 +142,8 @@ DEFERRED = set(Part) - {Part.HEAD, Part.CONVOLUTION, Part.PAD, Part.ATTENTION}
 
 
 def is_along_last(node: Node) -> bool:
-    """Is every dimension that an op names the last one, counted from behind, so that it stays that in a value of more dimensions?"""
+    """Is every dimension that an op names the last one, counted from behind, so that it stays that in a
+    value of more dimensions?"""
     given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
     named = [
         list(v) if isinstance(v, (list, tuple)) else [v]
@@ -150,7 +154,8 @@ def is_along_last(node: Node) -> bool:
 
 
 def takes_lengths(target: torch._ops.OpOverload, name: str) -> bool:
-    """Is an argument a length or a bound of rows, which may change from call to call? Its type in the schema says it."""
+    """Is an argument a length or a bound of rows, which may change from call to call? Its type in the
+    schema says it."""
     kind = next(a.real_type for a in target._schema.arguments if a.name == name)
     while hasattr(kind, "getElementType"):
         kind = kind.getElementType()
@@ -171,7 +176,8 @@ NONE, MEAN, SUM = range(3)  # of an argument ``reduction``
 
 
 def cuts_into_pieces(node: Node) -> bool:
-    """Does it cut a value along a dimension, all of it (``chunk``, ``split``)? The op says so: a list of views, a dimension."""
+    """Does it cut a value along a dimension, all of it (``chunk``, ``split``)? The op says so: a list of
+    views, a dimension."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.returns:
         return False
     schema = node.target._schema
@@ -181,7 +187,8 @@ def cuts_into_pieces(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows ``start`` to before ``stop`` (None: to the end) of a dimension; of ``lost`` one, the row ``start`` alone."""
+    """Rows ``start`` to before ``stop`` (None: to the end) of a dimension; of ``lost`` one, the row
+    ``start`` alone."""
 
     dim: int
     start: object
@@ -190,7 +197,8 @@ class Slice:
 
 
 def slice_of(node: Node, rank: int) -> Slice | None:
-    """What a node takes of its first operand, of so many dimensions: consecutive rows, or one of them (``x[:, a:b]``, ``x[i]``)."""
+    """What a node takes of its first operand, of so many dimensions: consecutive rows, or one of them
+    (``x[:, a:b]``, ``x[i]``)."""
     if node.target is aten.slice.Tensor:
         given = arguments(node)
         start, stop = given["start"] or 0, given["end"]

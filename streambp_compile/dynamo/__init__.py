@@ -1,1 +1,2 @@
-"""The graph as Dynamo hands it over: found token axes, rewrites before autograd, regions as modules of their own."""
+"""The graph as Dynamo hands it over: found token axes, rewrites before autograd, regions as modules of
+their own."""

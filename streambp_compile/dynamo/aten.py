@@ -1,13 +1,15 @@
 """Dynamo's graph in ATen operators, before autograd.
 
-Dynamo writes what the user called: torch functions, methods, Python operators. Each such node is replaced by the ATen
-operators that it calls, above autograd and autocast: ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` both become
-``aten.cross_entropy_loss``. Every later rewrite, the cut and the passes then meet one spelling of each operator.
+Dynamo writes what the user called: torch functions, methods, Python operators. Each such node is replaced
+by the ATen operators that it calls, above autograd and autocast: ``F.cross_entropy`` and
+``nn.CrossEntropyLoss`` both become ``aten.cross_entropy_loss``. Every later rewrite, the cut and the passes
+then meet one spelling of each operator.
 
-A node keeps its name, its stack trace and Dynamo's own fake value, so that storages, symbols and the user's lines stay known.
-In-place operators stay in place. What has no ATen spelling before autograd stays as Dynamo wrote it: higher-order operators
-(hooks, custom autograd functions, ``flex_attention``), folded ``torch.vmap`` calls, switches of autocast and gradient mode,
-sizes and other values that are no tensors, operations on tensor subclasses, functions of the user that are allowed in the graph.
+A node keeps its name, its stack trace and Dynamo's own fake value, so that storages, symbols and the user's
+lines stay known. In-place operators stay in place. What has no ATen spelling before autograd stays as
+Dynamo wrote it: higher-order operators (hooks, custom autograd functions, ``flex_attention``), folded
+``torch.vmap`` calls, switches of autocast and gradient mode, sizes and other values that are no tensors,
+operations on tensor subclasses, functions of the user that are allowed in the graph.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def to_aten(module: GraphModule) -> GraphModule:
 def inserted(
     like: Node, target: Callable | str, args: tuple, kwargs: dict | None = None, *, as_written: bool = False
 ) -> Node:
-    """A call where the graph is being written, with the fake value that Dynamo would have given it, in ATen operators.
+    """A call where the graph is being written, with the fake value that Dynamo would have given it, in ATen
+    operators.
 
     like        whose stack trace and gradient mode it has
     target      a function; a method by name
@@ -81,7 +84,8 @@ def is_translatable(node: Node) -> bool:
 
 
 def is_from_torch(target: Callable) -> bool:
-    """Is a function torch's, Python's ``operator``'s or this package's? Of others nobody knows what autograd sees of them."""
+    """Is a function torch's, Python's ``operator``'s or this package's? Of others nobody knows what
+    autograd sees of them."""
     if isinstance(target, torch._ops.HigherOrderOperator):
         return False
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -115,7 +119,8 @@ class Spelled:
 
 
 def translate(node: Node, known: dict[str, Spelled | None]) -> None:
-    """Replace one node by ATen operators, if it can be said in them; ``known`` has what equal calls became."""
+    """Replace one node by ATen operators, if it can be said in them; ``known`` has what equal calls
+    became."""
     operands = sorted(node.all_input_nodes, key=lambda n: isinstance(fake_of(n), torch.Tensor))  # sizes first
     text = call_text(node, operands)
     if text not in known:
@@ -181,7 +186,8 @@ def spelled(node: Node, operands: Sequence[Node]) -> Spelled | None:
 
 
 def last_of(nodes: Sequence[Node], result: object) -> Node | None:
-    """The operator that makes the result of a call, or all of its results; of a call without one, that which writes last."""
+    """The operator that makes the result of a call, or all of its results; of a call without one, that
+    which writes last."""
     if isinstance(result, (tuple, list)):
         items = [
             (n.args[0], n.args[1]) for n in result if isinstance(n, Node) and n.target is operator.getitem
@@ -201,7 +207,8 @@ def last_of(nodes: Sequence[Node], result: object) -> Node | None:
 
 
 def is_operator(node: Node) -> bool:
-    """Is it an ATen operator, an item of several results, or arithmetic on sizes? Not a constant tensor or a switch."""
+    """Is it an ATen operator, an item of several results, or arithmetic on sizes? Not a constant tensor or
+    a switch."""
     return (
         node.op == "call_function"
         and not is_switch(node)
@@ -219,7 +226,8 @@ def has_value(node: Node, wanted: object) -> bool:
 
 
 def computed(nodes: Sequence[Node], fakes: dict[Node, object]) -> dict[Node, object]:
-    """Fake values of some operators, on the memory of Dynamo's own; nothing is written into those a second time."""
+    """Fake values of some operators, on the memory of Dynamo's own; nothing is written into those a second
+    time."""
     for node in nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: fakes[a])
         written = written_argument(node)
@@ -228,11 +236,12 @@ def computed(nodes: Sequence[Node], fakes: dict[Node, object]) -> dict[Node, obj
 
 
 def drop_expansions(graph: Graph) -> None:
-    """Remove expansions of values to one shape where they have it already (Python writes them into losses)."""
+    """Remove expansions of values to one shape where they have it already (Python writes them into
+    losses)."""
     for node in [n for n in graph.nodes if n.target in EXPANDS_TOGETHER]:
         given = node.args[0]
         shapes = [n.meta["val"].shape for n in given]
-        if all(s == shapes[0] for s in shapes):
+        if all(len(s) == len(shapes[0]) and all(map(is_equal, s, shapes[0])) for s in shapes):
             for item in list(node.users):
                 item.replace_all_uses_with(given[item.args[1]])
                 graph.erase_node(item)

@@ -19,24 +19,28 @@ def select_rows_first(module: GraphModule) -> GraphModule:
     """Read some rows of what a head makes, by index, from as many hidden states: ``head(x)[i]`` as
     ``head(x[i])``.
 
-    The rows that nobody reads are then never made, and those that are have tokens of their own along which
-    they stream.
+    The rows that nobody reads are then never computed, and those that are have tokens of their own along
+    which they stream.
     """
     for node in list(module.graph.nodes):
-        made = way_to_head(node) if picks_rows(node) else []
-        if not made or fake_of(made[-1]).numel() > fake_of(made[0]).numel() or not may_move(made[0], node):
+        chain = way_to_head(node) if picks_rows(node) else []
+        if (
+            not chain
+            or fake_of(chain[-1]).numel() > fake_of(chain[0]).numel()
+            or not may_move(chain[0], node)
+        ):
             continue
         with module.graph.inserting_before(node):
-            node.replace_all_uses_with(written_after(made))
-        for old in reversed(made):
+            node.replace_all_uses_with(selected_first(chain))
+        for old in reversed(chain):
             module.graph.erase_node(old)
     return module
 
 
-def written_after(made: Sequence[Node]) -> Node:
+def selected_first(chain: Sequence[Node]) -> Node:
     """The same value with its rows read first: of the hidden states the rows, then the head, then what is
     done to each row."""
-    head, *between, picked = made
+    head, *between, picked = chain
     x, moves = head.args[0], [n for n in between if moves_rows(n)]
     for step in moves:
         merges = part_of(step) is Part.MERGE
@@ -48,7 +52,7 @@ def written_after(made: Sequence[Node]) -> Node:
     value = inserted(picked, picked.target, (x, *picked.args[1:]), picked.kwargs)
     for step in (head, *(n for n in between if n not in moves)):
         args, kwargs = torch.fx.node.map_arg(
-            (step.args, step.kwargs), lambda a: value if a in (*made, head.args[0]) else a
+            (step.args, step.kwargs), lambda a: value if a in (*chain, head.args[0]) else a
         )
         value = inserted(step, step.target, args, kwargs)
     return value

@@ -40,7 +40,7 @@ def merge_unrolled(module: GraphModule) -> GraphModule:
             return to_aten(module)
         group = [t for t in found if t.cuts == found[0].cuts and has_rows_of(t, found[0])]
         tried.add(found[0].cuts)
-        if any(map(is_wide, group)) and roll(module, group):
+        if any(map(is_wide, group)) and merge(module, group):
             tried.clear()  # pieces of pieces: those may be alike now
 
 
@@ -80,7 +80,7 @@ class Pieces:
         return any(mutated(n) in kept for n in self.graph.nodes)
 
 
-def roll(module: GraphModule, group: Sequence[Tiling]) -> bool:
+def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:
     """Do once what is done to all pieces of a group alike, if anything is."""
     spell_out(module.graph, group)
     pieces = Pieces(module.graph, group)
@@ -166,7 +166,7 @@ def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
             continue
         with graph.inserting_before(node):
             new = (
-                parted(node)
+                by_rows(node)
                 if is_plain_loss(node)
                 else out_of_place(node)
                 if mutated(node) in touched
@@ -198,7 +198,7 @@ def out_of_place(node: Node) -> Node | None:
     return new
 
 
-def parted(node: Node) -> Node:
+def by_rows(node: Node) -> Node:
     """The loss as a sum (or mean) of rows."""
     given = arguments(node)
     rows = inserted(node, node.target, *with_arguments(node, reduction=NONE))
@@ -219,59 +219,59 @@ def row_by_row(pieces: Pieces) -> dict[int, Mark]:
     Told from the first piece's own graph, and from the graph of the whole: that must be the same, node by
     node, but for the number of rows.
     """
-    nodes = [pieces.classes[key][0] for key in pieces.complete]
-    tiles, bases, others = (
-        [t.pieces[0] for t in pieces.group],
-        [t.base for t in pieces.group],
-        pieces.externals(),
-    )
-    module, copies = alone(nodes, [*tiles, *others])
+    nodes, others = [pieces.classes[key][0] for key in pieces.complete], pieces.externals()
+    module, copies = subgraph(nodes, [*(t.pieces[0] for t in pieces.group), *others])
     try:
         piece, whole = (
-            Captured(module, [*map(laid_out_anew, given), *map(fake_of, others)]) for given in (tiles, bases)
+            Captured(module, [*map(contiguous, given), *map(fake_of, others)])
+            for given in ([t.pieces[0] for t in pieces.group], [t.base for t in pieces.group])
         )
     except Exception:  # shapes of its own, written as numbers: a piece is all there is
         return {}
     graph, values = piece.module.graph, piece.values_in(piece.module)
-    seeds = dict(zip(graph.find_nodes(op="placeholder"), pieces.group))
-    propagation = TokenPropagation(graph, {n: (Mark(t.dim),) for n, t in seeds.items()})
-    many = hint(fake_of(bases[0]).shape[pieces.group[0].dim])
-    fine, twins = {n.name: False for n in graph.nodes}, {}
-    for a, b in zip(graph.nodes, whole.module.graph.nodes):
-        twins[a] = b
-        given = a in seeds or a.op == "placeholder" and not propagation.of(a)
-        fine[a.name] = (
-            given
-            or all(fine[n.name] for n in a.all_input_nodes)
-            and a.op == b.op == "call_function"
-            and (is_same(a, b, twins, propagation, many) and keeps_rows(a, propagation))
-        )
+    cut = dict(zip(graph.find_nodes(op="placeholder"), pieces.group))
+    propagation = TokenPropagation(graph, {n: (Mark(t.dim),) for n, t in cut.items()})
+    alike = alike_by_rows(graph, whole.module.graph, propagation, cut)
+    products = {n.name for n in graph.nodes if is_one_of(n, PRODUCTS) or n in propagation.missing}
     found: dict[int, Mark] = {}
-    heavy = {n.name for n in graph.nodes if is_one_of(n, PRODUCTS) or n in propagation.missing}
     merges = False
     for key, node in zip(pieces.complete, nodes):
-        names = piece.names[copies[node]] & fine.keys()
+        names = {n.name for n in graph.nodes if n.name in piece.names[copies[node]]}
         marks = list(propagation.of(values[copies[node]]).values()) if copies[node] in values else []
-        if (
-            len(marks) == 1
-            and all(fine[name] for name in names)
-            and all(pieces.class_of[a] in found for a in node.all_input_nodes if a in pieces.class_of)
-        ):
+        operands = [pieces.class_of[a] for a in node.all_input_nodes if a in pieces.class_of]
+        if len(marks) == 1 and names <= alike and all(a in found for a in operands):
             found[key] = marks[0]
-            merges |= not heavy.isdisjoint(names)
-        elif not heavy.isdisjoint(names):
+            merges |= not products.isdisjoint(names)
+        elif not products.isdisjoint(names):
             return {}
     return found if merges else {}
 
 
-def laid_out_anew(node: Node) -> torch.Tensor:
+def alike_by_rows(
+    piece: Graph, whole: Graph, propagation: TokenPropagation, cut: Mapping[Node, Tiling]
+) -> set[str]:
+    """Names of nodes of a piece's graph that do the same in the graph of the whole, to each row by itself."""
+    first = next(iter(cut.values()))
+    rows = hint(fake_of(first.base).shape[first.dim])
+    alike: set[str] = set()
+    counterpart: dict[Node, Node] = {}
+    for a, b in zip(piece.nodes, whole.nodes):
+        counterpart[a] = b
+        given = a in cut or a.op == "placeholder" and not propagation.of(a)
+        called = a.op == b.op == "call_function" and all(n.name in alike for n in a.all_input_nodes)
+        if given or called and is_same(a, b, counterpart, propagation, rows) and keeps_rows(a, propagation):
+            alike.add(a.name)
+    return alike
+
+
+def contiguous(node: Node) -> torch.Tensor:
     """A piece has the strides of what it was cut from, and would be copied where the whole is not."""
     fake = fake_of(node)
     with fake.fake_mode:
         return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
 
 
-def alone(nodes: Sequence[Node], inputs: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
+def subgraph(nodes: Sequence[Node], inputs: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
     """Some nodes as a graph of their own, and their copies in it."""
     graph = Graph()
     copies = {n: graph.placeholder(f"in_{i}") for i, n in enumerate(inputs)}
@@ -281,7 +281,9 @@ def alone(nodes: Sequence[Node], inputs: Sequence[Node]) -> tuple[GraphModule, d
     return GraphModule(nodes[0].graph.owning_module, graph), copies
 
 
-def is_same(a: Node, b: Node, twins: Mapping[Node, Node], propagation: TokenPropagation, many: int) -> bool:
+def is_same(
+    a: Node, b: Node, counterpart: Mapping[Node, Node], propagation: TokenPropagation, rows: int
+) -> bool:
     """Are two nodes alike but for the rows of their shapes?"""
     signature = propagation.signatures.get(a)
     if a.target != b.target or signature is None or not is_tensor(a):
@@ -291,11 +293,11 @@ def is_same(a: Node, b: Node, twins: Mapping[Node, Node], propagation: TokenProp
         [len(x) if i == shape_arg else x for i, x in enumerate(a.args)],
         [len(x) if i == shape_arg else x for i, x in enumerate(b.args)],
     )
-    if map_arg((shapes[0], a.kwargs), twins.get) != (shapes[1], b.kwargs):
+    if map_arg((shapes[0], a.kwargs), counterpart.get) != (shapes[1], b.kwargs):
         return False
     marks = propagation.of(a)
     wanted = [
-        marks[d].outer * many * marks[d].inner if d in marks else size for d, size in enumerate(shape_of(a))
+        marks[d].outer * rows * marks[d].inner if d in marks else size for d, size in enumerate(shape_of(a))
     ]
     return list(shape_of(b)) == wanted
 

@@ -178,12 +178,14 @@ def mapped(value: object, leaf: Callable[[object], object]) -> object:
 CALLS: dict[
     tuple, tuple[GraphModule, type] | None
 ] = {}  # what calls are in ATen operators, by function, arguments and modes
+# methods that Python's operators call
 DUNDERS = {"__iter__", "__getitem__"} | {f"__{n}__" for n in vars(operator) if not n.startswith("_")}
 
 
 @functools.cache
 def functions() -> frozenset[Callable]:
-    """torch's functions of tensors, without those that are about the tensor as an object (copies, hooks, attributes)."""
+    """torch's functions of tensors, without those that are about the tensor as an object (copies, hooks,
+    attributes)."""
     known = torch.overrides.get_overridable_functions().values()
     return frozenset(f for group in known for f in group if has_plain_name(getattr(f, "__name__", "")))
 
@@ -197,8 +199,8 @@ def has_plain_name(name: str) -> bool:
 def in_operators(
     function: Callable, args: tuple, kwargs: dict
 ) -> tuple[GraphModule, type, list[Expression]] | None:
-    """A call on expressions as ATen operators, what it returns, and the expressions that they read; None where it is not to be
-    deferred."""
+    """A call on expressions as ATen operators, what it returns, and the expressions that they read; None
+    where it is not to be deferred."""
     operands: list[Expression] = []
 
     def word(leaf: object) -> str:
@@ -242,8 +244,8 @@ def operators_of(
 
 
 def recorded(function: Callable, args: tuple, kwargs: dict, device: torch.device) -> object:
-    """The results of a function of expressions as expressions, in the structure that it returns; None if it is not to be
-    deferred, or fails."""
+    """The results of a function of expressions as expressions, in the structure that it returns; None if it
+    is not to be deferred, or fails."""
     found = in_operators(function, args, kwargs)
     if found is None:
         return None
@@ -388,11 +390,11 @@ class Written:
                 continue
             if (switch and switch[0]) != node.modes.autocast:
                 if switch:
-                    graph.call_function(torch.amp.autocast_mode._exit_autocast, (switch[1],))
+                    graph.call_function(internals.exit_autocast, (switch[1],))
                 switch = node.modes.autocast and (
                     node.modes.autocast,
                     graph.call_function(
-                        torch.amp.autocast_mode._enter_autocast,
+                        internals.enter_autocast,
                         (node.modes.device, node.modes.autocast, True, True),
                     ),
                 )
@@ -402,7 +404,7 @@ class Written:
                 else self.op(node, graph, inputs, values)
             )
         if switch:
-            graph.call_function(torch.amp.autocast_mode._exit_autocast, (switch[1],))
+            graph.call_function(internals.exit_autocast, (switch[1],))
         graph.output(tuple(values[r] for r in self.results))
         return GraphModule(attributes, graph)
 
@@ -436,7 +438,8 @@ class Written:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that may change from step to step, an input of the compiled expression: a length, a bound of rows, a temperature."""
+    """A number that may change from step to step, an input of the compiled expression: a length, a bound of
+    rows, a temperature."""
 
     value: float
 

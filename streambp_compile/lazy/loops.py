@@ -36,7 +36,8 @@ def is_piece(op: Expression) -> bool:
 
 @dataclass(frozen=True)
 class Span:
-    """Rows ``start`` to before ``stop`` of the first dimension of a value; ``lost``: one row, without that dimension."""
+    """Rows ``start`` to before ``stop`` of the first dimension of a value; ``lost``: one row, without that
+    dimension."""
 
     base: Expression
     start: int
@@ -70,7 +71,8 @@ def span(part: Expression) -> Span | None:
 
 
 def joined(op: Op) -> Expression | None:
-    """``stack`` or ``cat`` of pieces along the first dimension as one expression over the whole; None if it is not that."""
+    """``stack`` or ``cat`` of pieces along the first dimension as one expression over the whole; None if it
+    is not that."""
     kind, given = part_of(op), arguments(op)
     if kind not in (Part.STACK, Part.JOIN) or given["dim"] != 0:
         return None
@@ -114,7 +116,8 @@ class Whole:
                 self.values[key] = made
 
     def text(self, op: Op, found: Correspondence[Expression]) -> str:
-        """What an operation does. A tensor from outside that one piece alone reads is named by its place among those of that piece."""
+        """What an operation does. A tensor from outside that one piece alone reads is named by its place
+        among those of that piece."""
         if not self.readers:
             for reader in self.nodes:
                 for operand in operands_of(reader):
@@ -133,7 +136,8 @@ class Whole:
         return f"{op.target} {mapped((op.args, op.kwargs), word)} {op.modes}"
 
     def lifted(self, members: Sequence[Op]) -> Expression | None:
-        """What all pieces go through, as one operation on the whole; None if it is not one of each row by itself."""
+        """What all pieces go through, as one operation on the whole; None if it is not one of each row by
+        itself."""
         first = members[0]
         rank = max((o.fake.dim() for o in operands_of(first) if isinstance(o.fake, torch.Tensor)), default=0)
         along = is_along_last(first) and rank >= (1 if self.lost else 2)
@@ -172,7 +176,8 @@ class Whole:
         return self.values[self.found.class_of[part]]
 
     def together(self, parts: Sequence[Given]) -> Given:
-        """One tensor of what goes with each piece (labels). Its rank must be that of the piece, so that nothing broadcasts anew."""
+        """One tensor of what goes with each piece (labels). Its rank must be that of the piece, so that
+        nothing broadcasts anew."""
         if len({p.fake.shape[1:] for p in parts}) > 1 or not parts[0].fake.dim():
             raise NotPieces
         for part in parts:
@@ -180,7 +185,8 @@ class Whole:
         return Given.of((torch.stack if self.lost else torch.cat)([p.tensor for p in parts]))
 
     def result(self) -> Expression:
-        """The expression of the whole. Raises NotPieces unless the parts are the same function of the pieces, in their order."""
+        """The expression of the whole. Raises NotPieces unless the parts are the same function of the
+        pieces, in their order."""
         for i, part in enumerate(self.parts):
             if self.found.touched.get(part) != {i} or self.value(part) is not self.value(self.parts[0]):
                 raise NotPieces
@@ -188,7 +194,8 @@ class Whole:
 
 
 def cut_values(spans: Mapping[Expression, Span], count: int) -> tuple[list[Expression], bool]:
-    """The values that are cut into so many pieces, all of each, and whether the pieces lose that dimension."""
+    """The values that are cut into so many pieces, all of each, and whether the pieces lose that
+    dimension."""
     found: dict[tuple[Expression, bool], set[tuple[int, int]]] = {}
     for part in spans.values():
         found.setdefault((part.base, part.lost), set()).add((part.start, part.stop))

@@ -23,6 +23,7 @@ from ..internals import DisableTorchFunctionSubclass
 from ..passes.ir import bytes_of
 from ..passes.rules.forward import Part, is_pointwise, part_of
 from .expressions import (
+    DUNDERS,
     FAKES,
     NARROW,
     Expression,
@@ -31,8 +32,8 @@ from .expressions import (
     Modes,
     Op,
     Source,
-    mapped,
     functions,
+    mapped,
     ordered,
     recorded,
     sources,
@@ -312,11 +313,9 @@ def keep(foreign: list[Given], elements: int) -> None:
 
 def in_place(function: Callable) -> bool:
     name = getattr(function, "__name__", "")
-    return (
-        name.endswith("_")
-        and not name.endswith("__")
-        or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
-    )
+    if name.startswith("__i"):
+        return f"__{name[3:]}" in DUNDERS
+    return name == "__setitem__" or name.endswith("_") and not name.endswith("__")
 
 
 def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -> object:
@@ -350,7 +349,8 @@ def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -
 
 
 def is_changed(expression: Expression) -> bool:
-    """Is it a value with new numbers in every place? Copies and views are not: what is written there stays tied to the old."""
+    """Is it a value with new numbers in every place? Copies and views are not: what is written there stays
+    tied to the old."""
     return isinstance(expression, Op) and is_pointwise(expression) and part_of(expression) is not Part.COPY
 
 
