@@ -34,7 +34,7 @@ OWN = __name__.partition(".")[0]
 
 def to_aten(module: GraphModule) -> GraphModule:
     """Replace the nodes of a Dynamo graph by the ATen operators that they call."""
-    spelled: dict[str, Spelled | None] = {}
+    spelled: dict[str, Spelled | torch._ops.OpOverload | None] = {}
     with internals.replaying(module) as replay:
         for node in list(module.graph.nodes):
             checkpoint()
@@ -118,7 +118,7 @@ class Spelled:
     module: GraphModule = field(repr=False)
 
 
-def translate(node: Node, known: dict[str, Spelled | None]) -> None:
+def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | None]) -> None:
     """Replace one node by ATen operators, if it can be said in them; ``known`` has what equal calls
     became."""
     operands = sorted(node.all_input_nodes, key=lambda n: isinstance(fake_of(n), torch.Tensor))  # sizes first
@@ -126,7 +126,9 @@ def translate(node: Node, known: dict[str, Spelled | None]) -> None:
     if text not in known:
         known[text] = spelled(node, operands)
     found = known[text]
-    if found is None:
+    if isinstance(found, torch._ops.OpOverload):
+        node.op, node.target = "call_function", found
+    if not isinstance(found, Spelled):
         return
     values = dict(zip(found.graph.find_nodes(op="placeholder"), operands))
     try:
@@ -158,8 +160,9 @@ class Named(str):
     __repr__ = str.__str__
 
 
-def spelled(node: Node, operands: Sequence[Node]) -> Spelled | None:
-    """The ATen operators of a call, traced alone; None where it has none."""
+def spelled(node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOverload | None:
+    """The ATen operators of a call, traced alone; or one that takes the same arguments; None where it has
+    none."""
 
     def call(*values):
         given = dict(zip(operands, values))
@@ -176,6 +179,8 @@ def spelled(node: Node, operands: Sequence[Node]) -> Spelled | None:
     drop_expansions(module.graph)
     result = next(iter(module.graph.find_nodes(op="output"))).args[0]
     nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
+    if not nodes and isinstance(result, Node):
+        return namesake(node)
     last = last_of(nodes, result)
     if last is None or not all(map(is_operator, nodes)) or not has_value(last, fake_of(node)):
         return None
@@ -183,6 +188,14 @@ def spelled(node: Node, operands: Sequence[Node]) -> Spelled | None:
         n for n in nodes if n is not last and (n.users or is_mutable(n)) and last not in n.all_input_nodes
     ]
     return Spelled(module.graph, tuple(read), last, module)
+
+
+def namesake(node: Node) -> torch._ops.OpOverload | None:
+    """The operator of a method's name, where torch returned an operand without calling it (``x.contiguous()``
+    of what is contiguous)."""
+    packet = getattr(torch.ops.aten, node.target, None) if node.op == "call_method" else None
+    operator_ = getattr(packet, "default", None)
+    return None if operator_ is None or operator_._schema.is_mutable else operator_
 
 
 def last_of(nodes: Sequence[Node], result: object) -> Node | None:
