@@ -117,7 +117,7 @@ def stand_in(fake: object) -> object:
 
 
 def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
-    """A function of fakes as the ATen ops that it calls, above autograd and autocast, in the fake mode that is active.
+    """A function of fakes as the ATen ops that it calls, above autograd and autocast, in the active fake mode.
 
     The function runs on stand-ins, so that what it writes into stays as it was.
     """
@@ -135,6 +135,13 @@ def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
     return module
+
+
+def without_guards(fakes: Sequence[object]):
+    """What is computed here was computed by Dynamo already, which has guarded on all that it rests on."""
+    mode = detect_fake_mode(fakes)
+    env = None if mode is None else mode.shape_env
+    return contextlib.nullcontext() if env is None else env.suppress_guards()
 
 
 LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default, aten.detach.default)

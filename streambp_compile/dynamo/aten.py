@@ -84,14 +84,14 @@ def is_translatable(node: Node) -> bool:
 
 
 def is_from_torch(target: Callable) -> bool:
-    """Is a function torch's, Python's ``operator``'s or this package's? Of others nobody knows what
+    """Is a function torch's, Python's own or this package's? Of others nobody knows what
     autograd sees of them."""
     if isinstance(target, torch._ops.HigherOrderOperator):
         return False
     if isinstance(target, torch._ops.OpOverloadPacket):
         return True
     root = (getattr(target, "__module__", None) or "torch").partition(".")[0]
-    return root in ("torch", "_operator", OWN)
+    return root in ("torch", "_operator", "builtins", OWN)
 
 
 def is_plain(value: object) -> bool:
@@ -123,19 +123,20 @@ def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | Non
     became."""
     operands = sorted(node.all_input_nodes, key=lambda n: isinstance(fake_of(n), torch.Tensor))  # sizes first
     text = call_text(node, operands)
-    if text not in known:
-        known[text] = spelled(node, operands)
-    found = known[text]
-    if isinstance(found, torch._ops.OpOverload):
-        node.op, node.target = "call_function", found
-    if not isinstance(found, Spelled):
-        return
-    values = dict(zip(found.graph.find_nodes(op="placeholder"), operands))
-    try:
-        fakes = computed(found.nodes, {n: fake_of(v) for n, v in values.items()})
-    except Exception:
-        internals.log.debug("%s stays as Dynamo wrote it", node, exc_info=True)
-        return
+    with internals.without_guards([*map(fake_of, operands), fake_of(node)]):
+        if text not in known:
+            known[text] = spelled(node, operands)
+        found = known[text]
+        if isinstance(found, torch._ops.OpOverload):
+            node.op, node.target = "call_function", found
+        if not isinstance(found, Spelled):
+            return
+        values = dict(zip(found.graph.find_nodes(op="placeholder"), operands))
+        try:
+            fakes = computed(found.nodes, {n: fake_of(v) for n, v in values.items()})
+        except Exception:
+            internals.log.debug("%s stays as Dynamo wrote it", node, exc_info=True)
+            return
     with node.graph.inserting_before(node):
         for n in found.nodes:
             values[n] = node.graph.node_copy(n, lambda a: values[a])

@@ -159,11 +159,9 @@ class Whole:
     def column(self, column: Sequence[object]) -> object:
         """The same argument of every piece's operation, as that of the whole."""
         first = column[0]
-        if not isinstance(first, Expression) or all(leaf is first for leaf in column):
-            return first
-        if all(isinstance(leaf, Given) for leaf in column):
+        if isinstance(first, Given) and any(leaf is not first for leaf in column):
             return self.together(column)
-        return self.value(first)
+        return self.value(first) if isinstance(first, Expression) else first
 
     def value(self, part: Expression) -> Expression:
         """The whole that a piece's expression is a part of. Raises NotPieces if it has none."""
