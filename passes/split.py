@@ -8,8 +8,6 @@ masks) are never carried across a cut: every region makes its own.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +16,7 @@ from torch.fx import Graph, Node
 
 from .ir import ancestors
 from .phases import check_time
+from .rules.forward import mutated
 
 
 @dataclass(frozen=True)
@@ -126,68 +125,6 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
         ):
             recomputable.add(node)
     return cheap | ancestors(n for n in recomputable if traits[n].bytes < 0) & recomputable
-
-
-def name_of(node: Node) -> str:
-    """Of the function or method that a node of a Dynamo graph calls; a Tensor's method and torch's function
-    often share it."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def mutated(node: Node) -> Node | None:
-    """The value that a node writes into, if it does (``x[i] = y``, ``x.add_(y)``, ``x += y``, ``out=``,
-    ``inplace=True``)."""
-    name = name_of(node)
-    spelt = (
-        name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")
-    )  # operator's own names
-    in_place = (spelt or name in IN_PLACE) and node.op in ("call_method", "call_function")
-    if in_place and node.args and isinstance(node.args[0], Node):
-        return node.args[0]
-    if isinstance(node.kwargs.get("out"), Node):
-        return node.kwargs["out"]
-    return node.args[0] if node.args and isinstance(node.args[0], Node) and flagged_in_place(node) else None
-
-
-def flagged_in_place(node: Node) -> bool:
-    """``inplace=True``, by name or by position."""
-    if node.kwargs.get("inplace") is True or node.op != "call_function":
-        return node.kwargs.get("inplace") is True
-    signature = signature_of(node.target)
-    try:
-        bound = None if signature is None else signature.bind(*node.args, **node.kwargs).arguments
-        return bound is not None and bound.get("inplace") is True
-    except TypeError:
-        return False
-
-
-@functools.lru_cache(4096)
-def signature_of(function: Callable) -> inspect.Signature | None:
-    """The signature of a function that has a parameter ``inplace``."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-    return signature if "inplace" in signature.parameters else None
-
-
-IN_PLACE = {
-    "setitem",
-    "__setitem__",
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "imod",
-    "ipow",
-    "iand",
-    "ior",
-    "ixor",
-    "ilshift",
-    "irshift",
-    "imatmul",
-}
 
 
 def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Node]:

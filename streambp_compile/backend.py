@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from . import internals
 from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
+from .dynamo.aten import to_aten
 from .dynamo.attention import one_attention
 from .dynamo.buffer_updates import Buffers, State
 from .dynamo.flash_attn import flash_attn_as_attention
@@ -280,6 +281,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (inline_checkpoints, "inlining activation checkpoints"),
     (flash_attn_as_attention, "reading calls of flash_attn"),
     (fold_maps, "folding calls of torch.vmap"),
+    (to_aten, "writing Dynamo's graph in ATen operators"),
     (merge_unrolled, "joining the pieces of a loss"),
     (look_back, "rewriting short convolutions"),
     (select_rows_first, "moving row selections in front of the head"),
@@ -351,7 +353,7 @@ def linked(
         plain_references()
         values: dict[Node, object] = dict(zip(placeholders, args))
         for node in views:
-            values[node] = values[node.args[0]][node.args[1]]
+            values[node] = node.target(values[node.args[0]], *node.args[1:])
         recipes: dict[Node, Again] = {}
         broken: dict[tuple, Condition | None] = {}
         state = buffers.of_call(values)

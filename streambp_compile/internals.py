@@ -42,7 +42,7 @@ from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._sympy.interp import sympy_interp
@@ -115,6 +115,80 @@ def stand_in(fake: object) -> object:
     return torch.empty_strided(
         sizes, strides, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad
     )
+
+
+def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
+    """A function of fakes as the ATen ops that it calls, above autograd and autocast, in the active mode.
+
+    The function runs on stand-ins, so that what it writes into stays as it was.
+    """
+    given = [
+        torch.empty_strided(f.shape, f.stride(), dtype=f.dtype, device=f.device)
+        if isinstance(f, torch.Tensor)
+        else f
+        for f in fakes
+    ]
+    module = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
+    inline_numbers(module)
+    for node in module.graph.nodes:  # a constant of one number needs no copy of its own
+        source = node.args[0] if node.args and node.target in LIFTS else None
+        if isinstance(source, Node) and source.target is aten.full.default:
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+    return module
+
+
+def without_guards(fakes: Sequence[object]):
+    """What is computed here was computed by Dynamo already, which has guarded on all that it rests on."""
+    mode = detect_fake_mode(fakes)
+    env = None if mode is None else mode.shape_env
+    return contextlib.nullcontext() if env is None else env.suppress_guards()
+
+
+LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default, aten.detach.default)
+
+
+@contextlib.contextmanager
+def replaying(module: GraphModule):
+    """Walk a Dynamo graph with its fake mode active: yields a function that does what a switch node does
+    (gradients, autocast).
+
+    All switches are as they were when the walk ends.
+    """
+    values: dict[Node, object] = {}
+    mode = detect_fake_mode([n.meta.get("example_value") for n in module.graph.nodes])
+    entered: list[object] = []
+
+    def replay(node: Node) -> None:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.get)
+        values[node] = node.target(*args, **kwargs)
+        if node.target is enter_autocast:
+            entered.append(values[node])
+        elif node.target is exit_autocast:
+            entered.remove(args[0])
+
+    with (
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+        enable_python_dispatcher(),
+        mode or contextlib.nullcontext(),
+    ):
+        try:
+            yield replay
+        finally:
+            while entered:
+                exit_autocast(entered.pop())
+
+
+def modes_text() -> str:
+    """The switches that a function may ask for: gradients, and autocast of each kind of device."""
+    kinds = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    return f"{torch.is_grad_enabled()} {autocast}"
+
+
+def is_unbacked(value: object) -> bool:
+    """Does a value or its shape depend on data, so that computing it again would make other symbols?"""
+    return bool(free_unbacked_symbols(value))
 
 
 def is_batched(value: torch.Tensor) -> bool:
@@ -619,6 +693,11 @@ def faked(like: torch.Tensor):
 
 
 set_grad_enabled = torch._C._set_grad_enabled
+enter_autocast, exit_autocast = (
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
+MODE_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast, torch._C._log_api_usage_once)
 enter_map, leave_map = (
     predispatch._vmap_increment_nesting,
     predispatch._vmap_decrement_nesting,

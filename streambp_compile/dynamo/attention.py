@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 from ..passes.ir import ancestors, hint
-from ..passes.split import mutated
+from ..passes.rules.forward import Part, mutated, part_of
 from .token_axes import fake_of, storage_of
 
 streambp = torch.ops.streambp
@@ -192,7 +192,8 @@ def one_attention(module: GraphModule) -> GraphModule:
     """Write every ``scaled_dot_product_attention`` of a Dynamo graph, and of the graphs that it holds, as the
     function here."""
     for part in [m for m in module.modules() if isinstance(m, GraphModule)]:
-        calls = part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+        written = part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+        calls = [*written, *(n for n in part.graph.nodes if part_of(n) is Part.ATTENTION)]
         for node in calls:
             node.target = scaled_dot_product_attention
             fake = fake_of(node)

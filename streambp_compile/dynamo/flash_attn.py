@@ -20,7 +20,7 @@ from .. import internals
 from ..passes.ir import is_equal
 from ..passes.rules.attention import FLASH_ATTN, FLASH_ATTN_FORWARD, kernel_only
 from ..pipeline import outputs_of
-from .rewrites import inserted, named
+from .aten import inserted
 from .token_axes import fake_of
 
 BACKWARD = "flash_attn::_flash_attn_backward"
@@ -31,8 +31,8 @@ METHODS = {"size", "contiguous", "stride"}
 
 def flash_attn_as_attention(module: GraphModule) -> GraphModule:
     """Write every dense call of flash_attn in a Dynamo graph as torch's attention."""
-    written = torch.ops.higher_order.autograd_function_apply
-    functions = module.graph.find_nodes(op="call_function", target=written)
+    wrapper = torch.ops.higher_order.autograd_function_apply
+    functions = module.graph.find_nodes(op="call_function", target=wrapper)
     for node in functions:
         forward, backward = (getattr(module, part.target) for part in node.args[:2])
         call = only_call(forward, FLASH_ATTN_FORWARD)
@@ -47,6 +47,11 @@ def name_of(node: Node) -> str:
     """``namespace::op`` of a call of a registered operator."""
     target = node.target.default if isinstance(node.target, torch._ops.OpOverloadPacket) else node.target
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def named(node: Node, *names: str) -> dict[str, object]:
+    """Arguments of a call by the names of its parameters."""
+    return {**dict(zip(names, node.args)), **node.kwargs}
 
 
 def only_call(module: GraphModule, name: str) -> Node | None:
@@ -85,40 +90,45 @@ def inline(node: Node, forward: GraphModule, call: Node) -> None:
     values: dict[Node, object] = dict(zip(inputs[-len(given) :], given))  # older torch passes a context first
     with node.graph.inserting_before(node):
         for n in forward.graph.nodes:
-            if n is call:
-                said = torch.fx.node.map_arg(named(n, *FLASH_ATTN), lambda a: values[a])
-                values[n] = (attention_of(result, said), None, None, None)
-            elif n.target is operator.getitem and n.args[0] is call:
-                values[n] = values[call][n.args[1]]
-            elif n.op in ("call_function", "call_method") and n.target is not internals.set_grad_enabled:
-                args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: values[a])
-                values[n] = inserted(result, n.target, args, kwargs)
-    made = outputs_of(forward)[0]
-    made = made[0] if isinstance(made, (tuple, list)) else made
-    result.replace_all_uses_with(values[made])
+            if n.op in ("call_function", "call_method") and n.target is not internals.set_grad_enabled:
+                values[n] = in_place_of(n, call, result, values)
+    first = outputs_of(forward)[0]
+    first = first[0] if isinstance(first, (tuple, list)) else first
+    result.replace_all_uses_with(values[first])
     for unread in (*node.users, node):
         node.graph.erase_node(unread)
+
+
+def in_place_of(n: Node, call: Node, result: Node, values: dict[Node, object]) -> object:
+    """What a node of flash_attn's forward becomes, given what the nodes before it became."""
+    if n is call:
+        arguments = torch.fx.node.map_arg(named(n, *FLASH_ATTN), values.get)
+        return attention_of(result, arguments), None, None, None
+    if n.target is operator.getitem and n.args[0] is call:
+        return values[call][n.args[1]]
+    args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), values.get)
+    return inserted(result, n.target, args, kwargs)
 
 
 def attention_of(like: Node, given: dict[str, object]) -> Node:
     """``[B, T, H, D]`` in, ``[B, T, H, D]`` out."""
     left, right = given["window_size_left"], 0 if given["causal"] else given["window_size_right"]
-    query, key, value = (inserted(like, "transpose", (given[name], 1, 2)) for name in "qkv")
-    says = {"is_causal": given["causal"]}
+    query, key, value = (inserted(like, torch.transpose, (given[name], 1, 2)) for name in "qkv")
+    hidden = {"is_causal": given["causal"]}
     if left >= 0 or right > 0 or right == 0 and not given["causal"]:
-        says = {"attn_mask": inserted(like, window, (query, left, right))}
+        hidden = {"attn_mask": inserted(like, window, (query, left, right))}
     out = inserted(
         like,
         F.scaled_dot_product_attention,
         (query, key, value),
-        {**says, "scale": given["softmax_scale"], "enable_gqa": True},
+        {**hidden, "scale": given["softmax_scale"], "enable_gqa": True},
     )
-    return inserted(like, "transpose", (out, 1, 2))
+    return inserted(like, torch.transpose, (out, 1, 2))
 
 
 def window(query: Tensor, left: int, right: int) -> Tensor:
     """``[T, T]``, true where a key lies no more than so many rows before or behind a row; -1: any number."""
     rows = torch.arange(query.shape[2], device=query.device)
     behind = rows - rows[:, None]
-    seen = behind <= right if right >= 0 else behind >= -left
-    return seen & (behind >= -left) if left >= 0 and right >= 0 else seen
+    shown = behind <= right if right >= 0 else behind >= -left
+    return shown & (behind >= -left) if left >= 0 and right >= 0 else shown

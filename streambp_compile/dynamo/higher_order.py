@@ -16,33 +16,33 @@ from .token_axes import fake_of
 
 def inline_checkpoints(module: GraphModule) -> GraphModule:
     """Replace activation-checkpoint wrappers by what they wrap: recomputation is ours."""
-    while True:
-        wrappers = [
-            n for n in module.graph.nodes if n.target is torch.ops.higher_order.tag_activation_checkpoint
-        ]
-        if not wrappers:
-            module.recompile()
-            return module
+    wrapper = torch.ops.higher_order.tag_activation_checkpoint
+    while wrappers := module.graph.find_nodes(op="call_function", target=wrapper):
         for node in wrappers:
-            inner = getattr(module, node.args[0].target)
-            values: dict[Node, object] = dict(
-                zip((n for n in inner.graph.nodes if n.op == "placeholder"), node.args[1:])
-            )
-            with module.graph.inserting_before(node):
-                for n in inner.graph.nodes:
-                    if n.op == "get_attr":
-                        name = f"{node.args[0].target}_{n.target}".replace(".", "_")
-                        setattr(module, name, getattr(inner, n.target))
-                        values[n] = module.graph.get_attr(name)
-                    elif n.op not in ("placeholder", "output"):
-                        values[n] = module.graph.node_copy(n, lambda a: values[a])
-                    if n.op != "placeholder" and n in values and isinstance(values[n], Node):
-                        values[n].meta = dict(n.meta)
-            result = outputs_of(inner)
-            for user in list(node.users):
-                user.replace_all_uses_with(values[result[user.args[1]]])
-                module.graph.erase_node(user)
-            module.graph.erase_node(node)
+            inline_checkpoint(module, node)
+    module.recompile()
+    return module
+
+
+def inline_checkpoint(module: GraphModule, node: Node) -> None:
+    """Put the nodes of one wrapper's graph in its place."""
+    name, inner = node.args[0].target, getattr(module, node.args[0].target)
+    values: dict[Node, object] = dict(zip(inner.graph.find_nodes(op="placeholder"), node.args[1:]))
+    with module.graph.inserting_before(node):
+        for n in inner.graph.nodes:
+            if n.op == "get_attr":
+                attribute = f"{name}_{n.target}".replace(".", "_")
+                setattr(module, attribute, getattr(inner, n.target))
+                values[n] = module.graph.get_attr(attribute)
+            elif n.op not in ("placeholder", "output"):
+                values[n] = module.graph.node_copy(n, values.get)
+            if n.op not in ("placeholder", "output"):
+                values[n].meta = dict(n.meta)
+    results = outputs_of(inner)
+    for user in list(node.users):
+        user.replace_all_uses_with(values[results[user.args[1]]])
+        module.graph.erase_node(user)
+    module.graph.erase_node(node)
 
 
 def fold_maps(module: GraphModule) -> GraphModule:

@@ -6,7 +6,6 @@ Outputs that merely widen a small value (logits beside a loss) leave the last re
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Sequence
 
 import torch
@@ -14,15 +13,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 from ..passes.ir import Refusal, bytes_of, where_of
-from ..passes.split import Region, Traits, mutated
+from ..passes.rules.forward import mutated, slice_of
+from ..passes.split import Region, Traits
 from ..runtime.runner import Layout
 from .token_axes import Axis, fake_of, is_parameter, storage_of
 
-MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_log_api_usage_once")
-
 
 def is_switch(node: Node) -> bool:
-    return getattr(node.target, "__name__", "") in MODE_SWITCHES
+    """Does a node only switch a mode, or count a use of torch's?"""
+    return node.op == "call_function" and node.target in internals.MODE_SWITCHES
 
 
 def weight_views(graph: Graph) -> tuple[Node, ...]:
@@ -30,19 +29,14 @@ def weight_views(graph: Graph) -> tuple[Node, ...]:
     equal but for which weight they read."""
 
     def plain(node: Node) -> bool:
-        if (
-            node.target is not operator.getitem
-            or not isinstance(node.args[1], int)
-            or node.args[0].op != "placeholder"
-        ):
+        weight, fake = node.args[0] if node.args else None, fake_of(node)
+        if not isinstance(weight, Node) or weight.op != "placeholder" or not is_parameter(fake_of(weight)):
             return False
-        weight, fake = node.args[0], fake_of(node)
+        part = slice_of(node, fake_of(weight).dim()) if isinstance(fake, torch.Tensor) else None
+        if part is None or not part.lost or part.dim != 0 or not isinstance(part.start, int):
+            return False
         written = any(mutated(u) in (weight, node) for u in (*weight.users, *node.users))
-        return (
-            is_parameter(fake_of(weight))
-            and fake_of(weight).requires_grad == fake.requires_grad
-            and not written
-        )
+        return fake_of(weight).requires_grad == fake.requires_grad and not written
 
     return tuple(filter(plain, graph.nodes))
 
@@ -205,42 +199,67 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
         values[node].meta["example_value"] = inputs[-1]
     buffers = written_buffers(region)
     values.update({n: graph.call_method("clone", (values[n],)) for n in buffers})
-    inside, active, replayed = set(region.nodes), [], []
-
-    def replay(wanted: list[Node]) -> None:
-        """Close what no longer holds, open what now does."""
-        common = 0
-        while common < min(len(wanted), len(replayed)) and replayed[common][0] is wanted[common]:
-            common += 1
-        while len(replayed) > common:
-            switch, copy = replayed.pop()
-            if "autocast" in switch.target.__name__:
-                graph.call_function(torch.amp.autocast_mode._exit_autocast, (copy,))
-            else:
-                before = next((s.args[0] for s, _ in reversed(replayed) if "grad" in s.target.__name__), True)
-                graph.call_function(internals.set_grad_enabled, (before,))
-        for switch in wanted[common:]:
-            replayed.append((switch, graph.call_function(switch.target, switch.args, switch.kwargs)))
-
+    inside, switches = set(region.nodes), Switches(graph)
     for node in module.graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        if name == "_set_grad_enabled":
-            active = [s for s in active if s.target.__name__ != name]
-            if not node.args[0]:
-                active.append(node)
-        elif name == "_enter_autocast":
-            active.append(node)
-        elif name == "_exit_autocast":
-            active = [s for s in active if s is not node.args[0]]
+        if is_switch(node):
+            switches.meet(node)
         elif node.op == "get_attr" and any(u in inside for u in node.users):
             values[node] = graph.get_attr(node.target)
         elif node in inside:
-            if replayed or active:
-                replay(active)
+            switches.write()
             values[node] = graph.node_copy(node, lambda a: values[a])
-    replay([])
+    switches.close()
     graph.output((*unaliased(graph, values, region), *(values[n] for n in buffers)))
     return GraphModule(module, graph), inputs
+
+
+class Switches:
+    """Writes into a region's graph the modes (autocast, gradients) that hold at each of its nodes in the
+    whole graph."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.active: list[Node] = []  # nodes of the whole graph that switched a mode which still holds
+        self.replayed: list[tuple[Node, Node]] = []  # those that hold in the region's graph, and their copies
+
+    def meet(self, node: Node) -> None:
+        """Pass a switch of the whole graph."""
+        if is_gradient_switch(node):
+            self.active = [s for s in self.active if not is_gradient_switch(s)]
+            self.active += [] if node.args[0] else [node]
+        elif node.target is internals.enter_autocast:
+            self.active.append(node)
+        elif node.target is internals.exit_autocast:
+            self.active = [s for s in self.active if s is not node.args[0]]
+
+    def write(self) -> None:
+        """Close what no longer holds, open what now does."""
+        common = 0
+        while (
+            common < min(len(self.active), len(self.replayed))
+            and self.replayed[common][0] is self.active[common]
+        ):
+            common += 1
+        while len(self.replayed) > common:
+            self.undo(*self.replayed.pop())
+        for switch in self.active[common:]:
+            copy = self.graph.call_function(switch.target, switch.args, switch.kwargs)
+            self.replayed.append((switch, copy))
+
+    def undo(self, switch: Node, copy: Node) -> None:
+        if is_gradient_switch(switch):
+            before = next((s.args[0] for s, _ in reversed(self.replayed) if is_gradient_switch(s)), True)
+            self.graph.call_function(internals.set_grad_enabled, (before,))
+        else:
+            self.graph.call_function(internals.exit_autocast, (copy,))
+
+    def close(self) -> None:
+        self.active = []
+        self.write()
+
+
+def is_gradient_switch(node: Node) -> bool:
+    return node.target is internals.set_grad_enabled
 
 
 def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[Node]:
@@ -303,16 +322,13 @@ def region_text(module: GraphModule, inputs: Sequence[object], axis: Axis | None
         args = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: index[n])
         target = (
             node.target
-            if node.op in ("get_attr", "call_method")
+            if node.op in ("get_attr", "call_method") or isinstance(node.target, torch._ops.OpOverload)
             else torch.typename(node.target) + getattr(node.target, "__name__", str(node.target))
         )
-        lines.append(
-            f"{index[node]} {node.op} {target if node.op != 'placeholder' else ''} "
-            f"{args if node.op != 'placeholder' else ''}"
-        )
+        call = f"{target} {args}" if node.op != "placeholder" else ""
+        lines.append(f"{index[node]} {node.op} {call}")
     for value, node in zip(inputs, (n for n in region.inputs if n.op != "get_attr")):
         grad = isinstance(value, torch.Tensor) and value.requires_grad
         lines.append(f"{internals.describe(value)} {grad} {axis.marks.get(node) if axis else None}")
-    outputs = [fake_of(n) for n in region.outputs]
-    lines.append(f"{[v.requires_grad if isinstance(v, torch.Tensor) else None for v in outputs]}")
+    lines.append(str(list(map(wants_gradient, region.outputs))))
     return "\n".join(lines)

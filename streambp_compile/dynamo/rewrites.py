@@ -6,15 +6,15 @@ Gradients of what is written here come from autograd, as those of the user's own
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from .. import internals
-from ..passes.ir import is_equal
+from ..passes.ir import arguments, is_equal
+from ..passes.rules.forward import Part, part_of, slice_of
+from .aten import inserted
 from .token_axes import fake_of
 
 MOST_TAPS = 16
@@ -24,9 +24,7 @@ def look_back(module: GraphModule) -> GraphModule:
     """Write convolutions along the tokens that keep their number (short causal filters) as sums of shifted
     rows, one for each tap."""
     for node in list(module.graph.nodes):
-        found = (
-            taps(node) if node.target is torch.conv1d and isinstance(fake_of(node), torch.Tensor) else None
-        )
+        found = taps(node) if part_of(node) is Part.CONVOLUTION else None
         if found is None:
             continue
         ends, args = found
@@ -46,11 +44,10 @@ def taps(node: Node) -> tuple[list[Node], tuple] | None:
 
     It pads in front as much as is cut off behind: by itself, by ``F.pad``, or with a slice after it.
     """
-    given = named(node, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = arguments(node)
     source, weight = given["input"], fake_of(given["weight"])
     stride, padding, dilation, groups = (
-        single(given.get(name, default))
-        for name, default in (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
+        single(given[name]) for name in ("stride", "padding", "dilation", "groups")
     )
     count, channels = weight.shape[-1], fake_of(source).shape[-2]
     if (
@@ -61,14 +58,14 @@ def taps(node: Node) -> tuple[list[Node], tuple] | None:
     ):
         return None
     before = {"valid": 0, "same": dilation * (count - 1) // 2}.get(padding, padding)
-    pad = named(source, "input", "pad", "mode", "value") if source.target in internals.PADDINGS else {}
+    pad = arguments(source) if part_of(source) is Part.PAD else {}
     if (
         pad.get("mode", "constant") == "constant"
         and not pad.get("value")
         and len(pad.get("pad", ())) == 2
         and isinstance(pad["pad"][0], int)
     ):
-        source, before = pad["input"], before + pad["pad"][0]
+        source, before = pad["self"], before + pad["pad"][0]
     rows, shifts = fake_of(source).shape[-1], tuple(before - k * dilation for k in range(count))
     if not rows > max(map(abs, shifts)):  # of a length that may change, Dynamo then guards on it
         return None
@@ -100,37 +97,11 @@ def sum_of_taps(
     return (total if bias is None else total + bias[:, None]).to(dtype)
 
 
-def named(node: Node, *names: str) -> dict[str, object]:
-    """Arguments of a call by the names of its parameters."""
-    return {**dict(zip(names, node.args)), **node.kwargs}
-
-
 def single(value: object) -> object:
     return value[0] if isinstance(value, (tuple, list)) and len(value) == 1 else value
 
 
 def is_prefix(node: Node) -> bool:
     """``x[..., :n]`` of ``[B, C, T]``."""
-    index = node.args[1] if node.target is operator.getitem else ()
-    if not isinstance(index, tuple) or len(index) not in (2, 3) or not isinstance(index[-1], slice):
-        return False
-    *others, last = index
-    everything = (
-        others == [Ellipsis] or len(index) == 3 and all(i is Ellipsis or i == slice(None) for i in others)
-    )
-    return everything and last.start in (None, 0) and last.step in (None, 1)
-
-
-def inserted(like: Node, target: Callable | str, args: tuple, kwargs: dict | None = None) -> Node:
-    """A node in the place of another, with the fake value that Dynamo would have given it. A target by name
-    is a method."""
-    new = (like.graph.call_method if isinstance(target, str) else like.graph.call_function)(
-        target, args, kwargs or {}
-    )
-    new.meta = {k: v for k, v in like.meta.items() if k != "example_value"}
-    fakes = torch.fx.node.map_arg((args, kwargs or {}), fake_of)
-    with internals.faked(fake_of(like)):
-        new.meta["example_value"] = (getattr(torch.Tensor, target) if isinstance(target, str) else target)(
-            *fakes[0], **fakes[1]
-        )
-    return new
+    part = slice_of(node, 3)
+    return part is not None and not part.lost and part.dim == 2 and part.start == 0

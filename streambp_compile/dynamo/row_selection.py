@@ -8,43 +8,42 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from ..lazy.expressions import POINTWISE
-from ..passes.ir import is_equal
-from ..passes.split import mutated, name_of
+from ..passes.ir import arguments, is_equal
+from ..passes.rules.forward import Part, is_pointwise, mutated, part_of, slice_of
+from .aten import inserted
 from .regions import is_switch
-from .rewrites import inserted, named
 from .token_axes import fake_of
-
-HEADS = ("linear", "matmul", "__matmul__", "mm")
-MERGING = ("view", "reshape", "flatten")
-POINTWISE_NAMES = frozenset(POINTWISE.split()) | {name.strip("_") for name in POINTWISE.split()}
 
 
 def select_rows_first(module: GraphModule) -> GraphModule:
     """Read some rows of what a head makes, by index, from as many hidden states: ``head(x)[i]`` as
     ``head(x[i])``.
 
-    The rows that nobody reads are then never made, and those that are have tokens of their own along which
-    they stream.
+    The rows that nobody reads are then never computed, and those that are have tokens of their own along
+    which they stream.
     """
     for node in list(module.graph.nodes):
-        made = way_to_head(node) if picks_rows(node) else []
-        if not made or fake_of(made[-1]).numel() > fake_of(made[0]).numel() or not may_move(made[0], node):
+        chain = way_to_head(node) if picks_rows(node) else []
+        if (
+            not chain
+            or fake_of(chain[-1]).numel() > fake_of(chain[0]).numel()
+            or not may_move(chain[0], node)
+        ):
             continue
         with module.graph.inserting_before(node):
-            node.replace_all_uses_with(written_after(made))
-        for old in reversed(made):
+            node.replace_all_uses_with(selected_first(chain))
+        for old in reversed(chain):
             module.graph.erase_node(old)
     return module
 
 
-def written_after(made: Sequence[Node]) -> Node:
+def selected_first(chain: Sequence[Node]) -> Node:
     """The same value with its rows read first: of the hidden states the rows, then the head, then what is
     done to each row."""
-    head, *between, picked = made
+    head, *between, picked = chain
     x, moves = head.args[0], [n for n in between if moves_rows(n)]
     for step in moves:
-        merges = name_of(step) in MERGING
+        merges = part_of(step) is Part.MERGE
         x = (
             inserted(step, torch.flatten, (x, 0, -2))
             if merges
@@ -53,7 +52,7 @@ def written_after(made: Sequence[Node]) -> Node:
     value = inserted(picked, picked.target, (x, *picked.args[1:]), picked.kwargs)
     for step in (head, *(n for n in between if n not in moves)):
         args, kwargs = torch.fx.node.map_arg(
-            (step.args, step.kwargs), lambda a: value if a in (*made, head.args[0]) else a
+            (step.args, step.kwargs), lambda a: value if a in (*chain, head.args[0]) else a
         )
         value = inserted(step, step.target, args, kwargs)
     return value
@@ -72,22 +71,14 @@ def picks_rows(node: Node) -> bool:
     """``x[i]``, ``x[i, j]`` of whole numbers, or ``index_select``, that leave the last dimension as it is."""
     if not isinstance(fake_of(node), torch.Tensor) or not node.args or not isinstance(node.args[0], Node):
         return False
-    rank = fake_of(node.args[0]).dim() if isinstance(fake_of(node.args[0]), torch.Tensor) else 0
-    if name_of(node) == "index_select":
-        dim = named(node, "input", "dim", "index")["dim"]
-        return isinstance(dim, int) and dim % rank < rank - 1
-    index = indices(node)
-    tensors = [i for i in index if isinstance(i, Node) and isinstance(fake_of(i), torch.Tensor)]
-    plain = all(
-        i == slice(None) or i in tensors and fake_of(i).dtype in (torch.int64, torch.int32) for i in index
-    )
-    return bool(tensors) and plain and len(index) < rank
-
-
-def indices(node: Node) -> tuple:
-    if name_of(node) != "getitem":
-        return ()
-    return node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if part_of(node) is not Part.INDEX:
+        return False
+    rank, given = fake_of(node.args[0]).dim(), arguments(node)
+    if "dim" in given:
+        return isinstance(given["dim"], int) and given["dim"] % rank < rank - 1
+    chosen = [i for i in given["indices"] if i is not None]
+    numbers = all(fake_of(i).dtype in (torch.int64, torch.int32) for i in chosen)
+    return numbers and len(given["indices"]) < rank
 
 
 def way_to_head(node: Node) -> list[Node]:
@@ -103,7 +94,7 @@ def way_to_head(node: Node) -> list[Node]:
         ):
             return []
         way.insert(0, before)
-        if name_of(before) in HEADS and len(before.args) > 1:
+        if part_of(before) is Part.HEAD and len(before.args) > 1:
             x, weight = before.args[:2]
             is_head = isinstance(x, Node) and isinstance(weight, Node) and fake_of(weight).dim() == 2
             return way if is_head and fake_of(x).shape[-1] < fake_of(before).shape[-1] else []
@@ -114,15 +105,15 @@ def moves_rows(node: Node) -> bool:
     fake, x = fake_of(node), fake_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     if not isinstance(x, torch.Tensor) or not is_equal(fake.shape[-1], x.shape[-1]):
         return False
-    if name_of(node) in MERGING:
+    if part_of(node) is Part.MERGE:
         return fake.dim() == 2
-    index = indices(node)
-    return bool(index) and len(index) < x.dim() and all(isinstance(i, (slice, int)) for i in index)
+    part = slice_of(node, x.dim())
+    return part is not None and part.dim < x.dim() - 1
 
 
 def row_by_row(node: Node) -> Node | None:
     """The one operand of a pointwise op that has rows."""
-    if name_of(node) not in POINTWISE_NAMES:
+    if not is_pointwise(node):
         return None
     shape = fake_of(node).shape
     tensors = [a for a in node.all_input_nodes if isinstance(fake_of(a), torch.Tensor)]

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ..passes.ir import hint, is_equal
-from ..passes.split import name_of
+from ..passes.ir import arguments, hint, is_equal
+from ..passes.rules.forward import cuts_into_pieces, slice_of
 from .token_axes import fake_of
 
-CUTTERS = ("chunk", "split", "tensor_split", "split_with_sizes")
 Cuts = (
     tuple[int, ...] | int
     # where pieces of a dimension end (the last one where it does), or how many of them ``chunk`` makes of any
@@ -49,13 +48,9 @@ def tilings(graph: Graph) -> list[Tiling]:
     found = []
     slices: dict[tuple[Node, int], dict[int, tuple[int | None, Node]]] = {}
     for node in graph.nodes:
-        if (
-            name_of(node) in CUTTERS
-            and isinstance(fake_of(node), (tuple, list))
-            and isinstance(node.args[0], Node)
-        ):
+        if cuts_into_pieces(node):
             found.append(cut_at_once(node))
-        part = slice_of(node)
+        part = bounds_of_slice(node)
         if part is not None:
             dim, start, stop = part
             slices.setdefault((node.args[0], dim), {}).setdefault(start, (stop, node))
@@ -80,7 +75,10 @@ def cut_at_once(node: Node) -> Tiling | None:
     """``x.chunk(n, dim)`` and its like, if all pieces are read."""
     pieces = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     fakes, base = fake_of(node), node.args[0]
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % fake_of(base).dim()
+    given = arguments(node)
+    dim = given["dim"] % fake_of(base).dim()
+    if any(f.dim() != fake_of(base).dim() for f in fakes):  # of one row each, whose dimension is lost
+        return None
     sizes = [f.shape[dim] for f in fakes]
     if len(fakes) < 2 or set(pieces) != set(range(len(fakes))) or len(node.users) != len(fakes):
         return None
@@ -90,7 +88,7 @@ def cut_at_once(node: Node) -> Tiling | None:
         return Tiling(base, dim, (*ends, hint(fake_of(base).shape[dim])), ordered)
     return (
         Tiling(base, dim, len(sizes), ordered)
-        if name_of(node) == "chunk" and all(is_equal(s, sizes[0]) for s in sizes[:-1])
+        if "chunks" in given and all(is_equal(s, sizes[0]) for s in sizes[:-1])
         else None
     )
 
@@ -103,23 +101,17 @@ def bounds(cuts: Cuts, i: int, rows: int) -> tuple[int, int]:
     return cuts[i - 1] if i else 0, rows if i == len(cuts) - 1 else cuts[i]
 
 
-def slice_of(node: Node) -> tuple[int, int, int | None] | None:
+def bounds_of_slice(node: Node) -> tuple[int, int, int | None] | None:
     """(dimension, start, stop) of ``x[:, a:b]`` with plain numbers."""
-    if (
-        node.target is not operator.getitem
-        or not isinstance(node.args[0], Node)
-        or not isinstance(fake_of(node.args[0]), torch.Tensor)
-    ):
+    base = node.args[0] if node.args else None
+    if not isinstance(base, Node) or not isinstance(fake_of(base), torch.Tensor):
         return None
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    if not all(isinstance(i, slice) and i.step in (None, 1) for i in index):
+    part = slice_of(node, fake_of(base).dim())
+    if part is None or part.lost or (part.start == 0 and part.stop is None):
         return None
-    cut = [(d, i) for d, i in enumerate(index) if i != slice(None)]
-    if len(cut) != 1:
-        return None
-    dim, (start, stop) = cut[0][0], (cut[0][1].start or 0, cut[0][1].stop)
+    start, stop = part.start, part.stop
     numbers = type(start) is int and start >= 0 and (stop is None or type(stop) is int and stop > start)
-    return (dim, start, stop) if numbers else None
+    return (part.dim, start, stop) if numbers else None
 
 
 def split_rows(whole: torch.Tensor, mark: tuple[int, int, int]) -> torch.Tensor:

@@ -11,7 +11,6 @@ is done to its part of the result.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -19,46 +18,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import Mark, draws_random, hint, is_tensor, shape_of, tensor_operands
-from ..passes.phases import check_time
-from ..passes.rules import is_product, rule_of
-from ..passes.split import mutated, name_of
+from ..passes.ir import Mark, arguments, draws_random, hint, is_tensor, shape_of, tensor_operands
+from ..passes.pieces import Correspondence
+from ..passes.rules import functional, is_product, rule_of
+from ..passes.rules.forward import NONE, SUM, Part, is_plain_loss, mutated, part_of, with_arguments
 from ..passes.token_propagation import TokenPropagation
+from .aten import inserted, to_aten
 from .capture import Captured
 from .regions import is_switch
-from .rewrites import inserted, named
 from .tiles import Cuts, Tiling, has_rows_of, is_wide, mean_of_piece, rows_of_piece, sum_of_piece, tilings
 from .token_axes import fake_of, storage_of
-
-IN_PLACE = {
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "truediv",
-    "pow",
-    "clamp",
-    "clamp_min",
-    "clamp_max",
-    "masked_fill",
-    "tanh",
-    "sigmoid",
-    "relu",
-    "exp",
-    "neg",
-}
-LOSSES = (
-    "cross_entropy",
-    "nll_loss",
-    "kl_div",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
-JOINING = ("cat", "concat", "concatenate")
 
 
 def merge_unrolled(module: GraphModule) -> GraphModule:
@@ -67,54 +36,33 @@ def merge_unrolled(module: GraphModule) -> GraphModule:
     while True:
         found = [t for t in tilings(module.graph) if t.cuts not in tried]
         if not found:
-            return module
+            return to_aten(module)
         group = [t for t in found if t.cuts == found[0].cuts and has_rows_of(t, found[0])]
         tried.add(found[0].cuts)
-        if any(map(is_wide, group)) and roll(module, group):
+        if any(map(is_wide, group)) and merge(module, group):
             tried.clear()  # pieces of pieces: those may be alike now
 
 
 class Pieces:
-    """What happens to the pieces of some values that are cut alike: nodes that do the same to each are one
-    class."""
+    """What happens to the pieces of some values that are cut alike."""
 
     def __init__(self, graph: Graph, group: Sequence[Tiling]):
         self.graph, self.group, self.count = graph, group, len(group[0].pieces)
-        self.touched: dict[Node, set[int]] = {p: {i} for t in group for i, p in enumerate(t.pieces)}
-        self.tiles = {p: k for k, t in enumerate(group) for p in t.pieces}
-        self.numbers: dict[str, int] = {}
-        self.classes: dict[int, dict[int, Node]] = {}
-        self.class_of: dict[Node, int] = {}
-        for node in graph.nodes:
-            check_time()
-            touched = set().union(*(self.touched.get(a, set()) for a in node.all_input_nodes))
-            if node not in self.tiles and touched and node.op != "output":
-                self.touched[node] = touched
-                if len(touched) == 1 and isinstance(fake_of(node), torch.Tensor):
-                    self.classify(node, next(iter(touched)))
-        self.complete = [key for key, members in self.classes.items() if len(members) == self.count]
+        self.tiles = {p: (k, i) for k, t in enumerate(group) for i, p in enumerate(t.pieces)}
+        nodes = [n for n in graph.nodes if n.op != "output"]
+        found = Correspondence(nodes, self.tiles, lambda n: n.all_input_nodes, self.text)
+        self.touched, self.class_of, self.classes = found.touched, found.class_of, found.classes
+        self.complete = found.complete
 
-    def classify(self, node: Node, piece: int) -> None:
-        known = all(a in self.tiles or a in self.class_of for a in node.all_input_nodes if a in self.touched)
-        if not known or isinstance(
-            node.target, internals.HigherOrderOperator
-        ):  # a hook or a function with a backward of its own
-            return
-        args, kwargs = map_arg((node.args, node.kwargs), self.said)
-        text = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
-        # A number: texts within texts would double with each layer.
-        key = self.numbers.setdefault(text, len(self.numbers))
-        self.class_of[node] = key
-        self.classes.setdefault(key, {}).setdefault(piece, node)
-
-    def said(self, node: Node) -> str:
-        return (
-            f"%{self.tiles[node]}"
-            if node in self.tiles
-            else f"<{self.class_of[node]}>"
-            if node in self.class_of
-            else f"@{node.name}"
-        )
+    @staticmethod
+    def text(node: Node, found: Correspondence[Node]) -> str | None:
+        """What a node does; None of a hook, a function with a backward of its own, and what is no tensor."""
+        if isinstance(node.target, internals.HigherOrderOperator) or not isinstance(
+            fake_of(node), torch.Tensor
+        ):
+            return None
+        args, kwargs = map_arg((node.args, node.kwargs), lambda a: found.name(a) or f"@{a.name}")
+        return f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
 
     def externals(self) -> list[Node]:
         """What a piece reads besides its tiles."""
@@ -131,7 +79,7 @@ class Pieces:
         return any(mutated(n) in kept for n in self.graph.nodes)
 
 
-def roll(module: GraphModule, group: Sequence[Tiling]) -> bool:
+def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:
     """Do once what is done to all pieces of a group alike, if anything is."""
     spell_out(module.graph, group)
     pieces = Pieces(module.graph, group)
@@ -160,7 +108,7 @@ def roll(module: GraphModule, group: Sequence[Tiling]) -> bool:
             cut_from(reader, node, part)
     for node in sorted(inside, reverse=True):
         module.graph.erase_node(node)
-    for node in [n for n in module.graph.nodes if name_of(n) in JOINING]:
+    for node in [n for n in module.graph.nodes if part_of(n) is Part.JOIN]:
         join(node, len(group[0].pieces))
     for node in (p for t in group for p in t.pieces):
         cutter = node.args[0]
@@ -179,19 +127,21 @@ def between(first: Node, last: Node) -> Iterator[Node]:
 def cut_from(reader: Node, node: Node, part: tuple) -> None:
     """Give the reader of a piece that part of the whole; one that adds it all up, the sum of those rows."""
     with reader.graph.inserting_before(reader):
-        if name_of(reader) in ("sum", "mean") and len(reader.args) == 1 and not reader.kwargs:
-            reader.replace_all_uses_with(
-                inserted(reader, sum_of_piece if name_of(reader) == "sum" else mean_of_piece, part)
-            )
+        reduced = REDUCED.get(part_of(reader)) if len(reader.args) == 1 and not reader.kwargs else None
+        if reduced is not None:
+            reader.replace_all_uses_with(inserted(reader, reduced, part, as_written=True))
             reader.graph.erase_node(reader)
         else:
-            reader.replace_input_with(node, inserted(node, rows_of_piece, part))
+            reader.replace_input_with(node, inserted(node, rows_of_piece, part, as_written=True))
+
+
+REDUCED = {Part.TOTAL: sum_of_piece, Part.MEAN: mean_of_piece}
 
 
 def join(node: Node, count: int) -> None:
     """Pieces that are put together again, in their order, are the whole."""
     joined = node.args[0] if node.args and isinstance(node.args[0], (tuple, list)) else ()
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim = arguments(node).get("dim", 0)
     if len(joined) != count or any(n.target is not rows_of_piece for n in joined):
         return
     whole, (at, outer, inner), cuts, _ = joined[0].args
@@ -214,8 +164,13 @@ def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
         if touched.isdisjoint(node.all_input_nodes):
             continue
         with graph.inserting_before(node):
-            reduced = node.op == "call_function" and name_of(node) in LOSSES and is_reduced(node)
-            new = parted(node) if reduced else out_of_place(node) if mutated(node) in touched else None
+            new = (
+                by_rows(node)
+                if is_plain_loss(node)
+                else out_of_place(node)
+                if mutated(node) in touched
+                else None
+            )
         touched.add(node if new is None else new)
         if new is not None:
             node.replace_all_uses_with(new)
@@ -225,17 +180,15 @@ def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
 def out_of_place(node: Node) -> Node | None:
     """The value that a node writes over another, if nobody sees the difference; later readers of the other
     are given it."""
-    target, name = mutated(node), name_of(node)
-    by_operator = node.target is getattr(operator, name, None)
-    name = name[1:] if by_operator else name[:-1]
-    if name not in IN_PLACE or not by_operator and node.op != "call_method":
+    target, plain = mutated(node), functional(node.target)
+    if plain is None:
         return None
     if any(
         n < node and n is not target and storage_of(n) is not None and storage_of(n) == storage_of(target)
         for n in node.graph.nodes
     ):
         return None
-    new = inserted(node, getattr(operator, name) if by_operator else name, node.args, node.kwargs)
+    new = inserted(node, plain, node.args, node.kwargs)
     if (fake_of(new).shape, fake_of(new).dtype) != (fake_of(target).shape, fake_of(target).dtype):
         node.graph.erase_node(new)
         return None
@@ -244,23 +197,17 @@ def out_of_place(node: Node) -> Node | None:
     return new
 
 
-def is_reduced(node: Node) -> bool:
-    plain = len(node.args) < 3 and all(
-        node.kwargs.get(name) is None for name in ("weight", "pos_weight", "size_average", "reduce")
-    )
-    return plain and node.kwargs.get("reduction", "mean") in ("sum", "mean")
-
-
-def parted(node: Node) -> Node:
+def by_rows(node: Node) -> Node:
     """The loss as a sum (or mean) of rows."""
-    rows = inserted(node, node.target, node.args, {**node.kwargs, "reduction": "none"})
-    if node.kwargs.get("reduction", "mean") == "sum":
-        return inserted(node, "sum", (rows,))
-    target = named(node, "input", "target")["target"]
-    if name_of(node) not in ("cross_entropy", "nll_loss") or fake_of(target).dtype.is_floating_point:
-        return inserted(node, "mean", (rows,))
-    counted = inserted(target, torch.ne, (target, node.kwargs.get("ignore_index", -100)))
-    return inserted(node, torch.div, (inserted(node, "sum", (rows,)), inserted(counted, "sum", (counted,))))
+    given = arguments(node)
+    rows = inserted(node, node.target, *with_arguments(node, reduction=NONE))
+    if given["reduction"] == SUM:
+        return inserted(node, torch.sum, (rows,))
+    if "ignore_index" not in given or fake_of(given["target"]).dtype.is_floating_point:
+        return inserted(node, torch.mean, (rows,))
+    counted = inserted(given["target"], torch.ne, (given["target"], given["ignore_index"]))
+    total, count = inserted(node, torch.sum, (rows,)), inserted(counted, torch.sum, (counted,))
+    return inserted(node, torch.div, (total, count))
 
 
 def row_by_row(pieces: Pieces) -> dict[int, Mark]:
@@ -271,59 +218,59 @@ def row_by_row(pieces: Pieces) -> dict[int, Mark]:
     Told from the first piece's own graph, and from the graph of the whole: that must be the same, node by
     node, but for the number of rows.
     """
-    nodes = [pieces.classes[key][0] for key in pieces.complete]
-    tiles, bases, others = (
-        [t.pieces[0] for t in pieces.group],
-        [t.base for t in pieces.group],
-        pieces.externals(),
-    )
-    module, copies = alone(nodes, [*tiles, *others])
+    nodes, others = [pieces.classes[key][0] for key in pieces.complete], pieces.externals()
+    module, copies = subgraph(nodes, [*(t.pieces[0] for t in pieces.group), *others])
     try:
         piece, whole = (
-            Captured(module, [*map(laid_out_anew, given), *map(fake_of, others)]) for given in (tiles, bases)
+            Captured(module, [*map(contiguous, given), *map(fake_of, others)])
+            for given in ([t.pieces[0] for t in pieces.group], [t.base for t in pieces.group])
         )
     except Exception:  # shapes of its own, written as numbers: a piece is all there is
         return {}
     graph, values = piece.module.graph, piece.values_in(piece.module)
-    seeds = dict(zip(graph.find_nodes(op="placeholder"), pieces.group))
-    propagation = TokenPropagation(graph, {n: (Mark(t.dim),) for n, t in seeds.items()})
-    many = hint(fake_of(bases[0]).shape[pieces.group[0].dim])
-    fine, twins = {n.name: False for n in graph.nodes}, {}
-    for a, b in zip(graph.nodes, whole.module.graph.nodes):
-        twins[a] = b
-        given = a in seeds or a.op == "placeholder" and not propagation.of(a)
-        fine[a.name] = (
-            given
-            or all(fine[n.name] for n in a.all_input_nodes)
-            and a.op == b.op == "call_function"
-            and (is_same(a, b, twins, propagation, many) and keeps_rows(a, propagation))
-        )
+    cut = dict(zip(graph.find_nodes(op="placeholder"), pieces.group))
+    propagation = TokenPropagation(graph, {n: (Mark(t.dim),) for n, t in cut.items()})
+    alike = alike_by_rows(graph, whole.module.graph, propagation, cut)
+    products = {n.name for n in graph.nodes if is_product(n) or n in propagation.missing}
     found: dict[int, Mark] = {}
-    heavy = {n.name for n in graph.nodes if is_product(n) or n in propagation.missing}
     merges = False
     for key, node in zip(pieces.complete, nodes):
-        names = piece.names[copies[node]] & fine.keys()
+        names = {n.name for n in graph.nodes if n.name in piece.names[copies[node]]}
         marks = list(propagation.of(values[copies[node]]).values()) if copies[node] in values else []
-        if (
-            len(marks) == 1
-            and all(fine[name] for name in names)
-            and all(pieces.class_of[a] in found for a in node.all_input_nodes if a in pieces.class_of)
-        ):
+        operands = [pieces.class_of[a] for a in node.all_input_nodes if a in pieces.class_of]
+        if len(marks) == 1 and names <= alike and all(a in found for a in operands):
             found[key] = marks[0]
-            merges |= not heavy.isdisjoint(names)
-        elif not heavy.isdisjoint(names):
+            merges |= not products.isdisjoint(names)
+        elif not products.isdisjoint(names):
             return {}
     return found if merges else {}
 
 
-def laid_out_anew(node: Node) -> torch.Tensor:
+def alike_by_rows(
+    piece: Graph, whole: Graph, propagation: TokenPropagation, cut: Mapping[Node, Tiling]
+) -> set[str]:
+    """Names of nodes of a piece's graph that do the same in the graph of the whole, to each row by itself."""
+    first = next(iter(cut.values()))
+    rows = hint(fake_of(first.base).shape[first.dim])
+    alike: set[str] = set()
+    counterpart: dict[Node, Node] = {}
+    for a, b in zip(piece.nodes, whole.nodes):
+        counterpart[a] = b
+        given = a in cut or a.op == "placeholder" and not propagation.of(a)
+        called = a.op == b.op == "call_function" and all(n.name in alike for n in a.all_input_nodes)
+        if given or called and is_same(a, b, counterpart, propagation, rows) and keeps_rows(a, propagation):
+            alike.add(a.name)
+    return alike
+
+
+def contiguous(node: Node) -> torch.Tensor:
     """A piece has the strides of what it was cut from, and would be copied where the whole is not."""
     fake = fake_of(node)
     with fake.fake_mode:
         return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
 
 
-def alone(nodes: Sequence[Node], inputs: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
+def subgraph(nodes: Sequence[Node], inputs: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
     """Some nodes as a graph of their own, and their copies in it."""
     graph = Graph()
     copies = {n: graph.placeholder(f"in_{i}") for i, n in enumerate(inputs)}
@@ -333,7 +280,9 @@ def alone(nodes: Sequence[Node], inputs: Sequence[Node]) -> tuple[GraphModule, d
     return GraphModule(nodes[0].graph.owning_module, graph), copies
 
 
-def is_same(a: Node, b: Node, twins: Mapping[Node, Node], propagation: TokenPropagation, many: int) -> bool:
+def is_same(
+    a: Node, b: Node, counterpart: Mapping[Node, Node], propagation: TokenPropagation, rows: int
+) -> bool:
     """Are two nodes alike but for the rows of their shapes?"""
     signature = propagation.signatures.get(a)
     if a.target != b.target or signature is None or not is_tensor(a):
@@ -343,11 +292,11 @@ def is_same(a: Node, b: Node, twins: Mapping[Node, Node], propagation: TokenProp
         [len(x) if i == shape_arg else x for i, x in enumerate(a.args)],
         [len(x) if i == shape_arg else x for i, x in enumerate(b.args)],
     )
-    if map_arg((shapes[0], a.kwargs), twins.get) != (shapes[1], b.kwargs):
+    if map_arg((shapes[0], a.kwargs), counterpart.get) != (shapes[1], b.kwargs):
         return False
     marks = propagation.of(a)
     wanted = [
-        marks[d].outer * many * marks[d].inner if d in marks else size for d, size in enumerate(shape_of(a))
+        marks[d].outer * rows * marks[d].inner if d in marks else size for d, size in enumerate(shape_of(a))
     ]
     return list(shape_of(b)) == wanted
 

@@ -11,6 +11,7 @@ compiled like any function: its logits then exist a chunk of tokens at a time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 from ..config import Config
+from ..dynamo.aten import drop_expansions
 from ..passes.ir import Refusal, bytes_of
 from ..passes.phases import summary
+from ..passes.rules.forward import TO_THE_END, may_be_deferred, takes_lengths
 from ..report import warn_refused
 from .fingerprints import Contents
 
@@ -30,46 +33,6 @@ from .fingerprints import Contents
 # it next
 NARROW = 8
 FAKES = internals.FakeTensorMode()
-
-POINTWISE = """
-    add sub rsub subtract mul multiply div divide true_divide neg negative exp expm1 log log2 log1p pow
-    square sqrt rsqrt abs sigmoid tanh clamp clamp_min clamp_max minimum maximum where masked_fill eq ne
-    gt ge lt le isnan isinf isfinite logical_not logical_and logical_or softplus logsigmoid nan_to_num
-    xlogy logaddexp reciprocal relu sign __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
-    __rtruediv__ __div__ __rdiv__ __neg__ __pow__ __rpow__ __eq__ __ne__ __gt__ __ge__ __lt__ __le__ float
-    double half bfloat16 to type type_as detach clone contiguous
-"""
-VIEWS = """
-    view reshape flatten unflatten view_as reshape_as transpose swapaxes permute movedim unsqueeze squeeze
-    expand expand_as __getitem__ select narrow split chunk tensor_split unbind stack cat concat
-    concatenate
-"""
-VOCABULARY = """
-    log_softmax softmax gather take_along_dim logsumexp argmax argmin max min amax amin sum mean var std
-    topk index_select cross_entropy nll_loss kl_div norm
-"""
-RECORDED = frozenset(f"{POINTWISE} {VIEWS} {VOCABULARY}".split())
-SIZED = {
-    "view",
-    "reshape",
-    "split",
-    "narrow",
-    "unflatten",
-    "expand",
-}  # their whole numbers are lengths, free to change from step to step
-OPERATORS = {
-    f"__{n}__": getattr(operator, n)
-    for n in ("add", "sub", "mul", "truediv", "neg", "pow", "eq", "ne", "gt", "ge", "lt", "le", "getitem")
-}
-OPERATORS["__div__"] = operator.truediv
-REVERSED = {
-    "__radd__": operator.add,
-    "__rsub__": operator.sub,
-    "__rmul__": operator.mul,
-    "__rtruediv__": operator.truediv,
-    "__rdiv__": operator.truediv,
-    "__rpow__": operator.pow,
-}
 
 
 @dataclass(frozen=True)
@@ -180,63 +143,138 @@ class Source(Expression):
 
 @dataclass(eq=False)
 class Op(Expression):
-    """One operation, as it was written."""
+    """One ATen operator, above autograd, or an item of several results."""
 
-    function: Callable
+    target: Callable
     args: tuple
     kwargs: dict
     modes: Modes
 
-    @property
-    def name(self) -> str:
-        return self.function.__name__
-
     def parts(self) -> Sequence[object]:
         found: list[object] = []
-        mapped((self.args, self.kwargs), lambda leaf, free: found.append(leaf))
+        mapped((self.args, self.kwargs), found.append)
         return found
 
     def evaluate(self, known: dict[Expression, object]) -> object:
         args, kwargs = mapped(
-            (self.args, self.kwargs), lambda leaf, free: known[leaf] if isinstance(leaf, Expression) else leaf
+            (self.args, self.kwargs), lambda leaf: known[leaf] if isinstance(leaf, Expression) else leaf
         )
         with self.modes.active():
-            return self.function(*args, **kwargs)
+            return self.target(*args, **kwargs)
 
 
-def mapped(value: object, leaf: Callable[[object, bool], object], free: bool = False) -> object:
-    """Nested arguments with a function applied to every leaf; ``free`` tells it of bounds of slices."""
+def mapped(value: object, leaf: Callable[[object], object]) -> object:
+    """Nested arguments with a function applied to every leaf."""
     if isinstance(value, (tuple, list)):
-        return (
-            type(value)([mapped(v, leaf, free) for v in value])
-            if type(value) is not torch.Size
-            else tuple(value)
-        )
+        made = [mapped(v, leaf) for v in value]
+        return tuple(made) if type(value) is torch.Size else type(value)(made)
     if isinstance(value, dict):
-        return {k: mapped(v, leaf, free) for k, v in value.items()}
+        return {k: mapped(v, leaf) for k, v in value.items()}
     if isinstance(value, slice):
-        return slice(*(mapped(v, leaf, True) for v in (value.start, value.stop, value.step)))
-    return leaf(value, free)
+        return slice(*(mapped(v, leaf) for v in (value.start, value.stop, value.step)))
+    return leaf(value)
 
 
-def recorded(function: Callable, args: tuple, kwargs: dict, device: torch.device) -> Op | None:
-    """An operation on expressions as an expression, or None if it is not one that is recorded, or fails."""
-    if getattr(function, "__name__", "") not in RECORDED or kwargs.get("out") is not None:
+CALLS: dict[
+    tuple, tuple[GraphModule, type] | None
+] = {}  # what calls are in ATen operators, by function, arguments and modes
+# methods that Python's operators call
+DUNDERS = {"__iter__", "__getitem__"} | {f"__{n}__" for n in vars(operator) if not n.startswith("_")}
+
+
+@functools.cache
+def functions() -> frozenset[Callable]:
+    """torch's functions of tensors, without those that are about the tensor as an object (copies, hooks,
+    attributes)."""
+    known = torch.overrides.get_overridable_functions().values()
+    return frozenset(f for group in known for f in group if has_plain_name(getattr(f, "__name__", "")))
+
+
+def has_plain_name(name: str) -> bool:
+    return (
+        not name.startswith("_") or name in DUNDERS or name.startswith("__r") and f"__{name[3:]}" in DUNDERS
+    )
+
+
+def in_operators(
+    function: Callable, args: tuple, kwargs: dict
+) -> tuple[GraphModule, type, list[Expression]] | None:
+    """A call on expressions as ATen operators, what it returns, and the expressions that they read; None
+    where it is not to be deferred."""
+    operands: list[Expression] = []
+
+    def word(leaf: object) -> str:
+        if not isinstance(leaf, Expression):
+            return f"{type(leaf).__name__} {leaf!r}"
+        if leaf not in operands:
+            operands.append(leaf)
+        return f"%{operands.index(leaf)}"
+
+    if function not in functions() or kwargs.get("out") is not None:
         return None
-    fakes = mapped((args, kwargs), lambda leaf, free: leaf.fake if isinstance(leaf, Expression) else leaf)
+    words = str(mapped((args, kwargs), word))
+    fakes = [e.fake for e in operands]
+    key = (function, words, *map(internals.describe, fakes), internals.modes_text())
+    if key not in CALLS:
+        CALLS[key] = operators_of(function, args, kwargs, operands)
+    return None if CALLS[key] is None else (*CALLS[key], operands)
+
+
+def operators_of(
+    function: Callable, args: tuple, kwargs: dict, operands: Sequence[Expression]
+) -> tuple[GraphModule, type] | None:
+    kinds: list[type] = []
+
+    def call(*values):
+        given = dict(zip(operands, values))
+        plain = mapped((args, kwargs), lambda leaf: given[leaf] if isinstance(leaf, Expression) else leaf)
+        result = function(*plain[0], **plain[1])
+        kinds.append(type(result))
+        return result
+
     try:
         with FAKES:
-            fake = function(*fakes[0], **fakes[1])
+            module = internals.before_autograd(call, [e.fake for e in operands])
     except Exception:  # eager says why, when the operation is done on the values
         return None
-    tensors = fake if isinstance(fake, (tuple, list)) else (fake,)
-    if not all(isinstance(t, torch.Tensor) for t in tensors):
+    drop_expansions(module.graph)
+    nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
+    fit = all(n.op == "get_attr" or n.target is operator.getitem or may_be_deferred(n) for n in nodes)
+    return (module, kinds[-1]) if fit else None
+
+
+def recorded(function: Callable, args: tuple, kwargs: dict, device: torch.device) -> object:
+    """The results of a function of expressions as expressions, in the structure that it returns; None if it
+    is not to be deferred, or fails."""
+    found = in_operators(function, args, kwargs)
+    if found is None:
         return None
-    return Op(fake, function, args, kwargs, Modes.now(device))
+    module, kind, operands = found
+    modes, values = Modes.now(device), dict(zip(module.graph.find_nodes(op="placeholder"), operands))
+    try:
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                values[node] = Given.of(getattr(module, node.target))
+            elif node.op == "call_function":
+                given = torch.fx.node.map_arg((node.args, node.kwargs), values.get)
+                values[node] = operation(node.target, *given, modes)
+    except Exception:
+        return None
+    result = torch.fx.node.map_arg(next(iter(module.graph.find_nodes(op="output"))).args[0], values.get)
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    tensors = all(isinstance(r, Expression) and isinstance(r.fake, torch.Tensor) for r in results)
+    if not results or not tensors:
+        return None
+    return result if isinstance(result, Expression) else kind(results)
 
 
-def item(op: Op, index: int) -> Op:
-    return Op(op.fake[index], operator.getitem, (op, index), {}, op.modes)
+def operation(target: Callable, args: tuple, kwargs: dict, modes: Modes) -> Op:
+    """An operator on expressions, with its fake value; an operand itself where the operator returns that."""
+    fakes = mapped((args, kwargs), lambda leaf: leaf.fake if isinstance(leaf, Expression) else leaf)
+    with FAKES, modes.active():
+        fake = target(*fakes[0], **fakes[1])
+    same = next((a for a in args if isinstance(a, Expression) and a.fake is fake), None)
+    return Op(fake, target, args, kwargs, modes) if same is None else same
 
 
 def ordered(results: Sequence[Expression]) -> list[Expression]:
@@ -332,22 +370,15 @@ class Written:
             self.inputs += node.inputs
             return f"source {node.region.serial} {node.modes}"
 
-        def word(leaf: object, free: bool) -> str:
+        def word(leaf: object) -> str:
             if isinstance(leaf, Expression):
                 return f"%{self.index[leaf]}"
-            if self.is_input(node, leaf, free):
-                self.inputs.append(leaf)
+            if isinstance(leaf, Number):
+                self.inputs.append(leaf.value)
                 return "?"
             return repr(leaf)
 
-        return (
-            f"{torch.typename(node.function)} {node.name} {mapped((node.args, node.kwargs), word)} "
-            f"{node.modes}"
-        )
-
-    @staticmethod
-    def is_input(node: Op, leaf: object, free: bool) -> bool:
-        return type(leaf) is float or type(leaf) is int and (free or node.name in SIZED)
+        return f"{node.target} {mapped(numbered(node), word)} {node.modes}"
 
     def module(self) -> GraphModule:
         graph, attributes, values = Graph(), torch.nn.Module(), {}
@@ -359,11 +390,11 @@ class Written:
                 continue
             if (switch and switch[0]) != node.modes.autocast:
                 if switch:
-                    graph.call_function(torch.amp.autocast_mode._exit_autocast, (switch[1],))
+                    graph.call_function(internals.exit_autocast, (switch[1],))
                 switch = node.modes.autocast and (
                     node.modes.autocast,
                     graph.call_function(
-                        torch.amp.autocast_mode._enter_autocast,
+                        internals.enter_autocast,
                         (node.modes.device, node.modes.autocast, True, True),
                     ),
                 )
@@ -373,7 +404,7 @@ class Written:
                 else self.op(node, graph, inputs, values)
             )
         if switch:
-            graph.call_function(torch.amp.autocast_mode._exit_autocast, (switch[1],))
+            graph.call_function(internals.exit_autocast, (switch[1],))
         graph.output(tuple(values[r] for r in self.results))
         return GraphModule(attributes, graph)
 
@@ -393,21 +424,43 @@ class Written:
                 values[n] = graph.node_copy(n, lambda a: values[a])
 
     def op(self, node: Op, graph: Graph, inputs: Iterator[Node], values: dict[Expression, Node]) -> Node:
-        def operand(leaf: object, free: bool) -> object:
+        def operand(leaf: object) -> object:
             if isinstance(leaf, Expression):
                 return values[leaf]
-            return next(inputs) if self.is_input(node, leaf, free) else leaf
+            return next(inputs) if isinstance(leaf, Number) else leaf
 
-        args, kwargs = mapped((node.args, node.kwargs), operand)
-        if node.name in OPERATORS:
-            made = graph.call_function(OPERATORS[node.name], args, kwargs)
-        elif node.name in REVERSED:
-            made = graph.call_function(REVERSED[node.name], args[::-1], kwargs)
-        elif getattr(torch.Tensor, node.name, None) is node.function:
-            made = graph.call_method(node.name, args, kwargs)
-        else:
-            made = graph.call_function(node.function, args, kwargs)
+        made = graph.call_function(node.target, *mapped(numbered(node), operand))
         tensor = isinstance(
             node.fake, torch.Tensor
         )  # of several results, each is taken by an operation of its own
-        return graph.call_method("detach", (made,)) if tensor and not node.modes.grad else made
+        return graph.call_function(torch.Tensor.detach, (made,)) if tensor and not node.modes.grad else made
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that may change from step to step, an input of the compiled expression: a length, a bound of
+    rows, a temperature."""
+
+    value: float
+
+
+FIXED = (-1, 0, 1, TO_THE_END)  # lengths that mean something of their own: inferred, none, broadcast, all
+
+
+def numbered(node: Op) -> tuple[tuple, dict]:
+    """The arguments of an operation, with its changing numbers marked."""
+    if node.target is operator.getitem:
+        return node.args, node.kwargs
+    names = [a.name for a in node.target._schema.arguments]
+
+    def marked(name: str, value: object) -> object:
+        lengths = takes_lengths(node.target, name)
+
+        def leaf(x: object) -> object:
+            changes = type(x) is float or lengths and type(x) is int and x not in FIXED
+            return Number(x) if changes else x
+
+        return mapped(value, leaf)
+
+    args = tuple(marked(name, value) for name, value in zip(names, node.args))
+    return args, {name: marked(name, value) for name, value in node.kwargs.items()}

@@ -11,205 +11,218 @@ were.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from .expressions import POINTWISE, Expression, Given, Op, mapped, recorded
-
-ALONG = {
-    "log_softmax",
-    "softmax",
-    "gather",
-    "take_along_dim",
-    "logsumexp",
-    "argmax",
-    "argmin",
-    "amax",
-    "amin",
-    "sum",
-    "mean",
-    "unsqueeze",
-    "squeeze",
-    "max",
-    "min",
-    "topk",
-}  # of one row each, if along the last dimension
-ROW_BY_ROW = frozenset(POINTWISE.split()) | ALONG | {"getitem"}
-LOOPS = {"unbind", "__iter__"}
-CUTS = {"split", "chunk", "tensor_split"}
+from ..passes.ir import arguments
+from ..passes.pieces import Correspondence
+from ..passes.rules.forward import Part, cuts_into_pieces, is_along_last, is_pointwise, part_of, slice_of
+from .expressions import Expression, Given, Op, mapped, operation, ordered, recorded
 
 
 class NotPieces(Exception):
     """The expressions are not the same function of consecutive pieces."""
 
 
-def is_piece(op: Op) -> bool:
+def is_piece(op: Expression) -> bool:
     """Is this one row block of several: what a loop over ``x``, ``x.split(n)`` or ``range(len(x))`` sees?"""
-    if op.name in LOOPS | CUTS:
-        return True  # even if it is the only one
-    return op.name == "__getitem__" and type(op.args[1]) is int and op.args[0].fake.shape[0] > 1
+    part = span(op)
+    if part is None or isinstance(op, Op) and op.target is operator.getitem:
+        return part is not None  # even if it is the only one
+    return part.lost and part.base.fake.shape[0] > 1
 
 
-def joined(function: str, parts: Sequence[object], dim: object) -> Op | Expression | None:
-    """``stack`` or ``cat`` of pieces along the first dimension as one expression over the whole; None if they
-    are not that."""
-    if dim != 0 or not parts or not all(isinstance(p, Expression) for p in parts):
+@dataclass(frozen=True)
+class Span:
+    """Rows ``start`` to before ``stop`` of the first dimension of a value; ``lost``: one row, without that
+    dimension."""
+
+    base: Expression
+    start: int
+    stop: int
+    lost: bool
+
+
+def span(part: Expression) -> Span | None:
+    """Of which value this is a piece, and which."""
+    if not isinstance(part, Op) or not part.args or not isinstance(part.args[0], Expression):
         return None
+    over = part.args[0]
+    if part.target is operator.getitem:
+        if not isinstance(over, Op) or not cuts_into_pieces(over) or arguments(over)["dim"] != 0:
+            return None
+        base, key = over.args[0], part.args[1]
+        if part.fake.dim() < base.fake.dim():
+            return Span(base, key, key + 1, True)
+        start = sum(t.shape[0] for t in over.fake[:key])
+        return Span(base, start, start + over.fake[key].shape[0], False)
+    if not isinstance(over.fake, torch.Tensor) or not over.fake.dim():
+        return None
+    found = slice_of(part, over.fake.dim())
+    if found is None or found.dim != 0:
+        return None
+    length = over.fake.shape[0]
+    if found.lost:
+        return Span(over, found.start % length, found.start % length + 1, True)
+    start, stop, _ = slice(found.start, found.stop).indices(length)
+    return Span(over, start, stop, False)
+
+
+def joined(op: Op) -> Expression | None:
+    """``stack`` or ``cat`` of pieces along the first dimension as one expression over the whole; None if it
+    is not that."""
+    kind, given = part_of(op), arguments(op)
+    if kind not in (Part.STACK, Part.JOIN) or given["dim"] != 0:
+        return None
+    parts = op.args[0]
     try:
-        unify = Unify(parts)
-        result = unify.of(parts)
+        found = Whole(parts)
+        whole, lost = found.result(), found.lost
     except NotPieces:
         return None
     shapes = [p.fake.shape for p in parts]
-    stacked = (len(parts), *shapes[0])
-    if unify.stacked and len(set(shapes)) == 1 and result.fake.shape == stacked:
-        return result if function == "stack" else flattened(result)
-    if (
-        not unify.stacked
-        and function != "stack"
-        and result.fake.shape == (sum(s[0] for s in shapes), *shapes[0][1:])
-    ):
-        return result
-    return None
+    if lost and len(set(shapes)) == 1 and whole.fake.shape == (len(parts), *shapes[0]):
+        return whole if kind is Part.STACK else flattened(whole)
+    rows = (sum(s[0] for s in shapes if s), *shapes[0][1:])
+    return whole if not lost and kind is Part.JOIN and whole.fake.shape == rows else None
 
 
-def flattened(result: Expression) -> Op | None:
+def flattened(result: Expression) -> Expression | None:
     return recorded(torch.flatten, (result, 0, 1), {}, result.fake.device) if result.fake.dim() > 1 else None
 
 
-class Unify:
-    """Expressions of all pieces → the expression of the whole.
-
-    stacked  pieces have lost the dimension along which they were cut
-    """
+class Whole:
+    """Expressions of all pieces, in order, as the expression of what was cut."""
 
     def __init__(self, parts: Sequence[Expression]):
-        self.count, self.stacked = len(parts), None
+        self.parts, self.nodes = parts, ordered(parts)
+        spans = {n: s for n in self.nodes if (s := span(n)) is not None}
+        self.bases, self.lost = cut_values(spans, len(parts))
+        starts = {base: sorted({s.start for s in spans.values() if s.base is base}) for base in self.bases}
+        self.pieces = {
+            n: (self.bases.index(s.base), starts[s.base].index(s.start))
+            for n, s in spans.items()
+            if s.base in starts
+        }
+        self.readers: dict[Expression, set[int]] = {}
+        self.own: dict[Expression, str] = {}
+        self.found = Correspondence(self.nodes, self.pieces, operands_of, self.text)
+        self.values: dict[int, Expression] = {}
+        for key in self.found.complete:
+            made = self.lifted([self.found.classes[key][i] for i in range(len(parts))])
+            if made is not None:
+                self.values[key] = made
 
-    def of(self, parts: Sequence[Expression]) -> Expression:
-        first = parts[0]
-        origin = self.origin(parts)
-        if origin is not None:
-            return origin
-        if all(p is first for p in parts) and isinstance(first, Given):
-            return first
-        if all(isinstance(p, Given) for p in parts):
-            return self.given(parts)
-        if not all(
-            isinstance(p, Op) and p.function is first.function and p.modes == first.modes for p in parts
-        ):
-            raise NotPieces
-        if first.name not in ROW_BY_ROW:
-            raise NotPieces
-        args, kwargs = self.arguments([(p.args, p.kwargs) for p in parts])
-        if first.name in ALONG and not along_last(first, self.stacked):
-            raise NotPieces
-        if first.function is operator.getitem:
-            return Op(args[0].fake[args[1]], operator.getitem, args, {}, first.modes)
-        with first.modes.active():
-            made = recorded(
-                first.function,
-                args,
-                kwargs,
-                first.fake.device if isinstance(first.fake, torch.Tensor) else first.fake[0].device,
-            )
-        if made is None:
-            raise NotPieces
-        return made
+    def text(self, op: Op, found: Correspondence[Expression]) -> str:
+        """What an operation does. A tensor from outside that one piece alone reads is named by its place
+        among those of that piece."""
+        if not self.readers:
+            for reader in self.nodes:
+                for operand in operands_of(reader):
+                    self.readers.setdefault(operand, set()).update(found.touched.get(reader, ()))
+        piece = next(iter(found.touched[op]))
 
-    def origin(self, parts: Sequence[Expression]) -> Expression | None:
-        """The value that these are the pieces of, all of them and in order."""
-        spans = [span(p) for p in parts]
-        if any(s is None for s in spans):
+        def word(leaf: object) -> str:
+            if not isinstance(leaf, Expression):
+                return repr(leaf)
+            name = found.name(leaf)
+            if name is None and isinstance(leaf, Given) and self.readers[leaf] == {piece} and found.count > 1:
+                place = sum(self.readers[other] == {piece} for other in self.own)
+                name = self.own.setdefault(leaf, f"?{place}")
+            return name or constant_text(leaf)
+
+        return f"{op.target} {mapped((op.args, op.kwargs), word)} {op.modes}"
+
+    def lifted(self, members: Sequence[Op]) -> Expression | None:
+        """What all pieces go through, as one operation on the whole; None if it is not one of each row by
+        itself."""
+        first = members[0]
+        rank = max((o.fake.dim() for o in operands_of(first) if isinstance(o.fake, torch.Tensor)), default=0)
+        along = is_along_last(first) and rank >= (1 if self.lost else 2)
+        if first.target is not operator.getitem and not is_pointwise(first) and not along:
             return None
-        whole, stacked = spans[0][0], spans[0][3]
-        ends = [0, *(s[2] for s in spans)]
-        if (
-            any(s[0] is not whole or s[3] is not stacked or s[1] != end for s, end in zip(spans, ends))
-            or ends[-1] != whole.fake.shape[0]
-        ):
-            raise NotPieces
-        if self.stacked not in (None, stacked):
-            raise NotPieces
-        self.stacked = stacked
-        return whole
+        leaves: list[list[object]] = [[] for _ in members]
+        for member, found in zip(members, leaves):
+            mapped((member.args, member.kwargs), found.append)
+        try:
+            wholes = [self.column(column) for column in zip(*leaves)]
+            if len({w.fake.dim() for w, leaf in zip(wholes, leaves[0]) if is_lifted(w, leaf)}) > 1:
+                return None
+            values = iter(wholes)
+            args, kwargs = mapped((first.args, first.kwargs), lambda leaf: next(values))
+            return operation(first.target, args, kwargs, first.modes)
+        except (NotPieces, RuntimeError):
+            return None
 
-    def given(self, parts: Sequence[Given]) -> Given:
+    def column(self, column: Sequence[object]) -> object:
+        """The same argument of every piece's operation, as that of the whole."""
+        first = column[0]
+        if isinstance(first, Given) and any(leaf is not first for leaf in column):
+            return self.together(column)
+        return self.value(first) if isinstance(first, Expression) else first
+
+    def value(self, part: Expression) -> Expression:
+        """The whole that a piece's expression is a part of. Raises NotPieces if it has none."""
+        if part in self.pieces:
+            return self.bases[self.pieces[part][0]]
+        if part not in self.found.touched:
+            return part
+        if self.found.class_of.get(part) not in self.values:
+            raise NotPieces
+        return self.values[self.found.class_of[part]]
+
+    def together(self, parts: Sequence[Given]) -> Given:
         """One tensor of what goes with each piece (labels). Its rank must be that of the piece, so that
         nothing broadcasts anew."""
         if len({p.fake.shape[1:] for p in parts}) > 1 or not parts[0].fake.dim():
             raise NotPieces
-        join = torch.stack if self.stacked else torch.cat
         for part in parts:
             part.check()
-        try:
-            return Given.of(join([p.tensor for p in parts]))
-        except RuntimeError:
-            raise NotPieces from None
+        return Given.of((torch.stack if self.lost else torch.cat)([p.tensor for p in parts]))
 
-    def arguments(self, all_parts: Sequence[object]) -> object:
-        """Arguments of the whole: expressions unified, pieces first (they say how they were cut), all else
-        equal."""
-        leaves = [[] for _ in all_parts]
-        for part, found in zip(all_parts, leaves):
-            mapped(part, lambda leaf, free: found.append(leaf))
-        if len({len(found) for found in leaves}) != 1:
-            raise NotPieces
-        columns = list(zip(*leaves))
-        made: dict[int, object] = {}
-        for late in (False, True):
-            for i, column in enumerate(columns):
-                if isinstance(column[0], Given) is late:
-                    made[i] = self.column(column)
-        ranks = {
-            m.fake.dim()
-            for i, m in made.items()
-            if isinstance(m, Expression) and isinstance(m.fake, torch.Tensor) and m is not columns[i][0]
-        }
-        if len(ranks) > 1:
-            raise NotPieces
-        values = iter([made[i] for i in range(len(columns))])
-        return mapped(all_parts[0], lambda leaf, free: next(values))
-
-    def column(self, column: Sequence[object]) -> object:
-        if all(isinstance(leaf, Expression) for leaf in column):
-            return self.of(column)
-        if any(type(leaf) is not type(column[0]) or leaf != column[0] for leaf in column):
-            raise NotPieces
-        return column[0]
+    def result(self) -> Expression:
+        """The expression of the whole. Raises NotPieces unless the parts are the same function of the
+        pieces, in their order."""
+        for i, part in enumerate(self.parts):
+            if self.found.touched.get(part) != {i} or self.value(part) is not self.value(self.parts[0]):
+                raise NotPieces
+        return self.value(self.parts[0])
 
 
-def span(part: Expression) -> tuple[Expression, int, int, bool] | None:
-    """Of which value this is a piece, its first row and the one after its last, and whether the dimension is
-    gone."""
-    if not isinstance(part, Op) or not isinstance(part.args[0], Expression):
-        return None
-    over, key = part.args[0], part.args[1] if len(part.args) > 1 else None
-    if part.function is operator.getitem and isinstance(over, Op):
-        if over.name in LOOPS and not any(over.args[1:]) and not any(over.kwargs.values()):
-            return over.args[0], key, key + 1, True
-        if over.name in CUTS and not any(over.args[2:]) and not over.kwargs.get("dim"):
-            start = sum(t.shape[0] for t in over.fake[:key])
-            return over.args[0], start, start + over.fake[key].shape[0], False
-    if part.name == "__getitem__" and isinstance(over.fake, torch.Tensor):
-        length = over.fake.shape[0]
-        if type(key) is int:
-            return over, key % length, key % length + 1, True
-        if isinstance(key, slice) and key.step in (None, 1):
-            start, stop, _ = key.indices(length)
-            return over, start, stop, False
-    return None
+def cut_values(spans: Mapping[Expression, Span], count: int) -> tuple[list[Expression], bool]:
+    """The values that are cut into so many pieces, all of each, and whether the pieces lose that
+    dimension."""
+    found: dict[tuple[Expression, bool], set[tuple[int, int]]] = {}
+    for part in spans.values():
+        found.setdefault((part.base, part.lost), set()).add((part.start, part.stop))
+    complete = []
+    for (base, lost), rows in found.items():
+        ordered_rows = sorted(rows)
+        ends = [0, *(stop for _, stop in ordered_rows)]
+        if (
+            len(rows) == count
+            and [s for s, _ in ordered_rows] == ends[:-1]
+            and ends[-1] == base.fake.shape[0]
+        ):
+            complete.append((base, lost))
+    if not complete or len({base for base, _ in complete}) < len(complete):
+        raise NotPieces
+    lost = complete[0][1]
+    return [base for base, how in complete if how is lost], lost
 
 
-def along_last(op: Op, stacked: bool | None) -> bool:
-    """Is the operation on a piece along the last dimension, and that not the one that pieces are cut
-    along?"""
-    operand = op.args[0]
-    if not isinstance(operand, Expression) or not isinstance(operand.fake, torch.Tensor):
-        return False
-    dim = op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else None)
-    if op.name == "topk":
-        dim = op.kwargs.get("dim", op.args[2] if len(op.args) > 2 else -1)
-    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
-    return dims == (-1,) and operand.fake.dim() >= (1 if stacked else 2)
+def is_lifted(whole: object, part: object) -> bool:
+    return isinstance(whole, Expression) and isinstance(whole.fake, torch.Tensor) and whole is not part
+
+
+def operands_of(node: Expression) -> list[Expression]:
+    return [p for p in node.parts() if isinstance(p, Expression)]
+
+
+def constant_text(node: Expression) -> str:
+    """Of a value that is made of no piece: equal numbers, equal texts."""
+    if isinstance(node, Op) and not operands_of(node):
+        return f"{node.target} {node.args} {node.kwargs}"
+    return f"@{id(node)}"

@@ -21,17 +21,18 @@ import torch
 
 from ..internals import DisableTorchFunctionSubclass
 from ..passes.ir import bytes_of
+from ..passes.rules.forward import Part, is_pointwise, part_of
 from .expressions import (
+    DUNDERS,
     FAKES,
     NARROW,
-    POINTWISE,
-    RECORDED,
     Expression,
     Given,
     LazyRegion,
     Modes,
+    Op,
     Source,
-    item,
+    functions,
     mapped,
     ordered,
     recorded,
@@ -69,8 +70,6 @@ DESCRIPTIONS = {
     torch.Tensor.is_contiguous,
 }
 FUNCTIONS = {torch.Tensor.data.__get__: torch.Tensor.detach, torch.Tensor.__iter__: torch.Tensor.unbind}
-CHANGES = frozenset(POINTWISE.split()) - {"detach", "to", "type", "clone", "contiguous"}
-JOINS = {"stack": "stack", "cat": "cat", "concat": "cat", "concatenate": "cat"}
 
 
 WITH_INPUTS = {
@@ -248,12 +247,12 @@ def widest(expression: Expression) -> int:
 def record(function: Callable, args: tuple, kwargs: dict) -> object:
     """The result of a function of Deferreds, recorded or computed; None if it is to be done on the values."""
     function = FUNCTIONS.get(function, function)
-    if getattr(function, "__name__", "") not in RECORDED:
+    if function not in functions():
         return None
     given: list[LazyOutput] = []
     foreign: list[Given] = []
 
-    def expression(leaf: object, free: bool) -> object:
+    def expression(leaf: object) -> object:
         if isinstance(leaf, LazyOutput):
             given.append(leaf)
             return leaf.expression
@@ -270,24 +269,25 @@ def record(function: Callable, args: tuple, kwargs: dict) -> object:
     made = recorded(function, args, kwargs, given[0].device)
     if made is None:
         return None
-    joins = made.name in JOINS
-    if joins:
-        made = joined(JOINS[made.name], args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)) or made
-    same = next((d for d in given if d.expression.fake is made.fake), None)
+    whole = joined(made) if is_joining(made) else None
+    results = [whole or made] if isinstance(made, Expression) else list(made)
+    same = next((d for d in given if d.expression is results[0]), None)
     if same is not None:
         return same
-    piece = any(d.piece for d in given) and not joins or is_piece(made)
-    results = (
-        [made] if isinstance(made.fake, torch.Tensor) else [item(made, i) for i in range(len(made.fake))]
-    )
+    piece = any(d.piece for d in given) and not is_joining(made) or is_piece(results[0])
     view = shares_memory(results[0], given[0])
-    small = all(NARROW * r.fake.numel() <= widest(made) for r in results)
+    width = max(map(widest, results))
+    small = all(NARROW * r.fake.numel() <= width for r in results)
     if small and not piece and not view:
         values = streamed(results)
     else:
-        keep(foreign, widest(made))
+        keep(foreign, width)
         values = [LazyOutput(r, piece, given[0].family if view else None) for r in results]
-    return values[0] if isinstance(made.fake, torch.Tensor) else type(made.fake)(values)
+    return values[0] if isinstance(made, Expression) else type(made)(values)
+
+
+def is_joining(made: object) -> bool:
+    return isinstance(made, Op) and part_of(made) in (Part.STACK, Part.JOIN)
 
 
 def by_number(index: object) -> object:
@@ -317,11 +317,9 @@ def keep(foreign: list[Given], elements: int) -> None:
 
 def in_place(function: Callable) -> bool:
     name = getattr(function, "__name__", "")
-    return (
-        name.endswith("_")
-        and not name.endswith("__")
-        or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
-    )
+    if name.startswith("__i"):
+        return f"__{name[3:]}" in DUNDERS
+    return name == "__setitem__" or name.endswith("_") and not name.endswith("__")
 
 
 def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -> object:
@@ -332,13 +330,14 @@ def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -
     alone = alone and (
         torch.is_grad_enabled() or not target.expression.fake.requires_grad
     )  # else gradients pass such a write by
+    function_of = getattr(torch.Tensor, plain, None)
     if (
         alone
-        and plain in CHANGES
+        and callable(function_of)
         and not any(isinstance(a, torch.Tensor) and a.requires_grad and a is not target for a in args)
     ):
-        result = record(getattr(torch.Tensor, plain), args, kwargs)
-        if isinstance(result, LazyOutput) and result.shape == target.shape:
+        result = record(function_of, args, kwargs)
+        if isinstance(result, LazyOutput) and result.shape == target.shape and is_changed(result.expression):
             same = result.dtype == target.dtype
             target.recorded[0] = (
                 result.expression
@@ -351,6 +350,12 @@ def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -
     args, kwargs = values((args, kwargs))
     done = function(*args, **kwargs)
     return target if done is target.made else done
+
+
+def is_changed(expression: Expression) -> bool:
+    """Is it a value with new numbers in every place? Copies and views are not: what is written there stays
+    tied to the old."""
+    return isinstance(expression, Op) and is_pointwise(expression) and part_of(expression) is not Part.COPY
 
 
 def overwritten(family: list[LazyOutput]) -> None:

@@ -1,0 +1,224 @@
+"""What rewrites before autograd ask of an op: which part it plays in a graph that autograd has not seen yet.
+
+Ops above autograd (``cross_entropy_loss``, ``linear``, ``chunk``) are taken apart before the passes meet
+them, and have no row in the table of signatures. What can be told from an op's schema or tags is told from
+those.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from ..ir import arguments
+
+aten = torch.ops.aten
+EXPANDS_TOGETHER = (aten.broadcast_tensors.default,)
+
+
+def is_mutable(node: Node) -> bool:
+    """Does it write into an argument?"""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written_argument(node: Node) -> Node | None:
+    """The value that an op writes into, by its schema."""
+    if not is_mutable(node):
+        return None
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(value, Node):
+                return value
+    return None
+
+
+# Python's operators that write into their first argument: ``x += y``, ``x[i] = y``.
+WRITING = {
+    getattr(operator, name)
+    for name in dir(operator)
+    if name.startswith("__i") and hasattr(operator, f"__{name[3:]}")
+} | {operator.setitem}
+
+
+def mutated(node: Node) -> Node | None:
+    """The value that a node writes into, if it does. Of a call that has no ATen spelling, the name says it
+    (``x.add_(y)``)."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return written_argument(node)
+    if isinstance(node.kwargs.get("out"), Node):
+        return node.kwargs["out"]
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    spelt = name.endswith("_") and not name.endswith("__") and node.op in ("call_method", "call_function")
+    writes = (
+        node.kwargs.get("inplace") is True
+        or node.target in WRITING
+        or spelt
+        and name not in ("and_", "or_", "not_", "is_")
+    )
+    return node.args[0] if writes and node.args and isinstance(node.args[0], Node) else None
+
+
+class Part(enum.Enum):
+    """The part that an op plays in a rewrite before autograd."""
+
+    HEAD = "a product of rows and a weight"
+    MERGE = "dimensions of rows become one"
+    JOIN = "values are put together along a dimension"
+    TOTAL = "the sum of all there is"
+    MEAN = "the mean of all there is"
+    LOSS = "a loss of each row, then perhaps their sum or mean"
+    INDEX = "rows that are chosen by number"
+    CONVOLUTION = "a filter along the last dimension"
+    PAD = "values put around"
+    COPY = "the same values, perhaps of another dtype"
+    POINTWISE = "pointwise, though torch does not tag it so"
+    STACK = "values are put together along a new dimension"
+    ALONG = "each row by itself, if along its dimension"
+    ATTENTION = "scaled dot-product attention"
+
+
+PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
+    **dict.fromkeys((aten.linear, aten.matmul, aten.mm), Part.HEAD),
+    **dict.fromkeys((aten.view, aten.reshape, aten.flatten), Part.MERGE),
+    **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), Part.JOIN),
+    aten.sum: Part.TOTAL,
+    aten.mean: Part.MEAN,
+    **dict.fromkeys(
+        (aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd, aten.kl_div, aten.mse_loss), Part.LOSS
+    ),
+    **dict.fromkeys((aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss), Part.LOSS),
+    **dict.fromkeys((aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits), Part.LOSS),
+    **dict.fromkeys((aten.index, aten.index_select), Part.INDEX),
+    aten.conv1d: Part.CONVOLUTION,
+    **dict.fromkeys((aten.pad, aten.constant_pad_nd), Part.PAD),
+    **dict.fromkeys(
+        (aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous, aten.detach), Part.COPY
+    ),
+    **dict.fromkeys(
+        (aten.log_sigmoid, aten.multiply, aten.subtract, aten.divide, aten.negative), Part.POINTWISE
+    ),
+    **dict.fromkeys((aten.absolute, aten.where, aten.full), Part.POINTWISE),
+    aten.scaled_dot_product_attention: Part.ATTENTION,
+    aten.stack: Part.STACK,
+    **dict.fromkeys(
+        (aten.log_softmax, aten.softmax, aten.logsumexp, aten.gather, aten.take_along_dim), Part.ALONG
+    ),
+    **dict.fromkeys(
+        (aten.argmax, aten.argmin, aten.max, aten.min, aten.amax, aten.amin, aten.topk), Part.ALONG
+    ),
+    **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), Part.ALONG),
+}
+
+
+def part_of(node: Node) -> Part | None:
+    """The part of a node's op; None of any other."""
+    return PARTS.get(node.target.overloadpacket) if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def is_pointwise(node: Node) -> bool:
+    """Is every number of its result made of the numbers in the same place?"""
+    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return (tagged and not is_mutable(node)) or part_of(node) in (Part.COPY, Part.POINTWISE)
+
+
+def may_be_deferred(node: Node) -> bool:
+    """Is an op worth keeping for later, with what is done to its result: the same numbers whenever it runs,
+    row by row or summed?"""
+    if not isinstance(node.target, torch._ops.OpOverload) or is_mutable(node):
+        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return False
+    returns = node.target._schema.returns
+    view = bool(returns) and returns[0].alias_info is not None
+    return view or is_pointwise(node) or part_of(node) in DEFERRED
+
+
+DEFERRED = set(Part) - {Part.HEAD, Part.CONVOLUTION, Part.PAD, Part.ATTENTION}
+
+
+def is_along_last(node: Node) -> bool:
+    """Is every dimension that an op names the last one, counted from behind, so that it stays that in a
+    value of more dimensions?"""
+    given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+    named = [
+        list(v) if isinstance(v, (list, tuple)) else [v]
+        for name, v in given.items()
+        if name in ("dim", "dims")
+    ]
+    return bool(named) and all(dims == [-1] for dims in named)
+
+
+def takes_lengths(target: torch._ops.OpOverload, name: str) -> bool:
+    """Is an argument a length or a bound of rows, which may change from call to call? Its type in the
+    schema says it."""
+    kind = next(a.real_type for a in target._schema.arguments if a.name == name)
+    while hasattr(kind, "getElementType"):
+        kind = kind.getElementType()
+    return kind.kind() == "SymIntType" and target is not aten.select.int
+
+
+def is_plain_loss(node: Node) -> bool:
+    """A loss that sums up its rows, or takes their mean, with no weights in it."""
+    if part_of(node) is not Part.LOSS:
+        return False
+    given = arguments(node)
+    return (
+        given["reduction"] in (SUM, MEAN) and given.get("weight") is None and given.get("pos_weight") is None
+    )
+
+
+NONE, MEAN, SUM = range(3)  # of an argument ``reduction``
+
+
+def cuts_into_pieces(node: Node) -> bool:
+    """Does it cut a value along a dimension, all of it (``chunk``, ``split``)? The op says so: a list of
+    views, a dimension."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.returns:
+        return False
+    schema = node.target._schema
+    views = str(schema.returns[0].type) == "List[Tensor]" and schema.returns[0].alias_info is not None
+    return views and any(a.name == "dim" for a in schema.arguments)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows ``start`` to before ``stop`` (None: to the end) of a dimension; of ``lost`` one, the row
+    ``start`` alone."""
+
+    dim: int
+    start: object
+    stop: object
+    lost: bool = False
+
+
+def slice_of(node: Node, rank: int) -> Slice | None:
+    """What a node takes of its first operand, of so many dimensions: consecutive rows, or one of them
+    (``x[:, a:b]``, ``x[i]``)."""
+    if node.target is aten.slice.Tensor:
+        given = arguments(node)
+        start, stop = given["start"] or 0, given["end"]
+        stop = None if isinstance(stop, int) and stop >= TO_THE_END else stop
+        return Slice(given["dim"] % rank, start, stop) if given["step"] == 1 else None
+    if node.target is aten.narrow.default:
+        dim, start, length = node.args[1:]
+        known = isinstance(start, int) and isinstance(length, int)
+        return Slice(dim % rank, start, start + length) if known else None
+    if node.target is aten.select.int:
+        return Slice(node.args[1] % rank, node.args[2], None, lost=True)
+    return None
+
+
+TO_THE_END = (1 << 63) - 1
+
+
+def with_arguments(node: Node, **changed: object) -> tuple[tuple, dict]:
+    """The arguments of an op with some of them changed, by the names of its schema."""
+    given = {**arguments(node), **changed}
+    places = node.target._schema.arguments
+    positional = tuple(given[a.name] for a in places if not a.kwarg_only)
+    return positional, {a.name: given[a.name] for a in places if a.kwarg_only}

@@ -1,0 +1,262 @@
+"""Dynamo's graph in ATen operators, before autograd.
+
+Dynamo writes what the user called: torch functions, methods, Python operators. Each such node is replaced
+by the ATen operators that it calls, above autograd and autocast: ``F.cross_entropy`` and
+``nn.CrossEntropyLoss`` both become ``aten.cross_entropy_loss``. Every later rewrite, the cut and the passes
+then meet one spelling of each operator.
+
+A node keeps its name, its stack trace and Dynamo's own fake value, so that storages, symbols and the user's
+lines stay known. In-place operators stay in place. What has no ATen spelling before autograd stays as
+Dynamo wrote it: higher-order operators (hooks, custom autograd functions, ``flex_attention``), folded
+``torch.vmap`` calls, switches of autocast and gradient mode, sizes and other values that are no tensors,
+operations on tensor subclasses, functions of the user that are allowed in the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from .. import internals
+from ..passes.ir import is_equal
+from ..passes.phases import check_time
+from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argument
+from .regions import is_switch
+from .token_axes import fake_of
+
+OWN = __name__.partition(".")[0]
+
+
+def to_aten(module: GraphModule) -> GraphModule:
+    """Replace the nodes of a Dynamo graph by the ATen operators that they call."""
+    spelled: dict[str, Spelled | torch._ops.OpOverload | None] = {}
+    with internals.replaying(module) as replay:
+        for node in list(module.graph.nodes):
+            check_time()
+            if is_switch(node):
+                replay(node)
+            elif is_translatable(node):
+                translate(node, spelled)
+    module.recompile()
+    return module
+
+
+def inserted(
+    like: Node, target: Callable | str, args: tuple, kwargs: dict | None = None, *, as_written: bool = False
+) -> Node:
+    """A call where the graph is being written, with the fake value that Dynamo would have given it, in ATen
+    operators.
+
+    like        whose stack trace and gradient mode it has
+    target      a function; a method by name
+    as_written  leave it as the function that it is
+    """
+    kwargs = kwargs or {}
+    create = like.graph.call_method if isinstance(target, str) else like.graph.call_function
+    node = create(target, args, kwargs)
+    node.meta = {k: v for k, v in like.meta.items() if k != "example_value"}
+    fakes = map_arg((args, kwargs), fake_of)
+    function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+    with internals.faked(fake_of(like)):
+        node.meta["example_value"] = function(*fakes[0], **fakes[1])
+        if not as_written and is_translatable(node):
+            translate(node, {})
+    return node
+
+
+def is_translatable(node: Node) -> bool:
+    """Is this a call of torch's, on plain tensors, that gives tensors or writes into one?"""
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.op == "call_function" and not is_from_torch(node.target):
+        return False
+    operands = [fake_of(n) for n in node.all_input_nodes]
+    value = fake_of(node)
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    given = any(isinstance(v, torch.Tensor) for v in (*operands, *results))
+    plain = all(is_plain(v) for v in operands) and all(v is None or is_plain(v) for v in results)
+    return given and plain and not isinstance(value, torch.Size)
+
+
+def is_from_torch(target: Callable) -> bool:
+    """Is a function torch's, Python's own or this package's? Of others nobody knows what
+    autograd sees of them."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return True
+    root = (getattr(target, "__module__", None) or "torch").partition(".")[0]
+    return root in ("torch", "_operator", "builtins", OWN)
+
+
+def is_plain(value: object) -> bool:
+    """Is it a tensor of no subclass, or a number, whose sizes are known before the graph runs?"""
+    if isinstance(value, torch.Tensor):
+        return not internals.is_traceable_wrapper_subclass(value) and not internals.is_unbacked(value)
+    return isinstance(
+        value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    ) and not internals.is_unbacked(value)
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """A call in ATen operators.
+
+    graph   its placeholders are the operands of the call
+    nodes   all operators but the last, in order
+    last    the operator that stands for the call: it makes its result, or writes last
+    """
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    last: Node
+    module: GraphModule = field(repr=False)
+
+
+def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | None]) -> None:
+    """Replace one node by ATen operators, if it can be said in them; ``known`` has what equal calls
+    became."""
+    operands = sorted(node.all_input_nodes, key=lambda n: isinstance(fake_of(n), torch.Tensor))  # sizes first
+    text = call_text(node, operands)
+    with internals.without_guards([*map(fake_of, operands), fake_of(node)]):
+        if text not in known:
+            known[text] = spelled(node, operands)
+        found = known[text]
+        if isinstance(found, torch._ops.OpOverload):
+            node.op, node.target = "call_function", found
+        if not isinstance(found, Spelled):
+            return
+        values = dict(zip(found.graph.find_nodes(op="placeholder"), operands))
+        try:
+            fakes = computed(found.nodes, {n: fake_of(v) for n, v in values.items()})
+        except Exception:
+            internals.log.debug("%s stays as Dynamo wrote it", node, exc_info=True)
+            return
+    with node.graph.inserting_before(node):
+        for n in found.nodes:
+            values[n] = node.graph.node_copy(n, lambda a: values[a])
+            values[n].meta = {**node.meta, "example_value": fakes[n]}
+    args, kwargs = map_arg((found.last.args, found.last.kwargs), lambda a: values[a])
+    node.op, node.target, node.args, node.kwargs = "call_function", found.last.target, args, kwargs
+    if fake_of(node) is None:  # of an assignment: what it has written into
+        node.meta["example_value"] = fake_of(written_argument(node))
+
+
+def call_text(node: Node, operands: Sequence[Node]) -> str:
+    """All that the operators of a call depend on."""
+    index = {n: f"%{i}" for i, n in enumerate(operands)}
+    args = map_arg((node.args, node.kwargs), lambda n: Named(index[n]))
+    target = node.target if isinstance(node.target, str) else id(node.target)
+    return f"{target} {args} {[internals.describe(fake_of(n)) for n in operands]} {internals.modes_text()}"
+
+
+class Named(str):
+    """An operand in the text of a call: printed without quotes, so that no string argument equals one."""
+
+    __repr__ = str.__str__
+
+
+def spelled(node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOverload | None:
+    """The ATen operators of a call, traced alone; or one that takes the same arguments; None where it has
+    none."""
+
+    def call(*values):
+        given = dict(zip(operands, values))
+        args, kwargs = map_arg((node.args, node.kwargs), given.get)
+        if node.op == "call_method":
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)
+
+    try:
+        module = internals.before_autograd(call, [fake_of(n) for n in operands])
+    except Exception:
+        internals.log.debug("%s stays as Dynamo wrote it", node, exc_info=True)
+        return None
+    drop_expansions(module.graph)
+    result = next(iter(module.graph.find_nodes(op="output"))).args[0]
+    nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
+    if not nodes and isinstance(result, Node):
+        return namesake(node)
+    last = last_of(nodes, result)
+    if last is None or not all(map(is_operator, nodes)) or not has_value(last, fake_of(node)):
+        return None
+    read = [
+        n for n in nodes if n is not last and (n.users or is_mutable(n)) and last not in n.all_input_nodes
+    ]
+    return Spelled(module.graph, tuple(read), last, module)
+
+
+def namesake(node: Node) -> torch._ops.OpOverload | None:
+    """The operator of a method's name, where torch returned an operand without calling it (``x.contiguous()``
+    of what is contiguous)."""
+    packet = getattr(torch.ops.aten, node.target, None) if node.op == "call_method" else None
+    operator_ = getattr(packet, "default", None)
+    return None if operator_ is None or operator_._schema.is_mutable else operator_
+
+
+def last_of(nodes: Sequence[Node], result: object) -> Node | None:
+    """The operator that makes the result of a call, or all of its results; of a call without one, that
+    which writes last."""
+    if isinstance(result, (tuple, list)):
+        items = [
+            (n.args[0], n.args[1]) for n in result if isinstance(n, Node) and n.target is operator.getitem
+        ]
+        complete = items and len(items) == len(result)
+        whole = complete and items == [(items[0][0], i) for i in range(len(items))]
+        found = items[0][0] if whole else None
+        after = set() if found is None else set(found.users)
+    else:
+        writing = [n for n in nodes if is_mutable(n)]
+        found = result if isinstance(result, Node) else writing[-1] if writing and result is None else None
+        after = set()
+    if found not in nodes:  # nothing was called, or what was called left no trace
+        return None
+    later = [n for n in nodes[nodes.index(found) + 1 :] if n not in after]
+    return found if not any(n.users or is_mutable(n) for n in later) else None
+
+
+def is_operator(node: Node) -> bool:
+    """Is it an ATen operator, an item of several results, or arithmetic on sizes? Not a constant tensor or
+    a switch."""
+    return (
+        node.op == "call_function"
+        and not is_switch(node)
+        and not isinstance(node.target, torch._ops.HigherOrderOperator)
+    )
+
+
+def has_value(node: Node, wanted: object) -> bool:
+    """Has the traced result the shape and dtype that Dynamo found?"""
+    made = node.meta.get("val")
+    if not isinstance(wanted, torch.Tensor):
+        return wanted is None or isinstance(made, (tuple, list)) and len(made) == len(wanted)
+    same = isinstance(made, torch.Tensor) and made.dtype == wanted.dtype and made.dim() == wanted.dim()
+    return same and all(map(is_equal, made.shape, wanted.shape))
+
+
+def computed(nodes: Sequence[Node], fakes: dict[Node, object]) -> dict[Node, object]:
+    """Fake values of some operators, on the memory of Dynamo's own; nothing is written into those a second
+    time."""
+    for node in nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda a: fakes[a])
+        written = written_argument(node)
+        fakes[node] = node.target(*args, **kwargs) if written is None else fakes[written]
+    return fakes
+
+
+def drop_expansions(graph: Graph) -> None:
+    """Remove expansions of values to one shape where they have it already (Python writes them into
+    losses)."""
+    for node in [n for n in graph.nodes if n.target in EXPANDS_TOGETHER]:
+        given = node.args[0]
+        shapes = [n.meta["val"].shape for n in given]
+        if all(len(s) == len(shapes[0]) and all(map(is_equal, s, shapes[0])) for s in shapes):
+            for item in list(node.users):
+                item.replace_all_uses_with(given[item.args[1]])
+                graph.erase_node(item)
+            graph.erase_node(node)
