@@ -7,6 +7,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples" / "custom_ops"
 EXAMPLES = (
+    "scan",
     "attention",
     "swiglu",
 )
