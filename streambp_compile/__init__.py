@@ -8,7 +8,23 @@ want besides.
 """
 
 from .explain import explain
+from .passes.ir import EVERYWHERE, FUTURE, PAST, Reach, Signature
 from .passes.rules import rule
+from .passes.rules.facets import Scan
+from .passes.rules.signatures import equation
 from .report import NotStreamed, Report, StreamHint
 
-__all__ = ["NotStreamed", "Report", "StreamHint", "explain", "rule"]
+__all__ = [
+    "EVERYWHERE",
+    "FUTURE",
+    "PAST",
+    "NotStreamed",
+    "Reach",
+    "Report",
+    "Scan",
+    "Signature",
+    "StreamHint",
+    "equation",
+    "explain",
+    "rule",
+]

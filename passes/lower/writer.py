@@ -178,6 +178,15 @@ class Writer(Rows):
             ),
         )
 
+    def rows_and_key_sums(self, node: Node, results: Node) -> Node:
+        """The first of several results, which has a row per query; the others are added up per key."""
+        call = self.graph.call_function
+        grads = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        for index in range(1, len(value_of(node))):
+            part = call(operator.getitem, (results, index))
+            self.add(part, self.key_total(node, grads.get(index), index))
+        return call(operator.getitem, (results, 0))
+
     def key_total(self, node: Node, grad: Node | None, index: int) -> Node:
         """The accumulator of a key gradient; one that nobody reads still takes what the kernel computes."""
         fact = self.fact(node, index)

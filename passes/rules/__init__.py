@@ -90,16 +90,23 @@ def overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), packet), variant or "default")
 
 
-def rule(*names: str, linear: str | Callable[[Node], Linear | None] | None = None, **facets):
+def rule(
+    *names: str,
+    linear: str | Callable[[Node], Linear | None] | None = None,
+    cost: CostClass | str | None = None,
+    **facets,
+):
     """Enter a signature function into the table for the ops named (``"namespace::op.overload"``).
 
     linear  the terms in which the op is linear, ``"self + mat1 * mat2"``; or node → `Linear`, where that
             depends on its arguments
+    cost    a `CostClass` or its name: ``"product"``, ``"kernel"``, ``"fused"``, …
     facets  any other field of `Rule`
     """
 
     def enter(signature: Callable[[Node], Signature]) -> Callable[[Node], Signature]:
-        found = Rule(signature, linear=Linear.of(linear) if isinstance(linear, str) else linear, **facets)
+        terms = Linear.of(linear) if isinstance(linear, str) else linear
+        found = Rule(signature, linear=terms, cost=None if cost is None else CostClass(cost), **facets)
         for name in names:
             TABLE[overload(name)] = found
         return signature

@@ -14,7 +14,7 @@ from .signatures import broadcast
 
 FUSED, VIEW = CostClass.FUSED, CostClass.VIEW
 
-SAME = dict(mask=layout.same, bounded=if_operands_are)
+SAME: dict[str, Any] = dict(mask=layout.same, bounded=if_operands_are)
 rule("aten::clone", "aten::lift_fresh_copy", cost=FUSED, linear="self", form=Form.COPY, **SAME)(broadcast)
 rule("aten::detach", "aten::alias", cost=VIEW, linear="self", form=Form.ALIAS, **SAME)(broadcast)
 rule("aten::_to_copy", cost=FUSED, linear="self", form=Form.CAST, **SAME)(broadcast)
@@ -39,7 +39,7 @@ for name, terms, transfer in (
     ("exp", None, normalization.vanished),
     ("sigmoid", None, normalization.vanished),
     ("relu", None, normalization.vanished),
-    ("minimum", None, None),
+    ("minimum", None, logic.conjoined),
     ("reciprocal", None, None),
     ("tanh", None, None),
     ("pow.Tensor_Tensor", None, None),
@@ -60,50 +60,19 @@ rule(
     mask=fills.filled,
 )(broadcast)
 
-rule("aten::copy", mask=layout.copied)(broadcast)
-rule("aten::where.self", mask=fills.chosen, bounded=if_operands_are)(broadcast)
-rule("aten::masked_fill.Scalar", "aten::masked_fill.Tensor", mask=fills.filled)(broadcast)
-rule("aten::add.Tensor", "aten::add.Scalar", mask=arithmetic.added, bounded=if_operands_are)(broadcast)
-rule("aten::sub.Tensor", "aten::sub.Scalar", mask=arithmetic.subtracted, bounded=if_operands_are)(broadcast)
-rule("aten::mul.Tensor", "aten::mul.Scalar", mask=arithmetic.multiplied, bounded=if_operands_are)(broadcast)
-rule("aten::div.Tensor", "aten::div.Scalar", mask=arithmetic.divided, bounded=if_operands_are)(broadcast)
-rule("aten::neg", mask=arithmetic.negated, bounded=if_operands_are)(broadcast)
-rule("aten::abs", mask=arithmetic.distance, bounded=if_operands_are)(broadcast)
-rule("aten::maximum", mask=arithmetic.at_least, bounded=if_operands_are)(broadcast)
-rule("aten::exp", "aten::sigmoid", "aten::relu", mask=normalization.vanished, bounded=if_operands_are)(
-    broadcast
-)
-rule("aten::exp2", mask=normalization.vanished)(broadcast)
-rule("aten::log1p", bounded=of_exponential)(broadcast)
-rule("aten::minimum", mask=logic.conjoined, bounded=if_operands_are)(broadcast)
-rule(
-    "aten::reciprocal",
-    "aten::tanh",
-    "aten::pow.Tensor_Tensor",
-    "aten::pow.Tensor_Scalar",
-    "aten::pow.Scalar",
-    bounded=if_operands_are,
-)(broadcast)
-rule(
-    *(
-        f"aten::{name}.{kind}"
-        for name in ("eq", "ne", "le", "lt", "ge", "gt")
-        for kind in ("Tensor", "Scalar")
-    ),
-    mask=comparisons.compared,
-)(broadcast)
-rule("aten::bitwise_and.Tensor", "aten::logical_and", mask=logic.conjoined)(broadcast)
-rule("aten::bitwise_or.Tensor", "aten::logical_or", mask=logic.disjoined)(broadcast)
-rule("aten::bitwise_xor.Tensor", "aten::bitwise_xor.Scalar", "aten::logical_xor", mask=logic.exclusive)(
-    broadcast
-)
-rule("aten::bitwise_not", "aten::logical_not", mask=logic.inverted)(broadcast)
-rule("aten::threshold_backward", "aten::sigmoid_backward", mask=normalization.normalized_backward)(broadcast)
+# Comparisons and logic
 
 for name in ("eq", "ne", "le", "lt", "ge", "gt"):
     rule(f"aten::{name}.Tensor", f"aten::{name}.Scalar", cost=FUSED, mask=comparisons.compared)(broadcast)
 rule("aten::bitwise_and.Tensor", "aten::logical_and", cost=FUSED, mask=logic.conjoined)(broadcast)
 rule("aten::bitwise_or.Tensor", "aten::logical_or", cost=FUSED, mask=logic.disjoined)(broadcast)
+rule(
+    "aten::bitwise_xor.Tensor",
+    "aten::bitwise_xor.Scalar",
+    "aten::logical_xor",
+    cost=FUSED,
+    mask=logic.exclusive,
+)(broadcast)
 rule("aten::bitwise_not", "aten::logical_not", cost=FUSED, mask=logic.inverted)(broadcast)
 
 # Complex numbers
