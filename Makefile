@@ -1,7 +1,11 @@
-# Two commands on a fresh machine with Python (3.10 or newer), make and a C++ compiler:
+# On a fresh machine with Python (3.10 or newer), make and a C++ compiler:
 #
-#   make demo    train a small model on 8192 tokens at a time, beside gradient checkpointing; results in out/
-#   make test    the tests
+#   make demo         one step on 8192 tokens beside gradient checkpointing, then training; results in out/
+#   make demo QUICK=1 the same on 2048 tokens
+#   make test         the tests; chunk bodies mostly run node by node
+#   make test-quick   some of every module
+#   make test-all     all tests, and those of whole models again with every chunk body compiled
+#   make lint         formatting and static checks
 #
 # And, with neither a GPU nor CUDA installed (docs/testing-without-a-gpu.md):
 #
@@ -14,6 +18,7 @@ TORCH ?= 2.13.0
 TORCH_CUDA ?= 2.11.0
 PIP_ARGS ?=
 JOBS ?= 2
+QUICK ?=
 PIP_ARGS_CUDA ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -23,7 +28,7 @@ VENV_CUDA := .venv-cuda
 RUN_CUDA := $(VENV_CUDA)/bin/python-gpu
 STRUCTURES := out/structures
 
-.PHONY: venv demo test test-cuda lint clean
+.PHONY: venv demo test test-quick test-all test-cuda lint types clean
 
 venv: $(STAMP)
 
@@ -35,10 +40,19 @@ $(STAMP): pyproject.toml
 	@touch $(STAMP)
 
 demo: venv
-	$(RUN) examples/long_context.py
+	$(RUN) examples/long_context.py $(if $(QUICK),--quick)
+
+PYTEST = $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 
 test: venv
-	$(RUN) -m pytest -q -n $(JOBS) --dist worksteal tests
+	$(PYTEST) -m "not slow" tests
+
+test-quick: venv
+	$(PYTEST) -m "quick and not slow" tests
+
+test-all: venv
+	$(PYTEST) tests
+	$(PYTEST) --inductor -m "not inductor" -k "not sweeps" tests/test_gradients.py tests/test_objectives.py
 
 $(RUN_CUDA): pyproject.toml tests/cuda/build tests/cuda/pretend_gpu.c
 	test -x $(VENV_CUDA)/bin/python || $(PYTHON) -m venv $(VENV_CUDA)
@@ -55,8 +69,11 @@ test-cuda: venv $(RUN_CUDA)
 	PRETEND_GPU=a100 $(RUN_CUDA) -m pytest -q tests/cuda
 
 lint: venv
-	@$(RUN) -m ruff --version >/dev/null 2>&1 || $(RUN) -m pip install --quiet $(PIP_ARGS) ruff
+	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
+
+types: venv
+	$(RUN) -m mypy
 
 clean:
 	rm -rf $(VENV) $(VENV_CUDA) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,9 +2,8 @@
 experts, mixers.
 
 Every model takes token ids and targets ``[B, T]`` and returns its loss; what else it takes is its own
-`Decoder.batch`. They are written one
-after another on purpose, each the way its authors would, and not for what the backend happens to know:
-benchmarks/zoo.py gives each a row.
+`Decoder.batch`. They are written one after another on purpose, each the way its authors would, and not for
+what the backend happens to know: benchmarks/zoo.py gives each a row.
 """
 
 from __future__ import annotations

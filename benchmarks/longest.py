@@ -5,20 +5,17 @@ sequence.
     python benchmarks/longest.py --models Qwen3-8B --methods streambp
 
 Nothing is computed: steps run on fake CUDA tensors, and every allocation is counted, the caching allocator's
-blocks of 512 bytes included.
-Needs a CUDA build of torch that believes in a GPU; streambp plans for an A800-80GB, on which the paper
-measured. For
-streambp the drivers, artifacts and autograd nodes of the step run without kernels
-(`streambp_compile/rehearsal.py`); for checkpointing, the eager model
-of Hugging Face with its checkpoints, its loss in float32 over all logits, and all that autograd keeps.
+blocks of 512 bytes included. Needs a CUDA build of torch with a pretended GPU
+(docs/testing-without-a-gpu.md); streambp plans for an A800-80GB, on which the paper measured. For streambp
+the drivers, artifacts and autograd nodes of the step run without kernels
+(`streambp_compile/runtime/memory_simulation.py`); for checkpointing, the eager model of Hugging Face with its
+checkpoints, its loss in float32 over all logits, and all that autograd keeps.
 
-Models of a few layers are rehearsed, until one more adds its saved input to the peak: from then on the peak
-is at the loss or in the last
-layer, where the saved inputs of all layers are alive, and equal layers add equal bytes. The whole model's
-peak follows exactly.
-The length in the table is rehearsed itself, and takes between 79.2 and 80 GiB. Not counted: the CUDA context
-and the libraries' own workspaces (about
-1 GiB together), and memory that fragments.
+Models of a few layers are simulated, until one more adds its saved input to the peak: from then on the peak
+is at the loss or in the last layer, where the saved inputs of all layers are alive, and equal layers add
+equal bytes. The whole model's peak follows exactly. The length in the table is simulated itself, and takes
+between 79.2 and 80 GiB. Not counted: the CUDA context and the libraries' own workspaces (about 1 GiB
+together), and memory that fragments.
 """
 
 from __future__ import annotations
@@ -141,7 +138,8 @@ def longest(method: str, shape: Shape, budget: int) -> tuple[int, Taken]:
 
 def table(shapes: list[Shape], methods: list[str], budget: int) -> str:
     lines = [
-        "| model | weights and gradients GiB | method | longest | above weights and gradients GiB | × checkpointing | paper, measured |",
+        "| model | weights and gradients GiB | method | longest | above weights and gradients GiB | × "
+        "checkpointing | paper, measured |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     for shape in shapes:
@@ -153,7 +151,8 @@ def table(shapes: list[Shape], methods: list[str], budget: int) -> str:
             paper = PAPER.get(shape.title)
             told = f"{paper[METHODS.index(method)]:,}" if paper else "–"
             lines.append(
-                f"| {shape.title} | {found.held / GIB:.1f} | {method} | {tokens:,} | {found.peak / GIB:.1f} | {times} | {told} |"
+                f"| {shape.title} | {found.held / GIB:.1f} | {method} | {tokens:,} | "
+                f"{found.peak / GIB:.1f} | {times} | {told} |"
             )
     return "\n".join(lines)
 
@@ -174,7 +173,10 @@ def main() -> None:
     print(f"\n{text}")
     if chosen.save:
         command = " ".join(["python benchmarks/longest.py", *sys.argv[1:]])
-        note = f"Predicted for {chosen.gib:g} GiB without a GPU, torch {torch.__version__}; the paper's figures were measured on an A800-80GB."
+        note = (
+            f"Predicted for {chosen.gib:g} GiB without a GPU, torch {torch.__version__}; the paper's "
+            "figures were measured on an A800-80GB."
+        )
         (RESULTS / f"{chosen.save}.md").write_text(
             f"`{command}`\n\n{note}\n{__doc__.partition(chr(10) * 2)[2].partition('Nothing')[1]}"
             f"{__doc__.partition('Nothing')[2].rstrip()}\n\n{text}\n",

@@ -1,11 +1,9 @@
 """Live memory of a computation, from the events of torch's allocators.
 
 Every allocation and release is an event of the profiler (``profile_memory=True``), those of compiled kernels'
-buffers included. Their
-running sum starts at zero, so whatever is held before (weights, allocated gradients) does not count. On a CPU
-the result is the same
-to the byte in every run. What a library takes outside torch's allocator (scratch space inside a matrix
-product) is not seen.
+buffers included. Their running sum starts at zero, so whatever is held before (weights, allocated gradients)
+does not count. On a CPU the result is the same to the byte in every run. What a library takes outside torch's
+allocator (scratch space inside a matrix product) is not seen.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Every objective of ``benchmarks/losses.py`` behind a head: sweeps, exactness, peak and time, in one table.
 
-    python benchmarks/objectives.py                                          all, at 2048 tokens and a
-    vocabulary of 32768
+    python benchmarks/objectives.py                                          all, at 2048 tokens
     python benchmarks/objectives.py --only "GRPO;DPO" --tokens 4096 --batch 1 --vocabulary 151936
 
 *Error*: largest relative error of a gradient in float64 against eager, at an odd length and chunk length.
-*Peak*: allocator events of one step
-(loss and backward) above what is held before it, hidden states, weights and allocated gradients; beside it
-the size of one logits tensor. *Time*: medians over
-``--rounds`` alternating rounds of streambp against eager, against Inductor, and against Inductor with its
-auto_chunker (an error where it
-fails); plain cross-entropy also against ``torch.nn.functional.linear_cross_entropy`` where torch has it. Each
-objective is a process of its own.
+*Peak*: allocator events of one step (loss and backward) above what is held before it, hidden states, weights
+and allocated gradients; beside it the size of one logits tensor. *Time*: medians over ``--rounds``
+alternating rounds of streambp against eager, against Inductor, and against Inductor with its auto_chunker (an
+error where it fails); plain cross-entropy also against ``torch.nn.functional.linear_cross_entropy`` where
+torch has it. Each objective is a process of its own.
 """
 
 from __future__ import annotations
@@ -242,7 +239,10 @@ def main() -> None:
     text = "\n".join(
         "| " + " | ".join(row) + " |" for row in (rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:])
     )
-    about = f"T={chosen.tokens}, B={chosen.batch}, V={chosen.vocabulary}, d={chosen.width}, float32, {chosen.threads} threads; head and loss alone"
+    about = (
+        f"T={chosen.tokens}, B={chosen.batch}, V={chosen.vocabulary}, d={chosen.width}, float32, "
+        f"{chosen.threads} threads; head and loss alone"
+    )
     print(f"\n{about}\n\n{text}")
     if chosen.save:
         RESULTS.mkdir(exist_ok=True)

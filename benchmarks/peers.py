@@ -6,24 +6,19 @@
     python benchmarks/peers.py --tokens 8192 --published other/bin/python
 
 The last also runs the code that the authors of StreamBP published. It wants an older transformers, so it gets
-an interpreter of its own, with
-``pip install torch==2.13.0 transformers==4.51.3 trl==0.17.0 streambp==1.0``; chunks of a third of the
-sequence in layers, of 100 tokens in the head.
+an interpreter of its own, with ``pip install torch==2.13.0 transformers==4.51.3 trl==0.17.0 streambp==1.0``;
+chunks of a third of the sequence in layers, of 100 tokens in the head.
 
 Every method is a process of its own with cold compilation caches. All of them stay alive and wait; this
-process lets one at a time take
-a step, round by round and every second round in reverse, so that a slow moment of the machine falls on all
-alike. Between steps a process holds
-weights and gradients alone.
+process lets one at a time take a step, round by round and every second round in reverse, so that a slow
+moment of the machine falls on all alike. Between steps a process holds weights and gradients alone.
 
 The model is Qwen3-shaped with random weights: vocabulary 32768, width 512, 6 layers, feed-forward 1536, 8
-heads over 4 key heads of 64,
-head not tied; one sequence. Peak: bytes during one step (loss and backward) above what is held before it,
-weights and allocated gradients;
-on a CPU by the events of torch's allocator (benchmarks/memory.py), on a GPU by
-``torch.cuda.max_memory_allocated``. Inductor's auto_chunker
-leaves short sequences alone (it wants logits eight times the size of the head's weight, which is T >= 4096
-here) and says so nowhere.
+heads over 4 key heads of 64, head not tied; one sequence. Peak: bytes during one step (loss and backward)
+above what is held before it, weights and allocated gradients; on a CPU by the events of torch's allocator
+(benchmarks/memory.py), on a GPU by ``torch.cuda.max_memory_allocated``. Inductor's auto_chunker leaves short
+sequences alone (it wants logits eight times the size of the head's weight, which is T >= 4096 here) and says
+so nowhere.
 """
 
 from __future__ import annotations
@@ -383,8 +378,9 @@ def circumstances(chosen: argparse.Namespace) -> str:
     )
     chunks = f", chunk_size {chosen.chunk_size}" if chosen.chunk_size else ""
     return (
-        f"T={chosen.tokens}, {chosen.layers} layers, {chosen.dtype}, {chosen.device}{chunks}; median of {chosen.rounds} rounds; "
-        f"{machine}; torch {torch.__version__}, transformers {transformers.__version__}"
+        f"T={chosen.tokens}, {chosen.layers} layers, {chosen.dtype}, {chosen.device}{chunks}; median of "
+        f"{chosen.rounds} rounds; {machine}; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}"
     )
 
 

@@ -4,15 +4,12 @@ prediction, not a measurement.
     python benchmarks/steptime.py --tokens 32768 --save model32k
 
 Both steps are read off fake CUDA tensors: streambp's from the schedules that `streambp_compile.explain`
-reports, at the chunk lengths that it
-chose for the device; checkpointing's from every operator that eager autograd calls, recomputation included.
-Both go through the same model
-(`passes/cost.py`): products and attention at the sustained rates of `passes/device.py`, all bytes that
-kernels read and write at its
-bandwidth, half a wave of idle processors per product and attention, 5 microseconds a launch. Models of one
-and of two layers are read; their
-difference counts for each further layer. Gradients are accumulated into existing ones. The optimizer is left
-out.
+reports, at the chunk lengths that it chose for the device; checkpointing's from every operator that eager
+autograd calls, recomputation included. Both go through the same model (`passes/planning/cost_model.py`):
+products and attention at the sustained rates of `passes/planning/devices.py`, all bytes that kernels read and
+write at its bandwidth, half a wave of idle processors per product and attention, 5 microseconds a launch.
+Models of one and of two layers are read; their difference counts for each further layer. Gradients are
+accumulated into existing ones. The optimizer is left out.
 
 streambp attends with FlashAttention-2; checkpointing is shown with the same kernel, and with cuDNN's, which
 torch takes on sm_90.

@@ -1,26 +1,20 @@
-"""Architectures, one row each: exact or not, how much of it streams, what it costs, and the reason of every
-refusal.
+"""Architectures, one row each: is it exact, how much of it streams, at what cost, and what is refused why.
 
     python benchmarks/zoo.py                           all rows
     python benchmarks/zoo.py --only llama,mixtral      some of them, by name or by kind
-    python benchmarks/zoo.py --tokens 0 --interpret    gradients alone and quickly: no peak, chunk bodies run
-    node by node
+    python benchmarks/zoo.py --tokens 0 --interpret    gradients alone, quickly: chunk bodies interpreted
     python benchmarks/zoo.py --save zoo                also to benchmarks/results/zoo.md
 
 Models are small and random; those of Hugging Face are built from their configurations. Every row is a process
-of its own. *Error*: the largest
-relative difference of a parameter's gradient from eager's in float64, at a length and a chunk length of which
-neither divides the other, two
-sequences, the second padded where the model takes a mask. It must stay under 1e-9, or under 1e-5 where the
-model itself computes in float32
-inside (norms, rotary tables and the loss of Hugging Face) or an op of it has no float64. Where such a model
-is so badly conditioned that eager's
-own gradients move further than that when its weights are rounded to float32, the error must stay under that
-movement, and the notes say so.
-*Streamed*: regions streamed of all regions, occurrences counted. *Keys*: which keys a row of attention reads,
-and whether the masks prove
-it. *Peak*: allocator events of one float32 step at ``--tokens`` tokens, two sequences; as a part of eager's
-with every layer checkpointed.
+of its own. *Error*: the largest relative difference of a parameter's gradient from eager's in float64, at a
+length and a chunk length of which neither divides the other, two sequences, the second padded where the model
+takes a mask. It must stay under 1e-9, or under 1e-5 where the model itself computes in float32 inside (norms,
+rotary tables and the loss of Hugging Face) or an op of it has no float64. Where such a model is so badly
+conditioned that eager's own gradients move further than that when its weights are rounded to float32, the
+error must stay under that movement, and the notes say so. *Streamed*: regions streamed of all regions,
+occurrences counted. *Keys*: which keys a row of attention reads, and whether the masks prove it. *Peak*:
+allocator events of one float32 step at ``--tokens`` tokens, two sequences; as a part of eager's with every
+layer checkpointed.
 """
 
 from __future__ import annotations
@@ -682,13 +676,14 @@ def largest_error(found: list, expected: list) -> float:
 
 def keys_of(report) -> list[str]:
     """What is proved of the keys that attention reads, once for every answer."""
+    from streambp_compile.passes.ir import READS_KEYS
     from streambp_compile.report import proof
 
     found = []
     for region in report.regions:
         for schedule in filter(None, (region.forward, region.backward)):
             for sweep, body in zip(schedule.program.sweeps, schedule.bodies):
-                if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings):
+                if any(b.role in READS_KEYS for b in body.bindings):
                     found.append(proof(sweep.keys))
     return list(dict.fromkeys(found))
 
@@ -860,7 +855,7 @@ def remarks(answer: dict) -> str:
 
 def shortened(reason: str) -> str:
     """A refusal without what all of them say, and without the folders of the file."""
-    text = reason.removeprefix("streambp compiles a region whole: ").replace(" Gradients stay exact.", "")
+    text = reason.removeprefix("streambp cannot stream a region: ").replace("; gradients stay exact", "")
     text = re.sub(r"\S*/([\w.-]+\.py:\d+): (.*?): ", r"\1 `\2`: ", text)
     return text if len(text) <= 240 else text[:239] + "…"
 
@@ -884,8 +879,8 @@ def summary(answers: dict[str, dict]) -> str:
             else ""
         )
         lines.append(
-            f"{kind}: {len(ran)} rows, {count['exact']} exact, {count['streamed']} with all regions streamed, {count['proved']} of them "
-            f"with keys proved{half}"
+            f"{kind}: {len(ran)} rows, {count['exact']} exact, {count['streamed']} with all regions "
+            f"streamed, {count['proved']} of them with keys proved{half}"
         )
     return "\n".join(f"- {line}" for line in lines)
 
@@ -902,7 +897,8 @@ def arguments() -> argparse.Namespace:
         ]
         if unknown or not asked:
             raise argparse.ArgumentTypeError(
-                f"unknown row {', '.join(unknown) or text!r}; kinds are {', '.join(sorted(kinds))}, rows {', '.join(ROWS)}"
+                f"unknown row {', '.join(unknown) or text!r}; kinds are {', '.join(sorted(kinds))}, rows "
+                f"{', '.join(ROWS)}"
             )
         return [
             name
@@ -954,7 +950,10 @@ def main() -> int:
 
         RESULTS.mkdir(exist_ok=True)
         command = " ".join(["python benchmarks/zoo.py", *sys.argv[1:]])
-        versions = f"T={chosen.tokens} for the peak; torch {torch.__version__}, transformers {transformers.__version__}"
+        versions = (
+            f"T={chosen.tokens} for the peak; torch {torch.__version__}, transformers "
+            f"{transformers.__version__}"
+        )
         (RESULTS / f"{chosen.save}.md").write_text(f"`{command}`\n\n{versions}\n\n{text}\n", encoding="utf-8")
     return 0 if all("missing" in a or is_exact(n, a) for n, a in answers.items()) else 1
 

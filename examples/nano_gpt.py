@@ -1,5 +1,4 @@
-"""A hand-written GPT, trained on the bytes of the Python standard library through the backend: the graph
-alone decides, not the model.
+"""A hand-written GPT, trained on the bytes of the Python standard library.
 
 python examples/nano_gpt.py --tokens 1024 --steps 20
 """
@@ -99,7 +98,8 @@ def main() -> None:
 
     loss_difference, gradient_difference = exactness(model, draw(), options)
     print(
-        f"float64, streambp against eager: loss {loss_difference:.1e}, largest relative gradient difference {gradient_difference:.1e}"
+        f"float64, streambp against eager: loss {loss_difference:.1e}, largest relative gradient "
+        f"difference {gradient_difference:.1e}"
     )
 
     model.compile(backend="streambp", options=options)

@@ -32,5 +32,6 @@ loss.backward()
 
 difference = max((p.grad - g).norm() / g.norm() for p, g in zip(model.parameters(), expected_grads))
 print(
-    f"loss {loss.item():.6f} (eager {expected.item():.6f}); largest relative gradient difference {difference.item():.1e}"
+    f"loss {loss.item():.6f} (eager {expected.item():.6f}); largest relative gradient difference "
+    f"{difference.item():.1e}"
 )

@@ -11,19 +11,19 @@ import operator
 from torch.fx import Graph, Node
 
 from .ir import Signature, Size, hint, shape_of, tensor_operands, value_of
-from .stages import checkpoint
+from .phases import check_time
 from .token_propagation import TokenPropagation, has_tensors, outputs_of, product, slot_of
 
 
 class Alignment:
     """Which token is row 0 of a value, for values shifted against one another by slicing.
 
-    Slices keep the token of every row; what meets row by row must agree. Wide values settle it among
-    themselves, then what is computed from
-    them, starting at inputs that have all T rows; values with one number per token (labels, masks) then
-    follow, by a shift.
+    Slices keep the token of every row; what meets row by row must agree. Values with features are aligned
+    among themselves first, then what is computed from them, starting at inputs that have all T rows; values
+    with one number per token (labels, masks) then follow, by a shift.
 
-    heavy  wide values, and what is computed from them
+    with_features  values with more than one number per token
+    from_features  these, and what is computed from them
     """
 
     def __init__(self, graph: Graph, propagation: TokenPropagation, length: Size):
@@ -31,30 +31,30 @@ class Alignment:
         self.parent: dict[Node, tuple[Node, int]] = {}
         self.root_low: dict[Node, int] = {}
         self.uniform: set[Node] = set()
-        self.heavy: set[Node] = set()
-        self.wide: set[Node] = set()
+        self.from_features: set[Node] = set()
+        self.with_features: set[Node] = set()
         for node in graph.nodes:
             self.classify(node)
         for among in (
-            self.wide,
-            self.heavy,
+            self.with_features,
+            self.from_features,
         ):  # where neighbours meet, numbers per token are shifted, not rows
             for node in graph.nodes:
-                checkpoint()
+                check_time()
                 self.join(node, among)
         for node in graph.nodes:
-            if node.op == "placeholder" and node in self.heavy and self.rows(node) == hint(length):
+            if node.op == "placeholder" and node in self.from_features and self.rows(node) == hint(length):
                 self.root_low.setdefault(self.find(node)[0], -self.find(node)[1])
 
     def rows(self, node: Node) -> int:
-        mark = self.propagation.rows((node, -1))
+        mark = self.propagation.mark((node, -1))
         return shape_of(node)[mark.dim] // (mark.outer * mark.inner)
 
     def classify(self, node: Node) -> None:
         signature = self.propagation.signatures.get(node)
         if node.target is operator.getitem:
-            if node.args[0] in self.heavy:
-                self.heavy.add(node)
+            if node.args[0] in self.from_features:
+                self.from_features.add(node)
             return
         marked = [a for a in tensor_operands(node) if self.propagation.of(a)]
         if signature is not None:
@@ -73,18 +73,18 @@ class Alignment:
             if has_tensors(node)
             else []
         )
-        wide = False
+        features = False
         for slot in slots:
             mark, value = (
-                self.propagation.rows(slot),
+                self.propagation.mark(slot),
                 value_of(node) if slot[1] == -1 else value_of(node)[slot[1]],
             )
             shape = [hint(s) for s in value.shape]
-            wide |= product(shape) > product(shape[: mark.dim + 1])
-        if slots and (wide or any(a in self.heavy for a in marked)):
-            self.heavy.add(node)
-            if wide:
-                self.wide.add(node)
+            features |= product(shape) > product(shape[: mark.dim + 1])
+        if slots and (features or any(a in self.from_features for a in marked)):
+            self.from_features.add(node)
+            if features:
+                self.with_features.add(node)
 
     def find(self, node: Node) -> tuple[Node, int]:
         """(root, d) with low(node) = low(root) + d. Nodes on the way are tied to the root itself."""
@@ -131,11 +131,11 @@ class Alignment:
             self.tie(a, b, y - x)
 
     def low(self, node: Node) -> int | None:
-        """The token of row 0, or None if nothing has settled it yet."""
+        """The token of row 0, or None if nothing has fixed it yet."""
         root, delta = self.find(node)
         return None if root not in self.root_low else self.root_low[root] + delta
 
-    def settle(self, node: Node, low: int) -> None:
+    def fix(self, node: Node, low: int) -> None:
         root, delta = self.find(node)
         self.root_low.setdefault(root, low - delta)
 

@@ -1,8 +1,7 @@
 """Facts and reaches of every value, forward and backward alike.
 
 `TokenPropagation` says which dimensions carry tokens, `Alignment` which token has row 0. What a node does
-with its rows, and how it reads
-each operand, then follows from where its labels went.
+with its rows, and how it reads each operand, then follows from where its labels went.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
@@ -19,15 +19,21 @@ from .ir import (
     EVERYWHERE,
     HERE,
     Analysis,
+    Contraction,
     Edge,
     Fact,
+    Kind,
+    Label,
+    Labels,
     Mark,
     Reach,
+    Role,
     Shared,
     Signature,
     Size,
     Summed,
     Tokens,
+    draws_random,
     hint,
     is_tensor,
     refuse,
@@ -37,7 +43,8 @@ from .ir import (
 )
 from .key_ranges import key_ranges
 from .mask_analysis.evaluation import evaluate
-from .stages import checkpoint
+from .phases import check_time
+from .rules import rule_of, scan_of
 from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, outputs_of, product, slot_of
 
 
@@ -58,15 +65,24 @@ def analyze(
     Raises `CannotStream` at the first node whose rows cannot be told.
     """
     propagation = TokenPropagation(graph, seeds, known)
-    bands = evaluate(graph, {n for n in seeds if n in checkable})
+    masks = evaluate(graph, {n for n in seeds if n in checkable})
     reader = Reader(propagation, length, Alignment(graph, propagation, length))
     for node in graph.nodes:
-        checkpoint()
+        check_time()
         reader.visit(node)
     reaches, conditions = key_ranges(
-        graph, reader.facts, reader.kinds, propagation.signatures, bands, checkable
+        graph, reader.facts, reader.kinds, propagation.signatures, masks, checkable
     )
     return Analysis(length, reader.facts, reader.edges, reader.kinds, reaches, conditions)
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """Where tokens go in a node: the label of rows, the label of keys, and what becomes of the rows."""
+
+    row: Label
+    key: Label
+    kind: Kind
 
 
 class Reader:
@@ -76,7 +92,7 @@ class Reader:
         self.propagation, self.length, self.alignment = propagation, length, alignment
         self.facts: dict[Node, Fact | tuple[Fact, ...]] = {}
         self.edges: dict[Node, tuple[Edge, ...]] = {}
-        self.kinds: dict[Node, str] = {}
+        self.kinds: dict[Node, Kind] = {}
         self.uniform = alignment.uniform
 
     def fact(self, node: Node, output: int = -1) -> Fact:
@@ -87,53 +103,72 @@ class Reader:
         if node.op == "output":
             return
         if node.op in ("placeholder", "get_attr"):
-            self.facts[node] = self.placeholder(node)
-            self.edges[node], self.kinds[node] = (
-                (),
-                "rows" if isinstance(self.facts[node], Tokens) else "whole",
-            )
-            return
-        if node.target is operator.getitem:
-            source = node.args[0]
-            self.facts[node] = self.fact(source, node.args[1])
-            kind = self.kinds[source]
-            fact = self.facts[node]
-            if kind == "mixed":
-                kind = "rows" if node.args[1] == 0 else "keysum" if isinstance(fact, Tokens) else "sum"
-            self.kinds[node] = kind
-            self.edges[node] = (Edge(source, "rows" if isinstance(fact, Tokens) else "whole"),)
-            return
-        operands = tensor_operands(node)
-        if not has_tensors(node):  # a size
-            self.facts[node], self.edges[node], self.kinds[node] = Shared(), (), "whole"
-            return
-        touched = any(self.propagation.of(a) for a in operands) or any(
+            fact = self.placeholder(node)
+            self.enter(node, fact, (), Kind.ROWS if isinstance(fact, Tokens) else Kind.WHOLE)
+        elif node.target is operator.getitem:
+            self.item(node)
+        elif not has_tensors(node):  # a size
+            self.enter(node, Shared(), (), Kind.WHOLE)
+        elif not self.is_touched(node):
+            self.without_tokens(node)
+        else:
+            self.check_propagation(node)
+            self.derive(node, tensor_operands(node), self.propagation.signatures[node])
+
+    def enter(self, node: Node, fact: Fact | tuple[Fact, ...], edges: tuple[Edge, ...], kind: Kind) -> None:
+        self.facts[node], self.edges[node], self.kinds[node] = fact, edges, kind
+
+    def item(self, node: Node) -> None:
+        """One output of a node."""
+        source, output = node.args[0], node.args[1]
+        fact, kind = self.fact(source, output), self.kinds[source]
+        if kind is Kind.MIXED:
+            kind = Kind.ROWS if output == 0 else Kind.KEYSUM if isinstance(fact, Tokens) else Kind.SUM
+        self.enter(node, fact, (Edge(source, Role.ROWS if isinstance(fact, Tokens) else Role.WHOLE),), kind)
+
+    def is_touched(self, node: Node) -> bool:
+        """Do tokens come to this node?"""
+        return any(self.propagation.of(a) for a in tensor_operands(node)) or any(
             self.propagation.marks.get((node, o)) for o in outputs_of(node)
         )
-        if not touched:
-            summed = any(isinstance(self.facts[a], Summed) for a in node.all_input_nodes if a in self.facts)
-            fact = Summed() if summed else Shared()
-            several = isinstance(value_of(node), (tuple, list))
-            self.facts[node] = tuple(fact for _ in value_of(node)) if several else fact
-            self.edges[node] = tuple(Edge(a, "whole") for a in operands)
-            self.kinds[node] = "whole"
-            return
+
+    def without_tokens(self, node: Node) -> None:
+        """A node that tokens do not come to, or only as sums."""
+        if draws_random(node):
+            raise refuse(
+                node,
+                "The backward cannot draw the random numbers of this operation again",
+                "Draw them outside the compiled function and pass them as an input",
+            )
+        summed = any(isinstance(self.facts[a], Summed) for a in node.all_input_nodes if a in self.facts)
+        fact = Summed() if summed else Shared()
+        value = value_of(node)
+        facts = tuple(fact for _ in value) if isinstance(value, (tuple, list)) else fact
+        edges = tuple(Edge(a, Role.WHOLE) for a in tensor_operands(node))
+        self.enter(node, facts, edges, Kind.WHOLE)
+
+    def check_propagation(self, node: Node) -> None:
+        """Refuse a node whose rows were lost on the way."""
         if node in self.propagation.missing:
             raise self.propagation.missing[node]
         if node in self.propagation.lost:
-            raise refuse(node, self.propagation.lost[node], "Keep the tokens in a dimension of their own")
-        for output in outputs_of(node):
-            if len(self.propagation.marks.get((node, output), {})) > 2:
-                raise refuse(
-                    node, "a value with three token dimensions", "Write it with one row and one key dimension"
-                )
-        self.derive(node, operands, self.propagation.signatures[node])
+            raise refuse(
+                node,
+                self.propagation.lost[node],
+                "Keep the token dimension separate from the other dimensions",
+            )
+        if any(len(self.propagation.marks.get((node, output), {})) > 2 for output in outputs_of(node)):
+            raise refuse(
+                node,
+                "This value has three token dimensions, and at most two (queries and keys) are supported",
+                "Rewrite it with one dimension of queries and one of keys",
+            )
 
     def placeholder(self, node: Node) -> Fact:
         if not is_tensor(node) or not self.propagation.of(node):
             return Shared()
         slot = (node, -1)
-        rows, key = self.propagation.rows(slot), self.propagation.key(slot)
+        rows, key = self.propagation.mark(slot), self.propagation.key(slot)
         if (
             key is not None
         ):  # a stored mask, perhaps for more tokens than there are: it is cut before it is read
@@ -150,8 +185,9 @@ class Reader:
             if not isinstance(exact, int) and exact.node.expr != 0 and not is_now(shape[mark.dim], exact):
                 raise refuse(
                     node,
-                    f"{shape[mark.dim]} rows are not T plus a constant",
-                    "Pass a length that divides evenly",
+                    f"This value has {shape[mark.dim]} rows, which is not the number of tokens plus a "
+                    "constant",
+                    "Choose a sequence length that the split or pooling divides evenly",
                 )
         return excess
 
@@ -159,126 +195,128 @@ class Reader:
         if signature.reshape and not isinstance(self.facts[operands[0]], Tokens):
             raise refuse(
                 node,
-                "makes rows of tokens out of what has none",
-                "Nothing, if these are patches of an image: what makes them runs whole",
+                "This reshape creates the token dimension",
+                "Nothing to do for image patches: the patch embedding runs unchunked",
             )
-        row, key, kind = self.roles(node, operands, signature)
-        slots = [(node, o) for o in outputs_of(node)]
-        tokens = [bool(self.propagation.marks.get(s)) for s in slots]
-        facts_in = [self.facts[a] for a in operands]
-        if key is not None and any(isinstance(f, Tokens) and (f.lo, f.hi) != (0, 0) for f in facts_in):
+        labels = self.labelling(node, operands, signature)
+        self.check_matrices(node, operands, signature, labels)
+        low = self.alignment.low(node) if node in self.alignment.from_features else None
+        if low is None:
+            low = self.first_row(node, operands, signature, labels.row)
+            if node in self.alignment.from_features:
+                self.alignment.fix(node, low)
+        edges = [
+            self.edge(node, i, operand, dims, signature, labels, low)
+            for i, (operand, dims) in enumerate(zip(operands, signature.operands))
+        ]
+        kind = labels.kind
+        halos = [e for e in edges if e.role is Role.HALO and e.reach.lo != e.reach.hi]
+        if halos and labels.row in signature.reach:
+            kind = Kind.ALL  # a scan along tokens that share their dimension
+        if kind is Kind.ALL:
+            edges = [e if e.role is Role.WHOLE else Edge(e.operand, Role.HALO, EVERYWHERE) for e in edges]
+        facts = tuple(self.output_fact(node, o, labels, low) for o in outputs_of(node))
+        several = isinstance(value_of(node), (tuple, list))
+        self.enter(node, facts if several else facts[0], tuple(edges), kind)
+
+    def check_matrices(
+        self, node: Node, operands: tuple[Node, ...], signature: Signature, labels: Labelling
+    ) -> None:
+        """Refuse what a chunk cannot do with the keys of its rows."""
+        facts = [fact for a in operands if isinstance(fact := self.facts[a], Tokens)]
+        if labels.key is not None and any((f.lo, f.hi) != (0, 0) for f in facts):
             raise refuse(
                 node,
-                "its keys are those of a shifted sequence",
-                "Attend over all tokens, and slice what comes after",
+                "The attention keys are shifted against the token sequence",
+                "Attend over all tokens, and slice the result afterwards",
             )
-        if any(isinstance(f, Tokens) and f.keys is not None for f in facts_in) and any(
-            r.lo == r.hi != 0 for label, r in signature.reach.items() if label in (row, key)
-        ):
-            raise refuse(
-                node,
-                "moves rows or keys of a matrix of tokens by tokens",
-                "Compute it from positions, where it is read",
-            )
-        if (
-            any(isinstance(f, Tokens) and f.keys is not None for f in facts_in)
-            and signature.rows is None
-            and row in signature.reach
-        ):
-            raise refuse(
-                node,
-                "scans the rows of a matrix of tokens by tokens",
-                "Scan values with a row for each token",
-            )
+        if any(f.keys is not None for f in facts):
+            moved = [signature.reach[label] for label in (labels.row, labels.key) if label in signature.reach]
+            if any(r.lo == r.hi != 0 for r in moved):
+                raise refuse(
+                    node,
+                    "This operation shifts the rows or columns of a [tokens, tokens] matrix",
+                    "Compute the matrix from token positions where it is used",
+                )
+            if signature.rows is None and labels.row in signature.reach:
+                raise refuse(
+                    node,
+                    "This scan runs along the rows of a [tokens, tokens] matrix",
+                    "Scan a value that has one row per token",
+                )
         if names_keys(node, operands, signature, self.propagation):
             raise refuse(
                 node,
-                "names keys by their place, which a chunk counts from its first",
-                "Use amax for the value alone",
+                "This operation returns indices of keys, which a chunk would count from its own first key",
+                "Use amax if only the value is needed",
             )
-        low = self.alignment.low(node) if node in self.alignment.heavy else None
-        if low is None:
-            low = self.first_row(node, operands, signature, row)
-            if node in self.alignment.heavy:
-                self.alignment.settle(node, low)
-        facts = []
-        for (_, output), carries in zip(slots, tokens):
-            if not carries:
-                facts.append(Summed())
-                continue
-            slot = (node, output)
-            value = value_of(node) if output == -1 else value_of(node)[output]
-            mark = self.propagation.rows(slot)
-            is_key = kind in ("keysum", "mixed") and row is not None and output > 0 or kind == "keysum"
-            excess = self.excess(node, value.shape, mark)
-            start = 0 if is_key else low
-            facts.append(Tokens(mark, self.propagation.key(slot), start, excess + start))
-        edges = []
-        for i, (operand, labels) in enumerate(zip(operands, signature.operands)):
-            edges.append(self.edge(node, i, operand, labels, signature, row, key, low))
-        if any(e.role == "halo" and e.reach.lo != e.reach.hi and row in signature.reach for e in edges):
-            kind = "all"  # a scan along tokens that share their dimension
-        if kind == "all":
-            edges = [e if e.role == "whole" else Edge(e.operand, "halo", EVERYWHERE) for e in edges]
-        self.facts[node] = tuple(facts) if slots[0][1] != -1 else facts[0]
-        self.edges[node], self.kinds[node] = tuple(edges), kind
 
-    def roles(self, node: Node, operands, signature: Signature) -> tuple[object, object, str]:
-        """The label of rows, the label of keys, and what becomes of the rows."""
+    def output_fact(self, node: Node, output: int, labels: Labelling, low: int) -> Fact:
+        """The fact of one output whose row 0 is of token ``low``, unless its rows are keys."""
+        slot = (node, output)
+        mark = self.propagation.rows(slot)
+        if not self.propagation.marks.get(slot) or mark is None:
+            return Summed()
+        mixed = labels.kind is Kind.MIXED and labels.row is not None and output > 0
+        start = 0 if mixed or labels.kind is Kind.KEYSUM else low
+        value = value_of(node) if output == -1 else value_of(node)[output]
+        return Tokens(mark, self.propagation.key(slot), start, self.excess(node, value.shape, mark) + start)
+
+    def labelling(self, node: Node, operands: tuple[Node, ...], signature: Signature) -> Labelling:
+        """Which labels carry rows and keys, and what becomes of the rows."""
         if signature.reshape:
-            return "reshape", None, "rows"
-        propagation = self.propagation
-
-        def label_at(slot: Slot, labels, mark: Mark | None):
-            return None if mark is None else labels[mark.dim]
-
-        outs = [
-            (slot, labels, propagation.rows(slot), propagation.key(slot))
-            for slot, labels in ((((node, o), ls) for o, ls in zip(outputs_of(node), signature.outputs)))
-        ]
-        ins = [
-            (slot_of(a), labels, propagation.rows(slot_of(a)), propagation.key(slot_of(a)))
-            for a, labels in zip(operands, signature.operands)
-        ]
+            return Labelling("reshape", None, Kind.ROWS)
+        outs = [self.labelled((node, o), ls) for o, ls in zip(outputs_of(node), signature.outputs)]
+        ins = [self.labelled(slot_of(a), ls) for a, ls in zip(operands, signature.operands)]
         if signature.rows is not None:
-            marked = any(label_at(s, ls, m) == signature.rows for s, ls, m, _ in ins)
-            if not marked:
+            if not any(label == signature.rows for label, _ in filter(None, ins)):
                 raise refuse(
-                    node, "queries carry no tokens but keys do", "Chunk over the queries' own sequence"
+                    node,
+                    "The attention keys are tokens of the sequence, but the queries are not",
+                    "Nothing to do for learned queries (a pooling head, a perceiver): this attention runs "
+                    "unchunked",
                 )
-            return signature.rows, signature.keys, "mixed" if len(outs) == 3 else "rows"
-        pair_out = next(
-            ((label_at(s, ls, r), label_at(s, ls, k)) for s, ls, r, k in outs if k is not None), None
-        )
-        pair_in = next(
-            ((label_at(s, ls, r), label_at(s, ls, k)) for s, ls, r, k in ins if k is not None), None
-        )
-        single = next((label_at(s, ls, r) for s, ls, r, k in outs if r is not None), None)
-        has_out = any(r is not None for _, _, r, _ in outs)
+            return Labelling(signature.rows, signature.keys, Kind.MIXED if len(outs) == 3 else Kind.ROWS)
+        pair = next((pair for pair in filter(None, ins) if pair[1] is not NO_KEYS), None)
+        if any(outs):
+            return self.kept(node, signature, [o for o in outs if o is not None], pair)
+        summable = signature.contracts in (Contraction.SUM, Contraction.PICKED)
+        row, key = pair or next(filter(None, ins))
+        return Labelling(row, None if key is NO_KEYS else key, Kind.SUM if summable else Kind.ALL)
+
+    def labelled(self, slot: Slot, labels: Labels) -> tuple[Label, Label] | None:
+        """The labels of a value's rows and keys (or `NO_KEYS`), or None if it has no tokens."""
+        rows, keys = self.propagation.rows(slot), self.propagation.key(slot)
+        if rows is None:
+            return None
+        return labels[rows.dim], NO_KEYS if keys is None else labels[keys.dim]
+
+    def kept(
+        self,
+        node: Node,
+        signature: Signature,
+        outs: list[tuple[Label, Label]],
+        pair: tuple[Label, Label] | None,
+    ) -> Labelling:
+        """The labels of a node that has outputs with tokens; ``pair``, those of the first operand with
+        keys."""
+        pair_out = next((out for out in outs if out[1] is not NO_KEYS), None)
         if pair_out is not None:
-            if None in pair_out:
-                return None, None, "all"
-            return (*pair_out, "rows")
-        if has_out:
-            if single is None:
-                return None, None, "all"
-            if signature.keys is not None and single == signature.keys:
-                raise refuse(
-                    node, "normalises over tokens", "Only matrices of scores are normalised over their keys"
-                )
-            if pair_in is not None and single == pair_in[1]:
-                if signature.contracts != "sum":
-                    return None, None, "all"
-                return pair_in[0], single, "keysum"
-            return single, pair_in[1] if pair_in else None, "rows"
-        contracted = (
-            pair_in[0] if pair_in else next(label_at(s, ls, r) for s, ls, r, _ in ins if r is not None)
-        )
-        return (
-            contracted,
-            pair_in[1] if pair_in else None,
-            "sum" if signature.contracts in ("sum", "picked") else "all",
-        )
+            return Labelling(None, None, Kind.ALL) if None in pair_out else Labelling(*pair_out, Kind.ROWS)
+        single = outs[0][0]
+        if single is None:
+            return Labelling(None, None, Kind.ALL)
+        if signature.keys is not None and single == signature.keys:
+            raise refuse(
+                node,
+                "This operation normalises over the token dimension, which needs all tokens at once",
+                "Normalise over features, or attention scores over their keys",
+            )
+        if pair is not None and single == pair[1]:
+            if signature.contracts is not Contraction.SUM:
+                return Labelling(None, None, Kind.ALL)
+            return Labelling(pair[0], single, Kind.KEYSUM)
+        return Labelling(single, pair[1] if pair else None, Kind.ROWS)
 
     def first_row(self, node: Node, operands, signature: Signature, row: object) -> int:
         """The token of output row 0: that of the widest operand whose rows it has."""
@@ -296,35 +334,49 @@ class Reader:
             ):
                 continue
             size = (
-                operand in self.alignment.heavy,
+                operand in self.alignment.from_features,
                 0 if operand in self.uniform else product(shape_of(operand)),
             )
             if size > best:
                 best, low = size, fact.lo + offset(signature, row, i)
         return low
 
-    def edge(self, node, i, operand, labels, signature: Signature, row, key, low: int) -> Edge:
+    def edge(
+        self,
+        node: Node,
+        i: int,
+        operand: Node,
+        dims: Labels,
+        signature: Signature,
+        labels: Labelling,
+        low: int,
+    ) -> Edge:
+        """How a node, whose row 0 is of token ``low``, reads its operand number ``i``."""
         fact = self.facts[operand]
         if not isinstance(fact, Tokens):
-            return Edge(operand, "whole")
+            return Edge(operand, Role.WHOLE)
         if signature.reshape or fact.keys is not None:
-            return Edge(operand, "rows")
-        label = labels[fact.rows.dim]
-        if label is not None and label == row:
-            shift = 0 if operand in self.uniform else offset(signature, row, i) + fact.lo - low
+            return Edge(operand, Role.ROWS)
+        label = dims[fact.rows.dim]
+        if label is not None and label == labels.row:
+            shift = 0 if operand in self.uniform else offset(signature, label, i) + fact.lo - low
             reach = signature.reach.get(label, HERE) + Reach(shift, shift)
-            if math.isinf(reach.hi - reach.lo) and not shift and fact.rows.outer == fact.rows.inner == 1:
-                return Edge(operand, "carry", reach)
-            return Edge(operand, "rows" if reach == HERE else "halo", reach)
-        if label is not None and label == key:
+            alone = not shift and fact.rows.outer == fact.rows.inner == 1
+            if math.isinf(reach.hi - reach.lo) and alone and scan_of(node) is not None:
+                return Edge(operand, Role.CARRY, reach)
+            return Edge(operand, Role.ROWS if reach == HERE else Role.HALO, reach)
+        if label is not None and label == labels.key:
             if fact.rows.inner != 1:
                 raise refuse(
                     node,
-                    "its keys are several rows for each token",
-                    "Give them a dimension of their own, or make them before the layer",
+                    "Each token has several keys along one dimension",
+                    "Give the keys of a token a dimension of their own, or compute them before the layer",
                 )
-            return Edge(operand, "keys", signature.reach.get(key, EVERYWHERE))
-        return Edge(operand, "halo", EVERYWHERE)
+            return Edge(operand, Role.KEYS, signature.reach.get(label, EVERYWHERE))
+        return Edge(operand, Role.HALO, EVERYWHERE)
+
+
+NO_KEYS: Label = object()  # in place of the label of keys, where a value has none
 
 
 def is_now(size: Size, difference: torch.SymInt) -> bool:
@@ -333,23 +385,14 @@ def is_now(size: Size, difference: torch.SymInt) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number and bool(difference == 0)
 
 
-PLACES = {
-    torch.ops.aten.argmax.default: -1,
-    torch.ops.aten.argmin.default: -1,
-    torch.ops.aten.max.dim: 1,
-    torch.ops.aten.min.dim: 1,
-    torch.ops.aten.topk.default: 1,
-    torch.ops.aten.sort.default: 1,
-    torch.ops.aten.sort.stable: 1,
-}  # op → its output of indices
-
-
 def names_keys(
     node: Node, operands: tuple[Node, ...], signature: Signature, propagation: TokenPropagation
 ) -> bool:
     """Does an op give the places of keys to somebody?"""
-    if node.target not in PLACES or propagation.key(slot_of(operands[0])) is None:
+    places = rule_of(node).positions
+    keys = propagation.key(slot_of(operands[0])) if places else None
+    if keys is None:
         return False
-    place = PLACES[node.target]
-    named = signature.operands[0][propagation.key(slot_of(operands[0])).dim] not in signature.outputs[0]
-    return named and (place == -1 or any(user.args[1] == place and user.users for user in node.users))
+    named = signature.operands[0][keys.dim] not in signature.outputs[0]
+    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    return named and any(place == -1 or place in read for place in places)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, Node
 
 from .ir import (
@@ -15,141 +15,187 @@ from .ir import (
     DocumentMask,
     EveryRowHasVisibleKey,
     Fact,
+    Kind,
+    Mark,
     MaskedOutsideBand,
     PositionsIncrease,
     Reach,
     Signature,
     Tokens,
     ancestors,
+    arguments,
     is_tensor,
     is_view,
     parts_of,
     shape_of,
     tensor_operands,
 )
-from .mask_analysis.domains import EMPTY, Abstract, Band, is_zero_outside, stored_mask
+from .mask_analysis.domains import EMPTY, Abstract, Band, is_empty_outside, is_zero_outside, stored_mask
+from .phases import check_time
 from .rules import rule_of
 from .rules.scans import state_of_no_rows
-from .stages import checkpoint
 from .token_propagation import has_tensors
 
 Facts = Mapping[Node, Fact | tuple[Fact, ...]]
+IsCheap = Callable[[Node, int], bool]  # (mask, entries of one stored mask) → may each call be checked for it?
+TEMPORARY = 2  # a value on the way to a checked mask may be twice as large as it: two halves put together
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The keys that a row can reach by a mask, and what a call has to satisfy for that."""
+
+    reach: Reach
+    conditions: tuple[Condition, ...] = ()
+
+
+UNPROVED = Proof(EVERYWHERE)
 
 
 def key_ranges(
     graph: Graph,
     facts: Facts,
-    kinds: Mapping[Node, str],
+    kinds: Mapping[Node, Kind],
     signatures: Mapping[Node, Signature],
-    bands: Mapping[Node, Abstract],
+    masks: Mapping[Node, Abstract],
     checkable: Container[Node],
 ) -> tuple[dict[Node, Reach], tuple[Condition, ...]]:
-    """For every node that meets keys: the keys a row can reach, as far as the masks prove it; and the
+    """For every node that reads keys: the keys a row can reach, as far as the masks prove it; and the
     conditions of those proofs.
 
-    Score matrices that feed one another share one range, and it may be narrowed only if every way out of them
-    (a softmax over
-    keys, a product that contracts rows or keys) is proved empty outside the band.
+    masks      the abstract values of `mask_analysis`
+    checkable  placeholders of masks that each call may be checked for
     """
-    ranges: dict[Node, Reach] = {}
-    conditions: dict[Reach, tuple[Condition, ...]] = {}
-    checked_light = functools.cache(lambda mask, cells: is_light(mask, cells, checkable))
-
-    def proved(band: object) -> Reach:
-        """The reach of a band, if what it rests on can be checked."""
-        if not isinstance(band, Band) or band.visibility_masks is None:
-            return EVERYWHERE
-        reach = Reach(band.lo, band.hi)
-        needed = [
-            PositionsIncrease(a) if isinstance(a, DocumentMask) else MaskedOutsideBand((a,), reach)
-            for a in band.assumes
-        ]
-        needed += [EveryRowHasVisibleKey(band.visibility_masks, reach)] * bool(band.visibility_masks)
-        masks = [
-            (s.node, s.entries) for c in needed if not isinstance(c, PositionsIncrease) for s in c.key_masks
-        ]
-        masks += [(node, 0) for c in needed if isinstance(c, PositionsIncrease) for node in c.nodes]
-        if not all(checked_light(node, cells) for node, cells in masks):
-            return EVERYWHERE
-        conditions[reach] = tuple(dict.fromkeys((*conditions.get(reach, ()), *needed)))
-        return reach
-
-    for node in graph.nodes:
-        signature = signatures.get(node)
-        if signature is None or node not in kinds or kinds[node] == "whole":
-            continue
-        if signature.rows is not None:
-            reach = signature.reach[signature.keys]
-            mask = node.args[3 if node.target is torch.ops.streambp.attention.default else 6]
-            if mask is not None:
-                band = bands.get(mask) or stored_mask(mask)
-                band = proved(band) if isinstance(band, Band) and band.outside in EMPTY else EVERYWHERE
-                reach = Reach(max(reach.lo, band.lo), min(reach.hi, band.hi))
-            ranges[node] = reach
-    paired = [
+    is_cheap = functools.cache(lambda mask, entries: is_cheap_to_check(mask, entries, checkable))
+    nodes = [
+        n for n in graph.nodes if signatures.get(n) is not None and kinds.get(n, Kind.WHOLE) is not Kind.WHOLE
+    ]
+    proofs, ranges = [], {}
+    for node in nodes:
+        if signatures[node].rows is not None:
+            proof = proof_of_attention(node, masks, is_cheap)
+            own = signatures[node].reach[signatures[node].keys]
+            ranges[node] = Reach(max(own.lo, proof.reach.lo), min(own.hi, proof.reach.hi))
+            proofs.append(proof)
+    scores = [
         n
         for n in graph.nodes
-        if n in facts and meets_pair(n, facts) and signatures.get(n) is not None and n not in ranges
+        if n in facts and has_keys(n, facts) and signatures.get(n) is not None and n not in ranges
     ]
-    if paired:
-        found = list(ranges.values())  # masks of fused attention need the keys that it reads
-        for node in paired:
-            checkpoint()
-            leaves = exits(node, facts, signatures[node])
-            if leaves is None:
-                continue
-            empty = [a for a in leaves if isinstance(bands.get(a), Band) and closes(bands[a], node)]
-            leaf = empty[0] if empty else None
-            found.append(EVERYWHERE if leaf is None else along(proved(bands[leaf]), bands[leaf], facts[leaf]))
-        reach = functools.reduce(Reach.join, found) if found else EVERYWHERE
-        for node in paired:
-            ranges[node] = reach
+    if scores:
+        found = proofs_of_scores(scores, facts, signatures, masks, is_cheap)
+        proofs += [proof for proof, _ in found]
+        reaches = [*ranges.values(), *(reach for _, reach in found)]  # fused attention reads the same keys
+        joined = functools.reduce(Reach.join, reaches) if reaches else EVERYWHERE
+        ranges.update(dict.fromkeys(scores, joined))
     pruned = any(reach != EVERYWHERE for reach in ranges.values())
-    return ranges, tuple(
-        c for reach, found in conditions.items() for c in found if pruned and reach != EVERYWHERE
-    )
+    return ranges, conditions_of(proofs) if pruned else ()
 
 
-def along(reach: Reach, band: Band, fact: Tokens) -> Reach:
+def proof_of_attention(node: Node, masks: Mapping[Node, Abstract], is_cheap: IsCheap) -> Proof:
+    """What the mask of a fused attention proves."""
+    mask = arguments(node).get("mask")
+    if not isinstance(mask, Node):
+        return UNPROVED
+    band = masks.get(mask) or stored_mask(mask)
+    return proof_of(band, is_cheap) if is_empty_outside(band) else UNPROVED
+
+
+def proofs_of_scores(
+    scores: Iterable[Node],
+    facts: Facts,
+    signatures: Mapping[Node, Signature],
+    masks: Mapping[Node, Abstract],
+    is_cheap: IsCheap,
+) -> list[tuple[Proof, Reach]]:
+    """A proof, and its reach over the node's own rows and keys, for every way out of the score matrices.
+
+    Score matrices that feed one another share one range. It may be narrowed only if every way out of them (a
+    softmax over keys, a product that contracts rows or keys) is proved empty outside the band.
+    """
+    found = []
+    for node in scores:
+        check_time()
+        operands = exits(node, facts, signatures[node])
+        if operands is None:
+            continue
+        bands = ((facts[a], band) for a in operands if isinstance(band := masks.get(a), Band))
+        fact, band = next(((f, b) for f, b in bands if ignores_outside(b, node)), (None, None))
+        if band is None or not isinstance(fact, Tokens) or fact.keys is None:
+            found.append((UNPROVED, EVERYWHERE))
+        else:
+            proof = proof_of(band, is_cheap)
+            found.append((proof, along(proof.reach, band, fact.rows, fact.keys)))
+    return found
+
+
+def proof_of(band: Abstract, is_cheap: IsCheap) -> Proof:
+    """The reach of a band, if its conditions are cheap to check."""
+    if not isinstance(band, Band) or band.visibility_masks is None:
+        return UNPROVED
+    reach = Reach(band.lo, band.hi)
+    needed: list[Condition] = [
+        PositionsIncrease(a) if isinstance(a, DocumentMask) else MaskedOutsideBand((a,), reach)
+        for a in band.assumes
+    ]
+    if band.visibility_masks:
+        needed.append(EveryRowHasVisibleKey(band.visibility_masks, reach))
+    for condition in needed:
+        if isinstance(condition, PositionsIncrease):
+            cheap = all(is_cheap(node, 0) for node in condition.nodes)
+        else:
+            cheap = all(is_cheap(mask.node, mask.entries) for mask in condition.key_masks)
+        if not cheap:
+            return UNPROVED
+    return Proof(reach, tuple(needed))
+
+
+def conditions_of(proofs: Iterable[Proof]) -> tuple[Condition, ...]:
+    """The conditions of all proofs that narrow a range, those of one range together, each once."""
+    by_reach: dict[Reach, dict[Condition, None]] = {}
+    for proof in proofs:
+        if proof.reach != EVERYWHERE:
+            by_reach.setdefault(proof.reach, {}).update(dict.fromkeys(proof.conditions))
+    return tuple(condition for found in by_reach.values() for condition in found)
+
+
+def along(reach: Reach, band: Band, rows: Mark, keys: Mark) -> Reach:
     """The reach of a band over the rows and keys of a value; transposed, where its keys are the rows.
 
     Conditions speak of masks as they are stored, so that only what needs none is transposed.
     """
-    if (band.row, band.key) == (fact.rows.dim, fact.keys.dim):
+    if (band.row, band.key) == (rows.dim, keys.dim):
         return reach
-    turned = (
-        (band.key, band.row) == (fact.rows.dim, fact.keys.dim)
-        and not band.assumes
-        and not band.visibility_masks
-    )
+    turned = (band.key, band.row) == (rows.dim, keys.dim) and not band.assumes and not band.visibility_masks
     return -reach if turned else EVERYWHERE
 
 
-def is_light(mask: Node, cells: int, checkable: Container[Node]) -> bool:
-    """Is a mask made of inputs that may be checked, all the way from them no larger than itself, or, of so
-    many cells, than what is stored?"""
-    known = ancestors([mask])
-    given = [n for n in known if n.op == "placeholder" and is_tensor(n)]
+def is_cheap_to_check(mask: Node, entries: int, checkable: Container[Node]) -> bool:
+    """Is a mask computed from inputs that may be checked, by values that are no larger than the mask, or, of
+    a stored mask of so many entries, than what is stored?"""
+    needed = ancestors([mask])
+    given = [n for n in needed if n.op == "placeholder" and is_tensor(n)]
     stored = max((math.prod(shape_of(n)) for n in given), default=0)
-    size = stored if cells else max(stored, math.prod(shape_of(mask)))
-    made = [n for n in known if n.op == "call_function" and has_tensors(n) and not is_view(n)]
+    size = stored if entries else max(stored, math.prod(shape_of(mask)))
+    computed = [n for n in needed if n.op == "call_function" and has_tensors(n) and not is_view(n)]
     return (
         bool(given)
-        and stored >= cells
+        and stored >= entries
         and all(n in checkable for n in given)
-        and all(is_tensor(n) and math.prod(shape_of(n)) <= 2 * size for n in made)
+        and all(is_tensor(n) and math.prod(shape_of(n)) <= TEMPORARY * size for n in computed)
     )
 
 
-def meets_pair(node: Node, facts: Facts) -> bool:
+def has_keys(node: Node, facts: Facts) -> bool:
+    """Has the node, or one of its operands, a row and a key dimension (scores, probabilities, masks)?"""
     flat = [f for n in (node, *tensor_operands(node)) for f in parts_of(facts[n])]
     return any(isinstance(f, Tokens) and f.keys is not None for f in flat)
 
 
 def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
-    """The score operands of a node through which entries outside the band could be seen, or None if it is no
+    """The score operands of a node through which entries outside the band could be read, or None if it is no
     way out."""
-    pairs = [a for a in tensor_operands(node) if isinstance(facts[a], Tokens) and facts[a].keys is not None]
+    pairs = [a for a in tensor_operands(node) if isinstance(f := facts[a], Tokens) and f.keys is not None]
     if not pairs:
         return None
     if signature.keys is not None:  # a softmax reads a whole row; its gradient a whole row of products
@@ -161,8 +207,8 @@ def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
     return None if keeps else pairs
 
 
-def closes(band: Band, node: Node) -> bool:
-    """Is what lies outside harmless to this reader: empty to a softmax, zero to a sum?"""
+def ignores_outside(band: Band, node: Node) -> bool:
+    """Does the node read nothing outside the band: empty scores in a softmax, zeros in a sum?"""
     if rule_of(node).visible_only:
         return band.outside in EMPTY
     return is_zero_outside(band) and state_of_no_rows(node) == 0

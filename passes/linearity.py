@@ -7,71 +7,20 @@ Only of a linear one may the gradients be computed for a tangent of one and scal
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.fx import Graph, Node
 
-from .ir import arguments, is_tensor, is_view, is_zeros, op_name, value_of
-
-aten = torch.ops.aten
-
-ALONE = {  # linear in their first operand, and what else they read does not depend on the tangent
-    "neg",
-    "clone",
-    "alias",
-    "detach",
-    "convert_element_type",
-    "_to_copy",
-    "sum",
-    "mean",
-    "div",
-    "index",
-    "_unsafe_index",
-    "gather",
-    "index_select",
-    "select_backward",
-    "slice_backward",
-    "embedding_dense_backward",
-    "flip",
-    "rev",
-    "roll",
-    "cumsum",
-    "repeat",
-    "shifted",
-    "squeeze",
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "_reshape_copy",
-    "tril",
-    "triu",
-    "split",
-    "split_with_sizes",
-    "to_extreme",
-    "panels_mm",
-    "unfold",
-    "view_as_real",
-    "view_as_complex",
-}
-ONE_OF = {"mul", "mm", "bmm", "grouped_mm", "grouped_outer"}  # linear in either factor, not in both
-ALL_OF = {
-    "add",
-    "sub",
-    "slice_scatter",
-    "select_scatter",
-    "scatter_add",
-    "index_add",
-    "index_put",
-    "_unsafe_index_put",
-    "copy",
-}  # linear in all that they add up, each of which depends on the tangent or is zero
+from .ir import arguments, is_tensor, is_view, value_of
+from .rules import filling_of, form_of, linear_of
+from .rules.facets import Form
 
 
 def is_linear(graph: Graph, tangent: Node, outputs: Iterable[object]) -> bool:
     """Is every output zero for a tangent of zero, and twice as large for twice the tangent, as far as its ops
     tell?"""
-    linear, zero = {tangent}, set()
+    linear, zero = {tangent}, set[Node]()
 
     def fits(x: object) -> bool:
         return x in linear or is_nothing(x)
@@ -84,12 +33,7 @@ def is_linear(graph: Graph, tangent: Node, outputs: Iterable[object]) -> bool:
             zero.add(node)
         if linear.isdisjoint(node.all_input_nodes) or node.op == "output":
             continue
-        if (
-            node.kwargs.get("rounding_mode")
-            or is_tensor(node)
-            and is_rounded(value_of(node))
-            or not keeps(node, linear, fits, is_nothing)
-        ):
+        if is_tensor(node) and is_rounded(value_of(node)) or not keeps(node, linear, fits):
             return False
         linear.add(node)
     return all(not isinstance(o, Node) or fits(o) for o in outputs)
@@ -101,54 +45,33 @@ def is_rounded(value: torch.Tensor) -> bool:
 
 
 def is_zero(node: Node, zero: set[Node]) -> bool:
-    """A value of zeros, or a view of one."""
-    if node.target is aten.scalar_tensor.default:
-        return node.args[0] == 0
-    made = is_zeros(node) or node.target in (aten.zeros.default, aten.zeros_like.default)
-    return (
-        made
-        or bool(node.args)
-        and node.args[0] in zero
-        and (is_view(node) or op_name(node) in ("clone", "convert_element_type", "alias"))
+    """A value of zeros, or the same values or a view of one."""
+    if filling_of(node) == 0:
+        return True
+    same = is_view(node) or form_of(node) in (Form.COPY, Form.CAST, Form.ALIAS)
+    return bool(node.args) and node.args[0] in zero and same
+
+
+def keeps(node: Node, linear: set[Node], is_linear_or_zero: Callable[[object], bool]) -> bool:
+    """Is a node linear in those of its operands that are?"""
+    if node.target is operator.getitem:
+        return node.args[0] in linear
+    terms = linear_of(node)
+    if terms is None:
+        return False
+    given = arguments(node)
+    others = {n for name, value in given.items() if name not in terms.names for n in nodes_in(value)}
+    return linear.isdisjoint(others) and all(
+        all(map(is_linear_or_zero, parts_of_argument(given[term[0]])))
+        if len(term) == 1
+        else sum(given[factor] in linear for factor in term) == 1
+        for term in terms.terms
     )
 
 
-def keeps(node: Node, linear: set[Node], fits, is_nothing) -> bool:
-    """Is a node linear in those of its operands that are?"""
-    name, read = op_name(node), [a for a in node.all_input_nodes if a in linear]
-    first = read == [node.args[0]]
-    if node.target is operator.getitem or is_view(node) or name in ALONE or "_backward" in name:
-        return first
-    if name == "constant_pad_nd":
-        return first and (len(node.args) < 3 or node.args[2] == 0)
-    if name == "reverse_scan":
-        return first and node.args[2] == "cumsum"
-    if name in ONE_OF:
-        factors = node.args[:2]
-        return sum(f in linear for f in factors) == 1 and len(read) == 1
-    if name == "where":
-        return node.args[0] not in linear and all(map(fits, node.args[1:]))
-    if name == "masked_fill":
-        return first and is_nothing(node.args[2])
-    if name == "scatter":
-        given = arguments(node)
-        return (
-            given["index"] not in linear
-            and fits(given["self"])
-            and fits(given.get("src", given.get("value")))
-        )
-    if name in ("addmm", "baddbmm"):
-        return fits(node.args[0]) and sum(f in linear for f in node.args[1:3]) == 1
-    if name in ("cat", "stack"):
-        return all(map(fits, node.args[0]))
-    if name in ALL_OF:
-        given = arguments(node)
-        added = [
-            given.get(key) for key in ("self", "input", "other", "src", "source", "values") if key in given
-        ]
-        index = given.get("index", given.get("indices"))
-        read_by_index = [
-            i for i in (index if isinstance(index, (list, tuple)) else [index]) if isinstance(i, Node)
-        ]
-        return all(map(fits, added)) and linear.isdisjoint(read_by_index)
-    return False
+def parts_of_argument(value: object) -> tuple:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def nodes_in(value: object) -> list[Node]:
+    return [a for a in parts_of_argument(value) if isinstance(a, Node)]

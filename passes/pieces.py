@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
-from .stages import checkpoint
+from .phases import check_time
 
 N = TypeVar("N", bound=Hashable)
 
@@ -47,14 +47,14 @@ class Correspondence(Generic[N]):
         numbers: dict[str, int] = {}  # texts within texts would double with each layer
         nodes = list(nodes)
         for node in nodes:
-            checkpoint()
+            check_time()
             found = {pieces[node][1]} if node in pieces else set()
             for operand in () if found else operands(node):
                 found |= self.touched.get(operand, set())
             if found:
                 self.touched[node] = found
         for node in nodes:
-            checkpoint()
+            check_time()
             made = node in self.touched and node not in pieces and len(self.touched[node]) == 1
             if not made or not all(map(self.is_known, operands(node))):
                 continue

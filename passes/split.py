@@ -1,11 +1,9 @@
 """Cut a model's forward graph into a chain of regions at its narrowest live frontiers.
 
 A region holds at most one token-mixing operator. Between two of them the cut goes where the fewest bytes are
-alive (the residual stream
-alone, between layers); of equally narrow places, where regions come out equal, so that equal layers share
-everything. Values that
-are cheap to make from the inputs (positions, rotary tables, masks) are never carried across a cut: every
-region makes its own.
+alive (the residual stream alone, between layers); of equally narrow places, where regions come out equal, so
+that equal layers share everything. Values that are cheap to make from the inputs (positions, rotary tables,
+masks) are never carried across a cut: every region makes its own.
 """
 
 from __future__ import annotations
@@ -17,18 +15,18 @@ import networkx
 from torch.fx import Graph, Node
 
 from .ir import ancestors
+from .phases import check_time
 from .rules.forward import mutated
-from .stages import checkpoint
 
 
 @dataclass(frozen=True)
 class Traits:
     """What the cut needs to know of a node.
 
-    bytes    of its value (0: none; -1: it cannot cross a cut)
-    attends  of what lets one token see another: by attention, and not as a scan or a convolution does
-    light    it costs little to compute and gives the same bits when computed again
-    storage  whose memory its value is
+    bytes         of its value (0: none; -1: it cannot cross a cut)
+    attends       of what lets one token see another: by attention, and not as a scan or a convolution does
+    recomputable  it costs little to compute and gives the same bits when computed again
+    storage       whose memory its value is
     """
 
     bytes: int
@@ -37,7 +35,7 @@ class Traits:
     matrix: bool
     mixing: bool
     attends: bool = True
-    light: bool = False
+    recomputable: bool = False
     storage: int | None = None
 
 
@@ -45,17 +43,17 @@ class Traits:
 class Region:
     """A piece of the chain.
 
-    nodes    its nodes in order, copies of cheap ones included
-    inputs   placeholders and values of earlier regions that it reads
-    outputs  its values that later regions or the caller read
-    light    its outputs are made again from the inputs of the graph when a backward wants them, and not kept
+    nodes         its nodes in order, copies of cheap ones included
+    inputs        placeholders and values of earlier regions that it reads
+    outputs       its values that later regions or the caller read
+    recomputable  its outputs are recomputed from the inputs of the graph in the backward, not kept
              for it
     """
 
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
-    light: bool = False
+    recomputable: bool = False
 
     def __str__(self) -> str:
         """``x, w → y: scores, mixed, y``."""
@@ -82,7 +80,7 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     layer = layer_width(body, widths, traits, mixers)
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
-        checkpoint()
+        check_time()
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
         if following is not None and (
             widths[end] >= FORBIDDEN
@@ -100,15 +98,15 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     returned = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
     loose = [n for n in nodes if n in cheap and n in returned]
     regions = assemble(pieces, loose, cheap, returned, {n: i for i, n in enumerate(graph.nodes)})
-    return (replace(regions[0], light=bool(prelude) and again(pieces[0], traits)), *regions[1:])
+    return (replace(regions[0], recomputable=bool(prelude) and again(pieces[0], traits)), *regions[1:])
 
 
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
     """Values made from inputs without weights: positions, masks, rotary tables. And matrices of tokens by
-    tokens that weights are merely
-    looked up for (a bias by distance): every region adds its part to their gradient."""
+    tokens that weights are merely looked up for (a bias by distance): every region adds its part to their
+    gradient."""
     cheap: set[Node] = set()
-    light: set[Node] = set()
+    recomputable: set[Node] = set()
     changed = written_to(flow, traits)
     for node in networkx.topological_sort(flow):
         if node.op in ("placeholder", "output") or node in changed or traits[node].mixing:
@@ -122,19 +120,18 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
             for a in node.all_input_nodes
         ):
             cheap.add(node)
-        if traits[node].light and all(
-            a in light or a.op == "placeholder" and a not in changed for a in node.all_input_nodes
+        if traits[node].recomputable and all(
+            a in recomputable or a.op == "placeholder" and a not in changed for a in node.all_input_nodes
         ):
-            light.add(node)
-    return cheap | ancestors(n for n in light if traits[n].bytes < 0) & light
+            recomputable.add(node)
+    return cheap | ancestors(n for n in recomputable if traits[n].bytes < 0) & recomputable
 
 
 def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Node]:
     """Values whose memory is written into, and the writers: none of them can be made a second time."""
     writers = {n: target for n in flow.nodes if (target := mutated(n)) is not None}
-    written: dict[int, list[Node]] = {
-        traits[t].storage: [] for t in writers.values() if traits[t].storage is not None
-    }
+    storages = {traits[t].storage for t in writers.values()} - {None}
+    written: dict[int | None, list[Node]] = {storage: [] for storage in storages}
     for node in flow.nodes:
         if node in traits and traits[node].storage in written:
             written[traits[node].storage].append(node)
@@ -153,7 +150,7 @@ def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
     written_elsewhere = any(u not in place for n in nodes for u in n.users if writers.get(u) is n)
     if written_elsewhere or nodes[0].op in ("placeholder", "get_attr"):
         return False
-    last = max(map(place.get, writes))
+    last = max(place[n] for n in writes)
     return all(
         list(a.users) == [b] and writers.get(b) is a for a, b in zip(nodes[:last], nodes[1 : last + 1])
     )
@@ -195,9 +192,10 @@ def unfinished(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[tupl
         if storage is not None:
             first.setdefault(storage, i)
         target = mutated(node)
-        if target is not None and traits[target].storage is not None:
-            first.setdefault(traits[target].storage, i)
-            last[traits[target].storage] = i
+        changed = None if target is None else traits[target].storage
+        if changed is not None:
+            first.setdefault(changed, i)
+            last[changed] = i
     return [(first[s], i) for s, i in last.items()]
 
 
@@ -236,9 +234,8 @@ def head_cut(
     than layers do.
 
     The cut goes where the layers before were cut off, at the same width; of several such places, to the one
-    that makes this layer equal to
-    the layer before it, else to the last. With no layer before, it goes to the narrowest place before the
-    widest value.
+    that makes this layer equal to the layer before it, else to the last. With no layer before, it goes to the
+    narrowest place before the widest value.
     """
     widest = max((traits[n].bytes for n in body[mixer : end + 1] if traits[n].tokens), default=0)
     until = max(
@@ -272,8 +269,7 @@ def prelude_cut(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cuts: Sequence[int]
 ) -> list[int]:
     """Part an embedding from the first layer where this makes that layer equal to the next one, and the
-    embedding can be made again, or
-    is of no tokens yet (pixels)."""
+    embedding can be recomputed, or is of no tokens yet (pixels)."""
     if len(cuts) < 2:
         return []
     following = shape_of_piece(body[cuts[0] + 1 : cuts[1] + 1])
@@ -291,7 +287,7 @@ def prelude_cut(
 
 def again(piece: Sequence[Node], traits: Mapping[Node, Traits]) -> bool:
     """Can a piece be computed a second time, at little cost?"""
-    return all(traits[n].light and mutated(n) is None for n in piece)
+    return all(traits[n].recomputable and mutated(n) is None for n in piece)
 
 
 def shape_of_piece(piece: Sequence[Node]) -> tuple:

@@ -16,8 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from .ir import CannotStream, Mark, Signature, refuse, shape_of, tensor_operands, value_of
+from .phases import check_time
 from .rules import rule_of
-from .stages import checkpoint
 
 Slot = tuple[Node, int]  # a node and which of its outputs; -1 for a node that is one value
 
@@ -50,7 +50,7 @@ class Signatures:
         for node in graph.nodes:
             self.holders.setdefault(slot_of(node), []).append(node)
             if node.op == "call_function" and node.target is not operator.getitem and has_tensors(node):
-                checkpoint()
+                check_time()
                 self.read(node)
                 for slot in {*map(slot_of, tensor_operands(node)), *((node, o) for o in outputs_of(node))}:
                     self.around.setdefault(slot, []).append(node)
@@ -61,8 +61,10 @@ class Signatures:
         except CannotStream as refusal:
             self.missing[node] = refusal
         except Exception as error:  # a rule that does not fit this call; harmless unless tokens come here
-            reason = f"its rule fails on these arguments ({error})"
-            self.missing[node] = refuse(node, reason, "Please report this call")
+            reason = f"The rule for this operation failed on these arguments ({error})"
+            self.missing[node] = refuse(
+                node, reason, "Correct the rule if it is yours, or report this call if it is not"
+            )
 
 
 class TokenPropagation:
@@ -106,7 +108,7 @@ class TokenPropagation:
             queue = [(turn * order[n], n) for n in queued]
             heapq.heapify(queue)
             while queue:
-                checkpoint()
+                check_time()
                 at, node = heapq.heappop(queue)
                 queued.discard(node)
                 look(node, self.signatures[node])
@@ -125,7 +127,7 @@ class TokenPropagation:
     def met(self) -> list[Node]:
         """The nodes around marked slots, in order."""
         found = {n for slot, marks in self.marks.items() if marks for n in self.known.around.get(slot, ())}
-        return sorted(found, key=self.known.order.get)
+        return sorted(found, key=self.known.order.__getitem__)
 
     def marked(self) -> list[Node]:
         """The nodes whose values have marks."""
@@ -165,11 +167,15 @@ class TokenPropagation:
             if len({moved.dim for _, moved in found if moved is not None}) < sum(
                 moved is not None for _, moved in found
             ):
-                self.lost[node] = f"{list(old)} → {list(new)} merges rows and keys"
+                self.lost[node] = (
+                    f"This reshape from {list(old)} to {list(new)} merges the query and the key dimension"
+                )
                 continue
             for _, moved in found:
                 if moved is None and source != (node, -1):
-                    self.lost[node] = f"{list(old)} → {list(new)} splits the token dimension"
+                    self.lost[node] = (
+                        f"This reshape from {list(old)} to {list(new)} splits the token dimension"
+                    )
                 self.add(target, moved)
 
     # Which of two token dimensions holds the keys
@@ -211,6 +217,12 @@ class TokenPropagation:
 
     def rows(self, slot: Slot) -> Mark | None:
         return next((m for d, m in self.marks.get(slot, {}).items() if d != self.keys.get(slot)), None)
+
+    def mark(self, slot: Slot) -> Mark:
+        """The rows of a value that is known to have some."""
+        mark = self.rows(slot)
+        assert mark is not None, f"{slot[0]} has no rows"
+        return mark
 
     def key(self, slot: Slot) -> Mark | None:
         return self.marks[slot][self.keys[slot]] if slot in self.keys else None

@@ -1,11 +1,41 @@
-"""What makes each type legal; run on every result that leaves a pass."""
+"""What is legal after each pass: the written form of every contract between passes.
+
+Each function checks one type on its way out of the pass that makes it. A result that breaks a clause is a
+defect of this package, never of the user's model.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
 from torch.fx import Graph, Node
 
-from .ir import HERE, Analysis, Tokens, hint, is_tensor, shape_of
-from .partition import Program
+from .ir import (
+    ACCUMULATORS,
+    FILLED,
+    HERE,
+    Analysis,
+    Binding,
+    BindingRole,
+    Body,
+    Direction,
+    Kind,
+    Plan,
+    Program,
+    Role,
+    Sweep,
+    Tokens,
+    draws_random,
+    hint,
+    is_tensor,
+    parts_of,
+    shape_of,
+    takes_kernel,
+    tensor_operands,
+)
+from .rules import rule_of
 
 
 class IllegalResult(AssertionError):
@@ -17,72 +47,183 @@ def check(condition: bool, message: str) -> None:
         raise IllegalResult(message)
 
 
+def verify_normalized(graph: Graph) -> None:
+    """A normal graph is a list of pure calls, each with a fake value.
+
+    - A node is an input, a constant, a call of an operator, or the output.
+    - A call has a fake value and writes into none of its arguments.
+    """
+    for node in graph.nodes:
+        check(
+            node.op in ("placeholder", "get_attr", "call_function", "output"), f"{node} is a {node.op} node"
+        )
+        if node.op == "call_function":
+            check("val" in node.meta, f"{node} has no fake value")
+            check(not any(written_arguments(node)), f"{node} writes into its arguments")
+
+
 def verify_analysis(graph: Graph, analysis: Analysis) -> None:
-    """Every value has a fact, and every token dimension has the size that its fact says."""
-    length = hint(analysis.length)
+    """Every value has a fact, and every node that tokens come to has a rule and an edge for each operand.
+
+    - A token dimension has the size that its fact says.
+    - What has rows has outputs with rows; a sum has none.
+    - An edge by rows, halo, keys or carry reads a value with rows.
+    - Random numbers are drawn by their place alone, so that every chunk can draw its own again.
+    """
     for node in graph.nodes:
         if node.op == "output":
             continue
         check(node in analysis.facts, f"{node} has no fact")
-        fact = analysis.facts[node]
-        if isinstance(fact, Tokens) and is_tensor(node):
-            size = shape_of(node)[fact.rows.dim]
-            rows = size // (fact.rows.outer * fact.rows.inner)
-            stored = (
-                node.op == "placeholder" and fact.keys is not None
-            )  # a mask made for more tokens than there are
-            check(
-                rows == length + fact.hi - fact.lo or stored and rows >= length,
-                f"{node}: {rows} rows, but its fact says {fact}",
-            )
-            check(
-                size == rows * fact.rows.outer * fact.rows.inner, f"{node}: {size} is no multiple of its rows"
-            )
+        verify_size(node, analysis)
+        kind, facts = analysis.kinds[node], parts_of(analysis.facts[node])
+        rows = [isinstance(f, Tokens) for f in facts]
+        check(kind is not Kind.SUM or not any(rows), f"{node} is a sum, and has rows")
+        check(kind not in (Kind.ROWS, Kind.KEYSUM) or any(rows), f"{node} is {kind}, and has no rows")
+        check(not draws_random(node), f"{node} draws random numbers, and not by their place")
+        if kind is not Kind.WHOLE and node.op == "call_function" and node.target is not operator.getitem:
+            rule_of(node)
+            operands = tuple(edge.operand for edge in analysis.edges[node])
+            check(operands == tensor_operands(node), f"{node} has edges {operands}")
+        for edge in analysis.edges[node]:
+            fact = analysis.facts[edge.operand]
+            carries = any(isinstance(f, Tokens) for f in parts_of(fact))
+            check(edge.role is Role.WHOLE or carries, f"{node} reads {edge.role} of {edge.operand}")
+
+
+def verify_size(node: Node, analysis: Analysis) -> None:
+    """The token dimension of a value has the size that its fact says."""
+    fact, length = analysis.facts[node], hint(analysis.length)
+    if not isinstance(fact, Tokens) or not is_tensor(node):
+        return
+    size, step = shape_of(node)[fact.rows.dim], fact.rows.outer * fact.rows.inner
+    rows = size // step
+    # a mask may be stored for more tokens than there are
+    stored = node.op == "placeholder" and fact.keys is not None and rows >= length
+    check(rows == length + fact.hi - fact.lo or stored, f"{node}: {rows} rows, but its fact says {fact}")
+    check(size == rows * step, f"{node}: {size} is no multiple of its rows")
 
 
 def verify_program(program: Program, analysis: Analysis) -> None:
-    """Everything is computed before it is read, and what a sweep reads beyond its rows was kept or is fed."""
-    ready: set[Node] = set(program.given)
-    noted: set[Node] = set()
-    for stage, nodes in enumerate(program.whole):
+    """Everything is computed before it is read.
+
+    - What a sweep reads beyond its own rows is at full length, or is appended in that sweep.
+    - A sum is read after its sweep; a key sum is read in it only where its rows are final.
+    - A scan has a state, which goes along or was saved by an earlier sweep.
+    - An output over an input's buffer is written by the last sweep.
+    """
+    ready, saved = set(program.inputs), set[Node]()
+    for step, nodes in enumerate(program.full_length):
         for node in nodes:
-            for operand in node.all_input_nodes:
-                check(operand in ready, f"{node} reads {operand} before it exists")
+            check_read(node, node.all_input_nodes, ready)
             ready.add(node)
-        if stage == len(program.sweeps):
+        if step == len(program.sweeps):
             break
-        sweep = program.sweeps[stage]
-        inside: set[Node] = set()
+        sweep = program.sweeps[step]
         check(
-            noted.issuperset(sweep.resumed), f"{sweep.resumed} go on from states that no sweep before noted"
+            saved.issuperset(sweep.restored_states), f"no sweep saves the states of {sweep.restored_states}"
         )
-        noted.update(sweep.noted)
-        for node in sweep.nodes:
-            scans = any(edge.role == "carry" for edge in analysis.edges[node])
-            check(
-                not scans or node in sweep.scans or node in sweep.resumed, f"{node} scans, and has no state"
-            )
-            for edge in analysis.edges[node]:
-                operand = edge.operand
-                check(operand in ready or operand in inside, f"{node} reads {operand} before it exists")
-                if edge.role in ("keys", "halo") and operand in inside and operand not in ready:
-                    check(
-                        operand in sweep.fed and edge.role == "keys",
-                        f"{node} reads {operand} beyond its chunk",
-                    )
-                if operand in inside and operand in sweep.keysums and operand not in ready:
-                    check(
-                        sweep.settled
-                        and (edge.role == "carry" or edge.role == "rows" and edge.reach == HERE),
-                        f"{operand} is read before it is final",
-                    )
-                check(
-                    not (operand in inside and operand in sweep.sums),
-                    f"{node} reads the unfinished sum {operand}",
-                )
-            inside.add(node)
-        ready.update(sweep.writes)
-        ready.update(sweep.sums)
-        ready.update(sweep.keysums)
+        saved.update(sweep.saved_states)
+        verify_sweep(sweep, ready, analysis)
+        ready.update((*sweep.writes, *sweep.sums, *sweep.keysums))
+        check(not sweep.in_place or step == len(program.sweeps) - 1, f"sweep {step} writes over inputs")
     for output in program.outputs:
-        check(not isinstance(output, Node) or output in ready, f"output {output} is never made")
+        check(not isinstance(output, Node) or output in ready, f"output {output} is never computed")
+
+
+def check_read(node: Node, operands: Iterable[Node], ready: set[Node]) -> None:
+    for operand in operands:
+        check(operand in ready, f"{node} reads {operand} before it exists")
+
+
+def verify_sweep(sweep: Sweep, ready: set[Node], analysis: Analysis) -> None:
+    """A sweep reads what is ready, and of its own nodes no more than a chunk has."""
+    inside: set[Node] = set()
+    states = {*sweep.scans, *sweep.restored_states}
+    for node in sweep.nodes:
+        edges = analysis.edges[node]
+        scans = any(edge.role is Role.CARRY for edge in edges)
+        check(not scans or node in states, f"{node} is a scan without a state")
+        check_read(node, (e.operand for e in edges), ready | inside)
+        for edge in (e for e in edges if e.operand in inside and e.operand not in ready):
+            operand, own_rows = edge.operand, edge.role is Role.ROWS and edge.reach == HERE
+            check(operand not in sweep.sums, f"{node} reads the unfinished sum {operand}")
+            if edge.role in (Role.KEYS, Role.HALO):
+                appended = operand in sweep.appended and edge.role is Role.KEYS
+                check(appended, f"{node} reads {operand} beyond its chunk")
+            if operand in sweep.keysums:
+                final = sweep.keysums_final and (own_rows or edge.role is Role.CARRY)
+                check(final, f"{node} reads {operand} before it is final")
+        inside.add(node)
+    check(inside.issuperset((*sweep.writes, *sweep.sums, *sweep.keysums)), "a sweep writes what it lacks")
+    check(set(sweep.writes).issuperset(sweep.appended), "a sweep appends what it does not write")
+    descends = sweep.direction is Direction.DESCENDING
+    check(not sweep.keysums_final or descends, "key sums are final in descending sweeps alone")
+
+
+def verify_plan(plan: Plan, program: Program) -> None:
+    """Every sweep has a chunk length, and every attention a kernel; sweeps that share states cut alike."""
+    check(len(plan.chunks) == len(program.sweeps), f"{len(plan.chunks)} chunk lengths")
+    check(all(chunk >= 1 for chunk in plan.chunks), f"chunks of {plan.chunks} tokens")
+    shared = {c for c, s in zip(plan.chunks, program.sweeps) if s.saved_states or s.restored_states}
+    check(len(shared) <= 1, f"states are saved and restored by chunks of {sorted(shared)} tokens")
+    for node in (n for part in (*program.full_length, *(s.nodes for s in program.sweeps)) for n in part):
+        check(not takes_kernel(node) or node in plan.kernels, f"{node} has no kernel")
+
+
+def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
+    """A chunk body is a function of its bindings, and all that it makes is as long as a chunk.
+
+    - Its inputs are the bindings, in order; it has no constants and returns nothing.
+    - A value with rows comes in whole only where a node reads rows around the chunk.
+    - The number of all tokens sizes nothing inside.
+    - It writes into buffers, accumulators and states alone, and over inputs that the sweep says. It fills all
+      buffers.
+    """
+    nodes = list(body.graph.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    check(len(inputs) == len(body.bindings), f"{len(inputs)} inputs for {len(body.bindings)} bindings")
+    check(not any(n.op == "get_attr" for n in nodes), "a chunk body has a constant")
+    check(nodes[-1].op == "output" and not nodes[-1].all_input_nodes, "a chunk body returns something")
+    halos = {e.operand for n in sweep.nodes for e in analysis.edges[n] if e.role is Role.HALO}
+    for binding in body.bindings:
+        if binding.role is BindingRole.WHOLE and binding.source is not None:
+            rows = isinstance(analysis.facts[binding.source], Tokens)
+            check(not rows or binding.source in halos, f"{binding.source} comes in at full length")
+    check_sizes(dict(zip(inputs, body.bindings)).items())
+    check_writes(nodes, dict(zip(inputs, body.bindings)), sweep)
+
+
+def check_sizes(inputs: Iterable[tuple[Node, object]]) -> None:
+    """Sizes, which are items of lists, are of no number of all tokens."""
+    lengths = [n for n, b in inputs if str(b).split() == ["scalar", "length"]]
+    for node in lengths:
+        for user in node.users:
+            sized = any(node in a for a in user.args if isinstance(a, (list, tuple)))
+            check(not sized, f"{user} is as long as all tokens")
+            if getattr(user.target, "__module__", "") == "_operator":
+                lengths.append(user)
+
+
+def check_writes(nodes: list[Node], bindings: Mapping[Node, Binding], sweep: Sweep) -> None:
+    """Writes go into what the driver hands over to be written."""
+    taken = {source for _, source in sweep.in_place}
+    written = {a for n in nodes if n.op == "call_function" for a in written_arguments(n)}
+    for node in written:
+        binding = bindings.get(node)
+        if binding is None:
+            raise IllegalResult(f"a chunk body writes into {node}, which is its own")
+        role, source = binding.role, binding.source
+        over = role is BindingRole.ROWS and source in taken
+        legal = over or role in (*FILLED, *ACCUMULATORS, BindingRole.CARRY)
+        check(legal, f"a chunk body writes into {node}, which is only read")
+    for node, binding in bindings.items():
+        filled = binding.role not in FILLED or node in written
+        check(filled, f"the buffer {node} is never written")
+
+
+def written_arguments(node: Node) -> Iterator[Node]:
+    """The arguments that an op writes into, by its schema."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        for argument, value in zip(node.target._schema.arguments, node.args):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
+                yield value

@@ -4,8 +4,7 @@
     AOTAutograd → pipeline → Inductor
 
 Every region is an autograd node of its own, so that the gradients of a layer's weights reach autograd (and
-its hooks) when the layer
-is done. Equal regions share one trace, one analysis and one compilation.
+its hooks) when the layer is done. Equal regions share one trace, one analysis and one compilation.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from .dynamo.attention import one_attention
 from .dynamo.buffer_updates import Buffers, State
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
+from .dynamo.python_floats import floats_as_tensors
 from .dynamo.regions import (
     build_region,
     is_switch,
@@ -46,8 +46,8 @@ from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import LazyOutput, lazy_output
 from .passes.ir import Condition, Refusal, bytes_of, copied
+from .passes.phases import phase, time_limit
 from .passes.split import Region, split
-from .passes.stages import stage, watched
 from .pipeline import outputs_of
 from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
 from .runtime.gradient_ownership import plain_references
@@ -59,7 +59,7 @@ from .runtime.runner import Sizes
 def streambp(
     module: GraphModule, example_inputs: Sequence[object], *, mode: str | None = None, options=None
 ) -> Callable:
-    """The backend itself, found through the entry point ``torch_dynamo_backends``.
+    """The backend, found through the entry point ``torch_dynamo_backends``.
 
     Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region
     cannot be streamed.
@@ -68,11 +68,12 @@ def streambp(
     return Chain(module, example_inputs, Config.of(mode, options)).compiled()
 
 
-internals.ignore_library_logging()  # before Dynamo traces: torch.compile imports this module when it is called
+# Before Dynamo traces: torch.compile imports this module when it is called.
+internals.ignore_library_logging()
 
 TRANSFORMED = Refusal(
     "torch.func",
-    "a transform (grad, vjp, jvp) lies inside the compiled function, whose backward is then part of its forward",
+    "A torch.func transform (grad, vjp, jvp) in the compiled function makes the backward part of the forward",
     "Compile the function that is transformed, or use loss.backward()",
 )
 
@@ -112,11 +113,11 @@ class Chain:
             self.say_no_graphs()
 
     def say_no_graphs(self) -> None:
-        """A mode that records CUDA graphs has none to record; where it does nothing else, its user should
-        know."""
+        """Tell that a mode which records CUDA graphs records none here."""
         text = (
-            f"mode={self.config.mode!r} records no CUDA graphs of chunk bodies, because their sizes and buffers change "
-            "with every chunk. Longer chunks (chunk_size) launch fewer kernels"
+            f"mode={self.config.mode!r} records no CUDA graphs here, because sizes and buffers change with "
+            "every "
+            'chunk. To launch fewer kernels, raise options={"chunk_size": ...}'
         )
         if self.config.mode == "reduce-overhead":
             self.hint(text)
@@ -143,17 +144,21 @@ class Chain:
     def rewritten(self) -> GraphModule:
         """The graph with all that is written otherwise before autograd sees it, as a copy."""
         module = copied(self.given)
+        with phase("reading numbers that change"):
+            constants = floats_as_tensors(module)
+        if constants:
+            internals.make_constant(constants)
         for rewrite, doing in () if self.transformed else REWRITES:
-            with stage(doing):
+            with phase(doing):
                 module = rewrite(module)
         return module
 
     def cut(self) -> Cut:
         graph = self.module.graph
-        with stage("finding the token dimension"):
+        with phase("finding the token dimension"):
             axes = () if self.transformed else find_axes(self.module, self.fakes)
         axis = joined(axes)
-        with stage("cutting the graph into regions"):
+        with phase("cutting the graph into regions"):
             views = weight_views(graph)
             apart = {n for n in graph.nodes if is_switch(n)}.union(views)
             regions = split(graph, traits_of(graph, axis), apart.__contains__) if axis else ()
@@ -169,7 +174,7 @@ class Chain:
 
     def chained(self) -> Callable:
         """The regions, compiled and linked. Raises `CannotStream` where a defect stands in the way."""
-        with watched(self.config.analysis_seconds, self.hint):
+        with time_limit(self.config.analysis_seconds, self.hint):
             self.module = self.rewritten()
             self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
             given = zip(self.placeholders, self.example_inputs)
@@ -231,8 +236,7 @@ class Chain:
     def hint_at_outputs(
         self, regions: Sequence[Region], axis: Axis, broken: internals.GraphBreak | None
     ) -> None:
-        """Values of layers that the function returns stay alive at full length: say what they cost and how to
-        be rid of them."""
+        """Warn about outputs of layers that stay in memory at full length, with their cost and a remedy."""
         returned = set(next(n for n in self.module.graph.nodes if n.op == "output").all_input_nodes)
         kept = [n for r in regions[:-1] for n in r.outputs if n in returned and n in axis.marks]
         wide = [
@@ -243,20 +247,23 @@ class Chain:
         if len(kept) > 1:
             cost = sum(bytes_of(fake_of(n)) for n in kept)
             self.hint(
-                f"the compiled function returns {len(kept)} values of its layers, {mebibytes(cost)} that stay alive. If that is a "
-                "KV cache, pass use_cache=False; if hidden states, output_hidden_states=False"
+                f"The compiled function returns {len(kept)} values of its layers, which keep "
+                f"{mebibytes(cost)} alive. Pass use_cache=False if they are a KV cache, "
+                "output_hidden_states=False if they are hidden states"
             )
         if wide:
             logits = mebibytes(sum(bytes_of(fake_of(n)) for n in wide))
             if broken is None:
                 self.hint(
-                    f"logits leave the compiled function, {logits} at full length. Compute the loss inside it, and the head "
-                    "streams with the loss"
+                    f"The logits leave the compiled function and take {logits} at full length. Compute the "
+                    "loss inside the function, so that the head streams with it"
                 )
             else:
                 self.hint(
-                    f"Dynamo's graph breaks at {broken.where} ({broken.reason}), and logits leave it there, {logits} at full length. In one "
-                    f"graph with the loss the head would stream. Torch's remedy for the break: {broken.remedy.rstrip('.') or 'none'}"
+                    f"The graph breaks at {broken.where} ({broken.reason}), and the logits take {logits} "
+                    "at full length because they leave it there. Remove the break, so that the head "
+                    "streams with its loss. Torch's advice for this break: "
+                    f"{broken.remedy.rstrip('.') or 'none'}"
                 )
 
     def hint(self, text: str) -> None:
@@ -356,7 +363,7 @@ def linked(
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(broken[question.key])
                 inputs = [state.read(n) for n in region.inputs if n.op != "get_attr"]
-                if region.light and torch.is_grad_enabled():
+                if region.recomputable and torch.is_grad_enabled():
                     recipe = Recipe.of(run, inputs)
                     recipes.update((n, Again(recipe, i)) for i, n in enumerate(region.outputs))
                 again = [(values[n], recipes[n]) for n in region.inputs if n in recipes]

@@ -30,8 +30,8 @@ from .passes.ir import (
     where_of,
 )
 from .passes.kernels.products import scale_
+from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.split import Region
-from .passes.stages import Abandoned, abandoned, stage, watched
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import NotStreamed, RegionReport, StreamHint
 from .runtime.gradient_ownership import ours_alone, sole_owners
@@ -41,22 +41,23 @@ from .runtime.runner import Layout, cannot_tell, lines_of, noting
 from .target_device import planned_for, target_of
 
 HELP = {
-    EveryRowHasVisibleKey: "Such a row is spread over all keys by a mask of lowest numbers. Pad on the right, or mask with -inf or booleans.",
-    PositionsIncrease: "Number the tokens of each packed sequence upwards.",
-    MaskedOutsideBand: "Causal masks made by `torch.tril` or `is_causal` in the compiled function are proved without a check.",
+    EveryRowHasVisibleKey: "Pad on the right, or mask with booleans or -inf instead of the lowest number.",
+    PositionsIncrease: "Number the tokens of each packed sequence in ascending order.",
+    MaskedOutsideBand: "Make causal masks by torch.tril or is_causal=True inside the compiled function.",
 }
 
 
 class NothingToStream(CannotStream):
-    """A graph of a fixed, tiny length, or without tokens: nothing to warn about."""
+    """Nothing to warn about: the graph is tiny, or has no tokens."""
 
 
 class TraceAgain(Exception):
-    """A region that runs whole has torch's own attention again, and must be traced with it."""
+    """An unchunked region takes torch's own attention, and must be traced again with it."""
 
 
 class CompiledRegion:
-    """One distinct region: traced by AOTAutograd, streamed if the passes can, compiled whole otherwise."""
+    """One distinct region: traced by AOTAutograd, then streamed if the passes can, else compiled
+    unchunked."""
 
     def __init__(
         self,
@@ -86,14 +87,18 @@ class CompiledRegion:
             for _ in parts
         ]  # what AOTAutograd takes: of which input it is, and its node unless that is a tensor subclass
         self.writes = len(written_storages(region)) > len(written_buffers(region))
-        self.report = RegionReport(module, light=region.light)
+        self.report = RegionReport(module, recomputable=region.recomputable)
         self.streamed: StreamedRegion | None = None
         self.guard: Guard | None = None
         self.unchecked = self.compiled() if region.nodes else None
         self.call = self.checked if self.guard else self.unchecked
 
     def compiled(self) -> Callable:
-        """The region, streamed or whole; or, if a defect of ours stands in its way, by Inductor alone."""
+        """The region, streamed or unchunked; compiled by Inductor alone if an internal error occurs."""
+        with internals.floats_are_tensors():
+            return self.streamed_or_unchunked()
+
+    def streamed_or_unchunked(self) -> Callable:
         try:
             with internals.detect_fake_mode(self.fakes), internals.effects_inside():
                 try:
@@ -122,7 +127,7 @@ class CompiledRegion:
         return call
 
     def traced(self) -> Callable:
-        """The region through AOTAutograd, and whatever that calls back."""
+        """The region through AOTAutograd and the compilers that it calls."""
         compile_ = internals.aot_autograd(
             fw_compiler=self.compile_forward,
             bw_compiler=self.compile_backward,
@@ -133,19 +138,19 @@ class CompiledRegion:
         return compile_(self.module, self.fakes)
 
     def checked(self, *inputs: object) -> object:
-        """A call that leaves keys out only where the masks of its inputs allow it."""
+        """A call that skips keys only where the masks of its inputs allow it."""
         return self.call_for(self.guard.broken(inputs))(*inputs)
 
     def call_for(self, broken: Condition | None) -> Callable:
-        """The call for inputs of which it is known what they break; such a region is compiled once more, to
-        read all keys."""
+        """The call for inputs that break this condition, or none."""
         return self.unchecked if broken is None else self.reading_all(broken)
 
     def reading_all(self, broken: Condition) -> Callable:
-        """The same region without conditions, compiled when a call does not keep one."""
+        """The same region without conditions, compiled when the first call breaks one."""
         if self.unconditional is None:
             warnings.warn(
-                f"streambp: this call's masks do not keep that {broken}, so attention reads all keys, by a region compiled for that. "
+                f"streambp: This call's mask breaks the assumption that {broken}. The region is compiled "
+                "again without key pruning; results stay exact, but attention takes longer. "
                 f"{HELP[type(broken)]}",
                 StreamHint,
                 stacklevel=2,
@@ -160,7 +165,8 @@ class CompiledRegion:
         return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}
 
     def checkable(self) -> list[int]:
-        """Inputs that may be masks: whatever is neither learned nor made by what is learned."""
+        """Positions of inputs that may be masks: those that do not require gradients and are no
+        parameters."""
         return [
             i
             for i, (_, n) in enumerate(self.flat)
@@ -187,12 +193,11 @@ class CompiledRegion:
         return self.modules(num_fwd_outputs)
 
     def streams(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> bool:
-        """Stream it if the passes can; else say why, in the report and, unless nothing is lost, in a
-        warning."""
+        """Stream the region if the passes can; otherwise record why, and warn if it costs memory."""
         if self.report.refusal is not None:  # traced again, to run whole
             return False
         try:
-            with watched(self.config.analysis_seconds, self.slow), stage("preparing the joint graph"):
+            with time_limit(self.config.analysis_seconds, self.slow), phase("preparing the joint graph"):
                 self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
         except CannotStream as refused:
             if isinstance(refused, Abandoned):
@@ -201,7 +206,7 @@ class CompiledRegion:
             if not isinstance(refused, NothingToStream):
                 self.refuse(self.report.refusal, self.whole_cost(graph_module))
             if torch_attention(self.module):
-                raise TraceAgain
+                raise TraceAgain from None
         return self.streamed is not None
 
     def slow(self, text: str) -> None:
@@ -215,7 +220,7 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     "graph",
-                    "no token dimension was found",
+                    "No token dimension was found",
                     "Pass token ids or hidden states as tensors with a token dimension",
                 )
             )
@@ -226,8 +231,9 @@ class CompiledRegion:
             raise (NothingToStream if small else CannotStream)(
                 Refusal(
                     "region",
-                    "carries no tokens",
-                    "Nothing is lost by small values; others lost their tokens in an op before it",
+                    "This region has no token dimension",
+                    "Nothing to do for small values; otherwise check which earlier operation removes the "
+                    "token dimension",
                 )
             )
         if not any(n in self.axis.marks and not is_parameter(fake_of(n)) for n in self.inputs) and not any(
@@ -236,8 +242,8 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     "region",
-                    "its tokens are made in it, from values that have none (patches of an image)",
-                    "It stays small where what makes them does",
+                    "This region creates its tokens from values without a token dimension, such as an image",
+                    "Nothing to do for image patches: the patch embedding runs unchunked",
                 )
             )
         untold = cannot_tell(
@@ -247,13 +253,17 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     "region",
-                    f"a size of {untold[0]} cannot be told from the sizes of its inputs",
-                    "Pass a value that has it",
+                    f"A size of {untold[0]} cannot be derived from the sizes of the region's inputs",
+                    "Pass a tensor or an integer that has this size",
                 )
             )
         if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
             raise NothingToStream(
-                Refusal("region", f"{self.axis.length} tokens are too few to stream", "Nothing is lost")
+                Refusal(
+                    "region",
+                    f"A sequence of {self.axis.length} tokens is too short to stream",
+                    "Nothing to do: its memory is small",
+                )
             )
         for node in graph_module.graph.find_nodes(
             op="call_function", target=torch.ops.higher_order.with_effects
@@ -261,8 +271,8 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     str(node.args[1]),
-                    "has an effect, which must happen once and in order",
-                    "Keep it out of the layers",
+                    "This operation has a side effect, which must happen exactly once and in order",
+                    "Move it out of the layers of the model",
                     where_of(node),
                 )
             )
@@ -276,8 +286,8 @@ class CompiledRegion:
             raise CannotStream(
                 Refusal(
                     "region",
-                    f"{tangents} tangents for {len(tangent_of)} differentiable outputs",
-                    "Do not change inputs in place across layers",
+                    f"This region gets {tangents} gradients for {len(tangent_of)} differentiable outputs",
+                    "Do not change the inputs of a layer in place",
                 )
             )
         compile_body = functools.partial(internals.compile_body, mode=self.config.mode)
@@ -307,8 +317,8 @@ class CompiledRegion:
         )
 
     def modules(self, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-        """Forward and backward as graph modules of one call each, in the order of values that AOTAutograd
-        expects."""
+        """Forward and backward as graph modules of one call each, with their values in the order of
+        AOTAutograd."""
         region = self.streamed
         owner = GraphModule({}, Graph())
         outputs = outputs_of(region.joint)
@@ -342,7 +352,7 @@ class CompiledRegion:
         return boxed(self.noted(run_forward(self.streamed, outputs_of(self.streamed.joint))))
 
     def noted(self, driver: Driver) -> Driver:
-        """The same driver, whose errors say which region it is of."""
+        """The same driver, whose errors name the region."""
         direction = driver.__name__.rpartition("_")[2]
 
         def take(args: list) -> list:
@@ -358,10 +368,10 @@ class CompiledRegion:
 
 
 def refusal_of(error: Exception, doing: str, what: str, module: GraphModule) -> Refusal:
-    """What the user is told of an error. Where it knows no line of the user's, that is the module's first.
+    """An error as a refusal; without a line of its own, it names the first line of the module.
 
-    doing  the stage, where the error does not know it
-    what   is compiled whole: a region or a graph
+    doing  the stage, if the error does not know it
+    what   "region" or "graph": what runs unchunked
     """
     if isinstance(error, CannotStream) and not isinstance(error, Abandoned):
         return error.refusal
@@ -404,8 +414,7 @@ def storages(values: Iterable[object]) -> weakref.WeakSet:
 
 
 def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.Tensor]:
-    """The values, each in dense memory of its own, so that it may be overwritten; ``taken`` is memory of
-    others."""
+    """The values, each in memory of its own that may be overwritten; ``taken`` is memory of others."""
     found = []
     for value in values:
         alone = value.untyped_storage() not in taken and Layout.of(value) is not None
@@ -438,7 +447,7 @@ def run_scaled(saved: Sequence[Node], outputs: Sequence[object], unscaled: Node)
 
 
 def is_on_host(value: torch.Tensor) -> bool:
-    """Can its value be read without a synchronisation?"""
+    """Can its value be read without synchronising with a device?"""
     return value.device.type == "cpu"
 
 

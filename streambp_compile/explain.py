@@ -1,4 +1,4 @@
-"""Look at what the backend makes of a function, without leaving anything compiled behind."""
+"""Show what the backend makes of a function. Nothing compiled is left behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import internals
 from .config import Config
-from .passes.stages import summary
+from .passes.phases import summary
 from .report import Report
 from .runtime.memory_simulation import simulate, without_data
 
@@ -21,18 +21,17 @@ def explain(
     streambp_mode: str | None = None,
     **kwargs,
 ) -> Report:
-    """Compile ``fn`` for these arguments, run its forward once, and report every region and the memory that a
-    step will take.
+    """Compile ``fn`` for these arguments, run its forward once, and report every region and the memory of a
+    step.
 
     fn                a function or module, as given to ``torch.compile``
-    args, kwargs      its arguments; with fake tensors (on a device that need not be there) nothing is
-    computed
-    streambp_options  the ``options=`` of the backend (its own name, so that none of ``fn``'s arguments is
-                      shadowed)
+    args, kwargs      its arguments; with fake tensors, on any device, nothing is computed
+    streambp_options  the ``options=`` of the backend
     streambp_mode     the ``mode=`` of ``torch.compile``
 
-    The report prints itself; ``report.regions[i]`` leads to the split, joint and chunk-body graphs as
+    The report prints itself. ``report.regions[i]`` leads to the split, joint and chunk-body graphs as
     ``torch.fx.GraphModule``.
+
     Raises ValueError for unknown options and modes.
     """
     from .backend import Chain  # not with this package: it looks at the libraries that are there by then
@@ -52,11 +51,14 @@ def explain(
 
 
 def predict(report: Report) -> None:
-    """Rehearse the step, if it is one graph: between graphs runs code that only the user knows."""
+    """Simulate the step if it is one graph; between several graphs, code runs that only the user knows."""
     if len(report.steps) != 1:
         return
     try:
         report.peak = simulate(*report.steps[0])
     except Exception as error:  # an operator that has no fake form: the report is still good
-        internals.log.debug("rehearsing a step failed", exc_info=True)
-        report.notes.append(f"note: the peak of a step could not be predicted: {summary(error)}")
+        internals.log.debug("simulating a step failed", exc_info=True)
+        report.notes.append(
+            f"note: The peak memory of a step could not be predicted ({summary(error)}); the rest of this "
+            "report is complete."
+        )

@@ -1,8 +1,7 @@
-"""The one door to what is private in torch. Tried on torch 2.11 and 2.13.
+"""The only place that imports private parts of torch. Tested with torch 2.11 and 2.13.
 
-A new torch release is a change of this file alone: AOTAutograd's joint graphs, fake tensors with symbolic
-sizes, Inductor's inner
-compilation, Dynamo's graph idioms and the structured trace all come in here.
+A new release of torch changes this file alone: joint graphs of AOTAutograd, fake tensors with symbolic sizes,
+Inductor's inner compilation, graph breaks of Dynamo and the structured trace.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import sympy
 import torch
@@ -22,11 +22,13 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch import predispatch
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -47,10 +49,9 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from .passes.ir import hint
-from .passes.lower import Binding, Body, total_dtype
-from .passes.normalization.normalize import KEPT, layer_norm, mean, repeat, var, var_mean
-from .passes.rules import overload
+from .passes.ir import ACCUMULATORS, OF_ROWS, Binding, BindingRole, Body, draws_random, hint, total_dtype
+from .passes.normalization.normalize import layer_norm, mean, repeat, var, var_mean
+from .passes.rules import kept
 from .runtime.runner import Layout, layout_of, source_value
 
 __all__ = [
@@ -75,8 +76,8 @@ aten = torch.ops.aten
 def decompositions() -> dict:
     """Inductor's decompositions without those of ops that the rules know better."""
     table = dict(select_decomp_table())
-    for name in KEPT:
-        table.pop(overload(name), None)
+    for op in kept():
+        table.pop(op, None)
     table[aten.mean.dim] = mean
     table[aten.mean.default] = mean
     table[aten.repeat.default] = repeat
@@ -117,7 +118,7 @@ def stand_in(fake: object) -> object:
 
 
 def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
-    """A function of fakes as the ATen ops that it calls, above autograd and autocast, in the active fake mode.
+    """A function of fakes as the ATen ops that it calls, above autograd and autocast, in the active mode.
 
     The function runs on stand-ins, so that what it writes into stays as it was.
     """
@@ -191,7 +192,7 @@ def is_unbacked(value: object) -> bool:
 
 
 def is_batched(value: torch.Tensor) -> bool:
-    """Is this the inside of a ``torch.vmap``?"""
+    """Is this code running inside ``torch.vmap``?"""
     return torch._C._functorch.is_batchedtensor(value)
 
 
@@ -201,8 +202,8 @@ def index_by_tensors():
 
 
 def parts_of(value: object) -> list[object]:
-    """A tensor subclass as the plain tensors that AOTAutograd takes it apart into, in its order; anything
-    else is itself."""
+    """The plain tensors that AOTAutograd makes of a tensor subclass, in its order; any other value is
+    itself."""
     if not is_traceable_wrapper_subclass(value):
         return [value]
     return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
@@ -235,7 +236,7 @@ def is_fake(value: object) -> bool:
 
 
 def is_hook(node: Node) -> bool:
-    """A hook on the gradient of a value: where Dynamo writes it, it is the value."""
+    """Is this node a hook on a gradient? Dynamo writes it where the value is."""
     return isinstance(node.target, HigherOrderOperator) and node.target.__name__ == "register_hook"
 
 
@@ -283,22 +284,6 @@ def keep_inputs_partition(
     return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs)
 
 
-def draws_random(node: Node) -> bool:
-    """Does this node draw random numbers? Attention only with dropout, although its kernels are tagged so."""
-    if (
-        not isinstance(node.target, torch._ops.OpOverload)
-        or torch.Tag.nondeterministic_seeded not in node.target.tags
-    ):
-        return False
-    arguments = node.target._schema.arguments
-    chances = [
-        node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
-        for i, a in enumerate(arguments)
-        if a.name == "dropout_p"
-    ]
-    return chances != [0]
-
-
 def rewrite(module: GraphModule) -> None:
     """Inductor's passes over a joint graph: they make random numbers from seeds, and a scatter into a
     constant a comparison."""
@@ -308,8 +293,7 @@ def rewrite(module: GraphModule) -> None:
 
 
 def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
-    """Inductor on a graph of a region that is not streamed; the ops that only our rules wanted are decomposed
-    now."""
+    """Inductor on the graph of an unchunked region; ops that only the rules kept are decomposed now."""
     examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with detect_fake_mode(examples) or contextlib.nullcontext():
         plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(
@@ -325,7 +309,7 @@ NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, Ski
 
 
 def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | None = None) -> Callable:
-    """The whole graph as ``backend="inductor"`` compiles it; for one that this package fails on."""
+    """The whole graph as ``backend="inductor"`` compiles it, after an internal error."""
     patches = list_mode_options(mode) if mode else {}
     with functorch_config.patch(unlift_effect_tokens=False), inductor_config.patch(patches):
         return compile_fx(module, list(inputs), inner_compile=compile_fx_inner)
@@ -393,7 +377,7 @@ class BodyInputs:
         return sympy_interp(PythonReferenceAnalysis, {s: self.symbol(s, int(hints[s])) for s in names}, expr)
 
     def fake(self, binding: Binding):
-        if binding.role == "scalar":
+        if binding.role is BindingRole.SCALAR:
             if binding.source is not None:
                 value = binding.source.meta["val"]
                 return self.size(value)
@@ -401,14 +385,16 @@ class BodyInputs:
                 return self.size(binding.size)
             return self.symbol(binding.name, self.hints[binding.name])
         value = source_value(binding)
-        dtype = total_dtype(value.dtype) if binding.role in ("total", "keytotal", "carry") else value.dtype
+        dtype = (
+            total_dtype(value.dtype) if binding.role in (*ACCUMULATORS, BindingRole.CARRY) else value.dtype
+        )
         mark = binding.mark
         full = [self.size(s) for s in value.shape]
-        if binding.role == "carry":
+        if binding.role is BindingRole.CARRY:
             full[mark.dim] = 1
             return self.empty(full, _contiguous(full), dtype, value.device)
-        if binding.role in ("whole", "total") or mark is None:
-            if binding.role == "total" or mark is None and binding.role == "keytotal":
+        if binding.role in (BindingRole.WHOLE, BindingRole.TOTAL) or mark is None:
+            if binding.role is BindingRole.TOTAL or mark is None and binding.role is BindingRole.KEYTOTAL:
                 strides = _contiguous(full)
             elif Layout.of(value) is None:
                 strides = [self.size(s) for s in value.stride()]
@@ -417,14 +403,16 @@ class BodyInputs:
             return self.empty(full, strides, dtype, value.device)
         length = self.symbol("length", self.hints["length"])
         full[mark.dim] = mark.outer * length * mark.inner
-        strides = _contiguous(full) if binding.role == "keytotal" else layout_of(value).strides(full)
+        strides = (
+            _contiguous(full) if binding.role is BindingRole.KEYTOTAL else layout_of(value).strides(full)
+        )
         rows = self.symbol(
-            "rows" if binding.role in ("rows", "write") else "keys",
-            self.hints["rows" if binding.role in ("rows", "write") else "keys"],
+            "rows" if binding.role in OF_ROWS else "keys",
+            self.hints["rows" if binding.role in OF_ROWS else "keys"],
         )
         if binding.columns is not None:
             full[binding.columns.dim] = self.symbol("keys", self.hints["keys"])
-        if mark.outer == mark.inner == 1 or binding.role not in ("rows", "write"):
+        if mark.outer == mark.inner == 1 or binding.role not in OF_ROWS:
             sizes = [*full[: mark.dim], rows, *full[mark.dim + 1 :]]
         else:
             step = strides[mark.dim]
@@ -452,7 +440,7 @@ def _contiguous(sizes) -> list:
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``aten.mm``, in panels where few rows meet a wide transposed weight (a head) on a CPU."""
+    """``aten.mm``; on a CPU in panels, where a wide transposed weight (a head) is multiplied by few rows."""
     wide = hint(weight.shape[1]) >= WIDE * hint(rows.shape[0]) and weight.stride(0) == 1
     panels = wide and rows.device.type == "cpu" and rows.dtype.itemsize >= 4
     return torch.ops.streambp.panels_mm(rows, weight) if panels else NotImplemented
@@ -479,7 +467,7 @@ COMPILED: dict[
 
 
 class CompiledBody:
-    """A function of the list of a body's inputs: the first artifact that fits their sizes, or a new one."""
+    """A compiled chunk body: runs the first artifact that fits the sizes of a call, or compiles one."""
 
     def __init__(self, body: Body, chunk: int, mode: str | None):
         self.body, self.chunk, self.mode = body, chunk, mode
@@ -599,9 +587,8 @@ def guard_of(inputs: BodyInputs) -> Callable[[Sequence[object]], bool]:
     """The conditions on sizes under which a body was traced and compiled, as a function of its inputs.
 
     That a size differs from another is left out: code for sizes that differ is right for equal ones too (in
-    the chunk
-    that reads all keys, for one). That it is neither 0 nor 1 is kept: those are broadcast, or have nothing in
-    them.
+    the chunk that reads all keys, for one). That it is neither 0 nor 1 is kept: those are broadcast, or have
+    nothing in them.
     """
     places = places_of(inputs.values)
     conditions = dict.fromkeys(g.expr for g in inputs.env.guards)
@@ -615,8 +602,7 @@ def guard_of(inputs: BodyInputs) -> Callable[[Sequence[object]], bool]:
 
 @contextlib.contextmanager
 def without_kernels():
-    """Run Inductor's artifacts on fake tensors: their wrappers allocate and free as ever, and launch
-    nothing."""
+    """Run Inductor's artifacts on fake tensors: they allocate and free as ever, and launch nothing."""
     before = CompiledFxGraph.__call__
     CompiledFxGraph.__call__ = lambda artifact, inputs: wrapper_alone(artifact)(inputs)
     try:
@@ -626,11 +612,11 @@ def without_kernels():
 
 
 def wrapper_alone(artifact: CompiledFxGraph) -> Callable:
-    """An artifact's Python wrapper with its allocators under torch's dispatch and its kernels replaced by
-    nothing."""
+    """The Python wrapper of an artifact, with its allocators under torch's dispatch and without its
+    kernels."""
     call = generated(artifact.current_callable)
     names = dict(call.__globals__)
-    for name, value in call.__globals__.items():
+    for name in call.__globals__:
         if name.startswith(("cpp_fused", "triton_")):
             names[name] = Silent()
     names.update(
@@ -646,8 +632,7 @@ def wrapper_alone(artifact: CompiledFxGraph) -> Callable:
 
 
 def generated(function: Callable) -> types.MethodType:
-    """The bound method that Inductor wrote, behind the closures that it lays around it on CUDA (to copy
-    inputs that are not aligned)."""
+    """The method that Inductor wrote, behind the closures that align inputs on CUDA."""
     waiting, seen = [function], set()
     while waiting:
         found = waiting.pop(0)
@@ -658,7 +643,9 @@ def generated(function: Callable) -> types.MethodType:
         cells = getattr(found, "__closure__", None) or ()
         waiting += [v for v in (cell_value(c) for c in cells) if callable(v) and id(v) not in seen]
         seen.update(map(id, waiting))
-    raise TypeError(f"no wrapper generated by Inductor was found behind {function!r}")
+    raise TypeError(
+        f"Nothing that Inductor wrote was found behind {function!r}; is this version of torch supported?"
+    )
 
 
 def cell_value(cell: types.CellType) -> object:
@@ -673,7 +660,7 @@ def empty_on(device: str, sizes, strides, dtype) -> torch.Tensor:
 
 
 class Silent:
-    """Whatever is asked of it, it does nothing."""
+    """Accepts every call and does nothing."""
 
     def __getattr__(self, name: str) -> Silent:
         return self
@@ -689,8 +676,7 @@ def describe(value: object) -> str:
 
 
 def effects_inside():
-    """AOTAutograd's graphs as Inductor wants them: what orders effects is neither among their inputs nor
-    among their outputs."""
+    """AOTAutograd's graphs without the tokens that order effects among inputs and outputs."""
     return functorch_config.patch(unlift_effect_tokens=True)
 
 
@@ -701,7 +687,7 @@ def tracing_of(mode: FakeTensorMode | None):
 
 @contextlib.contextmanager
 def faked(like: torch.Tensor):
-    """What is computed here has fake values as Dynamo computes them, and a history if that one has."""
+    """Inside, values are fake as Dynamo's are; with gradients, if the value has them."""
     with enable_python_dispatcher(), like.fake_mode, torch.set_grad_enabled(like.requires_grad):
         yield
 
@@ -729,13 +715,33 @@ def ignore_library_logging() -> None:
     dynamo_config.ignore_logging_functions.update(f for f in found if f is not None)
 
 
+def symbolic_functions() -> dict[Callable, Callable]:
+    """Functions by which Dynamo writes ``math.sqrt`` and its like of a symbolic float → those of tensors."""
+    found = {n.removeprefix("_sym_"): getattr(torch, n) for n in dir(torch) if n.startswith("_sym_")}
+    return {function: getattr(torch, n) for n, function in found.items() if hasattr(torch, n)}
+
+
+def floats_are_tensors():
+    """AOTAutograd's pass that turns symbolic floats into tensors would make every float constant that it does
+    not know: in regions none is left for it (dynamo/python_floats.py)."""
+    return mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda module: None)
+
+
+def make_constant(floats: Sequence[torch.SymFloat]) -> None:
+    """Have Dynamo trace again with these floats as constants. Raises its restart."""
+    for value in floats:
+        for symbol in value.node.expr.free_symbols:
+            TensorifyState.specialize(str(symbol))
+    raise TensorifyScalarRestartAnalysis
+
+
 PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latter
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo gave up a graph, why, and what torch says to do about it."""
+    """Where Dynamo split a graph, why, and torch's advice."""
 
     where: str
     reason: str
@@ -743,7 +749,7 @@ class GraphBreak:
 
 
 def graph_break(module: GraphModule) -> GraphBreak | None:
-    """The break at which this Dynamo graph stops before the function does."""
+    """The break that ends this Dynamo graph before the function ends, if any."""
     found = getattr(module, "compile_subgraph_reason", None)
     if not getattr(found, "graph_break", False):
         return None
@@ -759,17 +765,15 @@ def graph_break(module: GraphModule) -> GraphBreak | None:
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
-    """Raise RuntimeError if a boolean is false; on a GPU the device stops when it gets there, and nobody
-    waits for it."""
+    """Raise RuntimeError if a boolean is false; on a GPU the device itself stops, without synchronisation."""
     torch._assert_async(condition, text)
 
 
 def graph_is_kept() -> bool:
-    """Does the running backward keep its graph (``retain_graph=True``), and with it what the forward
-    saved?"""
+    """Does the running backward keep its graph (``retain_graph=True``), and so the saved values?"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Put a text into the structured trace, where ``tlparse`` shows it."""
+    """Write a text to the structured trace, which ``tlparse`` shows."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

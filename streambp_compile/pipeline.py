@@ -1,40 +1,68 @@
-"""The passes in order, each result verified: from a region's joint graph to its runners."""
+"""The passes in order, each result verified: from a region's joint graph to its runners.
+
+normalize → propagate tokens → analyze → partition → plan → lower → compile → run
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .passes.analyze import analyze
-from .passes.ir import Analysis, CannotStream, Mark, Refusal, Shared, Size, is_tensor
+from .passes.ir import (
+    Analysis,
+    Body,
+    CannotStream,
+    Kind,
+    Mark,
+    Plan,
+    Program,
+    Refusal,
+    Shared,
+    Size,
+    is_tensor,
+    value_of,
+)
 from .passes.kernels.attention import Target
 from .passes.linearity import is_linear
-from .passes.lower import Body, lower
+from .passes.lower import lower
 from .passes.normalization.normalize import normalize
 from .passes.normalization.sorted_rows import undo_sorts
-from .passes.partition import Program, partition
-from .passes.planning.chunk_length import chunk_lengths
-from .passes.planning.cost_model import PRODUCTS, is_one_of
+from .passes.partition import partition
+from .passes.phases import Abandoned, phase, untimed
 from .passes.planning.devices import REFERENCE_CPU, Device
-from .passes.stages import Abandoned, stage, unwatched
+from .passes.planning.plan import CPU, plan
+from .passes.rules import is_product, is_random
 from .passes.token_propagation import Signatures, TokenPropagation
-from .passes.verify import verify_analysis, verify_program
+from .passes.verify import (
+    verify_analysis,
+    verify_body,
+    verify_normalized,
+    verify_plan,
+    verify_program,
+)
 from .runtime.runner import Runner
 
 CompileBody = Callable[[Body, int], Callable]
+Seeds = Mapping[int, tuple[Mark, ...]]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One direction of a region: its program, its chunk bodies, and what executes them."""
+    """One direction of a region: its program, its plan, its chunk bodies, and what executes them."""
 
     program: Program
+    plan: Plan
     bodies: tuple[Body, ...]
-    chunks: tuple[int, ...]
     runner: Runner = field(repr=False)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens per chunk of every sweep."""
+        return self.plan.chunks
 
 
 @dataclass(frozen=True)
@@ -57,6 +85,39 @@ class StreamedRegion:
     device: Device
 
 
+@dataclass(frozen=True)
+class Joint:
+    """A normal joint graph: its inputs, and its outputs of the forward and of the backward.
+
+    tangent_of  for each tangent, the forward output it is the gradient of
+    """
+
+    module: GraphModule
+    primals: tuple[Node, ...]
+    tangents: tuple[Node, ...]
+    tangent_of: tuple[int, ...]
+    forward: tuple[object, ...]
+    backward: tuple[object, ...]
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of a region; without a backward where there are no tangents, or where the forward computes
+    it.
+
+    saved  what the forward hands to the backward
+    """
+
+    forward: Program
+    backward: Program | None = None
+    saved: tuple[Node, ...] = ()
+    fused: bool = False
+
+
 def outputs_of(module: GraphModule) -> tuple[object, ...]:
     return tuple(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])
 
@@ -64,14 +125,14 @@ def outputs_of(module: GraphModule) -> tuple[object, ...]:
 def stream(
     joint: GraphModule,
     length: Size,
-    seeds: Mapping[int, tuple[Mark, ...]],
+    seeds: Seeds,
     forward_outputs: int,
     tangents: int,
     tangent_of: Sequence[int],
     chunk_size: int | None,
     compile_body: CompileBody,
     checkable: Sequence[int] = (),
-    target: Target = Target("cpu"),
+    target: Target = CPU,
     device: Device = REFERENCE_CPU,
 ) -> StreamedRegion:
     """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
@@ -84,119 +145,165 @@ def stream(
     device      what chunk lengths are chosen for
     Raises `CannotStream`.
     """
-    with stage("normalising the joint graph"):
-        module = undo_sorts(normalize(joint))
-    graph = module.graph
-    placeholders = tuple(n for n in graph.nodes if n.op == "placeholder")
-    primals, tangent_nodes = (
-        placeholders[: len(placeholders) - tangents],
-        placeholders[len(placeholders) - tangents :],
-    )
-    outputs = outputs_of(module)
-    forward_part, backward_part = outputs[:forward_outputs], outputs[forward_outputs:]
-    with stage("following tokens through the joint graph"):
-        marks = {primals[i]: m for i, m in seeds.items()}
-        known = Signatures(graph)
-        marks.update(
-            marks_of_tangents(TokenPropagation(graph, marks, known), forward_part, tangent_nodes, tangent_of)
-        )
-        analysis = analyze(graph, length, marks, {primals[i] for i in checkable}, known)
-        verify_analysis(graph, analysis)
-
-    def swept(outputs: Sequence[object], **more) -> Program:
-        with stage("assigning operations to sweeps"):
-            return partition(graph, analysis, outputs, **more)
-
-    def schedule(program: Program) -> Schedule:
-        with stage("writing chunk bodies"):
+    with phase("normalising the joint graph"):
+        region = parted(undo_sorts(normalize(joint)), forward_outputs, tangents, tangent_of)
+        verify_normalized(region.graph)
+    with phase("following tokens through the joint graph"):
+        analysis = analyzed(region, length, seeds, checkable)
+        verify_analysis(region.graph, analysis)
+    with phase("assigning operations to sweeps"):
+        programs = partitioned(region, analysis)
+        for program in directions(programs):
             verify_program(program, analysis)
-            bodies = lower(program, analysis, target)
-            chunks = chunk_lengths(program, analysis, chunk_size, device)
-        with stage("compiling chunk bodies"), unwatched():
-            compiled = tuple(compile_body(b, c) for b, c in zip(bodies, chunks))
-        return Schedule(program, bodies, chunks, Runner(program, analysis, bodies, compiled, chunks))
 
-    forward = swept(forward_part)
-    if not forward.sweeps and any(
-        is_one_of(n, PRODUCTS) and isinstance(analysis.facts[n], Shared)
-        for stage in forward.whole
-        for n in stage
-    ):
-        raise CannotStream(
-            Refusal(
-                "region",
-                "its products are of no token of the sequence that streams in it",
-                "Of sequences that no op lets see one another, one streams in a region",
-            )
-        )
-    if not forward.sweeps and not any(
-        is_tensor(n) and analysis.kinds[n] != "whole" for n in graph.nodes if n.op == "call_function"
-    ):
-        raise CannotStream(Refusal("region", "carries no tokens", "Nothing to do"))
-    if not tangents:
-        return StreamedRegion(module, analysis, primals, (), (), schedule(forward), None, False, device)
-    with stage("assigning operations to sweeps"):
-        both = in_one_sweep(graph, analysis, forward_part, backward_part, forward, tangent_nodes)
-    if both is not None:
-        return StreamedRegion(
-            module, analysis, primals, tangent_nodes, (), schedule(both), None, True, device
-        )
-    sums = sums_of_forward(graph, analysis, forward, tangent_nodes)
-    backward = swept(backward_part, given=sums, movable=tangent_nodes)
-    saved = tuple(n for n in backward.given if n not in tangent_nodes and n.op != "get_attr")
-    if not all(n in primals or n in sums for n in saved):
-        raise CannotStream(
-            Refusal(
-                "region",
-                "its backward reads a constant that the forward does not hand on",
-                "Report the graph",
-            )
-        )
-    forward = swept((*forward_part, *(n for n in saved if n not in primals)))
+    def scheduled(program: Program) -> Schedule:
+        with phase("choosing chunk lengths"):
+            planned = plan(program, analysis, chunk_size, target, device)
+            verify_plan(planned, program)
+        with phase("writing chunk bodies"):
+            bodies = lower(program, analysis, planned)
+            for body, sweep in zip(bodies, program.sweeps):
+                verify_body(body, sweep, analysis)
+        with phase("compiling chunk bodies"), untimed():
+            compiled = tuple(map(compile_body, bodies, planned.chunks))
+        return Schedule(program, planned, bodies, Runner(program, analysis, planned, bodies, compiled))
+
+    forward = scheduled(programs.forward)
+    backward = None if programs.backward is None else scheduled(programs.backward)
     return StreamedRegion(
-        module, analysis, primals, tangent_nodes, saved, schedule(forward), schedule(backward), False, device
+        region.module,
+        analysis,
+        region.primals,
+        region.tangents,
+        programs.saved,
+        forward,
+        backward,
+        programs.fused,
+        device,
     )
 
 
-def marks_of_tangents(
-    propagation: TokenPropagation, forward_part, tangents, tangent_of
-) -> dict[Node, tuple[Mark, ...]]:
+def directions(programs: Programs) -> tuple[Program, ...]:
+    """The forward's program, and the backward's if it has one."""
+    return (programs.forward,) if programs.backward is None else (programs.forward, programs.backward)
+
+
+def parted(module: GraphModule, forward_outputs: int, tangents: int, tangent_of: Sequence[int]) -> Joint:
+    """Which inputs and outputs of a joint graph are the forward's, and which the backward's."""
+    inputs = tuple(n for n in module.graph.nodes if n.op == "placeholder")
+    first_tangent, outputs = len(inputs) - tangents, outputs_of(module)
+    return Joint(
+        module,
+        inputs[:first_tangent],
+        inputs[first_tangent:],
+        tuple(tangent_of),
+        outputs[:forward_outputs],
+        outputs[forward_outputs:],
+    )
+
+
+def analyzed(region: Joint, length: Size, seeds: Seeds, checkable: Sequence[int]) -> Analysis:
+    """Facts of the whole joint graph: tokens of the inputs tell those of the tangents."""
+    marks = {region.primals[i]: m for i, m in seeds.items()}
+    known = Signatures(region.graph)
+    marks.update(marks_of_tangents(region, TokenPropagation(region.graph, marks, known)))
+    return analyze(region.graph, length, marks, {region.primals[i] for i in checkable}, known)
+
+
+def marks_of_tangents(region: Joint, propagation: TokenPropagation) -> dict[Node, tuple[Mark, ...]]:
     """A tangent carries tokens where the output does whose gradient it is."""
     found = {}
-    for tangent, index in zip(tangents, tangent_of):
-        output = forward_part[index]
+    for tangent, index in zip(region.tangents, region.tangent_of):
+        output = region.forward[index]
         if isinstance(output, Node) and is_tensor(tangent):
             found[tangent] = tuple(propagation.of(output).values())
     return found
 
 
-def sums_of_forward(graph, analysis: Analysis, forward: Program, tangents) -> frozenset[Node]:
+def partitioned(region: Joint, analysis: Analysis) -> Programs:
+    """The programs of both directions; or one for both, where the forward can compute the gradients as well.
+
+    Raises `CannotStream`.
+    """
+    forward = partition(region.graph, analysis, region.forward)
+    check_streams(region, analysis, forward)
+    if not region.tangents:
+        return Programs(forward)
+    both = in_one_sweep(region, analysis, forward)
+    if both is not None:
+        return Programs(both, fused=True)
+    sums = sums_of_forward(region.graph, forward)
+    backward = partition(region.graph, analysis, region.backward, given=sums, movable=region.tangents)
+    saved = tuple(n for n in backward.inputs if n not in region.tangents and n.op != "get_attr")
+    if not all(n in region.primals or n in sums for n in saved):
+        raise CannotStream(
+            Refusal(
+                "region",
+                "The backward of this region reads a constant that its forward does not save",
+                "Please report this model with the region's graph, as printed by streambp_compile.explain",
+            )
+        )
+    handed_on = tuple(n for n in saved if n not in region.primals)
+    return Programs(returning(region, analysis, forward, handed_on), backward, saved)
+
+
+def returning(region: Joint, analysis: Analysis, forward: Program, more: tuple[Node, ...]) -> Program:
+    """A forward that returns more values.
+
+    It computes them already, unless they are seeds that only the backward reads: then it is another program.
+    """
+    outputs = (*region.forward, *more)
+    if computed(forward).issuperset(more):
+        return replace(forward, outputs=outputs)
+    return partition(region.graph, analysis, outputs)
+
+
+def computed(program: Program) -> set[Node]:
+    """What exists at full length, or added up, when a program has run."""
+    sweeps = (n for s in program.sweeps for n in (*s.writes, *s.sums, *s.keysums))
+    return {*program.inputs, *sweeps, *(n for nodes in program.full_length for n in nodes)}
+
+
+def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
+    """Refuse a region with nothing to stream, or with matrix products that are of no token."""
+    if forward.sweeps:
+        return
+    at_once = [n for nodes in forward.full_length for n in nodes]
+    if any(is_product(n) and isinstance(analysis.facts[n], Shared) for n in at_once):
+        raise CannotStream(
+            Refusal(
+                "region",
+                "This region's matrix products do not involve the sequence being chunked",
+                "Nothing to do for a small branch: a region streams along one of several independent "
+                "sequences",
+            )
+        )
+    calls = (n for n in region.graph.nodes if n.op == "call_function" and is_tensor(n))
+    if all(analysis.kinds[n] is Kind.WHOLE for n in calls):
+        raise CannotStream(Refusal("region", "This region has no token dimension", "Nothing to do"))
+
+
+def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
     """What the forward adds up over chunks, seeds that it draws, and the few numbers per token that it keeps:
     handed on, not made again."""
-    late = {n for stage in forward.whole[1:] for n in stage if is_tensor(n)}
-    late |= {n for n in graph.nodes if n.target is torch.ops.streambp.seed.default}
-    return frozenset(late | set(forward.distilled) | {n for s in forward.sweeps for n in s.sums})
+    late = (n for nodes in forward.full_length[1:] for n in nodes if is_tensor(n))
+    seeds = (n for n in graph.nodes if is_random(n))
+    return frozenset({*late, *seeds, *forward.statistics, *(n for s in forward.sweeps for n in s.sums)})
 
 
-def in_one_sweep(
-    graph, analysis: Analysis, forward_part, backward_part, forward: Program, tangents
-) -> Program | None:
+def in_one_sweep(region: Joint, analysis: Analysis, forward: Program) -> Program | None:
     """The program of a loss whose rows need no sum of themselves: its gradient comes out of the very sweep
     that computes it.
 
     The incoming tangent is one number, so gradients that are linear in it may be computed for 1 and scaled
     later: three products instead of four.
     """
-    if (
-        len(tangents) != 1
-        or any(not is_tensor(t) or t.meta["val"].numel() != 1 for t in tangents)
-        or len(forward.sweeps) != 1
-    ):
+    if not is_one_number(region.tangents) or len(forward.sweeps) != 1:
         return None
-    if not is_linear(graph, tangents[0], backward_part):
+    if not is_linear(region.graph, region.tangents[0], region.backward):
         return None
     try:
-        both = partition(graph, analysis, (*forward_part, *backward_part))
+        both = partition(region.graph, analysis, (*region.forward, *region.backward))
     except Abandoned:
         raise
     except CannotStream:
@@ -204,6 +311,12 @@ def in_one_sweep(
     return both if len(both.sweeps) == 1 else None
 
 
+def is_one_number(tangents: Iterable[Node]) -> bool:
+    """Is there one tangent, of one entry?"""
+    tangents = tuple(tangents)
+    return len(tangents) == 1 and is_tensor(tangents[0]) and value_of(tangents[0]).numel() == 1
+
+
 def unit(tangent: Node) -> torch.Tensor:
-    value = tangent.meta["val"]
+    value = value_of(tangent)
     return torch.ones(value.shape, dtype=value.dtype, device=value.device)

@@ -1,4 +1,4 @@
-"""What became of each region, as a value that prints itself and leads to the graphs."""
+"""What became of each region: a value that prints itself and leads to the graphs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,31 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule
 
-from .passes.ir import Analysis, Refusal, Tokens, bytes_of, hint, is_tensor, rank_of, value_of
-from .passes.lower import total_dtype
+from .passes.ir import (
+    READS_KEYS,
+    Analysis,
+    BindingRole,
+    Refusal,
+    Tokens,
+    bytes_of,
+    hint,
+    is_tensor,
+    rank_of,
+    total_dtype,
+    value_of,
+)
 from .passes.planning.chunk_length import program_cost, sweep_work
 from .pipeline import Schedule, StreamedRegion
 from .runtime.memory_simulation import Peak
 
 
 class NotStreamed(UserWarning, RuntimeError):
-    """A region was compiled whole: the warning (or, under ``strict``, the error) says why, what it costs, and
-    what to do."""
+    """A region runs unchunked. The text says why, what it costs, and what to do; under ``strict`` it is an
+    error."""
 
 
 class StreamHint(UserWarning):
-    """Something outside this package's reach costs memory; the text says how to avoid it."""
+    """Memory or time that the user can save outside this package; the text says how."""
 
 
 def mebibytes(count: float) -> str:
@@ -32,9 +43,10 @@ def mebibytes(count: float) -> str:
 
 
 def warn_refused(refusal: Refusal, cost: int | None) -> None:
-    price = f" Its largest value takes {mebibytes(cost)} at full length." if cost else ""
+    price = f", and its largest value takes {mebibytes(cost)} at full length" if cost else ""
     warnings.warn(
-        f"streambp compiles a region whole: {refusal}.{price} Gradients stay exact.",
+        f"streambp cannot stream a region: {refusal}. The region runs unchunked{price}; "
+        "gradients stay exact.",
         NotStreamed,
         stacklevel=2,
     )
@@ -42,19 +54,19 @@ def warn_refused(refusal: Refusal, cost: int | None) -> None:
 
 @dataclass
 class RegionReport:
-    """One distinct region: its graphs, how it is streamed, or why not.
+    """One distinct region: its graphs, and how it is streamed or why not.
 
-    split     its piece of the model's graph, in torch functions
-    joint     its joint forward-backward graph from AOTAutograd (forward alone under ``no_grad``), in ATen
+    split     its part of the model's graph, in torch functions
+    joint     its joint forward-backward graph (forward alone under ``no_grad``), in ATen operations
     streamed  analysis and schedules, or None with a ``refusal``
-    times     how often it occurs in the chain
-    light     its outputs are made again in the backward of the region behind it, and not kept
+    times     number of its occurrences in the model
+    recomputable  its outputs are recomputed in the backward of the next region, not kept
     """
 
     split: GraphModule
     name: str = ""
     times: int = 1
-    light: bool = False
+    recomputable: bool = False
     joint: GraphModule | None = None
     streamed: StreamedRegion | None = None
     refusal: Refusal | None = None
@@ -72,12 +84,11 @@ class RegionReport:
         return self.streamed.backward if self.streamed else None
 
     def artifacts(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Every graph of this region and its facts, by name, as functions that make their text when it is
-        wanted."""
+        """Every graph of this region and its facts, by name; each text is made when it is wanted."""
         graphs = {"split": self.split, "joint": self.joint}
         if self.streamed is not None:
             graphs["normalized"] = self.streamed.joint
-            yield self.artifact("facts"), self.analysis.table
+            yield self.artifact("facts"), self.streamed.analysis.table
         for direction in ("forward", "backward"):
             schedule = getattr(self, direction)
             if schedule is not None:
@@ -91,9 +102,9 @@ class RegionReport:
         return f"streambp_{self.name.replace(' ', '_')}_{name}"
 
     def __str__(self) -> str:
-        lines = [f"{self.name}  ×{self.times}{', made again in the backward, not kept' * self.light}"]
+        lines = [f"{self.name}  ×{self.times}{', recomputed in the backward' * self.recomputable}"]
         if self.refusal is not None:
-            return "\n".join([*lines, f"  whole, because {self.refusal}"])
+            return "\n".join([*lines, f"  runs unchunked: {self.refusal}"])
         if self.streamed is None:
             return "\n".join([*lines, "  nothing to run"])
         forward = "forward and gradients together" if self.streamed.fused else "forward"
@@ -101,53 +112,54 @@ class RegionReport:
         if self.backward is not None:
             lines += describe("backward", self.backward, self.streamed)
         lines += [
-            f"  checked in each call: {condition}; else all keys are read"
-            for condition in self.analysis.conditions
+            f"  checked in every call: {condition}; where it fails, all keys are read"
+            for condition in self.streamed.analysis.conditions
         ]
         return "\n".join(lines)
 
 
 def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str]:
-    """The timetable of one direction, a line per value that crosses a sweep's boundary."""
+    """The schedule of one direction: a line for each value that crosses the boundary of a sweep."""
     lines = [f"  {title}: {len(schedule.program.sweeps)} sweep{'s' * (len(schedule.program.sweeps) != 1)}"]
     analysis, length = region.analysis, hint(region.analysis.length)
     costs = program_cost(schedule.program, analysis, schedule.chunks, region.device)
     for sweep, body, chunk, cost in zip(schedule.program.sweeps, schedule.bodies, schedule.chunks, costs):
         keys = ""
-        if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings):
+        if any(b.role in READS_KEYS for b in body.bindings):
             keys = f", keys {sweep.keys}: {proof(sweep.keys)}"
         lines.append(
-            f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, {len(sweep.nodes)} ops{keys}"
-            + (f", products at {cost.efficiency:.0%} of their rate" if cost.products else "")
+            f"    {sweep.direction}, {math.ceil(length / chunk)} chunks of {chunk} tokens, "
+            f"{len(sweep.nodes)} ops{keys}"
+            + (f", matrix products at {cost.efficiency:.0%} of the device's rate" if cost.products else "")
         )
-        lines += [f"      attends by {choice}" for choice in body.attends]
+        lines += [f"      attention kernel: {choice}" for choice in body.kernels]
         in_place = {source: out for out, source in sweep.in_place}
         for binding in body.bindings:
-            if binding.source is None or not is_tensor(binding.source) or binding.role == "whole":
+            if binding.source is None or not is_tensor(binding.source) or binding.role is BindingRole.WHOLE:
                 continue
             value = value_of(binding.source)
-            size = bytes_of(value) // length if binding.role == "carry" else bytes_of(value)
-            fact = analysis.facts[binding.source]
-            taken = f", becomes {in_place[binding.source].name}" if binding.source in in_place else ""
+            size = bytes_of(value) // length if binding.role is BindingRole.CARRY else bytes_of(value)
+            fact = analysis.fact(binding.source)
+            taken = f", overwritten by {in_place[binding.source].name}" if binding.source in in_place else ""
             lines.append(
-                f"      {ROLES[binding.role]:<12} {binding.name:<26} {fact.pattern(rank_of(binding.source)):<22} "
-                f"{mebibytes(size)}{taken}"
+                f"      {ROLES[binding.role]:<12} {binding.name:<26} "
+                f"{fact.pattern(rank_of(binding.source)):<22} {mebibytes(size)}{taken}"
             )
     lines.append(
-        f"    predicted: {mebibytes(streamed_bytes(schedule, analysis))} in sweeps, "
-        f"{mebibytes(whole_bytes(schedule, analysis))} whole"
+        f"    predicted memory: {mebibytes(streamed_bytes(schedule, analysis))} streamed, "
+        f"{mebibytes(whole_bytes(schedule, analysis))} unchunked"
     )
     return lines
 
 
 ROLES = {
-    "rows": "reads rows",
-    "keys": "reads prefix",
-    "write": "writes rows",
-    "feed": "keeps prefix",
-    "total": "adds up",
-    "keytotal": "adds suffix",
-    "carry": "carries",
+    BindingRole.ROWS: "reads rows",
+    BindingRole.KEYS: "reads prefix",
+    BindingRole.WRITE: "writes rows",
+    BindingRole.APPEND: "keeps prefix",
+    BindingRole.TOTAL: "accumulates",
+    BindingRole.KEYTOTAL: "sums per key",
+    BindingRole.CARRY: "carries",
 }
 
 
@@ -156,11 +168,11 @@ def proof(keys) -> str:
         return "causal, proved"
     if keys.hi == 0:
         return f"window of {int(1 - keys.lo)}, proved"
-    return "not proved, read whole" if keys.hi == math.inf else "band, proved"
+    return "not proved, all keys are read" if keys.hi == math.inf else "bounded range, proved"
 
 
 def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
-    """Buffers that cross sweeps, accumulators, and the widest moment of one chunk."""
+    """Bytes of buffers between sweeps, of accumulators, and of the widest moment of one chunk."""
     kept = sum(bytes_of(value_of(n)) for n in schedule.program.kept)
     added = sum(
         bytes_of(value_of(n)) // value_of(n).dtype.itemsize * total_dtype(value_of(n).dtype).itemsize
@@ -168,14 +180,16 @@ def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
         for n in (*s.sums, *s.keysums)
         if is_tensor(n)
     )
-    noted = sum(
-        bytes_of(value_of(n)) // c for s, c in zip(schedule.program.sweeps, schedule.chunks) for n in s.noted
+    states = sum(
+        bytes_of(value_of(n)) // c
+        for s, c in zip(schedule.program.sweeps, schedule.chunks)
+        for n in s.saved_states
     )
     chunk = max(
         (sweep_work(s, analysis).widest * c for s, c in zip(schedule.program.sweeps, schedule.chunks)),
         default=0,
     )
-    return kept + added + noted + chunk
+    return kept + added + states + chunk
 
 
 def whole_bytes(schedule: Schedule, analysis: Analysis) -> int:
@@ -196,12 +210,12 @@ class Report:
     """All regions of a compiled function, in order of execution; ``print`` it.
 
     regions  the distinct regions
-    order    for every link of the chain, the index of its region
-    split    one graph module per Dynamo graph (more than one where the function has graph breaks)
+    order    for every region of the model in turn, its index in ``regions``
+    split    one graph module per Dynamo graph (several where the function has graph breaks)
     steps    per Dynamo graph, the compiled function and the fake inputs that it was compiled for
-    notes    hints about outputs that cost memory
-    lengths  tokens of the sequences that stream, the main one first
-    peak     what a step will hold at most, if it was rehearsed
+    notes    hints about memory
+    lengths  number of tokens of each sequence that streams, the main one first
+    peak     predicted peak memory of a step, if it was simulated
     """
 
     regions: list[RegionReport] = field(default_factory=list)
@@ -220,7 +234,7 @@ class Report:
         call: Callable,
         fakes: Sequence[object],
     ) -> None:
-        """Record the chain of one Dynamo graph."""
+        """Record the regions of one Dynamo graph."""
         self.split.append(module)
         self.steps.append((call, fakes))
         self.lengths = self.lengths or lengths
@@ -238,7 +252,8 @@ class Report:
         total = sum(r.times for r in self.regions)
         head = (
             f"streambp: {streamed} of {total} regions streamed, {len(self.regions)} distinct, "
-            f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} graph{'s' * (len(self.split) != 1)}"
+            f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} "
+            f"graph{'s' * (len(self.split) != 1)}"
         )
         devices = dict.fromkeys(str(r.streamed.device) for r in self.regions if r.streamed is not None)
         head = "\n".join([head, *(f"planned for {device}" for device in devices)])

@@ -1,5 +1,4 @@
-"""The device that a region is compiled for: its description for the planner, and for the choice of attention
-kernels."""
+"""The device that a region is compiled for, as planning and the choice of kernels need it."""
 
 from __future__ import annotations
 
@@ -19,10 +18,9 @@ SWITCHES = {
 
 
 def planned_for(name: str | None, values: Iterable[object]) -> Device:
-    """The device of that name, or else the first GPU that a tensor among ``values`` is on, or else the stated
-    CPU.
+    """The device of that name; else the GPU of the first tensor on one; else the stated CPU.
 
-    Raises ValueError for a name that is not known.
+    Raises ValueError for an unknown name.
     """
     if name is not None:
         return named(name)
@@ -33,8 +31,7 @@ def planned_for(name: str | None, values: Iterable[object]) -> Device:
 
 @functools.cache
 def described(index: int) -> Device:
-    """A GPU of this machine: the row of its name, or what its driver says of it; its memory as its driver
-    says."""
+    """A GPU of this machine: from the table of known devices, or else from what its driver reports."""
     try:
         properties = torch.cuda.get_device_properties(index)
     except (
@@ -42,8 +39,8 @@ def described(index: int) -> Device:
         AssertionError,
     ):  # fake tensors on a machine without CUDA: the name is all there can be
         raise ValueError(
-            "tensors are on CUDA and this machine has none: name the device to plan for, "
-            "options={'device': 'H100'}"
+            "The tensors are on CUDA, and this machine has no GPU; name the device to plan for, "
+            "for example options={'device': 'H100'}"
         ) from None
     try:
         free = torch.cuda.mem_get_info(index)[0]
@@ -66,10 +63,10 @@ def described(index: int) -> Device:
 
 
 def target_of(device: torch.device, capability: tuple[int, int] | None) -> Target:
-    """The description by which kernels are chosen.
+    """What the choice of kernels depends on.
 
-    capability  of the CUDA device that is planned for. It need not be there; if another is, kernels must run
-                on that one, too
+    capability  of the CUDA device that is planned for, which need not be there. If another one is, kernels
+                must run on both
     """
     if device.type != "cuda":
         return Target(device.type)

@@ -1,5 +1,9 @@
-"""Every test starts from the same seed, with nothing compiled before it; all workers together have two
-threads."""
+"""Every test starts from the same seed; all workers together have two threads.
+
+Chunk bodies run node by node where a test, or its file, asks for the fixture `interpreted`: most of the time
+goes into code generation otherwise. Tests marked ``inductor`` compile them all the same, one or two of each
+kind, and ``--inductor`` compiles those of every test, as ``make test-all`` does for files of whole models.
+"""
 
 import os
 import sys
@@ -12,9 +16,38 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+# Traced bodies by their text, as `internals.COMPILED` holds those that Inductor compiled.
+INTERPRETED: dict = {}
+
 collect_ignore = (
     [] if os.environ.get("PRETEND_GPU") else ["cuda"]
 )  # which want a CUDA build of torch: make test-cuda
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--inductor", action="store_true", help="compile all chunk bodies by Inductor, interpret none"
+    )
+
+
+# Files of which every test that is not slow belongs to `make test-quick`; single tests elsewhere are marked.
+QUICK = {
+    "test_analyze.py",
+    "test_compiled_region.py",
+    "test_device.py",
+    "test_fingerprints.py",
+    "test_layering.py",
+    "test_normalize.py",
+    "test_operators.py",
+    "test_partition.py",
+    "test_split.py",
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name in QUICK:
+            item.add_marker("quick")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -36,12 +69,18 @@ def fresh_dynamo():
 
 
 @pytest.fixture
-def interpreted(monkeypatch, fresh_dynamo):
-    """Chunk bodies run node by node, not compiled: for what is about their analysis."""
+def interpreted(request, monkeypatch, fresh_dynamo):
+    """Chunk bodies run node by node, not compiled: for what is about their analysis.
+
+    Without effect in tests marked ``inductor``, and under ``--inductor``.
+    """
+    if request.config.getoption("--inductor") or request.node.get_closest_marker("inductor"):
+        yield
+        return
     from benchmarks import zoo
     from streambp_compile import internals
 
     monkeypatch.setattr(internals, "compile_fx_inner", internals.compile_fx_inner)
+    monkeypatch.setattr(internals, "COMPILED", INTERPRETED)
     zoo.interpret_bodies()
     yield
-    internals.COMPILED.clear()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import default_partition
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -48,8 +48,9 @@ class Written:
         return node
 
     def __call__(self, name: str, target, *args, **kwargs) -> Node:
+        value = target(*tree_map(value_of, args), **tree_map(value_of, kwargs))
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        node.meta["val"] = target(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+        node.meta["val"] = value
         return node
 
 
@@ -147,9 +148,3 @@ def run_region(region: StreamedRegion, inputs, tangents) -> list[torch.Tensor]:
             )
         )
     return [made[o] if isinstance(o, Node) else o for o in outputs]
-
-
-def without_inductor(monkeypatch) -> None:
-    """Everything up to Inductor, whose graphs then run node by node: a second instead of ten."""
-    monkeypatch.setattr(internals, "compile_fx_inner", lambda module, _inputs, **_: make_boxed_func(module))
-    monkeypatch.setattr(internals, "COMPILED", {})

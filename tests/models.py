@@ -39,7 +39,7 @@ class Layer(nn.Module):
 class Plain(nn.Module):
     """The loss shifts inside: rows ``[:-1]`` of the logits meet labels ``[1:]``."""
 
-    def __init__(self, vocabulary: int = VOCABULARY, width: int = 64, heads: int = 4, layers: int = 3):
+    def __init__(self, vocabulary: int = VOCABULARY, width: int = 64, heads: int = 4, layers: int = 2):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList([Layer(width, heads) for _ in range(layers)])
@@ -98,7 +98,7 @@ class LlamaLayer(nn.Module):
 class LlamaLike(nn.Module):
     """The targets come aligned with the tokens."""
 
-    def __init__(self, width: int = 64, heads: int = 4, kv_heads: int = 2, layers: int = 3):
+    def __init__(self, width: int = 64, heads: int = 4, kv_heads: int = 2, layers: int = 2):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList([LlamaLayer(width, heads, kv_heads) for _ in range(layers)])
@@ -119,14 +119,14 @@ class LlamaLike(nn.Module):
 
 
 def hugging_face(name: str, **options) -> nn.Module:
-    """A three-layer model of a family of Hugging Face, in float64."""
+    """A two-layer model of a family of Hugging Face, in float64."""
     import transformers
 
     if name == "GPT2":
         config = transformers.GPT2Config(
             vocab_size=VOCABULARY,
             n_embd=64,
-            n_layer=3,
+            n_layer=2,
             n_head=4,
             n_positions=512,
             use_cache=False,
@@ -138,7 +138,7 @@ def hugging_face(name: str, **options) -> nn.Module:
     sizes = dict(
         vocab_size=VOCABULARY,
         hidden_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         intermediate_size=128,
         num_attention_heads=4,
         num_key_value_heads=2,

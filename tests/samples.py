@@ -103,6 +103,21 @@ SAMPLES = {
             "aten::ones_like",
         )
     },
+    "aten::neg": [call("aten::neg", t(3, 4))],
+    **{
+        n: [call(n, t(3, 4), t(3, 4)), call(n, t(2, 3, 1), t(4))]
+        for n in ("aten::add.Tensor", "aten::sub.Tensor", "aten::mul.Tensor", "aten::div.Tensor")
+    },
+    **{
+        n: [call(n, t(3, 4), 2.0)]
+        for n in ("aten::add.Scalar", "aten::sub.Scalar", "aten::mul.Scalar", "aten::div.Scalar")
+    },
+    "aten::floor_divide": [call("aten::floor_divide", t(3, 4), t(4))],
+    "aten::div.Tensor_mode": [call("aten::div.Tensor_mode", t(3, 4), t(4), rounding_mode="floor")],
+    "aten::div.Scalar_mode": [call("aten::div.Scalar_mode", t(3, 4), 0.5, rounding_mode="trunc")],
+    "aten::native_dropout_backward": [
+        call("aten::native_dropout_backward", t(3, 4), t(3, 4, dtype=BOOL), 2.0)
+    ],
     "streambp::seed": [call("streambp::seed", torch.device("cpu"))],
     "streambp::uniform": [call("streambp::uniform", i(1 << 40), [2, 5, 3], 1, torch.float64)],
     "aten::resolve_conj": [call("aten::resolve_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
@@ -112,7 +127,10 @@ SAMPLES = {
     "aten::view_as_complex": [call("aten::view_as_complex", lambda: x(3, 4, 2).contiguous())],
     "aten::_conj": [call("aten::_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
     **{
-        f"aten::{n}.{kind}": [call(f"aten::{n}.{kind}", t(2, 3, 1), t(3, 4) if kind == "Tensor" else 0.5)]
+        f"aten::{n}.{kind}": [
+            call(f"aten::{n}.{kind}", t(*shape), t(3, 4) if kind == "Tensor" else 0.5)
+            for shape in ((2, 3, 1), (3, 4))
+        ]
         for n in ("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt")
         for kind in ("Tensor", "Scalar")
     },
@@ -142,8 +160,11 @@ SAMPLES = {
             "aten::bitwise_or.Tensor",
             "aten::logical_and",
             "aten::logical_or",
+            "aten::bitwise_xor.Tensor",
+            "aten::logical_xor",
         )
     },
+    "aten::bitwise_xor.Scalar": [call("aten::bitwise_xor.Scalar", t(3, 4, dtype=BOOL), True)],
     "aten::bitwise_not": [call("aten::bitwise_not", t(3, 4, dtype=BOOL))],
     "aten::copy": [
         call("aten::copy", t(3, 4), t(3, 4)),
@@ -178,7 +199,9 @@ SAMPLES = {
     "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],
     "streambp::grouped_outer": [call("streambp::grouped_outer", t(6, 4), t(6, 5), i(3, 6), 3)],
     "streambp::to_extreme": [
-        call("streambp::to_extreme", t(3, 1, 5), t(3, 4, 5), 1, largest) for largest in (True, False)
+        call("streambp::to_extreme", t(*reduced), t(3, 4, 5), dim, largest)
+        for reduced, dim in (((3, 1, 5), 1), ((3, 4, 1), 2))
+        for largest in (True, False)
     ],
     # views
     "aten::reshape": [
@@ -269,7 +292,7 @@ SAMPLES = {
     "aten::sum": [call("aten::sum", t(3, 4)), call("aten::sum", t(3, 4, dtype=BOOL))],
     "aten::sum.dim_IntList": [
         call("aten::sum.dim_IntList", t(3, 4, 5), *a)
-        for a in (([1],), ([-1], True), ([0, 2],), (None,), ([], True))
+        for a in (([1],), ([-1], True), ([0, 2],), ([0],), (None,), ([], True))
     ],
     **{
         n: [call(n, t(3, 4, 5), [1]), call(n, t(3, 4, 5), [-1, 0], True), call(n, t(3, 4), [0])]
@@ -291,6 +314,8 @@ SAMPLES = {
         n: [call(n, t(3, 4), 1), call(n, t(3, 4), -2, True), call(n, t(3, 4))]
         for n in ("aten::argmax", "aten::argmin")
     },
+    "aten::histc": [call("aten::histc", t(12), 4, -2, 2)],
+    "aten::bincount": [call("aten::bincount", i(5, 12), None, 5)],
     "aten::prod.dim_int": [
         call("aten::prod.dim_int", t(3, 4), 1),
         call("aten::prod.dim_int", t(3, 4), 0, True),
@@ -406,6 +431,21 @@ SAMPLES = {
             requires_grad=False,
         )
     ],
+    "aten::empty_strided": [call("aten::empty_strided", [3, 4], [4, 1], **PLACE)],
+    "aten::new_empty_strided": [call("aten::new_empty_strided", t(3, 4), [5, 3], [3, 1])],
+    # written in other ops before rules are asked: refused where they are not
+    "aten::rand": [],
+    "aten::_grouped_mm": [],
+    **{
+        f"aten::_scaled_dot_product_{kernel}{way}": []
+        for kernel in (
+            "flash_attention_for_cpu",
+            "flash_attention",
+            "efficient_attention",
+            "cudnn_attention",
+        )
+        for way in ("", "_backward")
+    },
     # attention
     "streambp::attention": [
         attention(),
@@ -426,6 +466,8 @@ SAMPLES = {
 UNFILLED = {
     overload("aten::empty.memory_format"),
     overload("aten::new_empty"),
+    overload("aten::empty_strided"),
+    overload("aten::new_empty_strided"),
 }  # nothing to compare: whatever was in memory
 
 

@@ -1,4 +1,4 @@
-"""A step rehearsed under a mode that sees every call in which the host would synchronise with its GPU."""
+"""A step simulated under a mode that sees every call in which the host would synchronise with its GPU."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Mixture(torch.nn.Module):
         return F.cross_entropy(F.linear(x, self.head)[:-1], ids.flatten()[1:])
 
 
-def rehearsed(device: str, monkeypatch) -> set[str]:
-    """Rehearse a step on fake tensors of a device; returns the operators of its chunk bodies.
+def simulated(device: str, monkeypatch) -> set[str]:
+    """Simulate a step on fake tensors of a device; returns the operators of its chunk bodies.
 
     Raises `Synchronises`.
     """

@@ -19,7 +19,8 @@ flat                         (b [t]) h                rows    x rows
 projected                    (b [t]) h                rows    flat rows
 keys                         b h [t] e                rows    projected rows
 query                        b h [t] e                rows    x rows
-both                         b h [t] e | b h [t]      rows    query rows, keys keys [-inf,0], keys keys [-inf,0]
+both                         b h [t] e | b h [t]      rows    \
+query rows, keys keys [-inf,0], keys keys [-inf,0]
 out                          b h [t] e                rows    both rows
 lse                          b h [t]                  rows    both rows
 mixed                        b [t] d                  rows    out rows
@@ -120,7 +121,7 @@ def test_an_op_without_a_rule_is_refused_where_tokens_meet_it_with_the_users_lin
     analyze(write.graph, 5, {x: (Mark(0),)})
     with write.graph.inserting_before(next(reversed(write.graph.nodes))):
         harmful = write("harmful", aten.linalg_inv_ex.default, x)
-    with pytest.raises(CannotStream, match="no rule says") as caught:
+    with pytest.raises(CannotStream, match="No rule describes") as caught:
         analyze(write.graph, 5, {x: (Mark(0),)})
     assert caught.value.refusal.where == ""
     harmful.meta["stack_trace"] = '  File "model.py", line 7, in forward\n    y = torch.linalg.inv(x)'

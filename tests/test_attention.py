@@ -61,6 +61,7 @@ def heads(count: int, width: int = WIDTH) -> tuple[int, ...]:
         "five dimensions",
     ],
 )
+@pytest.mark.quick
 def test_it_is_the_function_of_torch(sizes, given):
     tensors = operands(*sizes)
     ours, truth = (
@@ -225,6 +226,7 @@ def test_the_layout_that_the_user_was_given_stays(interpreted):
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+@pytest.mark.quick
 def test_layer_of_the_models_is_one_operator():
     layer = Layer(32, 4)
     graphs = []

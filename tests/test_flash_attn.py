@@ -208,11 +208,16 @@ def test_dense_calls_stream_and_are_exact(said, interpreted):
 def test_a_window_is_proved(interpreted):
     ids = torch.randint(0, WORDS, (2, LENGTH))
     report = explain(Model(window=(20, 20)), ids, streambp_options={"chunk_size": 16})
-    assert "keys [-20,0]: window of 21, proved" in str(report) and "attends by flash_cpu" in str(report)
+    assert "keys [-20,0]: window of 21, proved" in str(report) and "attention kernel: flash_cpu" in str(
+        report
+    )
 
 
 def test_what_only_the_kernel_can_do_is_exact_and_refused_by_a_sentence(interpreted):
-    with pytest.warns(NotStreamed, match='caps scores inside its kernel. Choose attn_implementation="sdpa"'):
+    with pytest.warns(
+        NotStreamed,
+        match=r'caps scores .softcap. inside the flash_attn kernel. Choose attn_implementation="sdpa"',
+    ):
         _, error = both(Model(softcap=30.0), chunk_size=16)
     assert error < 1e-10
 
@@ -232,7 +237,7 @@ def node_of(operator, *args, **kwargs) -> torch.fx.Node:
     (
         (
             node_of(FORWARD, ..., ..., ..., 0.1, 1.0, True, -1, -1, 0.0, None, False),
-            "draws its dropout inside the kernel",
+            "draws dropout inside the flash_attn kernel",
         ),
         (node_of(FORWARD, ..., ..., ..., 0.0, 1.0, True, -1, -1, 0.0, ..., False), "adds ALiBi slopes"),
         (
@@ -243,6 +248,7 @@ def node_of(operator, *args, **kwargs) -> torch.fx.Node:
     ),
     ids=("dropout", "alibi", "probabilities", "varlen"),
 )
+@pytest.mark.quick
 def test_each_refusal_says_what_to_choose(node, sentence):
     with pytest.raises(Exception, match=sentence) as refused:
         rule_of(node).signature(node)

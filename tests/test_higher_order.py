@@ -59,6 +59,7 @@ def test_a_model_with_maps_streams_at_all_lengths(model):
         assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+@pytest.mark.quick
 def test_equal_layers_with_maps_are_one_region(model):
     report = explain(model, torch.randint(VOCAB, (2, 77)))
     assert [r.times for r in report.regions] == [1, 3, 1]

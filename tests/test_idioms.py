@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import without_inductor
+from selection import representatives
 
 from streambp_compile.backend import NotStreamed
 
@@ -37,7 +37,7 @@ IDIOMS = {}
 
 def idiom(*flags):
     """Register a loss. ``streams``: it must not be refused (else it only must be exact); ``compiled``: only
-    Inductor runs it right."""
+    Inductor runs it right; ``sibling``: of the kind of another, left to `make test-all`."""
 
     def enter(function):
         IDIOMS[function.__name__] = (function, flags)
@@ -96,7 +96,7 @@ def fused_bidirectional(ids, w):
     return loss_of(x, ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def qkv_by_permute(ids, w):
     x = F.embedding(ids, w.table)
     q, k, v = (x @ w.qkv).view(BATCH, TOKENS, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
@@ -112,7 +112,7 @@ def matmul_softmax(ids, w):
     return loss_of(x, ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def einsum_where(ids, w):
     x = F.embedding(ids, w.table)
     q, k, v = (t.view(BATCH, TOKENS, HEADS, -1) for t in (x @ w.qkv).split(WIDTH, -1))
@@ -121,7 +121,7 @@ def einsum_where(ids, w):
     return loss_of(x + torch.einsum("bhts,bshd->bthd", p, v).reshape(x.shape), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def time_first(ids, w):
     x = F.embedding(ids.t(), w.table)
     q, k, v = (t.reshape(TOKENS, BATCH * HEADS, -1).transpose(0, 1) for t in (x @ w.qkv).split(WIDTH, -1))
@@ -154,14 +154,14 @@ def multi_head_attention_forward(ids, w):
     return loss_of((x + y).transpose(0, 1), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def fused_float_mask_of_two_dims(ids, w):
     x = F.embedding(ids, w.table)
     mask = torch.full((TOKENS, TOKENS), INF, dtype=x.dtype).triu(1)
     return loss_of(x + attend(x, w, attn_mask=mask), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def fused_bool_mask_of_two_dims(ids, w):
     x = F.embedding(ids, w.table)
     return loss_of(x + attend(x, w, attn_mask=~hidden()), ids, w)
@@ -181,7 +181,7 @@ def mask_from_a_buffer(ids, w):
     return loss_of(x + merged(s.masked_fill(~BUFFER[:, :, :TOKENS, :TOKENS], INF).softmax(-1) @ v), ids, w)
 
 
-@idiom()
+@idiom("sibling")
 def mask_from_a_buffer_fused(ids, w):
     x = F.embedding(ids, w.table)
     return loss_of(x + attend(x, w, attn_mask=BUFFER[:, :, :TOKENS, :TOKENS]), ids, w)
@@ -205,7 +205,7 @@ def soft_capped_scores(ids, w):
     return loss_of((x + merged(s.softmax(-1) @ v)).div(3).tanh(), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def alibi(ids, w):
     x = F.embedding(ids, w.table)
     s, v = scores(x, w)
@@ -223,7 +223,7 @@ def relative_bias(ids, w):
     return loss_of(x + merged((s + bias).masked_fill(hidden(), INF).softmax(-1) @ v), ids, w)
 
 
-@idiom()
+@idiom("sibling")
 def relative_bias_fused(ids, w):
     x = F.embedding(ids, w.table)
     r = torch.arange(TOKENS)
@@ -235,9 +235,9 @@ def relative_bias_fused(ids, w):
     return loss_of(x + attend(x, w, attn_mask=bias), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def scores_of_two_layers(ids, w):
-    """The second layer adds the first one's scores to its own (RealFormer): they are made again, never
+    """The second layer adds the first one's scores to its own (RealFormer): they are recomputed, never
     kept."""
     x, before = base(ids, w), 0
     for _ in range(2):
@@ -263,7 +263,7 @@ def linear_attention(ids, w):
     return loss_of(x + merged(s.tril() @ v), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def normalised_queries(ids, w):
     x = F.embedding(ids, w.table)
     q, k, v = qkv(x, w)
@@ -273,7 +273,7 @@ def normalised_queries(ids, w):
     return loss_of(F.layer_norm(x + merged(y), (WIDTH,)), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def grouped_heads(ids, w):
     x = F.embedding(ids, w.table)
     k, v = (heads(t)[:, :1].repeat_interleave(HEADS, 1) for t in (x @ w.qkv[:, WIDTH:]).split(WIDTH, -1))
@@ -316,13 +316,13 @@ def routed_experts(ids, w):
 # Positions
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def positions_looked_up(ids, w):
     x = F.embedding(ids, w.table) + F.embedding(torch.arange(TOKENS), w.place[0])
     return loss_of(x + attend(x, w), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def positions_indexed(ids, w):
     x = F.embedding(ids, w.table) + w.place[0][torch.arange(TOKENS)]
     return loss_of(x + attend(x, w), ids, w)
@@ -359,7 +359,7 @@ def rotary_halves(ids, w):
     )
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def rotary_interleaved(ids, w):
     def turned(t):
         a, b = t[..., ::2], t[..., 1::2]
@@ -374,7 +374,7 @@ def rotary_interleaved(ids, w):
     )
 
 
-@idiom()
+@idiom("sibling")
 def rotary_complex(ids, w):
     def turned(t):
         return torch.view_as_real(
@@ -405,17 +405,17 @@ def targets_rolled(ids, w):
     return loss_on(base(ids, w), ids.roll(-1, 1), w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def targets_joined(ids, w):
     return loss_on(base(ids, w), torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1), w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def targets_padded(ids, w):
     return loss_on(base(ids, w), F.pad(ids, (0, 1), value=-100)[:, 1:], w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def targets_assigned(ids, w):
     targets = torch.full_like(ids, -100)
     targets[:, :-1] = ids[:, 1:]
@@ -429,7 +429,7 @@ def targets_assigned_by_mask(ids, w):
     return loss_on(base(ids, w), targets, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def targets_filled_in_place(ids, w):
     targets = ids.roll(-1, 1)
     targets.masked_fill_(ids % 3 == 0, -100)
@@ -444,7 +444,7 @@ def targets_from_the_caller(ids, w):
 # Losses
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def summed_loss(ids, w):
     return F.cross_entropy(
         (base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), reduction="sum"
@@ -456,14 +456,14 @@ def class_dimension_in_the_middle(ids, w):
     return F.cross_entropy((base(ids, w) @ w.table.t()).transpose(1, 2)[..., :-1], ids[:, 1:])
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def label_smoothing(ids, w):
     return F.cross_entropy(
         (base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), label_smoothing=0.1
     )
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def weighted_tokens(ids, w):
     loss = F.cross_entropy(
         (base(ids, w) @ w.table.t())[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1), reduction="none"
@@ -472,7 +472,7 @@ def weighted_tokens(ids, w):
     return (loss * weight).sum() / weight.sum()
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def z_loss(ids, w):
     logits = base(ids, w) @ w.table.t()
     return (
@@ -481,7 +481,7 @@ def z_loss(ids, w):
     )
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def log_sum_exp_minus_gathered(ids, w):
     logits = (base(ids, w) @ w.table.t())[:, :-1]
     return (logits.logsumexp(-1) - logits.gather(-1, ids[:, 1:, None])[..., 0]).mean()
@@ -494,7 +494,7 @@ def one_hot_targets(ids, w):
     )
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def gathered_log_probabilities(ids, w):
     return -(base(ids, w) @ w.table.t())[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).mean()
 
@@ -517,7 +517,7 @@ def preference_pair(ids, w):
     return -F.logsigmoid(rows[0] - rows[1])
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def clipped_ratio(ids, w):
     rows = (base(ids, w) @ w.table.t())[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     ratio = (rows - rows.detach() + 0.1).exp()
@@ -525,7 +525,7 @@ def clipped_ratio(ids, w):
     return -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean(1).mean()
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def entropy(ids, w):
     rows = (base(ids, w) @ w.table.t()).log_softmax(-1)
     return (rows.exp() * rows).sum(-1).mean()
@@ -547,7 +547,7 @@ def multi_token_prediction(ids, w):
     )
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def auxiliary_loss_behind_detach(ids, w):
     x = base(ids, w)
     return loss_of(x, ids, w) + (x.detach() @ w.mix).square().mean()
@@ -567,12 +567,12 @@ def variance_of_features(ids, w):
     return loss_of(x, ids, w) + F.relu(1 - (x.var(dim=(0, 1)) + 1e-4).sqrt()).mean()
 
 
-@idiom()
+@idiom("sibling")
 def maximum_pooled(ids, w):
     return F.cross_entropy(base(ids, w).amax(1) @ w.table.t(), ids[:, 0])
 
 
-@idiom()
+@idiom("sibling")
 def last_token_pooled(ids, w):
     return F.cross_entropy(base(ids, w)[torch.arange(BATCH), torch.tensor([5, 9])] @ w.table.t(), ids[:, 0])
 
@@ -589,7 +589,7 @@ def cumulative_features(ids, w):
     return loss_of(x + (x @ w.mix).cumsum(1), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def cumulative_features_without_gradient(ids, w):
     x = F.embedding(ids, w.table)
     with torch.no_grad():
@@ -610,7 +610,7 @@ def shifted_by_padding(ids, w):
     return loss_of(x + attend(x, w), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def shifted_by_joining(ids, w):
     x = F.embedding(ids, w.table)
     x = x + (x - torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)) @ w.mix
@@ -625,7 +625,7 @@ def causal_convolution(ids, w):
     return loss_of(x + attend(x, w), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def features_padded(ids, w):
     x = base(ids, w)
     return loss_of(x + F.pad(x @ w.mix, (1, 0))[..., :-1], ids, w)
@@ -639,7 +639,7 @@ def squeezed_gate(ids, w):
     return loss_of(x * (x @ w.mix[:, :1]).squeeze().unsqueeze(-1), ids, w)
 
 
-@idiom()
+@idiom("sibling")
 def product_added_to_a_weight(ids, w):
     x = base(ids, w)
     mixed = torch.baddbmm(w.mix.expand(BATCH, -1, -1), x.transpose(1, 2), x @ w.mix)
@@ -657,7 +657,7 @@ def gradients_scaled_by_frequency(ids, w):
     return (x + attend(x, w)).square().mean()
 
 
-@idiom()
+@idiom("sibling")
 def two_valued_pointwise(ids, w):
     return loss_of(base(ids, w) * torch.frexp(F.embedding(ids, w.table).detach())[0], ids, w)
 
@@ -677,11 +677,15 @@ def graded(function, ids, weights):
     return loss, torch.autograd.grad(loss, list(vars(weights).values()), allow_unused=True)
 
 
-@pytest.mark.parametrize("name", list(IDIOMS))
-def test_an_idiom_is_exact(name, monkeypatch, fresh_dynamo):
+def flagged(flag):
+    return {name for name, (_, flags) in IDIOMS.items() if flag in flags}
+
+
+@pytest.mark.parametrize(
+    "name", representatives(IDIOMS, set(IDIOMS) - flagged("sibling"), flagged("compiled"))
+)
+def test_an_idiom_is_exact(name, interpreted):
     function, flags = IDIOMS[name]
-    if "compiled" not in flags:
-        without_inductor(monkeypatch)
     weights, ids = Weights(), torch.randint(VOCAB, (BATCH, TOKENS))
     loss, grads = graded(function, ids, weights)
     with warnings.catch_warnings(record=True) as caught:
@@ -702,8 +706,7 @@ def test_an_idiom_is_exact(name, monkeypatch, fresh_dynamo):
 @pytest.mark.parametrize(
     "name", ["fused_causal", "matmul_softmax", "cumulative_features", "shifted_by_padding", "mean_pooled"]
 )
-def test_an_idiom_without_gradients_is_exact(name, monkeypatch, fresh_dynamo):
-    without_inductor(monkeypatch)
+def test_an_idiom_without_gradients_is_exact(name, interpreted):
     weights, ids = Weights(), torch.randint(VOCAB, (BATCH, TOKENS))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", NotStreamed)

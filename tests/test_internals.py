@@ -9,21 +9,20 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import joint_of, without_inductor
+from graphs import joint_of
 from models import Plain, gradients, ids_of, worst_error
 from torch.fx import Graph, GraphModule
 
 from streambp_compile import NotStreamed, Report, StreamHint, explain, internals
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
-from streambp_compile.passes.ir import Analysis, Mark
-from streambp_compile.passes.lower import Binding, Body
+from streambp_compile.passes.ir import Analysis, Binding, BindingRole, Body, Mark
 
 NAMES = ("split", "joint", "normalized", "facts", "forward", "forward_body_0")
 
 
-def test_every_graph_of_every_region_goes_to_the_structured_trace(monkeypatch, fresh_dynamo):
-    without_inductor(monkeypatch)
+@pytest.mark.quick
+def test_every_graph_of_every_region_goes_to_the_structured_trace(monkeypatch, interpreted):
     artifacts = {}
     monkeypatch.setattr(
         internals,
@@ -40,12 +39,11 @@ def test_every_graph_of_every_region_goes_to_the_structured_trace(monkeypatch, f
     assert "streambp.attention" in artifacts["streambp_region_1_forward_body_0"]()
     assert "tangents_1" in artifacts["streambp_region_1_joint"]()
     assert "b [t] d" in artifacts["streambp_region_1_facts"]()
-    assert artifacts["streambp_region_1_backward"]().startswith(("whole:", "ascending", "descending"))
+    assert artifacts["streambp_region_1_backward"]().startswith(("full length:", "ascending", "descending"))
     assert "3 distinct" in artifacts["streambp_report"]()
 
 
-def test_nothing_is_written_down_unless_a_trace_is_on(monkeypatch, fresh_dynamo):
-    without_inductor(monkeypatch)
+def test_nothing_is_written_down_unless_a_trace_is_on(monkeypatch, interpreted):
     monkeypatch.setattr(internals, "trace_structured", lambda _kind, metadata_fn, payload_fn: None)
     monkeypatch.setattr(Analysis, "table", None)
     monkeypatch.setattr(Report, "__str__", None)
@@ -54,10 +52,15 @@ def test_nothing_is_written_down_unless_a_trace_is_on(monkeypatch, fresh_dynamo)
 
 
 def test_a_trace_folder_receives_them(tmp_path):
-    script = "import torch, models; m = models.Plain(layers=1); torch.compile(m, backend='streambp')(*2 * [models.ids_of(1, 64)])"
+    script = """
+import torch, models
+from benchmarks import zoo
+zoo.interpret_bodies()
+torch.compile(models.Plain(layers=1), backend="streambp")(*2 * [models.ids_of(1, 64)])
+"""
     subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "TORCH_TRACE": str(tmp_path)},
+        env={**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=os.path.dirname(__file__),
         check=True,
     )
@@ -82,7 +85,7 @@ def test_a_whole_region_with_attention_keeps_its_inputs_alone():
     assert [n.op for n in returned[outputs:]] == ["placeholder"]
 
 
-def test_an_op_with_effects_keeps_its_region_whole_and_exact(fresh_dynamo):
+def test_an_op_with_effects_keeps_its_region_whole_and_exact(interpreted):
     model, ids = Plain(layers=1).double(), ids_of(1, 64)
 
     def loss(ids):  # an inverse checks for errors, which is an effect
@@ -91,7 +94,7 @@ def test_an_op_with_effects_keeps_its_region_whole_and_exact(fresh_dynamo):
             x + torch.linalg.inv(x.transpose(1, 2) @ x + torch.eye(64, dtype=x.dtype)).sum(), ids
         )
 
-    with pytest.warns(NotStreamed, match="_linalg_check_errors.* has an effect"):
+    with pytest.warns(NotStreamed, match="_linalg_check_errors.* has a side effect"):
         found = gradients(model, lambda: torch.compile(loss, backend="streambp")(ids))
     assert worst_error(found, gradients(model, lambda: loss(ids))) < 1e-8
 
@@ -103,10 +106,10 @@ def doubling_body(width: int) -> Body:
     source, made = Graph().placeholder("x"), Graph().placeholder("y")
     source.meta["val"] = made.meta["val"] = fake
     bindings = (
-        Binding("scalar", None, "rows"),
-        Binding("scalar", None, "length"),
-        Binding("rows", source, "x_rows", Mark(0)),
-        Binding("write", made, "y_write", Mark(0)),
+        Binding(BindingRole.SCALAR, None, "rows"),
+        Binding(BindingRole.SCALAR, None, "length"),
+        Binding(BindingRole.ROWS, source, "x_rows", Mark(0)),
+        Binding(BindingRole.WRITE, made, "y_write", Mark(0)),
     )
     _, _, x, y = (graph.placeholder(b.name) for b in bindings)
     graph.call_function(
@@ -116,6 +119,7 @@ def doubling_body(width: int) -> Body:
     return Body(GraphModule({}, graph), bindings)
 
 
+@pytest.mark.quick
 def test_a_body_is_compiled_again_where_its_indices_would_overflow(monkeypatch):
     """As Inductor does for a GPU: 32-bit indices if the hints fit, and a guard that its caller has to
     evaluate."""

@@ -140,7 +140,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 ROUNDED = {
     "cudnn": 1.5,  # its two pieces are rounded before they are joined, and again after
     "flash_cpu": 4,
-}  # it rounds the weights, too (test_ops.py holds it to what the whole kernel does)
+}  # it rounds the weights, too (test_operators.py holds it to what the whole kernel does)
 
 
 def rounding(kernel: str, dtype: torch.dtype) -> float:
@@ -187,6 +187,7 @@ def test_a_head_width_that_some_gpus_have_no_flash_backward_for(kernel):
 
 @pytest.mark.parametrize("chunk", (1, 7, 36))
 @pytest.mark.parametrize("kernel", DTYPES)
+@pytest.mark.quick
 def test_chunks_that_do_not_divide(kernel, chunk):
     dtype = DTYPES[kernel][-2]
     check(kernel, dtype, operands_of("grouped", dtype), None, True, chunk)
@@ -298,13 +299,14 @@ def table() -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.quick
 def test_the_kernel_chosen_on_every_device():
     assert table() == CHOSEN
 
 
 def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
     assert str(choose(ASKED["masked"], DEVICES["sm90"])) == (
-        "efficient (behind flash, which is faster; it takes masks, float32, any head width, and older GPUs; "
+        "efficient (slower than flash; takes masks, float32, any head width and older GPUs; "
         "not flash: it takes no mask; not cudnn: with a mask its dQ can be NaN)"
     )
     assert dict(choose(ASKED["fp64"], DEVICES["sm75"]).passed)["efficient"] == "it does not take float64"
@@ -315,7 +317,7 @@ def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
         "it takes up to 256 features per head, not 576"
     )
     assert dict(choose(ASKED["bf16"], DEVICES["sm80 with FA3"]).passed)["flash"] == (
-        "FA3, which was activated, needs compute capability 9.x"
+        "the activated FA3 needs compute capability 9.x"
     )
 
 
@@ -346,7 +348,7 @@ def fake(*shape) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
 
 
-def test_the_rehearsal_counts_what_a_cuda_kernel_takes():
+def test_the_memory_simulation_counts_what_a_cuda_kernel_takes():
     """On fake tensors, without a GPU: results, the operands that a call copies, and scratch."""
     with internals.FakeTensorMode():
         q, k = (fake(1, rows, heads, 128) for rows, heads in ((256, 8), (512, 2)))

@@ -13,8 +13,8 @@ from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
 from streambp_compile.passes.kernels.attention import Target
 from streambp_compile.passes.lower import lower
-from streambp_compile.passes.lower.reading import kernel_for
 from streambp_compile.passes.partition import partition
+from streambp_compile.passes.planning.plan import kernel_for, plan
 from streambp_compile.pipeline import stream
 
 aten = torch.ops.aten
@@ -90,11 +90,12 @@ def test_a_body_names_its_kernel_and_says_why():
     whatever the target."""
     write, marks, y, grads = causal_layer()
     analysis = analyze(write.graph, 5, marks, ())
-    bodies = lower(partition(write.graph, analysis, (y,)), analysis)
+    program = partition(write.graph, analysis, (y,))
+    bodies = lower(program, analysis, plan(program, analysis))
     (call,) = [
         n for b in bodies for n in b.graph.graph.nodes if n.target is torch.ops.streambp.attention.default
     ]
-    assert call.args[-1] == "flash_cpu" and [str(c.kernel.name) for b in bodies for c in b.attends] == [
+    assert call.args[-1] == "flash_cpu" and [kernel.name for b in bodies for kernel in b.kernels] == [
         "flash_cpu"
     ]
     query = next(n for n in write.graph.nodes if n.name == "query")
@@ -112,5 +113,4 @@ def test_attention_that_runs_whole_gets_a_kernel_too():
     y = write("y", aten.mul.Tensor, x, shared)
     write.graph.output((y,))
     analysis = analyze(write.graph, 5, {x: (Mark(1),)}, ())
-    lower(partition(write.graph, analysis, (y,)), analysis)
-    assert both.kwargs == {"kernel": "flash_cpu"}
+    assert plan(partition(write.graph, analysis, (y,)), analysis).kernels[both].name == "flash_cpu"

@@ -1,21 +1,25 @@
 """Bands against brute force: where one says a mask is empty, the mask itself is."""
 
+import contextlib
 import itertools
 import math
+import random
 
 import pytest
 import torch
-from graphs import traced
+from graphs import Written, traced
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import SAMPLES, Index
 from torch import Tensor
 from torch.fx import Interpreter
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from streambp_compile.passes.ir import MaskedOutsideBand, Reach
-from streambp_compile.passes.mask_analysis.domains import Affine, Band
+from streambp_compile.passes.ir import DocumentMask, KeyMask, MaskedOutsideBand, PositionsIncrease, Reach
+from streambp_compile.passes.mask_analysis.domains import Affine, Band, Difference
 from streambp_compile.passes.mask_analysis.evaluation import evaluate
-from streambp_compile.runtime.mask_guards import holds
-from streambp_compile.runtime.mask_guards import by_query, visible
+from streambp_compile.passes.rules import TABLE, overload
+from streambp_compile.runtime.mask_guards import by_query, holds, visible
 
 INF = math.inf
 LOW = torch.finfo(torch.float32).min
@@ -36,23 +40,31 @@ def index(like: Tensor, dim: int) -> Tensor:
 
 
 def visible_by(abstract: Band, real: Tensor, environment) -> Tensor:
-    """Which entries the paddings beside a band leave, in the band and outside."""
+    """Which entries the masks beside a band leave visible, in the band and outside."""
     left = torch.ones(real.shape, dtype=torch.bool)
     for key_mask in abstract.key_masks:
         shown = visible(environment[key_mask.node], key_mask.masked_value)
-        if shown.dim() != real.dim():  # whatever became of the batch: what every one of it shows
-            shown = by_query(shown, key_mask).all(0)
-            shown = shown if abstract.row < abstract.key else shown.T
-            shown = shown.reshape(
-                [
-                    real.shape[d]
-                    if d == abstract.key or d == abstract.row and key_mask.row is not None
-                    else 1
-                    for d in range(real.dim())
-                ]
-            )
-        left = left & shown
+        in_place = (key_mask.row, key_mask.key) in ((abstract.row, abstract.key), (None, abstract.key))
+        fits = shown.dim() == real.dim() and all(a in (1, b) for a, b in zip(shown.shape, real.shape))
+        left = left & (shown if in_place and fits else shown_by_all(shown, key_mask, abstract, real))
     return left
+
+
+def shown_by_all(shown: Tensor, key_mask: KeyMask, abstract: Band, real: Tensor) -> Tensor:
+    """Whatever became of the batch, and of rows and keys behind others: what every mask of it shows."""
+    rows, keys = real.shape[abstract.row], real.shape[abstract.key]
+    found = torch.zeros(rows, keys, dtype=torch.bool)
+    of_all = by_query(shown, key_mask).all(0)[:rows, :keys]
+    found[: rows if key_mask.row is None else len(of_all), : of_all.shape[1]] = of_all
+    found = found if abstract.row < abstract.key else found.T
+    sizes = [size if d in (abstract.row, abstract.key) else 1 for d, size in enumerate(real.shape)]
+    return found.reshape(sizes)
+
+
+def holds_of(assumed: KeyMask | DocumentMask, band: Reach, environment) -> bool:
+    if isinstance(assumed, DocumentMask):
+        return bool(holds(PositionsIncrease(assumed), [environment[node] for node in assumed.nodes]))
+    return bool(holds(MaskedOutsideBand((assumed,), band), [environment[assumed.node]]))
 
 
 def check(abstract, real: Tensor, environment) -> None:
@@ -62,12 +74,24 @@ def check(abstract, real: Tensor, environment) -> None:
         claimed = torch.as_tensor(claimed, dtype=torch.float64).expand(real.shape)
         claimed = claimed.to(real.dtype) if real.is_floating_point() else claimed
         assert torch.equal(real.double(), claimed.double()), abstract
+    if isinstance(abstract, DocumentMask):
+        claimed = real == (not abstract.negated)
+        equal, ordered = (
+            [(environment[row], environment[key]) for row, key in pairs]
+            for pairs in (abstract.equal, abstract.ordered)
+        )
+        assert all(not (claimed & (row != key)).any() for row, key in equal), abstract
+        assert all(not (claimed & (key > row)).any() for row, key in ordered), abstract
+    if isinstance(abstract, Difference):
+        row, key = environment[abstract.row], environment[abstract.key]
+        assert ((real == 0) == (row == key)).all(), abstract
+        assert not abstract.sign or ((real * abstract.sign > 0) == (row > key)).all(), abstract
     if isinstance(abstract, Band):
         offset = index(real, abstract.key) - index(real, abstract.row)
         inside = (offset >= abstract.lo) & (offset <= abstract.hi)
         band = Reach(abstract.lo, abstract.hi)
-        if not all(holds(MaskedOutsideBand((s,), band), [environment[s.node]]) for s in abstract.assumes):
-            return  # what it claims is of a stored mask that hides what is outside
+        if not all(holds_of(assumed, band, environment) for assumed in abstract.assumes):
+            return  # what it claims is of a stored mask that hides what is outside, or of growing positions
         out, kept = real[~inside], real[inside]
         if abstract.outside == 0.0 and abstract.outside is not False:
             sees = (inside & visible_by(abstract, real, environment)).any(abstract.key, keepdim=True) | (
@@ -399,6 +423,7 @@ def test_sound(function, inputs):
 COMPARE = {"<=": torch.le, "<": torch.lt, ">=": torch.ge, ">": torch.gt, "==": torch.eq, "!=": torch.ne}
 
 
+@pytest.mark.quick
 def test_every_comparison_with_every_offset():
     for (name, compare), shift, swapped in itertools.product(
         COMPARE.items(), (-11, -3, 0, 2, 11), (False, True)
@@ -434,3 +459,213 @@ def test_random_masks_are_sound(parts, rows, keys, fill):
         return torch.zeros(rows, keys).masked_fill(~total, fill) + torch.where(total, 0.0, fill)
 
     band_of(mask)
+
+
+# Every row with the facet, on operands of which much is known
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def along(write: Written, name: str, shape, dim: int, dtype: torch.dtype):
+    """Positions along one dimension."""
+    kwargs = {"dtype": torch.int64, "device": torch.device("cpu"), "requires_grad": False}
+    place = write(f"{name}_place", prims.iota.default, shape[dim], start=0, step=1, **kwargs)
+    sizes = [shape[d] if d == dim else 1 for d in range(len(shape))]
+    viewed = write(f"{name}_viewed", aten.view.default, place, sizes)
+    whole = write(f"{name}_whole", aten.expand.default, viewed, list(shape))
+    return write(f"{name}_cast", aten._to_copy.default, whole, dtype=dtype)
+
+
+def operands_known(write: Written, name: str, value: Tensor) -> list:
+    """Operands in the place of one: as it is, constants, positions, bands, masked scores, probabilities."""
+    shape, dtype = tuple(value.shape), value.dtype
+    place = {"dtype": dtype, "device": torch.device("cpu")}
+    found = [write.given(f"{name}_given", value)]
+    found += [write(f"{name}_full{c}", aten.full.default, list(shape), c, **place) for c in (0, 1)]
+    if dtype is not torch.bool:
+        found += [along(write, f"{name}_{d}", shape, d, dtype) for d in range(len(shape)) if shape[d] > 1]
+    if len(shape) < 2 or 1 in shape[-2:] or dtype not in (torch.bool, torch.float64):
+        return found
+    rows, keys = (
+        along(write, f"{name}_{w}", shape, d, torch.int64)
+        for w, d in (("row", len(shape) - 2), ("key", len(shape) - 1))
+    )
+    causal = write(f"{name}_causal", aten.le.Tensor, keys, rows)
+    near = write(f"{name}_near", aten.gt.Tensor, keys, write(f"{name}_back", aten.sub.Tensor, rows, 2))
+    window = write(f"{name}_window", aten.bitwise_and.Tensor, causal, near)
+    masks = [causal, window, *(write(f"{n}_not", aten.bitwise_not.default, n) for n in (causal, window))]
+    if dtype is torch.bool:
+        return found + masks
+    low = torch.finfo(dtype).min
+    found.append(write(f"{name}_low", aten.full.default, list(shape), low, **place))
+    away = write(f"{name}_distance", aten.sub.Tensor, keys, rows)
+    found.append(write(f"{name}_away", aten._to_copy.default, away, dtype=dtype))
+    hidden = [
+        write(f"{mask}_{k}_{base}", aten.masked_fill.Scalar, base, mask, fill)
+        for mask, base in ((masks[2], found[0]), (masks[3], found[1]))
+        for k, fill in enumerate((-INF, low, 0.0))
+    ]
+    weights = [write(f"{n}_weights", aten._softmax.default, n, len(shape) - 1, False) for n in hidden[:2]]
+    return found + hidden + weights
+
+
+def tensors_in(arg) -> bool:
+    return isinstance(arg, (Tensor, Index))
+
+
+def typed(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value > 0 if dtype is torch.bool else value.to(dtype)
+
+
+def calls_of(name: str):
+    """The samples of an op, of pointwise ones as booleans and integers, too: op, arguments (its tensors are
+    ``None``), those tensors."""
+    for number, make in enumerate(SAMPLES[name]):
+        torch.manual_seed(number)
+        target, args, kwargs = make()
+        leaves, spec = tree_flatten((args, kwargs), is_leaf=tensors_in)
+        places = [i for i, leaf in enumerate(leaves) if tensors_in(leaf)]
+        values = [leaves[i].values if isinstance(leaves[i], Index) else leaves[i] for i in places]
+        yield target, leaves, spec, places, values
+        if torch.Tag.pointwise in target.tags:
+            for dtype in (torch.bool, torch.int64):
+                yield target, leaves, spec, places, [typed(value, dtype) for value in values]
+
+
+MOST_CALLS = 80  # of one sample: some of all combinations of its operands
+WITH_MASK = sorted(name for name in SAMPLES if TABLE[overload(name)].mask is not None)
+
+
+def test_rows_know_what_they_do_to_masks():
+    assert len(WITH_MASK) >= 50
+
+
+@pytest.mark.parametrize("name", WITH_MASK)
+def test_every_row_is_sound_on_what_is_known(name):
+    """What a row claims of its result is so, whatever is known of its operands; and of some it claims
+    something."""
+    claims = 0
+    for target, leaves, spec, places, values in calls_of(name):
+        write = Written()
+        choices = [operands_known(write, f"x{k}", value) for k, value in enumerate(values)]
+        combinations = list(itertools.product(*choices))
+        random.Random(0).shuffle(combinations)
+        for count, chosen in enumerate(combinations[:MOST_CALLS]):
+            for i, node in zip(places, chosen):
+                leaves[i] = node
+            args, kwargs = tree_unflatten(leaves, spec)
+            with contextlib.suppress(IndexError, RuntimeError):  # no such index, or not of this dtype
+                write(f"result{count}", target, *args, **kwargs)
+        written = [n for n in write.graph.nodes if "val" in n.meta]
+        found = evaluate(write.graph, {n for n in written if n.op == "placeholder"})
+        environment = {n: n.meta["val"] for n in written}
+        for node in written:
+            check(found.get(node), environment[node], environment)
+            claims += node.name.startswith("result") and found.get(node) is not None
+    assert claims
+
+
+# Masks of packed sequences, in every spelling
+
+CAUSAL_SPELLINGS = {
+    "k <= q": lambda q, k: k <= q,
+    "q >= k": lambda q, k: q >= k,
+    "not k > q": lambda q, k: ~(k > q),
+    "not q < k": lambda q, k: (q < k).logical_not(),
+    "q - k >= 0": lambda q, k: q - k >= 0,
+    "k - q < 1": lambda q, k: k - q < 1,
+    "-(q - k) <= 0": lambda q, k: -(q - k) <= 0,
+    "not k - q > 0": lambda q, k: ~((k - q) > 0),
+    "(k > q) == False": lambda q, k: (k > q) == False,  # noqa: E712
+    "0 <= q - k": lambda q, k: torch.zeros((), dtype=torch.int64) <= q - k,
+    "(k > q) ^ True": lambda q, k: (k > q) ^ True,
+    "expanded": lambda q, k: q.expand(-1, -1, k.shape[-1]) >= k.expand(-1, q.shape[1], -1),
+}
+SAME_SPELLINGS = {
+    "s == t": lambda s, t: s == t,
+    "not s != t": lambda s, t: ~(s != t),
+    "s != t, logical_not": lambda s, t: s.ne(t).logical_not(),
+    "s - t == 0": lambda s, t: s - t == 0,
+    "s ^ t == 0": lambda s, t: s ^ t == 0,
+    "not bool(s ^ t)": lambda s, t: ~(s ^ t).bool(),
+    "logical_not(s - t)": lambda s, t: (s - t).logical_not(),
+    "abs(s - t) == 0": lambda s, t: (s - t).abs() == 0,
+    "(s != t) < 1": lambda s, t: (s != t) < 1,
+}
+JOINT_SPELLINGS = {
+    "a & b": lambda a, b: a & b,
+    "b & a": lambda a, b: b & a,
+    "not (not a | not b)": lambda a, b: ~(~a | ~b),
+    "logical": lambda a, b: (a.logical_not().logical_or(b.logical_not())).logical_not(),
+    "a * b": lambda a, b: a * b,
+    "where(a, b, False)": lambda a, b: torch.where(a, b, False),
+    "not where(a, not b, True)": lambda a, b: ~torch.where(a, ~b, True),
+    "a filled with False": lambda a, b: a.masked_fill(~b, False),
+    "not (not a filled with True)": lambda a, b: ~(~a).masked_fill(~b, True),
+    "minimum": lambda a, b: torch.minimum(a, b),
+}
+
+
+def test_packed_masks_are_known_in_every_spelling():
+    of, at = (
+        torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 2, 2]]),
+        torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 0, 1]]),
+    )
+    spellings = list(itertools.product(CAUSAL_SPELLINGS, SAME_SPELLINGS, JOINT_SPELLINGS))[::7]
+
+    def masks(of, at):
+        q, k, s, t = at[:, :, None], at[:, None, :], of[:, :, None], of[:, None, :]
+        return [
+            JOINT_SPELLINGS[joint](CAUSAL_SPELLINGS[causal](q, k), SAME_SPELLINGS[same](s, t))
+            for causal, same, joint in spellings
+        ]
+
+    graph = traced(masks, of, at)
+    values = evaluate(graph.graph)
+    outputs = next(n for n in graph.graph.nodes if n.op == "output").args[0]
+    expected = masks(of, at)[0]
+    for node, (causal, same, joint) in zip(outputs, spellings):
+        found = values[node]
+        assert isinstance(found, DocumentMask) and not found.negated, (causal, same, joint)
+        assert found.equal and found.ordered, (causal, same, joint)
+    run = Interpreter(graph).run(of, at)
+    assert all(torch.equal(mask, expected) for mask in run)
+
+
+@pytest.mark.parametrize("causal", CAUSAL_SPELLINGS.values(), ids=CAUSAL_SPELLINGS)
+@pytest.mark.parametrize("fill", [False, True], ids=["where", "masked_fill"])
+def test_packed_masks_prune_in_every_spelling(causal, fill):
+    """Scores filled where later positions are: causal, as long as positions increase."""
+    at = torch.arange(9).expand(2, 9)
+
+    def masked(s, at):
+        mask = causal(at[:, :, None], at[:, None, :])
+        return s[:, 0].masked_fill(~mask, -INF) if fill else torch.where(mask, s[:, 0], -INF)
+
+    found = band_of(masked, scores(), at)
+    assert isinstance(found, Band) and (found.lo, found.hi) == CAUSAL and found.assumes
+
+
+bases = st.sampled_from([*CAUSAL_SPELLINGS.values(), *SAME_SPELLINGS.values()])
+joints = st.sampled_from(
+    [*JOINT_SPELLINGS.values(), torch.bitwise_or, torch.logical_xor, torch.maximum, torch.le]
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    values=st.lists(st.integers(-3, 3), min_size=4, max_size=4),
+    parts=st.lists(st.tuples(bases, joints, st.booleans(), st.booleans()), min_size=1, max_size=4),
+)
+def test_random_masks_of_per_token_values_are_sound(values, parts):
+    at = torch.tensor([values])
+
+    def mask(at):
+        total = (lambda q, k: k <= q)(*positions(4))
+        for base, joint, swapped, negated in parts:
+            part = base(at[:, :, None], at[:, None, :])
+            part = ~part if negated else part
+            total = joint(part, total) if swapped else joint(total, part)
+        return torch.zeros(1, 4, 4).masked_fill(~total, -INF)
+
+    band_of(mask, at)

@@ -32,23 +32,24 @@ def band_matrix(band: Reach, length: int) -> Tensor:
     return (distance >= band.lo) & (distance <= band.hi)
 
 
-def seen(row: int | None, key: int, hides: bool | None) -> KeyMask:
+def key_mask(row: int | None, key: int, hides: bool | None) -> KeyMask:
     return KeyMask(None, row, key, hides)
 
 
 @pytest.mark.parametrize("band", [PAST, EVERYWHERE, Reach(-2, 0), Reach(-3, 1), Reach(1, math.inf)], ids=str)
-def test_every_row_sees_a_key(band):
+@pytest.mark.quick
+def test_every_row_has_a_visible_key(band):
     """Against brute force, for every padding of five keys, as booleans of both meanings and as numbers."""
     found = set()
     for keep in itertools.product((True, False), repeat=5):
         keep = torch.tensor([keep, (True,) * 5])
         expected = bool((band_matrix(band, 5) & keep[:, None]).any(-1).all())
         spellings = (
-            (keep, seen(None, 1, False)),
-            (~keep, seen(None, 1, True)),
-            (torch.where(keep, 0.3, -3e38), seen(None, 1, None)),
-            (keep[:, None, None, :], seen(None, 3, False)),
-            (keep.T, seen(None, 0, False)),
+            (keep, key_mask(None, 1, False)),
+            (~keep, key_mask(None, 1, True)),
+            (torch.where(keep, 0.3, -3e38), key_mask(None, 1, None)),
+            (keep[:, None, None, :], key_mask(None, 3, False)),
+            (keep.T, key_mask(None, 0, False)),
         )
         assert {bool(holds(EveryRowHasVisibleKey((what,), band), [mask])) for mask, what in spellings} == {
             expected
@@ -59,7 +60,7 @@ def test_every_row_sees_a_key(band):
 
 def test_a_stored_mask_beside_a_padding():
     stored, keep = band_matrix(Reach(-1, 0), 6)[None], torch.ones(2, 6, dtype=torch.bool)
-    both = EveryRowHasVisibleKey((seen(1, 2, False), seen(None, 1, False)), PAST)
+    both = EveryRowHasVisibleKey((key_mask(1, 2, False), key_mask(None, 1, False)), PAST)
     assert holds(both, [stored, keep])
     keep[1, 2] = False
     assert holds(both, [stored, keep])
@@ -77,7 +78,10 @@ def test_two_paddings(band):
         numbers = torch.where(b, 0.0, torch.finfo(torch.float32).min)
         assert (
             bool(
-                holds(EveryRowHasVisibleKey((seen(None, 1, False), seen(None, 1, None)), band), [a, numbers])
+                holds(
+                    EveryRowHasVisibleKey((key_mask(None, 1, False), key_mask(None, 1, None)), band),
+                    [a, numbers],
+                )
             )
             == expected
         )
@@ -85,7 +89,7 @@ def test_two_paddings(band):
 
 def test_masks_of_heads_beside_paddings_of_sequences():
     """Of which sequence a head's mask is, their numbers do not tell: each must do with each."""
-    condition = EveryRowHasVisibleKey((seen(1, 2, False), seen(None, 1, False)), PAST)
+    condition = EveryRowHasVisibleKey((key_mask(1, 2, False), key_mask(None, 1, False)), PAST)
     heads = torch.stack([band_matrix(Reach(-w, 0), 5) for w in (0, 4)])
     keep = torch.ones(3, 5, dtype=torch.bool)
     assert holds(condition, [heads, keep])
@@ -100,14 +104,16 @@ def test_a_stored_mask_hides_outside():
         (lambda m: torch.where(m, 0.0, -math.inf), None),
     ):
         lower = torch.ones(7, 7, dtype=torch.bool).tril()
-        assert holds(MaskedOutsideBand((seen(0, 1, hides),), PAST), [spelled(lower)])
+        assert holds(MaskedOutsideBand((key_mask(0, 1, hides),), PAST), [spelled(lower)])
         lower[5, 6] = True
-        assert not holds(MaskedOutsideBand((seen(0, 1, hides),), PAST), [spelled(lower)])
-        assert holds(MaskedOutsideBand((seen(0, 1, hides),), Reach(-math.inf, 1)), [spelled(lower)])
+        assert not holds(MaskedOutsideBand((key_mask(0, 1, hides),), PAST), [spelled(lower)])
+        assert holds(MaskedOutsideBand((key_mask(0, 1, hides),), Reach(-math.inf, 1)), [spelled(lower)])
 
 
 def test_numbers_so_large_that_lowest_numbers_may_not_vanish_beside_them_do_not_count():
-    assert not holds(EveryRowHasVisibleKey((seen(None, 1, None),), PAST), [torch.tensor([[0.0, 3e38, 0.0]])])
+    assert not holds(
+        EveryRowHasVisibleKey((key_mask(None, 1, None),), PAST), [torch.tensor([[0.0, 3e38, 0.0]])]
+    )
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,15 @@ def hints(step) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, StreamHint)]
 
 
-@pytest.mark.parametrize("hide", [keep_and_causal, padding_then_causal, hidden_either_way, additive_padding])
+@pytest.mark.parametrize(
+    "hide",
+    [
+        keep_and_causal,
+        pytest.param(padding_then_causal, marks=pytest.mark.slow),
+        pytest.param(hidden_either_way, marks=pytest.mark.slow),
+        additive_padding,
+    ],
+)
 def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
     model, ids = Model(hide).double(), ids_of(2, LENGTH)
     report = explain(model, ids, padded("right"), streambp_options={"chunk_size": 16})
@@ -244,16 +258,17 @@ def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
 STORED = [
     (stored, torch.ones(80, 80).tril()),
     (stored_and_padding, torch.ones(80, 80, dtype=torch.bool).tril()),
-    (
+    pytest.param(
         added,
         torch.zeros(80, 80, dtype=torch.float64).masked_fill(
             torch.ones(80, 80, dtype=torch.bool).triu(1), float("-inf")
         ),
+        marks=pytest.mark.slow,
     ),
 ]
 
 
-@pytest.mark.parametrize("hide, triangle", STORED, ids=[hide.__name__ for hide, _ in STORED])
+@pytest.mark.parametrize("hide, triangle", STORED, ids=["stored", "stored_and_padding", "added"])
 def test_a_stored_triangle_prunes_until_it_is_none(hide, triangle):
     model, ids, keep = Model(hide, triangle=triangle.clone()).double(), ids_of(2, LENGTH), padded("right")
     report = str(explain(model, ids, keep, streambp_options={"chunk_size": 16}))
@@ -321,6 +336,7 @@ def test_a_mask_given_to_fused_attention_is_looked_at():
         )
 
 
+@pytest.mark.quick
 def test_a_call_asks_each_mask_once_and_waits_once(monkeypatch):
     """Layers share the answer for a padding; each stored triangle is read by itself; all answers are read
     together."""
@@ -388,9 +404,14 @@ def packed(ids: Tensor, lengths) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "lengths, steps, kept", [((20, 30, 11), 1, True), ((LENGTH,), 1, True), ((20, 30, 11), -1, False)]
+    "lengths, steps, kept, spelled",
+    [
+        ((20, 30, 11), 1, True, lambda s, t, q, k: (s == t) & (k <= q)),
+        ((LENGTH,), 1, True, lambda s, t, q, k: ~((s - t != 0) | (q < k))),
+        ((20, 30, 11), -1, False, lambda s, t, q, k: (s == t) & (k <= q)),
+    ],
 )
-def test_packed_sequences_prune_while_positions_grow(lengths, steps, kept):
+def test_packed_sequences_prune_while_positions_increase(lengths, steps, kept, spelled):
     class Packed(Masked):
         def forward(self, x, given):
             at, of = given
@@ -399,7 +420,7 @@ def test_packed_sequences_prune_while_positions_grow(lengths, steps, kept):
                 t.view(batch, length, self.heads, -1).transpose(1, 2)
                 for t in self.qkv(self.norm1(x)).split(width, -1)
             )
-            mask = (of[:, :, None] == of[:, None, :]) & (at[:, None, :] <= at[:, :, None])
+            mask = spelled(of[:, :, None], of[:, None, :], at[:, :, None], at[:, None, :])
             mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask[:, None])
             return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
@@ -427,7 +448,7 @@ def test_packed_sequences_prune_while_positions_grow(lengths, steps, kept):
         ([2, 2, 2, 2], [5, 6, 7, 9], True),
     ],
 )
-def test_values_that_grow(same, upto, expected):
+def test_values_that_increase(same, upto, expected):
     """What is claimed then, that no later key agrees, is so in each of them."""
     s, p = torch.tensor([same]), torch.tensor([upto])
     given = [s[:, :, None], s[:, None, :]], [p[:, :, None], p[:, None, :]]
@@ -435,3 +456,20 @@ def test_values_that_grow(same, upto, expected):
     agrees = (s[0, :, None] == s[0]) & (p[0] <= p[0, :, None])
     assert not expected or not agrees.triu(1).any()
     assert not positions_increase(given[0], [p[:, :, None], p[:, None, :] + 1])
+
+
+@pytest.mark.parametrize(
+    "documents, positions, expected",
+    [
+        (None, torch.tensor([5, 3, 2], dtype=torch.uint8), False),
+        (None, torch.tensor([2, 3, 5], dtype=torch.uint8), True),
+        (torch.tensor([False, True, False]), torch.tensor([5, 0, 1]), False),
+        (None, torch.tensor([-(2**63), 0, 2**61]), False),
+        (None, torch.tensor([-(2**61), 0, 2**62]), False),
+        (None, torch.tensor([-(2**61), 0, 2**61]), True),
+    ],
+)
+def test_positions_that_wrap_do_not_increase(documents, positions, expected):
+    """Differences of unsigned and of boolean values wrap, and so do those of the largest integers."""
+    equal = [] if documents is None else [documents[:, None], documents[None, :]]
+    assert positions_increase(equal, [positions[:, None], positions[None, :]]) == expected

@@ -43,15 +43,22 @@ def test_peak_of_a_step(fresh_dynamo):
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     logits = LENGTH * VOCABULARY * 4
     print(
-        f"streamed {ours / 2**20:.1f} MiB, checkpointed {theirs / 2**20:.1f} MiB, logits {logits / 2**20:.0f} MiB, "
-        f"parameters {parameters / 2**20:.1f} MiB"
+        f"streamed {ours / 2**20:.1f} MiB, checkpointed {theirs / 2**20:.1f} MiB, logits "
+        f"{logits / 2**20:.0f} MiB, parameters {parameters / 2**20:.1f} MiB"
     )
     assert 0 < ours < theirs / 3
     assert ours < logits + parameters
 
 
-@pytest.mark.parametrize("length", (1000, 3000))
-@pytest.mark.parametrize("kind", (Plain, LlamaLike))
+@pytest.mark.parametrize(
+    "kind, length",
+    [
+        pytest.param(Plain, 1000, marks=pytest.mark.slow),
+        (Plain, 3000),
+        (LlamaLike, 1000),
+        pytest.param(LlamaLike, 3000, marks=pytest.mark.slow),
+    ],
+)
 def test_the_predicted_peak_of_a_step_is_the_measured(kind, length, fresh_dynamo):
     model, ids = kind(), ids_of(2, length)
     report = explain(lambda ids: model(ids, ids), ids)
@@ -71,6 +78,7 @@ def test_what_runs_between_graphs_is_not_predicted(fresh_dynamo):
     assert explain(step, ids).peak is None
 
 
+@pytest.mark.quick
 def test_a_forward_alone_is_predicted_without_gradients(fresh_dynamo):
     model, ids = Plain(layers=1), ids_of(1, 64)
     with torch.no_grad():

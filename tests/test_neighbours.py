@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from graphs import traced
 from models import VOCABULARY, Layer, counted, gradients, ids_of, worst_error
+from selection import representatives
 from torch import Tensor, nn
 
 from streambp_compile import NotStreamed
@@ -88,7 +89,10 @@ def compiled(model: nn.Module):
     return torch.compile(model, backend="streambp", options={"chunk_size": 16})
 
 
-@pytest.mark.parametrize("name", MIXERS)
+CHOSEN = {"one padding", "joined", "ahead", "both ways", "depthwise, cut behind", "dense", "both sides"}
+
+
+@pytest.mark.parametrize("name", representatives(MIXERS, CHOSEN))
 def test_neighbours_stream(name, interpreted):
     """All of it: a region that is compiled whole warns, and a warning is an error here."""
     model, ids = Mixed(MIXERS[name]).double(), ids_of(2, LENGTH)
@@ -96,7 +100,7 @@ def test_neighbours_stream(name, interpreted):
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
-@pytest.mark.parametrize("name", ["one padding", "dense"])
+@pytest.mark.parametrize("name", representatives(("one padding", "dense"), {"dense"}))
 def test_lengths_share_a_graph(name, interpreted):
     model = Mixed(MIXERS[name]).double()
     step, graphs = counted(model, 16)
@@ -106,8 +110,11 @@ def test_lengths_share_a_graph(name, interpreted):
     assert len(graphs) == 2
 
 
-@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
-@pytest.mark.parametrize("name", ["padded, then cut", "depthwise, cut behind", "dilated"])
+BEYOND = ("padded, then cut", "depthwise, cut behind", "dilated")
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+@pytest.mark.parametrize("name", representatives(BEYOND, {"padded, then cut"}))
 def test_texts_shorter_than_what_a_row_looks_back(name, interpreted):
     model = Mixed(MIXERS[name]).double()
     step = compiled(model)
@@ -127,6 +134,7 @@ class Late(nn.Module):
         return self.filter(x.transpose(1, 2))[..., 2:].transpose(1, 2)
 
 
+@pytest.mark.quick
 def test_other_convolutions_are_whole_and_exact(interpreted):
     model, ids = Mixed(Late).double(), ids_of(2, LENGTH)
     step = compiled(model)

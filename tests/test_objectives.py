@@ -4,6 +4,7 @@ too."""
 import pytest
 import torch
 from models import VOCABULARY, LlamaLike, ids_of, worst_error
+from selection import representatives
 from torch import nn
 
 from benchmarks.losses import OBJECTIVES, Batch, Heads
@@ -11,7 +12,7 @@ from benchmarks.memory import peak
 from streambp_compile import explain
 
 pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.usefixtures("interpreted"),
     pytest.mark.filterwarnings("error::streambp_compile.NotStreamed"),
 ]
 WIDTH, LENGTH = 64, 53
@@ -40,7 +41,30 @@ def gradients(model, step) -> dict:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+CHOSEN = {  # one of each kind of graph
+    "cross-entropy, padded labels (Hugging Face)",
+    "cross-entropy, hidden states shifted",
+    "tokens above the mean loss",
+    "metrics beside the loss",
+    "GRPO",
+    "GSPO, token level",
+    "PPO, value head, entropy",
+    "DPO",
+    "DPO, reference computed inside",
+    "distillation, JSD",
+    "distillation, top-k of the teacher",
+    "multi-token prediction heads",
+    "reward model, last token",
+    "logits to keep",
+    "discounted returns, summed from the end",
+    "actor and critic, one-step advantages",
+    "mixture of softmaxes",
+    "expected embedding of the next token",
+}
+COMPILED = {"cross-entropy, padded labels (Hugging Face)", "GRPO"}
+
+
+@pytest.mark.parametrize("name", representatives(OBJECTIVES, CHOSEN, COMPILED))
 def test_objective(name):
     torch.manual_seed(0)
     model, ids, batch = Trained(name).double(), ids_of(4, LENGTH), Batch(4, LENGTH, WIDTH, VOCABULARY)
@@ -54,7 +78,10 @@ def test_objective(name):
         torch.testing.assert_close(step(ids, batch), model(ids, batch), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.sweeps])
+STREAMED = [name for name, objective in OBJECTIVES.items() if objective.sweeps]
+
+
+@pytest.mark.parametrize("name", representatives(STREAMED, CHOSEN & set(STREAMED)))
 def test_sweeps(name):
     model, batch = Heads(WIDTH, VOCABULARY).double(), Batch(4, LENGTH, WIDTH, VOCABULARY)
     hidden = torch.randn(4, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -69,9 +96,11 @@ def test_sweeps(name):
         assert both <= OBJECTIVES[name].sweeps
 
 
-@pytest.mark.parametrize(
-    "name", ["cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distillation, forward KL"]
-)
+HEADS = ["cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distillation, forward KL"]
+
+
+@pytest.mark.parametrize("name", representatives(HEADS, {"GRPO", "DPO"}))
+@pytest.mark.inductor
 def test_peak_of_a_head(name):
     """Far under one logits tensor; at most six chunks of it at the default chunk length."""
     tokens, width, vocabulary = 2048, 128, 32768

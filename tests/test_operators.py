@@ -1,5 +1,5 @@
-"""The operators of ``passes/ops.py`` against plain torch: attention in chunks against whole SDPA, and sums in
-place."""
+"""The operators of ``passes/kernels/operators.py`` against plain torch: attention in chunks against whole
+SDPA, and sums in place."""
 
 import pytest
 import torch

@@ -23,13 +23,13 @@ def program(write: Written, seeds, outputs, movable=()) -> str:
 
 
 FORWARD = """
-ascending, keys [-inf,0]: 8 ops; reads x, w; writes y; feeds keys
+ascending, keys [-inf,0]: 8 ops; reads x, w; writes y; appends keys
 returns y
 """
 BACKWARD = """
-whole: turned
+full length: turned
 descending: 3 ops; reads x, w; writes keys
-descending, keys [-inf,0]: 19 ops; reads x, keys, dy, turned; writes dx over dy; adds up dw; settles dk, dv
+descending, keys [-inf,0]: 19 ops; reads x, keys, dy, turned; writes dx over dy; adds up dw; completes dk, dv
 returns dx, dw
 """
 
@@ -47,7 +47,7 @@ ascending: 5 ops; reads x, keys; writes y
 returns y
 """
 BOTH_WAYS_BACKWARD = """
-whole: turned
+full length: turned
 ascending: 3 ops; reads x, w; writes keys
 ascending: 9 ops; reads x, keys, dy; writes dquery; adds up per key dk, dv
 ascending: 10 ops; reads x, dk, dv, turned, dquery, dy; writes dx; adds up dw
@@ -84,14 +84,14 @@ def head(separable: bool):
 
 
 SEPARABLE = """
-whole: turned
+full length: turned
 ascending: 7 ops; reads x, w, dloss, turned; writes dx; adds up total, dw
 returns total, dx, dw
 """
 SUMMED = """
-whole: turned
+full length: turned
 ascending: 3 ops; reads x, w; adds up total
-whole: scale, loss
+full length: scale, loss
 ascending: 5 ops; reads x, w, scale, turned; writes dx; adds up dw
 returns loss, dx, dw
 """
@@ -107,7 +107,7 @@ def test_only_what_the_outputs_need_is_run():
     assert "dw" not in program(write, seeds, (dx,))
     assert (
         program(write, seeds, (next(n for n in write.graph.nodes if n.name == "turned"),))
-        == "whole: turned\nreturns turned"
+        == "full length: turned\nreturns turned"
     )
 
 

@@ -98,6 +98,7 @@ HOOKS = {"between layers": 1, "before the head": 3, "on logits": 4}
 
 @pytest.mark.parametrize("where", HOOKS.values(), ids=HOOKS)
 @pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")
+@pytest.mark.quick
 def test_hooks_on_values_stream(where, interpreted):
     """They are a part of the graph, and so of the backward's sweeps; one that clips makes a head's backward
     nonlinear."""

@@ -1,8 +1,8 @@
 """The rule oracle: every row of the table against what its op does when it is run.
 
 A signature is believed only after (a) its labels fit the values, (b) perturbing one entry moved no output row
-that the ties do not
-allow, and (c) running on a piece gave a piece of the whole, and pieces of a sum added up to it.
+that the ties do not allow, and (c) running on a piece gave a piece of the whole, and pieces of a sum added up
+to it.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from graphs import single
 from samples import SAMPLES, UNFILLED, Sample, cases, sample_of
 
-from streambp_compile.passes.ir import EVERYWHERE, HERE, CannotStream, Mark
+from streambp_compile.passes.ir import EVERYWHERE, HERE, CannotStream, Contraction, Mark
 from streambp_compile.passes.rules import TABLE, overload, rule_of
 from streambp_compile.passes.token_propagation import reshaped
 
@@ -51,6 +51,7 @@ def test_every_row_of_the_table_has_a_sample():
 
 
 @pytest.mark.parametrize("name,number", cases())
+@pytest.mark.quick
 def test_labels_fit_the_values(name, number):
     """(a) One label for every dimension there is; dimensions of one label have one size."""
     sample = sample_of(name, number, 0)
@@ -68,7 +69,9 @@ def test_labels_fit_the_values(name, number):
     for value, labels in zip(sample.operands, signature.operands):
         for label, size in zip(labels, value.shape):
             untied = label is None and size > 1 and not signature.reshape
-            assert not untied or signature.contracts == "all", "rows tied to nothing cannot be added up"
+            assert not untied or signature.contracts is Contraction.ALL, (
+                "rows tied to nothing cannot be added up"
+            )
 
 
 @pytest.mark.parametrize("name,number", cases())
@@ -98,7 +101,8 @@ def test_perturbing_moves_no_other_rows(name, number):
                                         -distance
                                     )  # query i moves key j's gradient: the key's distance from the query
                                 assert reach.lo <= distance <= reach.hi, (
-                                    f"operand {k} dim {dim} row {row} moved output row {moved}: outside {reach}"
+                                    f"operand {k} dim {dim} row {row} moved output row {moved}: outside "
+                                    f"{reach}"
                                 )
                                 seen.setdefault((label, place), set()).add(distance)
                                 declared[label, place] = (reach, value.shape[dim])
@@ -151,7 +155,7 @@ def test_pieces_are_pieces_of_the_whole(name, number):
             continue
         if any(o is not None for o in outs):
             assert_sliced(sample, label, places, outs)
-        elif signature.contracts == "sum" and signature.rows is None:
+        elif signature.contracts is Contraction.SUM and signature.rows is None:
             assert_summed(sample, label, places)
 
 
@@ -240,6 +244,7 @@ def missed_ties(name, number):
         ((4, 3), (6, 2), 0, None),
     ],
 )
+@pytest.mark.quick
 def test_a_reshape_carries_the_mark(old, new, dim, want):
     assert reshaped(Mark(dim), old, new) == want
 

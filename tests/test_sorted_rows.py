@@ -122,7 +122,7 @@ def test_a_sort_whose_order_matters_stays_and_its_rows_are_sorted_all_at_once_or
         region = streamed(function, inputs, {0: 0, 1: 0}, TOKENS, 4)
     except CannotStream:
         return
-    assert any("sort" in str(n.target) for stage in region.forward.program.whole for n in stage)
+    assert any("sort" in str(n.target) for nodes in region.forward.program.full_length for n in nodes)
     check(function, inputs, region)
 
 

@@ -105,9 +105,9 @@ w1, x0 → x1: places, turns, angles, product1, turned1, heads1, attend1, mixed1
 @pytest.mark.parametrize("light", (True, False))
 def test_an_embedding_that_can_be_made_again_leaves_the_first_layer_equal_to_the_others(light):
     write = model(3)
-    traits = {n: replace(t, light=light and n.name == "x0") for n, t in traits_of(write.graph).items()}
+    traits = {n: replace(t, recomputable=light and n.name == "x0") for n, t in traits_of(write.graph).items()}
     found = regions(write, traits)
-    assert [r.light for r in found] == [light] + [False] * (len(found) - 1)
+    assert [r.recomputable for r in found] == [light] + [False] * (len(found) - 1)
     assert ("\n".join(map(str, found)).startswith(PRELUDE.strip())) == light
 
 

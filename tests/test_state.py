@@ -146,7 +146,7 @@ def test_state_that_the_forward_updates(name):
 
 @pytest.mark.filterwarnings("ignore::streambp_compile.StreamHint")  # logits leave the function
 def test_state_beside_logits_is_updated_once():
-    """A head whose weight is normed in the forward is not made again when its logits are read."""
+    """A head whose weight is normed in the forward is not recomputed when its logits are read."""
 
     class Returning(Model):
         def forward(self, ids):
@@ -259,6 +259,7 @@ def quantised() -> Model:
     return model
 
 
+@pytest.mark.quick
 def test_quantised_weights_stream():
     truth, model, ids = quantised(), quantised(), ids_of(2, 37)
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """Does a step synchronise with its GPU? Tensors of the CPU stand in for a GPU's; tests/cuda has those."""
 
 import pytest
-from synchronisation import Synchronises, rehearsed
+from synchronisation import Synchronises, simulated
 
 from streambp_compile import compiled_region
 from streambp_compile.passes.kernels import grouped, products
@@ -18,10 +18,10 @@ def as_on_gpu(monkeypatch, interpreted):
 
 
 def test_a_step(as_on_gpu, monkeypatch):
-    called = rehearsed("cpu", monkeypatch)
+    called = simulated("cpu", monkeypatch)
     assert {"streambp.grouped_mm.default", "streambp.add_grouped_outer_.default"} <= called
 
 
 def test_what_synchronises_is_seen(interpreted, monkeypatch):
     with pytest.raises(Synchronises, match="aten.item|_local_scalar_dense"):
-        rehearsed("cpu", monkeypatch)
+        simulated("cpu", monkeypatch)

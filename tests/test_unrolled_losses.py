@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCABULARY, Layer, counted, gradients, ids_of, worst_error
+from selection import representatives
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -139,7 +140,9 @@ def what_is_merged(monkeypatch) -> list[dict]:
     return merged
 
 
-@pytest.mark.parametrize("loss", ROLLED)
+@pytest.mark.parametrize(
+    "loss", representatives(ROLLED, {chunked, under_checkpointing, means, log_probabilities, two_heads})
+)
 def test_pieces_stream_as_one(loss, interpreted, monkeypatch):
     """All of it: a region that is compiled whole warns, and a warning is an error here."""
     merged = what_is_merged(monkeypatch)
@@ -161,7 +164,9 @@ def by_sixteen(head, h, y):
     )
 
 
-@pytest.mark.parametrize("loss", [chunked, means, log_probabilities, by_sixteen])
+@pytest.mark.parametrize(
+    "loss", representatives((chunked, means, log_probabilities, by_sixteen), {chunked, by_sixteen})
+)
 def test_lengths_share_a_graph(loss, interpreted):
     """Four chunks of any length are one graph; pieces of sixteen rows are as many as there are."""
     model = Model(loss).double()
@@ -242,7 +247,7 @@ def with_a_share_of_its_own(head, h, y):
         (with_a_share_of_its_own, False),
     ],
 )
-@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 def test_only_what_is_alike_is_merged(loss, merges, interpreted, monkeypatch):
     merged = what_is_merged(monkeypatch)
     model, ids = Model(loss).double(), ids_of(2, LENGTH)
@@ -268,6 +273,7 @@ def test_a_loss_in_pieces_takes_no_more_than_under_checkpointing(fresh_dynamo):
     assert measured(streamed) < measured(model) < 2 * 2048 * 8192 * 4
 
 
+@pytest.mark.quick
 def test_pieces_of_pieces(interpreted):
     """What the pieces were cut from may itself be a piece, or what became of one."""
 
@@ -286,7 +292,7 @@ def test_pieces_of_pieces(interpreted):
     )
 
 
-@pytest.mark.filterwarnings("ignore:streambp compiles a region whole")
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 def test_hooks_of_pieces_see_pieces(interpreted, monkeypatch):
     def loss(head, h, y):
         total = 0.0

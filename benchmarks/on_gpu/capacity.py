@@ -1,4 +1,4 @@
-"""The longest sequence that fits under a cap, found by search, and the peak that a rehearsal predicts beside
+"""The longest sequence that fits under a cap, found by search, and the peak that a simulation predicts beside
 the measured one.
 
 The peak of a step grows along a straight line with its tokens, so the search goes where the line through the
@@ -213,10 +213,10 @@ def tables(findings: list[dict], settings: Settings) -> str:
     shape = scale.shapes[0]
     rows = [summary(name, findings) for name in (STREAMBP, CHECKPOINTING, LIGER)]
     about = (
-        f"{shape.name}, {shape.layers} layers, bfloat16, one sequence, loss and backward; "
-        f"all memory of the process under {scale.cap / GIB:.4g} GiB, weights and gradients included. "
-        "*Does not fit*: the shortest length that was tried and did not. Other columns are of the longest that "
-        "fitted; its peak is above weights and gradients, and the prediction was made without running anything."
+        f"{shape.name}, {shape.layers} layers, bfloat16, one sequence, loss and backward; all memory of "
+        f"the process under {scale.cap / GIB:.4g} GiB, weights and gradients included. *Does not fit*: the "
+        "shortest length that was tried and did not. Other columns are of the longest that fitted; its "
+        "peak is above weights and gradients, and the prediction was made without running anything."
     )
     heads = [
         "method",

@@ -183,7 +183,7 @@ def if_it_runs(stage: Stage, call: Callable, report: Report | None = None) -> Ca
 
 
 def predicted_by(report: Report) -> int:
-    """Bytes that the step will hold above weights and gradients, rehearsed for the sizes at which it was
+    """Bytes that the step will hold above weights and gradients, simulated for the sizes at which it was
     compiled."""
     return simulate(*report.steps[-1]).bytes
 

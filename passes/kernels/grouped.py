@@ -4,8 +4,7 @@ Only the device knows how many rows each group has. A host that asked would sync
 every chunk, so GPU kernels read the group offsets themselves.
 
 Shapes: rows ``[R, K]``, weight ``[G, K, N]``, groups ``[R]`` (the group of each row); order ``[R]`` sorts
-rows
-by group, ends ``[G]`` is where each group ends in that order.
+rows by group, ends ``[G]`` is where each group ends in that order.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def define(schema: str, kernel, meta, composed: bool = True) -> None:
 
     kernel    what runs
     meta      the same for tensors without data
-    composed  the kernel calls torch's operators, so that it can be traced and rehearsed
+    composed  the kernel calls torch's operators, so that it can be traced and simulated
     """
     tags = (torch.Tag.needs_exact_strides,) if hasattr(torch.Tag, "needs_exact_strides") else ()
     LIBRARY.define(schema, tags=tags)
@@ -109,11 +109,9 @@ def write_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
 
 
 # Random numbers that depend on a seed and on their place among all tokens, and on nothing else: the forward,
-# its recomputation, and chunks
-# of every length see the same bits. The mixer is a 32-bit integer hash of multiply and shift (low-bias
-# constants of the hash-prospector
-# search); it is applied to both halves of place and seed. Products stay below 2**63, so that integers never
-# overflow.
+# its recomputation, and chunks of every length see the same bits. The mixer is a 32-bit integer hash of
+# multiply and shift (low-bias constants of the hash-prospector search); it is applied to both halves of place
+# and seed. Products stay below 2**63, so that integers never overflow.
 
 LOW = 0xFFFFFFFF
 

@@ -3,120 +3,98 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-from ..ir import Analysis, Mark, Tokens, hint, is_tensor, shape_of, symbols_in, value_of
-from ..kernels.attention import Attention, Choice, Target, choose
-from ..partition import Sweep
+from ..ir import (
+    Analysis,
+    Binding,
+    BindingRole,
+    ChosenKernel,
+    Edge,
+    Kind,
+    Mark,
+    Role,
+    Size,
+    Sweep,
+    Tokens,
+    hint,
+    is_tensor,
+    shape_of,
+    symbols_in,
+    total_dtype,
+    value_of,
+)
 
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
 
-@dataclass(frozen=True)
-class Binding:
-    """How a driver prepares one input of a chunk body.
+class Draft:
+    """A chunk body in the making: its graph, its inputs, and the values that it has of the nodes of a sweep.
 
-    role    rows    rows of the chunk, unflattened to ``[…, outer, C, inner, …]`` where tokens share their
-            dimension
-            keys    the key range of the chunk
-            whole   the value as it is
-            scalar  an integer: ``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key
-                    range, ``length`` T
-            write   like rows, for a buffer that the body fills
-            feed    like keys, for a buffer that the body fills and reads
-            total   an accumulator
-            carry   a scan's state, which the body moves on; or, in a sweep that resumes the scan, only reads
-            keytotal  the key range of an accumulator
-    low     the token of row 0 of the source, after any shift
-    size    for a scalar that is a size of the model: the symbol
-    filling  for a state: what it is before the first row
-    columns  for rows of a stored matrix: its dimension of keys, cut like keys
+    values      node of the sweep → its value in the body
+    appended    node → the buffer of keys that its rows were appended to
+    final_rows  key accumulator → the chunk's own rows of it
     """
 
-    role: str
-    source: Node | None
-    name: str
-    mark: Mark | None = None
-    low: int = 0
-    size: torch.SymInt | None = None
-    columns: Mark | None = None
-    filling: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.role:<8} {self.name}"
-
-
-@dataclass(frozen=True)
-class Body:
-    """A chunk body: its graph, and how to cut its inputs. All its results are written into them.
-
-    attends  the kernels that were chosen for its attention, each once, and why
-    """
-
-    graph: GraphModule
-    bindings: tuple[Binding, ...]
-    attends: tuple[Choice, ...] = ()
-
-
-def total_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Accumulators are float32 for half precision."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> Choice:
-    """The kernel for these operands on a target; a CPU's for operands on a CPU, whatever the target."""
-    like = value_of(query)
-    known = (target.device == "cpu") == (like.device.type == "cpu")
-    asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)
-    return choose(asked, target if known else Target(like.device.type))
-
-
-class Reading:
-    """A body in the making: its graph, its inputs, and the values that it has of the nodes of a sweep."""
-
-    def __init__(self, sweep: Sweep, analysis: Analysis, target: Target):
-        self.sweep, self.analysis, self.target = sweep, analysis, target
+    def __init__(self, sweep: Sweep, analysis: Analysis, kernels: Mapping[Node, ChosenKernel]):
+        self.sweep, self.analysis, self.kernels = sweep, analysis, kernels
         self.graph = Graph()
+        self.inside = frozenset(sweep.nodes)
         self.bindings: dict[tuple, tuple[Binding, Node]] = {}
         self.values: dict[Node, Node] = {}
-        self.inside = set(sweep.nodes)
-        self.feeds: dict[Node, Node] = {}
-        self.settled: dict[Node, Node] = {}
-        self.attends: list[Choice] = []
-        self.writing: Node | None = None
+        self.appended: dict[Node, Node] = {}
+        self.final_rows: dict[Node, Node] = {}
+        self.used: dict[ChosenKernel, None] = {}
 
-    def bind(
-        self,
-        role: str,
-        source: Node | None,
-        name: str,
-        mark: Mark | None = None,
-        low: int = 0,
-        size=None,
-        filling: float = 0.0,
-    ) -> Node:
-        key = (role, source, name if source is None else None, low if role == "rows" else 0)
+    def bind(self, binding: Binding) -> Node:
+        """The input of the body for a binding; its name is made unique."""
+        role, source = binding.role, binding.source
+        key = (role, source, binding.name if source is None else None, binding.low, binding.output)
         if key not in self.bindings:
-            last = list(self.bindings.values())[-1][1] if self.bindings else None
-            with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
-                unique = f"{name}_{role}" if source is not None else name
-                if any(n.target == unique for _, n in self.bindings.values()):
-                    unique = f"{unique}_{len(self.bindings)}"
-                node = self.graph.placeholder(unique)
-            columns = self.fact(source).keys if role == "rows" else None
-            self.bindings[key] = (Binding(role, source, name, mark, low, size, columns, filling), node)
-            if role == "whole":
-                for symbol in (
-                    s for size in value_of(source).shape for s in symbols_in(size)
-                ):  # Inductor wants each by itself
+            self.bindings[key] = (binding, self.placeholder(binding))
+            for given in self.sizes_of(binding):  # Inductor wants each symbol of an expression by itself
+                for symbol in symbols_in(given):
                     self.symbol(symbol)
         return self.bindings[key][1]
 
+    @staticmethod
+    def sizes_of(binding: Binding) -> list[Size]:
+        """The sizes that an input is told by, or is: those of its shape but for its rows, or a number."""
+        value = binding.size if binding.source is None else value_of(binding.source, binding.output)
+        if isinstance(value, torch.Tensor):
+            return [s for d, s in enumerate(value.shape) if binding.mark is None or d != binding.mark.dim]
+        return [value] if isinstance(value, torch.SymInt) else []
+
+    def placeholder(self, binding: Binding) -> Node:
+        last = list(self.bindings.values())[-1][1] if self.bindings else None
+        name = binding.name if binding.source is None else f"{binding.name}_{binding.role}"
+        if any(n.target == name for _, n in self.bindings.values()):
+            name = f"{name}_{len(self.bindings)}"
+        with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
+            return self.graph.placeholder(name)
+
     def scalar(self, name: str) -> Node:
-        return self.bind("scalar", None, name)
+        """``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key range, ``length`` T."""
+        return self.bind(Binding(BindingRole.SCALAR, None, name))
+
+    def symbol(self, size: torch.SymInt) -> Node:
+        """A size that is neither rows nor keys but no constant either: handed in by the driver."""
+        name = "size_" + "".join(c if c.isalnum() else "_" for c in str(size.node.expr))
+        return self.bind(Binding(BindingRole.SCALAR, None, name, size=size))
+
+
+class Reading:
+    """One node of a body in the making: its operands at chunk length."""
+
+    def __init__(self, draft: Draft, node: Node):
+        self.draft, self.node = draft, node
+        self.sweep, self.analysis, self.graph = draft.sweep, draft.analysis, draft.graph
+        self.scalar, self.symbol = draft.scalar, draft.symbol
 
     def size(self, mark: Mark, name: str = "rows") -> Node:
         size = self.scalar(name)
@@ -133,7 +111,7 @@ class Reading:
         """The shape of a value at chunk length."""
         fact = self.fact(node, output)
         shape = list(value_of(node, output).shape)
-        sizes = [s if isinstance(s, int) else None for s in shape]
+        sizes: list = [s if isinstance(s, int) else None for s in shape]
         if isinstance(fact, Tokens):
             sizes[fact.rows.dim] = self.size(fact.rows)
             if fact.keys is not None:
@@ -158,67 +136,67 @@ class Reading:
             return at
         return self.columns(min(at, shape_of(node)[self.fact(node).keys.dim]), self.fact(node).keys)
 
-    def symbol(self, size: torch.SymInt) -> Node:
-        """A size that is neither rows nor keys but no constant either: handed in by the driver."""
-        name = "size_" + "".join(c if c.isalnum() else "_" for c in str(size.node.expr))
-        return self.bind("scalar", None, name, size=size)
-
-    def fact(self, node: Node, output: int | None = None):
+    def fact(self, node: Node, output: int | None = None) -> Any:
         fact = self.analysis.facts[node]
         return fact[output or 0] if isinstance(fact, tuple) else fact
 
-    def read(self, node: Node, role: str = "rows", low: int | None = None) -> Node:
-        """The chunk's rows (or key range, or all) of a value, wherever it lives."""
-        fact = self.fact(node) if not isinstance(value_of(node), (tuple, list)) else None
-        if role == "rows" and low is None and isinstance(fact, Tokens):
-            low = fact.lo - self.shift(node)
-        if role == "rows" and node in self.inside and (not isinstance(fact, Tokens) or low == fact.lo):
-            if node in self.sweep.keysums:
-                return self.settled_rows(node)
-            return self.values[node]
-        if fact is None or not isinstance(fact, Tokens) or role == "whole":
-            if node in self.inside and node not in self.sweep.sums:
-                return self.values[node]
-            if not is_tensor(node):
-                return self.bind("scalar", node, node.name)
-            return self.bind("whole", node, node.name)
-        if role == "keys":
-            if node in self.feeds:
-                return self.feeds[node]
-            return self.bind("keys", node, node.name, fact.rows)
-        mark, start = fact.rows, fact.lo if low is None else low
-        value = self.bind("rows", node, node.name, mark, start)
-        if mark.outer == mark.inner == 1:
-            return value
-        return self.reshaped(value, self.sizes(node))
+    def read(self, node: Node, low: int | None = None) -> Node:
+        """The chunk's rows of a value, wherever it lives; all of a value without rows.
 
-    def settled_rows(self, node: Node) -> Node:
+        low  the token of its row 0, where it is not that of the fact less the shift of the edge
+        """
+        fact = self.fact(node) if not isinstance(value_of(node), (tuple, list)) else None
+        if isinstance(fact, Tokens) and low is None:
+            low = fact.lo - self.shift(node)
+        if node in self.draft.inside and (not isinstance(fact, Tokens) or low == fact.lo):
+            return self.final_rows(node) if node in self.sweep.keysums else self.draft.values[node]
+        if not isinstance(fact, Tokens):
+            return self.read_whole(node)
+        assert low is not None
+        value = self.draft.bind(Binding(BindingRole.ROWS, node, node.name, fact.rows, low, columns=fact.keys))
+        return value if fact.rows.outer == fact.rows.inner == 1 else self.reshaped(value, self.sizes(node))
+
+    def read_keys(self, node: Node) -> Node:
+        """The key range of a value."""
+        fact = self.fact(node)
+        if not isinstance(fact, Tokens):
+            return self.read_whole(node)
+        if node in self.draft.appended:
+            return self.draft.appended[node]
+        return self.draft.bind(Binding(BindingRole.KEYS, node, node.name, fact.rows))
+
+    def read_whole(self, node: Node) -> Node:
+        """A value as it is."""
+        if node in self.draft.inside and node not in self.sweep.sums:
+            return self.draft.values[node]
+        if not is_tensor(node):
+            return self.draft.bind(Binding(BindingRole.SCALAR, node, node.name))
+        return self.draft.bind(Binding(BindingRole.WHOLE, node, node.name))
+
+    def final_rows(self, node: Node) -> Node:
         """The chunk's own rows of a key accumulator, final because every later row has added its part."""
-        if node not in self.settled:
-            mark, value = self.fact(node).rows, value_of(node)
-            total = self.bind("keytotal", node, node.name, mark)
+        if node not in self.draft.final_rows:
+            mark, dtype = self.fact(node).rows, value_of(node).dtype
+            total = self.draft.bind(Binding(BindingRole.KEYTOTAL, node, node.name, mark))
             rows = self.graph.call_function(
                 streambp.rows_at.default, (total, mark.dim, self.scalar("offset"), self.scalar("rows"))
             )
-            if total_dtype(value.dtype) != value.dtype:
-                rows = self.graph.call_function(prims.convert_element_type.default, (rows, value.dtype))
-            self.settled[node] = rows
-        return self.settled[node]
+            if total_dtype(dtype) != dtype:
+                rows = self.graph.call_function(prims.convert_element_type.default, (rows, dtype))
+            self.draft.final_rows[node] = rows
+        return self.draft.final_rows[node]
 
     def shift(self, operand: Node) -> int:
-        """The rows of an operand that the node being written reads, relative to its own."""
-        edges = self.analysis.edges.get(self.writing, ())
-        return next(
-            (
-                int(e.reach.lo)
-                for e in edges
-                if e.operand is operand and e.role == "halo" and e.reach.lo == e.reach.hi
-            ),
-            0,
+        """The rows of an operand that this node reads, relative to its own."""
+        reaches = (
+            e.reach
+            for e in self.analysis.edges.get(self.node, ())
+            if e.operand is operand and e.role is Role.HALO and e.reach.lo == e.reach.hi
         )
+        return next((int(reach.lo) for reach in reaches), 0)
 
-    def domain(self, operand: Node):
-        """The fact of an operand, its domain counted in the rows of the node being written."""
+    def domain(self, operand: Node) -> Any:
+        """The fact of an operand, its domain counted in the rows of this node."""
         fact, shift = self.fact(operand), self.shift(operand)
         return (
             replace(fact, lo=fact.lo - shift, hi=fact.hi - shift)
@@ -226,19 +204,20 @@ class Reading:
             else fact
         )
 
-    def operand(self, edge) -> Node:
+    def operand(self, edge: Edge) -> Node:
         """An operand as its edge says."""
-        if edge.role == "halo":
-            if edge.reach.lo == edge.reach.hi:  # rows shifted by a constant
-                return self.read(edge.operand, "rows", self.fact(edge.operand).lo - int(edge.reach.lo))
-            return self.read(edge.operand, "whole")
-        return self.read(edge.operand, "rows" if edge.role == "carry" else edge.role)
+        if edge.role is Role.HALO and edge.reach.lo == edge.reach.hi:  # rows shifted by a constant
+            return self.read(edge.operand, self.fact(edge.operand).lo - int(edge.reach.lo))
+        if edge.role in (Role.HALO, Role.WHOLE):
+            return self.read_whole(edge.operand)
+        return self.read_keys(edge.operand) if edge.role is Role.KEYS else self.read(edge.operand)
 
-    def edges(self, node: Node):
+    def edges(self, node: Node) -> tuple[Edge, ...]:
         return self.analysis.edges[node]
 
-    def kind(self, node: Node) -> str:
-        return self.analysis.kinds[node]
+    def adds_up(self, node: Node) -> bool:
+        """Is a node a sum over chunks?"""
+        return self.analysis.kinds[node] is Kind.SUM
 
     def carries_keys(self, node: Node, dim: int) -> bool:
         fact = self.fact(node)
@@ -248,11 +227,11 @@ class Reading:
         fact = self.fact(node)
         return isinstance(fact, Tokens) and fact.rows.dim == dim
 
-    def read_int(self, node: Node):
+    def read_int(self, node: Node) -> Any:
         value = value_of(node)
         if isinstance(value, (int, float, bool)):
             return value
-        return self.bind("scalar", node, node.name)
+        return self.draft.bind(Binding(BindingRole.SCALAR, node, node.name))
 
     def reshaped(self, value: Node, sizes: list) -> Node:
         return self.graph.call_function(aten.reshape.default, (value, sizes))

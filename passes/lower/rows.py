@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -38,20 +39,21 @@ class Rows(Reading):
             inside = below if inside is None else call(aten.logical_and.default, (inside, below))
         if mark.outer != 1 or mark.inner != 1:
             size = self.scalar("rows")
-            propagation = call(aten.view.default, (inside, [1, size, 1]))
-            propagation = call(aten.expand.default, (propagation, [mark.outer, size, mark.inner]))
-            inside = call(aten.reshape.default, (propagation, [self.size(mark)]))
+            grouped = call(aten.view.default, (inside, [1, size, 1]))
+            grouped = call(aten.expand.default, (grouped, [mark.outer, size, mark.inner]))
+            inside = call(aten.reshape.default, (grouped, [self.size(mark)]))
         return call(
             aten.view.default, (inside, [1] * mark.dim + [self.size(mark)] + [1] * (rank - mark.dim - 1))
         )
 
     def fill_outside(self, node: Node, value: Node, filling, source: Node | None = None) -> Node:
         """Rows that the source does not have get the filling."""
-        fact = self.domain(source if source is not None else node.args[0])
+        source = node.args[0] if source is None else source
+        fact = self.domain(source)
         if fact.lo <= 0 and fact.hi >= 0:
             return value
         if not isinstance(filling, Node):
-            like = value_of(node)
+            like = value_of(source)
             filling = self.graph.call_function(
                 aten.full.default, ([], filling), dict(dtype=like.dtype, device=like.device)
             )
@@ -94,59 +96,54 @@ class Rows(Reading):
         return local, inside
 
     def places(self, node: Node, device: torch.device) -> Node:
-        """For every entry of the chunk's rows of a value, its position in the full value, counted in the
-        order of dimensions."""
+        """Of every entry of the chunk's rows of a value, the position in the full value (row-major)."""
         call, fact, rank = self.graph.call_function, self.fact(node), rank_of(node)
-        sizes, full = self.sizes(node), self.sizes(node)
-        total = None
-
-        def along(count, first=None) -> Node:
-            steps = call(
-                prims.iota.default,
-                (count,),
-                dict(start=0, step=1, dtype=torch.int64, device=device, requires_grad=False),
-            )
-            return steps if first is None else call(aten.add.Tensor, (steps, first))
-
+        sizes = self.sizes(node)
+        total: Node | None = None
         for dim in range(rank):
+            full = sizes[dim]
             if dim == fact.rows.dim:
-                mark, rows = fact.rows, self.scalar("length")
-                if fact.hi != fact.lo:
-                    rows = call(operator.add, (rows, fact.hi - fact.lo))
-                first = (
-                    self.scalar("first")
-                    if not fact.lo
-                    else call(operator.sub, (self.scalar("first"), fact.lo))
-                )
-                place, full[dim] = along(self.scalar("rows"), first), rows
-                if mark.outer != 1 or mark.inner != 1:
-                    outer = call(
-                        aten.mul.Tensor,
-                        (call(aten.view.default, (along(mark.outer), [mark.outer, 1, 1])), rows),
-                    )
-                    place = call(
-                        aten.add.Tensor,
-                        (outer, call(aten.view.default, (place, [1, self.scalar("rows"), 1]))),
-                    )
-                    place = call(
-                        aten.add.Tensor, (call(aten.mul.Scalar, (place, mark.inner)), along(mark.inner))
-                    )
-                    place = call(aten.reshape.default, (place, [sizes[dim]]))
-                    full[dim] = call(operator.mul, (rows, mark.outer * mark.inner))
+                place, full = self.places_of_rows(fact, sizes[dim], device)
             elif fact.keys is not None and dim == fact.keys.dim:
                 first = call(operator.sub, (self.scalar("first"), self.scalar("offset")))
-                place, full[dim] = along(self.scalar("keys"), first), self.scalar("length")
+                place, full = self.counted(self.scalar("keys"), device, first), self.scalar("length")
             else:
-                place = along(sizes[dim])
+                place = self.counted(sizes[dim], device)
             place = call(aten.view.default, (place, [-1] + [1] * (rank - dim - 1)))
-            total = (
-                place
-                if total is None
-                else call(aten.add.Tensor, (call(aten.mul.Tensor, (total, full[dim])), place))
-            )
+            if total is not None:
+                place = call(aten.add.Tensor, (call(aten.mul.Tensor, (total, full)), place))
+            total = place
+        assert total is not None, f"{node} has no dimensions"
         return total
 
-    def iota(self, node: Node, start, step) -> Node:
+    def counted(self, count: int | Node, device: torch.device, first: Node | None = None) -> Node:
+        """``first, first + 1, …``, so many."""
+        steps = self.graph.call_function(
+            prims.iota.default,
+            (count,),
+            dict(start=0, step=1, dtype=torch.int64, device=device, requires_grad=False),
+        )
+        return steps if first is None else self.graph.call_function(aten.add.Tensor, (steps, first))
+
+    def places_of_rows(self, fact: Tokens, size: Node, device: torch.device) -> tuple[Node, Node]:
+        """Positions of the chunk's rows along a token dimension of the full value, and the size of that
+        dimension."""
+        call, mark, length = self.graph.call_function, fact.rows, self.scalar("length")
+        if fact.hi != fact.lo:
+            length = call(operator.add, (length, fact.hi - fact.lo))
+        first = self.scalar("first")
+        first = call(operator.sub, (first, fact.lo)) if fact.lo else first
+        place = self.counted(self.scalar("rows"), device, first)
+        if mark.outer == mark.inner == 1:
+            return place, length
+        groups = call(aten.view.default, (self.counted(mark.outer, device), [mark.outer, 1, 1]))
+        place = call(aten.view.default, (place, [1, self.scalar("rows"), 1]))
+        place = call(aten.add.Tensor, (call(aten.mul.Tensor, (groups, length)), place))
+        inner = call(aten.mul.Scalar, (place, mark.inner)), self.counted(mark.inner, device)
+        place = call(aten.reshape.default, (call(aten.add.Tensor, inner), [size]))
+        return place, call(operator.mul, (length, mark.outer * mark.inner))
+
+    def iota(self, node: Node, start: Any, step: Any) -> Node:
         rows = self.graph.call_function(
             prims.convert_element_type.default,
             (self.places(node, node.kwargs["device"]), node.kwargs["dtype"]),
@@ -186,7 +183,7 @@ class Rows(Reading):
         """An operand of a sum over rows, zero where its rows do not count."""
         return self.zero_beyond(operand, self.read(operand), operand)
 
-    def place_of_row(self, node: Node, index: object) -> tuple[Node, Node]:
+    def place_of_row(self, node: Node, index: Any) -> tuple[Node, Node]:
         """The place in the chunk of one row of all tokens, as ``[1]``, and whether it is there."""
         index = self.read_int(index) if isinstance(index, Node) else index
         place = self.graph.call_function(
@@ -194,13 +191,13 @@ class Rows(Reading):
         )
         return self.rows_of_chunk(place, self.fact(node).rows, self.fact(node).lo)
 
-    def row_picked(self, operand: Node, dim: int, index: object) -> Node:
+    def row_picked(self, operand: Node, dim: int, index: Any) -> Node:
         """One row of all tokens, ``[…, 1, …]``, from the chunk that has it; zero from the others."""
         local, inside = self.place_of_row(operand, index)
         row = self.graph.call_function(aten.index_select.default, (self.read(operand), dim, local))
         return self.zero_unless(inside, row, operand)
 
-    def row_put(self, node: Node, dim: int, index: object, row: Node, like: Node) -> Node:
+    def row_put(self, node: Node, dim: int, index: Any, row: Node, like: Node) -> Node:
         """The chunk's rows of a value of zeros with one row, ``[…, 1, …]``, written by the chunk that has
         it."""
         local, inside = self.place_of_row(node, index)

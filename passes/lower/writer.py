@@ -1,58 +1,66 @@
-"""Write one body: every node of a sweep at chunk length, by the rule of its op or as a copy, and what becomes
-of its results."""
+"""Write one node of a sweep at chunk length, by the rule of its op or as a copy, and what becomes of its
+result."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from ..ir import Tokens, refuse, tensor_operands, value_of
-from ..rules import rule_of
-from .reading import Body, kernel_for, total_dtype
+from ..ir import Binding, BindingRole, Edge, Kind, Role, Tokens, total_dtype, value_of
+from ..rules import Rule, rule_of, scan_of
+from ..rules.facets import Scan
 from .rows import Rows
 
+TENSORS = (torch.Tensor, tuple, list)  # values of nodes that edges are of
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
 
 class Writer(Rows):
-    """Builds one body. Rules with an ``emit`` call its public methods; everything else is copied."""
+    """Writes one node. Rules with an ``emit`` call its public methods; everything else is copied."""
 
-    def write(self) -> Body:
-        for name in ("rows", "length"):  # strides of row views are written in them
-            self.scalar(name)
-        for node in self.sweep.nodes:
-            self.emit(node)
-        for node in self.sweep.writes:
-            if node not in self.feeds:
-                self.store(node)
-        self.graph.output(())
-        ordered = [b for b, _ in self.bindings.values()]
-        module = GraphModule({}, self.graph)
-        return Body(module, tuple(ordered), tuple(dict.fromkeys(self.attends)))
+    def write(self) -> None:
+        """The node's value in the body and, if later rows read it as keys, in their buffer."""
+        node, rule = self.node, None if self.node.target is operator.getitem else rule_of(self.node)
+        if rule is None:
+            value = self.item(node)
+        else:
+            value = self.by_rule(node, rule)
+        self.draft.values[node] = value
+        if node in self.sweep.appended:
+            self.append(node, value)
+
+    def by_rule(self, node: Node, rule: Rule) -> Node:
+        if rule.emit is not None:
+            return rule.emit(self, node)
+        return self.copied(node) if rule.scan is None else self.scan(node)
+
+    def item(self, node: Node) -> Node:
+        """One output of a node of the body; of a mixed one, only the first is a value."""
+        source = node.args[0]
+        value = self.draft.values[source]
+        if self.analysis.kinds[source] is Kind.MIXED:
+            return value
+        return self.graph.call_function(operator.getitem, (value, node.args[1]))
 
     def copy(self, node: Node, given: Mapping[int, Node] | None = None) -> Node:
         """The same node with operands at chunk length and its shape argument rewritten."""
         rule = rule_of(node)
-        edges = iter(self.analysis.edges[node])
-        counter = iter(range(len(tensor_operands(node))))
+        edges = enumerate(self.edges(node))
 
-        def mapped(arg):
+        def mapped(arg: Any) -> Any:
             if isinstance(arg, Node):
-                value = value_of(arg)
-                if isinstance(value, (torch.Tensor, tuple, list)):
-                    edge, index = next(edges), next(counter)
-                    return given[index] if given and index in given else self.operand(edge)
-                return self.read_int(arg)
+                return operand() if isinstance(value_of(arg), TENSORS) else self.read_int(arg)
             if isinstance(arg, (list, tuple)):
-                return (
-                    type(arg)(mapped(a) for a in arg)
-                    if not isinstance(arg, torch.Size)
-                    else [mapped(a) for a in arg]
-                )
+                return (list if isinstance(arg, torch.Size) else type(arg))(mapped(a) for a in arg)
             return arg
+
+        def operand() -> Node:
+            index, edge = next(edges)
+            return given[index] if given and index in given else self.operand(edge)
 
         args = [self.sizes(node) if i == rule.shape_arg else mapped(a) for i, a in enumerate(node.args)]
         kwargs = {k: mapped(v) for k, v in node.kwargs.items()}
@@ -61,7 +69,11 @@ class Writer(Rows):
 
     def added(self, node: Node, part: Node) -> Node:
         """Add a chunk's part to the sum that a node is."""
-        return self.add(part, self.bind("total", node, node.name))
+        return self.add(part, self.total(node))
+
+    def total(self, node: Node) -> Node:
+        """The accumulator of a node."""
+        return self.draft.bind(Binding(BindingRole.TOTAL, node, node.name))
 
     def add(self, part: Node, total: Node) -> Node:
         """Written out, so that the kernel which computes the part adds it."""
@@ -69,36 +81,44 @@ class Writer(Rows):
             aten.copy_.default, (total, self.graph.call_function(aten.add.Tensor, (total, part)))
         )
 
-    def scan(self, node: Node, scan, dim: int, join, filling: float, turned: bool = False) -> Node:
-        """A scan over the chunk's rows, joined to what it came to before them.
+    def scan(self, node: Node, run: Callable[[Node], Node] | None = None) -> Node:
+        """A scan over the chunk's rows, which goes on from the state that the rows before them left.
 
-        join     joins a state to rows behind it, ``filling`` is the state of no rows
-        turned   from the last row to the first
+        run  writes the scan of rows by themselves, where that is not the node at chunk length
         """
-        (edge,) = self.analysis.edges[node]
-        if edge.role != "carry":
+        edges, scan = self.analysis.edges[node], scan_of(node)
+        carried = [i for i, edge in enumerate(edges) if edge.role is Role.CARRY]
+        if scan is None or not carried:
             return self.copy(node)
         call, mark, dtype = self.graph.call_function, self.fact(node).rows, total_dtype(value_of(node).dtype)
-        state = self.bind("carry", node, node.name, mark, filling=filling)
-        rows = call(
-            prims.convert_element_type.default, (self.fill_outside(node, self.operand(edge), filling), dtype)
-        )
-        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
-        rows = call(join, (call(scan, (rows, dim)), state))
+        state = self.draft.bind(Binding(BindingRole.CARRY, node, node.name, mark, filling=scan.identity))
+        rows = {i: self.rows_of_scan(node, edges[i], scan, dtype) for i in carried}
+        part = self.copy(node, rows) if run is None else run(rows[carried[0]])
+        if scan.join is not None:
+            part.kwargs = {k: v for k, v in part.kwargs.items() if k != "dtype"}
+            part = call(scan.join, (part, state))
+        elif scan.state is not None:
+            set_argument(part, scan.state, state)
         if node in self.sweep.scans:
-            last = call(aten.unsqueeze.default, (call(aten.select.int, (rows, dim, -1)), dim))
+            end = -1 if edges[carried[0]].reach.looks_back() else 0
+            last = call(aten.unsqueeze.default, (call(aten.select.int, (part, mark.dim, end)), mark.dim))
             call(aten.copy_.default, (state, last))
-        rows = call(aten.flip.default, (rows, [dim])) if turned else rows
-        return call(prims.convert_element_type.default, (rows, value_of(node).dtype))
+        return call(prims.convert_element_type.default, (part, value_of(node).dtype))
+
+    def rows_of_scan(self, node: Node, edge: Edge, scan: Scan, dtype: torch.dtype) -> Node:
+        """The chunk's rows of an operand of a scan, in the dtype of its state; those that do not count leave
+        the state as it is."""
+        rows = self.fill_outside(node, self.operand(edge), scan.identity, source=edge.operand)
+        if scan.join is None and value_of(edge.operand).dtype != value_of(node).dtype:
+            return rows
+        return self.graph.call_function(prims.convert_element_type.default, (rows, dtype))
 
     def accumulate_mm(self, node: Node, left: Node, right: Node) -> Node:
-        return self.graph.call_function(
-            streambp.add_product_.default, (left, right, self.bind("total", node, node.name))
-        )
+        return self.graph.call_function(streambp.add_product_.default, (left, right, self.total(node)))
 
     def accumulate_grouped(self, node: Node, left: Node, right: Node, groups: Node) -> Node:
         return self.graph.call_function(
-            streambp.add_grouped_outer_.default, (left, right, groups, self.bind("total", node, node.name))
+            streambp.add_grouped_outer_.default, (left, right, groups, self.total(node))
         )
 
     def accumulate_rows(self, node: Node, index: Node, rows: Node, padding: int) -> Node:
@@ -106,9 +126,7 @@ class Writer(Rows):
         dtype = value_of(node).dtype
         if total_dtype(dtype) != dtype:
             rows = self.graph.call_function(prims.convert_element_type.default, (rows, total_dtype(dtype)))
-        return self.graph.call_function(
-            streambp.add_rows_.default, (index, rows, padding, self.bind("total", node, node.name))
-        )
+        return self.graph.call_function(streambp.add_rows_.default, (index, rows, padding, self.total(node)))
 
     def attention(self, node: Node) -> Node:
         query, key, value, mask = node.args[:4]
@@ -123,21 +141,22 @@ class Writer(Rows):
                 causal,
                 scale,
                 self.scalar("offset") if causal else 0,
-                self.kernel(query, value, mask),
+                self.kernel(node),
             ),
         )
 
-    def kernel(self, query: Node, value: Node, mask: Node | None) -> str:
-        """The name of the kernel that attends on the device that this body is written for."""
-        self.attends.append(kernel_for(query, value, mask, self.target))
-        return self.attends[-1].kernel.name
+    def kernel(self, node: Node) -> str:
+        """The name of the kernel that was planned for an attention node."""
+        chosen = self.draft.kernels[node]
+        self.draft.used[chosen] = None
+        return chosen.name
 
     def key_operand(self, node: Node, position: int) -> Node:
         edge = self.analysis.edges[node][position]
         return self.operand(edge)
 
     def attention_backward(self, node: Node) -> Node:
-        grad, query, _, given, out, lse, mask, causal, scale = node.args[:9]
+        grad, query, _, _, out, lse, mask, causal, scale = node.args[:9]
         key, value = (self.key_operand(node, i) for i in (2, 3))
         grads = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         return self.graph.call_function(
@@ -155,90 +174,71 @@ class Writer(Rows):
                 self.scalar("offset") if causal else 0,
                 self.key_total(node, grads.get(1), 1),
                 self.key_total(node, grads.get(2), 2),
-                self.kernel(query, given, mask),
+                self.kernel(node),
             ),
         )
 
     def key_total(self, node: Node, grad: Node | None, index: int) -> Node:
         """The accumulator of a key gradient; one that nobody reads still takes what the kernel computes."""
+        fact = self.fact(node, index)
+        mark = fact.rows if isinstance(fact, Tokens) else None
         if grad is None:
-            return self.bind(
-                "keytotal",
-                node,
-                f"{node.name}_{index}",
-                self.fact(node, index).rows if isinstance(self.fact(node, index), Tokens) else None,
-                index,
-            )
-        fact = self.fact(grad)
-        if not isinstance(fact, Tokens):
-            return self.bind("total", grad, grad.name)
-        return self.bind("keytotal", grad, grad.name, fact.rows)
+            name = f"{node.name}_{index}"
+            return self.draft.bind(Binding(BindingRole.KEYTOTAL, node, name, mark, output=index))
+        if mark is None:
+            return self.total(grad)
+        return self.draft.bind(Binding(BindingRole.KEYTOTAL, grad, grad.name, mark))
 
-    def emit(self, node: Node) -> None:
-        kind, self.writing = self.analysis.kinds[node], node
-        if node.target is operator.getitem:
-            source = node.args[0]
-            if self.analysis.kinds[source] == "mixed":
-                self.values[node] = self.values[source]
-            else:
-                self.values[node] = self.graph.call_function(
-                    operator.getitem, (self.values[source], node.args[1])
-                )
-        else:
-            rule = rule_of(node)
-            self.values[node] = rule.emit(self, node) if rule.emit is not None else self.copied(node, kind)
-        if node in self.sweep.fed:
-            self.feed(node)
+    def copied(self, node: Node, wide: bool = False) -> Node:
+        """The node at chunk length; what is a sum over rows, or per key, is added to its accumulator.
 
-    def copied(self, node: Node, kind: str) -> Node:
-        if kind == "sum":
-            part = self.copy(node, self.summands(node))
-            if value_of(node).dtype != total_dtype(value_of(node).dtype) and node.target in (
-                aten.sum.dim_IntList,
-                aten.sum.default,
-            ):
-                part.kwargs = {**part.kwargs, "dtype": torch.float32}
-            return self.added(node, part)
-        if kind == "keysum":
-            part = self.copy(node, self.summands(node))
-            total = self.bind("keytotal", node, node.name, self.fact(node).rows)
-            return self.add(part, total)
-        return self.copy(node)
+        wide  parts come in the dtype of the accumulator (ops with an argument ``dtype``)
+        """
+        kind = self.analysis.kinds[node]
+        if kind not in (Kind.SUM, Kind.KEYSUM):
+            return self.copy(node)  # which may have several outputs, and no dtype
+        part = self.copy(node, self.summands(node))
+        if kind is Kind.KEYSUM:
+            binding = Binding(BindingRole.KEYTOTAL, node, node.name, self.fact(node).rows)
+            return self.add(part, self.draft.bind(binding))
+        if wide and value_of(node).dtype != total_dtype(value_of(node).dtype):
+            part.kwargs = {**part.kwargs, "dtype": torch.float32}
+        return self.added(node, part)
 
     def summands(self, node: Node) -> dict[int, Node]:
         """Operands with rows that do not count, zeroed; one zero factor is enough."""
-        for i, edge in enumerate(self.analysis.edges[node]):
+        for i, edge in enumerate(self.edges(node)):
             fact = self.domain(edge.operand)
-            if (
-                edge.role in ("rows", "halo", "carry")
-                and isinstance(fact, Tokens)
-                and (fact.lo > 0 or fact.hi < 0)
-            ):
+            reads_rows = edge.role in (Role.ROWS, Role.HALO, Role.CARRY)
+            if reads_rows and isinstance(fact, Tokens) and (fact.lo > 0 or fact.hi < 0):
                 return {i: self.summand(edge.operand)}
         return {}
 
-    def feed(self, node: Node) -> None:
+    def append(self, node: Node, value: Node) -> None:
         """Rows become keys of this very chunk and of all later ones."""
-        fact = self.fact(node)
-        if fact.rows.outer != 1:
-            raise refuse(
-                node,
-                "writes keys in several places for each token",
-                "Keep the tokens in a dimension of their own",
-            )
-        full = self.bind("feed", node, node.name, fact.rows)
-        self.graph.call_function(
-            streambp.write_rows_.default, (self.values[node], fact.rows.dim, self.scalar("offset"), full)
-        )
-        self.feeds[node] = full
+        mark = self.fact(node).rows
+        full = self.draft.bind(Binding(BindingRole.APPEND, node, node.name, mark))
+        self.graph.call_function(streambp.write_rows_.default, (value, mark.dim, self.scalar("offset"), full))
+        self.draft.appended[node] = full
 
-    def store(self, node: Node) -> None:
-        mark, value = self.fact(node).rows, self.values[node]
-        target = dict(self.sweep.in_place).get(node)
+    def store(self) -> None:
+        """Write the node's rows into their buffer, or over the input whose buffer they take."""
+        node, target = self.node, dict(self.sweep.in_place).get(self.node)
+        mark, value = self.fact(node).rows, self.draft.values[node]
         if target is not None:
-            buffer = self.bind("rows", target, target.name, mark, self.fact(target).lo)
+            fact = self.fact(target)
+            binding = Binding(BindingRole.ROWS, target, target.name, mark, fact.lo, columns=fact.keys)
         else:
-            buffer = self.bind("write", node, node.name, mark, self.fact(node).lo)
+            binding = Binding(BindingRole.WRITE, node, node.name, mark, self.fact(node).lo)
         if mark.outer != 1 or mark.inner != 1:
             value = self.reshaped(value, self.unflattened(node, mark))
-        self.graph.call_function(aten.copy_.default, (buffer, value))
+        self.graph.call_function(aten.copy_.default, (self.draft.bind(binding), value))
+
+
+def set_argument(node: Node, name: str, value: Node) -> None:
+    """Give a node an argument by its name in the schema."""
+    names = [a.name for a in node.target._schema.arguments]
+    if names.index(name) < len(node.args):
+        node.update_arg(names.index(name), value)
+    else:
+        node.update_kwarg(name, value)

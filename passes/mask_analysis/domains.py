@@ -4,6 +4,7 @@
 * `Band`      a matrix of rows (queries) and keys that differs from its filling only where
   ``lo <= key - row <= hi``: a causal or sliding-window mask, and scores or probabilities that it masks;
 * `Distance`  ``abs(key - row)``;
+* `Difference`  a matrix that says whether a per-token value of the row equals that of the key, or exceeds it;
 * `DocumentMask` (of `passes.ir`)  a boolean that compares per-token values of a row and a key.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from torch.fx import Node
 
@@ -84,7 +86,19 @@ class Distance:
     key: int
 
 
-Abstract = Affine | Band | Distance | DocumentMask | None
+@dataclass(frozen=True)
+class Difference:
+    """An integer matrix, zero exactly where a per-token value of the row equals that of the key.
+
+    sign  1: it is positive where the row's value is larger; -1: where the key's is; 0: unknown
+    """
+
+    row: Node
+    key: Node
+    sign: int
+
+
+Abstract = Affine | Band | Distance | Difference | DocumentMask | None
 EMPTY = (-math.inf, "min")  # fillings that empty a score
 
 
@@ -105,21 +119,28 @@ def have_same_axes(a: Band, b: Band) -> bool:
     return (a.row, a.key) == (b.row, b.key)
 
 
-def is_constant(value: Abstract) -> bool:
+def is_constant(value: Abstract) -> TypeGuard[Affine]:
     return isinstance(value, Affine) and not value.slopes
 
 
-def is_empty_outside(value: Abstract) -> bool:
+def is_empty_outside(value: Abstract) -> TypeGuard[Band]:
     """Scores, or an additive mask, that no softmax reads outside a band."""
     return isinstance(value, Band) and value.outside in EMPTY
 
 
-def is_zero_outside(value: Abstract) -> bool:
+def is_zero_outside(value: Abstract) -> TypeGuard[Band]:
     """A matrix that adds nothing to a sum outside a band."""
     return isinstance(value, Band) and value.outside is not False and value.outside == 0.0
 
 
-def is_visible_mask(value: Abstract) -> bool:
+def is_finite(value: Abstract) -> bool:
+    """Is zero times the value zero? What is unknown is taken to be finite."""
+    if isinstance(value, Band):
+        return value.outside != -math.inf
+    return not is_constant(value) or math.isfinite(value.const)
+
+
+def is_visible_mask(value: Abstract) -> TypeGuard[Band]:
     """A boolean mask that is false outside a band."""
     return isinstance(value, Band) and value.outside is False
 
@@ -130,14 +151,15 @@ def intersection(a: Band, b: Band) -> Band:
     A range that is proved is worth more than one that is assumed: it is kept where it is no wider.
     """
     key_masks, zero = merged((a.key_masks, b.key_masks)), a.zero_inside and b.zero_inside
+    outside = a.outside if a.outside == b.outside else "min"
     for proved, assumed in ((a, b), (b, a)):
         if assumed.assumes and not proved.assumes and proved.hi <= assumed.hi:
-            return replace(proved, key_masks=key_masks, zero_inside=zero)
+            return replace(proved, outside=outside, key_masks=key_masks, zero_inside=zero)
     return replace(
         a,
         lo=max(a.lo, b.lo),
         hi=min(a.hi, b.hi),
-        outside=a.outside if a.outside == b.outside else "min",
+        outside=outside,
         key_masks=key_masks,
         zero_inside=zero,
         assumes=tuple(dict.fromkeys(a.assumes + b.assumes)),
@@ -162,6 +184,17 @@ def as_visible(masked: Abstract) -> Band | None:
     return complement(masked) if masked.exact else None
 
 
+def negation(value: Abstract) -> Abstract:
+    """What is known of ``~value``, of a boolean. Nothing is lost: the negation of it is the value again."""
+    if is_constant(value):
+        return Affine(float(not value.const))
+    if isinstance(value, DocumentMask):
+        return replace(value, negated=not value.negated)
+    if not isinstance(value, Band):
+        return None
+    return as_visible(value) or (replace(value, outside=True) if value.outside is False else None)
+
+
 def complement(band: Band) -> Band | None:
     """Where an exact band is false: a band too, if it was a half-plane."""
     if band.lo == -math.inf:
@@ -172,10 +205,11 @@ def complement(band: Band) -> Band | None:
 def merged(groups: Iterable[KeyMasks | None]) -> KeyMasks | None:
     """The masks of several groups that hide keys together. At most one of them may hold more than one mask:
     which of a batch belongs to which is unknown."""
-    groups = tuple(groups)
-    if None in groups:
-        return None
-    found = tuple(dict.fromkeys(mask for group in groups for mask in group))
+    found: KeyMasks = ()
+    for group in groups:
+        if group is None:
+            return None
+        found = tuple(dict.fromkeys((*found, *group)))
     return found if sum(mask.batch > 1 for mask in found) <= 1 else None
 
 
@@ -207,6 +241,13 @@ def band_of_key_masks(node: Node, outside: object, groups: Iterable[KeyMasks | N
 def stored_mask(node: Node) -> Band | None:
     """An additive mask of which nothing is known."""
     return band_of_key_masks(node, "min", [as_key_mask(node, node, full_band(node), None)])
+
+
+def document_band(mask: DocumentMask, node: Node) -> Band | None:
+    """A document mask as a causal band, if its positions are assumed to increase."""
+    if mask.negated or not mask.ordered:
+        return None
+    return replace(full_band(node), hi=0, outside=False, assumes=(mask,))
 
 
 def full_band(node: Node) -> Band:

@@ -8,8 +8,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir import value_of
-from ..rules import find_rule
-from ..stages import checkpoint
+from ..phases import check_time
+from ..rules import find_rule, functional
 from .domains import Abstract, Affine
 from .operands import is_bounded
 
@@ -22,7 +22,7 @@ def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[N
     """
     evaluation = Evaluation(with_tokens)
     for node in graph.nodes:
-        checkpoint()
+        check_time()
         evaluation.visit(node)
     return evaluation.values
 
@@ -39,7 +39,7 @@ class Evaluation:
         if not isinstance(value_of(node), torch.Tensor):
             return
         rule = find_rule(node) if node.op == "call_function" else None
-        if rule is not None and rule.mask is not None:
+        if rule is not None and rule.mask is not None and functional(node.target) is None:
             self.values[node] = rule.mask(node, self)
         if self.masks_nothing(node):
             self.bounded.add(node)

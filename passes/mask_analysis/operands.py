@@ -9,8 +9,21 @@ from typing import Protocol
 import torch
 from torch.fx import Node
 
-from ..ir import DocumentMask, shape_of, value_of
-from .domains import EMPTY, Abstract, Affine, Band, KeyMasks, as_key_mask, have_same_axes, with_dims_renamed
+from ..ir import DocumentMask, Pair, shape_of, value_of
+from .domains import (
+    EMPTY,
+    Abstract,
+    Affine,
+    Band,
+    Difference,
+    Distance,
+    KeyMasks,
+    as_key_mask,
+    have_same_axes,
+    with_dims_renamed,
+)
+
+PAIRWISE = (DocumentMask, Difference)  # values whose rows and keys are the last two dimensions
 
 
 class Known(Protocol):
@@ -19,7 +32,8 @@ class Known(Protocol):
     bounded  floating-point nodes whose numbers are far from the lowest of their dtype
     """
 
-    bounded: Container[Node]
+    @property
+    def bounded(self) -> Container[Node]: ...
 
     def __call__(self, arg: object) -> Abstract: ...
 
@@ -32,18 +46,43 @@ def is_bounded(number: float) -> bool:
 def broadcast_value(arg: object, node: Node, known: Known) -> Abstract:
     """An operand's value in the dimensions of a broadcast output."""
     value = known(arg)
-    if (
-        not isinstance(arg, Node) or value is None or isinstance(value, DocumentMask)
-    ):  # which is of the last two dimensions
+    if not isinstance(arg, Node) or value is None or isinstance(value, PAIRWISE):
         return value
-    shift = len(shape_of(node)) - len(shape_of(arg))
-    return with_dims_renamed(value, {d: d + shift for d in range(len(shape_of(arg)))})
+    shape, sizes = shape_of(node), shape_of(arg)
+    shift = len(shape) - len(sizes)
+    if isinstance(value, Band | Distance) and any(
+        sizes[d] != shape[d + shift] for d in (value.row, value.key)
+    ):
+        return None
+    return with_dims_renamed(value, {d: d + shift for d in range(len(sizes))})
 
 
 def without_zero_slopes(value: Affine, node: Node) -> Affine:
     """Drop slopes that are zero, or run along a dimension of size one."""
     shape = shape_of(node)
     return Affine(value.const, tuple((d, s) for d, s in value.slopes if s != 0 and shape[d] != 1))
+
+
+def is_boolean(arg: object) -> bool:
+    return value_of(arg).dtype is torch.bool if isinstance(arg, Node) else isinstance(arg, bool)
+
+
+def token_pair(node: Node) -> tuple[Pair, bool] | None:
+    """The operands of a matrix of which one has a value for every row and one for every key, and whether the
+    one of the rows comes first."""
+    rank, sides = len(shape_of(node)), {}
+    for arg in node.args[:2]:
+        if not isinstance(arg, Node) or rank < 2 or value_of(arg).dtype.is_floating_point:
+            return None
+        while arg.target is torch.ops.aten.expand.default:
+            arg = arg.args[0]
+        sizes = (1,) * (rank - len(shape_of(arg))) + shape_of(arg)
+        if sizes[-2:] not in ((shape_of(node)[-2], 1), (1, shape_of(node)[-1])):
+            return None
+        sides["row" if sizes[-1] == 1 else "key"] = arg
+    if len(sides) < 2 or shape_of(node)[-1] == 1:
+        return None
+    return (sides["row"], sides["key"]), next(iter(sides)) == "row"
 
 
 def one_per_row(node: Node, like: Node, band: Band) -> bool:
@@ -56,7 +95,10 @@ def hiding_masks(arg: object, like: Node, band: Band, known: Known) -> KeyMasks 
     value = broadcast_value(arg, like, known)
     if isinstance(value, Band) and value.outside in EMPTY:
         return value.key_masks if have_same_axes(value, band) else None
-    if arg in known.bounded if isinstance(arg, Node) else is_bounded(arg):
+    bounded = (
+        arg in known.bounded if isinstance(arg, Node) else isinstance(arg, float | int) and is_bounded(arg)
+    )
+    if bounded:
         return ()
     return as_key_mask(arg, like, band, None)
 

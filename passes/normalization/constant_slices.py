@@ -14,12 +14,11 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir import CannotStream, Mark, Signature, arguments, hint, shape_of, tensor_operands, value_of
-from ..rules import rule_of
-from ..stages import checkpoint
+from ..phases import check_time
+from ..rules import form_of, rule_of
+from ..rules.facets import Form
 from ..token_propagation import reshaped
 from .size_nodes import SizeNodes
-
-aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,13 @@ class Part:
 def shorten_constants(graph: Graph) -> None:
     """Move slices through what computes their operand, up to the ranges and constants that it is made of,
     where it is made of nothing else."""
-    sizes, hopeless = SizeNodes(graph), set()
-    for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+    sizes, hopeless = SizeNodes(graph), set[tuple[Node, int]]()
+    for node in [n for n in graph.nodes if form_of(n) is Form.SLICE]:
         source = node.args[0]
         dim, part = part_of(node, sizes)
-        shortens = part is not None and shape_of(source) != shape_of(node)
-        short = Shortened(graph, node, part, sizes, hopeless).made(source, dim) if shortens else None
+        if part is None or shape_of(source) == shape_of(node):
+            continue
+        short = Shortened(graph, node, part, sizes, hopeless).made(source, dim)
         if short is not None:
             node.replace_all_uses_with(short)
 
@@ -72,7 +72,7 @@ class Shortened:
     def made(self, node: Node, dim: int) -> Node | None:
         """A part of a value along one of its dimensions, made anew; None if something else than ranges and
         constants is in it."""
-        checkpoint()
+        check_time()
         if (node, dim) in self.hopeless:
             return None
         if (node, dim) not in self.known:
@@ -82,14 +82,14 @@ class Shortened:
         return self.known[node, dim]
 
     def copied(self, node: Node, dim: int) -> Node | None:
-        if node.target is prims.iota.default:
+        if form_of(node) is Form.RANGE:
             start = self.sizes.sum(
                 node.kwargs["start"],
                 self.sizes.product(self.part.start, node.kwargs["step"], self.before),
                 self.before,
             )
             return self.emit(node, dim, (self.part.count,), {**node.kwargs, "start": start})
-        if node.target is aten.full.default:
+        if form_of(node) is Form.FULL:
             return self.emit(node, dim, (self.resized(node.args[0], dim), *node.args[1:]), node.kwargs)
         try:
             rule = rule_of(node)
@@ -111,10 +111,9 @@ class Shortened:
         """The operand of a view and the dimension of it that a dimension of the view is."""
         old = shape_of(node.args[0])
         mark = reshaped(Mark(dim), shape_of(node), old)
-        kept = (
-            mark is not None and (mark.outer, mark.inner) == (1, 1) and old[mark.dim] == shape_of(node)[dim]
-        )
-        return {node.args[0]: mark.dim} if kept else {}
+        if mark is None or (mark.outer, mark.inner) != (1, 1) or old[mark.dim] != shape_of(node)[dim]:
+            return {}
+        return {node.args[0]: mark.dim}
 
     def operands(self, node: Node, dim: int, signature: Signature) -> dict[Node, int]:
         """Operands that have a dimension of the node's own; none if rows along it do more than meet those

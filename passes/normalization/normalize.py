@@ -16,32 +16,17 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import arguments, copied, is_tensor, is_zeros, op_name, shape_of, value_of
-from ..mask_analysis.domains import Band
+from ..ir import arguments, copied, is_tensor, op_name, shape_of, value_of
+from ..mask_analysis.domains import Affine, Band
 from ..mask_analysis.evaluation import evaluate
-from ..rules.scans import JOINS
+from ..rules import filling_of, form_of, is_zeros
+from ..rules.facets import Form
+from ..rules.scans import is_reversible
 from .constant_slices import shorten_constants
 from .shifted_rows import shift_rows
 from .size_nodes import SizeNodes
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
-
-KEPT = (  # ops that the rules know better than their decompositions; a chunk body decomposes them later
-    "aten::_softmax",
-    "aten::_safe_softmax",
-    "aten::_softmax_backward_data",
-    "aten::_log_softmax",
-    "aten::_log_softmax_backward_data",
-    "aten::embedding_dense_backward",
-    "aten::cumsum",
-    "aten::logcumsumexp",
-    "aten::cumprod",
-    "aten::select_backward",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-)
 
 
 def mean(x: torch.Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> torch.Tensor:
@@ -101,20 +86,6 @@ def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: 
     return result.to(x.dtype), average, deviation
 
 
-FORWARD = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-}
-BACKWARD = {
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-}
-
-
 def normalize(module: GraphModule) -> GraphModule:
     """A copy of the graph in the spelling of the rules; the given module is left alone."""
     result = copied(module)
@@ -144,27 +115,17 @@ def read_sizes_from_inputs(graph: Graph) -> None:
                 node.replace_all_uses_with(replacement)
 
 
-CREATED_LIKE = {  # op → the argument that holds its filling; None: nothing in particular, and zero will do
-    aten.new_empty.default: None,
-    aten.new_empty_strided.default: None,
-    aten.empty_strided.default: None,
-    aten.new_zeros.default: None,
-    aten.new_ones.default: 1,
-    aten.new_full.default: "fill_value",
-}
-
-
 def create_from_nothing(graph: Graph) -> None:
     """``x.new_zeros(size)`` reads nothing of ``x``, and an empty value has no strides of its own to keep:
     both are plain constants."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in CREATED_LIKE:
+        if form_of(node) is not Form.CREATED:
             continue
-        filling, given, value = CREATED_LIKE[node.target], arguments(node), value_of(node)
+        size, value = arguments(node)["size"], value_of(node)
         with graph.inserting_before(node):
             new = graph.call_function(
                 aten.full.default,
-                (given["size"], given[filling] if isinstance(filling, str) else filling or 0),
+                (size, filling_of(node) or 0),  # what is filled with nothing in particular may be zero
                 dict(dtype=value.dtype, device=value.device),
             )
         new.meta = {**node.meta, "val": value.new_empty(value.shape)}
@@ -175,7 +136,7 @@ def create_from_nothing(graph: Graph) -> None:
 def draw_by_place(graph: Graph) -> None:
     """Random numbers from a seed that is drawn once per call, so that any chunk of them can be made again."""
     seeds: dict[torch.device, Node] = {}
-    drawn = [n for n in graph.nodes if n.op == "call_function" and n.target is aten.rand.default]
+    drawn = [n for n in graph.nodes if form_of(n) is Form.RANDOM]
     first = next((n for n in graph.nodes if n.op not in ("placeholder", "get_attr")), None)
     for stream, node in enumerate(drawn):
         value = value_of(node)
@@ -196,17 +157,17 @@ def draw_by_place(graph: Graph) -> None:
 def scatter_to_extremes(graph: Graph) -> None:
     """The gradient of a maximum goes to where it is: found again there, so that places among keys need not be
     handed on."""
-    for node in graph.find_nodes(op="call_function", target=aten.scatter.src):
+    for node in [n for n in graph.nodes if form_of(n) is Form.SCATTER]:
         base, dim, index, grad = node.args
         rank = len(shape_of(node))
-        if index.target is aten.unsqueeze.default and index.args[1] % rank == dim % rank:
+        if form_of(index) is Form.UNSQUEEZE and index.args[1] % rank == dim % rank:
             index = index.args[0]
         chosen = index.args[0] if index.target is operator.getitem and index.args[1] == 1 else None
         if (
             chosen is None
-            or chosen.target not in (aten.max.dim, aten.min.dim)
+            or form_of(chosen) not in (Form.MAXIMUM, Form.MINIMUM)
             or chosen.args[1] % rank != dim % rank
-            or not (is_zeros(base))
+            or not is_zeros(base)
             or shape_of(chosen.args[0]) != shape_of(node)
         ):
             continue
@@ -214,13 +175,10 @@ def scatter_to_extremes(graph: Graph) -> None:
             graph,
             node,
             streambp.to_extreme.default,
-            (grad, chosen.args[0], dim % rank, chosen.target is aten.max.dim),
+            (grad, chosen.args[0], dim % rank, form_of(chosen) is Form.MAXIMUM),
         )
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-
-
-FLIPS = (aten.flip.default, torch.ops.prims.rev.default)
 
 
 def turn_scans(graph: Graph) -> None:
@@ -228,19 +186,22 @@ def turn_scans(graph: Graph) -> None:
     first; rows flipped twice are as they were."""
 
     def flipped(node: Node) -> list[int] | None:
-        return sorted(d % len(shape_of(node)) for d in node.args[1]) if node.target in FLIPS else None
+        return sorted(d % len(shape_of(node)) for d in node.args[1]) if form_of(node) is Form.FLIP else None
 
     floats = [n for n in graph.nodes if is_tensor(n) and value_of(n).dtype.is_floating_point]
     for node in floats:
         if flipped(node) and flipped(node) == flipped(node.args[0]):
             node.replace_all_uses_with(node.args[0].args[0])
     for node in floats:
-        scan = node.args[0] if flipped(node) else None
-        if scan is None or scan.target not in JOINS or [scan.args[1] % len(shape_of(scan))] != flipped(node):
+        dims = flipped(node)
+        if not dims:
+            continue
+        scan = node.args[0]
+        if not is_reversible(scan) or [scan.args[1] % len(shape_of(scan))] != dims:
             continue
         source = scan.args[0]
-        if flipped(source) == flipped(node) and value_of(source).dtype == value_of(node).dtype:
-            call = (source.args[0], flipped(node)[0], op_name(scan))
+        if flipped(source) == dims and value_of(source).dtype == value_of(node).dtype:
+            call = (source.args[0], dims[0], op_name(scan))
             node.replace_all_uses_with(emitted(graph, node, streambp.reverse_scan.default, call))
 
 
@@ -252,9 +213,9 @@ def fuse_attention(graph: Graph) -> None:
     """Rewrite each fused kernel without dropout, together with its backward, to ``streambp.attention``."""
     rewritten: list[Node] = []
     for node in list(graph.nodes):
-        if node.target in FORWARD:
+        if form_of(node) is Form.FUSED_ATTENTION:
             replaced = forward_of(graph, node)
-        elif node.target in BACKWARD:
+        elif form_of(node) is Form.FUSED_ATTENTION_BACKWARD:
             replaced = backward_of(graph, node)
         else:
             continue
@@ -273,7 +234,7 @@ def fuse_attention(graph: Graph) -> None:
                 graph.erase_node(unread)
 
 
-def scale_of(given: object, query: Node) -> float:
+def scale_of(given: float | None, query: Node) -> float:
     return float(given) if given is not None else 1 / math.sqrt(shape_of(query)[-1])
 
 
@@ -311,9 +272,9 @@ def of_rank_four(graph: Graph, before: Node, mask: Node | None) -> Node | None:
 
 def only_backward(node: Node) -> bool:
     return all(
-        user.target in BACKWARD
+        form_of(user) is Form.FUSED_ATTENTION_BACKWARD
         or user.op == "output"
-        or (user.target is aten.detach.default and only_backward(user))
+        or (form_of(user) is Form.ALIAS and only_backward(user))
         for user in node.users
     )
 
@@ -341,7 +302,7 @@ def backward_of(graph: Graph, node: Node) -> Node | None:
 
 
 def root_of(node: Node) -> Node:
-    while node.target is aten.detach.default:
+    while form_of(node) is Form.ALIAS:
         node = node.args[0]
     return node
 
@@ -359,9 +320,9 @@ def drop_proved_masks(graph: Graph) -> None:
     """``where(key <= row, 0, -inf)`` and nothing else *is* causality: the kernel's own flag needs no mask."""
     values = None
     for node in graph.nodes:
-        if node.target not in (streambp.attention.default, streambp.attention_backward.default):
+        if form_of(node) not in (Form.ATTENTION, Form.ATTENTION_BACKWARD):
             continue
-        at = 3 if node.target is streambp.attention.default else 6
+        at = [a.name for a in node.target._schema.arguments].index("mask")
         mask = node.args[at]
         if mask is None:
             continue
@@ -370,20 +331,14 @@ def drop_proved_masks(graph: Graph) -> None:
         if isinstance(found, Band) and found.exact and (found.lo, found.hi) == (-math.inf, 0):
             node.update_arg(at, None)
             node.update_arg(at + 1, True)
-        elif getattr(found, "slopes", None) == () and found.const == 0:
+        elif isinstance(found, Affine) and not found.slopes and found.const == 0:
             node.update_arg(at, None)
 
 
 def narrow_heads(node: Node) -> Node | None:
     """The ``[B, Hkv, T, D]`` behind ``expand`` + ``view`` to ``[B, Hkv*G, T, D]``, if that is what it is."""
     wide = shape_of(node)
-    while node.target in (
-        aten.clone.default,
-        aten._unsafe_view.default,
-        aten.view.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-    ):
+    while form_of(node) in (Form.COPY, Form.RESHAPE, Form.EXPAND, Form.UNSQUEEZE):
         source = node.args[0]
         shape = shape_of(source)
         if len(shape) == 4 and len(shape_of(node)) == 5:
@@ -393,7 +348,7 @@ def narrow_heads(node: Node) -> Node | None:
             return source if is_group and repeats and shape[1] < wide[1] else None
         if (
             len(shape) == 5
-            and node.target is aten.expand.default
+            and form_of(node) is Form.EXPAND
             and (shape[2] != 1 or shape_of(node)[:2] != shape[:2] or shape_of(node)[3:] != shape[3:])
         ):
             return None
@@ -407,13 +362,9 @@ def summed_heads(grad: Node, narrow: tuple[int, ...]) -> Node | None:
     node = grad
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if user.target in (aten.view.default, aten._unsafe_view.default, aten.clone.default, prims_cast):
+        if form_of(user) in (Form.RESHAPE, Form.COPY, Form.CAST):
             node = user
-        elif (
-            user.target is aten.sum.dim_IntList
-            and [d % 5 for d in user.args[1]] == [2]
-            and len(shape_of(node)) == 5
-        ):
+        elif form_of(user) is Form.SUM and [d % 5 for d in user.args[1]] == [2] and len(shape_of(node)) == 5:
             node = user
             break
         else:
@@ -426,21 +377,14 @@ def summed_heads(grad: Node, narrow: tuple[int, ...]) -> Node | None:
     if not keep:
         return node if shape_of(node) == narrow else None
     users = list(node.users)
-    if (
-        len(users) == 1
-        and users[0].target in (aten.view.default, aten.squeeze.dim, aten.squeeze.dims)
-        and shape_of(users[0]) == narrow
-    ):
+    if len(users) == 1 and form_of(users[0]) in (Form.RESHAPE, Form.SQUEEZE) and shape_of(users[0]) == narrow:
         return users[0]
     return None
 
 
-prims_cast = torch.ops.prims.convert_element_type.default
-
-
 def group_heads(graph: Graph) -> None:
     """Attend with the narrow keys and values themselves: they, not their copies, are what streaming keeps."""
-    forwards = [n for n in graph.nodes if n.target is streambp.attention.default]
+    forwards = [n for n in graph.nodes if form_of(n) is Form.ATTENTION]
     for node in forwards:
         key, value = (narrow_heads(n) for n in node.args[1:3])
         if key is None or value is None:
@@ -448,13 +392,13 @@ def group_heads(graph: Graph) -> None:
         backward = [
             u
             for u in node.args[0].users
-            if u.target is streambp.attention_backward.default and u.args[2:4] == node.args[1:3]
+            if form_of(u) is Form.ATTENTION_BACKWARD and u.args[2:4] == node.args[1:3]
         ]
         replacements = []
         for call in backward:
             grads = outputs_of(call)
             sums = {i: summed_heads(grads[i], shape_of(n)) for i, n in ((1, key), (2, value)) if i in grads}
-            if any(s is None for s in sums.values()):
+            if None in sums.values():
                 break
             replacements.append((call, sums))
         if len(replacements) != len(backward):
@@ -469,4 +413,5 @@ def group_heads(graph: Graph) -> None:
             for i, total in sums.items():
                 grad = outputs_of(call)[i]
                 grad.meta["val"] = call.meta["val"][i]
-                total.replace_all_uses_with(grad)
+                if total is not None:
+                    total.replace_all_uses_with(grad)

@@ -7,47 +7,25 @@ have rows that no token has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import arguments, hint, is_equal, is_zeros, shape_of, value_of
+from ..ir import hint, is_equal, is_tensor, shape_of, value_of
+from ..rules import form_of, windows_of
+from ..rules.facets import Form, Window
 
-aten, streambp = torch.ops.aten, torch.ops.streambp
-
-
-@dataclass(frozen=True)
-class Window:
-    """Row i of a value is row ``i - by`` of another for ``low <= i < high``, and zero elsewhere."""
-
-    source: Node
-    by: int
-    low: int
-    high: int
-
-    def of(self, inner: Window) -> Window:
-        """The same rows, seen through another window."""
-        return Window(
-            inner.source,
-            self.by + inner.by,
-            max(self.low, inner.low + self.by),
-            min(self.high, inner.high + self.by),
-        )
+streambp = torch.ops.streambp
 
 
 def shift_rows(graph: Graph) -> None:
     """Replace paddings, slices and joins with zeros that together move rows of wide values and keep their
     number."""
     for node in list(graph.nodes):
-        if (
-            node.op != "call_function"
-            or node.target not in WINDOWS
-            or not value_of(node).dtype.is_floating_point
-        ):
+        if not is_tensor(node) or not value_of(node).dtype.is_floating_point:
             continue
-        for dim, window in windows(node):
+        for dim, window in windows_of(node):
             found = whole_window(node, dim, window)
             if found is None or not is_wide(node, dim):
                 continue
@@ -67,7 +45,7 @@ def whole_window(node: Node, dim: int, window: Window) -> Window | None:
     out."""
     rows = value_of(node).shape[dim]
     while not is_equal(value_of(window.source).shape[dim], rows):
-        inner = next((w for d, w in windows(behind(window.source)) if d == dim), None)
+        inner = next((w for d, w in windows_of(behind(window.source)) if d == dim), None)
         if inner is None:
             return None
         window = window.of(inner)
@@ -79,15 +57,15 @@ def whole_window(node: Node, dim: int, window: Window) -> Window | None:
 def behind(node: Node) -> Node:
     """What a value is a copy of."""
     while (
-        node.target is aten.clone.default
-        or node.target is aten.copy.default
+        form_of(node) is Form.COPY
+        or form_of(node) is Form.ASSIGN
         and value_of(node.args[1]).dtype == value_of(node).dtype
         and (
             len(shape_of(node.args[1])) == len(shape_of(node))
             and all(map(is_equal, value_of(node.args[1]).shape, value_of(node).shape))
         )
     ):
-        node = node.args[0 if node.target is aten.clone.default else 1]
+        node = node.args[0 if form_of(node) is Form.COPY else 1]
     return node
 
 
@@ -95,61 +73,3 @@ def is_wide(node: Node, dim: int) -> bool:
     """Has it features? A few numbers per token (labels, masks, losses) are shifted by their rules."""
     shape = shape_of(node)
     return len(shape) > 2 and any(size > 1 for d, size in enumerate(shape) if d not in (0, dim))
-
-
-def windows(node: Node) -> Iterator[tuple[int, Window]]:
-    """The dimensions along which a node is a window of an operand."""
-    yield from WINDOWS[node.target](node) if node.op == "call_function" and node.target in WINDOWS else ()
-
-
-def of_padding(node: Node) -> Iterator[tuple[int, Window]]:
-    amounts, rank = node.args[1], len(shape_of(node))
-    padded = [
-        (rank - 1 - i // 2, amounts[i])
-        for i in range(0, len(amounts), 2)
-        if amounts[i] != 0 or amounts[i + 1] != 0
-    ]
-    if len(padded) == 1 and isinstance(padded[0][1], int) and arguments(node)["value"] == 0:
-        dim, by = padded[0]
-        yield (
-            dim,
-            Window(node.args[0], by, max(0, by), min(shape_of(node)[dim], shape_of(node.args[0])[dim] + by)),
-        )
-
-
-def of_slice(node: Node) -> Iterator[tuple[int, Window]]:
-    given = arguments(node)
-    dim, start = given["dim"] % len(shape_of(node)), given["start"] or 0
-    if isinstance(start, int) and given["step"] == 1:
-        size = shape_of(given["self"])[dim]
-        yield (
-            dim,
-            Window(given["self"], -(max(0, start + size) if start < 0 else start), 0, shape_of(node)[dim]),
-        )
-
-
-def of_scatter(node: Node) -> Iterator[tuple[int, Window]]:
-    given = arguments(node)
-    dim, start = given["dim"] % len(shape_of(node)), given["start"] or 0
-    if isinstance(start, int) and start >= 0 and given["step"] == 1 and is_zeros(given["self"]):
-        yield dim, Window(given["src"], start, start, start + shape_of(given["src"])[dim])
-
-
-def of_join(node: Node) -> Iterator[tuple[int, Window]]:
-    """Values joined to zeros."""
-    given = arguments(node)
-    parts = [p for p in given["tensors"] if len(shape_of(p)) == len(shape_of(node))]
-    others = [p for p in parts if not is_zeros(p)]
-    if len(others) == 1 and len(parts) == len(given["tensors"]) and len(set(parts)) == len(parts):
-        dim = given["dim"] % len(shape_of(node))
-        at = sum(shape_of(p)[dim] for p in parts[: parts.index(others[0])])
-        if all(isinstance(value_of(p).shape[dim], int) for p in parts if p is not others[0]):
-            yield dim, Window(others[0], at, at, at + shape_of(others[0])[dim])
-
-
-WINDOWS = {
-    aten.constant_pad_nd.default: of_padding,
-    aten.slice.Tensor: of_slice,
-    aten.slice_scatter.default: of_scatter,
-    aten.cat.default: of_join,
-}

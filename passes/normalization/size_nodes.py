@@ -46,11 +46,11 @@ class SizeNodes:
             return size
         if not (expr.is_Add or expr.is_Mul):
             return None
-        parts = [self.expression(part, before) for part in expr.args]
-        if None in parts:
-            return None
-        total = parts[0]
-        for part in parts[1:]:
+        first, *parts = (self.expression(part, before) for part in expr.args)
+        total = first
+        for part in parts:
+            if total is None or part is None:
+                return None
             total = self.sum(total, part, before) if expr.is_Add else self.product(total, part, before)
         return total
 

@@ -14,27 +14,16 @@ What is not proved to be row by row leaves the sort, and everything after it, as
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import CannotStream, Size, arguments, is_zeros, shape_of, tensor_operands, value_of
-from ..rules import rule_of
+from ..ir import CannotStream, Contraction, Size, arguments, shape_of, tensor_operands, value_of
+from ..rules import form_of, is_zeros, rule_of
+from ..rules.facets import Form
 
-aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
-
-SORTS = (aten.sort.default, aten.sort.stable)
-CASTS = (
-    prims.convert_element_type.default,
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.clone.default,
-)
-DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
-COUNTS = (aten.histc.default, aten.bincount.default)
-WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 class CannotUndo(Exception):
@@ -48,7 +37,7 @@ def undo_sorts(module: GraphModule, probing: bool = False) -> GraphModule:
              of tokens
     """
     graph = module.graph
-    for node in [n for n in graph.nodes if n.target in SORTS and len(shape_of(n.args[0])) == 1]:
+    for node in [n for n in graph.nodes if form_of(n) is Form.SORT and len(shape_of(n.args[0])) == 1]:
         before = set(graph.nodes)
         if node not in before:  # the sort of an order that is undone already
             continue
@@ -112,24 +101,26 @@ class Sort:
             self.read_order(node, first)
         elif node.target is operator.getitem and first in self.places:
             self.places.add(node)
-        elif first in self.counts and (node.target in CASTS or node.target is aten.cumsum.default):
+        elif first in self.counts and (is_same(node) or form_of(node) is Form.RUNNING_SUM):
             self.counts.add(node)
-        elif node.target in COUNTS and first in self.rows:
+        elif form_of(node) is Form.COUNT and first in self.rows:
             self.counts.add(node)
-        elif node.target is aten.index.Tensor and len(node.args[1]) == 1 and self.is_index(node.args[1][0]):
+        elif form_of(node) is Form.LOOK_UP and len(node.args[1]) == 1 and self.is_index(node.args[1][0]):
             self.read_index(node, node.args[0], node.args[1][0])
-        elif node.target in WRITES and len(node.args[1]) == 1 and self.is_index(node.args[1][0]):
+        elif form_of(node) is Form.PUT_ROWS and len(node.args[1]) == 1 and self.is_index(node.args[1][0]):
             self.read_write(node, node.args[1][0], node.args[2], len(node.args) > 3 and node.args[3])
         elif (
-            node.target is aten.index_add.default
+            form_of(node) is Form.ADD_ROWS
             and node.args[1] == 0
             and self.is_index(node.args[2])
             and len(node.args) == 4
             and not node.kwargs
         ):
             self.read_write(node, node.args[2], node.args[3], True)
-        elif str(node.target) in PRODUCTS_OF_GROUPS:
-            PRODUCTS_OF_GROUPS[str(node.target)](self, node)
+        elif form_of(node) is Form.GROUPED_PRODUCT:
+            self.read_grouped(node)
+        elif form_of(node) is Form.GROUPED_PRODUCT_BACKWARD:
+            self.read_grouped_backward(node)
         else:
             self.read_rows(node)
 
@@ -138,17 +129,17 @@ class Sort:
 
     def read_order(self, node: Node, order: Node) -> None:
         """``order``, ``order // k``, and the sort of the order, whose indices are the inverse."""
-        if node.target in CASTS:
+        if is_same(node):
             self.tokens[node] = self.tokens[order]
         elif (
-            node.target in DIVISIONS
+            form_of(node) is Form.FLOOR_DIVIDE
             and isinstance(node.args[1], int)
             and node.args[1] > 0
             and node.kwargs.get("rounding_mode", "floor") in ("floor", "trunc")
         ):
             self.tokens[node] = self.tokens[order] * node.args[1]
         elif (
-            node.target in SORTS
+            form_of(node) is Form.SORT
             and self.tokens[order] == 1
             and not descending(node)
             and all(user.args[1] == 1 for user in node.users)
@@ -203,7 +194,7 @@ class Sort:
                 raise CannotUndo(node)
             self.rows[node], self.plain[node] = dims[node.args[1]], self.copied(node)
             return
-        if node.target in VIEWS:
+        if form_of(node) is Form.RESHAPE:
             source, dim = node.args[0], self.rows.get(node.args[0])
             if not isinstance(dim, int) or shape_of(source)[: dim + 1] != shape_of(node)[: dim + 1]:
                 raise CannotUndo(node)
@@ -216,7 +207,8 @@ class Sort:
         operands = tensor_operands(node)
         if any(self.is_sorted(a) and not isinstance(self.rows.get(a), int) for a in node.all_input_nodes):
             raise CannotUndo(node)
-        labels = {ties[self.rows[a]] for a, ties in zip(operands, signature.operands) if a in self.rows}
+        labelled = zip(operands, signature.operands)
+        labels = {ties[dim] for a, ties in labelled if isinstance(dim := self.rows.get(a), int)}
         if len(labels) != 1 or None in labels or signature.reshape:
             raise CannotUndo(node)
         (label,) = labels
@@ -227,7 +219,7 @@ class Sort:
         ):
             raise CannotUndo(node)
         for operand, ties in zip(operands, signature.operands):
-            if operand.target is not aten.full.default and any(
+            if form_of(operand) is not Form.FULL and any(
                 tie == label and self.rows.get(operand) != dim for dim, tie in enumerate(ties)
             ):
                 raise CannotUndo(node)
@@ -240,24 +232,24 @@ class Sort:
                 dims if isinstance(value_of(node), (tuple, list)) else dims[0],
                 new,
             )
-        elif all(d is None for d in dims) and signature.contracts == "sum":
+        elif all(d is None for d in dims) and signature.contracts is Contraction.SUM:
             self.back[node] = new
         else:
             raise CannotUndo(node)
 
     # Grouped products
 
-    def ends(self, node: object, experts: int) -> None:
+    def ends(self, node: Any, experts: int) -> None:
         """Raises unless a value is where the rows of each key end: the running sum of a histogram of these
         very keys."""
         node = without_casts(node)
-        source = without_casts(node.args[0]) if node.target is aten.cumsum.default else None
-        if source is None or source.target not in COUNTS or descending(self.sort):
+        source = without_casts(node.args[0]) if form_of(node) is Form.RUNNING_SUM else None
+        if source is None or form_of(source) is not Form.COUNT or descending(self.sort):
             raise CannotUndo(node)
         given = arguments(source)
         fits = (
             (given["bins"], given["min"], given["max"]) == (experts, 0, experts - 1)
-            if source.target is aten.histc.default
+            if "bins" in given
             else (given["minlength"] == experts)
         )
         counted = without_casts(source.args[0])
@@ -291,19 +283,7 @@ class Sort:
         else:
             raise CannotUndo(node)
 
-    def read_fallback(self, node: Node) -> None:
-        """The stand-in of transformers for it, where torch has no kernel
-        (transformers/integrations/moe.py)."""
-        rows, weight, ends = node.args
-        self.ends(ends, shape_of(weight)[0])
-        if self.rows.get(rows) != 0 or self.is_sorted(weight):
-            raise CannotUndo(node)
-        self.rows[node], self.plain[node] = (
-            0,
-            self.made(node, streambp.grouped_mm.default, (self.plain[rows], weight, self.keys)),
-        )
-
-    def read_fallback_backward(self, node: Node) -> None:
+    def read_grouped_backward(self, node: Node) -> None:
         rows, weight, ends, grad = node.args
         experts = shape_of(weight)[0]
         self.ends(ends, experts)
@@ -375,13 +355,6 @@ class Sort:
             )
 
 
-PRODUCTS_OF_GROUPS = {
-    "aten._grouped_mm.default": Sort.read_grouped,
-    "transformers.grouped_mm_fallback.default": Sort.read_fallback,
-    "transformers.grouped_mm_fallback_backward.default": Sort.read_fallback_backward,
-}
-
-
 def same_size(a: Size, b: Size) -> bool:
     """Equal at every length, not just at the one that was traced."""
     return all(isinstance(s, int) for s in (a, b)) and a == b or str(a) == str(b)
@@ -391,18 +364,21 @@ def descending(sort: Node) -> bool:
     return bool(arguments(sort)["descending"])
 
 
-def without_casts(node: object) -> object:
-    while isinstance(node, Node) and node.target in CASTS:
+def is_same(node: Node) -> bool:
+    """The values of its operand, perhaps in another dtype."""
+    return form_of(node) in (Form.ALIAS, Form.COPY, Form.CAST)
+
+
+def without_casts(node: Any) -> Any:
+    while isinstance(node, Node) and is_same(node):
         node = node.args[0]
     return node
 
 
-def counts_up(node: object) -> bool:
+def counts_up(node: Any) -> bool:
     """0, 1, 2, … as a range gives them."""
     node = without_casts(node)
-    return isinstance(node, Node) and (
-        node.target is prims.iota.default
-        and node.kwargs.get("start", 0) == 0
-        and node.kwargs.get("step", 1) == 1
-        or node.target is aten.arange.default
-    )
+    if form_of(node) is not Form.RANGE:
+        return False
+    given = arguments(node)
+    return given["start"] == 0 and given["step"] == 1

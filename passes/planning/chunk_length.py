@@ -1,12 +1,11 @@
-"""Choose the chunk length of a sweep: the shortest that costs little time, by the model of passes/cost.py,
-and little memory."""
+"""Choose the chunk length of a sweep: the shortest that costs little time, by the model of
+passes/planning/cost_model.py, and little memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ir import SHORTEST, Analysis, hint
-from ..partition import Program, Sweep
+from ..ir import SHORTEST_CHUNK, Analysis, Program, Sweep, hint
 from .cost_model import Cost, Work, work_of
 from .devices import REFERENCE_CPU, Device
 
@@ -21,11 +20,15 @@ FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than 
 def chunk_lengths(
     program: Program, analysis: Analysis, chosen: int | None, device: Device = REFERENCE_CPU
 ) -> tuple[int, ...]:
-    """Tokens per chunk of every sweep; the same for those that note a scan's states and those that go on from
-    them."""
+    """Tokens per chunk of every sweep; the same for those that save states of a scan and those that
+    restore them."""
     lengths = [chunk_length(s, analysis, chosen, device) for s in program.sweeps]
-    shared = min((c for s, c in zip(program.sweeps, lengths) if s.noted or s.resumed), default=0)
-    return tuple(shared if s.noted or s.resumed else c for s, c in zip(program.sweeps, lengths))
+    shared = min(
+        (c for s, c in zip(program.sweeps, lengths) if s.saved_states or s.restored_states), default=0
+    )
+    return tuple(
+        shared if s.saved_states or s.restored_states else c for s, c in zip(program.sweeps, lengths)
+    )
 
 
 def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None, device: Device = REFERENCE_CPU) -> int:
@@ -47,7 +50,7 @@ def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None, device: D
 
 def lengths_up_to(longest: int, tile: int) -> Iterator[int]:
     """Multiples of a tile in ascending order, a sixteenth apart where they are long; one at least."""
-    length = shortest = -(-SHORTEST // tile) * tile
+    length = shortest = -(-SHORTEST_CHUNK // tile) * tile
     while length <= max(longest, shortest):
         yield length
         length += max(tile, length // 16 // tile * tile)

@@ -2,15 +2,15 @@
 at its bandwidth.
 
 What a sweep takes once for all tokens does not depend on the chunk length. What it takes for every chunk
-again (weights read, totals
-read and written, earlier keys read, kernels launched) favours long chunks; what still fits into the cache
-favours short ones.
+again (weights read, totals read and written, earlier keys read, kernels launched) favours long chunks; what
+still fits into the cache favours short ones.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
@@ -21,24 +21,21 @@ from ..ir import (
     HERE,
     Analysis,
     Reach,
+    Role,
     Shared,
+    Signature,
     bytes_of,
     hint,
     is_row_wise,
     is_tensor,
-    is_view,
-    op_name,
     shape_of,
     tensor_operands,
     value_of,
 )
+from ..rules import cost_of, is_product, rule_of
+from ..rules.facets import CostClass
 from .devices import Device
 
-ATTENTION = ("attention", "attention_backward")
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", *ATTENTION, "grouped_mm", "grouped_outer")
-KERNELS = (*PRODUCTS, "embedding", "cat", "cumsum", "cumprod", "logcumsumexp", "reverse_scan")
-"""Ops that read and write memory. What lies between them is fused."""
-SPARSE = ("embedding_dense_backward",)  # sums of which a chunk adds its own rows only
 BACKWARD = 2.5  # products of attention's backward for those of its forward: five for two
 
 
@@ -163,19 +160,20 @@ def work_of(
     length = hint(analysis.length)
     moments = Moments(nodes, analysis)
     written = [n for n in writes if n not in moments.widths and is_tensor(n)]
-    products = [n for n in nodes if is_one_of(n, PRODUCTS) and not is_one_of(n, ATTENTION)]
-    fused = [n for n in nodes if is_one_of(n, ATTENTION)]
-    added = [n for n in sums if is_tensor(n) and not is_one_of(n, SPARSE)]
+    products = {n: rule_of(n).signature(n) for n in nodes if is_product(n)}
+    fused = [n for n, signature in products.items() if signature.rows is not None]
+    products = {n: signature for n, signature in products.items() if signature.rows is None}
+    added = [n for n in sums if is_tensor(n) and cost_of(n) is not CostClass.SCATTER]
     key_edges = {
         e.operand
         for n in nodes
         for e in analysis.edges.get(n, ())
-        if e.role == "keys" and is_tensor(e.operand)
+        if e.role is Role.KEYS and is_tensor(e.operand)
     }
     per_key = sum(numel(n) * (4 + value_of(n).dtype.itemsize) for n in keysums if is_tensor(n))
     return Work(
         tokens=length,
-        products=tuple(product_work(n, is_row_wise(analysis.facts[n])) for n in products),
+        products=tuple(product_work(n, s, is_row_wise(analysis.facts[n])) for n, s in products.items()),
         attention=tuple(attention_work(n, keys) for n in fused),
         traffic=moments.traffic() * length + sum(bytes_of(value_of(n)) for n in written),
         weights=sum(
@@ -196,40 +194,51 @@ def numel(node: Node) -> int:
     return math.prod(shape_of(node))
 
 
-def product_work(node: Node, row_wise: bool) -> tuple[torch.dtype, float, int]:
+def product_work(node: Node, signature: Signature, row_wise: bool) -> tuple[torch.dtype, float, int]:
     """Dtype of a matrix product, FLOP at full length (two for each element of the result and each that it
-    sums over), and its depth."""
-    left, right = (
-        tensor_operands(node)[-2:] if op_name(node) in ("addmm", "baddbmm") else tensor_operands(node)[:2]
-    )
-    if op_name(node) == "grouped_outer":
-        return value_of(node).dtype, 2.0 * numel(left) * shape_of(right)[-1], 0
-    depth = shape_of(left)[-1]
-    flop = (
-        2.0 * numel(left) * shape_of(right)[-1]
-        if op_name(node) == "grouped_mm"
-        else 2.0 * numel(node) * depth
-    )
-    return value_of(node).dtype, flop, depth if row_wise else 0
+    sums over), and its depth.
+
+    A label that one operand alone bears, and not the result, is picked and not summed over (a weight's
+    group).
+    """
+    sizes: dict[object, int] = {}
+    bearers: Counter = Counter()
+    for operand, labels in zip(tensor_operands(node), signature.operands):
+        sizes.update(zip(labels, shape_of(operand)))
+        bearers.update(labels)
+    out = set(signature.outputs[0])
+    summed = [x for x in bearers if x is not None and x not in out and bearers[x] > 1]
+    depth = math.prod(sizes[x] for x in summed)
+    result = math.prod(sizes[x] for x in out if x in sizes and x is not None)
+    return value_of(node).dtype, 2.0 * result * depth, depth if row_wise else 0
 
 
 def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, int]:
     """Dtype and direction of attention, its FLOP over the keys that rows reach (two products forward, five
-    backward), its heads."""
-    backward = op_name(node) == "attention_backward"
-    query, key, value = tensor_operands(node)[1:4] if backward else tensor_operands(node)[:3]
-    batch, heads, rows, width = shape_of(query)
-    pairs = batch * heads * rows * shape_of(key)[2] * reached(keys, 1, rows)
-    flop = 2.0 * pairs * (width + shape_of(value)[3]) * (BACKWARD if backward else 1)
-    return value_of(query).dtype, backward, flop, batch * heads
+    backward), its heads.
+
+    Its first operand has a row per query, ``[…, rows, width]``; its features are those of what has keys
+    alone.
+    """
+    signature, operands = rule_of(node).signature(node), tensor_operands(node)
+    backward = any(signature.keys in labels for labels in signature.outputs)
+    rows, width = shape_of(operands[0])[-2:]
+    heads = numel(operands[0]) // (rows * width)
+    of_keys = [
+        shape_of(a)
+        for a, labels in zip(operands, signature.operands)
+        if signature.keys in labels and signature.rows not in labels
+    ]
+    pairs = heads * rows * of_keys[0][-2] * reached(keys, 1, rows)
+    flop = 2.0 * pairs * sum(shape[-1] for shape in of_keys) * (BACKWARD if backward else 1)
+    return value_of(operands[0]).dtype, backward, flop, heads
 
 
 class Moments:
     """What a chunk body holds in memory from kernel to kernel, as Inductor will.
 
-    It holds what a kernel reads or writes; what lies between is fused and made again from there. A fused
-    value that is held is written
-    over an equally wide one that nobody reads after it.
+    It holds what a kernel reads or writes; what lies between is fused, and recomputed from there. A fused
+    value that is held is written over an equally wide one that nobody reads after it.
 
     widths  values held → bytes per token
     steps   what happens in order: who is made (or None), from what that is held, from what inputs of the
@@ -252,7 +261,7 @@ class Moments:
                     e.operand
                     for e in analysis.edges.get(node, ())
                     if e.operand not in inside
-                    and e.role == "rows"
+                    and e.role is Role.ROWS
                     and e.reach == HERE
                     and is_tensor(e.operand)
                 ),
@@ -260,10 +269,10 @@ class Moments:
             holds[node], given[node] = sources, tuple(dict.fromkeys(inputs))
             if not is_row_wise(analysis.facts[node]):
                 self.steps.append((None, sources, given[node]))
-            elif not is_alias(node):
-                if is_tensor(node) and analysis.facts[node].keys is None:
+            elif cost_of(node) is not CostClass.VIEW:
+                if is_tensor(node) and analysis.tokens_of(node).keys is None:
                     self.single = max(self.single, bytes_of(value_of(node)) // length)
-                if is_one_of(node, KERNELS) or is_read_by_kernel(node):
+                if is_kernel(node) or is_read_by_kernel(node):
                     self.steps.append((node, sources, given[node]))
                     self.widths[node] = width_of(node, length)
                     holds[node], given[node] = (node,), ()
@@ -276,7 +285,7 @@ class Moments:
         for i, (made, sources, _) in enumerate(self.steps):
             ending = [self.widths[s] for s in sources if last[s] == i]
             new = 0 if made is None else self.widths[made]
-            overwrites = made is not None and not is_one_of(made, KERNELS) and new in ending
+            overwrites = made is not None and not is_kernel(made) and new in ending
             most = max(most, alive if overwrites else alive + new)
             alive += (new if made in last else 0) - sum(ending)
         return max(most, self.single)
@@ -303,13 +312,12 @@ def width_of(node: Node, length: int) -> int:
     return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor)) // length
 
 
-def is_alias(node: Node) -> bool:
-    return node.target is operator.getitem or is_view(node)
-
-
-def is_one_of(node: Node, names: tuple[str, ...]) -> bool:
-    return op_name(node) in names
+def is_kernel(node: Node) -> bool:
+    """Does a node read and write memory? What lies between such nodes is fused."""
+    return cost_of(node) in (CostClass.PRODUCT, CostClass.KERNEL)
 
 
 def is_read_by_kernel(node: Node) -> bool:
-    return any(is_read_by_kernel(user) if is_alias(user) else is_one_of(user, KERNELS) for user in node.users)
+    return any(
+        is_read_by_kernel(user) if cost_of(user) is CostClass.VIEW else is_kernel(user) for user in node.users
+    )

@@ -1,8 +1,8 @@
 """What a plan has to know of a device: plain numbers, known for a device that is not there.
 
 ``KNOWN`` holds GPUs by their makers' figures, ``REFERENCE_CPU`` a stated CPU. `derived` describes a GPU that
-is in no table. The
-doorway asks torch which device it is; nothing here does, so that a plan for an H200 can be made on a laptop.
+is in no table. Which device there is, streambp_compile asks torch; nothing here does, so that a plan for an
+H200 can be made on a laptop.
 """
 
 from __future__ import annotations
@@ -14,20 +14,16 @@ import torch
 GIB = 2**30
 PRODUCTS, BANDWIDTH = 0.75, 0.85
 """Shares of a data sheet's dense product rate and of its bandwidth that large kernels sustain. cuBLAS in
-bfloat16 reaches about 0.7 of
-it on an H100, which runs into its power limit, and 0.85 on an A100; copies reach 0.8 to 0.93 of the
-bandwidth."""
+bfloat16 reaches about 0.7 of it on an H100, which runs into its power limit, and 0.85 on an A100; copies
+reach 0.8 to 0.93 of the bandwidth."""
 ATTENTION = {
     "flash": {8: (0.60, 0.50), 9: (0.40, 0.33)},
     "cudnn": {9: (0.62, 0.52)},
 }
 """Shares of the dense half-precision rate that attention kernels sustain, forward and backward, causal, heads
-of 128, by major compute
-capability. FlashAttention-2 (arXiv 2307.08691, section 4.1: up to 73 % forward and 63 % backward on an A100,
-less with a causal
-mask); on an H100 its instructions of sm_80 reach 35 to 40 % (FlashAttention-3, arXiv 2407.08608, figures 5
-and 6), where cuDNN's
-reach 60 % and more."""
+of 128, by major compute capability. FlashAttention-2 (arXiv 2307.08691, section 4.1: up to 73 % forward and
+63 % backward on an A100, less with a causal mask); on an H100 its instructions of sm_80 reach 35 to 40 %
+(FlashAttention-3, arXiv 2407.08608, figures 5 and 6), where cuDNN's reach 60 % and more."""
 OTHER_ATTENTION = (
     0.5,
     0.4,
@@ -91,9 +87,9 @@ class Device:
         capability = "" if self.capability is None else f" (sm_{self.capability[0]}{self.capability[1]})"
         free = "" if self.free == self.memory else f", {self.free / GIB:.1f} GiB of it free"
         return (
-            f"{self.name}{capability}: {self.memory / GIB:.1f} GiB{free}, {self.bandwidth / 1e9:.0f} GB/s, products "
-            f"{self.half / 1e12:.3g} TFLOP/s in half precision and {self.single / 1e12:.3g} in single, "
-            f"cache {self.cache / 2**20:.0f} MiB; {self.source}"
+            f"{self.name}{capability}: {self.memory / GIB:.1f} GiB{free}, {self.bandwidth / 1e9:.0f} GB/s, "
+            f"products {self.half / 1e12:.3g} TFLOP/s in half precision and {self.single / 1e12:.3g} in "
+            f"single, cache {self.cache / 2**20:.0f} MiB; {self.source}"
         )
 
 
@@ -133,7 +129,7 @@ def gpu(
     )
 
 
-NVIDIA = "NVIDIA's data sheet, sustained shares as stated in passes/device.py"
+NVIDIA = "NVIDIA's data sheet, sustained shares as stated in passes/planning/devices.py"
 KNOWN = (  # float32 figures are those of plain float32 units, as torch uses them unless TF32 is allowed
     gpu("B200", (10, 0), 178, 7700, 2250, 75, 126, 148, NVIDIA),
     gpu("GH200", (9, 0), 94.5, 4000, 989, 67, 50, 132, NVIDIA),
@@ -179,12 +175,10 @@ REFERENCE_CPU = Device(
     extra_rows=40,
 )
 """Two cores with 512-bit vectors. What decides chunk lengths is the ratio of product rate to bandwidth, here
-7 FLOP per byte, and on
-CPUs with more cores both grow; and the last cache, 16 to 64 MiB on most. Half precision is emulated on most.
-The attention kernel
-takes 32, 64 or 256 queries at a time, the more the longer a call is (FlashAttentionKernel.cpp), and reads and
-packs all keys for each:
-calls of 192 rows of 8192, 8 heads of 64, took 1.17 times as long as calls of 2048."""
+7 FLOP per byte, and on CPUs with more cores both grow; and the last cache, 16 to 64 MiB on most. Half
+precision is emulated on most. The attention kernel takes 32, 64 or 256 queries at a time, the more the longer
+a call is (FlashAttentionKernel.cpp), and reads and packs all keys for each: calls of 192 rows of 8192, 8
+heads of 64, took 1.17 times as long as calls of 2048."""
 
 PER_CLOCK = {
     (7, 0): (1024, 128),
@@ -200,9 +194,8 @@ PER_CLOCK = {
     (12, 1): (512, 256),
 }
 """Dense FLOP per multiprocessor and clock, half precision (summed in float32) and single: the CUDA C++
-programming guide, arithmetic
-instructions, and the architectures' white papers. Consumer cards' figures for 8.6 to 12.1, which are the
-lower ones."""
+programming guide, arithmetic instructions, and the architectures' white papers. Consumer cards' figures for
+8.6 to 12.1, which are the lower ones."""
 CLOCK = 1.5e9  # hertz, where a driver tells none
 # half-precision FLOP per byte of bandwidth, where a driver tells no memory clock; data sheets lie between 70
 # and 300
@@ -259,7 +252,7 @@ def named(name: str) -> Device:
     found = REFERENCE_CPU if name.lower() == "cpu" else known(name)
     if found is None:
         raise ValueError(
-            f"no device is known as {name!r}; known are CPU, {', '.join(row.name for row in KNOWN)}"
+            f"Unknown device {name!r}; known devices are CPU, {', '.join(row.name for row in KNOWN)}"
         )
     return found
 

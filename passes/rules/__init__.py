@@ -17,18 +17,19 @@ A third party adds a rule for an op of its own in the same way this package does
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
-from ..ir import CannotStream, Refusal, Signature, where_of
+from ..ir import CannotStream, Refusal, Signature, arguments, is_view, value_of, where_of
 from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
 from ..mask_analysis.domains import Abstract
 from ..mask_analysis.operands import Known
-from .facets import CostClass, Linear, Scan
+from .facets import CostClass, Form, Linear, Scan, Windows
 from .signatures import broadcast
 
 MaskTransfer = Callable[[Node, Known], Abstract]  # (node, what is known so far) → its abstract value
@@ -43,35 +44,43 @@ class Rule:
     shape_arg   position of the argument that holds the output's shape
     emit        writes the node into a chunk body, where copying it at chunk length is not enough
     cost        what it costs beside its neighbours; unknown counts as a kernel of its own
-    linear      in which operands it is linear; unknown counts as not linear
+    linear      in which operands it is linear (or node → that); unknown counts as not linear
     mask        what it does to a mask's abstract value: a function of `mask_domain`; unknown prunes nothing
     bounded     when its numbers are far from the lowest of their dtype, so that they mask no key: a function
                 of `mask_domain.bounded`
     visible_only  masked scores do not count in its result (a softmax over keys)
-    scan        how chunks of it join, if it is a scan
+    scan        how chunks of it join, if it is a scan (or node → that)
     positions   outputs that name rows or keys by their place (-1: its only output)
     random      it draws random numbers
-    writes      position of the argument that it writes into
+    writes      position of the argument that is its result, but for the entries that it writes or adds to
     keep        the rules know it better than its decomposition: it is decomposed in chunk bodies only
+    form        what it is to a rewrite that looks for a pattern
+    filling     the number that fills its result, or the argument that holds it
+    windows     node → dimensions along which its rows are those of an operand, moved, and zero elsewhere
+    any_layout  the op that gives the same values whatever the layout of its operand
     """
 
     signature: Callable[[Node], Signature]
     shape_arg: int | None = None
     emit: Callable | None = None
     cost: CostClass | None = None
-    linear: Linear | None = None
+    linear: Linear | Callable[[Node], Linear | None] | None = None
     mask: MaskTransfer | None = None
     bounded: Bounded | None = None
     visible_only: bool = False
-    scan: Scan | None = None
+    scan: Scan | Callable[[Node], Scan | None] | None = None
     positions: tuple[int, ...] = ()
     random: bool = False
     writes: int | None = None
     keep: bool = False
+    form: Form | None = None
+    filling: float | str | None = None
+    windows: Callable[[Node], Windows] | None = None
+    any_layout: torch._ops.OpOverload | None = None
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
-POINTWISE = Rule(broadcast)  # what is known of an op by its tag alone
+POINTWISE = Rule(broadcast, cost=CostClass.FUSED)  # what is known of an op by its tag alone
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -81,15 +90,16 @@ def overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), packet), variant or "default")
 
 
-def rule(*names: str, linear: str | None = None, **facets):
+def rule(*names: str, linear: str | Callable[[Node], Linear | None] | None = None, **facets):
     """Enter a signature function into the table for the ops named (``"namespace::op.overload"``).
 
-    linear  the terms in which the op is linear, ``"self + mat1 * mat2"``
+    linear  the terms in which the op is linear, ``"self + mat1 * mat2"``; or node → `Linear`, where that
+            depends on its arguments
     facets  any other field of `Rule`
     """
 
     def enter(signature: Callable[[Node], Signature]) -> Callable[[Node], Signature]:
-        found = Rule(signature, linear=None if linear is None else Linear.of(linear), **facets)
+        found = Rule(signature, linear=Linear.of(linear) if isinstance(linear, str) else linear, **facets)
         for name in names:
             TABLE[overload(name)] = found
         return signature
@@ -100,18 +110,18 @@ def rule(*names: str, linear: str | None = None, **facets):
 BY_NAME: dict[str, Rule] = {}
 
 
-def rule_by_name(*names: str):
+def rule_by_name(*names: str, **facets):
     """Enter a signature function for ops that need not be registered yet: of other packages
     (``"namespace::op"``), of higher order."""
 
     def enter(signature: Callable[[Node], Signature]) -> Callable[[Node], Signature]:
-        BY_NAME.update({name: Rule(signature) for name in names})
+        BY_NAME.update({name: Rule(signature, **facets) for name in names})
         return signature
 
     return enter
 
 
-def functional(target: object) -> object:
+def functional(target: object) -> torch._ops.OpOverload | None:
     """The op that an in-place op (``add_``) carries out; joint graphs have none of them, graphs straight from
     a capture do."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
@@ -122,21 +132,16 @@ def functional(target: object) -> object:
         return None
 
 
-def find_rule(node: Node) -> Rule | None:
-    """The row for this node's op, or None; pointwise ops are known by their tag."""
-    found = TABLE.get(node.target) or TABLE.get(functional(node.target))
-    if found is not None:
-        return found
-    if isinstance(node.target, torch._ops.OpOverload):
-        if torch.Tag.pointwise in node.target.tags:
-            return POINTWISE
-        if node.target._schema.name in BY_NAME:
-            return BY_NAME[node.target._schema.name]
-    if (
-        isinstance(node.target, torch._ops.HigherOrderOperator)
-        and f"higher_order::{node.target.__name__}" in BY_NAME
-    ):
-        return BY_NAME[f"higher_order::{node.target.__name__}"]
+def find_rule(target: object) -> Rule | None:
+    """The row of an op (or of a node's op); pointwise ops are known by their tag. None if there is none."""
+    target = target.target if isinstance(target, Node) else target
+    for op in (target, functional(target)):
+        if isinstance(op, torch._ops.OpOverload) and op in TABLE:
+            return TABLE[op]
+    if isinstance(target, torch._ops.OpOverload):
+        return POINTWISE if torch.Tag.pointwise in target.tags else BY_NAME.get(target._schema.name)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return BY_NAME.get(f"higher_order::{target.__name__}")
     return None
 
 
@@ -148,11 +153,87 @@ def rule_of(node: Node) -> Rule:
     raise CannotStream(
         Refusal(
             str(node.target),
-            "no rule says which rows this op reads",
-            "Register one with @streambp_compile.rule, or keep the op out of the compiled function",
+            "No rule describes which tokens this operation reads",
+            "Register a rule with @streambp_compile.rule, or keep the operation out of the compiled function",
             where_of(node),
         )
     )
+
+
+def form_of(node: object) -> Form | None:
+    """What a node is to a rewrite; None of what is no op, or has no form."""
+    found = find_rule(node) if isinstance(node, Node) and node.op == "call_function" else None
+    return None if found is None else found.form
+
+
+def linear_of(node: Node) -> Linear | None:
+    """In which operands a node is linear; every view is in the value that it views."""
+    found = find_rule(node)
+    linear = found.linear if found is not None else None
+    if linear is None and is_view(node):
+        return Linear.of(node.target._schema.arguments[0].name)
+    return linear(node) if callable(linear) else linear
+
+
+def scan_of(node: Node) -> Scan | None:
+    """How chunks of a node join, if it is a scan."""
+    found = find_rule(node)
+    scan = found.scan if found is not None else None
+    return scan(node) if callable(scan) else scan
+
+
+def cost_of(node: Node) -> CostClass:
+    """What a node costs beside its neighbours; without a row, what is safe: a kernel of its own."""
+    if node.target is operator.getitem or is_view(node):
+        return CostClass.VIEW
+    if node.op != "call_function" or not isinstance(value_of(node), (torch.Tensor, tuple, list)):
+        return CostClass.FREE
+    found = find_rule(node)
+    return CostClass.KERNEL if found is None or found.cost is None else found.cost
+
+
+def is_product(node: Node) -> bool:
+    """Is a node a matrix product or attention?"""
+    return cost_of(node) is CostClass.PRODUCT
+
+
+def is_random(node: Node) -> bool:
+    """Does a node draw random numbers?"""
+    found = find_rule(node)
+    return found is not None and found.random
+
+
+def filling_of(node: object) -> float | None:
+    """The number that a value of one number is filled with; None of what is not known to be one."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    found = find_rule(node)
+    if found is None or found.filling is None:
+        return None
+    return arguments(node)[found.filling] if isinstance(found.filling, str) else found.filling
+
+
+def is_zeros(node: object) -> bool:
+    """Is a value made from nothing but zeros?"""
+    return isinstance(node, Node) and filling_of(node) == 0 and not node.all_input_nodes
+
+
+def windows_of(node: object) -> Windows:
+    """The dimensions along which a node's rows are those of an operand, moved, and zero elsewhere."""
+    if isinstance(node, Node) and node.op == "call_function":
+        found = find_rule(node)
+        yield from () if found is None or found.windows is None else found.windows(node)
+
+
+def for_any_layout(target: Callable) -> Callable:
+    """The op that gives the same values whatever the layout of its operand: of a view, one that may copy."""
+    found = find_rule(target)
+    return target if found is None or found.any_layout is None else found.any_layout
+
+
+def kept() -> tuple[torch._ops.OpOverload, ...]:
+    """The ops that the rules know better than their decompositions."""
+    return tuple(op for op, found in TABLE.items() if found.keep)
 
 
 for _family in ("pointwise", "views", "matmul", "reductions", "scans", "indexing", "creation", "attention"):

@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from ..ir import EVERYWHERE, PAST, Signature, refuse, shape_of
 from . import rule, rule_by_name
+from .facets import CostClass, Form
 
 
 def mask_labels(node: Node, mask: Node | None, heads: int) -> tuple:
@@ -21,7 +22,7 @@ def emit_attention(body, node: Node):
     return body.attention(node)
 
 
-@rule("streambp::attention", emit=emit_attention)
+@rule("streambp::attention", emit=emit_attention, cost=CostClass.PRODUCT, form=Form.ATTENTION)
 def attention(node: Node) -> Signature:
     query, key = node.args[0], node.args[1]
     heads, grouped = shape_of(query)[1], shape_of(key)[1]
@@ -44,7 +45,13 @@ def emit_attention_backward(body, node: Node):
     return body.attention_backward(node)
 
 
-@rule("streambp::attention_backward", emit=emit_attention_backward)
+@rule(
+    "streambp::attention_backward",
+    emit=emit_attention_backward,
+    cost=CostClass.PRODUCT,
+    linear="grad",
+    form=Form.ATTENTION_BACKWARD,
+)
 def attention_backward(node: Node) -> Signature:
     query, key = node.args[1], node.args[2]
     heads, grouped = shape_of(query)[1], shape_of(key)[1]
@@ -68,6 +75,35 @@ def attention_backward(node: Node) -> Signature:
     )
 
 
+# torch's fused kernels, with their backward. Normalisation writes them as ``streambp.attention`` where
+# it can.
+
+
+def refused_kernel(node: Node) -> Signature:
+    raise refuse(
+        node,
+        "This attention kernel draws its own dropout, or returns more than its result",
+        "Call torch.nn.functional.scaled_dot_product_attention with dropout_p=0",
+    )
+
+
+rule(
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    keep=True,
+    form=Form.FUSED_ATTENTION,
+)(refused_kernel)
+rule(
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_efficient_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+    form=Form.FUSED_ATTENTION_BACKWARD,
+)(refused_kernel)
+
+
 # flash_attn's operators, as far as their schemas tell (flash_attn/flash_attn_interface.py, 2.7 and 2.8). What
 # torch
 # can say, too, is written as torch's attention before it comes here; the rest is refused by a sentence.
@@ -87,13 +123,18 @@ FLASH_ATTN = (
     "return_softmax",
 )
 KERNEL_ONLY = (  # parameter, what it is where it does nothing, what it does otherwise
-    ("dropout_p", 0, "draws its dropout inside the kernel, where a chunk cannot draw the same numbers again"),
-    ("softcap", 0, "caps scores inside its kernel"),
-    ("alibi_slopes", None, "adds ALiBi slopes inside its kernel"),
-    ("return_softmax", False, "returns a probability for every pair of tokens"),
+    (
+        "dropout_p",
+        0,
+        "This call draws dropout inside the flash_attn kernel, where a chunk cannot draw the same numbers "
+        "again",
+    ),
+    ("softcap", 0, "This call caps scores (softcap) inside the flash_attn kernel"),
+    ("alibi_slopes", None, "This call adds ALiBi slopes inside the flash_attn kernel"),
+    ("return_softmax", False, "This flash_attn call returns a probability for every pair of tokens"),
 )
-SDPA = 'Choose attn_implementation="sdpa", or call scaled_dot_product_attention, which streams'
-PACKED = 'For packed sequences choose attn_implementation="sdpa" and pass position_ids that restart with each'
+SDPA = 'Choose attn_implementation="sdpa", or call scaled_dot_product_attention'
+PACKED = 'Choose attn_implementation="sdpa", and pass position_ids that restart with each packed sequence'
 
 
 def kernel_only(given: Mapping[str, object]) -> str:
@@ -104,7 +145,7 @@ def kernel_only(given: Mapping[str, object]) -> str:
 @rule_by_name(FLASH_ATTN_FORWARD, "flash_attn::_flash_attn_backward")
 def flash_attn(node: Node) -> Signature:
     given = {**dict(zip(FLASH_ATTN, node.args)), **node.kwargs} if "forward" in str(node.target) else {}
-    other = "is not called by flash_attn's own autograd function on queries and keys of equal length"
+    other = "Only calls by flash_attn's own autograd function, with as many queries as keys, are supported"
     raise refuse(node, kernel_only(given) or other, SDPA)
 
 
@@ -112,7 +153,8 @@ def flash_attn(node: Node) -> Signature:
 def flash_attn_varlen(node: Node) -> Signature:
     raise refuse(
         node,
-        "reads the borders of packed sequences from a tensor, so no chunk knows which keys it may see",
+        "This call reads the sequence boundaries from a tensor, so the keys of a chunk are unknown at "
+        "compile time",
         PACKED,
     )
 
@@ -122,6 +164,6 @@ def flex_attention(node: Node) -> Signature:
     """What is left of flex attention where its mask was not written out before autograd."""
     raise refuse(
         node,
-        "skips blocks of keys that were not made from its mask in this graph, or returns its log-sum-exp",
-        "Call create_block_mask inside the compiled function and do not ask for return_lse or return_aux",
+        "This block mask was not created in the compiled function, or the call returns its log-sum-exp",
+        "Call create_block_mask inside the compiled function, without return_lse or return_aux",
     )

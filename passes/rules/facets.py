@@ -7,7 +7,10 @@ linear.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from torch.fx import Node
 
 
 class CostClass(enum.Enum):
@@ -15,21 +18,86 @@ class CostClass(enum.Enum):
 
     PRODUCT = "product"  # a matrix product or attention: arithmetic at the device's rate
     KERNEL = "kernel"  # a kernel of its own, which reads its operands from memory and writes its result there
+    SCATTER = "scatter"  # a kernel that adds few rows into its result: a sum of it costs only those rows
     FUSED = "fused"  # computed inside the kernel of a neighbour
     VIEW = "view"  # takes no memory and no time
     FREE = "free"  # a constant or a size
 
 
+class Form(enum.Enum):
+    """The operation behind a spelling, for rewrites that look for a pattern: several ops can have one
+    form."""
+
+    ALIAS = "alias"  # the same values in the same memory
+    COPY = "copy"  # the same values
+    CAST = "cast"  # the same values in another dtype
+    ASSIGN = "assign"  # the second argument, in the shape of the first
+    RESHAPE = "reshape"
+    EXPAND = "expand"
+    UNSQUEEZE = "unsqueeze"
+    SQUEEZE = "squeeze"
+    SLICE = "slice"
+    FLIP = "flip"
+    SUM = "sum"
+    MAXIMUM = "maximum"  # along a dimension, with the places
+    MINIMUM = "minimum"
+    SCATTER = "scatter"  # values of a tensor put where an index says
+    SORT = "sort"  # ascending but for its argument ``descending``, with the places
+    FLOOR_DIVIDE = "floor divide"
+    COUNT = "count"  # how often each number occurs: a histogram
+    RUNNING_SUM = "running sum"
+    LOOK_UP = "look up"  # rows picked by index tensors
+    PUT_ROWS = "put rows"  # rows written, or added, at index tensors
+    ADD_ROWS = "add rows"  # rows added along a dimension at an index
+    CREATED = (
+        "created"  # a constant, or nothing in particular, that is also given a tensor or strides to be like
+    )
+    RANGE = "range"  # start, start + step, …
+    FULL = "full"  # one number everywhere
+    RANDOM = "random"  # uniform numbers in [0, 1)
+    GROUPED_PRODUCT = "grouped product"  # sorted rows times a weight per group, or its gradient
+    GROUPED_PRODUCT_BACKWARD = "grouped product backward"
+    ATTENTION = "attention"  # ``streambp.attention``
+    ATTENTION_BACKWARD = "attention backward"
+    FUSED_ATTENTION = "fused attention"  # one of torch's kernels, which is written as ``streambp.attention``
+    FUSED_ATTENTION_BACKWARD = "fused attention backward"
+
+
 @dataclass(frozen=True)
 class Scan:
-    """How a scan over tokens goes on from one chunk to the next.
+    """How a scan over tokens goes on from one chunk to the next. Its state is the last row of its result.
 
-    join      op that joins a state to the rows behind it
     identity  the state of no rows
+    join      op that joins a state to the rows behind it: ``join(scan of the rows, state)``
+    state     or the argument of the scan itself that takes the state (an optional tensor, one row)
     """
 
-    join: object
     identity: float
+    join: Callable | None = None
+    state: str | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Row i of a value is row ``i - by`` of another for ``low <= i < high``, and zero elsewhere (rows along
+    one dimension)."""
+
+    source: Node
+    by: int
+    low: int
+    high: int
+
+    def of(self, inner: Window) -> Window:
+        """The same rows, seen through another window."""
+        return Window(
+            inner.source,
+            self.by + inner.by,
+            max(self.low, inner.low + self.by),
+            min(self.high, inner.high + self.by),
+        )
+
+
+Windows = Iterator[tuple[int, Window]]  # for each dimension along which a node is a window of an operand
 
 
 @dataclass(frozen=True)
@@ -45,6 +113,11 @@ class Linear:
     @staticmethod
     def of(text: str) -> Linear:
         return Linear(tuple(tuple(f.strip() for f in term.split("*")) for term in text.split("+")))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The arguments that it speaks of."""
+        return frozenset(name for term in self.terms for name in term)
 
     def __str__(self) -> str:
         return " + ".join(" * ".join(term) for term in self.terms)

@@ -5,35 +5,44 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, Tokens, is_zeros, shape_of, value_of
-from . import rule
+from ..ir import Label, Labels, Signature, Tokens, shape_of, value_of
+from . import is_zeros, rule
+from .facets import CostClass, Form
 from .mask_domain import layout
 from .mask_domain.bounded import always, if_operands_are
 from .signatures import aligned, all_at_once, argument
 
+FUSED = CostClass.FUSED
 
-@rule("aten::embedding", bounded=always)
+
+@rule("aten::embedding", cost=CostClass.KERNEL, linear="weight", bounded=always)
 def embedding(node: Node) -> Signature:
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
     return Signature((("v", "d"), index), ((*index, "d"),), contracts="all")
 
 
 def emit_embedding_backward(body, node: Node):
-    if body.kind(node) != "sum":
+    if not body.adds_up(node):
         return body.copy(node)
     return body.accumulate_rows(
         node, body.read(node.args[1]), body.summand(node.args[0]), padding=node.args[3]
     )
 
 
-@rule("aten::embedding_dense_backward", emit=emit_embedding_backward)
+@rule(
+    "aten::embedding_dense_backward",
+    emit=emit_embedding_backward,
+    cost=CostClass.SCATTER,
+    linear="grad_output",
+    keep=True,
+)
 def embedding_backward(node: Node) -> Signature:
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
     counts = len(node.args) > 4 and node.args[4]  # scale_grad_by_freq counts all tokens first
     return Signature(((*index, "d"), index), ((None, "d"),), contracts="all" if counts else "sum")
 
 
-@rule("aten::index_select")
+@rule("aten::index_select", cost=FUSED, linear="self")
 def index_select(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     dim = node.args[1] % rank
@@ -46,11 +55,11 @@ def index_select(node: Node) -> Signature:
 def emit_index(body, node: Node):
     """Rows that an index picks out of all tokens: every chunk gives those that it has, and the chunks add
     up."""
-    if body.kind(node) != "sum":
+    if not body.adds_up(node):
         return body.copy(node)
     x, indices = node.args[0], list(node.args[1])
     mark = body.fact(x).rows
-    local, inside = body.rows_of_chunk(body.read(indices[mark.dim], "whole"), mark, body.fact(x).lo)
+    local, inside = body.rows_of_chunk(body.read_whole(indices[mark.dim]), mark, body.fact(x).lo)
     position = 1 + sum(1 for ix in indices[: mark.dim] if ix is not None)
     picked = body.copy(node, {0: body.read(x), position: local})
     return body.added(node, body.zero_unless(before_dims(body, inside, trailing(node)), picked, node))
@@ -71,7 +80,15 @@ def before_dims(body, mask: Node, count: int) -> Node:
     return mask
 
 
-@rule("aten::index.Tensor", emit=emit_index, mask=layout.looked_up, bounded=if_operands_are)
+@rule(
+    "aten::index.Tensor",
+    emit=emit_index,
+    cost=FUSED,
+    linear="self",
+    form=Form.LOOK_UP,
+    mask=layout.looked_up,
+    bounded=if_operands_are,
+)
 def index(node: Node) -> Signature:
     """``x[i, :, j]``: the index tensors broadcast together; their dims come where the first index was, or in
     front if they are apart."""
@@ -88,7 +105,7 @@ def index(node: Node) -> Signature:
     after = [i for i in kept if i not in before]
     index_labels = tuple(("i", j) for j in range(index_rank))
     shape = out[len(before) : len(before) + index_rank]
-    operands = [tuple(("read", i) if i in used else ("x", i) for i in range(rank))]
+    operands: list[Labels] = [tuple(("read", i) if i in used else ("x", i) for i in range(rank))]
     for i in used:
         operands.append(tuple(None if j is None else ("i", j) for j in aligned(shape_of(indices[i]), shape)))
     outputs = (*(("x", i) for i in before), *index_labels, *(("x", i) for i in after))
@@ -96,14 +113,16 @@ def index(node: Node) -> Signature:
     return Signature(tuple(operands), (outputs,), contracts="picked" if picks else "all")
 
 
-@rule("aten::gather", bounded=if_operands_are)
+@rule("aten::gather", cost=FUSED, linear="self", bounded=if_operands_are)
 def gather(node: Node) -> Signature:
     table, rows = shape_of(node.args[0]), shape_of(node)
     dim = node.args[1] % max(len(rows), 1)
     # An index narrower than the table along another dimension reads its first rows only: a tie of row 0 to
     # row 0.
     labels = tuple(("moved", i) if i == dim else i for i in range(len(table)))
-    shifts = {i: (0, 0) for i in range(len(rows)) if i != dim and table[i] != rows[i]}
+    shifts: dict[Label, tuple[int, ...]] = {
+        i: (0, 0) for i in range(len(rows)) if i != dim and table[i] != rows[i]
+    }
     return Signature(
         (labels, tuple(range(len(rows)))), (tuple(range(len(rows))),), contracts="all", offsets=shifts
     )
@@ -135,29 +154,39 @@ def scattered(node: Node) -> Signature:
     )
 
 
-rule("aten::scatter.value", "aten::scatter.src", "aten::scatter_reduce.two")(scattered)
-rule("aten::scatter_add", emit=emit_scatter)(scattered)
+rule("aten::scatter.value", cost=FUSED, linear="self + value", writes=0)(scattered)
+rule("aten::scatter.src", cost=FUSED, linear="self + src", writes=0, form=Form.SCATTER)(scattered)
+rule("aten::scatter_reduce.two", cost=FUSED, writes=0)(scattered)
+rule("aten::scatter_add", emit=emit_scatter, cost=FUSED, linear="self + src", writes=0)(scattered)
 
 
 def emit_index_put(body, node: Node):
     """Few rows written among all tokens: every chunk takes those that fall into it."""
     base, indices, values = node.args[:3]
-    if body.kind(node) == "sum" or not isinstance(body.fact(node), Tokens):
-        return body.copied(node, body.kind(node))
+    if body.adds_up(node) or not isinstance(body.fact(node), Tokens):
+        return body.copied(node)
     mark = body.fact(node).rows
     if mark.dim >= len(indices) or indices[mark.dim] is None:
         return body.copy(node)
-    local, inside = body.rows_of_chunk(body.read(indices[mark.dim], "whole"), mark, body.fact(node).lo)
+    local, inside = body.rows_of_chunk(body.read_whole(indices[mark.dim]), mark, body.fact(node).lo)
     places = [
-        None if ix is None else local if i == mark.dim else body.read(ix, "whole")
+        None if ix is None else local if i == mark.dim else body.read_whole(ix)
         for i, ix in enumerate(indices)
     ]
     inside = before_dims(body, inside, len(shape_of(node)) - len(indices))
-    given = body.zero_unless(inside, body.read(values, "whole"), values)
+    given = body.zero_unless(inside, body.read_whole(values), values)
     return body.graph.call_function(node.target, (body.zeros(node), places, given, True))
 
 
-@rule("aten::index_put", "aten::_unsafe_index_put", emit=emit_index_put)
+@rule(
+    "aten::index_put",
+    "aten::_unsafe_index_put",
+    emit=emit_index_put,
+    cost=FUSED,
+    linear="self + values",
+    writes=0,
+    form=Form.PUT_ROWS,
+)
 def index_put(node: Node) -> Signature:
     """Accumulating rows into zeros: over tokens it adds up, and among tokens it puts rows where they
     belong."""
@@ -180,6 +209,6 @@ def index_put(node: Node) -> Signature:
     return Signature((labels, *[index_labels] * len(used), (*before, *index_labels, *after)), (labels,))
 
 
-@rule("aten::index_add")
+@rule("aten::index_add", cost=FUSED, linear="self + source", writes=0, form=Form.ADD_ROWS)
 def index_add(node: Node) -> Signature:
     return all_at_once(node)

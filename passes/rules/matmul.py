@@ -2,54 +2,58 @@
 
 from torch.fx import Node
 
-from ..ir import Signature, shape_of
-from . import rule
+from ..ir import Signature, refuse, shape_of
+from . import rule, rule_by_name
+from .facets import CostClass, Form
 from .mask_domain import arithmetic
 from .mask_domain.bounded import always, if_addend_is
 from .signatures import aligned, equation
 
+PRODUCT = CostClass.PRODUCT
+
 
 def emit_mm(body, node: Node):
     """A product summed over rows goes straight into its accumulator; no partial result exists."""
-    if body.kind(node) != "sum":
-        return body.copied(node, body.kind(node))  # rows, or a sum per key
+    if not body.adds_up(node):
+        return body.copied(node)  # rows, or a sum per key
     return body.accumulate_mm(node, body.summand(node.args[0]), body.read(node.args[1]))
 
 
-@rule("aten::mm", emit=emit_mm, bounded=always)
+@rule("aten::mm", emit=emit_mm, cost=PRODUCT, linear="self * mat2", bounded=always)
 def mm(node: Node) -> Signature:
     return equation(node, "mk,kn->mn")
 
 
-@rule("aten::bmm", emit=emit_mm, bounded=always)
+@rule("aten::bmm", emit=emit_mm, cost=PRODUCT, linear="self * mat2", bounded=always)
 def bmm(node: Node) -> Signature:
     return equation(node, "bmk,bkn->bmn")
 
 
-@rule("aten::mv")
+@rule("aten::mv", cost=CostClass.FUSED, linear="self * vec")
 def mv(node: Node) -> Signature:
     return equation(node, "mk,k->m")
 
 
-@rule("aten::dot", "aten::vdot")
+@rule("aten::dot", cost=CostClass.FUSED, linear="self * tensor")
+@rule("aten::vdot", cost=CostClass.FUSED, linear="self * other")
 def dot(node: Node) -> Signature:
     return equation(node, "k,k->")
 
 
-@rule("streambp::grouped_mm")
+@rule("streambp::grouped_mm", cost=PRODUCT, linear="rows * weight")
 def grouped_mm(node: Node) -> Signature:
     return equation(node, "rk,gkn,r->rn", contracts="all")
 
 
 def emit_grouped_outer(body, node: Node):
-    if body.kind(node) != "sum":
+    if not body.adds_up(node):
         return body.copy(node)
     return body.accumulate_grouped(
         node, body.summand(node.args[0]), body.read(node.args[1]), body.read(node.args[2])
     )
 
 
-@rule("streambp::grouped_outer", emit=emit_grouped_outer)
+@rule("streambp::grouped_outer", emit=emit_grouped_outer, cost=PRODUCT, linear="left * right")
 def grouped_outer(node: Node) -> Signature:
     return Signature((("r", "k"), ("r", "n"), ("r",)), ((None, "k", "n"),))
 
@@ -64,11 +68,43 @@ def with_bias(node: Node, text: str) -> Signature:
     )
 
 
-@rule("aten::addmm", mask=arithmetic.product_added, bounded=if_addend_is)
+@rule(
+    "aten::addmm",
+    cost=PRODUCT,
+    linear="self + mat1 * mat2",
+    mask=arithmetic.product_added,
+    bounded=if_addend_is,
+)
 def addmm(node: Node) -> Signature:
     return with_bias(node, "mk,kn->mn")
 
 
-@rule("aten::baddbmm", mask=arithmetic.product_added, bounded=if_addend_is)
+@rule(
+    "aten::baddbmm",
+    cost=PRODUCT,
+    linear="self + batch1 * batch2",
+    mask=arithmetic.product_added,
+    bounded=if_addend_is,
+)
 def baddbmm(node: Node) -> Signature:
     return with_bias(node, "bmk,bkn->bmn")
+
+
+# Products of sorted rows with a weight per group: torch's, and the stand-in of transformers where torch has
+# no kernel (transformers/integrations/moe.py). They are written for rows in the order of tokens before they
+# come here.
+
+
+@rule("aten::_grouped_mm", form=Form.GROUPED_PRODUCT)
+def grouped_mm_of_sorted(node: Node) -> Signature:
+    raise refuse(
+        node,
+        "This grouped product takes rows that are sorted by group, and the sort could not be undone",
+        "Sort the rows inside the compiled function, and put them back in the same order",
+    )
+
+
+rule_by_name("transformers::grouped_mm_fallback", form=Form.GROUPED_PRODUCT)(grouped_mm_of_sorted)
+rule_by_name("transformers::grouped_mm_fallback_backward", form=Form.GROUPED_PRODUCT_BACKWARD)(
+    grouped_mm_of_sorted
+)

@@ -1,20 +1,63 @@
-"""Row t reads row t, and nothing else. Most such ops are known by ``torch.Tag.pointwise``; these lack the
-tag, or a facet is known of them."""
+"""Row t reads row t, and nothing else.
+
+Most such ops need no row: ``torch.Tag.pointwise`` says it of them. Here are those of which more is known, and
+those that lack the tag.
+"""
+
+from typing import Any
 
 from . import rule
+from .facets import CostClass, Form
 from .mask_domain import arithmetic, comparisons, fills, layout, logic, normalization
 from .mask_domain.bounded import if_operands_are, of_exponential
 from .signatures import broadcast
 
+FUSED, VIEW = CostClass.FUSED, CostClass.VIEW
+
+SAME = dict(mask=layout.same, bounded=if_operands_are)
+rule("aten::clone", "aten::lift_fresh_copy", cost=FUSED, linear="self", form=Form.COPY, **SAME)(broadcast)
+rule("aten::detach", "aten::alias", cost=VIEW, linear="self", form=Form.ALIAS, **SAME)(broadcast)
+rule("aten::_to_copy", cost=FUSED, linear="self", form=Form.CAST, **SAME)(broadcast)
+rule("prims::convert_element_type", cost=FUSED, linear="a", form=Form.CAST, **SAME)(broadcast)
+rule("aten::copy", cost=FUSED, linear="self + src", writes=0, form=Form.ASSIGN, mask=layout.copied)(broadcast)
+
+# Arithmetic
+
+for name, terms, transfer in (
+    ("neg", "self", arithmetic.negated),
+    ("add.Tensor", "self + other", arithmetic.added),
+    ("add.Scalar", "self + other", arithmetic.added),
+    ("sub.Tensor", "self + other", arithmetic.subtracted),
+    ("sub.Scalar", "self + other", arithmetic.subtracted),
+    ("mul.Tensor", "self * other", arithmetic.multiplied),
+    ("mul.Scalar", "self * other", arithmetic.multiplied),
+    ("div.Tensor", "self", arithmetic.divided),
+    ("div.Scalar", "self", arithmetic.divided),
+    ("where.self", "self + other", fills.chosen),
+    ("abs", None, arithmetic.distance),
+    ("maximum", None, arithmetic.at_least),
+    ("exp", None, normalization.vanished),
+    ("sigmoid", None, normalization.vanished),
+    ("relu", None, normalization.vanished),
+    ("minimum", None, None),
+    ("reciprocal", None, None),
+    ("tanh", None, None),
+    ("pow.Tensor_Tensor", None, None),
+    ("pow.Tensor_Scalar", None, None),
+    ("pow.Scalar", None, None),
+):
+    rule(f"aten::{name}", cost=FUSED, linear=terms, mask=transfer, bounded=if_operands_are)(broadcast)
+rule("aten::exp2", cost=FUSED, mask=normalization.vanished)(broadcast)
+rule("aten::log1p", cost=FUSED, bounded=of_exponential)(broadcast)
 rule(
-    "aten::clone",
-    "aten::detach",
-    "aten::alias",
-    "aten::_to_copy",
-    "aten::lift_fresh_copy",
-    "prims::convert_element_type",
-    mask=layout.same,
-    bounded=if_operands_are,
+    "aten::floor_divide", "aten::div.Tensor_mode", "aten::div.Scalar_mode", cost=FUSED, form=Form.FLOOR_DIVIDE
+)(broadcast)
+rule(
+    "aten::masked_fill.Scalar",
+    "aten::masked_fill.Tensor",
+    cost=FUSED,
+    linear="self + value",
+    mask=fills.filled,
 )(broadcast)
 
 rule("aten::copy", mask=layout.copied)(broadcast)
@@ -32,8 +75,8 @@ rule("aten::exp", "aten::sigmoid", "aten::relu", mask=normalization.vanished, bo
 )
 rule("aten::exp2", mask=normalization.vanished)(broadcast)
 rule("aten::log1p", bounded=of_exponential)(broadcast)
+rule("aten::minimum", mask=logic.conjoined, bounded=if_operands_are)(broadcast)
 rule(
-    "aten::minimum",
     "aten::reciprocal",
     "aten::tanh",
     "aten::pow.Tensor_Tensor",
@@ -51,19 +94,45 @@ rule(
 )(broadcast)
 rule("aten::bitwise_and.Tensor", "aten::logical_and", mask=logic.conjoined)(broadcast)
 rule("aten::bitwise_or.Tensor", "aten::logical_or", mask=logic.disjoined)(broadcast)
+rule("aten::bitwise_xor.Tensor", "aten::bitwise_xor.Scalar", "aten::logical_xor", mask=logic.exclusive)(
+    broadcast
+)
 rule("aten::bitwise_not", "aten::logical_not", mask=logic.inverted)(broadcast)
 rule("aten::threshold_backward", "aten::sigmoid_backward", mask=normalization.normalized_backward)(broadcast)
 
+for name in ("eq", "ne", "le", "lt", "ge", "gt"):
+    rule(f"aten::{name}.Tensor", f"aten::{name}.Scalar", cost=FUSED, mask=comparisons.compared)(broadcast)
+rule("aten::bitwise_and.Tensor", "aten::logical_and", cost=FUSED, mask=logic.conjoined)(broadcast)
+rule("aten::bitwise_or.Tensor", "aten::logical_or", cost=FUSED, mask=logic.disjoined)(broadcast)
+rule("aten::bitwise_not", "aten::logical_not", cost=FUSED, mask=logic.inverted)(broadcast)
+
+# Complex numbers
+
+rule("aten::_conj", cost=VIEW, linear="self")(broadcast)
+rule("aten::resolve_conj", cost=FUSED, linear="self")(broadcast)
+rule("aten::polar", cost=FUSED, linear="abs")(broadcast)
+rule("aten::complex", cost=FUSED, linear="real + imag")(broadcast)
+
+# Gradients of activations
+
+GRADIENT: dict[str, Any] = dict(cost=FUSED, linear="grad_output")
 rule(
-    "aten::_conj",
-    "aten::resolve_conj",
-    "aten::polar",
-    "aten::complex",
+    "aten::threshold_backward",
+    "aten::sigmoid_backward",
+    mask=normalization.normalized_backward,
+    **GRADIENT,
+)(broadcast)
+rule(
     "aten::gelu_backward",
     "aten::silu_backward",
     "aten::tanh_backward",
-    "aten::fill.Scalar",
-    "aten::zeros_like",
-    "aten::ones_like",
-    "aten::full_like",
+    "aten::native_dropout_backward",
+    **GRADIENT,
 )(broadcast)
+
+# Constants in the shape of an operand
+
+rule("aten::fill.Scalar", cost=FUSED, filling="value")(broadcast)
+rule("aten::full_like", cost=FUSED, filling="fill_value")(broadcast)
+rule("aten::zeros_like", cost=FUSED, filling=0)(broadcast)
+rule("aten::ones_like", cost=FUSED, filling=1)(broadcast)

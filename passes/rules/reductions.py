@@ -6,9 +6,12 @@ from torch.fx import Node
 
 from ..ir import Signature, shape_of, value_of
 from . import rule
+from .facets import CostClass, Form
 from .mask_domain import layout, normalization
 from .mask_domain.bounded import if_operands_are
-from .signatures import argument, dims_of
+from .signatures import all_at_once, argument, dims_of
+
+FUSED = CostClass.FUSED
 
 
 def reduced(node: Node, dims: tuple[int, ...], keepdim: bool, contracts: str, outputs: int = 1) -> Signature:
@@ -21,28 +24,34 @@ def reduced(node: Node, dims: tuple[int, ...], keepdim: bool, contracts: str, ou
     return Signature((labels,), (out,) * outputs, contracts=contracts)
 
 
-@rule("aten::sum")
+def emit_sum(body, node: Node):
+    """A chunk's part of a sum of half precision comes in the dtype of its accumulator."""
+    return body.copied(node, wide=True)
+
+
+@rule("aten::sum", emit=emit_sum, cost=FUSED, linear="self")
 def sum_all(node: Node) -> Signature:
     return reduced(node, dims_of(None, len(shape_of(node.args[0]))), False, "sum")
 
 
-@rule("aten::sum.dim_IntList", mask=layout.summed)
+@rule("aten::sum.dim_IntList", emit=emit_sum, cost=FUSED, linear="self", form=Form.SUM, mask=layout.summed)
 def sum_dims(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     return reduced(node, dims_of(node.args[1], rank), bool(argument(node, 2, "keepdim", False)), "sum")
 
 
+@rule("aten::mean.dim", cost=FUSED, linear="self")
+@rule("aten::argmax", "aten::argmin", cost=FUSED, positions=(-1,))
+@rule("aten::amax", cost=FUSED, bounded=if_operands_are, visible_only=True)
 @rule(
-    "aten::mean.dim",
     "aten::amin",
     "aten::any.dim",
     "aten::any.dims",
     "aten::all.dim",
     "aten::all.dims",
-    "aten::argmax",
-    "aten::argmin",
     "aten::prod.dim_int",
     "aten::logsumexp",
+    cost=FUSED,
 )
 def reduce_dims(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
@@ -51,15 +60,14 @@ def reduce_dims(node: Node) -> Signature:
     )
 
 
-rule("aten::amax", bounded=if_operands_are, visible_only=True)(reduce_dims)
-
-
-@rule("aten::mean", "aten::max", "aten::min", "aten::any", "aten::all", "aten::prod")
+@rule("aten::mean", cost=FUSED, linear="self")
+@rule("aten::max", "aten::min", "aten::any", "aten::all", "aten::prod", cost=FUSED)
 def reduce_all(node: Node) -> Signature:
     return reduced(node, dims_of(None, len(shape_of(node.args[0]))), False, "all")
 
 
-@rule("aten::min.dim")
+@rule("aten::max.dim", cost=FUSED, positions=(1,), form=Form.MAXIMUM, visible_only=True)
+@rule("aten::min.dim", cost=FUSED, positions=(1,), form=Form.MINIMUM)
 def extreme(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     return reduced(
@@ -67,10 +75,7 @@ def extreme(node: Node) -> Signature:
     )
 
 
-rule("aten::max.dim", visible_only=True)(extreme)
-
-
-@rule("aten::var_mean.correction")
+@rule("aten::var_mean.correction", cost=FUSED)
 def var_mean(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     return reduced(
@@ -82,7 +87,7 @@ def var_mean(node: Node) -> Signature:
     )
 
 
-@rule("aten::var.correction")
+@rule("aten::var.correction", cost=FUSED)
 def var(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     return reduced(
@@ -90,7 +95,8 @@ def var(node: Node) -> Signature:
     )
 
 
-@rule("aten::topk", "aten::sort", "aten::sort.stable")
+@rule("aten::topk", cost=CostClass.KERNEL, positions=(1,))
+@rule("aten::sort", "aten::sort.stable", cost=CostClass.KERNEL, positions=(1,), form=Form.SORT)
 def ranked(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     if node.target.overloadpacket.__name__ == "topk":
@@ -112,24 +118,33 @@ def normalized(node: Node, dim: int, operands: int) -> Signature:
     return Signature((labels,) * operands, (labels,), keys=dim)
 
 
-@rule("aten::_log_softmax")
+@rule("aten::_softmax", cost=FUSED, keep=True, mask=normalization.normalized, visible_only=True)
+@rule("aten::_safe_softmax", cost=FUSED, keep=True, mask=normalization.safely_normalized, visible_only=True)
+@rule("aten::_log_softmax", cost=FUSED, keep=True)
 def softmax(node: Node) -> Signature:
     return normalized(node, node.args[1], 1)
 
 
-rule("aten::_softmax", mask=normalization.normalized, visible_only=True)(softmax)
-rule("aten::_safe_softmax", mask=normalization.safely_normalized, visible_only=True)(softmax)
-
-
-@rule("aten::_log_softmax_backward_data")
+@rule(
+    "aten::_softmax_backward_data",
+    cost=FUSED,
+    linear="grad_output",
+    keep=True,
+    mask=normalization.normalized_backward,
+)
+@rule("aten::_log_softmax_backward_data", cost=FUSED, linear="grad_output", keep=True)
 def softmax_backward(node: Node) -> Signature:
     return normalized(node, node.args[2], 2)
 
 
-rule("aten::_softmax_backward_data", mask=normalization.normalized_backward)(softmax_backward)
-
-
-@rule("streambp::to_extreme", mask=normalization.largest_backward, visible_only=True)
+@rule(
+    "streambp::to_extreme", cost=FUSED, linear="grad", mask=normalization.largest_backward, visible_only=True
+)
 def to_extreme(node: Node) -> Signature:
     dim, labels = node.args[2], tuple(range(len(shape_of(node))))
     return Signature((tuple(None if i == dim else i for i in labels), labels), (labels,), keys=dim)
+
+
+@rule("aten::histc", "aten::bincount", cost=CostClass.KERNEL, form=Form.COUNT)
+def counts(node: Node) -> Signature:
+    return all_at_once(node)

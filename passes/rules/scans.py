@@ -11,53 +11,76 @@ import torch
 from torch.fx import Node
 
 from ..ir import FUTURE, PAST, Signature, shape_of
-from . import rule
+from . import TABLE, Rule, rule, scan_of
+from .facets import CostClass, Form, Linear, Scan
 from .mask_domain import creation
 from .mask_domain.bounded import if_operands_are
 
 aten = torch.ops.aten
-
-JOINS = {  # scan → what joins a state to the rows behind it, and the state of no rows
-    aten.cumsum.default: (aten.add.Tensor, 0.0),
-    aten.cumprod.default: (aten.mul.Tensor, 1.0),
-    aten.logcumsumexp.default: (aten.logaddexp.default, -math.inf),
-}
-
-
-def scan_of(node: Node):
-    """The scan that a node is, whichever way it goes."""
-    return (
-        getattr(aten, node.args[2]).default
-        if node.target is torch.ops.streambp.reverse_scan.default
-        else node.target
-    )
+KERNEL = CostClass.KERNEL
 
 
 def state_of_no_rows(node: Node) -> float:
     """What a scan makes of nothing; zero for what is no scan, and adds up."""
-    return JOINS.get(scan_of(node), (None, 0.0))[1]
+    scan = scan_of(node)
+    return 0.0 if scan is None else scan.identity
 
 
-def emit_forward(body, node: Node):
-    return body.scan(node, node.target, node.args[1], *JOINS[node.target])
-
-
-@rule("aten::logcumsumexp", "aten::cumprod", emit=emit_forward)
+@rule(
+    "aten::cumsum",
+    cost=KERNEL,
+    mask=creation.accumulated,
+    bounded=if_operands_are,
+    linear="self",
+    scan=Scan(0.0, join=aten.add.Tensor),
+    keep=True,
+    form=Form.RUNNING_SUM,
+)
+@rule("aten::cumprod", cost=KERNEL, scan=Scan(1.0, join=aten.mul.Tensor), keep=True)
+@rule("aten::logcumsumexp", cost=KERNEL, scan=Scan(-math.inf, join=aten.logaddexp.default), keep=True)
 def forward(node: Node) -> Signature:
     rank = len(shape_of(node))
     labels = tuple(range(rank))
     return Signature((labels,), (labels,), reach={node.args[1] % max(rank, 1): PAST})
 
 
-rule("aten::cumsum", emit=emit_forward, mask=creation.accumulated, bounded=if_operands_are)(forward)
+def is_reversible(node: Node) -> bool:
+    """Is a node a scan that ``streambp.reverse_scan`` knows?"""
+    found = scan_of(node)
+    return found is not None and found.join is not None and node.target.namespace == "aten"
+
+
+def turned(node: Node) -> torch._ops.OpOverload:
+    """The scan that a reverse scan is, from the last row to the first."""
+    return getattr(aten, node.args[2]).default
+
+
+def row_of_turned(node: Node) -> Rule:
+    return TABLE[turned(node)]
+
+
+def linear_reverse(node: Node) -> Linear | None:
+    return Linear.of("x") if row_of_turned(node).linear is not None else None
 
 
 def emit_reverse(body, node: Node):
-    scan = scan_of(node)
-    return body.scan(node, scan, node.args[1], *JOINS[scan], turned=True)
+    """Written out, so that Inductor has a kernel for it."""
+
+    def run(rows: Node) -> Node:
+        call, dim = body.graph.call_function, node.args[1]
+        flipped = call(turned(node), (call(aten.flip.default, (rows, [dim])), dim))
+        return call(aten.flip.default, (flipped, [dim]))
+
+    return body.scan(node, run)
 
 
-@rule("streambp::reverse_scan", emit=emit_reverse)
+@rule(
+    "streambp::reverse_scan",
+    emit=emit_reverse,
+    cost=KERNEL,
+    linear=linear_reverse,
+    scan=lambda node: row_of_turned(node).scan,
+)
 def reverse(node: Node) -> Signature:
     labels = tuple(range(len(shape_of(node))))
     return Signature((labels,), (labels,), reach={node.args[1]: FUTURE})

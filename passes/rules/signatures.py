@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Node
 
-from ..ir import Labels, Signature, shape_of, tensor_operands, value_of
+from ..ir import Signature, shape_of, tensor_operands, value_of
 
 
-def aligned(operand: tuple[int, ...], output: tuple[int, ...]) -> Labels:
+def aligned(operand: tuple[int, ...], output: tuple[int, ...]) -> tuple[int | None, ...]:
     """Labels of an operand that broadcasts against the output: tied from the right, size-one dims tied to
     nothing."""
     shift = len(output) - len(operand)
@@ -47,7 +49,7 @@ def dims_of(arg: object, rank: int) -> tuple[int, ...]:
     return tuple(d % rank if rank else 0 for d in dims)
 
 
-def argument(node: Node, position: int, name: str, default=None):
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     """A schema argument, whether passed by position or by name."""
     if len(node.args) > position:
         return node.args[position]

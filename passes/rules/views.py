@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Reach, Signature, hint, is_zeros, refuse, shape_of, tensor_operands, value_of
-from . import rule
+from ..ir import Reach, Signature, arguments, hint, refuse, shape_of, tensor_operands, value_of
+from . import is_zeros, rule
+from .facets import CostClass, Form, Window, Windows
 from .mask_domain import layout
 from .mask_domain.bounded import if_operands_are
 from .signatures import aligned, argument, dims_of
+
+VIEW, FUSED = CostClass.VIEW, CostClass.FUSED
 
 
 def emit_view(body, node: Node):
@@ -23,6 +26,10 @@ def emit_view(body, node: Node):
     "aten::reshape",
     shape_arg=1,
     emit=emit_view,
+    cost=VIEW,
+    linear="self",
+    form=Form.RESHAPE,
+    any_layout=torch.ops.aten.reshape.default,
     mask=layout.reshaped,
     bounded=if_operands_are,
 )
@@ -32,20 +39,27 @@ def view(node: Node) -> Signature:
     )
 
 
-@rule("aten::unsqueeze", mask=layout.reshaped, bounded=if_operands_are)
+@rule(
+    "aten::unsqueeze",
+    cost=VIEW,
+    linear="self",
+    form=Form.UNSQUEEZE,
+    mask=layout.reshaped,
+    bounded=if_operands_are,
+)
 def unsqueeze(node: Node) -> Signature:
     rank = len(shape_of(node))
     dim = node.args[1] % rank
     return Signature((tuple(i for i in range(rank) if i != dim),), (tuple(range(rank)),))
 
 
-@rule("aten::view_as_complex")
+@rule("aten::view_as_complex", cost=VIEW, linear="self")
 def view_as_complex(node: Node) -> Signature:
     labels = tuple(range(len(shape_of(node))))
     return Signature(((*labels, "parts"),), (labels,), contracts="all")
 
 
-@rule("aten::view_as_real")
+@rule("aten::view_as_real", cost=VIEW, linear="self")
 def view_as_real(node: Node) -> Signature:
     labels = tuple(range(len(shape_of(node)) - 1))
     return Signature((labels,), ((*labels, None),))
@@ -55,6 +69,9 @@ def view_as_real(node: Node) -> Signature:
     "aten::squeeze.dim",
     "aten::squeeze.dims",
     "aten::squeeze",
+    cost=VIEW,
+    linear="self",
+    form=Form.SQUEEZE,
     mask=layout.reshaped,
     bounded=if_operands_are,
 )
@@ -65,19 +82,19 @@ def squeeze(node: Node) -> Signature:
     return Signature((tuple(range(len(shape))),), (kept,))
 
 
-@rule("aten::permute", mask=layout.permuted, bounded=if_operands_are)
+@rule("aten::permute", cost=VIEW, linear="self", mask=layout.permuted, bounded=if_operands_are)
 def permute(node: Node) -> Signature:
     rank = len(shape_of(node))
     return Signature((tuple(range(rank)),), (tuple(d % rank for d in node.args[1]),))
 
 
-@rule("aten::t", "aten::numpy_T", mask=layout.permuted, bounded=if_operands_are)
+@rule("aten::t", "aten::numpy_T", cost=VIEW, linear="self", mask=layout.permuted, bounded=if_operands_are)
 def transpose_matrix(node: Node) -> Signature:
     labels = tuple(range(len(shape_of(node))))
     return Signature((labels,), (labels[::-1],))
 
 
-@rule("aten::transpose.int", mask=layout.permuted, bounded=if_operands_are)
+@rule("aten::transpose.int", cost=VIEW, linear="self", mask=layout.permuted, bounded=if_operands_are)
 def transpose(node: Node) -> Signature:
     rank = len(shape_of(node))
     labels = list(range(rank))
@@ -87,13 +104,21 @@ def transpose(node: Node) -> Signature:
     return Signature((tuple(labels),), (tuple(swapped),))
 
 
-@rule("aten::expand", shape_arg=1, mask=layout.expanded, bounded=if_operands_are)
+@rule(
+    "aten::expand",
+    shape_arg=1,
+    cost=VIEW,
+    linear="self",
+    form=Form.EXPAND,
+    mask=layout.expanded,
+    bounded=if_operands_are,
+)
 def expand(node: Node) -> Signature:
     out = shape_of(node)
     return Signature((aligned(shape_of(node.args[0]), out),), (tuple(range(len(out))),))
 
 
-@rule("aten::repeat")
+@rule("aten::repeat", cost=FUSED, linear="self")
 def repeat(node: Node) -> Signature:
     out, repeats = shape_of(node), node.args[1]
     shift = len(out) - len(shape_of(node.args[0]))
@@ -104,7 +129,7 @@ def repeat(node: Node) -> Signature:
 def emit_slice(body, node: Node):
     """Rows outside the slice stay where they are; the fact's domain remembers that they do not count."""
     x, dim = node.args[0], argument(node, 1, "dim", 0) % len(shape_of(node))
-    if body.kind(node) == "sum":  # one row of all
+    if body.adds_up(node):  # one row of all
         return body.added(node, body.row_picked(x, dim, argument(node, 2, "start")))
     if body.carries_keys(x, dim):
         bounds = (body.column(x, argument(node, 2, "start")), body.column(x, argument(node, 3, "end")))
@@ -112,7 +137,25 @@ def emit_slice(body, node: Node):
     return body.read(x) if body.carries_tokens(node, dim) else body.copy(node)
 
 
-@rule("aten::slice.Tensor", emit=emit_slice, mask=layout.sliced, bounded=if_operands_are)
+def windows_of_slice(node: Node) -> Windows:
+    given = arguments(node)
+    dim, start = given["dim"] % len(shape_of(node)), given["start"] or 0
+    if isinstance(start, int) and given["step"] == 1:
+        size = shape_of(given["self"])[dim]
+        by = -(max(0, start + size) if start < 0 else start)
+        yield dim, Window(given["self"], by, 0, shape_of(node)[dim])
+
+
+@rule(
+    "aten::slice.Tensor",
+    emit=emit_slice,
+    cost=VIEW,
+    linear="self",
+    form=Form.SLICE,
+    windows=windows_of_slice,
+    mask=layout.sliced,
+    bounded=if_operands_are,
+)
 def slice_(node: Node) -> Signature:
     shape = shape_of(node.args[0])
     dim = argument(node, 1, "dim", 0) % len(shape)
@@ -124,15 +167,15 @@ def slice_(node: Node) -> Signature:
     return Signature((labels,), (labels,), offsets={dim: (clamped(start, shape[dim]),)})
 
 
-def clamped(index: object, size: int) -> int:
+def clamped(index: int | Node, size: int) -> int:
     """A slice bound as slicing reads it: negative from the end, never outside."""
-    number = hint(index.meta["val"]) if isinstance(index, Node) else index
+    number: int = hint(index.meta["val"]) if isinstance(index, Node) else index
     return max(0, min(size, number + size if number < 0 else number))
 
 
 def emit_select(body, node: Node):
     """One row of all tokens: the chunk that has it gives it, and the chunks add up."""
-    if body.kind(node) != "sum":
+    if not body.adds_up(node):
         return body.copy(node)
     x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
     return body.added(
@@ -141,7 +184,14 @@ def emit_select(body, node: Node):
     )
 
 
-@rule("aten::select.int", emit=emit_select, mask=layout.selected, bounded=if_operands_are)
+@rule(
+    "aten::select.int",
+    emit=emit_select,
+    cost=VIEW,
+    linear="self",
+    mask=layout.selected,
+    bounded=if_operands_are,
+)
 def select(node: Node) -> Signature:
     shape = shape_of(node.args[0])
     dim = node.args[1] % len(shape)
@@ -155,11 +205,11 @@ def emit_select_scatter(body, node: Node):
     dim = argument(node, 2, "dim", 0) % len(shape_of(node))
     if not body.carries_tokens(node, dim):
         return body.copy(node)
-    row = body.graph.call_function(torch.ops.aten.unsqueeze.default, (body.read(node.args[1], "whole"), dim))
+    row = body.graph.call_function(torch.ops.aten.unsqueeze.default, (body.read_whole(node.args[1]), dim))
     return body.row_put(node, dim, argument(node, 3, "index"), row, node.args[1])
 
 
-@rule("aten::select_scatter", emit=emit_select_scatter)
+@rule("aten::select_scatter", emit=emit_select_scatter, cost=FUSED, linear="self + src", writes=0)
 def select_scatter(node: Node) -> Signature:
     rank = len(shape_of(node))
     dim = argument(node, 2, "dim", 0) % rank
@@ -172,16 +222,40 @@ def select_scatter(node: Node) -> Signature:
 
 
 def emit_pad(body, node: Node):
-    rank, amounts = len(shape_of(node)), node.args[1]
-    padded = [rank - 1 - i // 2 for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]]
-    if not any(body.carries_tokens(node, dim) for dim in padded):
+    """Features are padded in the chunk; rows beyond the tokens are filled where they come to lie."""
+    x, rank, amounts = node.args[0], len(shape_of(node)), list(node.args[1])
+    filling = argument(node, 2, "value", 0)
+    at = next((i for i in range(0, len(amounts), 2) if body.carries_tokens(node, rank - 1 - i // 2)), None)
+    if at is None or not any(amounts[at : at + 2]):
         return body.copy(node)
-    if len(padded) > 1:
-        raise refuse(node, "pads tokens and features at once", "Pad them one after the other")
-    return body.fill_outside(node, body.read(node.args[0]), argument(node, 2, "value", 0))
+    amounts[at : at + 2] = [0, 0]
+    rows = body.read(x)
+    if any(amounts):
+        rows = body.graph.call_function(node.target, (rows, amounts, filling))
+    return body.fill_outside(node, rows, filling)
 
 
-@rule("aten::constant_pad_nd", emit=emit_pad, bounded=if_operands_are)
+def windows_of_pad(node: Node) -> Windows:
+    amounts, rank = node.args[1], len(shape_of(node))
+    padded = [
+        (rank - 1 - i // 2, amounts[i])
+        for i in range(0, len(amounts), 2)
+        if amounts[i] != 0 or amounts[i + 1] != 0
+    ]
+    if len(padded) == 1 and isinstance(padded[0][1], int) and arguments(node)["value"] == 0:
+        dim, by = padded[0]
+        source, rows = node.args[0], shape_of(node)[dim]
+        yield dim, Window(source, by, max(0, by), min(rows, shape_of(source)[dim] + by))
+
+
+@rule(
+    "aten::constant_pad_nd",
+    emit=emit_pad,
+    cost=FUSED,
+    linear="self + value",
+    windows=windows_of_pad,
+    bounded=if_operands_are,
+)
 def pad(node: Node) -> Signature:
     rank, amounts = len(shape_of(node)), node.args[1]
     offsets = {
@@ -206,7 +280,7 @@ def emit_shifted(body, node: Node):
     )
 
 
-@rule("streambp::shifted", emit=emit_shifted)
+@rule("streambp::shifted", emit=emit_shifted, cost=FUSED, linear="x")
 def shifted(node: Node) -> Signature:
     _, dim, by = node.args
     labels = tuple(range(len(shape_of(node))))
@@ -224,12 +298,26 @@ def emit_slice_scatter(body, node: Node):
     if not body.carries_tokens(node, dim):
         return body.copy(node)
     if shape_of(source)[dim] == 1 < shape_of(node)[dim]:
-        return body.row_put(node, dim, argument(node, 3, "start"), body.read(source, "whole"), source)
+        return body.row_put(node, dim, argument(node, 3, "start"), body.read_whole(source), source)
     base, source = (body.operand(edge) for edge in body.edges(node))
     return body.fill_outside(node, source, base, source=node.args[1])
 
 
-@rule("aten::slice_scatter", emit=emit_slice_scatter)
+def windows_of_slice_scatter(node: Node) -> Windows:
+    given = arguments(node)
+    dim, start = given["dim"] % len(shape_of(node)), given["start"] or 0
+    if isinstance(start, int) and start >= 0 and given["step"] == 1 and is_zeros(given["self"]):
+        yield dim, Window(given["src"], start, start, start + shape_of(given["src"])[dim])
+
+
+@rule(
+    "aten::slice_scatter",
+    emit=emit_slice_scatter,
+    cost=FUSED,
+    linear="self + src",
+    writes=0,
+    windows=windows_of_slice_scatter,
+)
 def slice_scatter(node: Node) -> Signature:
     shape = shape_of(node)
     dim = argument(node, 2, "dim", 0) % len(shape)
@@ -252,7 +340,26 @@ def slice_scatter(node: Node) -> Signature:
     return Signature((labels, labels), (labels,), offsets={dim: (0, -clamped(start, shape[dim]))})
 
 
-@rule("aten::cat", mask=layout.joined, bounded=if_operands_are)
+def windows_of_cat(node: Node) -> Windows:
+    """A value joined to zeros."""
+    given = arguments(node)
+    parts = [p for p in given["tensors"] if len(shape_of(p)) == len(shape_of(node))]
+    others = [p for p in parts if not is_zeros(p)]
+    if len(others) == 1 and len(parts) == len(given["tensors"]) and len(set(parts)) == len(parts):
+        dim = given["dim"] % len(shape_of(node))
+        at = sum(shape_of(p)[dim] for p in parts[: parts.index(others[0])])
+        if all(isinstance(value_of(p).shape[dim], int) for p in parts if p is not others[0]):
+            yield dim, Window(others[0], at, at, at + shape_of(others[0])[dim])
+
+
+@rule(
+    "aten::cat",
+    cost=CostClass.KERNEL,
+    linear="tensors",
+    windows=windows_of_cat,
+    mask=layout.joined,
+    bounded=if_operands_are,
+)
 def cat(node: Node) -> Signature:
     """Columns behind a longer part (attention sinks behind scores) leave its own columns where they are."""
     rank = len(shape_of(node))
@@ -275,7 +382,14 @@ def cat(node: Node) -> Signature:
     )
 
 
-@rule("aten::split.Tensor", "aten::split_with_sizes", "aten::unbind.int", "aten::chunk")
+@rule(
+    "aten::split.Tensor",
+    "aten::split_with_sizes",
+    "aten::unbind.int",
+    "aten::chunk",
+    cost=VIEW,
+    linear="self",
+)
 def split(node: Node) -> Signature:
     shape = shape_of(node.args[0])
     unbind = node.target is torch.ops.aten.unbind.int
@@ -286,7 +400,9 @@ def split(node: Node) -> Signature:
     return Signature((labels,), tuple(out for _ in value_of(node)), contracts="all")
 
 
-@rule("aten::flip", "prims::rev", "aten::roll")
+@rule("aten::flip", cost=FUSED, linear="self", form=Form.FLIP)
+@rule("prims::rev", cost=FUSED, linear="a", form=Form.FLIP)
+@rule("aten::roll", cost=FUSED, linear="self")
 def moved(node: Node) -> Signature:
     rank = len(shape_of(node))
     dims = dims_of(
@@ -299,4 +415,15 @@ def moved(node: Node) -> Signature:
 
 @rule("aten::as_strided")
 def as_strided(node: Node) -> Signature:
-    raise refuse(node, "as_strided hides which rows it reads", "Use view, permute or slicing instead")
+    raise refuse(
+        node,
+        "The tokens that as_strided reads cannot be derived from its arguments",
+        "Use view, permute or slicing instead",
+    )
+
+
+def fills_with_zeros(node: Node) -> bool:
+    """Are the rows that a node's operand does not have, before or behind those that it has, zero?"""
+    if node.target is torch.ops.aten.constant_pad_nd.default:
+        return arguments(node)["value"] == 0
+    return node.target is torch.ops.aten.slice_scatter.default and is_zeros(node.args[0])

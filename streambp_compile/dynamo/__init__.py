@@ -1,2 +1,1 @@
-"""The graph as Dynamo hands it over: found token axes, rewrites before autograd, regions as modules of
-their own."""
+"""Dynamo's graph: token axes are found, spellings rewritten before autograd, regions made into modules."""

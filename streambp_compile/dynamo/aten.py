@@ -24,8 +24,8 @@ from torch.fx.node import map_arg
 
 from .. import internals
 from ..passes.ir import is_equal
+from ..passes.phases import check_time
 from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argument
-from ..passes.stages import checkpoint
 from .regions import is_switch
 from .token_axes import fake_of
 
@@ -37,7 +37,7 @@ def to_aten(module: GraphModule) -> GraphModule:
     spelled: dict[str, Spelled | torch._ops.OpOverload | None] = {}
     with internals.replaying(module) as replay:
         for node in list(module.graph.nodes):
-            checkpoint()
+            check_time()
             if is_switch(node):
                 replay(node)
             elif is_translatable(node):

@@ -131,8 +131,9 @@ def subclass_between(regions: Sequence[Region]) -> Refusal | None:
         if internals.is_traceable_wrapper_subclass(fake_of(node)):
             return Refusal(
                 str(node),
-                f"hidden states are {type(fake_of(node)).__name__}, a tensor subclass",
-                "Only weights may be of a subclass. Hand on plain tensors (of a DTensor, to_local())",
+                f"The hidden states are {type(fake_of(node)).__name__}, a tensor subclass",
+                "Use tensor subclasses for weights only, and plain tensors (to_local() of a DTensor) "
+                "between layers",
                 where_of(node),
             )
     return None

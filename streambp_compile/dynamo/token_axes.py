@@ -15,11 +15,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from .. import internals
-from ..passes.ir import Mark, Size, bytes_of, hint, is_tensor, shape_of, tensor_operands, value_of
+from ..passes.ir import (
+    Mark,
+    Size,
+    bytes_of,
+    draws_random,
+    hint,
+    is_tensor,
+    shape_of,
+    tensor_operands,
+    value_of,
+)
 from ..passes.normalization.normalize import normalize
 from ..passes.normalization.sorted_rows import undo_sorts
-from ..passes.planning.cost_model import PRODUCTS, is_one_of
+from ..passes.rules import is_product
 from ..passes.split import Region
 from ..passes.token_propagation import Signatures, TokenPropagation
 from .capture import Captured
@@ -209,7 +218,7 @@ class Trace:
         heavy = {
             n.meta.get("replaces", n.name)
             for n in graph.nodes
-            if n in propagation.missing or is_one_of(n, PRODUCTS) or internals.draws_random(n)
+            if n in propagation.missing or is_product(n) or draws_random(n)
         }
         light = frozenset(n for n, names in self.captured_for.items() if not names & heavy)
         return Axis(fake_of(first).shape[at.dim], marks, mixing, attending, light)
@@ -354,7 +363,7 @@ def crosses(node: Node, propagation: TokenPropagation, other: TokenPropagation) 
         node not in propagation.signatures
         or not propagation.of(node)
         or other.of(node)
-        or not is_one_of(node, PRODUCTS)
+        or not is_product(node)
     ):
         return False
     return any(

@@ -18,10 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import Mark, arguments, hint, is_tensor, shape_of, tensor_operands
+from ..passes.ir import Mark, arguments, draws_random, hint, is_tensor, shape_of, tensor_operands
 from ..passes.pieces import Correspondence
-from ..passes.planning.cost_model import PRODUCTS, is_one_of
-from ..passes.rules import functional, rule_of
+from ..passes.rules import functional, is_product, rule_of
 from ..passes.rules.forward import NONE, SUM, Part, is_plain_loss, mutated, part_of, with_arguments
 from ..passes.token_propagation import TokenPropagation
 from .aten import inserted, to_aten
@@ -232,7 +231,7 @@ def row_by_row(pieces: Pieces) -> dict[int, Mark]:
     cut = dict(zip(graph.find_nodes(op="placeholder"), pieces.group))
     propagation = TokenPropagation(graph, {n: (Mark(t.dim),) for n, t in cut.items()})
     alike = alike_by_rows(graph, whole.module.graph, propagation, cut)
-    products = {n.name for n in graph.nodes if is_one_of(n, PRODUCTS) or n in propagation.missing}
+    products = {n.name for n in graph.nodes if is_product(n) or n in propagation.missing}
     found: dict[int, Mark] = {}
     merges = False
     for key, node in zip(pieces.complete, nodes):
@@ -306,7 +305,7 @@ def keeps_rows(node: Node, propagation: TokenPropagation) -> bool:
     """Is row t of a value made of rows t alone, in a way that knows nothing of their place?"""
     signature, operands = propagation.signatures[node], tensor_operands(node)
     marked = [(a, labels) for a, labels in zip(operands, signature.operands) if propagation.of(a)]
-    if internals.draws_random(node) or propagation.of(node) and not marked and not signature.uniform:
+    if draws_random(node) or propagation.of(node) and not marked and not signature.uniform:
         return False
     if signature.reshape:
         return node not in propagation.lost

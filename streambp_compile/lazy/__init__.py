@@ -1,2 +1,1 @@
-"""Outputs that nobody may read: tensors that compute themselves when they are looked at, and what is done
-to them."""
+"""Lazy outputs: tensors that are computed when they are read, and the operations recorded on them."""

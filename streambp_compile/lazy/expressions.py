@@ -24,8 +24,8 @@ from .. import internals
 from ..config import Config
 from ..dynamo.aten import drop_expansions
 from ..passes.ir import Refusal, bytes_of
+from ..passes.phases import summary
 from ..passes.rules.forward import TO_THE_END, may_be_deferred, takes_lengths
-from ..passes.stages import summary
 from ..report import warn_refused
 from .fingerprints import Contents
 
@@ -339,7 +339,7 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
         warn_refused(
             Refusal(
                 "logits",
-                f"what was done to them cannot be streamed: {summary(error)}",
+                f"The operations on these logits cannot be streamed ({summary(error)})",
                 "Compute the loss inside the compiled function",
             ),
             bytes_of(source.fake),

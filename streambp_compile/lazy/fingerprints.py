@@ -68,8 +68,8 @@ class Contents:
 
 def message(what: str, how: str) -> str:
     return (
-        f"logits were read after {what} that they depend on was {how}. Read them, or what is computed from "
-        "them, before the change (before optimizer.step())"
+        f"Logits were read after {what} that they depend on was {how}. Read the logits, and all that is "
+        "computed from them, before that change (before optimizer.step())."
     )
 
 

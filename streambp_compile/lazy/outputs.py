@@ -122,7 +122,10 @@ class LazyOutput(torch.Tensor):
             if func == torch.Tensor.requires_grad.__get__:
                 return first.expression.fake.requires_grad
             if func == torch.Tensor.__repr__:
-                return f"Deferred(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not computed)"
+                return (
+                    f"LazyOutput(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not "
+                    "computed)"
+                )
         if func in WITH_INPUTS:
             refuse_unmade(func, args, kwargs)
         if first is not None and in_place(func):
@@ -150,14 +153,15 @@ def refuse_unmade(func: Callable, args: tuple, kwargs: dict) -> None:
     for wanted in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
         if isinstance(wanted, LazyOutput) and wanted.made is None:
             raise RuntimeError(
-                f"the gradient in logits of shape {tuple(wanted.shape)} was asked for, but they were never computed: what was made of them "
-                "was computed from hidden states, a chunk at a time. Call logits.retain_grad() before the loss is computed. Logits and their "
-                f"gradient then exist at full length, {2 * bytes_of(wanted.expression.fake) / 2**20:.0f} MiB"
+                f"The gradient of logits of shape {tuple(wanted.shape)} was requested, but these logits "
+                "were never computed, because the loss streams from the hidden states. Call "
+                "logits.retain_grad() before the loss is computed; logits and gradient then take "
+                f"{2 * bytes_of(wanted.expression.fake) / 2**20:.0f} MiB."
             )
 
 
 def values(arguments: object) -> object:
-    """Arguments with every Deferred in them read."""
+    """Arguments with every LazyOutput in them read."""
     return torch.utils._pytree.tree_map_only(LazyOutput, lambda t: t.value(), arguments)
 
 
@@ -174,7 +178,7 @@ def described(holder: list[Expression]) -> LazyOutput:
 
 
 class Attached(torch.autograd.Function):
-    """Ties a Deferred to what it depends on, for readers that take no notice of `__torch_function__` (custom
+    """Ties a LazyOutput to what it depends on, for readers that ignore `__torch_function__` (custom
     autograd functions)."""
 
     @staticmethod

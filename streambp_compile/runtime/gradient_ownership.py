@@ -1,8 +1,7 @@
-"""Whose is a gradient? It may be overwritten only if nobody else can see it.
+"""Which gradients a streamed backward may overwrite: those that nobody else can read.
 
-Gradients that a streamed backward made for the next one bear a mark; any tensor made of them by others (a
-sum, a view) does not.
-A hook that keeps one shows as an extra Python reference.
+A gradient that one streamed backward hands to the next is marked. A tensor that others compute from it (a
+sum, a view) has no mark. A hook that keeps a gradient shows as an extra Python reference.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def ours_alone(gradient: object) -> bool:
 
 @functools.cache
 def plain_references() -> int:
-    """Python references to an incoming gradient that no hook keeps: counted once, on a chain of two nodes
-    built like ours."""
+    """References to an incoming gradient that no hook keeps, counted once on a chain of two nodes."""
     counts = []
 
     def forward(args: list) -> list:

@@ -85,10 +85,9 @@ def compiled(function: Callable, examples: Sequence[object]) -> Callable:
     except Exception as error:  # slower and larger, and as right
         internals.log.debug("compiling a check of masks failed", exc_info=True)
         warnings.warn(
-            "streambp: the check of a stored attention mask could not be compiled "
-            f"({type(error).__name__}). It runs uncompiled at every call and takes several times the "
-            "mask's memory for a moment. Build the mask inside the compiled function, or pass "
-            "is_causal=True, and no check is needed.",
+            f"streambp: The check of a stored attention mask could not be compiled ({type(error).__name__}). "
+            "It runs uncompiled in every call, and temporarily takes several times the memory of the mask. "
+            "Build the mask inside the compiled function or pass is_causal=True, so that no check is needed.",
             StreamHint,
             stacklevel=2,
         )
@@ -123,8 +122,10 @@ def text_of(module: GraphModule) -> str:
 def describe(condition: Condition) -> str:
     """A condition without the names of its nodes."""
     if isinstance(condition, PositionsIncrease):
-        return f"{type(condition).__name__} {len(condition.document_mask.equal)} {len(condition.document_mask.ordered)}"
-    return f"{type(condition).__name__} {[(s.row, s.key, s.masked_value) for s in condition.key_masks]} {condition.band}"
+        mask = condition.document_mask
+        return f"{type(condition).__name__} {len(mask.equal)} {len(mask.ordered)}"
+    key_masks = [(mask.row, mask.key, mask.masked_value) for mask in condition.key_masks]
+    return f"{type(condition).__name__} {key_masks} {condition.band}"
 
 
 # One call of a chain of regions
@@ -209,6 +210,9 @@ def holds(condition: Condition, masks: Sequence[Tensor]) -> Tensor:
     return torch.stack(found).all()
 
 
+LARGEST_POSITION = 2**62  # differences of 64-bit positions below it do not overflow
+
+
 def positions_increase(equal: Sequence[Tensor], ordered: Sequence[Tensor]) -> Tensor:
     """Does one of the values ``ordered`` increase with every token while those of ``equal`` stay the same?
 
@@ -228,7 +232,17 @@ def positions_increase(equal: Sequence[Tensor], ordered: Sequence[Tensor]) -> Te
     starts = functools.reduce(torch.logical_or, [after > before for before, after in documents], no_start)
     never_return = [(after >= before).all() for before, after in documents]
     increase = torch.stack([((after > before) | starts).all() for before, after in positions]).any()
-    return torch.stack([same_values, increase, *never_return]).all()
+    no_overflow = [
+        ((keys > -LARGEST_POSITION) & (keys < LARGEST_POSITION)).all()
+        for _, keys in pairs[len(documents) :]
+        if may_overflow(keys)
+    ]
+    return torch.stack([same_values, increase, *never_return, *no_overflow]).all()
+
+
+def may_overflow(positions: Tensor) -> bool:
+    """Only differences of 64-bit positions are taken for an order: others may wrap at every call."""
+    return positions.dtype is torch.int64
 
 
 def by_query(mask: Tensor, key_mask: KeyMask) -> Tensor:

@@ -1,10 +1,8 @@
-"""A training step without data: what it will hold in memory, byte by byte, before it runs.
+"""The peak memory of a training step, predicted byte by byte before it runs.
 
-The very drivers, artifacts and autograd nodes that run a step are run on fake tensors, which have sizes and
-no contents. Kernels are
-left out; every allocation around them is made, counted, and given back when the last reference to it goes. So
-the prediction is no second
-model of the schedule, and cannot drift from it.
+The drivers, compiled artifacts and autograd nodes of the step run on fake tensors, which have sizes and no
+contents. Kernels are left out, and every allocation around them is counted until its last reference goes. So
+the prediction cannot differ from the schedule.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ WIDENING = {  # products of half precision summed in float32: torch 2.11 has no 
 
 
 class Ledger(internals.TorchDispatchMode):
-    """Bytes of all storages that came into being under this mode and are alive, and the most there ever were.
+    """Bytes of all storages that were created under this mode and are alive, and their peak.
 
     device  the device type whose storages count, ``"cpu"`` or ``"cuda"``
     """
@@ -75,7 +73,7 @@ class Ledger(internals.TorchDispatchMode):
         return result
 
     def know(self, value: torch.Tensor) -> None:
-        """What existed before the step does not count."""
+        """Do not count a value that existed before the step."""
         self.known.add(value.untyped_storage())
 
     def count(self, value: torch.Tensor) -> None:
@@ -94,8 +92,8 @@ class Ledger(internals.TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes held at once, above inputs, weights and their allocated gradients; ``backward`` if a
-    loss was found to go back from."""
+    """The most bytes held at once above inputs, weights and their gradients; ``backward`` if there is a
+    loss."""
 
     bytes: int
     backward: bool
@@ -142,7 +140,7 @@ def simulate(call: Callable, fakes: Sequence[object]) -> Peak:
 
 
 def without_data(call: Callable) -> Callable:
-    """The same call for fake tensors: values are allocated and none is computed."""
+    """The same call on fake tensors: values are allocated, none is computed."""
 
     def run(*args):
         with Ledger(main_device(args)), internals.without_kernels():

@@ -1,8 +1,7 @@
-"""Functions of ours inside AOTAutograd: a graph module of one call, and its way back out.
+"""Python drivers inside AOTAutograd's graphs.
 
-AOTAutograd wants graphs and compiles them; a driver loops in Python. So a graph module holds one call of the
-driver, with the meta
-values that AOTAutograd reads, and "compiling" it means to take the driver out again.
+AOTAutograd compiles graphs, and a driver is a loop in Python. A graph module therefore holds one call of the
+driver with the meta values that AOTAutograd reads; "compiling" that module returns the driver.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 
 class Driver:
-    """A named function over a list of arguments, for a graph module to call."""
+    """A named function of a list of arguments that a graph module calls."""
 
     streambp_driver = True
 

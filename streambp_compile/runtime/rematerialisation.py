@@ -1,5 +1,4 @@
-"""Values that autograd keeps as a recipe: the embeddings that a first layer reads are made again from ids and
-weights in its backward."""
+"""Embeddings are recomputed in the backward: autograd keeps a recipe of ids and weights in their place."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make the outputs of a light region again.
+    """How to recompute the outputs of a cheap region.
 
     call      the compiled region
-    inputs    what it was called with; inputs of the graph, alive in any case
+    inputs    its arguments: inputs of the graph, which are alive in any case
     versions  their autograd versions at that time
     """
 
@@ -28,11 +27,12 @@ class Recipe:
         return Recipe(call, tuple(inputs), versions_of(inputs))
 
     def output(self, index: int) -> torch.Tensor:
-        """Raises RuntimeError where autograd would: an input was changed in place since."""
+        """Raises RuntimeError if an input was changed in place, as autograd would."""
         if versions_of(self.inputs) != self.versions:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: an input "
-                "of the model's embeddings, which are made again in the backward, changed after the forward"
+                "One of the variables needed for gradient computation has been modified by an inplace "
+                "operation: an input of the embeddings, which the backward recomputes. Change it after the "
+                "backward, or pass a copy of it to the model."
             )
         with torch.no_grad():
             return self.call(*self.inputs)[index]
@@ -44,7 +44,7 @@ def versions_of(inputs: Sequence[object]) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True)
 class Again:
-    """In the place of a kept tensor: one output of a recipe."""
+    """What autograd keeps in place of a tensor: one output of a recipe."""
 
     recipe: Recipe
     index: int
@@ -52,7 +52,7 @@ class Again:
 
 @contextlib.contextmanager
 def kept_as_recipes(values: Sequence[tuple[torch.Tensor, Again]]) -> Iterator[None]:
-    """What autograd is asked to keep in here, if it is one of these values, it keeps as the recipe for it."""
+    """Inside, autograd keeps the recipes of these values instead of the values."""
     here = list(values)
 
     def pack(kept: torch.Tensor) -> object:

@@ -1,8 +1,7 @@
 """The drivers: loop over chunks, cut inputs, add up, free. Nothing is decided here.
 
 A `Runner` executes one `Program`. Its compiled bodies write every result into buffers that the runner owns;
-memory beyond them
-exists for one chunk at a time.
+memory beyond them exists for one chunk at a time.
 """
 
 from __future__ import annotations
@@ -11,14 +10,32 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ..passes.ir import Analysis, Mark, Size, hint, value_of, where_of
-from ..passes.lower import Binding, Body, total_dtype
-from ..passes.partition import DESCENDING, Program, Sweep
+from ..passes.ir import (
+    ACCUMULATORS,
+    FILLED,
+    READS_KEYS,
+    Analysis,
+    Binding,
+    BindingRole,
+    Body,
+    Direction,
+    Mark,
+    Plan,
+    Program,
+    Size,
+    Sweep,
+    hint,
+    total_dtype,
+    value_of,
+    where_of,
+)
+from ..passes.rules import for_any_layout
 
 
 @dataclass(frozen=True)
@@ -56,14 +73,13 @@ def layout_of(value: torch.Tensor) -> Layout:
 
 def source_value(binding: Binding) -> torch.Tensor:
     """The fake value behind a binding."""
-    value = value_of(binding.source)
-    return value[binding.low] if isinstance(value, (tuple, list)) else value
+    return value_of(binding.node, binding.output)
 
 
 class Sizes:
     """Sizes of this call, told from the sizes of its inputs."""
 
-    def __init__(self, inputs: Mapping[Node, object], fake_of: Callable[[Node], object] = value_of):
+    def __init__(self, inputs: Mapping[Node, Any], fake_of: Callable[[Node], object] = value_of):
         self.known: dict[object, int] = {}
         for node, value in inputs.items():
             fake = fake_of(node)
@@ -88,8 +104,7 @@ class Sizes:
 @functools.lru_cache(4096)
 def parted(expr) -> tuple[object, int, int]:
     """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found
-    in other sizes: of ``2 (h // 4) (w // 4) + 1``
-    the product."""
+    in other sizes: of ``2 (h // 4) (w // 4) + 1`` the product."""
     rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
     factor, part = product.as_coeff_Mul()
     return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
@@ -108,150 +123,175 @@ def cannot_tell(inputs: Sequence[object], sizes: Iterable[Size]) -> list[Size]:
     return [s for expr, s in wanted.items() if expr not in given and expr.subs(given).free_symbols]
 
 
-# What was a view of the traced value may have to copy: buffers of ours have layouts of their own.
-AS_COPIES = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
-}
+@dataclass(frozen=True)
+class Call:
+    """One call of a runner.
+
+    values  node → its value, as long as somebody reads it
+    states  scan → the first token of each chunk → the state before it
+    sizes   of this call
+    length  tokens
+    owned   inputs that may be overwritten
+    """
+
+    values: dict[Node, Any]
+    states: dict[Node, dict[int, torch.Tensor]]
+    sizes: Sizes
+    length: int
+    owned: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``[start, stop)`` and the keys ``[first_key, last_key)`` that they reach, of ``length`` in
+    all."""
+
+    start: int
+    stop: int
+    first_key: int
+    last_key: int
+    length: int
+
+    def scalar(self, name: str) -> int:
+        """An integer that bodies ask for by name."""
+        return {
+            "rows": self.stop - self.start,
+            "keys": self.last_key - self.first_key,
+            "first": self.start,
+            "offset": self.start - self.first_key,
+            "length": self.length,
+        }[name]
+
+
+def chunks_of(sweep: Sweep, chunk: int, length: int) -> Iterator[Chunk]:
+    """The chunks of a sweep in its order."""
+    low, high = sweep.keys.lo, sweep.keys.hi
+    starts = range(0, length, chunk)
+    for start in reversed(starts) if sweep.direction is Direction.DESCENDING else starts:
+        stop = min(start + chunk, length)
+        first_key = max(0, start + int(low)) if low > -length else 0
+        last_key = min(length, stop + int(high)) if high < length else length
+        yield Chunk(start, stop, first_key, last_key, length)
 
 
 class Runner:
-    """Executes a program: whole stages eagerly, sweeps chunk by chunk through their compiled bodies."""
+    """Executes a program: what is at full length eagerly, sweeps chunk by chunk through their compiled
+    bodies."""
 
     def __init__(
         self,
         program: Program,
         analysis: Analysis,
+        plan: Plan,
         bodies: tuple[Body, ...],
         compiled: tuple[Callable, ...],
-        chunks: tuple[int, ...],
     ):
-        self.program, self.analysis, self.bodies, self.compiled, self.chunks = (
-            program,
-            analysis,
-            bodies,
-            compiled,
-            chunks,
-        )
-        self.constants = {n: constant_of(n) for n in program.given if n.op == "get_attr"}
-        self.last_read = last_reads(program, analysis)
+        self.program, self.analysis, self.plan = program, analysis, plan
+        self.bodies, self.compiled = bodies, compiled
+        self.constants = {n: constant_of(n) for n in program.inputs if n.op == "get_attr"}
+        self.last_read = last_reads(program)
 
-    def __call__(self, inputs: dict[Node, object], owned: frozenset[Node] = frozenset()) -> list[object]:
+    def __call__(self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset()) -> list[object]:
         """Outputs of the program. Inputs in ``owned`` may be overwritten; the dictionary is emptied on the
         way."""
         sizes = Sizes(inputs)
-        values = {n: inputs[n] if n in inputs else self.constants[n] for n in self.program.given}
+        values = {n: inputs[n] if n in inputs else self.constants[n] for n in self.program.inputs}
         inputs.clear()
-        length = sizes(self.analysis.length)
-        states: dict[Node, dict[int, torch.Tensor]] = {}
-        for stage, nodes in enumerate(self.program.whole):
+        call = Call(values, {}, sizes, sizes(self.analysis.length), owned)
+        for step, nodes in enumerate(self.program.full_length):
             for node in nodes:
-                args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-                with noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"):
-                    values[node] = AS_COPIES.get(node.target, node.target)(*args, **kwargs)
-            if stage < len(self.program.sweeps):
-                self.sweep(stage, values, states, sizes, length, owned)
-                for node in self.last_read[stage]:
+                values[node] = self.at_full_length(node, values)
+            if step < len(self.program.sweeps):
+                self.sweep(step, call)
+                for node in self.last_read[step]:
                     values.pop(node, None)
         return [values[o] if isinstance(o, Node) else o for o in self.program.outputs]
 
-    def sweep(
-        self, stage: int, values: dict, states: dict, sizes: Sizes, length: int, owned: frozenset[Node]
-    ) -> None:
-        sweep, body, compiled, chunk = (
-            self.program.sweeps[stage],
-            self.bodies[stage],
-            self.compiled[stage],
-            self.chunks[stage],
-        )
-        in_place = dict(sweep.in_place)
-        for source in in_place.values():
-            own = values[source] if source in owned else values[source].clone()
-            values[source] = laid_out(own, layout_of(value_of(source)))
-        sources = [
-            states[b.source]
-            if b.role == "carry" and b.source in sweep.resumed
-            else self.source(b, sweep, values, sizes, length)
-            for b in body.bindings
-        ]
-        noted = [
-            (states.setdefault(b.source, {}), s)
-            for b, s in zip(body.bindings, sources)
-            if b.role == "carry" and b.source in sweep.noted
-        ]
-        starts = range(0, length, chunk)
-        for start in reversed(starts) if sweep.direction == DESCENDING else starts:
-            stop = min(start + chunk, length)
-            low, high = sweep.keys.lo, sweep.keys.hi
-            first_key = max(0, start + int(low)) if low > -length else 0
-            last_key = min(length, stop + int(high)) if high < length else length
-            scalars = {
-                "rows": stop - start,
-                "keys": last_key - first_key,
-                "first": start,
-                "offset": start - first_key,
-                "length": length,
-            }
-            for known, state in noted:
-                known[start] = state.clone()
-            with noting(lambda: f"streambp: this happened in {self.place(stage, start, stop, length)}"):
-                compiled(
-                    [
-                        cut(b, s, start, stop, first_key, last_key, scalars)
-                        for b, s in zip(body.bindings, sources)
-                    ]
-                )
-        for binding, source in zip(body.bindings, sources):
-            if binding.role in ("write", "feed"):
-                values[binding.source] = self.finished(binding, source, sizes)
-            elif binding.role in ("total", "keytotal") and not isinstance(
-                value_of(binding.source), (tuple, list)
-            ):
-                values[binding.source] = source.to(value_of(binding.source).dtype)
-        for out, source in in_place.items():
-            values[out] = values.pop(source)
+    def at_full_length(self, node: Node, values: Mapping[Node, Any]) -> Any:
+        args: Any = map_arg(node.args, values.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, values.__getitem__)
+        if node in self.plan.kernels:
+            kwargs = {**kwargs, "kernel": self.plan.kernels[node].name}
+        with noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"):
+            return for_any_layout(node.target)(*args, **kwargs)
 
-    def place(self, stage: int, start: int, stop: int, length: int) -> str:
+    def sweep(self, step: int, call: Call) -> None:
+        """One loop over chunks; its results are among the values of the call afterwards."""
+        sweep, body, compiled = self.program.sweeps[step], self.bodies[step], self.compiled[step]
+        self.take_over(sweep, call)
+        sources = [self.source(b, sweep, call) for b in body.bindings]
+        bound = list(zip(body.bindings, sources))
+        for chunk in chunks_of(sweep, self.plan.chunks[step], call.length):
+            self.save_states(sweep, bound, chunk, call)
+            with noting(lambda: f"streambp: this happened in {self.place(step, chunk)}"):
+                compiled([cut(binding, source, chunk) for binding, source in bound])
+        for binding, source in bound:
+            self.collect(binding, source, call)
+        for out, source in sweep.in_place:
+            call.values[out] = call.values.pop(source)
+
+    def take_over(self, sweep: Sweep, call: Call) -> None:
+        """Inputs that outputs are written over, in memory of our own."""
+        for _, source in sweep.in_place:
+            value = call.values[source]
+            own = value if source in call.owned else value.clone()
+            call.values[source] = laid_out(own, layout_of(value_of(source)))
+
+    def save_states(self, sweep: Sweep, bound: list[tuple[Binding, Any]], chunk: Chunk, call: Call) -> None:
+        """Keep the states before a chunk that a later sweep starts it from."""
+        for binding, state in bound:
+            if binding.role is BindingRole.CARRY and binding.source in sweep.saved_states:
+                call.states.setdefault(binding.node, {})[chunk.start] = state.clone()
+
+    def collect(self, binding: Binding, source: Any, call: Call) -> None:
+        """A buffer or accumulator that the sweep has filled becomes a value."""
+        if binding.role in FILLED:
+            call.values[binding.node] = self.finished(binding, source, call.sizes)
+        elif binding.role in ACCUMULATORS and binding.output is None:
+            call.values[binding.node] = source.to(value_of(binding.node).dtype)
+
+    def place(self, step: int, chunk: Chunk) -> str:
         """Where a chunk is, in words."""
-        direction, count = self.program.sweeps[stage].direction, len(self.program.sweeps)
-        return f"tokens {start} to {stop - 1} of {length}, in sweep {stage + 1} of {count} ({direction})"
+        direction, count = self.program.sweeps[step].direction, len(self.program.sweeps)
+        tokens = f"tokens {chunk.start} to {chunk.stop - 1} of {chunk.length}"
+        return f"{tokens}, in sweep {step + 1} of {count} ({direction})"
 
-    def source(self, binding: Binding, sweep: Sweep, values: dict, sizes: Sizes, length: int):
-        """What a binding is cut from: a value laid out as the body expects, or a buffer to fill."""
-        if binding.role == "scalar":
+    def source(self, binding: Binding, sweep: Sweep, call: Call) -> Any:
+        """What a binding is cut from: a value laid out as the body expects, a buffer to fill, saved
+        states."""
+        role, sizes = binding.role, call.sizes
+        if role is BindingRole.SCALAR:
             if binding.source is not None:
-                return values[binding.source]
+                return call.values[binding.source]
             return None if binding.size is None else sizes(binding.size)
-        fake = source_value(binding)
-        if binding.role in ("total", "keytotal"):
-            return torch.zeros(
-                [sizes(s) for s in fake.shape], dtype=total_dtype(fake.dtype), device=fake.device
-            )
-        if binding.role == "carry":
-            shape = [1 if d == binding.mark.dim else sizes(s) for d, s in enumerate(fake.shape)]
-            return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
-        if binding.role in ("write", "feed"):
-            shape = self.padded(binding, fake, sizes, length)
-            return torch.empty_strided(
-                shape, layout_of(fake).strides(shape), dtype=fake.dtype, device=fake.device
-            )
-        value = values[binding.source]
-        if binding.role == "whole":
+        if role is BindingRole.CARRY and binding.source in sweep.restored_states:
+            return call.states[binding.node]
+        if role in ACCUMULATORS or role is BindingRole.CARRY or role in FILLED:
+            return self.buffer(binding, call)
+        fake, value = source_value(binding), call.values[binding.node]
+        if role is BindingRole.WHOLE:
             return value if Layout.of(fake) is None else laid_out(value, layout_of(fake))
-        if binding.role == "rows":
-            value = aligned(value, binding.mark, -binding.low, length)
+        if role is BindingRole.ROWS:
+            value = aligned(value, binding.tokens, -binding.low, call.length)
         return laid_out(value, layout_of(fake))
 
-    def padded(self, binding: Binding, fake: torch.Tensor, sizes: Sizes, length: int) -> list[int]:
-        """The shape of a row buffer with a row for every token."""
-        shape = [sizes(s) for s in fake.shape]
-        mark = binding.mark
-        shape[mark.dim] = mark.outer * length * mark.inner
-        return shape
+    def buffer(self, binding: Binding, call: Call) -> torch.Tensor:
+        """Memory that a sweep writes: zeros to add to, the state of no rows, or a row for every token."""
+        fake = source_value(binding)
+        shape = [call.sizes(s) for s in fake.shape]
+        if binding.role in ACCUMULATORS:
+            return torch.zeros(shape, dtype=total_dtype(fake.dtype), device=fake.device)
+        if binding.role is BindingRole.CARRY:
+            shape[binding.tokens.dim] = 1
+            return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
+        mark = binding.tokens
+        shape[mark.dim] = mark.outer * call.length * mark.inner
+        strides = layout_of(fake).strides(shape)
+        return torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device)
 
     def finished(self, binding: Binding, buffer: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """A filled buffer without the rows that do not count."""
-        fake, mark = source_value(binding), binding.mark
+        fake, mark = source_value(binding), binding.tokens
         want = [sizes(s) for s in fake.shape]
         if list(buffer.shape) == want:
             return buffer
@@ -298,7 +338,7 @@ def note(error: Exception, text: str) -> None:
 
 def constant_of(node: Node) -> torch.Tensor:
     """A tensor that the graph carries with it."""
-    value = node.graph.owning_module
+    value: Any = node.graph.owning_module
     for name in node.target.split("."):
         value = getattr(value, name)
     return value
@@ -329,41 +369,38 @@ def laid_out(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def cut(
-    binding: Binding, source, start: int, stop: int, first_key: int, last_key: int, scalars: dict[str, int]
-):
-    """One input of a body for the chunk ``[start, stop)``."""
-    role, mark = binding.role, binding.mark
-    if role == "scalar":
-        return scalars.get(binding.name, source) if binding.source is None else source
-    if role in ("whole", "total"):
+def cut(binding: Binding, source: Any, chunk: Chunk) -> Any:
+    """One input of a body for a chunk."""
+    role = binding.role
+    if role is BindingRole.SCALAR:
+        named = binding.source is None and binding.size is None
+        return chunk.scalar(binding.name) if named else source
+    if role in (BindingRole.WHOLE, BindingRole.TOTAL):
         return source
-    if role == "carry":
-        return source[start] if isinstance(source, dict) else source
-    if role in ("keys", "feed", "keytotal"):
-        return source.narrow(mark.dim, first_key, last_key - first_key) if mark is not None else source
+    if role is BindingRole.CARRY:
+        return source[chunk.start] if isinstance(source, dict) else source
+    count = chunk.last_key - chunk.first_key
+    if role in READS_KEYS:
+        return source if binding.mark is None else source.narrow(binding.mark.dim, chunk.first_key, count)
+    mark = binding.tokens
     if binding.columns is not None:
-        source = source.narrow(binding.columns.dim, first_key, last_key - first_key)
+        source = source.narrow(binding.columns.dim, chunk.first_key, count)
     if mark.outer == mark.inner == 1:
-        return source.narrow(mark.dim, start, stop - start)
+        return source.narrow(mark.dim, chunk.start, chunk.stop - chunk.start)
     length = source.shape[mark.dim] // (mark.outer * mark.inner)
     return source.unflatten(mark.dim, (mark.outer, length, mark.inner)).narrow(
-        mark.dim + 1, start, stop - start
+        mark.dim + 1, chunk.start, chunk.stop - chunk.start
     )
 
 
-def last_reads(program: Program, analysis: Analysis) -> tuple[tuple[Node, ...], ...]:
+def last_reads(program: Program) -> tuple[tuple[Node, ...], ...]:
     """For each sweep, the values that nothing after it reads."""
     last: dict[Node, int] = {}
-    for stage, sweep in enumerate(program.sweeps):
-        for node in sweep.nodes:
-            for operand in node.all_input_nodes:
-                last[operand] = stage
-    for stage, nodes in enumerate(program.whole):
-        for node in nodes:
-            for operand in node.all_input_nodes:
-                last[operand] = max(last.get(operand, 0), stage)
+    for step, nodes in enumerate(program.full_length):
+        last.update((a, step) for n in nodes for a in n.all_input_nodes)
+        if step < len(program.sweeps):
+            last.update((a, step) for n in program.sweeps[step].nodes for a in n.all_input_nodes)
     for output in program.outputs:
         if isinstance(output, Node):
             last[output] = len(program.sweeps)
-    return tuple(tuple(n for n, at in last.items() if at == stage) for stage in range(len(program.sweeps)))
+    return tuple(tuple(n for n, at in last.items() if at == step) for step in range(len(program.sweeps)))

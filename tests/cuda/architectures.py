@@ -21,7 +21,7 @@ from torch.nn.attention import flex_attention
 from streambp_compile import internals
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
-from streambp_compile.passes.ir import bytes_of, is_tensor, rank_of, value_of
+from streambp_compile.passes.ir import READS_KEYS, bytes_of, is_tensor, rank_of, value_of
 from streambp_compile.pipeline import Schedule
 from streambp_compile.report import RegionReport, Report
 
@@ -187,7 +187,7 @@ def structure(report: Report) -> str:
 
 
 def region_lines(index: int, region: RegionReport) -> list[str]:
-    head = f"region {index} ×{region.times}{' light' * region.light}"
+    head = f"region {index} ×{region.times}{' recomputed' * region.recomputable}"
     if region.refusal is not None:
         return [f"{head} whole: {region.refusal.reason}"]
     if region.streamed is None:
@@ -202,7 +202,7 @@ def region_lines(index: int, region: RegionReport) -> list[str]:
 def schedule_lines(schedule: Schedule, region: RegionReport) -> list[str]:
     lines = []
     for sweep, body in zip(schedule.program.sweeps, schedule.bodies):
-        attends = any(b.role in ("keys", "feed", "keytotal") for b in body.bindings)
+        attends = any(b.role in READS_KEYS for b in body.bindings)
         keys = f" keys {sweep.keys}" if attends else ""
         lines.append(f"    {sweep.direction}{keys}, {len(sweep.in_place)} in place")
         crossing = [b for b in body.bindings if b.source is not None and is_tensor(b.source)]
@@ -223,14 +223,14 @@ def key_ranges(report: Report) -> frozenset[str]:
         str(sweep.keys)
         for s in schedules
         for sweep, body in zip(s.program.sweeps, s.bodies)
-        if any(b.role in ("keys", "feed", "keytotal") for b in body.bindings)
+        if any(b.role in READS_KEYS for b in body.bindings)
     )
 
 
 def kernels(report: Report) -> frozenset[str]:
     """The kernels of all sweeps that attend."""
     schedules = [s for r in report.regions for s in (r.forward, r.backward) if s is not None]
-    return frozenset(choice.kernel.name for s in schedules for body in s.bodies for choice in body.attends)
+    return frozenset(kernel.name for s in schedules for body in s.bodies for kernel in body.kernels)
 
 
 def main(folder: Path) -> None:

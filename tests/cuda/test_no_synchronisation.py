@@ -3,7 +3,7 @@
 import pretend_gpu  # noqa: F401  (before anything is built)
 import pytest
 import torch
-from synchronisation import Watching, rehearsed
+from synchronisation import Watching, simulated
 
 from streambp_compile import internals
 from streambp_compile.passes.kernels import grouped, products
@@ -12,7 +12,7 @@ streambp = torch.ops.streambp
 
 
 def test_a_step(monkeypatch, interpreted):
-    called = rehearsed("cuda", monkeypatch)
+    called = simulated("cuda", monkeypatch)
     assert {"streambp.grouped_mm.default", "streambp.add_grouped_outer_.default"} <= called
 
 

@@ -28,7 +28,7 @@ define(
     f"attention_backward(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {SAID}, str kernel='')"
     " -> (Tensor, Tensor, Tensor)",
     attention_backward,
-    lambda grad, q, k, v, *_: (heads_last(*q.shape, q), torch.empty_like(k), torch.empty_like(v)),
+    lambda grad, q, k, v, *_: (heads_last(q.shape, q), torch.empty_like(k), torch.empty_like(v)),
 )
 define(
     f"attention_backward_(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {SAID}, SymInt start,"

@@ -55,7 +55,7 @@ def forward(
     """Output ``[B, Hq, C, Dv]``, log-sum-exp ``[B, Hq, C]``; zeros and ``-inf`` for a row without keys."""
     dtype, (batch, heads, count, _) = statistics(query), query.shape
     wide_key, wide_value = key.to(dtype), value.to(dtype)
-    out = heads_last(batch, heads, count, value.shape[-1], query)
+    out = heads_last((batch, heads, count, value.shape[-1]), query)
     lse = query.new_empty((batch, heads, count), dtype=dtype)
     for rows, keys in row_blocks(query, key.shape[2], diagonal):
         seen, values = first(wide_key, 2, keys), first(wide_value, 2, keys)
@@ -87,7 +87,7 @@ def backward(
     """``dQ``; ``dK``, ``dV`` are added to accumulators. ``lse`` is ``+inf`` for a row that sees no key."""
     dtype, heads = statistics(query), key.shape[1]
     wide_key, wide_value = key.to(dtype), value.to(dtype)
-    dq = heads_last(*query.shape, query)
+    dq = heads_last(query.shape, query)
     for rows, keys in row_blocks(query, key.shape[2], diagonal):
         q, g = (cut(t, 2, rows).to(dtype) for t in (query, grad))
         seen, values = first(wide_key, 2, keys), first(wide_value, 2, keys)

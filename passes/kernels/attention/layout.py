@@ -6,13 +6,16 @@ runs on fake tensors of a device that is not there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 
-def heads_last(batch, heads, rows, width, like: Tensor) -> Tensor:
+def heads_last(shape: Sequence[int], like: Tensor) -> Tensor:
     """Empty ``[B, H, T, D]`` laid out as ``[B, T, H, D]``, which kernels return and projections want."""
+    batch, heads, rows, width = shape
     return like.new_empty((batch, rows, heads, width)).transpose(1, 2)
 
 
@@ -29,7 +32,7 @@ def is_heads_last(t: Tensor) -> bool:
 
 def heads_put_last(t: Tensor) -> Tensor:
     """The same values laid out as ``[B, T, H, D]``; a copy only if they lie otherwise."""
-    return t if is_heads_last(t) else put(heads_last(*t.shape, t), t)
+    return t if is_heads_last(t) else put(heads_last(t.shape, t), t)
 
 
 def put(target: Tensor, source: Tensor) -> Tensor:

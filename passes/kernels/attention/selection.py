@@ -109,7 +109,7 @@ def flash_padded(width: int) -> int:
 TABLE = (
     Kernel(
         "flash_cpu",
-        "the one fused kernel on CPUs; scores stay in the cache",
+        "the only fused kernel on CPUs; scores stay in the cache",
         fused.cpu_forward,
         fused.cpu_backward,
         device="cpu",
@@ -124,7 +124,7 @@ TABLE = (
     ),
     Kernel(
         "flash",
-        "first: one call covers a chunk and all its keys, for causality starts at the bottom right",
+        "preferred: one call covers a chunk and all its keys (its causal mask is aligned bottom-right)",
         fused.flash_forward,
         fused.flash_backward,
         device="cuda",
@@ -143,8 +143,8 @@ TABLE = (
     ),
     Kernel(
         "cudnn",
-        "behind flash: it builds a plan for every number of keys, and needs two calls for a causal "
-        "chunk, rounded before they are joined; never with a mask: its dQ can be NaN (pytorch#196678)",
+        "second to flash: it needs a plan for every number of keys and two calls for a causal chunk; "
+        "takes no mask, with which its dQ can be NaN (pytorch#196678)",
         fused.cudnn_forward,
         fused.cudnn_backward,
         device="cuda",
@@ -162,7 +162,7 @@ TABLE = (
     ),
     Kernel(
         "efficient",
-        "behind flash, which is faster; it takes masks, float32, any head width, and older GPUs",
+        "slower than flash; takes masks, float32, any head width and older GPUs",
         fused.efficient_forward,
         fused.efficient_backward,
         device="cuda",
@@ -178,7 +178,7 @@ TABLE = (
     ),
     Kernel(
         "composed",
-        "last: plain products and a softmax work everywhere, some rows of scores at a time",
+        "the fallback: matrix products and a softmax, for some rows of scores at a time",
         composed.forward,
         composed.backward,
         wide_bias=True,
@@ -187,8 +187,7 @@ TABLE = (
 COMPOSED = TABLE[-1]
 ROWS = {kernel.name: kernel for kernel in TABLE}
 # What may replace FlashAttention-2 (torch/nn/attention/_fa3.py, _fa4.py): major capabilities that have it,
-# and
-# features per head that it can go backward through on all of them.
+# and features per head that it can go backward through on all of them.
 MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 WIDEST = {"FA4": 128}
 
@@ -207,7 +206,7 @@ class Choice:
 
 def choose(attention: Attention, target: Target) -> Choice:
     """The first kernel of the table that takes this attention on this target."""
-    passed = []
+    passed: list[tuple[str, str]] = []
     for kernel in TABLE:
         if kernel.device in ("", target.device):
             reason = obstacle(kernel, attention, target)
@@ -223,13 +222,13 @@ def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None
     width = max(kernel.widths(attention.width, attention.value_width))
     dtype = str(attention.dtype).removeprefix("torch.")
     if kernel.name in target.disabled:
-        return "it is switched off in torch.backends.cuda"
+        return "it is disabled in torch.backends.cuda"
     if since and attention.dtype not in since:
         return f"it does not take {dtype}"
-    if since and since[attention.dtype] is not None:
-        needed = since[attention.dtype]
+    needed = since.get(attention.dtype)
+    if needed is not None:
         if target.capability is None:
-            return "the compute capability of the device is not known"
+            return "the compute capability of the device is unknown"
         if target.capability < needed:
             has = dotted(target.capability)
             return f"{dtype} needs compute capability {dotted(needed)}, this device has {has}"
@@ -244,12 +243,12 @@ def replaced(target: Target, width: int) -> str | None:
     """Why the implementation that the user put behind torch's flash operator cannot attend here, or None."""
     majors, widest = MAJORS.get(target.flash), WIDEST.get(target.flash)
     if target.flash and majors is None:
-        return f"the flash implementation {target.flash!r}, which was activated, is not known"
-    if majors and target.capability[0] not in majors:
+        return f"the activated flash implementation {target.flash!r} is unknown"
+    if majors and (target.capability or (0, 0))[0] not in majors:
         needed = " or ".join(f"{m}.x" for m in majors)
-        return f"{target.flash}, which was activated, needs compute capability {needed}"
+        return f"the activated {target.flash} needs compute capability {needed}"
     if widest and width > widest:
-        return f"{target.flash}, which was activated, takes up to {widest} features per head"
+        return f"the activated {target.flash} takes up to {widest} features per head"
     return None
 
 
@@ -257,7 +256,9 @@ def dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-SCRATCH = {kernel.forward_op: kernel.forward_scratch for kernel in TABLE if kernel.forward_op is not None}
+SCRATCH: dict[object, Callable[..., int] | None] = {
+    kernel.forward_op: kernel.forward_scratch for kernel in TABLE if kernel.forward_op is not None
+}
 SCRATCH |= {kernel.backward_op: kernel.backward_scratch for kernel in TABLE if kernel.backward_op is not None}
 
 

@@ -14,7 +14,7 @@ that sees no key gives zeros, ``-inf``, and no gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,9 +106,8 @@ def calls(
             yield Call(piece, bias, None, True)
         else:
             for g in range(shared):
-                each = bias is not None and bias.shape[1] > 1
-                part = layout.by_key_head(bias, key_heads).select(2, g) if each else bias
-                yield Call(piece, part, g, False)
+                each = None if bias is None or bias.shape[1] == 1 else layout.by_key_head(bias, key_heads)
+                yield Call(piece, bias if each is None else each.select(2, g), g, False)
 
 
 GROUPS_FILL = 1 << 15  # keys of all heads that fill any GPU with one query of each: 256 blocks of 128
@@ -168,7 +167,7 @@ def attention_forward(query, key, value, mask, causal: bool, scale: float, start
     chunk = prepared(kernel, query, key, value, mask, causal, start)
     width, value_width = chunk.kernel.widths(query.shape[3], value.shape[3])
     operands = [chunk.operand(t, w) for t, w in ((query, width), (key, width), (value, value_width))]
-    out, lse = joined(chunk, *operands, scale, query, value.shape[3])
+    out, lse = joined(chunk, operands, scale, query, value.shape[3])
     if chunk.bias is not None:
         hidden = hidden_rows(chunk.bias)
         out.masked_fill_(hidden.unsqueeze(-1), 0)
@@ -177,26 +176,32 @@ def attention_forward(query, key, value, mask, causal: bool, scale: float, start
 
 
 def joined(
-    chunk: Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float, query: Tensor, width: int
+    chunk: Prepared, operands: Sequence[Tensor], scale: float, query: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a chunk's calls, in the dtype of the query and without padded features."""
+    q, k, v = operands
     batch, heads, rows, _ = query.shape
     shared, key_heads = heads // k.shape[1], k.shape[1]
     planned = list(calls(chunk.kernel, chunk.parts, shared, key_heads, chunk.bias))
-    grouped, one = layout.by_key_head(q, key_heads), len(planned) == 1 and not planned[0].stacked
-    out = None if one else layout.heads_last(batch, heads, rows, width, q if chunk.precise else query)
-    lse = None if one else query.new_empty((batch, heads, rows), dtype=layout.statistics(query))
-    for call in planned:
+    grouped = layout.by_key_head(q, key_heads)
+
+    def part(call: Call) -> tuple[Tensor, Tensor]:
         keys, values = (layout.cut(t, 2, call.piece.keys) for t in (k, v))
         queries, diagonal = call.take(grouped), call.piece.diagonal
         o, logsum = chunk.kernel.forward(queries, keys, values, call.bias, diagonal, scale)
-        o = layout.first(o, 3, width)
-        if one:
-            return layout.heads_put_last(o), layout.dense(logsum)
+        return layout.first(o, 3, width), logsum
+
+    if len(planned) == 1 and not planned[0].stacked:
+        o, logsum = part(planned[0])
+        return layout.heads_put_last(o), layout.dense(logsum)
+    out = layout.heads_last((batch, heads, rows, width), q if chunk.precise else query)
+    lse = query.new_empty((batch, heads, rows), dtype=layout.statistics(query))
+    for call in planned:
+        o, logsum = part(call)
         here, here_lse = (call.target(layout.by_key_head(t, key_heads)) for t in (out, lse))
         join(here, here_lse, call.put(o, shared), call.put(logsum, shared), call.piece.again)
     if chunk.precise:
-        out = layout.put(layout.heads_last(batch, heads, rows, width, query), out)
+        out = layout.put(layout.heads_last((batch, heads, rows, width), query), out)
     return out, lse
 
 
@@ -246,18 +251,21 @@ def gradients(
     grouped = [layout.by_key_head(t, key_heads) for t in (*rows, lse)]
     shared = query.shape[1] // key_heads
     planned = list(calls(kernel, chunk.parts, shared, key_heads, chunk.bias, goes_apart(kernel, key)))
-    one = len(planned) == 1 and not planned[0].stacked
-    dq = None if one else layout.heads_last(*query.shape, k if chunk.precise else query)
-    for call in planned:
+
+    def part(call: Call) -> Tensor:
         g, q, o, logsum = map(call.take, grouped)
         keys, values, dk, dv = (layout.cut(t, 2, call.piece.keys) for t in (k, v, key_grad, value_grad))
-        part = kernel.backward(g, q, keys, values, o, logsum, call.bias, call.piece.diagonal, scale, dk, dv)
-        part = layout.first(part, 3, width)
-        if one:
-            return layout.heads_put_last(part)
-        here, part = call.target(layout.by_key_head(dq, key_heads)), call.put(part, shared)
-        here.add_(part) if call.piece.again else layout.put(here, part)
-    return layout.put(layout.heads_last(*query.shape, query), dq) if chunk.precise else dq
+        made = kernel.backward(g, q, keys, values, o, logsum, call.bias, call.piece.diagonal, scale, dk, dv)
+        return layout.first(made, 3, width)
+
+    if len(planned) == 1 and not planned[0].stacked:
+        return layout.heads_put_last(part(planned[0]))
+    dq = layout.heads_last(query.shape, k if chunk.precise else query)
+    for call in planned:
+        more = call.put(part(call), shared)
+        here = call.target(layout.by_key_head(dq, key_heads))
+        here.add_(more) if call.piece.again else layout.put(here, more)
+    return layout.put(layout.heads_last(query.shape, query), dq) if chunk.precise else dq
 
 
 def attention_backward(grad, query, key, value, out, lse, mask, causal: bool, scale: float, kernel: str = ""):
@@ -269,10 +277,10 @@ def attention_backward(grad, query, key, value, out, lse, mask, causal: bool, sc
 def forward_meta(query, key, value, mask, causal, scale, start, kernel=""):
     batch, heads, rows, _ = query.shape
     return (
-        layout.heads_last(batch, heads, rows, value.shape[-1], query),
+        layout.heads_last((batch, heads, rows, value.shape[-1]), query),
         query.new_empty((batch, heads, rows), dtype=layout.statistics(query)),
     )
 
 
 def backward_meta(grad, query, *_):
-    return layout.heads_last(*query.shape, query)
+    return layout.heads_last(query.shape, query)

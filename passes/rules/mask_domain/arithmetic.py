@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from ...mask_analysis.domains import (
     Abstract,
     Affine,
     Band,
+    Difference,
     Distance,
     band_of_key_masks,
     full_band,
@@ -21,6 +23,7 @@ from ...mask_analysis.domains import (
     intersection,
     is_constant,
     is_empty_outside,
+    is_finite,
     is_zero_outside,
     merged,
 )
@@ -28,14 +31,20 @@ from ...mask_analysis.operands import (
     Known,
     broadcast_value,
     hiding_masks,
+    is_boolean,
+    is_bounded,
     lowest,
     one_per_row,
+    token_pair,
     without_zero_slopes,
 )
+from .logic import conjoined, disjoined
 
 
 def added(node: Node, known: Known) -> Abstract:
-    """A sum of positions, of zeros outside a band, or of scores and an additive mask."""
+    """A sum of positions, of zeros outside a band, or of scores and an additive mask; of booleans, either."""
+    if is_boolean(node):
+        return disjoined(node, known)
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
     if isinstance(a, Affine) and isinstance(b, Affine):
         return affine_sum(a, b, node.kwargs.get("alpha", 1), node)
@@ -60,16 +69,31 @@ def subtracted(node: Node, known: Known) -> Abstract:
         return affine_sum(a, b, -node.kwargs.get("alpha", 1), node)
     if is_zero_outside(a) and is_zero_outside(b) and have_same_axes(a, b):
         return hull(a, b)
-    of_row = isinstance(node.args[1], Node) and b is None and is_empty_outside(a)
-    return replace(a, zero_inside=False) if of_row and one_per_row(node.args[1], node, a) else None
+    if a is b is None and not value_of(node).dtype.is_floating_point:
+        return difference(node)
+    if b is None and is_empty_outside(a) and isinstance(node.args[1], Node):
+        return replace(a, zero_inside=False) if one_per_row(node.args[1], node, a) else None
+    return None
 
 
-def affine_sum(a: Affine, b: Affine, scale: float, node: Node) -> Affine:
-    """``a + scale * b``."""
-    slopes = dict(a.slopes)
+def difference(node: Node) -> Difference | None:
+    """A per-token value of the row less that of the key, or the other way round."""
+    found = token_pair(node)
+    if found is None or node.kwargs.get("alpha", 1) != 1:
+        return None
+    pair, row_is_first = found
+    wraps = value_of(node).dtype is not torch.int64  # a guard bounds positions of 64 bits
+    return Difference(*pair, sign=0 if wraps else 1 if row_is_first else -1)
+
+
+def affine_sum(a: Affine, b: Affine, scale: float, node: Node) -> Affine | None:
+    """``a + scale * b``, unless it may overflow."""
+    const, slopes = a.const + scale * b.const, dict(a.slopes)
+    if math.isnan(const) or not is_bounded(scale) and b.slopes:
+        return None
     for d, s in b.slopes:
         slopes[d] = slopes.get(d, 0) + scale * s
-    return without_zero_slopes(Affine(a.const + scale * b.const, tuple(slopes.items())), node)
+    return without_zero_slopes(Affine(const, tuple(slopes.items())), node)
 
 
 def scores_with_mask(node: Node, known: Known) -> Band | None:
@@ -81,14 +105,15 @@ def scores_with_mask(node: Node, known: Known) -> Band | None:
 
 
 def multiplied(node: Node, known: Known) -> Abstract:
+    """Scaled positions, and masked scores or zeros times anything that keeps them so; of booleans, both."""
+    if is_boolean(node):
+        return conjoined(node, known)
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
     for scale, other in ((a, b), (b, a)):
         if is_constant(scale) and isinstance(other, Affine):
-            return without_zero_slopes(
-                Affine(scale.const * other.const, tuple((d, scale.const * s) for d, s in other.slopes)), node
-            )
+            return affine_sum(Affine(0.0), other, scale.const, node)
     for band, other in ((a, b), (b, a)):
-        if is_zero_outside(band):
+        if is_zero_outside(band) and is_finite(other):
             return band
         if is_empty_outside(band) and is_constant(other) and stays_lowest(other.const, node):
             return band
@@ -104,18 +129,23 @@ def divided(node: Node, known: Known) -> Abstract:
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
     if is_empty_outside(a) and is_constant(b) and b.const > 0 and stays_lowest(1 / b.const, node):
         return a
-    return a if is_zero_outside(a) else None
+    nonzero = b is None or is_constant(b) and b.const != 0
+    return a if is_zero_outside(a) and nonzero else None
 
 
 def product_added(node: Node, known: Known) -> Abstract:
     """``baddbmm(mask, queries, keys)``: a mask added to scores."""
     mask = broadcast_value(node.args[0], node, known)
-    plain = node.kwargs.get("beta", 1) == 1 and is_empty_outside(mask)
-    return replace(mask, zero_inside=False) if plain else None
+    finite = all(x in known.bounded or known(x) is None for x in node.args[1:3])
+    if not is_empty_outside(mask) or node.kwargs.get("beta", 1) != 1 or not finite:
+        return None
+    return replace(mask, zero_inside=False)
 
 
 def at_least(node: Node, known: Known) -> Abstract:
-    """``maximum(scores, lowest number)``: what is empty stays practically so."""
+    """``maximum(scores, lowest number)``: what is empty stays practically so; of booleans, either."""
+    if is_boolean(node):
+        return disjoined(node, known)
     for band, other in (node.args[:2], node.args[1::-1]):
         value, least = broadcast_value(band, node, known), broadcast_value(other, node, known)
         if is_empty_outside(value) and is_constant(least):
@@ -126,16 +156,18 @@ def at_least(node: Node, known: Known) -> Abstract:
 def distance(node: Node, known: Known) -> Abstract:
     """``abs(row - key)``; only a comparison reads it."""
     value = known(node.args[0])
-    slopes = dict(value.slopes) if isinstance(value, Affine) else {}
-    return (
-        Distance(*sorted(slopes))
-        if len(slopes) == 2 and sorted(slopes.values()) == [-1, 1] and value.const == 0
-        else None
-    )
+    if isinstance(value, Difference):
+        return replace(value, sign=0)
+    if not isinstance(value, Affine) or value.const != 0:
+        return None
+    slopes = dict(value.slopes)
+    return Distance(*sorted(slopes)) if sorted(slopes.values()) == [-1, 1] else None
 
 
 def negated(node: Node, known: Known) -> Abstract:
     value = known(node.args[0])
     if isinstance(value, Affine):
         return Affine(-value.const, tuple((d, -s) for d, s in value.slopes))
+    if isinstance(value, Difference):
+        return replace(value, sign=-value.sign)
     return value if is_zero_outside(value) else None

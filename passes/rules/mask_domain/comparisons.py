@@ -8,88 +8,121 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from ...ir import DocumentMask, shape_of, value_of
+from ...ir import DocumentMask, op_name, shape_of
 from ...mask_analysis.domains import (
     Abstract,
     Affine,
     Band,
+    Difference,
     Distance,
     is_constant,
     is_zero_outside,
+    negation,
 )
-from ...mask_analysis.operands import (
-    Known,
-    broadcast_value,
-)
+from ...mask_analysis.operands import Known, broadcast_value, is_boolean, token_pair
+
+MIRRORED = {"eq": "eq", "ne": "ne", "le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}
+ZERO = Affine(0.0)
 
 
 def compared(node: Node, known: Known) -> Abstract:
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
-    name = node.target.overloadpacket.__name__
-    if isinstance(a, Band) and a.outside == -math.inf and b == Affine(-math.inf) and name in ("eq", "ne"):
-        return replace(
-            a, outside=name == "eq", zero_inside=False
-        )  # which scores are empty: those outside are
-    if isinstance(a, Band) and a.zero_inside and b == Affine(0.0) and name in ("eq", "ne"):
-        return replace(a, outside=name == "ne", zero_inside=False)  # which entries of a mask hide
-    if (
-        isinstance(a, Band)
-        and is_zero_outside(a)
-        and a.key_masks == ()
-        and b == Affine(0.0)
-        and not a.zero_inside
-    ):
-        return replace(
-            a, outside=name in ("eq", "le", "ge"), key_masks=None
-        )  # where a ReLU of scores is shut
-    if isinstance(a, Distance) and is_constant(b) and name in ("le", "lt"):
+    name = op_name(node)
+    if a is b is None:
+        return document_mask(node, name)
+    if is_constant(b) and is_boolean(node.args[0]):
+        return of_boolean(name, a, b.const)
+    if is_constant(a) and is_boolean(node.args[1]):
+        return of_boolean(MIRRORED[name], b, a.const)
+    return comparison(name, a, b, node)
+
+
+def comparison(name: str, a: Abstract, b: Abstract, node: Node) -> Abstract:
+    """``a`` compared with ``b``, neither of them a boolean of which more than a constant is known."""
+    if isinstance(a, Affine) and isinstance(b, Affine):
+        return of_positions(name, a, b, node)
+    if is_constant(a):
+        a, b, name = b, a, MIRRORED[name]
+    if not is_constant(b):
+        return None
+    if isinstance(a, Band):
+        return of_scores(name, a, b.const)
+    if isinstance(a, Distance) and name in ("le", "lt"):
         width = math.ceil(b.const) - 1 if name == "lt" else math.floor(b.const)
         return Band(a.row, a.key, -width, width, False, ())
-    if not (isinstance(a, Affine) and isinstance(b, Affine)):
-        return agreeing(node, name) if a is b is None else None
-    slopes = dict(a.slopes)
-    for d, s in b.slopes:
-        slopes[d] = slopes.get(d, 0) - s
+    return of_difference(name, a, b.const) if isinstance(a, Difference) else None
+
+
+def of_boolean(name: str, value: Abstract, const: float) -> Abstract:
+    """A boolean compared with a number is that boolean, its negation, or a constant."""
+    compare = getattr(operator, name)
+    if_false, if_true = compare(0, const), compare(1, const)
+    if if_false == if_true:
+        return Affine(float(if_true))
+    return value if if_true else negation(value)
+
+
+def of_scores(name: str, band: Band, const: float) -> Band | None:
+    """Masked scores, or an additive mask, compared with the number that they are filled with."""
+    if band.outside == -math.inf and const == -math.inf and name in ("eq", "ne"):
+        return replace(band, outside=name == "eq", zero_inside=False)
+    if const != 0:
+        return None
+    if band.zero_inside and name in ("eq", "ne"):
+        return replace(band, outside=name == "ne", zero_inside=False)
+    if is_zero_outside(band) and band.key_masks == () and not band.zero_inside:
+        return replace(band, outside=name in ("eq", "le", "ge"), key_masks=None)  # where a ReLU is zero
+    return None
+
+
+def of_difference(name: str, value: Difference, const: float) -> DocumentMask | None:
+    """The difference of two per-token values compared with a number."""
+    pair = (value.row, value.key)
+    if name in ("eq", "ne"):
+        return DocumentMask(equal=(pair,), negated=name == "ne") if const == 0 else None
+    if value.sign < 0:
+        name, const = MIRRORED[name], -const
+    if value.sign == 0:
+        return None
+    negated = name in ("le", "lt")  # of "row - key is at least ``least``"
+    least = math.floor(const) + 1 if name in ("le", "gt") else math.ceil(const)
+    return DocumentMask(ordered=(pair,), negated=negated) if least >= 0 else None
+
+
+def of_positions(name: str, a: Affine, b: Affine, node: Node) -> Abstract:
+    """Positions of rows compared with positions of keys: a band."""
+    slopes = {d: a.slope(d) - b.slope(d) for d in {*dict(a.slopes), *dict(b.slopes)}}
     slopes = {d: s for d, s in slopes.items() if s}
     const = float(a.const - b.const)
     if not slopes:
-        return Affine(float(getattr(operator, name)(const, 0)))
-    if len(slopes) != 2 or sorted(slopes.values()) != [-1, 1]:
+        return Affine(float(getattr(operator, name)(a.const, b.const)))
+    if sorted(slopes.values()) != [-1, 1] or not const.is_integer():
         return None
     rank = len(shape_of(node))
     key, row = rank - 1, rank - 2  # scores are [..., row, key] when a mask is made
     if set(slopes) != {row, key}:
         row, key = sorted(slopes)
-    if not const.is_integer():
-        return None
-    # const + sign * (key - row)  ?  0
-    sign = slopes[key]
-    if name == "eq":
-        bound = -const * sign
-        return Band(row, key, bound, bound, False, ())
-    if name == "ne":
-        return None
-    less = (name in ("le", "lt")) == (sign > 0)
-    strict = name in ("lt", "gt")
-    bound = -const * sign
-    if less:
-        return Band(row, key, -math.inf, bound - strict, False, ())
-    return Band(row, key, bound + strict, math.inf, False, ())
+    if slopes[key] < 0:  # const + row - key ? 0 is key - row - const ? 0, mirrored
+        const, name = -const, MIRRORED[name]
+    return band_of(name, row, key, -const)
 
 
-def agreeing(node: Node, name: str) -> DocumentMask | None:
+def band_of(name: str, row: int, key: int, bound: float) -> Band:
+    """Where ``key - row`` compares with a bound."""
+    if name in ("eq", "ne"):
+        return Band(row, key, bound, bound, name == "ne", ())
+    if name in ("le", "lt"):
+        return Band(row, key, -math.inf, bound - (name == "lt"), False, ())
+    return Band(row, key, bound + (name == "gt"), math.inf, False, ())
+
+
+def document_mask(node: Node, name: str) -> DocumentMask | None:
     """A comparison of a value of every row with one of every key."""
-    rank = len(shape_of(node))
-    sides = {}  # which of the two has a value for every row, and which for every key
-    for arg in node.args[:2]:
-        if isinstance(arg, Node) and rank >= 2 and not value_of(arg).dtype.is_floating_point:
-            sizes = (1,) * (rank - len(shape_of(arg))) + shape_of(arg)
-            if sizes[-2:] in ((shape_of(node)[-2], 1), (1, shape_of(node)[-1])):
-                sides["row" if sizes[-1] == 1 else "key"] = arg
-    if len(sides) < 2 or shape_of(node)[-1] == 1:
+    found = token_pair(node)
+    if found is None:
         return None
-    pair = (sides["row"], sides["key"])
-    if name == "eq":
-        return DocumentMask(equal=(pair,))
-    below = "le" if node.args[0] is sides["key"] else "ge"
-    return DocumentMask(ordered=(pair,)) if name in (below, below.replace("e", "t")) else None
+    pair, row_is_first = found
+    if name in ("eq", "ne"):
+        return DocumentMask(equal=(pair,), negated=name == "ne")
+    name = name if row_is_first else MIRRORED[name]
+    return DocumentMask(ordered=(pair,), negated=name in ("le", "lt"))

@@ -7,30 +7,34 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from ...ir import DocumentMask, shape_of
+from ...ir import DocumentMask, shape_of, value_of
 from ...mask_analysis.domains import (
     EMPTY,
     Abstract,
     Affine,
     Band,
     as_key_mask,
-    as_visible,
     band_of_key_masks,
+    document_band,
     full_band,
     have_same_axes,
     hull,
     intersection,
     is_constant,
     is_empty_outside,
+    is_visible_mask,
     is_zero_outside,
     merged,
+    negation,
 )
 from ...mask_analysis.operands import (
     Known,
     broadcast_value,
     hiding_masks,
+    is_boolean,
     lowest,
 )
+from .logic import Operand, conjunction, disjunction, operand
 
 
 def chosen(node: Node, known: Known) -> Abstract:
@@ -38,50 +42,45 @@ def chosen(node: Node, known: Known) -> Abstract:
     condition, inside, filling = (broadcast_value(x, node, known) for x in node.args[:3])
     if is_constant(condition):
         return inside if condition.const else filling
+    if is_boolean(node):
+        return chosen_mask(node, *(operand(x, node, known) for x in node.args[:3]))
     for zero, band in ((inside, filling), (filling, inside)):
         if zero == Affine(0.0) and is_zero_outside(band):
             return band
-    if (
-        isinstance(inside, Band)
-        and isinstance(filling, Band)
-        and is_zero_outside(inside)
-        and is_zero_outside(filling)
-        and have_same_axes(inside, filling)
-    ):
+    if is_zero_outside(inside) and is_zero_outside(filling) and have_same_axes(inside, filling):
         return hull(inside, filling)
+    mask, scores, masked_scores = node.args[:3]
     found = []
     if is_constant(filling):
-        found.append(
-            emptied(
-                node.args[1], visible_where(node.args[0], condition, node, False), filling.const, node, known
-            )
-        )
-    if is_constant(inside):  # where(hidden, -inf, scores)
-        found.append(
-            emptied(
-                node.args[2],
-                as_visible(condition) or visible_where(node.args[0], condition, node, True),
-                inside.const,
-                node,
-                known,
-            )
-        )
+        found.append(emptied(scores, visible_where(mask, node, known), filling.const, node, known))
+    if is_constant(inside):  # where(masked, -inf, scores)
+        visible = visible_where(mask, node, known, negated=True)
+        found.append(emptied(masked_scores, visible, inside.const, node, known))
     bands = [band for band in found if band is not None]
-    return next((band for band in bands if band.outside in EMPTY), bands[0] if bands else None)
+    return next((band for band in bands if is_empty_outside(band)), bands[0] if bands else None)
 
 
-def visible_where(arg: object, condition: Abstract, like: Node, masked_value: bool) -> Band | None:
-    """A condition as what is visible where it is not ``masked_value``: a band, a padding mask, or
-    a stored mask."""
-    if isinstance(condition, Band) and condition.outside is False and not masked_value:
-        return condition
-    if (
-        isinstance(condition, DocumentMask) and condition.ordered and not masked_value
-    ):  # taken to grow with the rows
-        return replace(full_band(like), hi=0, outside=False, assumes=(condition,))
-    if condition is not None or len(shape_of(like)) < 2:
+def chosen_mask(node: Node, condition: Operand, inside: Operand, filling: Operand) -> Abstract:
+    """``where(condition, a, b)`` of booleans is ``condition & a | ~condition & b``."""
+    for a, b, chooses_a in ((inside, filling, condition), (filling, inside, condition.negation())):
+        if is_constant(b.value):
+            joint = conjunction if not b.value.const else disjunction
+            return joint(node, chooses_a if not b.value.const else chooses_a.negation(), a)
+    return None
+
+
+def visible_where(mask: object, like: Node, known: Known, negated: bool = False) -> Band | None:
+    """The visible entries of a boolean mask, which is true where they are (``negated``: where they are
+    not)."""
+    value = broadcast_value(mask, like, known)
+    found = negation(value) if negated else value
+    if is_visible_mask(found):
+        return found
+    if isinstance(found, DocumentMask):
+        return document_band(found, like)
+    if value is not None or len(shape_of(like)) < 2:
         return None
-    return band_of_key_masks(like, False, [as_key_mask(arg, like, full_band(like), masked_value)])
+    return band_of_key_masks(like, False, [as_key_mask(mask, like, full_band(like), negated)])
 
 
 def emptied(scores: object, mask: Band | None, value: float, node: Node, known: Known) -> Band | None:
@@ -102,25 +101,30 @@ def emptied(scores: object, mask: Band | None, value: float, node: Node, known: 
     )
 
 
+def in_dtype(value: Abstract, node: Node) -> Abstract:
+    """A constant as it is stored in the result."""
+    if not is_constant(value) or value_of(node).dtype.is_floating_point:
+        return value
+    return Affine(float(bool(value.const) if is_boolean(node) else math.trunc(value.const)))
+
+
 def filled(node: Node, known: Known) -> Abstract:
-    """``masked_fill(x, hidden, value)``."""
-    x, hidden = (broadcast_value(a, node, known) for a in node.args[:2])
-    value = known(node.args[2])
-    if is_constant(hidden):
-        return value if hidden.const else x
+    """``masked_fill(x, masked, value)``."""
+    x, masked = (broadcast_value(a, node, known) for a in node.args[:2])
+    value = in_dtype(known(node.args[2]), node)
+    if is_constant(masked):
+        return value if masked.const else x
     if not is_constant(value):
         return None
+    if is_boolean(node):
+        joint = disjunction if value.const else conjunction
+        mask = operand(node.args[1], node, known)
+        return joint(node, mask if value.const else mask.negation(), operand(node.args[0], node, known))
     if value == Affine(0.0) and is_zero_outside(x):
         return x
-    found = emptied(
-        node.args[0],
-        as_visible(hidden) or visible_where(node.args[1], hidden, node, True),
-        value.const,
-        node,
-        known,
-    )
-    if found is None and is_empty_outside(x) and lowest(value.const, node) in EMPTY:
-        return replace(
-            x, outside=x.outside if lowest(value.const, node) == x.outside else "min", key_masks=None
-        )
+    visible = visible_where(node.args[1], node, known, negated=True)
+    found = emptied(node.args[0], visible, value.const, node, known)
+    outside = lowest(value.const, node)
+    if found is None and is_empty_outside(x) and outside in EMPTY:
+        return replace(x, outside=outside if outside == x.outside else "min", key_masks=None)
     return found

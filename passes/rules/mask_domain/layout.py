@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
-from ...ir import DocumentMask, shape_of, value_of
+from ...ir import shape_of, value_of
 from ...mask_analysis.domains import (
-    EMPTY,
     Abstract,
     Affine,
     Band,
+    Difference,
     Distance,
     is_constant,
+    is_empty_outside,
     is_zero_outside,
     with_dims_renamed,
 )
 from ...mask_analysis.operands import (
+    PAIRWISE,
     Known,
     broadcast_value,
+    is_boolean,
     without_zero_slopes,
 )
+from .comparisons import ZERO, comparison
 
 aten = torch.ops.aten
 
@@ -32,10 +38,12 @@ def same(node: Node, known: Known) -> Abstract:
     """A copy, or a cast that keeps every value: an integer may become wider, a float stay a float, a boolean
     anything."""
     value, old, new = known(node.args[0]), value_of(node.args[0]).dtype, value_of(node).dtype
-    if new is torch.bool and isinstance(value, Band) and value.zero_inside:
-        return replace(value, outside=True, zero_inside=False)  # which entries of a mask hide
+    if new is torch.bool and old is not torch.bool:
+        return comparison("ne", value, ZERO, node)
     if old == new or old.is_floating_point and new.is_floating_point and isinstance(value, Band):
         return value
+    if isinstance(value, Difference):
+        return value if new.is_floating_point or new.itemsize >= old.itemsize else None
     whole = (
         isinstance(value, Affine)
         and float(value.const).is_integer()
@@ -43,8 +51,7 @@ def same(node: Node, known: Known) -> Abstract:
     )
     if whole and new is not torch.bool:
         return value
-    flag = is_constant(value) and value.const in (0, 1)
-    return value if flag or old is torch.bool and new is torch.bool else None
+    return value if is_constant(value) and value.const in (0, 1) else None
 
 
 def copied(node: Node, known: Known) -> Abstract:
@@ -57,7 +64,7 @@ def reshaped(node: Node, known: Known) -> Abstract:
     """A dimension that keeps its size and what comes before it keeps its meaning; what merges or splits must
     not matter."""
     old, new = shape_of(node.args[0]), shape_of(node)
-    if isinstance(known(node.args[0]), DocumentMask):
+    if isinstance(known(node.args[0]), PAIRWISE):
         return known(node.args[0]) if old[-2:] == new[-2:] else None
     places = {(math.prod(new[:i]), size): i for i, size in enumerate(new) if size != 1}
     keys = {i: (math.prod(old[:i]), size) for i, size in enumerate(old) if size != 1}
@@ -104,13 +111,14 @@ def sliced(node: Node, known: Known) -> Abstract:
     matters = (
         isinstance(value, Distance)
         and dim in (value.row, value.key)
-        or isinstance(value, DocumentMask)
+        or isinstance(value, PAIRWISE)
         and dim >= len(shape) - 2
     )
     return None if matters and shape_of(node) != shape else value
 
 
 def selected(node: Node, known: Known) -> Abstract:
+    """``x[..., index]``: dimensions behind the selected one move forward."""
     value, shape = known(node.args[0]), shape_of(node.args[0])
     dim, index = node.args[1] % len(shape), node.args[2]
     if isinstance(value, Band):
@@ -124,30 +132,30 @@ def selected(node: Node, known: Known) -> Abstract:
 
 
 def joined(node: Node, known: Known) -> Abstract:
-    """Ranges that continue one another are one range."""
-    parts = node.args[0]
+    """``cat``: columns behind scores, or ranges that continue one another."""
     rank = len(shape_of(node))
+    parts = [part for part in node.args[0] if len(shape_of(part)) == rank]  # others are empty
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
     scores = known(parts[0])
     if isinstance(scores, Band) and dim == scores.key and all(shape_of(p)[dim] == 1 for p in parts[1:]):
-        always = scores.outside in EMPTY and any(
-            p in known.bounded for p in parts[1:]
-        )  # a sink: every row sees that
-        return replace(
-            scores, key_masks=() if always else scores.key_masks, zero_inside=False
-        )  # columns beyond the keys are always read
-    values, at = [], 0
-    for part in parts:
-        value = known(part)
-        if not isinstance(value, Affine):
-            return None
-        values.append((part, value, at))
-        at += shape_of(part)[dim]
-    long = [(v, start) for p, v, start in values if shape_of(p)[dim] > 1] or [(values[0][1], 0)]
+        sink = is_empty_outside(scores) and any(p in known.bounded for p in parts[1:])
+        # columns behind the keys are always read; a sink is visible to every row
+        return replace(scores, key_masks=() if sink else scores.key_masks, zero_inside=False)
+    values = [value for part in parts if isinstance(value := known(part), Affine)]
+    if len(values) < len(parts):
+        return None
+    return joined_ranges(node, parts, values, dim)
+
+
+def joined_ranges(node: Node, parts: Sequence[Node], values: Sequence[Affine], dim: int) -> Affine | None:
+    """One range, if each part continues the one before it."""
+    starts = list(itertools.accumulate((shape_of(part)[dim] for part in parts), initial=0))
+    first = next((k for k, part in enumerate(parts) if shape_of(part)[dim] > 1), 0)  # it has a slope
+    slope = values[first].slope(dim)
     whole = without_zero_slopes(
-        Affine(long[0][0].const - long[0][0].slope(dim) * long[0][1], long[0][0].slopes), node
+        Affine(values[first].const - slope * starts[first], values[first].slopes), node
     )
-    for part, value, start in values:
+    for part, value, start in zip(parts, values, starts):
         shifted = Affine(whole.const + whole.slope(dim) * start, whole.slopes)
         if without_zero_slopes(shifted, part) != without_zero_slopes(value, part):
             return None
@@ -159,20 +167,34 @@ def looked_up(node: Node, known: Known) -> Abstract:
     table = known(node.args[0])
     if not isinstance(table, Affine):
         return None
-    total = Affine(table.const)
-    for dim, index in enumerate(node.args[1]):
+    indices = node.args[1]
+    used = [d for d, index in enumerate(indices) if index is not None]
+    if any(slope and d not in used for d, slope in table.slopes):
+        return None
+    total, start = Affine(table.const), first_index_dim(node, used)
+    end = start + max(len(shape_of(indices[d])) for d in used)  # behind the dimensions of the indices
+    for dim in used:
+        at = known(indices[dim])
         if table.slope(dim) == 0:
             continue
-        at = broadcast_value(index, node, known) if index is not None else None
-        if not isinstance(at, Affine):
-            return None
+        if not isinstance(at, Affine) or is_boolean(indices[dim]) or least(at, indices[dim]) < 0:
+            return None  # a negative index counts from the end
         slopes = dict(total.slopes)
         for d, s in at.slopes:
-            slopes[d] = slopes.get(d, 0) + table.slope(dim) * s
+            place = end - len(shape_of(indices[dim])) + d
+            slopes[place] = slopes.get(place, 0) + table.slope(dim) * s
         total = Affine(total.const + table.slope(dim) * at.const, tuple(slopes.items()))
-    if any(s for d, s in table.slopes if d >= len(node.args[1])):
-        return None
     return without_zero_slopes(total, node)
+
+
+def least(value: Affine, node: Node) -> float:
+    """The least entry of a range."""
+    return value.const + sum(min(0, s * (shape_of(node)[d] - 1)) for d, s in value.slopes)
+
+
+def first_index_dim(node: Node, used: list[int]) -> int:
+    """Where the dimensions of the indices come in ``x[i, :, j]``: in front, unless they are neighbours."""
+    return used[0] if used == list(range(used[0], used[-1] + 1)) else 0
 
 
 def summed(node: Node, known: Known) -> Abstract:

@@ -1,103 +1,161 @@
-"""Boolean operations on masks."""
+"""Boolean operations on masks.
+
+A disjunction is the negation of the conjunction of the negations: what is known of a mask is known of its
+negation, too, so that one rule serves both.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import torch
 from torch.fx import Node
 
-from ...ir import DocumentMask, shape_of, value_of
+from ...ir import DocumentMask
 from ...mask_analysis.domains import (
     Abstract,
     Affine,
     Band,
+    Difference,
+    KeyMasks,
     as_key_mask,
-    as_visible,
     band_of_key_masks,
+    document_band,
     full_band,
     have_same_axes,
     intersection,
     is_constant,
+    is_visible_mask,
     merged,
+    negation,
 )
-from ...mask_analysis.operands import (
-    Known,
-    broadcast_value,
-)
+from ...mask_analysis.operands import Known, broadcast_value, is_boolean, token_pair
+from .comparisons import ZERO, comparison
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A boolean operand of an op, or its negation.
+
+    arg    the argument, or None where it cannot be read as a mask of keys
+    value  what is known of the operand (of its negation, if ``negated``)
+    """
+
+    arg: object
+    value: Abstract
+    negated: bool = False
+
+    def negation(self) -> Operand:
+        return Operand(self.arg, negation(self.value), not self.negated)
+
+    def key_mask(self, node: Node, band: Band) -> KeyMasks | None:
+        """The masks that it is, if nothing more is known."""
+        return None if self.value is not None else as_key_mask(self.arg, node, band, self.negated)
+
+
+def operand(arg: object, node: Node, known: Known) -> Operand:
+    value = broadcast_value(arg, node, known)
+    return Operand(arg, value) if is_boolean(arg) else Operand(None, truth(value, node))
+
+
+def truth(value: Abstract, node: Node) -> Abstract:
+    """Where a value that is no boolean is not zero."""
+    return comparison("ne", value, ZERO, node)
 
 
 def conjoined(node: Node, known: Known) -> Abstract:
-    if value_of(node).dtype is not torch.bool:
+    """``a & b``."""
+    if not is_boolean(node):
         return None
-    a, b = (broadcast_value(x, node, known) for x in node.args[:2])
-    for constant_, other in ((a, b), (b, a)):
-        if is_constant(constant_):
-            return other if constant_.const else Affine(0.0)
-    if isinstance(a, DocumentMask) and isinstance(b, DocumentMask):
-        return DocumentMask(a.equal + b.equal, a.ordered + b.ordered)
-    for band, other, arg in ((a, b, node.args[1]), (b, a, node.args[0])):
-        if isinstance(band, DocumentMask) and not isinstance(other, Band):
-            return band
-        if isinstance(band, Band) and band.outside is False:
-            if isinstance(other, Band) and other.outside is False and have_same_axes(band, other):
-                return intersection(band, other)
-            return replace(
-                band,
-                key_masks=merged(
-                    (band.key_masks, as_key_mask(arg, node, band, False) if other is None else None)
-                ),
-            )
-    return both_masks(node, False) if a is b is None else None
-
-
-def both_masks(node: Node, masked_value: bool) -> Band | None:
-    """Two masks of which nothing is known, each hiding its own keys."""
-    if len(shape_of(node)) < 2:
-        return None
-    return band_of_key_masks(
-        node, masked_value, [as_key_mask(x, node, full_band(node), masked_value) for x in node.args[:2]]
-    )
+    return conjunction(node, *(operand(x, node, known) for x in node.args[:2]))
 
 
 def disjoined(node: Node, known: Known) -> Abstract:
-    if value_of(node).dtype is not torch.bool:
+    """``a | b``."""
+    if not is_boolean(node):
         return None
-    a, b = (broadcast_value(x, node, known) for x in node.args[:2])
-    for constant_, other in ((a, b), (b, a)):
-        if is_constant(constant_):
-            return Affine(1.0) if constant_.const else other
-    if (
-        isinstance(a, Band)
-        and isinstance(b, Band)
-        and a.outside is b.outside is False
-        and have_same_axes(a, b)
-    ):
-        either = Band(a.row, a.key, min(a.lo, b.lo), max(a.hi, b.hi), False, assumes=a.assumes + b.assumes)
-        if either.lo > -math.inf or either.hi < math.inf:
-            return either
-    left = [as_visible(a), as_visible(b)]  # both as what hides
-    if None not in left and have_same_axes(*left):
-        return replace(intersection(*left), outside=True)
-    for band, other, arg in ((left[0], b, node.args[1]), (left[1], a, node.args[0])):
-        if band is not None:
-            return replace(
-                band,
-                outside=True,
-                key_masks=merged(
-                    (band.key_masks, as_key_mask(arg, node, band, True) if other is None else None)
-                ),
-            )
-    return both_masks(node, True) if a is b is None else None
+    return disjunction(node, *(operand(x, node, known) for x in node.args[:2]))
+
+
+def exclusive(node: Node, known: Known) -> Abstract:
+    """``a ^ b``: one of two masks and not the other; of per-token values, zero where they are equal."""
+    a, b = (operand(x, node, known) for x in node.args[:2])
+    pair = token_pair(node) if known(node.args[0]) is known(node.args[1]) is None else None
+    if not is_boolean(node):
+        return pair and Difference(*pair[0], sign=0)
+    if pair is not None:
+        return DocumentMask(equal=(pair[0],), negated=True)
+    left, right = conjunction(node, a, b.negation()), conjunction(node, a.negation(), b)
+    return disjunction(node, Operand(None, left), Operand(None, right))
 
 
 def inverted(node: Node, known: Known) -> Abstract:
-    """The complement of a half-plane is a half-plane; of another band, the same band with the outside
-    true."""
+    """``~a``, ``logical_not(a)``."""
     value = known(node.args[0])
-    if is_constant(value):
-        return Affine(float(not value.const))
-    if not isinstance(value, Band):
-        return None
-    return as_visible(value) or (replace(value, outside=True) if value.outside is False else None)
+    if is_boolean(node.args[0]):
+        return negation(value)
+    if is_boolean(node):
+        return comparison("eq", value, ZERO, node)
+    if isinstance(value, Affine):  # of an integer
+        return Affine(-value.const - 1, tuple((d, -s) for d, s in value.slopes))
+    return None
+
+
+def conjunction(node: Node, a: Operand, b: Operand) -> Abstract:
+    """What is known of ``a & b``."""
+    for constant, other in ((a, b), (b, a)):
+        if is_constant(constant.value):
+            return other.value if constant.value.const else ZERO
+    if isinstance(a.value, DocumentMask) and isinstance(b.value, DocumentMask):
+        return documents(a.value, b.value)
+    if isinstance(a.value, Band) and isinstance(b.value, Band) and have_same_axes(a.value, b.value):
+        found = bands(a.value, b.value)
+        if found is not None:
+            return found
+    for this, other in ((a, b), (b, a)):
+        if is_visible_mask(this.value):
+            return restricted(this.value, other, node)
+    for this in (a, b):
+        if isinstance(this.value, DocumentMask) and not this.value.negated:
+            return this.value
+    if a.value is b.value is None:
+        return band_of_key_masks(node, False, [x.key_mask(node, full_band(node)) for x in (a, b)])
+    return None
+
+
+def disjunction(node: Node, a: Operand, b: Operand) -> Abstract:
+    """What is known of ``a | b``."""
+    if is_visible_mask(a.value) and is_visible_mask(b.value) and have_same_axes(a.value, b.value):
+        found = bands(replace(a.value, outside=True), replace(b.value, outside=True))
+        if found is not None:
+            return replace(found, outside=False)
+    return negation(conjunction(node, a.negation(), b.negation()))
+
+
+def bands(a: Band, b: Band) -> Band | None:
+    """Both of two bands. Two that are true outside are true outside their hull."""
+    if a.outside is b.outside is False:
+        return intersection(a, b)
+    lo, hi = min(a.lo, b.lo), max(a.hi, b.hi)
+    if a.outside is b.outside is True and (lo > -math.inf or hi < math.inf):
+        return Band(a.row, a.key, lo, hi, True, assumes=tuple(dict.fromkeys(a.assumes + b.assumes)))
+    return None
+
+
+def documents(a: DocumentMask, b: DocumentMask) -> DocumentMask | None:
+    """Both of two document masks. Of their negations, what both say holds."""
+    if a.negated != b.negated:
+        return b if a.negated else a
+    if not a.negated:
+        return DocumentMask(a.equal + b.equal, a.ordered + b.ordered)
+    equal, ordered = (tuple(p for p in x if p in y) for x, y in ((a.equal, b.equal), (a.ordered, b.ordered)))
+    return DocumentMask(equal, ordered, negated=True) if equal or ordered else None
+
+
+def restricted(band: Band, other: Operand, node: Node) -> Band:
+    """A band of visible entries of which another mask hides some."""
+    if isinstance(other.value, DocumentMask):
+        document = document_band(other.value, node)
+        if document is not None and have_same_axes(band, document):
+            return intersection(band, document)
+    return replace(band, key_masks=merged((band.key_masks, other.key_mask(node, band))))

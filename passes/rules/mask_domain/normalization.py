@@ -58,5 +58,7 @@ def vanished(node: Node, known: Known) -> Abstract:
 
 
 def normalized_backward(node: Node, known: Known) -> Abstract:
-    value = known(node.args[1])
-    return value if is_zero_outside(value) else None
+    """The gradient through a softmax, a sigmoid or a ReLU is zero where the result is."""
+    gradient, value = (known(x) for x in node.args[:2])
+    ordinary = gradient is None or is_zero_outside(gradient) or node.args[0] in known.bounded
+    return value if is_zero_outside(value) and ordinary else None

@@ -1,7 +1,7 @@
-"""The stages of a compilation: what is being done, what becomes of an error in it, and how long it may take.
+"""The phases of a compilation: what is being done, what becomes of an error in it, and how long it may take.
 
-An unexpected error in a stage, or too much time, is a defect of this package. It must cost memory, loudly,
-and not the run: it becomes a refusal that names the stage. Loops call `checkpoint`, which reads a clock;
+An unexpected error in a phase, or too much time, is a defect of this package. It must cost memory, loudly,
+and not the run: it becomes a refusal that names the phase. Loops call `check_time`, which reads a clock;
 there are no threads and no signals.
 """
 
@@ -20,10 +20,10 @@ SLOW = 10.0  # seconds of analysis after which the user is told what takes so lo
 
 
 class Abandoned(CannotStream):
-    """A stage failed, or took too long: a defect or a limit of this package, not a property of the model."""
+    """A phase failed, or took too long: a defect or a limit of this package, not a property of the model."""
 
 
-class Watch:
+class Timer:
     """How long the analysis of one graph has taken.
 
     limit  seconds of work of its thread (not of waiting: how busy the machine is must not decide), after
@@ -40,36 +40,36 @@ class Watch:
             raise Abandoned(
                 Refusal(
                     "graph",
-                    f"{STAGE.get()} was given up after {self.limit:g} seconds of analysis",
-                    'Allow more with options={"analysis_seconds": ...}, or report this model',
+                    f"The analysis reached its limit of {self.limit:g} seconds while {PHASE.get()}",
+                    'Raise the limit with options={"analysis_seconds": ...}, or report this model',
                 )
             )
         if not self.told and time.monotonic() - self.started > SLOW:
             self.told = True
             self.tell(
-                f"analysis has taken {SLOW:g} seconds and goes on with {STAGE.get()}. After "
-                f"{self.limit:g} seconds it is given up, and the graph is compiled whole; "
-                'options={"analysis_seconds": ...} sets this limit'
+                f"The analysis has taken {SLOW:g} seconds and is still {PHASE.get()}. It stops after "
+                f"{self.limit:g} seconds, and the graph is then compiled whole; "
+                'options={"analysis_seconds": ...} changes this limit'
             )
 
 
-STAGE: ContextVar[str] = ContextVar("stage", default="the analysis")
-WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
+PHASE: ContextVar[str] = ContextVar("phase", default="analysing the graph")
+TIMER: ContextVar[Timer | None] = ContextVar("timer", default=None)
 
 
 @contextlib.contextmanager
-def stage(name: str) -> Iterator[None]:
-    """What happens inside is this stage. An unexpected error becomes `Abandoned`; want of memory does not."""
-    before = STAGE.set(name)
+def phase(name: str) -> Iterator[None]:
+    """What happens inside is this phase. An unexpected error becomes `Abandoned`; want of memory does not."""
+    before = PHASE.set(name)
     try:
-        checkpoint()
+        check_time()
         yield
     except (CannotStream, MemoryError, torch.OutOfMemoryError, Warning):
         raise
     except Exception as error:
         raise abandoned(name, error) from error
     finally:
-        STAGE.reset(before)
+        PHASE.reset(before)
 
 
 def abandoned(name: str, error: Exception) -> Abandoned:
@@ -77,8 +77,8 @@ def abandoned(name: str, error: Exception) -> Abandoned:
     return Abandoned(
         Refusal(
             "graph",
-            f"{name} failed with {summary(error)}",
-            "This is a defect of streambp: please report it with the code at this line. "
+            f"An internal error occurred while {name} ({summary(error)})",
+            "Please report this bug of streambp with the code at this line. "
             'TORCH_LOGS="+streambp_compile" prints the traceback',
         )
     )
@@ -91,31 +91,31 @@ def summary(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def watched(limit: float, tell: Callable[[str], None]) -> Iterator[None]:
-    """Bound the time that is spent inside: `checkpoint` raises `Abandoned` after ``limit`` seconds."""
-    before = WATCH.set(Watch(limit, tell))
+def time_limit(limit: float, tell: Callable[[str], None]) -> Iterator[None]:
+    """Bound the time that is spent inside: `check_time` raises `Abandoned` after ``limit`` seconds."""
+    before = TIMER.set(Timer(limit, tell))
     try:
         yield
     finally:
-        WATCH.reset(before)
+        TIMER.reset(before)
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
+def untimed() -> Iterator[None]:
     """What happens inside does not count: it is not analysis (Inductor at work)."""
-    watch, begun, working = WATCH.get(), time.monotonic(), time.thread_time()
-    before = WATCH.set(None)
+    timer, begun, working = TIMER.get(), time.monotonic(), time.thread_time()
+    before = TIMER.set(None)
     try:
         yield
     finally:
-        WATCH.reset(before)
-        if watch is not None:
-            watch.started += time.monotonic() - begun
-            watch.worked += time.thread_time() - working
+        TIMER.reset(before)
+        if timer is not None:
+            timer.started += time.monotonic() - begun
+            timer.worked += time.thread_time() - working
 
 
-def checkpoint() -> None:
+def check_time() -> None:
     """Called in every loop whose length a model decides. Raises `Abandoned` when the time is up."""
-    watch = WATCH.get()
-    if watch is not None:
-        watch.check()
+    timer = TIMER.get()
+    if timer is not None:
+        timer.check()

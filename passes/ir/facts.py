@@ -1,21 +1,57 @@
-"""The types that cross a pass: facts, reaches, signatures, refusals and schedules.
+"""What is known of a graph: facts of values, reaches and roles of edges, kinds of nodes, signatures of ops.
 
-All of them are frozen, and all of them print themselves the way a person would write them down.
-The vocabulary is that of loop tiling over tokens (arXiv 2506.03077, section 3): row ``t`` of an output
-reads rows ``t+lo … t+hi`` of an operand, and that interval is the operand edge's *reach*.
+Row ``t`` of an output reads rows ``t+lo … t+hi`` of an operand: that interval is the operand edge's *reach*
+(loop tiling over tokens, arXiv 2506.03077, section 3).
 """
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
-Size = int | torch.SymInt
-SHORTEST = 32  # tokens of the shortest chunk that is planned
+from .values import Size, rank_of, shape_of
+
+
+class Role(enum.Enum):
+    """How a node reads an operand."""
+
+    ROWS = "rows"  # the rows of the chunk itself (shifted where the reach is ``[k,k]``)
+    KEYS = "keys"  # the key range of the chunk
+    HALO = "halo"  # a finite or infinite range of rows around the chunk
+    CARRY = "carry"  # the rows of the chunk, and the state of a scan before them
+    WHOLE = "whole"  # the value as it is (shared, summed)
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Kind(enum.Enum):
+    """What a node makes of the tokens that it reads."""
+
+    ROWS = "rows"  # one output row per token
+    SUM = "sum"  # adds up over chunks
+    KEYSUM = "keysum"  # adds up per key
+    WHOLE = "whole"  # no tokens at all
+    MIXED = "mixed"  # several outputs, each with a kind of its own
+    ALL = "all"  # needs the rows of all chunks at once
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Contraction(enum.Enum):
+    """What may be done with a contracted label that carries tokens."""
+
+    SUM = "sum"  # chunks of it may be added up
+    PICKED = "picked"  # they may where the rule's ``emit`` looks rows up by their place among all tokens
+    ALL = "all"  # its entries are needed all at once
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -128,9 +164,7 @@ class Signature:
     ``None`` is a dimension tied to nothing (size one, broadcast).
 
     reach      label → rows read along it, where that is more than the own row
-    contracts  ``"sum"`` if chunks of a contracted label may be added up, ``"picked"`` if they may where the
-               rule's ``emit`` looks rows up
-               by their place among all tokens, else ``"all"``
+    contracts  a `Contraction`, or its value: what may be done with a contracted label that carries tokens
     rows/keys  labels of queries and keys, for an operator that is attention by itself
     reshape    the node moves rows between dimensions; ties come from the sizes
     offsets    label → for each operand k: output row j reads row j+k along it (slices and padding)
@@ -141,7 +175,7 @@ class Signature:
     operands: tuple[Labels, ...]
     outputs: tuple[Labels, ...]
     reach: Mapping[Label, Reach] = field(default_factory=dict)
-    contracts: str = "sum"
+    contracts: Contraction | str = Contraction.SUM
     rows: Label = None
     keys: Label = None
     reshape: bool = False
@@ -149,42 +183,17 @@ class Signature:
     uniform: bool = False
     placed: frozenset[Label] = frozenset()
 
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a region cannot be streamed, and what its author can do about it."""
-
-    op: str
-    reason: str
-    hint: str
-    where: str = ""
-
-    def __str__(self) -> str:
-        at = f" at {self.where}" if self.where else ""
-        return f"{self.op}{at}: {self.reason}. {self.hint}"
-
-
-class CannotStream(Exception):
-    """Carries a `Refusal` from deep inside a pass to the pipeline, which turns it into a value."""
-
-    def __init__(self, refusal: Refusal):
-        super().__init__(str(refusal))
-        self.refusal = refusal
+    def __post_init__(self) -> None:
+        """Raises ValueError for a contraction that does not exist."""
+        object.__setattr__(self, "contracts", Contraction(self.contracts))
 
 
 @dataclass(frozen=True)
 class Edge:
-    """How ``node`` reads one operand.
-
-    ``role``  rows    the rows of the chunk itself (shifted where reach is ``[k,k]``)
-              keys    the key range of the chunk
-              halo    a finite or infinite range of rows around the chunk
-              carry   the rows of the chunk, and what a scan came to before them
-              whole   the value as it is (shared, summed)
-    """
+    """How a node reads one operand."""
 
     operand: Node
-    role: str
+    role: Role
     reach: Reach = HERE
 
 
@@ -305,7 +314,7 @@ class PositionsIncrease:
             for pairs in (self.document_mask.ordered, self.document_mask.equal)
         )
         return f"{positions} increases from token to token" + (
-            f" while {documents} stays" if documents else ""
+            f" while {documents} stays the same" if documents else ""
         )
 
 
@@ -316,9 +325,6 @@ Condition = EveryRowHasVisibleKey | MaskedOutsideBand | PositionsIncrease
 class Analysis:
     """Facts of a graph: what every value carries, how every edge reads, what every node does with its rows.
 
-    kinds   node → ``rows`` (one output row per token), ``sum`` (adds up over chunks), ``keysum`` (adds up per
-            key),
-            ``whole`` (no tokens at all), ``mixed`` (several outputs, each with its own kind)
     reaches     node that meets keys → the keys that a row can reach
     conditions  what a call has to keep for that to be so
     """
@@ -326,9 +332,21 @@ class Analysis:
     length: Size
     facts: Mapping[Node, Fact | tuple[Fact, ...]]
     edges: Mapping[Node, tuple[Edge, ...]]
-    kinds: Mapping[Node, str]
+    kinds: Mapping[Node, Kind]
     reaches: Mapping[Node, Reach]
     conditions: tuple[Condition, ...] = ()
+
+    def fact(self, node: Node) -> Fact:
+        """The fact of a node that is one value."""
+        fact = self.facts[node]
+        assert not isinstance(fact, tuple), f"{node} is several values"
+        return fact
+
+    def tokens_of(self, node: Node) -> Tokens:
+        """The fact of a value that is known to have rows."""
+        fact = self.facts[node]
+        assert isinstance(fact, Tokens), f"{node} has no rows"
+        return fact
 
     def table(self) -> str:
         lines = []
@@ -340,140 +358,17 @@ class Analysis:
             reads = ", ".join(
                 f"{e.operand.name} {e.role}{'' if e.reach == HERE else ' ' + str(e.reach)}"
                 for e in self.edges.get(node, ())
-                if e.role != "whole"
+                if e.role is not Role.WHOLE
             )
             lines.append(f"{node.name:<28} {text:<24} {self.kinds[node]:<7} {reads}".rstrip())
         return "\n".join(lines)
 
 
-def value_of(node: Node, output: int | None = None):
-    """The fake value of a node, or of one of its outputs."""
-    value = node.meta.get("val")
-    return value if output is None else value[output]
-
-
-def rank_of(node: Node, output: int | None = None) -> int:
-    value = value_of(node, output)
-    return value.dim() if isinstance(value, torch.Tensor) else 0
-
-
-def symbols_in(size: Size) -> list[torch.SymInt]:
-    """The symbols that a size is an expression of; none of a number, and none of a symbol itself."""
-    if not isinstance(size, torch.SymInt) or size.node.expr.is_Symbol:
-        return []
-    return [
-        size.node.shape_env.create_symintnode(s, hint=None)
-        for s in sorted(size.node.expr.free_symbols, key=str)
-    ]
-
-
-def hint(size: Size) -> int:
-    """The size as a number: itself, or the length at which the graph was traced."""
-    return size if isinstance(size, int) else int(size.node.hint)
-
-
-def is_equal(a: Size, b: Size) -> bool:
-    """Equal at every length, not only at the traced one."""
-    a, b = (s.node.expr if isinstance(s, torch.SymInt) else s for s in (a, b))
-    return a == b
-
-
-def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:
-    return tuple(hint(s) for s in value_of(node, output).shape)
-
-
-def parts_of(fact) -> tuple:
+def parts_of(fact: Fact | tuple[Fact, ...] | None) -> tuple[Fact | None, ...]:
     """The facts of a node's outputs: one, or several."""
     return fact if isinstance(fact, tuple) else (fact,)
 
 
-def is_row_wise(fact) -> bool:
+def is_row_wise(fact: Fact | tuple[Fact, ...] | None) -> bool:
     """Has a value, or one of several outputs, a row per token?"""
     return any(isinstance(f, Tokens) for f in parts_of(fact))
-
-
-def is_view(node: Node) -> bool:
-    """Takes no memory of its own."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-
-
-def bytes_of(value: torch.Tensor) -> int:
-    count = 1
-    for size in value.shape:
-        count *= hint(size)
-    return count * value.dtype.itemsize
-
-
-def op_name(node: Node) -> str:
-    """``mm`` of ``aten.mm.default``; nothing of what is no op."""
-    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-
-
-def is_tensor(node: Node) -> bool:
-    return isinstance(value_of(node), torch.Tensor)
-
-
-def arguments(node: Node) -> dict[str, object]:
-    """Arguments by their schema names, defaults filled in."""
-    found = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
-    found.update({a.name: v for a, v in zip(node.target._schema.arguments, node.args)})
-    found.update(node.kwargs)
-    return found
-
-
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all that they are made of."""
-    found, stack = set(), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
-
-
-def copied(module: GraphModule) -> GraphModule:
-    """A module of its own for a copy of the graph, with its names and meta values."""
-    graph, nodes = Graph(), {}
-    graph.output(graph.graph_copy(module.graph, nodes))
-    for old, new in nodes.items():
-        new.meta = dict(old.meta)
-    return GraphModule(module, graph)
-
-
-def is_zeros(node: Node) -> bool:
-    return node.target is torch.ops.aten.full.default and node.args[1] == 0
-
-
-def tensor_operands(node: Node) -> tuple[Node, ...]:
-    """The tensor operands in argument order, lists flattened; a signature has one entry for each."""
-    found: list[Node] = []
-
-    def visit(arg: object) -> None:
-        if isinstance(arg, Node):
-            if isinstance(value_of(arg), (torch.Tensor, tuple, list)):
-                found.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            for item in arg:
-                visit(item)
-
-    for arg in (*node.args, *node.kwargs.values()):
-        visit(arg)
-    return tuple(found)
-
-
-def where_of(node: Node) -> str:
-    """The user's own line that made this node (``file:line in function: code``), if known."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
-    for i in range(len(lines) - 1, -1, -1):
-        if lines[i].startswith("File "):
-            code = lines[i + 1] if i + 1 < len(lines) else ""
-            parts = lines[i].split(", ")
-            file, line = parts[0][5:].strip('"'), parts[1].removeprefix("line ")
-            return f"{file}:{line}: {code}" if code else f"{file}:{line}"
-    return ""
-
-
-def refuse(node: Node, reason: str, hint: str) -> CannotStream:
-    return CannotStream(Refusal(str(node.target), reason, hint, where_of(node)))

@@ -1,0 +1,99 @@
+"""Chunk bodies: the graph of one chunk, and how a driver cuts its inputs."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .facts import Mark
+
+
+class BindingRole(enum.Enum):
+    """How a driver prepares one input of a chunk body."""
+
+    ROWS = "rows"  # rows of the chunk; ``[…, outer, C, inner, …]`` where tokens share their dimension
+    KEYS = "keys"  # the key range of the chunk
+    WHOLE = "whole"  # the value as it is
+    SCALAR = "scalar"  # an integer: a `Scalar`, or a size of the model
+    WRITE = "write"  # like ROWS, of a buffer that the body fills
+    APPEND = "append"  # like KEYS, of a buffer that the body fills and reads
+    TOTAL = "total"  # an accumulator
+    KEYTOTAL = "keytotal"  # the key range of an accumulator
+    CARRY = (
+        "carry"  # the state of a scan, which the body moves on; or, in a sweep that restores it, only reads
+    )
+
+    def __str__(self) -> str:
+        return self.value
+
+
+READS_KEYS = (BindingRole.KEYS, BindingRole.APPEND, BindingRole.KEYTOTAL)
+"""Cut to the key range of a chunk."""
+FILLED = (BindingRole.WRITE, BindingRole.APPEND)
+"""Buffers of rows that a sweep fills."""
+ACCUMULATORS = (BindingRole.TOTAL, BindingRole.KEYTOTAL)
+OF_ROWS = (BindingRole.ROWS, BindingRole.WRITE)
+"""Cut to the rows of a chunk."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One input of a chunk body.
+
+    low      the token of row 0 of the source, after any shift
+    output   of a source with several outputs: which one
+    size     for a scalar that is a size of the model: the symbol
+    columns  for rows of a stored matrix: its dimension of keys, cut like keys
+    filling  for a state: what it is before the first row
+    """
+
+    role: BindingRole
+    source: Node | None
+    name: str
+    mark: Mark | None = None
+    low: int = 0
+    size: torch.SymInt | None = None
+    columns: Mark | None = None
+    filling: float = 0.0
+    output: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.role!s:<8} {self.name}"
+
+    @property
+    def node(self) -> Node:
+        """The source of a binding that is known to have one."""
+        assert self.source is not None, f"{self} has no source"
+        return self.source
+
+    @property
+    def tokens(self) -> Mark:
+        """The token dimension of a binding that is known to have one."""
+        assert self.mark is not None, f"{self} has no token dimension"
+        return self.mark
+
+
+@dataclass(frozen=True)
+class ChosenKernel:
+    """The attention kernel of a body, and why it and none before it in the table."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True)
+class Body:
+    """A chunk body: its graph, and how to cut its inputs. All its results are written into them.
+
+    kernels  the kernels that were chosen for its attention, each once
+    """
+
+    graph: GraphModule
+    bindings: tuple[Binding, ...]
+    kernels: tuple[ChosenKernel, ...] = ()

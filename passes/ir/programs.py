@@ -1,0 +1,114 @@
+"""What runs: sweeps over chunks of tokens, and what is computed at full length between them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from .bodies import ChosenKernel
+from .facts import EVERYWHERE, Reach
+
+SHORTEST_CHUNK = 32  # tokens; shorter ones only where the user asks for them
+
+
+class Direction(enum.Enum):
+    """The order in which a sweep takes its chunks."""
+
+    ASCENDING = "ascending"  # from the first token to the last
+    DESCENDING = "descending"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One loop over chunks.
+
+    nodes            what a chunk body computes, in graph order
+    writes           token values written row by row into full-length buffers (outputs and kept values)
+    appended         those of ``writes`` that later rows of the same sweep read as keys
+    sums             values added up over chunks
+    keysums          values added up per key
+    keysums_final    the rows of ``keysums`` at a chunk's own tokens are final when the chunk is reached
+    in_place         output → the input whose buffer it takes over
+    keys             the keys that rows of a chunk reach, and always the chunk's own rows: no chunk is without
+                     keys
+    scans            scans whose state goes from chunk to chunk
+    saved_states     those of ``scans`` whose state before each chunk is saved for a later sweep
+    restored_states  scans of the other direction, which start each chunk from such a state
+    """
+
+    direction: Direction
+    nodes: tuple[Node, ...]
+    writes: tuple[Node, ...]
+    appended: tuple[Node, ...]
+    sums: tuple[Node, ...]
+    keysums: tuple[Node, ...]
+    keysums_final: bool
+    in_place: tuple[tuple[Node, Node], ...] = ()
+    keys: Reach = EVERYWHERE
+    scans: tuple[Node, ...] = ()
+    saved_states: tuple[Node, ...] = ()
+    restored_states: tuple[Node, ...] = ()
+
+    def __str__(self) -> str:
+        """``descending, keys [-inf,0]: 41 ops; reads x, w; writes dx over dy; adds up dw``."""
+        inside, over = set(self.nodes), dict(self.in_place)
+        lists = {
+            "reads": dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside),
+            "writes": [
+                f"{n} over {over[n]}" if n in over else n for n in self.writes if n not in self.appended
+            ],
+            "appends": self.appended,
+            "carries": self.scans,
+            "saves states of": self.saved_states,
+            "restores states of": self.restored_states,
+            "adds up": self.sums,
+            "completes" if self.keysums_final else "adds up per key": self.keysums,
+        }
+        parts = [f"{what} {', '.join(map(str, values))}" for what, values in lists.items() if values]
+        keys = "" if self.keys == EVERYWHERE else f", keys {self.keys}"
+        return "; ".join([f"{self.direction}{keys}: {len(self.nodes)} ops", *parts])
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs, in order: ``full_length[0]``, sweep 0, ``full_length[1]``, sweep 1, …
+
+    inputs       nodes whose values come from outside (arguments, constants, and what the forward saved)
+    full_length  before each sweep, and after the last, nodes computed at once: token-free values, and values
+                 of a few bytes per token that are read beyond their rows
+    kept         values of sweeps that are written at full length because later sweeps read them
+    outputs      nodes (or constants) to return
+    statistics   those of ``kept`` that are a few numbers per token, computed from many (a log-sum-exp)
+    """
+
+    inputs: tuple[Node, ...]
+    full_length: tuple[tuple[Node, ...], ...]
+    sweeps: tuple[Sweep, ...]
+    kept: tuple[Node, ...]
+    outputs: tuple[object, ...]
+    statistics: tuple[Node, ...] = ()
+
+    def __str__(self) -> str:
+        lines = []
+        for step, nodes in enumerate(self.full_length):
+            lines += [f"full length: {', '.join(map(str, nodes))}"] if nodes else []
+            lines += [str(self.sweeps[step])] if step < len(self.sweeps) else []
+        return "\n".join([*lines, f"returns {', '.join(map(str, self.outputs))}"])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a program runs on a device.
+
+    chunks   tokens per chunk of every sweep
+    kernels  attention node → the kernel that computes it
+    """
+
+    chunks: tuple[int, ...]
+    kernels: Mapping[Node, ChosenKernel] = field(default_factory=dict)

@@ -1,0 +1,46 @@
+"""Why something cannot be streamed: a value until the doorway turns it into a warning or an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a region cannot be streamed, and what its author can do about it."""
+
+    op: str
+    reason: str
+    hint: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        at = f" at {self.where}" if self.where else ""
+        return f"{self.op}{at}: {self.reason}. {self.hint}"
+
+
+class CannotStream(Exception):
+    """Carries a `Refusal` from deep inside a pass to the pipeline, which turns it into a value."""
+
+    def __init__(self, refusal: Refusal):
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+def where_of(node: Node) -> str:
+    """The user's own line that made this node (``file:line in function: code``), if known."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
+    for i in range(len(lines) - 1, -1, -1):
+        if lines[i].startswith("File "):
+            code = lines[i + 1] if i + 1 < len(lines) else ""
+            parts = lines[i].split(", ")
+            file, line = parts[0][5:].strip('"'), parts[1].removeprefix("line ")
+            return f"{file}:{line}: {code}" if code else f"{file}:{line}"
+    return ""
+
+
+def refuse(node: Node, reason: str, hint: str) -> CannotStream:
+    return CannotStream(Refusal(str(node.target), reason, hint, where_of(node)))

@@ -1,0 +1,135 @@
+"""Nodes of ``torch.fx`` and their fake values: sizes, bytes, arguments, operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+Size = int | torch.SymInt
+
+
+def value_of(node: Node, output: int | None = None) -> Any:
+    """The fake value of a node, or of one of its outputs."""
+    value: Any = node.meta.get("val")
+    return value if output is None else value[output]
+
+
+def rank_of(node: Node, output: int | None = None) -> int:
+    value = value_of(node, output)
+    return value.dim() if isinstance(value, torch.Tensor) else 0
+
+
+def symbols_in(size: Size) -> list[torch.SymInt]:
+    """The symbols that a size is an expression of; none of a number, and none of a symbol itself."""
+    if not isinstance(size, torch.SymInt) or size.node.expr.is_Symbol:
+        return []
+    return [
+        size.node.shape_env.create_symintnode(s, hint=None)
+        for s in sorted(size.node.expr.free_symbols, key=str)
+    ]
+
+
+def hint(size: Size) -> int:
+    """The size as a number: itself, or the length at which the graph was traced."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def is_equal(a: Size, b: Size) -> bool:
+    """Equal at every length, not only at the traced one."""
+    a, b = (s.node.expr if isinstance(s, torch.SymInt) else s for s in (a, b))
+    return a == b
+
+
+def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:
+    return tuple(hint(s) for s in value_of(node, output).shape)
+
+
+def is_view(node: Node) -> bool:
+    """Takes no memory of its own."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def bytes_of(value: torch.Tensor) -> int:
+    count = 1
+    for size in value.shape:
+        count *= hint(size)
+    return count * value.dtype.itemsize
+
+
+def op_name(node: Node) -> str:
+    """``mm`` of ``aten.mm.default``; nothing of what is no op."""
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Arguments by their schema names, defaults filled in."""
+    found = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+    found.update({a.name: v for a, v in zip(node.target._schema.arguments, node.args)})
+    found.update(node.kwargs)
+    return found
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and all that they are made of."""
+    found, stack = set(), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def copied(module: GraphModule) -> GraphModule:
+    """A module of its own for a copy of the graph, with its names and meta values."""
+    graph, nodes = Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(module.graph, nodes))
+    for old, new in nodes.items():
+        new.meta = dict(old.meta)
+    return GraphModule(module, graph)
+
+
+def tensor_operands(node: Node) -> tuple[Node, ...]:
+    """The tensor operands in argument order, lists flattened; a signature has one entry for each."""
+    found: list[Node] = []
+
+    def visit(arg: object) -> None:
+        if isinstance(arg, Node):
+            if isinstance(value_of(arg), (torch.Tensor, tuple, list)):
+                found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                visit(item)
+
+    for arg in (*node.args, *node.kwargs.values()):
+        visit(arg)
+    return tuple(found)
+
+
+def total_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Accumulators are float32 for half precision."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def takes_kernel(node: Node) -> bool:
+    """Is the kernel of its op chosen by name?"""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(
+        a.name == "kernel" for a in target._schema.arguments
+    )
+
+
+def draws_random(node: Node) -> bool:
+    """Does this node draw random numbers? Attention only with dropout, although its kernels are tagged so."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = arguments(node)
+    return "dropout_p" not in given or given["dropout_p"] != 0

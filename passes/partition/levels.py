@@ -1,0 +1,125 @@
+"""In which sweep each node runs: the earliest one whose direction satisfies all its edges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from ..ir import EVERYWHERE, Direction, Edge, Kind, Role
+from ..phases import check_time
+from .full_length import FullLength
+from .problem import Problem, is_item
+
+
+@dataclass(frozen=True)
+class Levels:
+    """For sweeps of these directions: the sweep of every streamed node; of the others, the one before which
+    they are ready."""
+
+    directions: tuple[Direction, ...]
+    of: dict[Node, int]
+
+
+def levels_of(problem: Problem, choice: FullLength, directions: tuple[Direction, ...]) -> Levels | None:
+    """The earliest sweep for every node. None: these sweeps are too few."""
+    order = Order(problem, choice, directions)
+    level: dict[Node, int] = {}
+    for node in problem.needed:
+        check_time()
+        if node in problem.inputs:
+            level[node] = 0
+        elif node in choice.nodes:
+            level[node] = max((order.ready(a, level) for a in node.all_input_nodes), default=0)
+            if level[node] > len(directions):
+                return None
+        else:
+            level[node] = order.earliest(node, level)
+            if level[node] >= len(directions):
+                return None
+    return Levels(directions, level)
+
+
+def sink(problem: Problem, choice: FullLength, levels: Levels) -> Levels:
+    """The same levels, with all that only the last sweep reads moved there.
+
+    A sweep that is there for the states of a scan then computes little else.
+    """
+    order, level = Order(problem, choice, levels.directions), dict(levels.of)
+    last = len(levels.directions) - 1
+    for node in reversed(problem.needed):
+        check_time()
+        readers = [n for n in node.users if n in level]
+        if node in choice.nodes:
+            level[node] = last + 1 if all(level[r] > last for r in readers) else levels.of[node]
+        elif node not in problem.inputs and order.may_sink(node):
+            level[node] = last
+            edges = [(r, e) for r in readers for e in problem.edges(r) if e.operand is node]
+            if any(order.reads_too_early(r, e, level) for r, e in edges):
+                level.update((n, levels.of[n]) for n in (node, *filter(is_item, readers)))
+    return Levels(levels.directions, level)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What must come before what, for sweeps of these directions."""
+
+    problem: Problem
+    choice: FullLength
+    directions: tuple[Direction, ...]
+
+    def runs_before_sweeps(self, node: Node) -> bool:
+        return node in self.choice.nodes or node in self.problem.inputs
+
+    def ready(self, node: Node, level: dict[Node, int]) -> int:
+        """When a node's full value exists."""
+        return level[node] if self.runs_before_sweeps(node) else level[node] + 1
+
+    def goes_along(self, node: Node, at: int) -> bool:
+        """Is a node no scan, or does this sweep go its way?"""
+        return self.choice.scans.get(node, self.directions[at]) is self.directions[at]
+
+    def earliest(self, node: Node, level: dict[Node, int]) -> int:
+        """The first sweep that satisfies all edges of a node, or the number of sweeps."""
+        at = max((self.satisfied(node, e, level) for e in self.problem.edges(node)), default=0)
+        while at < len(self.directions) and not self.goes_along(node, at):
+            at += 1
+        return at
+
+    def satisfied(self, node: Node, edge: Edge, level: dict[Node, int]) -> int:
+        """The first sweep in which a node may read an operand."""
+        operand, at = edge.operand, level[edge.operand]
+        if self.runs_before_sweeps(operand) or at >= len(self.directions):
+            return at
+        kind, direction = self.problem.analysis.kinds[operand], self.directions[at]
+        if kind is Kind.MIXED and is_item(node):
+            return at
+        if kind is Kind.SUM or edge.role in (Role.HALO, Role.WHOLE):
+            return at if is_item(node) and kind is not Kind.SUM else at + 1
+        if kind is Kind.KEYSUM:
+            own_rows = edge.role in (Role.ROWS, Role.CARRY)
+            final = own_rows and direction is Direction.DESCENDING and is_causal(self.problem, operand)
+            return at if final else at + 1
+        if edge.role is Role.KEYS:
+            reach = self.problem.analysis.reaches.get(node, edge.reach)
+            return at if direction is Direction.ASCENDING and reach.looks_back() else at + 1
+        return at
+
+    def may_sink(self, node: Node) -> bool:
+        """May a streamed node run in the last sweep?"""
+        source = node.args[:1] if is_item(node) else ()
+        kinds = {self.problem.analysis.kinds[n] for n in (node, *source)}
+        return self.goes_along(node, len(self.directions) - 1) and kinds <= {Kind.ROWS, Kind.SUM}
+
+    def reads_too_early(self, reader: Node, edge: Edge, level: dict[Node, int]) -> bool:
+        """Does a node read an operand before the sweep that computes it lets it?"""
+        if reader in self.choice.nodes:
+            return level[reader] < self.ready(edge.operand, level)
+        last = len(self.directions) - 1
+        return level[reader] < last or self.satisfied(reader, edge, level) > last
+
+
+def is_causal(problem: Problem, node: Node) -> bool:
+    """Do rows of the attention behind a key sum see no later keys?"""
+    source = node.args[0] if is_item(node) else node
+    return problem.analysis.reaches.get(source, EVERYWHERE).looks_back()

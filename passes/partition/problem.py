@@ -1,0 +1,137 @@
+"""What is to be partitioned: the nodes that the outputs need, and which of their values may exist at full
+length."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir import (
+    Analysis,
+    Direction,
+    Edge,
+    Role,
+    Tokens,
+    bytes_of,
+    hint,
+    is_row_wise,
+    is_view,
+    parts_of,
+    shape_of,
+    value_of,
+)
+
+FEW_BYTES = 16  # per token: four numbers in float32
+NARROW = (
+    16  # a value that is so many times narrower than the widest input adds little to the memory of a step
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A graph, what is known of it, and what is wanted of it.
+
+    given    nodes whose values come from outside, beside placeholders and constants
+    movable  inputs that the program may overwrite
+    """
+
+    graph: Graph
+    analysis: Analysis
+    outputs: tuple[object, ...]
+    given: frozenset[Node]
+    movable: frozenset[Node]
+
+    @functools.cached_property
+    def inputs(self) -> frozenset[Node]:
+        return self.given | {n for n in self.graph.nodes if n.op in ("placeholder", "get_attr")}
+
+    @functools.cached_property
+    def order(self) -> dict[Node, int]:
+        return {n: i for i, n in enumerate(self.graph.nodes)}
+
+    @functools.cached_property
+    def needed(self) -> tuple[Node, ...]:
+        """The outputs and all that they are computed from, in graph order."""
+        found: set[Node] = set()
+        stack = [o for o in self.outputs if isinstance(o, Node)]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(() if node in self.inputs else node.all_input_nodes)
+        return self.in_order(found)
+
+    def in_order(self, nodes: set[Node]) -> tuple[Node, ...]:
+        return tuple(sorted(nodes, key=self.order.__getitem__))
+
+    @functools.cached_property
+    def all_needed(self) -> frozenset[Node]:
+        return frozenset(self.needed)
+
+    def edges(self, node: Node) -> tuple[Edge, ...]:
+        return self.analysis.edges.get(node, ())
+
+    def has_tokens(self, node: Node) -> bool:
+        return is_row_wise(self.analysis.facts.get(node))
+
+    def is_matrix(self, node: Node) -> bool:
+        """Has a row and a column per token."""
+        facts = parts_of(self.analysis.facts.get(node))
+        return any(isinstance(f, Tokens) and f.keys is not None for f in facts)
+
+    def has_padding(self, node: Node) -> bool:
+        """Has rows before the first token, or after the last."""
+        fact = self.analysis.facts.get(node)
+        return isinstance(fact, Tokens) and (fact.lo < 0 or fact.hi > 0)
+
+    @functools.cached_property
+    def small_bytes(self) -> int:
+        """Bytes per token below which a value may as well exist at full length."""
+        length = hint(self.analysis.length)
+        widths, batches = [0], []
+        for node in self.inputs:
+            fact = self.analysis.facts[node]
+            if isinstance(fact, Tokens) and fact.keys is None:
+                widths.append(bytes_of(value_of(node)) // length)
+                batches.append(math.prod(shape_of(node)[: fact.rows.dim]) * fact.rows.outer)
+        return max(FEW_BYTES * min(batches, default=1), max(widths) // NARROW)
+
+    def is_small(self, node: Node) -> bool:
+        """Few bytes per token, at any length: what has a column per key never is."""
+        if self.is_matrix(node):
+            return False
+        value = value_of(node)
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        total = sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor))
+        return total <= self.small_bytes * hint(self.analysis.length)
+
+    def may_exist(self, node: Node) -> bool:
+        """May its value exist at full length?"""
+        return node in self.inputs or not self.has_tokens(node) or self.is_small(node)
+
+    @functools.cached_property
+    def early(self) -> frozenset[Node]:
+        """Inputs, and what small values alone make of them: may be computed before any sweep."""
+        early: set[Node] = set()
+        for node in self.needed:
+            cheap = not self.has_tokens(node) or self.is_small(node) or is_view(node)
+            if node in self.inputs or cheap and all(a in early for a in node.all_input_nodes):
+                early.add(node)
+        return frozenset(early)
+
+    def scan_direction(self, node: Node) -> Direction | None:
+        """The way a scan goes over the tokens; None of what is no scan."""
+        reach = next((e.reach for e in self.edges(node) if e.role is Role.CARRY), None)
+        if reach is None:
+            return None
+        return Direction.ASCENDING if reach.looks_back() else Direction.DESCENDING
+
+
+def is_item(node: Node) -> bool:
+    """Is it one output of another node?"""
+    return node.target is operator.getitem

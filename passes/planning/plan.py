@@ -1,0 +1,51 @@
+"""Plan a program for a device: the chunk length of every sweep, and the kernel of every attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.fx import Node
+
+from ..ir import Analysis, ChosenKernel, Plan, Program, arguments, shape_of, takes_kernel, value_of
+from ..kernels.attention import Attention, Choice, Target, choose
+from .chunk_length import chunk_lengths
+from .devices import REFERENCE_CPU, Device
+
+CPU = Target("cpu")
+
+
+def plan(
+    program: Program,
+    analysis: Analysis,
+    chunk_size: int | None = None,
+    target: Target = CPU,
+    device: Device = REFERENCE_CPU,
+) -> Plan:
+    """How a program runs.
+
+    chunk_size  tokens per chunk, if the user chose it
+    target      the device that kernels run on
+    device      what chunk lengths are chosen for
+    """
+    kernels = {n: chosen(n, target) for n in nodes_of(program) if takes_kernel(n)}
+    return Plan(chunk_lengths(program, analysis, chunk_size, device), kernels)
+
+
+def nodes_of(program: Program) -> Iterable[Node]:
+    """All that a program computes, each node once."""
+    parts = (*program.full_length, *(sweep.nodes for sweep in program.sweeps))
+    return dict.fromkeys(node for part in parts for node in part)
+
+
+def chosen(node: Node, target: Target) -> ChosenKernel:
+    given = arguments(node)
+    choice = kernel_for(given["query"], given["value"], given["mask"], target)
+    return ChosenKernel(choice.kernel.name, str(choice))
+
+
+def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> Choice:
+    """The kernel for these operands on a target; a CPU's for operands on a CPU, whatever the target."""
+    like = value_of(query)
+    known = (target.device == "cpu") == (like.device.type == "cpu")
+    asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)
+    return choose(asked, target if known else Target(like.device.type))
