@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from .rewrites import inserted
+from .aten import inserted
 from .token_axes import fake_of
 
 
@@ -64,16 +64,16 @@ def read_tensors(node: Node, tensors: dict[Node, Node]) -> Node | None:
         target = OF_NUMBERS.get(target, target)
     args, kwargs = map_arg((node.args, node.kwargs), lambda a: tensors.get(a, a))
     try:
-        new = inserted(like, target, args, kwargs)
+        new = inserted(like, target, args, kwargs, as_written=True)
         if isinstance(expected, torch.Tensor) and fake_of(new).dtype != expected.dtype:
             node.graph.erase_node(new)
             wide = torch.promote_types(expected.dtype, torch.float32)  # as torch computes with numbers
             cast = {
-                t: inserted(t, "to", (t, wide))
+                t: inserted(t, "to", (t, wide), as_written=True)
                 for t in dict.fromkeys(tensors[a] for a in node.all_input_nodes if a in tensors)
             }
             args, kwargs = map_arg((args, kwargs), lambda a: cast.get(a, a))
-            new = inserted(like, target, args, kwargs)
+            new = inserted(like, target, args, kwargs, as_written=True)
     except Exception:  # whatever an operation says to a tensor where it wants a number
         return None
     found = fake_of(new)

@@ -244,6 +244,7 @@ def widest(expression: Expression) -> int:
     return max((s.fake.numel() for s in sources(expression) if s.made is None), default=0)
 
 
+@torch.compiler.disable  # Dynamo would trace it for another compiled function, which is given the values
 def record(function: Callable, args: tuple, kwargs: dict) -> object:
     """The result of a function of Deferreds, recorded or computed; None if it is to be done on the values."""
     function = FUNCTIONS.get(function, function)
