@@ -325,6 +325,35 @@ def asked_of(links: Sequence[tuple[CompiledRegion, Region]]) -> list[Question | 
     return questions
 
 
+def dropped_after(links, later: Mapping[Node, Later], outputs: Sequence[object]) -> list[tuple[Node, ...]]:
+    """For each region, the values that nobody reads after it."""
+    last: dict[Node, int] = {}
+    for i, (_, region) in enumerate(links):
+        for node in region.inputs:
+            last[node] = i
+    for node in (*outputs, *(n for postponed in later.values() for n in postponed.region.inputs)):
+        if isinstance(node, Node):
+            last[node] = len(links)
+    return [
+        tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))
+    ]
+
+
+def run_region(
+    run: Callable, region: Region, values: dict[Node, object], state: State, recipes: dict[Node, Again]
+) -> None:
+    """Run one region on the values of the chain, and put its results among them."""
+    inputs = [state.read(n) for n in region.inputs if n.op != "get_attr"]
+    if region.recomputable and torch.is_grad_enabled():
+        recipe = Recipe.of(run, inputs)
+        recipes.update((n, Again(recipe, i)) for i, n in enumerate(region.outputs))
+    again = [(values[n], recipes[n]) for n in region.inputs if n in recipes]
+    with kept_as_recipes(again) if again else contextlib.nullcontext():
+        results = run(*inputs)
+    values.update(zip(region.outputs, results))
+    state.write(region, results[len(region.outputs) :])
+
+
 def linked(
     links,
     later: Mapping[Node, Later],
@@ -334,16 +363,7 @@ def linked(
 ) -> Callable:
     """The chain as one function: take the views of weights, run the regions in order, hand values on, drop
     each after its last reader."""
-    last: dict[Node, int] = {}
-    for i, (_, region) in enumerate(links):
-        for node in region.inputs:
-            last[node] = i
-    for node in (*outputs, *(n for postponed in later.values() for n in postponed.region.inputs)):
-        if isinstance(node, Node):
-            last[node] = len(links)
-    dropped = [
-        tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))
-    ]
+    dropped = dropped_after(links, later, outputs)
     ready: dict[Node, Callable] = {}
     questions = asked_of(links)
     asked = rounds(questions, {n: i for i, (_, region) in enumerate(links) for n in region.outputs})
@@ -362,16 +382,7 @@ def linked(
                 broken.update(answered(asked_now, values))
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(broken[question.key])
-                inputs = [state.read(n) for n in region.inputs if n.op != "get_attr"]
-                if region.recomputable and torch.is_grad_enabled():
-                    recipe = Recipe.of(run, inputs)
-                    recipes.update((n, Again(recipe, i)) for i, n in enumerate(region.outputs))
-                again = [(values[n], recipes[n]) for n in region.inputs if n in recipes]
-                with kept_as_recipes(again) if again else contextlib.nullcontext():
-                    results = run(*inputs)
-                values.update(zip(region.outputs, results))
-                state.write(region, results[len(region.outputs) :])
-                del results, inputs, again
+                run_region(run, region, values, state, recipes)
             for node in gone:
                 values.pop(node, None)
         return tuple(

@@ -214,6 +214,26 @@ class CompiledRegion:
         warnings.warn(f"streambp: {text}. The region begins at {where}.", StreamHint, stacklevel=2)
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
+        self.check_tokens(graph_module)
+        self.check_graph(graph_module)
+        internals.inline_numbers(graph_module)
+        device = planned_for(self.config.device, self.fakes)
+        return stream(
+            graph_module,
+            self.axis.length,
+            self.seeds(),
+            forward_outputs,
+            tangents,
+            self.tangent_of(tangents),
+            self.config.chunk_size,
+            functools.partial(internals.compile_body, mode=self.config.mode),
+            self.checkable(),
+            target_of(self.device(), device.capability),
+            device,
+        )
+
+    def check_tokens(self, graph_module: GraphModule) -> None:
+        """Raises `CannotStream` where there are no tokens to cut into chunks."""
         if self.unfit is not None:
             raise CannotStream(self.unfit)
         if self.axis is None:
@@ -246,6 +266,17 @@ class CompiledRegion:
                     "Nothing to do for image patches: the patch embedding runs unchunked",
                 )
             )
+        if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
+            raise NothingToStream(
+                Refusal(
+                    "region",
+                    f"A sequence of {self.axis.length} tokens is too short to stream",
+                    "Nothing to do: its memory is small",
+                )
+            )
+
+    def check_graph(self, graph_module: GraphModule) -> None:
+        """Raises `CannotStream` for sizes that no input tells, and for side effects."""
         untold = cannot_tell(
             self.fakes, (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape)
         )
@@ -255,14 +286,6 @@ class CompiledRegion:
                     "region",
                     f"A size of {untold[0]} cannot be derived from the sizes of the region's inputs",
                     "Pass a tensor or an integer that has this size",
-                )
-            )
-        if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
-            raise NothingToStream(
-                Refusal(
-                    "region",
-                    f"A sequence of {self.axis.length} tokens is too short to stream",
-                    "Nothing to do: its memory is small",
                 )
             )
         for node in graph_module.graph.find_nodes(
@@ -276,35 +299,23 @@ class CompiledRegion:
                     where_of(node),
                 )
             )
-        internals.inline_numbers(graph_module)
-        tangent_of = [
+
+    def tangent_of(self, tangents: int) -> list[int]:
+        """For each tangent, the output that it is the gradient of."""
+        found = [
             i
             for i, n in enumerate(self.region.outputs)
             if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad
         ]
-        if tangents and len(tangent_of) != tangents:
+        if tangents and len(found) != tangents:
             raise CannotStream(
                 Refusal(
                     "region",
-                    f"This region gets {tangents} gradients for {len(tangent_of)} differentiable outputs",
+                    f"This region gets {tangents} gradients for {len(found)} differentiable outputs",
                     "Do not change the inputs of a layer in place",
                 )
             )
-        compile_body = functools.partial(internals.compile_body, mode=self.config.mode)
-        device = planned_for(self.config.device, self.fakes)
-        return stream(
-            graph_module,
-            self.axis.length,
-            self.seeds(),
-            forward_outputs,
-            tangents,
-            tangent_of,
-            self.config.chunk_size,
-            compile_body,
-            self.checkable(),
-            target_of(self.device(), device.capability),
-            device,
-        )
+        return found
 
     def whole_cost(self, graph_module: GraphModule) -> int:
         return max(
