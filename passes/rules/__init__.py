@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..ir import CannotStream, Refusal, Signature, arguments, is_view, value_of, where_of
+from ..ir import CannotStream, Refusal, Signature, arguments, is_view, tensor_operands, value_of, where_of
 from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
 from ..mask_analysis.domains import Abstract
@@ -80,6 +80,7 @@ class Rule:
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
+BUILT_IN: list[str] = []  # the families of this package while they are read: there, one op has one row
 POINTWISE = Rule(broadcast, cost=CostClass.FUSED)  # what is known of an op by its tag alone
 
 
@@ -108,6 +109,8 @@ def rule(
         terms = Linear.of(linear) if isinstance(linear, str) else linear
         found = Rule(signature, linear=terms, cost=None if cost is None else CostClass(cost), **facets)
         for name in names:
+            if BUILT_IN and overload(name) in TABLE:
+                raise ValueError(f"{name} has two rows in the table of operators")
             TABLE[overload(name)] = found
         return signature
 
@@ -222,7 +225,7 @@ def filling_of(node: object) -> float | None:
 
 def is_zeros(node: object) -> bool:
     """Is a value made from nothing but zeros?"""
-    return isinstance(node, Node) and filling_of(node) == 0 and not node.all_input_nodes
+    return isinstance(node, Node) and filling_of(node) == 0 and not tensor_operands(node)
 
 
 def windows_of(node: object) -> Windows:
@@ -244,4 +247,6 @@ def kept() -> tuple[torch._ops.OpOverload, ...]:
 
 
 for _family in ("pointwise", "views", "matmul", "reductions", "scans", "indexing", "creation", "attention"):
+    BUILT_IN.append(_family)
     importlib.import_module(f"{__name__}.{_family}")
+BUILT_IN.clear()
