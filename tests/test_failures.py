@@ -91,7 +91,7 @@ IN_A_REGION = {
     (pipeline, "Runner"): "preparing the joint graph",
     (internals, "compile_body"): "compiling chunk bodies",
     (compiled_region, "cannot_tell"): "preparing the joint graph",
-    (internals, "inline_numbers"): "preparing the joint graph",
+    (compiled_region, "target_of"): "preparing the joint graph",
     (compiled_region, "one_call"): "compiling the region",
     (internals, "aot_autograd"): "tracing the region",
     (internals, "decompositions"): "finding the token dimension",
