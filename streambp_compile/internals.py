@@ -730,7 +730,7 @@ def floats_are_tensors():
 def make_constant(floats: Sequence[torch.SymFloat]) -> None:
     """Have Dynamo trace again with these floats as constants. Raises its restart."""
     for value in floats:
-        for symbol in value.node.expr.free_symbols:
+        for symbol in value.node._expr.free_symbols:  # of `expr`, one that has a value already is gone
             TensorifyState.specialize(str(symbol))
     raise TensorifyScalarRestartAnalysis
 

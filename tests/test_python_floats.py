@@ -99,7 +99,6 @@ def test_what_takes_numbers_only_has_them_as_constants(interpreted):
     assert check(as_constant, (0.25, 0.5, 0.75)) == [1, 2, 3]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", [temperature, mixture])
 def test_all_sizes_and_numbers_symbolic_from_the_start(loss, interpreted):
     seen = check(loss, (1.25, 1.5), dynamic=True, lengths=(TOKENS, 24))
