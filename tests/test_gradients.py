@@ -139,7 +139,7 @@ def test_llama_like_model_with_aligned_targets():
         pytest.param("Qwen3", {}, "right", marks=pytest.mark.inductor),
         ("Mistral", {"sliding_window": 20}, None),
         pytest.param("GPT2", {}, None, marks=pytest.mark.slow),
-        ("Gemma2", {}, None),
+        pytest.param("Gemma2", {}, None, marks=pytest.mark.slow),
     ],
 )
 def test_hugging_face(name, options, padding):
@@ -204,6 +204,7 @@ def test_autocast_casts_for_attention_where_rotary_tables_widen_queries():
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_lengths_share_bodies():
     model = Plain(width=48).double()  # a width of its own: equal bodies are shared between tests
     step, counts, before = compiled(model), [], bodies()

@@ -17,7 +17,7 @@ SIZES = {
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ["GPT2", pytest.param("Bert", marks=pytest.mark.slow)])
 def test_a_warning_of_transformers_breaks_no_graph(name, interpreted):
     config = getattr(transformers, f"{name}Config")(**SIZES[name])
     model, ids = getattr(transformers, CLASSES[name])(config), torch.randint(0, 64, (2, 24))

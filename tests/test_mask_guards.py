@@ -234,7 +234,7 @@ def hints(step) -> list[str]:
         keep_and_causal,
         pytest.param(padding_then_causal, marks=pytest.mark.slow),
         pytest.param(hidden_either_way, marks=pytest.mark.slow),
-        additive_padding,
+        pytest.param(additive_padding, marks=pytest.mark.slow),
     ],
 )
 def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
@@ -257,7 +257,7 @@ def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
 
 STORED = [
     (stored, torch.ones(80, 80).tril()),
-    (stored_and_padding, torch.ones(80, 80, dtype=torch.bool).tril()),
+    pytest.param(stored_and_padding, torch.ones(80, 80, dtype=torch.bool).tril(), marks=pytest.mark.slow),
     pytest.param(
         added,
         torch.zeros(80, 80, dtype=torch.float64).masked_fill(

@@ -54,7 +54,7 @@ def test_peak_of_a_step(fresh_dynamo):
     "kind, length",
     [
         pytest.param(Plain, 1000, marks=pytest.mark.slow),
-        (Plain, 3000),
+        pytest.param(Plain, 3000, marks=pytest.mark.slow),
         (LlamaLike, 1000),
         pytest.param(LlamaLike, 3000, marks=pytest.mark.slow),
     ],

@@ -55,11 +55,8 @@ CHOSEN = {  # one of each kind of graph
     "distillation, top-k of the teacher",
     "multi-token prediction heads",
     "reward model, last token",
-    "logits to keep",
     "discounted returns, summed from the end",
     "actor and critic, one-step advantages",
-    "mixture of softmaxes",
-    "expected embedding of the next token",
 }
 COMPILED = {"cross-entropy, padded labels (Hugging Face)", "GRPO"}
 

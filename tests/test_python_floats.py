@@ -89,7 +89,9 @@ def check(loss, numbers, dynamic=None, lengths=(TOKENS,)) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("loss", [temperature, mixture, functions, in_place, whole_numbers])
+@pytest.mark.parametrize(
+    "loss", [temperature, mixture, functions, in_place, pytest.param(whole_numbers, marks=pytest.mark.slow)]
+)
 def test_a_third_value_compiles_nothing(loss, interpreted):
     constant, symbolic, again = check(loss, (1.25, 1.5, 1.75))
     assert (constant, symbolic, again) == (1, 2, 2)

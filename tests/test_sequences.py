@@ -252,12 +252,12 @@ class Shifted(nn.Module):
 
 ODD = [
     (Shifted, lambda: (ids_of(2, 61),), 4),
-    (Preference, lambda: (ids_of(2, 61), ids_of(2, 45)), 7),
+    pytest.param(Preference, lambda: (ids_of(2, 61), ids_of(2, 45)), 7, marks=pytest.mark.slow),
     (Captions, lambda: (torch.randn(2, 3, 32, 24, dtype=torch.float64), ids_of(2, 45)), 4),
     pytest.param(Latents, lambda: (ids_of(2, 61),), 4, marks=pytest.mark.slow),
     (Prefix, lambda: (ids_of(2, 61),), 3),
     pytest.param(Shared, lambda: (ids_of(3, 61), ids_of(3, 45)), 4, marks=pytest.mark.slow),
-    (Shared, lambda: (ids_of(3, 61), ids_of(3, 61)), 2),
+    pytest.param(Shared, lambda: (ids_of(3, 61), ids_of(3, 61)), 2, marks=pytest.mark.slow),
 ]
 
 
@@ -353,6 +353,7 @@ class InTurn(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+@pytest.mark.slow
 def test_several_rows_for_each_token_are_a_sequence_of_their_own():
     """What makes them runs whole; the layers stream."""
     model = InTurn().double()
