@@ -85,14 +85,14 @@ class Cut:
     axes       its token axes
     views      views of weights that are taken before all regions
     regions    the chain
-    postponed  outputs that wait for a reader, and their regions
+    lazy  outputs that wait for a reader, and their regions
     unfit      why no region can be streamed, if that is known already
     """
 
     axes: tuple[Axis, ...]
     views: Sequence[Node]
     regions: Sequence[Region]
-    postponed: Mapping[Node, Region]
+    lazy: Mapping[Node, Region]
     unfit: Refusal | None = None
 
 
@@ -165,12 +165,12 @@ class Chain:
             unfit = TRANSFORMED if self.transformed else subclass_between(regions)
             if unfit is not None or not regions:
                 return Cut(() if unfit else axes, (), whole_graph(graph), {}, unfit)
-            postponed: dict[Node, Region] = {}
+            lazy: dict[Node, Region] = {}
             broken = internals.graph_break(self.given)
             if broken is None:  # what follows a break is traced by Dynamo, which wants real tensors
-                regions, postponed = lazy_regions(regions, axis)
+                regions, lazy = lazy_regions(regions, axis)
             self.hint_at_outputs(regions, axis, broken)
-        return Cut(axes, views, regions, postponed)
+        return Cut(axes, views, regions, lazy)
 
     def chained(self) -> Callable:
         """The regions, compiled and linked. Raises `CannotStream` where a defect stands in the way."""
@@ -201,7 +201,7 @@ class Chain:
                 self.recordable(region),
                 returned,
             )
-            for node, region in cut.postponed.items()
+            for node, region in cut.lazy.items()
         }
         call = linked(links, later, self.placeholders, cut.views, outputs_of(self.module))
         known = len(self.report.regions)
@@ -215,12 +215,12 @@ class Chain:
 
     @staticmethod
     def outside_tracing(compiled: Callable, region: Region) -> Callable:
-        """Compile a postponed region when it is first read, long after Dynamo has left."""
+        """Compile a lazy region when it is first read, long after Dynamo has left."""
         with internals.tracing_of(internals.detect_fake_mode([fake_of(n) for n in region.inputs])):
             return compiled(region).call
 
     def recordable(self, region: Region) -> LazyRegion:
-        """A postponed region for what will be done to its output outside: each such expression is a function
+        """A lazy region for what will be done to its output outside: each such expression is a function
         of its own to this backend."""
         config = self.config
 
@@ -331,7 +331,7 @@ def dropped_after(links, later: Mapping[Node, Later], outputs: Sequence[object])
     for i, (_, region) in enumerate(links):
         for node in region.inputs:
             last[node] = i
-    for node in (*outputs, *(n for postponed in later.values() for n in postponed.region.inputs)):
+    for node in (*outputs, *(n for lazy in later.values() for n in lazy.region.inputs)):
         if isinstance(node, Node):
             last[node] = len(links)
     return [

@@ -36,6 +36,7 @@ def explain(
     """
     from .backend import Chain  # not with this package: it looks at the libraries that are there by then
 
+    internals.ignore_library_logging()  # this module may be older than the libraries
     report = Report()
     config = Config.of(streambp_mode, streambp_options)
 

@@ -728,10 +728,13 @@ def floats_are_tensors():
 
 
 def make_constant(floats: Sequence[torch.SymFloat]) -> None:
-    """Have Dynamo trace again with these floats as constants. Raises its restart."""
-    for value in floats:
-        for symbol in value.node._expr.free_symbols:  # of `expr`, one that has a value already is gone
-            TensorifyState.specialize(str(symbol))
+    """Have Dynamo trace again with these floats as constants. Raises its restart, or AssertionError where
+    they were to be constants already: a restart would come back here."""
+    # Of `expr`, a symbol that has a value already is gone.
+    names = {str(symbol) for value in floats for symbol in value.node._expr.free_symbols}
+    assert not all(map(TensorifyState.should_specialize, names)), f"{floats} stay symbols"
+    for name in names:
+        TensorifyState.specialize(name)
     raise TensorifyScalarRestartAnalysis
 
 

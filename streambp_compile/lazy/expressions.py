@@ -1,7 +1,7 @@
 """What was done to logits after the compiled function returned them: expressions that are evaluated whole, or
 streamed.
 
-A `Source` is a postponed region of a compiled graph (hidden states → logits), `Given` any other tensor, `Op`
+A `Source` is a lazy region of a compiled graph (hidden states → logits), `Given` any other tensor, `Op`
 a recorded operation. Each
 carries a fake tensor, so that shape, dtype and errors are known at once. An expression becomes one graph,
 source included, which is
@@ -104,7 +104,7 @@ class Given(Expression):
 
 @dataclass(eq=False)
 class LazyRegion:
-    """A postponed region as compiled once: what all of its results share.
+    """A lazy region as compiled once: what all of its results share.
 
     module   a function that returns the region as a graph module
     compiled one compiled function per expression over this region

@@ -211,7 +211,7 @@ def lazy_output(
     sizes: tuple,
     like: torch.Tensor,
 ) -> LazyOutput:
-    """The output of a postponed region.
+    """The output of a lazy region.
 
     inputs   what the region is called with: tensors and sizes
     exposed  which of them the caller can write into (weights, not hidden states)
