@@ -27,16 +27,24 @@ def live_memory(function: Callable[[], object], device: str = "cpu") -> list[tup
 
     Returns a list of (seconds since the start, bytes), one entry per allocation or release, in order of time.
     """
+    return held_in(profiled(function, device), device)
+
+
+def profiled(function: Callable[[], object], device: str = "cpu"):
+    """All events of the profiler while a function runs, those of its allocators included."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         result = function()
         if device == "cuda":
             torch.cuda.synchronize()
     del result
-    start = profile.kineto_results.trace_start_ns()
+    return profile.kineto_results
+
+
+def held_in(results, device: str = "cpu") -> list[tuple[float, int]]:
+    """What `live_memory` returns, from what `profiled` returns."""
+    start = results.trace_start_ns()
     events = [
-        e
-        for e in profile.kineto_results.events()
-        if e.name() == "[memory]" and e.device_type().name.lower() == device
+        e for e in results.events() if e.name() == "[memory]" and e.device_type().name.lower() == device
     ]
     events.sort(key=lambda e: e.start_ns())
     curve, held = [(0.0, 0)], 0

@@ -65,11 +65,23 @@ def streambp(
     cannot be streamed.
     """
     internals.ignore_library_logging()  # of libraries that were imported after this module
-    return Chain(module, example_inputs, Config.of(mode, options)).compiled()
+    chain = Chain(module, example_inputs, Config.of(mode, options))
+    if not internals.is_ddp_piece():
+        return chain.compiled()
+    chain.hint(IN_PIECES)
+    with internals.apart_from_ddp():
+        return chain.compiled()
 
 
 # Before Dynamo traces: torch.compile imports this module when it is called.
 internals.ignore_library_logging()
+internals.keep_ddp_graphs_whole(__package__)
+
+IN_PIECES = (
+    "DistributedDataParallel's optimizer cut the graph into gradient buckets before this backend was called, "
+    'so that a loss may be cut off from its head and its logits exist. Pass backend="streambp" itself, not a '
+    "function that calls it, or set torch._dynamo.config.optimize_ddp = False"
+)
 
 TRANSFORMED = Refusal(
     "torch.func",

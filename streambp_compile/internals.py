@@ -22,6 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import TensorifyState
@@ -780,3 +781,47 @@ def graph_is_kept() -> bool:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Write a text to the structured trace, which ``tlparse`` shows."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def keep_ddp_graphs_whole(package: str) -> None:
+    """Have the optimizer of DistributedDataParallel hand over whole graphs to the backends of a package.
+
+    It cuts a graph at the limits of gradient buckets: all gradients of one compiled graph arrive together. Regions are autograd nodes of their own: their gradients arrive one layer after another. Torch
+    (2.11 to 2.13) has this switch for all backends of a process only.
+    """
+    cut = DDPOptimizer.compile_fn
+    if hasattr(cut, "__wrapped__"):
+        return
+
+    @functools.wraps(cut)
+    def compile_fn(optimizer: DDPOptimizer, module: GraphModule, inputs: Sequence[object], **options):
+        if defined_in(optimizer.backend_compile_fn, package):
+            return optimizer.backend_compile_fn(module, inputs, **options)
+        return cut(optimizer, module, inputs, **options)
+
+    DDPOptimizer.compile_fn = compile_fn
+
+
+def defined_in(backend: Callable, package: str) -> bool:
+    """Is a backend, behind what torch.compile wraps around it, a function of this package?"""
+    for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"):
+        inner = getattr(backend, name, None)
+        if inner is not None:
+            return defined_in(inner, package)
+    return (getattr(backend, "__module__", None) or "").startswith(f"{package}.")
+
+
+def is_ddp_piece() -> bool:
+    """Is this graph a piece that the optimizer of DistributedDataParallel cut out?"""
+    context = TracingContext.try_get()
+    return context is not None and context.ddp_optimizer_ctx is not None
+
+
+@contextlib.contextmanager
+def apart_from_ddp():
+    """Compile several graphs of AOTAutograd for one piece, of which that optimizer expects exactly one."""
+    counts = counters["aot_autograd"]
+    before = counts["total"]
+    with tracing_of(TracingContext.get().fake_mode):
+        yield
+    counts["total"] = before

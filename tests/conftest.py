@@ -84,3 +84,13 @@ def interpreted(request, monkeypatch, fresh_dynamo):
     monkeypatch.setattr(internals, "COMPILED", INTERPRETED)
     zoo.interpret_bodies()
     yield
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Two processes of one gloo group."""
+    from benchmarks.ranks import Ranks
+
+    group = Ranks(2)
+    yield group
+    group.close()
