@@ -787,8 +787,8 @@ def keep_ddp_graphs_whole(package: str) -> None:
     """Have the optimizer of DistributedDataParallel hand over whole graphs to the backends of a package.
 
     It cuts a graph at the limits of gradient buckets: all gradients of one compiled graph arrive together.
-    Regions are autograd nodes of their own: their gradients arrive one layer after another. Torch (2.11 to 2.13)
-    has this switch for all backends of a process only.
+    Regions are autograd nodes of their own: their gradients arrive one layer after another. Torch (2.11 to
+    2.13) has this switch for all backends of a process only.
     """
     cut = DDPOptimizer.compile_fn
     if hasattr(cut, "__wrapped__"):
