@@ -739,7 +739,7 @@ def interpret_bodies() -> None:
         call._boxed_call = True
         return call
 
-    internals.compile_fx_inner = interpreted
+    internals.inductor.compile_fx_inner = interpreted
 
 
 def first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-# Traced bodies by their text, as `internals.COMPILED` holds those that Inductor compiled.
+# Traced bodies by their text, as `internals.chunk_bodies.COMPILED` holds those that Inductor compiled.
 INTERPRETED: dict = {}
 
 collect_ignore = (
@@ -80,8 +80,8 @@ def interpreted(request, monkeypatch, fresh_dynamo):
     from benchmarks import zoo
     from streambp_compile import internals
 
-    monkeypatch.setattr(internals, "compile_fx_inner", internals.compile_fx_inner)
-    monkeypatch.setattr(internals, "COMPILED", INTERPRETED)
+    monkeypatch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)
+    monkeypatch.setattr(internals.chunk_bodies, "COMPILED", INTERPRETED)
     zoo.interpret_bodies()
     yield
 

@@ -94,7 +94,7 @@ IN_A_REGION = {
     (compiled_region, "target_of"): "preparing the joint graph",
     (compiled_region, "one_call"): "compiling the region",
     (internals, "aot_autograd"): "tracing the region",
-    (internals, "decompositions"): "finding the token dimension",
+    (internals.aten_graphs, "decompositions"): "finding the token dimension",
 }
 
 
@@ -144,8 +144,8 @@ def test_what_inductor_cannot_compile_either_is_the_users_own_error(monkeypatch)
     def broken(*args, **kwargs):
         raise Broken("no kernel")
 
-    monkeypatch.setattr(internals, "compile_fx_inner", broken)
-    monkeypatch.setattr(internals, "COMPILED", {})  # nothing that an earlier test has traced
+    monkeypatch.setattr(internals.inductor, "compile_fx_inner", broken)
+    monkeypatch.setattr(internals.chunk_bodies, "COMPILED", {})  # nothing that an earlier test has traced
     with pytest.raises(Exception, match="no kernel"):
         refusals(loss_of, inputs())
 

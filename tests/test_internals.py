@@ -25,7 +25,7 @@ NAMES = ("split", "joint", "normalized", "facts", "forward", "forward_body_0")
 def test_every_graph_of_every_region_goes_to_the_structured_trace(monkeypatch, interpreted):
     artifacts = {}
     monkeypatch.setattr(
-        internals,
+        internals.structured_trace,
         "trace_structured",
         lambda _kind, metadata_fn, payload_fn: artifacts.update({metadata_fn()["name"]: payload_fn}),
     )
@@ -44,7 +44,9 @@ def test_every_graph_of_every_region_goes_to_the_structured_trace(monkeypatch, i
 
 
 def test_nothing_is_written_down_unless_a_trace_is_on(monkeypatch, interpreted):
-    monkeypatch.setattr(internals, "trace_structured", lambda _kind, metadata_fn, payload_fn: None)
+    monkeypatch.setattr(
+        internals.structured_trace, "trace_structured", lambda _kind, metadata_fn, payload_fn: None
+    )
     monkeypatch.setattr(Analysis, "table", None)
     monkeypatch.setattr(Report, "__str__", None)
     model, ids = Plain(layers=1), ids_of(1, 64)
@@ -130,8 +132,8 @@ def test_a_body_is_compiled_again_where_its_indices_would_overflow(monkeypatch):
         compiled.append(short)
         return lambda args: ran.append((args[0], short))
 
-    monkeypatch.setattr(internals, "compile_fx_inner", with_short_indices)
-    monkeypatch.setattr(internals, "COMPILED", {})
+    monkeypatch.setattr(internals.inductor, "compile_fx_inner", with_short_indices)
+    monkeypatch.setattr(internals.chunk_bodies, "COMPILED", {})
     run = internals.compile_body(doubling_body(4096), 256)
     other = internals.compile_body(doubling_body(4096), 128)
     for rows in (1, 256, 2**19 - 1, 2**19, 3 * 2**19, 1):

@@ -94,7 +94,7 @@ def test_passes_know_nothing_of_the_compiler(module):
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if not m.startswith("streambp_compile.passes")))
 def test_private_torch_comes_in_by_one_door(module):
     private = sorted({s for s, n in IMPORTS[module] if f"{s}.{n}".startswith("torch._")})
-    assert module == "streambp_compile.internals" or not private
+    assert module.startswith("streambp_compile.internals") or not private
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -110,7 +110,7 @@ def test_private_torch_is_not_reached_by_attribute_either(path):
             and node.attr.startswith("_")
         ):
             reached.add(f"torch.{node.attr}")
-    assert path.name == "internals.py" or not reached - {"torch._ops"}, sorted(reached)
+    assert path.parent.name == "internals" or not reached - {"torch._ops"}, sorted(reached)
 
 
 def test_no_room_for_everything():

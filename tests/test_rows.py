@@ -297,7 +297,7 @@ FUNCTIONS = {*dir(torch.ops.aten), *dir(torch), *dir(torch.nn.functional)} | {
 }
 ALLOWED = {  # at most ten
     "flash_attn.METHODS": "what flash_attn's own Python asks of a tensor before its kernel is called",
-    "internals.LIFTS": "how torch's tracer writes a constant down",
+    "aten_graphs.LIFTS": "how torch's tracer writes a constant down",
     "memory_simulation.NUMBERS": "ops that the simulated device answers itself",
     "memory_simulation.WIDENING": "fake kernels of overloads for which torch has none",
     "outputs.DESCRIPTIONS": "attributes of a lazy output that its shape alone answers",

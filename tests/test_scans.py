@@ -143,11 +143,11 @@ def test_lengths_share_what_is_compiled(interpreted):
     for length in (LENGTH, 40, 33, 65):
         ids = ids_of(2, length)
         if len(graphs) == 2:
-            known = set(internals.COMPILED)
+            known = set(internals.chunk_bodies.COMPILED)
         assert (
             worst_error(gradients(model, lambda: streamed(ids)), gradients(model, lambda: model(ids))) < EXACT
         )
-    assert len(graphs) == 2 and known == set(internals.COMPILED)
+    assert len(graphs) == 2 and known == set(internals.chunk_bodies.COMPILED)
 
 
 @pytest.mark.quick

@@ -42,10 +42,10 @@ def compiled():
 
 
 def compile_for_device(name: str) -> Compiled:
-    known, bodies = set(PyCodeCache.modules), len(internals.COMPILED)
+    known, bodies = set(PyCodeCache.modules), len(internals.chunk_bodies.COMPILED)
     report = report_of(ARCHITECTURES[name], "cuda")
     written = (m for m in PyCodeCache.modules if m not in known and hasattr(m, "call"))
-    return Compiled(report, len(internals.COMPILED) - bodies, tuple(written))
+    return Compiled(report, len(internals.chunk_bodies.COMPILED) - bodies, tuple(written))
 
 
 @pytest.fixture(scope="session")

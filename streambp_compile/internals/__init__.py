@@ -1,0 +1,123 @@
+"""The only place that imports private parts of torch: a new release of torch changes these files alone.
+
+The rest of the package takes what it needs from here, by the names below.
+"""
+
+import logging
+
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from .aten_graphs import LIFTS, before_autograd, capture, captured_after, decompositions, inline_numbers
+from .body_inputs import BodyInputs
+from .chunk_bodies import body_options, compile_body
+from .distributed import apart_from_ddp, is_ddp_piece, keep_ddp_graphs_whole
+from .dynamo import (
+    MODE_SWITCHES,
+    NO_DEFECTS,
+    PADDINGS,
+    DisableTorchFunctionSubclass,
+    GraphBreak,
+    HigherOrderOperator,
+    enter_autocast,
+    enter_map,
+    exit_autocast,
+    graph_break,
+    ignore_library_logging,
+    index_by_tensors,
+    is_hook,
+    is_transform,
+    leave_map,
+    make_constant,
+    modes_text,
+    replaying,
+    set_grad_enabled,
+    symbolic_functions,
+)
+from .fake_tensors import (
+    describe,
+    faked,
+    is_batched,
+    is_fake,
+    is_unbacked,
+    parts_of,
+    stand_in,
+    stand_in_whole,
+    without_guards,
+)
+from .inductor import compile_function, compile_graph, compile_plainly, rewrite
+from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
+from .running_step import assert_on_device, graph_is_kept
+from .simulated_artifacts import generated, without_kernels
+from .size_guards import guard_of
+from .structured_trace import trace_artifact
+
+__all__ = [
+    "BodyInputs",
+    "DisableTorchFunctionSubclass",
+    "FakeTensorMode",
+    "GraphBreak",
+    "HigherOrderOperator",
+    "LIFTS",
+    "MODE_SWITCHES",
+    "NO_DEFECTS",
+    "PADDINGS",
+    "TorchDispatchMode",
+    "aot_autograd",
+    "apart_from_ddp",
+    "assert_on_device",
+    "before_autograd",
+    "body_options",
+    "capture",
+    "captured_after",
+    "compile_body",
+    "compile_function",
+    "compile_graph",
+    "compile_plainly",
+    "decompositions",
+    "describe",
+    "detect_fake_mode",
+    "effects_inside",
+    "enter_autocast",
+    "enter_map",
+    "exit_autocast",
+    "faked",
+    "floats_are_tensors",
+    "generated",
+    "graph_break",
+    "graph_is_kept",
+    "guard_of",
+    "ignore_library_logging",
+    "index_by_tensors",
+    "inline_numbers",
+    "is_batched",
+    "is_ddp_piece",
+    "is_fake",
+    "is_hook",
+    "is_traceable_wrapper_subclass",
+    "is_transform",
+    "is_unbacked",
+    "keep_ddp_graphs_whole",
+    "keep_inputs_partition",
+    "leave_map",
+    "log",
+    "make_constant",
+    "make_fx",
+    "modes_text",
+    "parts_of",
+    "replaying",
+    "rewrite",
+    "set_grad_enabled",
+    "stand_in",
+    "stand_in_whole",
+    "symbolic_functions",
+    "trace_artifact",
+    "tracing_of",
+    "without_guards",
+    "without_kernels",
+]
+
+log = logging.getLogger(__name__)

@@ -1,0 +1,110 @@
+"""Functions as graphs of ATen ops, before autograd and after.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._decomp import get_decompositions
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from ..passes.normalization.normalize import layer_norm, mean, repeat, var, var_mean
+from ..passes.rules import kept
+from .fake_tensors import stand_in
+
+aten = torch.ops.aten
+
+
+LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default, aten.detach.default)
+
+
+def decompositions() -> dict:
+    """Inductor's decompositions without those of ops that the rules know better."""
+    table = dict(select_decomp_table())
+    for op in kept():
+        table.pop(op, None)
+    table[aten.mean.dim] = mean
+    table[aten.mean.default] = mean
+    table[aten.repeat.default] = repeat
+    table[aten.var.correction] = var
+    table[aten.var_mean.correction] = var_mean
+    table[aten.native_layer_norm.default] = functools.partial(
+        layer_norm, table[aten.native_layer_norm.default]
+    )
+    table.update(
+        get_decompositions(
+            [aten.t, aten.transpose.int, aten.detach, aten.select_backward, aten.slice_backward]
+        )
+    )
+    return table
+
+
+def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
+    """The forward of a function on fake inputs, as one ATen graph in the spelling of the rules.
+
+    Sizes are numbers there: a symbol that became one on the way (in a range of so many tokens) would be one
+    for Dynamo as well.
+    """
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        numbers = [stand_in(value) for value in inputs]
+        return make_fx(
+            function, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*numbers)
+
+
+def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
+    """A function of fakes as the ATen ops that it calls, above autograd and autocast, in the active mode.
+
+    The function runs on stand-ins, so that what it writes into stays as it was.
+    """
+    given = [
+        torch.empty_strided(f.shape, f.stride(), dtype=f.dtype, device=f.device)
+        if isinstance(f, torch.Tensor)
+        else f
+        for f in fakes
+    ]
+    module = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
+    inline_numbers(module)
+    for node in module.graph.nodes:  # a constant of one number needs no copy of its own
+        source = node.args[0] if node.args and node.target in LIFTS else None
+        if isinstance(source, Node) and source.target is aten.full.default:
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+    return module
+
+
+def inline_numbers(module: GraphModule) -> None:
+    """Write constants of one number (``torch.tensor(-1.0)`` in a forward) into the graph, where the analysis
+    can read them."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        with unset_fake_temporarily():
+            value = getattr(module, node.target, None)
+            number = value.item() if type(value) is torch.Tensor and value.dim() == 0 else None
+        if number is not None:
+            with module.graph.inserting_before(node):
+                new = module.graph.call_function(
+                    aten.full.default, ([], number), {"dtype": value.dtype, "device": value.device}
+                )
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            module.graph.erase_node(node)
+
+
+def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:
+    """The last node captured so far, and the names of those that came after a given one."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None, []
+    names, node = [], next(iter(reversed(mode.tracer.graph.nodes)), None)
+    newest = node
+    while node is not None and node is not last and node.op != "root":
+        names.append(node.name)
+        node = node.prev
+    return newest, names

@@ -1,0 +1,133 @@
+"""Chunk bodies through Inductor: one artifact per text and range of sizes.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+from ..passes.ir import Body, hint
+from . import inductor
+from .body_inputs import BodyInputs
+from .fake_tensors import describe
+from .inductor import rewrite
+from .size_guards import guard_of, places_of
+
+log = logging.getLogger(__name__)
+PANEL_COLUMNS_PER_ROW = 8  # a weight with fewer columns than this for every row is multiplied as a whole
+
+
+def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``aten.mm``; on a CPU in panels, where a wide transposed weight (a head) is multiplied by few rows."""
+    wide = hint(weight.shape[1]) >= PANEL_COLUMNS_PER_ROW * hint(rows.shape[0]) and weight.stride(0) == 1
+    panels = wide and rows.device.type == "cpu" and rows.dtype.itemsize >= 4
+    return torch.ops.streambp.panels_mm(rows, weight) if panels else NotImplemented
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled body and what Inductor assumed of its sizes, such as that 32-bit indices suffice.
+
+    run    a function of the list of inputs
+    holds  are the assumptions true of these inputs?
+    """
+
+    run: Callable
+    holds: Callable[[Sequence[object]], bool]
+
+
+COMPILED: dict[
+    str, list[Artifact]
+] = {}  # by the text of a body and its inputs: one artifact per range of sizes
+
+
+class CompiledBody:
+    """A compiled chunk body: runs the first artifact that fits the sizes of a call, or compiles one."""
+
+    def __init__(self, body: Body, chunk: int, mode: str | None):
+        self.body, self.chunk, self.mode = body, chunk, mode
+        self.artifacts = self.compiled({})
+
+    def __call__(self, args: list) -> object:
+        for artifact in self.artifacts:
+            if artifact.holds(args):
+                return artifact.run(args)
+        with (
+            disable_current_modes()
+        ):  # a memory simulation is to count what bodies allocate, not what compiling them does
+            sizes = self.sizes(args)
+            log.debug("compiling a chunk body again, for sizes %s", sizes)
+            self.artifacts = self.compiled(sizes)
+        return self.artifacts[-1].run(args)
+
+    def compiled(self, sizes: Mapping[object, int]) -> list[Artifact]:
+        """All artifacts of this body; with ``sizes``, after compiling one for them."""
+        with inductor_config.patch(body_options(self.mode)):
+            return compile_once(self.body, BodyInputs(self.body, self.chunk, sizes), again=bool(sizes))
+
+    def sizes(self, args: Sequence[object]) -> dict[object, int]:
+        """The sizes of a call, by the names that `BodyInputs` gives them."""
+        inputs = BodyInputs(self.body, self.chunk)
+        places = places_of(inputs.values)
+        return {
+            name: places[s.node.expr].of(args) for name, s in inputs.symbols.items() if s.node.expr in places
+        }
+
+
+def body_options(mode: str | None) -> dict[str, object]:
+    """Inductor's options for a mode, without CUDA graphs.
+
+    A CUDA graph is recorded for fixed sizes and addresses, and those of a body change with every chunk.
+    """
+    return {**(list_mode_options(mode) if mode else {}), "triton.cudagraphs": False}
+
+
+def compile_body(body: Body, chunk: int, mode: str | None = None) -> Callable:
+    """Compile a body with Inductor; bodies of the same text on the same inputs share artifacts.
+
+    mode  `torch.compile`'s mode, as Inductor options
+
+    Returns a function of the list of inputs. Raises if Inductor fixed a size that must stay free.
+    """
+    return CompiledBody(body, chunk, mode)
+
+
+def compile_once(body: Body, inputs: BodyInputs, again: bool = False) -> list[Artifact]:
+    """The artifacts of a body's text; with ``again``, after compiling one for the hints of these inputs."""
+    described = [describe(v) for v in inputs.values]
+    artifacts = COMPILED.setdefault(
+        f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}", []
+    )
+    if again or not artifacts:
+        with tracing(
+            TracingContext(inputs.mode)
+        ):  # a body's sizes are its own, not those of the graph around it
+            with inputs.mode:
+                table = {**select_decomp_table(), torch.ops.aten.mm.default: product}
+                traced = make_fx(
+                    body.graph,
+                    decomposition_table=table,
+                    tracing_mode="symbolic",
+                    _allow_non_fake_inputs=True,
+                )(*inputs.values)
+            examples = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
+            rewrite(traced)
+            counters["streambp"]["bodies"] += 1
+            run = inductor.compile_fx_inner(traced, examples)
+        fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
+        if fixed:
+            raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
+        artifacts.append(Artifact(run, guard_of(inputs)))
+    return artifacts

@@ -1,0 +1,163 @@
+"""Dynamo: its graphs' switches, maps and hooks, its graph breaks and restarts.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.utils import counters
+from torch._functorch import predispatch
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule, Node
+
+set_grad_enabled = torch._C._set_grad_enabled
+
+
+enter_autocast, exit_autocast = (
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
+
+
+MODE_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast, torch._C._log_api_usage_once)
+
+
+enter_map, leave_map = (
+    predispatch._vmap_increment_nesting,
+    predispatch._vmap_decrement_nesting,
+)  # what Dynamo makes of torch.vmap
+
+
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+
+PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latter
+
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+
+# Errors that are no defects: what a user asked for, want of memory, and how Dynamo starts again.
+NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)
+
+
+ONCE = ("info_once", "warning_once", "warning_advice")  # what transformers adds to logging.Logger
+
+
+def ignore_library_logging() -> None:
+    """Keep graphs whole where transformers logs inside a forward, by methods that Dynamo cannot trace.
+
+    GPT-2 and BERT do; the break would part the head from the loss. What a user logs breaks the graph as ever.
+    """
+    found = (getattr(logging.Logger, name, None) for name in ONCE)
+    dynamo_config.ignore_logging_functions.update(f for f in found if f is not None)
+
+
+@contextlib.contextmanager
+def replaying(module: GraphModule):
+    """Walk a Dynamo graph with its fake mode active: yields a function that does what a switch node does
+    (gradients, autocast).
+
+    All switches are as they were when the walk ends.
+    """
+    values: dict[Node, object] = {}
+    mode = detect_fake_mode([n.meta.get("example_value") for n in module.graph.nodes])
+    entered: list[object] = []
+
+    def replay(node: Node) -> None:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.get)
+        values[node] = node.target(*args, **kwargs)
+        if node.target is enter_autocast:
+            entered.append(values[node])
+        elif node.target is exit_autocast:
+            entered.remove(args[0])
+
+    with (
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+        enable_python_dispatcher(),
+        mode or contextlib.nullcontext(),
+    ):
+        try:
+            yield replay
+        finally:
+            while entered:
+                exit_autocast(entered.pop())
+
+
+def modes_text() -> str:
+    """The switches that a function may ask for: gradients, and autocast of each kind of device."""
+    kinds = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    return f"{torch.is_grad_enabled()} {autocast}"
+
+
+def is_transform(node: Node) -> bool:
+    """Does a `torch.func` transform (grad, vjp, jvp) begin or end at a node of Dynamo's graph?"""
+    name = getattr(node.target, "__name__", "")
+    return name.endswith(("_increment_nesting", "_decrement_nesting")) and node.target not in (
+        enter_map,
+        leave_map,
+    )
+
+
+def is_hook(node: Node) -> bool:
+    """Is this node a hook on a gradient? Dynamo writes it where the value is."""
+    return isinstance(node.target, HigherOrderOperator) and node.target.__name__ == "register_hook"
+
+
+def index_by_tensors():
+    """Inside a ``torch.vmap``, ``values[i]`` may have a tensor for its index."""
+    return TransformGetItemToIndex()
+
+
+def symbolic_functions() -> dict[Callable, Callable]:
+    """Functions by which Dynamo writes ``math.sqrt`` and its like of a symbolic float → those of tensors."""
+    found = {n.removeprefix("_sym_"): getattr(torch, n) for n in dir(torch) if n.startswith("_sym_")}
+    return {function: getattr(torch, n) for n, function in found.items() if hasattr(torch, n)}
+
+
+def make_constant(floats: Sequence[torch.SymFloat]) -> None:
+    """Have Dynamo trace again with these floats as constants. Raises its restart, or AssertionError where
+    they were to be constants already: a restart would come back here."""
+    # Of `expr`, a symbol that has a value already is gone.
+    names = {str(symbol) for value in floats for symbol in value.node._expr.free_symbols}
+    assert not all(map(TensorifyState.should_specialize, names)), f"{floats} stay symbols"
+    for name in names:
+        TensorifyState.specialize(name)
+    raise TensorifyScalarRestartAnalysis
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo split a graph, why, and torch's advice."""
+
+    where: str
+    reason: str
+    remedy: str
+
+
+def graph_break(module: GraphModule) -> GraphBreak | None:
+    """The break that ends this Dynamo graph before the function ends, if any."""
+    found = getattr(module, "compile_subgraph_reason", None)
+    if not getattr(found, "graph_break", False):
+        return None
+    reason = found.reason
+    if reason == "step_unsupported":  # of a call that was traced into; what stopped it there was counted
+        reason = next(reversed(counters["graph_break"]), reason)
+    lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
+    last = found.user_stack[-1] if found.user_stack else None
+    remedy = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), "")
+    return GraphBreak(
+        f"{last.filename}:{last.lineno}" if last else "a line unknown", lines[0].rstrip("."), remedy
+    )

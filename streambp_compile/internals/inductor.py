@@ -1,0 +1,64 @@
+"""Inductor on whole graphs and functions, and its passes over joint graphs.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+def rewrite(module: GraphModule) -> None:
+    """Inductor's passes over a joint graph: they make random numbers from seeds, and a scatter into a
+    constant a comparison."""
+    mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
+    with V.set_fake_mode(mode):
+        joint_graph_passes(module)
+
+
+def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
+    """Inductor on the graph of an unchunked region; ops that only the rules kept are decomposed now."""
+    examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    with detect_fake_mode(examples) or contextlib.nullcontext():
+        plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(
+            *examples
+        )
+    if kwargs.get("is_inference"):
+        rewrite(plain)
+    return compile_fx_inner(plain, inputs, **kwargs)
+
+
+def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | None = None) -> Callable:
+    """The whole graph as ``backend="inductor"`` compiles it, after an internal error."""
+    patches = list_mode_options(mode) if mode else {}
+    with functorch_config.patch(unlift_effect_tokens=False), inductor_config.patch(patches):
+        return compile_fx(module, list(inputs), inner_compile=compile_fx_inner)
+
+
+def compile_function(function: Callable, examples: Sequence[object]) -> Callable:
+    """Inductor on a function without gradients; ``examples`` are fakes of its arguments, whose symbols stay
+    free or are guarded with theirs."""
+    mode = detect_fake_mode(examples)
+    with tracing(TracingContext(mode)), mode, torch.no_grad():
+        traced = make_fx(
+            lambda *args: (function(*args),),
+            decomposition_table=select_decomp_table(),
+            _allow_non_fake_inputs=True,
+        )(*examples)
+        fakes = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
+        rewrite(traced)
+        artifact = compile_fx_inner(traced, fakes, is_inference=True)
+    return lambda *args: artifact(list(args))[0]

@@ -1,0 +1,49 @@
+"""AOTAutograd: joint graphs, and the partition of those that do not stream.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
+from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+from ..passes.ir import draws_random
+from .inductor import rewrite
+
+
+def keep_inputs_partition(
+    joint: GraphModule, inputs, *, num_fwd_outputs: int, writes: bool = False, **kwargs
+):
+    """Keep only inputs and recompute all of the rest, unless random numbers are drawn or inputs written (then
+    as Inductor would)."""
+    if any(map(draws_random, joint.graph.nodes)) or not inputs[1] or writes:
+        rewrite(joint)  # seeds are drawn once, so that recomputation sees the same bits
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]
+    tensors = [n for n in primals if isinstance(n.meta.get("val"), torch.Tensor)]
+    symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
+    return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs)
+
+
+def effects_inside():
+    """AOTAutograd's graphs without the tokens that order effects among inputs and outputs."""
+    return functorch_config.patch(unlift_effect_tokens=True)
+
+
+def tracing_of(mode: FakeTensorMode | None):
+    """A tracing context for compiling outside of Dynamo with fake tensors that Dynamo made."""
+    return tracing(TracingContext(mode))
+
+
+def floats_are_tensors():
+    """AOTAutograd's pass that turns symbolic floats into tensors would make every float constant that it does
+    not know: in regions none is left for it (dynamo/python_floats.py)."""
+    return mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda module: None)

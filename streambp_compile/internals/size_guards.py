@@ -1,0 +1,70 @@
+"""What was assumed of sizes while a chunk body was traced, as a condition on its inputs.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from .body_inputs import BodyInputs
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a size is found among the inputs of a body: an integer, or a dimension of a tensor."""
+
+    index: int
+    dim: int | None = None
+
+    def of(self, args: Sequence[object]) -> int:
+        return args[self.index] if self.dim is None else args[self.index].shape[self.dim]
+
+    def __str__(self) -> str:
+        return f"args[{self.index}]" if self.dim is None else f"args[{self.index}].shape[{self.dim}]"
+
+
+def places_of(values: Sequence[object]) -> dict[object, Place]:
+    """For every symbol that is an input, or a size of one, where it is found.
+
+    Also for a symbol that tracing found equal to another, and replaced: conditions that were noted before
+    still name it.
+    """
+    numbers = {
+        e: Place(i)
+        for i, v in enumerate(values)
+        if isinstance(v, torch.SymInt)
+        for e in (v.node.expr, v.node._expr)
+    }
+    sizes = {
+        e: Place(i, d)
+        for i, v in enumerate(values)
+        if isinstance(v, torch.Tensor)
+        for d, s in enumerate(v.shape)
+        if isinstance(s, torch.SymInt)
+        for e in (s.node.expr, s.node._expr)
+    }
+    return {**sizes, **numbers}
+
+
+def guard_of(inputs: BodyInputs) -> Callable[[Sequence[object]], bool]:
+    """The conditions on sizes under which a body was traced and compiled, as a function of its inputs.
+
+    That a size differs from another is left out: code for sizes that differ is right for equal ones too (in
+    the chunk that reads all keys, for one). That it is neither 0 nor 1 is kept: those are broadcast, or have
+    nothing in them.
+    """
+    places = places_of(inputs.values)
+    conditions = dict.fromkeys(g.expr for g in inputs.env.guards)
+    kept = [c for c in conditions if not isinstance(c, sympy.Ne) or any(side in (0, 1) for side in c.args)]
+    terms = [
+        c.xreplace({s: sympy.Symbol(str(places[s]), integer=True) for s in c.free_symbols}) for c in kept
+    ]
+    text = " and ".join(f"({PythonPrinter().doprint(term)})" for term in terms)
+    return eval(f"lambda args: {text or True}", {"math": math})
