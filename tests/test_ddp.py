@@ -70,8 +70,8 @@ def test_other_backends_are_still_cut_into_buckets(monkeypatch):
         seen.append(module)
         return module
 
-    monkeypatch.setattr(internals.DDPOptimizer, "compile_fn", compile_fn)
+    monkeypatch.setattr(internals.distributed.DDPOptimizer, "compile_fn", compile_fn)
     internals.keep_ddp_graphs_whole("streambp_compile")
-    optimizer = internals.DDPOptimizer(2**30, torch.compile, 2**20)
+    optimizer = internals.distributed.DDPOptimizer(2**30, torch.compile, 2**20)
     optimizer.compile_fn("a graph", [])
     assert seen == ["a graph"]
