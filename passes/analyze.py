@@ -51,21 +51,21 @@ from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, 
 def analyze(
     graph: Graph,
     length: Size,
-    seeds: Mapping[Node, tuple[Mark, ...]],
+    input_marks: Mapping[Node, tuple[Mark, ...]],
     checkable: Container[Node] = (),
     known: Signatures | None = None,
 ) -> Analysis:
     """Facts, edges and kinds of every node.
 
     length     number of tokens T (int or symbol)
-    seeds      placeholder → the marks it carries
+    input_marks  placeholder → the marks it carries
     checkable  placeholders of masks that each call may be checked for: keys may be left out under conditions
                on them
     known      what the rules say of this graph, if that was read before
     Raises `CannotStream` at the first node whose rows cannot be told.
     """
-    propagation = TokenPropagation(graph, seeds, known)
-    masks = evaluate(graph, {n for n in seeds if n in checkable})
+    propagation = TokenPropagation(graph, input_marks, known)
+    masks = evaluate(graph, {n for n in input_marks if n in checkable})
     reader = Reader(propagation, length, Alignment(graph, propagation, length))
     for node in graph.nodes:
         check_time()

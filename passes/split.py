@@ -237,16 +237,8 @@ def head_cut(
     that makes this layer equal to the layer before it, else to the last. With no layer before, it goes to the
     narrowest place before the widest value.
     """
-    widest = max((traits[n].bytes for n in body[mixer : end + 1] if traits[n].tokens), default=0)
-    until = max(
-        (i for i in range(mixer, end + 1) if traits[body[i]].tokens and traits[body[i]].bytes == widest),
-        default=-1,
-    )
     places = [i for i in range(mixer, end) if cuts and widths[i] == widths[cuts[-1]]]
-    if not places:
-        alive = [i for i in range(mixer, until) if 0 < widths[i] < FORBIDDEN]
-        least = min((widths[i] for i in alive), default=0)
-        places = [i for i in alive if widths[i] == least]
+    places = places or narrowest_before_widest(body, widths, traits, mixer, end)
     if not places or 2 * widths[end] > widths[places[0]]:
         return []
     after = body[places[0] + 1 : end + 1]
@@ -254,15 +246,31 @@ def head_cut(
     adds_up = any(traits[n].bytes > 0 and not traits[n].tokens for n in after)
     if not (widens or adds_up):
         return []
-    if cuts:
-        start = cuts[-1] + 1
-        before = shape_of_piece(body[cuts[-2] + 1 if len(cuts) > 1 else 0 : start])
-        longest = shape_of_piece(body[start : places[-1] + 1])
-        for place in reversed(places):
-            piece = longest[: place + 1 - start]
-            if piece == before[-len(piece) :]:
-                return [place]
-    return [places[-1]]
+    return [equal_to_layer_before(body, cuts, places) if cuts else places[-1]]
+
+
+def narrowest_before_widest(
+    body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixer: int, end: int
+) -> list[int]:
+    """Places behind a mixer where the fewest bytes are alive, before the last of the widest values."""
+    sizes = {i: traits[body[i]].bytes for i in range(mixer, end + 1) if traits[body[i]].tokens}
+    most = max(sizes.values(), default=0)
+    widest = max((i for i, size in sizes.items() if size == most), default=-1)
+    alive = [i for i in range(mixer, widest) if 0 < widths[i] < FORBIDDEN]
+    least = min((widths[i] for i in alive), default=0)
+    return [i for i in alive if widths[i] == least]
+
+
+def equal_to_layer_before(body: Sequence[Node], cuts: Sequence[int], places: Sequence[int]) -> int:
+    """The last of some places that ends a layer equal to the one before it; without one, the last place."""
+    start = cuts[-1] + 1
+    before = shape_of_piece(body[cuts[-2] + 1 if len(cuts) > 1 else 0 : start])
+    longest = shape_of_piece(body[start : places[-1] + 1])
+    for place in reversed(places):
+        piece = longest[: place + 1 - start]
+        if piece == before[-len(piece) :]:
+            return place
+    return places[-1]
 
 
 def prelude_cut(

@@ -1,8 +1,8 @@
 """Where tokens go: marks, spread over a graph.
 
-Tokens spread from the seeds along equally labelled dimensions, in both directions: from inputs to what is
-made of them, and
-from readers back to creation ops, whose sizes alone never say which dimension carries tokens.
+Tokens spread from marked inputs along equally labelled dimensions, in both directions: from inputs to what is
+computed from them, and from readers back to creation ops, whose sizes alone never say which dimension carries
+tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class TokenPropagation:
     cost is that of the nodes that tokens reach.
     """
 
-    def __init__(self, graph: Graph, seeds: Mapping[Node, tuple[Mark, ...]], known: Signatures | None = None):
+    def __init__(
+        self, graph: Graph, input_marks: Mapping[Node, tuple[Mark, ...]], known: Signatures | None = None
+    ):
         self.graph = graph
         self.known = Signatures(graph) if known is None else known
         self.signatures, self.missing = self.known.found, self.known.missing
@@ -82,7 +84,7 @@ class TokenPropagation:
         self.lost: dict[Node, str] = {}
         self.keys: dict[Slot, int] = {}
         self.waiting: set[Node] = set()
-        for node, marks in seeds.items():
+        for node, marks in input_marks.items():
             for mark in marks:
                 self.marks.setdefault(slot_of(node), {})[mark.dim] = mark
             self.wake(slot_of(node))

@@ -161,7 +161,7 @@ class CompiledRegion:
                 )
         return self.unconditional.call
 
-    def seeds(self) -> dict[int, tuple[Mark, ...]]:
+    def input_marks(self) -> dict[int, tuple[Mark, ...]]:
         return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}
 
     def checkable(self) -> list[int]:
@@ -221,7 +221,7 @@ class CompiledRegion:
         return stream(
             graph_module,
             self.axis.length,
-            self.seeds(),
+            self.input_marks(),
             forward_outputs,
             tangents,
             self.tangent_of(tangents),
@@ -244,6 +244,18 @@ class CompiledRegion:
                     "Pass token ids or hidden states as tensors with a token dimension",
                 )
             )
+        self.check_marks(graph_module)
+        if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
+            raise NothingToStream(
+                Refusal(
+                    "region",
+                    f"A sequence of {self.axis.length} tokens is too short to stream",
+                    "Nothing to do: its memory is small",
+                )
+            )
+
+    def check_marks(self, graph_module: GraphModule) -> None:
+        """Raises `CannotStream` where no input brings tokens into the region."""
         if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
             small = self.whole_cost(graph_module) <= max(
                 (bytes_of(fake_of(n)) for n in self.axis.marks), default=0
@@ -264,14 +276,6 @@ class CompiledRegion:
                     "region",
                     "This region creates its tokens from values without a token dimension, such as an image",
                     "Nothing to do for image patches: the patch embedding runs unchunked",
-                )
-            )
-        if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
-            raise NothingToStream(
-                Refusal(
-                    "region",
-                    f"A sequence of {self.axis.length} tokens is too short to stream",
-                    "Nothing to do: its memory is small",
                 )
             )
 

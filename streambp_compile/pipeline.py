@@ -47,7 +47,7 @@ from .passes.verify import (
 from .runtime.runner import Runner
 
 CompileBody = Callable[[Body, int], Callable]
-Seeds = Mapping[int, tuple[Mark, ...]]
+InputMarks = Mapping[int, tuple[Mark, ...]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def outputs_of(module: GraphModule) -> tuple[object, ...]:
 def stream(
     joint: GraphModule,
     length: Size,
-    seeds: Seeds,
+    input_marks: InputMarks,
     forward_outputs: int,
     tangents: int,
     tangent_of: Sequence[int],
@@ -137,50 +137,80 @@ def stream(
 ) -> StreamedRegion:
     """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
 
-    seeds       input position → token marks of that input
-    tangent_of  for each tangent, the forward output it is the gradient of
-    checkable   positions of inputs that may be masks: the result may have conditions on them, which its
-                caller checks at every call
-    target      the device that chunk bodies are written for
-    device      what chunk lengths are chosen for
+    input_marks  input position → token marks of that input
+    tangent_of   for each tangent, the forward output it is the gradient of
+    checkable    positions of inputs that may be masks: the result may have conditions on them, which its
+                 caller checks at every call
+    target       the device that chunk bodies are written for
+    device       what chunk lengths are chosen for
     Raises `CannotStream`.
     """
-    with phase("normalising the joint graph"):
-        region = parted(undo_sorts(normalize(joint)), forward_outputs, tangents, tangent_of)
-        verify_normalized(region.graph)
-    with phase("following tokens through the joint graph"):
-        analysis = analyzed(region, length, seeds, checkable)
-        verify_analysis(region.graph, analysis)
-    with phase("assigning operations to sweeps"):
-        programs = partitioned(region, analysis)
-        for program in directions(programs):
-            verify_program(program, analysis)
+    region, analysis = followed(joint, length, input_marks, forward_outputs, tangents, tangent_of, checkable)
+    programs = assigned(region, analysis)
 
     def scheduled(program: Program) -> Schedule:
-        with phase("choosing chunk lengths"):
-            planned = plan(program, analysis, chunk_size, target, device)
-            verify_plan(planned, program)
-        with phase("writing chunk bodies"):
-            bodies = lower(program, analysis, planned)
-            for body, sweep in zip(bodies, program.sweeps):
-                verify_body(body, sweep, analysis)
-        with phase("compiling chunk bodies"), untimed():
-            compiled = tuple(map(compile_body, bodies, planned.chunks))
-        return Schedule(program, planned, bodies, Runner(program, analysis, planned, bodies, compiled))
+        return schedule(program, analysis, chunk_size, compile_body, target, device)
 
-    forward = scheduled(programs.forward)
-    backward = None if programs.backward is None else scheduled(programs.backward)
     return StreamedRegion(
         region.module,
         analysis,
         region.primals,
         region.tangents,
         programs.saved,
-        forward,
-        backward,
+        scheduled(programs.forward),
+        None if programs.backward is None else scheduled(programs.backward),
         programs.fused,
         device,
     )
+
+
+def followed(
+    joint: GraphModule,
+    length: Size,
+    input_marks: InputMarks,
+    forward_outputs: int,
+    tangents: int,
+    tangent_of: Sequence[int],
+    checkable: Sequence[int],
+) -> tuple[Joint, Analysis]:
+    """A joint graph in normal form, and where its tokens are. Raises `CannotStream`."""
+    with phase("normalising the joint graph"):
+        region = parted(undo_sorts(normalize(joint)), forward_outputs, tangents, tangent_of)
+        verify_normalized(region.graph)
+    with phase("following tokens through the joint graph"):
+        analysis = analyzed(region, length, input_marks, checkable)
+        verify_analysis(region.graph, analysis)
+    return region, analysis
+
+
+def assigned(region: Joint, analysis: Analysis) -> Programs:
+    """The sweeps of a region. Raises `CannotStream`."""
+    with phase("assigning operations to sweeps"):
+        programs = partitioned(region, analysis)
+        for program in directions(programs):
+            verify_program(program, analysis)
+    return programs
+
+
+def schedule(
+    program: Program,
+    analysis: Analysis,
+    chunk_size: int | None,
+    compile_body: CompileBody,
+    target: Target,
+    device: Device,
+) -> Schedule:
+    """Chunk lengths, compiled chunk bodies and the runner of one direction."""
+    with phase("choosing chunk lengths"):
+        planned = plan(program, analysis, chunk_size, target, device)
+        verify_plan(planned, program)
+    with phase("writing chunk bodies"):
+        bodies = lower(program, analysis, planned)
+        for body, sweep in zip(bodies, program.sweeps):
+            verify_body(body, sweep, analysis)
+    with phase("compiling chunk bodies"), untimed():
+        compiled = tuple(map(compile_body, bodies, planned.chunks))
+    return Schedule(program, planned, bodies, Runner(program, analysis, planned, bodies, compiled))
 
 
 def directions(programs: Programs) -> tuple[Program, ...]:
@@ -202,9 +232,9 @@ def parted(module: GraphModule, forward_outputs: int, tangents: int, tangent_of:
     )
 
 
-def analyzed(region: Joint, length: Size, seeds: Seeds, checkable: Sequence[int]) -> Analysis:
+def analyzed(region: Joint, length: Size, input_marks: InputMarks, checkable: Sequence[int]) -> Analysis:
     """Facts of the whole joint graph: tokens of the inputs tell those of the tangents."""
-    marks = {region.primals[i]: m for i, m in seeds.items()}
+    marks = {region.primals[i]: m for i, m in input_marks.items()}
     known = Signatures(region.graph)
     marks.update(marks_of_tangents(region, TokenPropagation(region.graph, marks, known)))
     return analyze(region.graph, length, marks, {region.primals[i] for i in checkable}, known)

@@ -113,6 +113,31 @@ def test_private_torch_is_not_reached_by_attribute_either(path):
     assert path.parent.name == "internals" or not reached - {"torch._ops"}, sorted(reached)
 
 
+LONGEST = 40  # lines of a function
+DEEPEST = 4  # blocks within blocks
+BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try)
+SCOPES = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def depth(block: ast.AST) -> int:
+    """Blocks within blocks; an ``elif`` is no deeper than its ``if``, and a function within is its own."""
+    found = 0
+    for child in ast.iter_child_nodes(block):
+        if not isinstance(child, SCOPES):
+            chained = isinstance(block, ast.If) and isinstance(child, ast.If) and block.orelse == [child]
+            found = max(found, depth(child) + (isinstance(child, BLOCKS) and not chained))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_functions_are_short_and_flat(path):
+    """Only a kernel for Triton may be long: it is one function to its compiler."""
+    functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+    functions = [f for f in functions if "triton.jit" not in map(ast.unparse, f.decorator_list)]
+    assert not [f.name for f in functions if f.end_lineno - f.lineno + 1 > LONGEST]
+    assert not [f.name for f in functions if depth(f) > DEEPEST]
+
+
 def test_no_room_for_everything():
     """No ``utils``, ``helpers``, ``misc`` or ``info``: a name says what is inside."""
     assert not {m.rpartition(".")[2] for m in MODULES} & {"utils", "helpers", "misc", "info", "common"}

@@ -2,11 +2,9 @@
 came from.
 
 A value sorted over all tokens can be in no chunk. But where everything between the sort and the way back is
-row by row, or adds rows up,
-the sort changes nothing but the order of work. Every value in between is then written in the order of tokens;
-a grouped
-product, which wants its rows sorted, becomes one that is told the expert of each row and sorts the rows that
-it is given.
+row by row, or adds rows up, the sort changes nothing but the order of work. Every value in between is then
+written in the order of tokens; a grouped product, which wants its rows sorted, becomes one that is told the
+expert of each row and sorts the rows that it is given.
 
 What is not proved to be row by row leaves the sort, and everything after it, as it was.
 """
@@ -19,7 +17,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import CannotStream, Contraction, Size, arguments, shape_of, tensor_operands, value_of
+from ..ir import (
+    CannotStream,
+    Contraction,
+    Label,
+    Signature,
+    Size,
+    arguments,
+    shape_of,
+    tensor_operands,
+    value_of,
+)
 from ..rules import form_of, is_zeros, rule_of
 from ..rules.facets import Form
 
@@ -193,49 +201,48 @@ class Sort:
             if not isinstance(dims, tuple) or dims[node.args[1]] is None:
                 raise CannotUndo(node)
             self.rows[node], self.plain[node] = dims[node.args[1]], self.copied(node)
-            return
-        if form_of(node) is Form.RESHAPE:
+        elif form_of(node) is Form.RESHAPE:
             source, dim = node.args[0], self.rows.get(node.args[0])
             if not isinstance(dim, int) or shape_of(source)[: dim + 1] != shape_of(node)[: dim + 1]:
                 raise CannotUndo(node)
             self.rows[node], self.plain[node] = dim, self.copied(node)
-            return
+        else:
+            self.read_by_label(node)
+
+    def read_by_label(self, node: Node) -> None:
+        """Follow sorted rows through an op by the label that its rule gives to their dimension."""
+        signature, label = self.label_of_rows(node)
+        dims = tuple(ties.index(label) for ties in signature.outputs if label in ties)
+        new = self.copied(node)
+        if len(dims) == len(signature.outputs):
+            several = isinstance(value_of(node), (tuple, list))
+            self.rows[node], self.plain[node] = dims if several else dims[0], new
+        elif not dims and signature.contracts is Contraction.SUM:
+            self.back[node] = new
+        else:
+            raise CannotUndo(node)
+
+    def label_of_rows(self, node: Node) -> tuple[Signature, Label]:
+        """An op's signature, and its one label of sorted rows. Raises where their order matters to it."""
         try:
             signature = rule_of(node).signature(node)
         except CannotStream as refusal:
             raise CannotUndo(node) from refusal
-        operands = tensor_operands(node)
         if any(self.is_sorted(a) and not isinstance(self.rows.get(a), int) for a in node.all_input_nodes):
             raise CannotUndo(node)
-        labelled = zip(operands, signature.operands)
+        labelled = list(zip(tensor_operands(node), signature.operands))
         labels = {ties[dim] for a, ties in labelled if isinstance(dim := self.rows.get(a), int)}
         if len(labels) != 1 or None in labels or signature.reshape:
             raise CannotUndo(node)
         (label,) = labels
-        if (
-            label in signature.reach
-            or label in signature.offsets
-            or label in (signature.rows, signature.keys)
-        ):
+        if {label} & {*signature.reach, *signature.offsets, signature.rows, signature.keys}:
             raise CannotUndo(node)
-        for operand, ties in zip(operands, signature.operands):
+        for operand, ties in labelled:
             if form_of(operand) is not Form.FULL and any(
                 tie == label and self.rows.get(operand) != dim for dim, tie in enumerate(ties)
             ):
                 raise CannotUndo(node)
-        dims = tuple(
-            next((d for d, tie in enumerate(ties) if tie == label), None) for ties in signature.outputs
-        )
-        new = self.copied(node)
-        if all(d is not None for d in dims):
-            self.rows[node], self.plain[node] = (
-                dims if isinstance(value_of(node), (tuple, list)) else dims[0],
-                new,
-            )
-        elif all(d is None for d in dims) and signature.contracts is Contraction.SUM:
-            self.back[node] = new
-        else:
-            raise CannotUndo(node)
+        return signature, label
 
     # Grouped products
 
