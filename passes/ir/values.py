@@ -87,6 +87,23 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
+ORIGIN = "streambp_origin"  # the key of node.meta that `metadata_for` writes and `origin_of` reads
+
+
+def origin_of(node: Node) -> str:
+    """The name, in the traced graph, of the node that this one was written for: its own, unless a pass wrote
+    it."""
+    return node.meta.get(ORIGIN, node.name)
+
+
+def metadata_for(node: Node, value: object = None) -> dict[str, Any]:
+    """Metadata of a node that a pass writes in place of another: the user's line and the origin of that.
+
+    value  the fake value of the new node; by default that of the other
+    """
+    return {**node.meta, ORIGIN: origin_of(node), "val": node.meta.get("val") if value is None else value}
+
+
 def copied(module: GraphModule) -> GraphModule:
     """A module of its own for a copy of the graph, with its names and meta values."""
     graph, nodes = Graph(), dict[Node, Node]()

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import CannotStream, Mark, Signature, arguments, hint, shape_of, tensor_operands, value_of
+from ..ir import (
+    CannotStream,
+    Mark,
+    Signature,
+    arguments,
+    hint,
+    metadata_for,
+    shape_of,
+    tensor_operands,
+    value_of,
+)
 from ..phases import check_time
 from ..rules import form_of, rule_of
 from ..rules.facets import Form
@@ -142,5 +152,5 @@ class Shortened:
             (value_of(count) if isinstance(count, Node) else count) if i == dim else size
             for i, size in enumerate(value.shape)
         ]
-        new.meta = {**node.meta, "val": value.new_empty(shape)}
+        new.meta = metadata_for(node, value.new_empty(shape))
         return new

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import arguments, copied, is_tensor, op_name, shape_of, value_of
+from ..ir import arguments, copied, is_tensor, metadata_for, op_name, shape_of, value_of
 from ..mask_analysis.domains import Affine, Band
 from ..mask_analysis.evaluation import evaluate
 from ..rules import filling_of, form_of, is_zeros
@@ -128,7 +128,7 @@ def create_from_nothing(graph: Graph) -> None:
                 (size, filling_of(node) or 0),  # what is filled with nothing in particular may be zero
                 dict(dtype=value.dtype, device=value.device),
             )
-        new.meta = {**node.meta, "val": value.new_empty(value.shape)}
+        new.meta = metadata_for(node, value.new_empty(value.shape))
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 
@@ -149,7 +149,7 @@ def draw_by_place(graph: Graph) -> None:
             new = graph.call_function(
                 streambp.uniform.default, (seeds[value.device], node.args[0], stream, value.dtype)
             )
-        new.meta = dict(node.meta)
+        new.meta = metadata_for(node)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 
@@ -310,9 +310,8 @@ def root_of(node: Node) -> Node:
 def emitted(graph: Graph, node: Node, target, args: tuple) -> Node:
     with graph.inserting_before(node):
         new = graph.call_function(target, args)
-    new.meta = {k: v for k, v in node.meta.items() if k != "val"}
-    new.meta["replaces"] = node.name
-    new.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+    value = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+    new.meta = metadata_for(node, value)
     return new
 
 

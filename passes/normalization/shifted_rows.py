@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import hint, is_equal, is_tensor, shape_of, value_of
+from ..ir import hint, is_equal, is_tensor, metadata_for, shape_of, value_of
 from ..rules import form_of, windows_of
 from ..rules.facets import Form, Window
 
@@ -31,11 +31,9 @@ def shift_rows(graph: Graph) -> None:
                 continue
             with graph.inserting_before(node):
                 new = graph.call_function(streambp.shifted.default, (found.source, dim, found.by))
-            new.meta = {
-                **node.meta,
-                "replaces": node.name,
-                "val": torch.empty_like(value_of(found.source), memory_format=torch.contiguous_format),
-            }
+            new.meta = metadata_for(
+                node, torch.empty_like(value_of(found.source), memory_format=torch.contiguous_format)
+            )
             node.replace_all_uses_with(new)
             break
 

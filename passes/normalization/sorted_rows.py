@@ -24,6 +24,7 @@ from ..ir import (
     Signature,
     Size,
     arguments,
+    metadata_for,
     shape_of,
     tensor_operands,
     value_of,
@@ -314,12 +315,12 @@ class Sort:
 
     def made(self, like: Node, target, args: tuple, value=None) -> Node:
         new = self.graph.call_function(target, args)
-        new.meta = {**like.meta, "replaces": like.name, "val": value_of(like) if value is None else value}
+        new.meta = metadata_for(like, value)
         return new
 
     def copied(self, node: Node) -> Node:
         new = self.graph.node_copy(node, lambda a: self.plain.get(a, a))
-        new.meta = {**node.meta, "replaces": node.name}
+        new.meta = metadata_for(node)
         return new
 
     def transposed(self, node: Node) -> Node:

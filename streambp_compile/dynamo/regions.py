@@ -66,7 +66,7 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
             tensor and fake.dtype.is_floating_point and fake.dim() >= 2,
             node in axis.mixing,
             node in axis.attending,
-            node in axis.light,
+            node in axis.recomputable,
             storage_of(node),
         )
     return found

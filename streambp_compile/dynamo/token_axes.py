@@ -22,6 +22,7 @@ from ..passes.ir import (
     draws_random,
     hint,
     is_tensor,
+    origin_of,
     shape_of,
     tensor_operands,
     value_of,
@@ -40,16 +41,16 @@ SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled
 class Axis:
     """A token axis of a model: its length, and the marks of every value of the Dynamo graph.
 
-    mixing     nodes that let one token see another
-    attending  those of them that are attention of these tokens
-    light      nodes that are neither products nor random
+    mixing        nodes that let one token see another
+    attending     those of them that are attention of these tokens
+    recomputable  nodes that are neither products nor random
     """
 
     length: Size
     marks: Mapping[Node, tuple[Mark, ...]]
     mixing: frozenset[Node]
     attending: frozenset[Node]
-    light: frozenset[Node]
+    recomputable: frozenset[Node]
 
 
 def joined(axes: Sequence[Axis]) -> Axis | None:
@@ -147,6 +148,7 @@ class Trace:
 
     def __init__(self, module: GraphModule, fakes: Sequence[object]):
         captured = Captured(module, fakes)
+        self.random = {n.name for n in captured.module.graph.nodes if draws_random(n)}
         rewritten = undo_sorts(normalize(captured.module), probing=True)
         self.graph, self.captured_for, self.values = (
             rewritten.graph,
@@ -202,7 +204,7 @@ class Trace:
             if node is first or node.op == "placeholder":
                 fix_sizes(fake_of(node).shape[: mark.dim])
         mixers = {
-            n.meta.get("replaces", n.name)
+            origin_of(n)
             for n in propagation.met()
             if mixes(n, propagation, chosen.length)
             or n in propagation.missing
@@ -210,18 +212,16 @@ class Trace:
             and is_tensor(n)
             and value_of(n).dtype.is_floating_point
         }
-        attending = {n.meta.get("replaces", n.name) for n in chosen.attends | crossing}
+        attending = {origin_of(n) for n in chosen.attends | crossing}
         mixing, attending = (
             frozenset(n for n, names in self.captured_for.items() if names & found)
             for found in (mixers | attending, attending)
         )
-        heavy = {
-            n.meta.get("replaces", n.name)
-            for n in graph.nodes
-            if n in propagation.missing or is_product(n) or draws_random(n)
-        }
-        light = frozenset(n for n, names in self.captured_for.items() if not names & heavy)
-        return Axis(fake_of(first).shape[at.dim], marks, mixing, attending, light)
+        once = {origin_of(n) for n in graph.nodes if n in propagation.missing or is_product(n)}
+        recomputable = frozenset(
+            n for n, names in self.captured_for.items() if not names & (once | self.random)
+        )
+        return Axis(fake_of(first).shape[at.dim], marks, mixing, attending, recomputable)
 
 
 def fix_sizes(sizes: Sequence[Size]) -> None:
