@@ -120,3 +120,29 @@ def test_hooks_on_values_stream(where, interpreted):
         )
         < 1e-10
     )
+
+
+def test_noise_on_embeddings_is_drawn_once(interpreted):
+    """The embeddings would be recomputed in the backward, with other random numbers."""
+    model, ids = Plain(layers=3).double(), ids_of(1, 32)
+
+    def loss() -> Tensor:
+        x = model.embed(ids)
+        x = x + torch.rand_like(x)
+        for layer in model.layers:
+            x = layer(x)
+        return model.loss(x, ids)
+
+    step, weight = torch.compile(loss, backend="streambp"), model.layers[0].norm1.weight
+    torch.manual_seed(3)
+    step().backward()
+    values, direction = [], torch.randn_like(weight)
+    for distance in (1e-6, -1e-6):
+        with torch.no_grad():
+            weight.add_(direction, alpha=distance)
+        torch.manual_seed(3)
+        values.append(step().item())
+        with torch.no_grad():
+            weight.sub_(direction, alpha=distance)
+    slope = (weight.grad * direction).sum().item()
+    assert abs((values[0] - values[1]) / 2e-6 - slope) < 1e-6 * abs(slope)
