@@ -11,8 +11,8 @@ ROWS, WIDTH, WORDS = 4, 3, 40
 
 
 class Two:
-    """Two models that run one after the other on their inputs, ``attends`` standing for their layers, and what
-    reads both: ``early`` is a wide value of the first, made before the second runs."""
+    """Two models that run one after the other: ``first`` and ``second`` stand for their attention, and
+    ``early`` is a wide value of the first, made before the second runs."""
 
     def __init__(self):
         write = Written()
