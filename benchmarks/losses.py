@@ -237,6 +237,47 @@ def _(m, h, b):
     return loss + 0 * (accuracy + entropy + loss.detach().exp())
 
 
+# Classes in the second dimension, torch's own layout for sequences
+
+
+@objective("[B, V, T], shifted slices")
+def _(m, h, b):
+    return F.cross_entropy(m.lm(h)[:, :-1].transpose(1, 2), b.labels[:, 1:])
+
+
+@objective("[B, V, T], shifted logits")
+def _(m, h, b):
+    return F.cross_entropy(m.lm(h).mT[..., :-1], b.labels[:, 1:], label_smoothing=0.1, weight=b.weight)
+
+
+@objective("[B, V, T], padded labels")
+def _(m, h, b):
+    return F.cross_entropy(m.lm(h).transpose(1, 2), F.pad(b.labels[:, 1:], (0, 1), value=IGNORED))
+
+
+@objective("[B, V, T], per token, weighted")
+def _(m, h, b):
+    loss = F.cross_entropy(m.lm(h).permute(0, 2, 1), b.labels, reduction="none", ignore_index=IGNORED)
+    return masked_mean(loss, b.mask)
+
+
+@objective("[B, V, T], nll_loss, shifted")
+def _(m, h, b):
+    return F.nll_loss(m.lm(h)[:, :-1].log_softmax(-1).transpose(1, 2), b.labels[:, 1:])
+
+
+@objective("[B, V, T], soft targets, sliced")
+def _(m, h, b):
+    soft = m.teacher(b.teacher)[:, :-1].softmax(-1).transpose(1, 2)
+    return F.cross_entropy(m.lm(h)[:, :-1].transpose(1, 2), soft)
+
+
+@objective("[B, V, T], head as a convolution")
+def _(m, h, b):
+    logits = F.conv1d(h.transpose(1, 2), m.lm.weight.unsqueeze(-1))
+    return F.cross_entropy(logits[..., :-1], b.labels[:, 1:])
+
+
 # Policies
 
 
@@ -424,6 +465,97 @@ def _(m, h, b):
     return -masked_mean((top.softmax(-1) * student).sum(-1), b.mask)
 
 
+# A teacher's layers in the same function, before the student's or after
+
+
+def attend(h: Tensor) -> Tensor:
+    """A layer, as far as the cut is concerned: tokens see those before them."""
+    rows = h.unsqueeze(1)
+    return h + F.scaled_dot_product_attention(rows, rows, rows, is_causal=True).squeeze(1)
+
+
+def both(m, h, b, student_first: bool = False) -> tuple[Tensor, Tensor]:
+    """Logits of the student, and of a teacher that is computed before it or after it."""
+    student = m.lm(attend(h)) if student_first else None
+    with torch.no_grad():
+        teacher = m.teacher(attend(attend(b.teacher)))
+    return m.lm(attend(h)) if student is None else student, teacher
+
+
+@objective("teacher inside, forward KL", sweeps=3)
+def _(m, h, b):
+    with torch.no_grad():
+        teacher = m.teacher(attend(b.teacher)).log_softmax(-1)
+    student = m.lm(attend(h)).log_softmax(-1)
+    return masked_mean(F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1), b.mask)
+
+
+@objective("teacher inside, reverse KL", sweeps=3)
+def _(m, h, b):
+    student, teacher = (logits.log_softmax(-1) for logits in both(m, h, b))
+    return masked_mean((student.exp() * (student - teacher)).sum(-1), b.mask)
+
+
+@objective("teacher inside, after the student, temperature", sweeps=3)
+def _(m, h, b):
+    student, teacher = both(m, h, b, student_first=True)
+    soft = F.kl_div((student / 2).log_softmax(-1), (teacher / 2).softmax(-1), reduction="none").sum(-1)
+    return 4 * masked_mean(soft, b.mask) + F.cross_entropy(student.flatten(0, 1), b.labels.flatten())
+
+
+@objective("teacher inside, top-k", sweeps=3)
+def _(m, h, b):
+    student, teacher = both(m, h, b)
+    top, index = teacher.topk(8, dim=-1)
+    chosen = student.log_softmax(-1).gather(-1, index)
+    return -masked_mean((top.softmax(-1) * chosen).sum(-1), b.mask)
+
+
+@objective("teacher inside, [B, V, T]", sweeps=3)
+def _(m, h, b):
+    student, teacher = both(m, h, b)
+    return F.cross_entropy(student.transpose(1, 2), teacher.softmax(-1).transpose(1, 2))
+
+
+@objective("reference inside, DPO", sweeps=3)
+def _(m, h, b):
+    student, teacher = (token_logprobs(logits, b.targets) * b.mask for logits in both(m, h, b))
+    margin = (student - teacher).sum(-1)
+    half = margin.shape[0] // 2
+    return -F.logsigmoid(0.1 * (margin[:half] - margin[half:])).mean()
+
+
+# Contrast over the vocabulary
+
+
+@objective("contrast, cosine logits")
+def _(m, h, b):
+    cosines = F.normalize(h, dim=-1) @ F.normalize(m.lm.weight, dim=-1).T
+    return F.cross_entropy((cosines / 0.07).flatten(0, 1), b.labels.flatten())
+
+
+@objective("contrast, hardest negatives")
+def _(m, h, b):
+    logits, chosen = m.lm(h), b.targets.unsqueeze(-1)
+    negatives = logits.scatter(-1, chosen, -torch.inf).topk(16, dim=-1).values
+    return -masked_mean(torch.cat((logits.gather(-1, chosen), negatives), -1).log_softmax(-1)[..., 0], b.mask)
+
+
+@objective("contrast, one against all (sigmoid)")
+def _(m, h, b):
+    logits = m.lm(h)
+    own = logits.gather(-1, b.targets.unsqueeze(-1)).squeeze(-1)
+    others = F.softplus(logits).sum(-1) - F.softplus(own)
+    return masked_mean(F.softplus(-own) + others / logits.shape[-1], b.mask)
+
+
+@objective("contrast, expert against amateur")
+def _(m, h, b):
+    expert, amateur = m.lm(h).log_softmax(-1), m.teacher(b.teacher).log_softmax(-1)
+    likely = expert >= expert.amax(-1, keepdim=True) - 2.3
+    return F.cross_entropy((expert - 0.5 * amateur * likely).flatten(0, 1), b.labels.flatten())
+
+
 # Several heads, few rows
 
 
@@ -435,6 +567,24 @@ def _(m, h, b):
             head(h)[:, : -(k + 2)].flatten(0, 1), b.labels[:, k + 2 :].flatten()
         )
     return total
+
+
+@objective("residual heads with one vocabulary (Medusa)", trains=("lm", "extra"))
+def _(m, h, b):
+    total = F.cross_entropy(m.lm(h)[:, :-1].transpose(1, 2), b.labels[:, 1:])
+    for k, head in enumerate(m.extra):
+        moved = h + F.silu(h @ head.weight[: h.shape[-1]])
+        total = total + 0.8 ** (k + 1) * F.cross_entropy(
+            m.lm(moved)[:, : -(k + 2)].transpose(1, 2), b.labels[:, k + 2 :]
+        )
+    return total
+
+
+@objective("heads of one hidden state that agree", trains=("lm", "extra"))
+def _(m, h, b):
+    first, second = (head(h).log_softmax(-1) for head in m.extra)
+    apart = 0.5 * (first.exp() - second.exp()) * (first - second)
+    return masked_mean(apart.sum(-1) - token_logprobs(m.lm(h), b.targets), b.mask)
 
 
 @objective("reward model, last token", trains=("value",), sweeps=2)

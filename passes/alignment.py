@@ -7,10 +7,11 @@ is told by whom they meet.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from .ir import Signature, Size, hint, shape_of, tensor_operands, value_of
+from .ir import Mark, Signature, Size, hint, is_tensor, shape_of, tensor_operands, value_of
 from .phases import check_time
 from .token_propagation import TokenPropagation, has_tensors, outputs_of, product, slot_of
 
@@ -33,6 +34,7 @@ class Alignment:
         self.uniform: set[Node] = set()
         self.from_features: set[Node] = set()
         self.with_features: set[Node] = set()
+        self.batch = self.numbers_without_features(graph)
         for node in graph.nodes:
             self.classify(node)
         for among in (
@@ -49,6 +51,26 @@ class Alignment:
     def rows(self, node: Node) -> int:
         mark = self.propagation.mark((node, -1))
         return shape_of(node)[mark.dim] // (mark.outer * mark.inner)
+
+    def numbers_without_features(self, graph: Graph) -> int | None:
+        """Numbers per token of integers given for each token (ids, labels, masks): the batch. None if there
+        are none."""
+        given = [
+            n
+            for n in graph.find_nodes(op="placeholder")
+            if is_tensor(n)
+            and not value_of(n).dtype.is_floating_point
+            and len(self.propagation.of(n)) == 1
+            and self.propagation.mark((n, -1)).dim == len(shape_of(n)) - 1
+        ]
+        return max((product(shape_of(n)) // self.rows(n) for n in given), default=None)
+
+    def has_features(self, shape: Sequence[int], mark: Mark) -> bool:
+        """Has a value several numbers per token: dimensions behind that of tokens, or (``[B, V, T]``) more
+        than the batch before it?"""
+        behind = product(shape) > product(shape[: mark.dim + 1])
+        rows = shape[mark.dim] // (mark.outer * mark.inner)
+        return behind or self.batch is not None and product(shape) > rows * self.batch
 
     def classify(self, node: Node) -> None:
         signature = self.propagation.signatures.get(node)
@@ -79,8 +101,7 @@ class Alignment:
                 self.propagation.mark(slot),
                 value_of(node) if slot[1] == -1 else value_of(node)[slot[1]],
             )
-            shape = [hint(s) for s in value.shape]
-            features |= product(shape) > product(shape[: mark.dim + 1])
+            features |= self.has_features([hint(s) for s in value.shape], mark)
         if slots and (features or any(a in self.from_features for a in marked)):
             self.from_features.add(node)
             if features:

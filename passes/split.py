@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import networkx
 from torch.fx import Graph, Node
 
+from .deferral import deferred
 from .ir import ancestors
 from .phases import check_time
 from .rules.forward import mutated
@@ -74,7 +75,12 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     flow.add_nodes_from(graph.nodes)
     flow.add_edges_from((operand, n) for n in graph.nodes for operand in n.all_input_nodes)
     cheap = cheap_nodes(traits, flow)
-    body = [n for n in nodes if n not in cheap]
+    body = deferred(
+        [n for n in nodes if n not in cheap],
+        {n: traits[n].bytes for n in nodes},
+        {n for n in nodes if traits[n].mixing},
+        written_to(flow, traits),
+    )
     widths = frontier(body, traits)
     mixers = [i for i, n in enumerate(body) if traits[n].mixing]
     layer = layer_width(body, widths, traits, mixers)

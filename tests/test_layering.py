@@ -16,7 +16,8 @@ PARTS = (
     "alignment",
     "key_ranges",
     "linearity",
-)  # no passes, but parts of analyze and the pipeline
+    "deferral",
+)  # no passes, but parts of analyze, split and the pipeline
 
 
 def module_of(path: Path) -> str:

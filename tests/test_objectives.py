@@ -44,6 +44,9 @@ def gradients(model, step) -> dict:
 CHOSEN = {  # one of each kind of graph
     "cross-entropy, padded labels (Hugging Face)",
     "cross-entropy, hidden states shifted",
+    "[B, V, T], padded labels",
+    "teacher inside, top-k",
+    "residual heads with one vocabulary (Medusa)",
     "tokens above the mean loss",
     "metrics beside the loss",
     "GRPO",
@@ -91,6 +94,26 @@ def test_sweeps(name):
             len(region.backward.program.sweeps) if region.backward else 0
         )
         assert both <= OBJECTIVES[name].sweeps
+
+
+NARROW = {
+    "[B, V, T], padded labels",
+    "teacher inside, after the student, temperature",
+}
+
+
+@pytest.mark.parametrize("name", representatives(OBJECTIVES, NARROW))
+def test_no_logits_at_full_length(name):
+    """The predicted peak above the heads' gradients is under half of one logits tensor."""
+    tokens, width, vocabulary = 2048, 32, 4096
+    model, batch = Heads(width, vocabulary), Batch(2, tokens, width, vocabulary, torch.float32)
+    hidden = torch.randn(2, tokens, width).requires_grad_()
+    report = explain(
+        lambda h: OBJECTIVES[name].loss(model, h, batch), hidden, streambp_options={"chunk_size": 128}
+    )
+    gradients = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
+    assert report.peak is not None and report.peak.backward
+    assert report.peak.bytes - gradients < 2 * tokens * vocabulary * 4 / 2
 
 
 HEADS = ["cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distillation, forward KL"]

@@ -9,11 +9,11 @@ encoder's, an image's), which has an axis of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..passes.ir import (
     Mark,
@@ -157,6 +157,7 @@ class Trace:
         )
         self.placeholders = self.graph.find_nodes(op="placeholder")
         self.known = Signatures(self.graph)
+        self.weights = made_of_weights(self.graph, dict(zip(self.placeholders, fakes)))
 
     def candidate(self, node: Node, dim: int) -> list[Candidate]:
         """A dimension of a value as the token axis, if anything comes of it."""
@@ -170,7 +171,9 @@ class Trace:
         by_attention = frozenset(n for n in mixers if attends(n, propagation, length))
         if not width:
             return []
-        return [Candidate(mixers, by_attention, width, lost_bytes(propagation) / width, length, propagation)]
+        evidence = frozenset(n for n in mixers if not is_linear_layer(n, propagation, self.weights))
+        lost = lost_bytes(propagation) / width
+        return [Candidate(mixers, by_attention, evidence, width, lost, length, propagation)]
 
     def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
         """Queries of attention, or its scores, and their dimension of rows."""
@@ -234,11 +237,12 @@ def fix_sizes(sizes: Sequence[Size]) -> None:
 @dataclass(frozen=True)
 class Candidate:
     """A dimension of a value, spread over the graph: the ops that mix its rows (by attention, or otherwise),
-    the bytes that carry it, the
-    part of them that loses it."""
+    those of them that cannot be linear layers over features, the bytes that carry it, the part of them that
+    loses it."""
 
     mixers: frozenset[Node]
     attends: frozenset[Node]
+    evidence: frozenset[Node]
     bytes: int
     lost: float
     length: int
@@ -254,7 +258,7 @@ def preferred(found: Sequence[Candidate]) -> Candidate | None:
     """
     found = [c for c in found if c.length >= SHORTEST_STREAMED] or found
     for good in (
-        lambda c, rivals: len(c.mixers) == max(len(r.mixers) for r in rivals),
+        lambda c, rivals: len(c.evidence) == max(len(r.evidence) for r in rivals),
         lambda c, rivals: c.lost <= 2 * min(r.lost for r in rivals) + 1 / 8,
         lambda c, rivals: 2 * c.bytes >= max(r.bytes for r in rivals),
     ):
@@ -349,6 +353,24 @@ def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
         and value_of(node).dtype.is_floating_point
         and len(operands) > 1
     )
+
+
+def made_of_weights(graph: Graph, fakes: Mapping[Node, object]) -> set[Node]:
+    """Values computed from weights and constants alone, and from one weight at least."""
+    given = {n for n, fake in fakes.items() if isinstance(fake, torch.Tensor) and not is_parameter(fake)}
+    found = {n for n, fake in fakes.items() if is_parameter(fake)}
+    for node in graph.nodes:
+        if given.isdisjoint(node.all_input_nodes):
+            found |= set() if found.isdisjoint(node.all_input_nodes) else {node}
+        elif node.op != "output":
+            given.add(node)
+    return found
+
+
+def is_linear_layer(node: Node, propagation: TokenPropagation, weights: Container[Node]) -> bool:
+    """May this mixer be a square weight in a residual block, so that what it mixes may be features?"""
+    pairs = [a for a in tensor_operands(node) if len(propagation.of(a)) == 2]
+    return bool(pairs) and all(a in weights for a in pairs)
 
 
 def is_all(node: Node, mark: Mark, length: int) -> bool:
