@@ -83,6 +83,20 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     )
     widths = frontier(body, traits)
     mixers = [i for i, n in enumerate(body) if traits[n].mixing]
+    cuts = layer_cuts(body, widths, traits, mixers)
+    prelude = prelude_cut(body, widths, traits, cuts)
+    cuts = [*prelude, *cuts]
+    pieces = [body[a:b] for a, b in zip([0, *(c + 1 for c in cuts)], [*(c + 1 for c in cuts), len(body)])]
+    returned = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
+    loose = [n for n in nodes if n in cheap and n in returned]
+    regions = assemble(pieces, loose, cheap, returned, {n: i for i, n in enumerate(graph.nodes)})
+    return (replace(regions[0], recomputable=bool(prelude) and again(pieces[0], traits)), *regions[1:])
+
+
+def layer_cuts(
+    body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]
+) -> list[int]:
+    """The last node of every region but the final one: a cut after each mixer, and one before the head."""
     layer = layer_width(body, widths, traits, mixers)
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
@@ -98,13 +112,7 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
             continue
         cuts += head_cut(body, widths, traits, mixer, end, cuts)
         cuts += [] if following is None else [end]
-    prelude = prelude_cut(body, widths, traits, cuts)
-    cuts = [*prelude, *cuts]
-    pieces = [body[a:b] for a, b in zip([0, *(c + 1 for c in cuts)], [*(c + 1 for c in cuts), len(body)])]
-    returned = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
-    loose = [n for n in nodes if n in cheap and n in returned]
-    regions = assemble(pieces, loose, cheap, returned, {n: i for i, n in enumerate(graph.nodes)})
-    return (replace(regions[0], recomputable=bool(prelude) and again(pieces[0], traits)), *regions[1:])
+    return cuts
 
 
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
