@@ -226,7 +226,7 @@ class CompiledRegion:
             tangents,
             self.tangent_of(tangents),
             self.config.chunk_size,
-            functools.partial(internals.compile_body, mode=self.config.mode),
+            functools.partial(internals.compile_body, mode=self.config.mode, tell=self.slow),
             self.checkable(),
             target_of(self.device(), device.capability),
             device,

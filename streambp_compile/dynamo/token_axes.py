@@ -75,17 +75,17 @@ def joined(axes: Sequence[Axis]) -> Axis | None:
 
 def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
     """The axis of a region: of the tokens that attend in it; else of those that see one another, or that most
-    of its values carry."""
+    of its values carry, with no rows beside them."""
     nodes = set(region.nodes)
     fitting = [a for a in axes if not nodes.isdisjoint(a.attending)] or [
         a for a in axes if not nodes.isdisjoint(a.mixing)
     ]
-    holding = [a for a in axes if not any(has_more_rows(n, a) for n in (*region.inputs, *region.nodes))]
-    return max(
-        fitting[:1] or holding or axes,
-        key=lambda a: sum(bytes_of(fake_of(n)) for n in region.nodes if n in a.marks),
-        default=None,
-    )
+
+    def carried(axis: Axis) -> int:
+        values = [n for n in (*region.inputs, *region.nodes) if n in axis.marks]
+        return sum(bytes_of(fake_of(n)) for n in values if not has_more_rows(n, axis))
+
+    return max(fitting[:1] or axes, key=carried, default=None)
 
 
 def has_more_rows(node: Node, axis: Axis) -> bool:

@@ -19,8 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from ..passes.ir import Body, hint
+from ..passes.phases import summary
 from . import inductor
 from .body_inputs import BodyInputs
+from .dynamo import NO_DEFECTS
 from .fake_tensors import describe
 from .inductor import rewrite
 from .size_guards import guard_of, places_of
@@ -56,8 +58,8 @@ COMPILED: dict[
 class CompiledBody:
     """A compiled chunk body: runs the first artifact that fits the sizes of a call, or compiles one."""
 
-    def __init__(self, body: Body, chunk: int, mode: str | None):
-        self.body, self.chunk, self.mode = body, chunk, mode
+    def __init__(self, body: Body, chunk: int, mode: str | None, tell: Callable[[str], None]):
+        self.body, self.chunk, self.mode, self.tell = body, chunk, mode, tell
         self.artifacts = self.compiled({})
 
     def __call__(self, args: list) -> object:
@@ -69,8 +71,22 @@ class CompiledBody:
         ):  # a memory simulation is to count what bodies allocate, not what compiling them does
             sizes = self.sizes(args)
             log.debug("compiling a chunk body again, for sizes %s", sizes)
-            self.artifacts = self.compiled(sizes)
+            try:
+                self.artifacts = self.compiled(sizes)
+            except NO_DEFECTS:
+                raise
+            except Exception as error:
+                return self.uncompiled(args, error)
         return self.artifacts[-1].run(args)
+
+    def uncompiled(self, args: list, error: Exception) -> object:
+        log.debug("a chunk body runs without compilation", exc_info=True)
+        self.tell(
+            "The code of a chunk could not be compiled for sizes that it met later "
+            f"({summary(error)}). Such chunks run operator by operator: results stay exact, and are "
+            "computed more slowly"
+        )
+        return self.body.graph(*args)
 
     def compiled(self, sizes: Mapping[object, int]) -> list[Artifact]:
         """All artifacts of this body; with ``sizes``, after compiling one for them."""
@@ -94,14 +110,17 @@ def body_options(mode: str | None) -> dict[str, object]:
     return {**(list_mode_options(mode) if mode else {}), "triton.cudagraphs": False}
 
 
-def compile_body(body: Body, chunk: int, mode: str | None = None) -> Callable:
+def compile_body(
+    body: Body, chunk: int, mode: str | None = None, tell: Callable[[str], None] = log.warning
+) -> Callable:
     """Compile a body with Inductor; bodies of the same text on the same inputs share artifacts.
 
     mode  `torch.compile`'s mode, as Inductor options
+    tell  is told where sizes of a call find no compiled code
 
     Returns a function of the list of inputs. Raises if Inductor fixed a size that must stay free.
     """
-    return CompiledBody(body, chunk, mode)
+    return CompiledBody(body, chunk, mode, tell)
 
 
 def compile_once(body: Body, inputs: BodyInputs, again: bool = False) -> list[Artifact]:
