@@ -197,7 +197,7 @@ class CompiledRegion:
         if self.report.refusal is not None:  # traced again, to run whole
             return False
         try:
-            with time_limit(self.config.analysis_seconds, self.slow), phase("preparing the joint graph"):
+            with time_limit(self.config.analysis_seconds, self.tell), phase("preparing the joint graph"):
                 self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
         except CannotStream as refused:
             if isinstance(refused, Abandoned):
@@ -209,7 +209,7 @@ class CompiledRegion:
                 raise TraceAgain from None
         return self.streamed is not None
 
-    def slow(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         where = next(filter(None, map(where_of, self.module.graph.nodes)), "")
         warnings.warn(f"streambp: {text}. The region begins at {where}.", StreamHint, stacklevel=2)
 
@@ -226,7 +226,7 @@ class CompiledRegion:
             tangents,
             self.tangent_of(tangents),
             self.config.chunk_size,
-            functools.partial(internals.compile_body, mode=self.config.mode, tell=self.slow),
+            functools.partial(internals.compile_body, mode=self.config.mode, tell=self.tell),
             self.checkable(),
             target_of(self.device(), device.capability),
             device,

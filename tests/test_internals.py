@@ -154,14 +154,14 @@ def test_a_body_is_compiled_again_where_its_indices_would_overflow(monkeypatch):
 
 def test_a_body_that_cannot_be_compiled_again_runs_operator_by_operator(monkeypatch, interpreted):
     """Its first artifact fits no call, and no second one is to be had."""
-    once = chunk_bodies.compile_once
+    once = internals.chunk_bodies.compile_once
 
     def fails_again(body, inputs, again=False):
         if again:
             raise AssertionError("sizes were fixed")
-        return [chunk_bodies.Artifact(a.run, lambda args: False) for a in once(body, inputs)]
+        return [internals.chunk_bodies.Artifact(a.run, lambda args: False) for a in once(body, inputs)]
 
-    monkeypatch.setattr(chunk_bodies, "compile_once", fails_again)
+    monkeypatch.setattr(internals.chunk_bodies, "compile_once", fails_again)
     model, ids = Plain().double(), ids_of(2, 61)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     with pytest.warns(StreamHint, match="could not be compiled for sizes"):
