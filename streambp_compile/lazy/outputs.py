@@ -246,8 +246,7 @@ def widest(expression: Expression) -> int:
 
 @torch.compiler.disable  # Dynamo would trace it for another compiled function, which is given the values
 def record(function: Callable, args: tuple, kwargs: dict) -> object:
-    """The result of a function of lazy outputs, recorded or computed; None if it is to be done on the
-    values."""
+    """What a function makes of lazy outputs, recorded or computed; None if it is to read the values."""
     function = FUNCTIONS.get(function, function)
     if function not in functions():
         return None
