@@ -251,7 +251,7 @@ class Chain:
         """Warn about outputs of layers that stay in memory at full length, with their cost and a remedy."""
         returned = set(next(n for n in self.module.graph.nodes if n.op == "output").all_input_nodes)
         kept = [n for r in regions[:-1] for n in r.outputs if n in returned and n in axis.marks]
-        wide = [
+        logits = [
             n
             for n in regions[-1].outputs
             if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(regions[-1], axis)
@@ -263,16 +263,16 @@ class Chain:
                 f"{mebibytes(cost)} alive. Pass use_cache=False if they are a KV cache, "
                 "output_hidden_states=False if they are hidden states"
             )
-        if wide:
-            logits = mebibytes(sum(bytes_of(fake_of(n)) for n in wide))
+        if logits:
+            size = mebibytes(sum(bytes_of(fake_of(n)) for n in logits))
             if broken is None:
                 self.hint(
-                    f"The logits leave the compiled function and take {logits} at full length. Compute the "
+                    f"The logits leave the compiled function and take {size} at full length. Compute the "
                     "loss inside the function, so that the head streams with it"
                 )
             else:
                 self.hint(
-                    f"The graph breaks at {broken.where} ({broken.reason}), and the logits take {logits} "
+                    f"The graph breaks at {broken.where} ({broken.reason}), and the logits take {size} "
                     "at full length because they leave it there. Remove the break, so that the head "
                     "streams with its loss. Torch's advice for this break: "
                     f"{broken.remedy.rstrip('.') or 'none'}"

@@ -340,19 +340,21 @@ class CompiledRegion:
         if region.fused:
             kept = [o for o in outputs[forward_outputs:]]
             saved = list(dict.fromkeys(o for o in kept if isinstance(o, Node) and o not in region.tangents))
-            made = [*outputs[:forward_outputs], *saved]
-            driver = self.noted(run_forward(region, made, forward_outputs))
-            forward = one_call(owner, region.placeholders, driver, made)
+            returned = [*outputs[:forward_outputs], *saved]
+            driver = self.located(run_forward(region, returned, forward_outputs))
+            forward = one_call(owner, region.placeholders, driver, returned)
             backward = one_call(
                 owner, [*saved, *region.tangents], run_scaled(saved, kept, region.tangents[0]), kept
             )
             return forward, backward
         symbols = [n for n in region.saved if not is_tensor(n)]
         tensors = [n for n in region.saved if is_tensor(n)]
-        made = [*outputs[:forward_outputs], *tensors, *symbols]
-        forward = one_call(owner, region.placeholders, self.noted(run_forward(region, made)), made)
+        returned = [*outputs[:forward_outputs], *tensors, *symbols]
+        forward = one_call(owner, region.placeholders, self.located(run_forward(region, returned)), returned)
         given = [*symbols, *tensors, *region.tangents]
-        backward = one_call(owner, given, self.noted(run_backward(region, given)), outputs[forward_outputs:])
+        backward = one_call(
+            owner, given, self.located(run_backward(region, given)), outputs[forward_outputs:]
+        )
         return forward, backward
 
     def compile_forward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
@@ -364,9 +366,9 @@ class CompiledRegion:
     def compile_inference(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
         if not self.streams(module, len(outputs_of(module)), 0):
             return internals.compile_graph(module, inputs, is_inference=True)
-        return boxed(self.noted(run_forward(self.streamed, outputs_of(self.streamed.joint))))
+        return boxed(self.located(run_forward(self.streamed, outputs_of(self.streamed.joint))))
 
-    def noted(self, driver: Driver) -> Driver:
+    def located(self, driver: Driver) -> Driver:
         """The same driver, whose errors name the region."""
         direction = driver.__name__.rpartition("_")[2]
 
@@ -411,14 +413,14 @@ def run_forward(region: StreamedRegion, outputs: Sequence[object], returned: int
         for tangent in region.tangents if region.fused else ():
             inputs[tangent] = unit(tangent)
         results = runner(inputs)
-        made = [
+        values = [
             results[index[o]] if o in index else passed.get(o, o) if isinstance(o, Node) else o
             for o in outputs
         ]
         return (
-            made
+            values
             if returned is None
-            else [*made[:returned], *apart(made[returned:], given | storages(made[:returned]))]
+            else [*values[:returned], *apart(values[returned:], given | storages(values[:returned]))]
         )
 
     return Driver("streambp_forward", take)
@@ -432,8 +434,8 @@ def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.
     """The values, each in memory of its own that may be overwritten; ``taken`` is memory of others."""
     found = []
     for value in values:
-        alone = value.untyped_storage() not in taken and Layout.of(value) is not None
-        found.append(value if alone else value.clone(memory_format=torch.contiguous_format))
+        own = value.untyped_storage() not in taken and Layout.of(value) is not None
+        found.append(value if own else value.clone(memory_format=torch.contiguous_format))
         taken.add(found[-1].untyped_storage())
     return found
 

@@ -272,7 +272,7 @@ def test_the_allocator_s_blocks_are_counted_on_cuda():
 
 
 def test_conditions_on_sizes_that_tracing_found_equal():
-    """A symbol that was replaced by an equal one is still named by what was noted before."""
+    """A symbol that was replaced by an equal one is still named by earlier conditions."""
     inputs = internals.BodyInputs(SimpleNamespace(bindings=()), 16)
     rows, length = inputs.symbol("rows", 48), inputs.symbol("length", 48)
     assert 3 * rows < 1000 and 5 * length > 7 and rows == length

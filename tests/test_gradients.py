@@ -387,7 +387,7 @@ def test_logits_of_hugging_face_are_deferred():
         and "not computed" in repr(out.logits)
     )
     assert worst_error(gradients(model, lambda: out.loss), truth) < 1e-5
-    assert out.logits.made is None
+    assert out.logits.cached is None
     torch.testing.assert_close(out.logits.detach() + 0, logits.detach())
 
     def reading():

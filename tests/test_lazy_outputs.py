@@ -258,7 +258,7 @@ def test_integers_and_pairs(model):
             lambda x: (x > 0.5).sum(-1),
         ):
             assert torch.equal(function(logits), function(truth))
-        assert logits.made is None
+        assert logits.cached is None
 
 
 def test_two_tensors_of_logits(model):
@@ -334,7 +334,7 @@ def test_stays_a_tensor(model):
         and logits.float().dtype == torch.float32
     )
     assert logits.double() is logits and logits.contiguous() is logits and not logits.detach().requires_grad
-    assert logits.made is None
+    assert logits.cached is None
     torch.save(model.step(IDS), file := io.BytesIO())
     file.seek(0)
     for copied in (
@@ -352,7 +352,7 @@ def test_stays_a_tensor(model):
 def test_read_before_and_after_backward(model):
     logits, truth = model.step(IDS), model(IDS)
     F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten()).backward()
-    assert logits.made is None
+    assert logits.cached is None
     torch.testing.assert_close(logits.detach() + 0, truth, rtol=EXACT, atol=1e-12)
 
 

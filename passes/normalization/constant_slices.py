@@ -48,7 +48,7 @@ def shorten_constants(graph: Graph) -> None:
         dim, part = part_of(node, sizes)
         if part is None or shape_of(source) == shape_of(node):
             continue
-        short = Shortened(graph, node, part, sizes, hopeless).made(source, dim)
+        short = Shortened(graph, node, part, sizes, hopeless).shortened(source, dim)
         if short is not None:
             node.replace_all_uses_with(short)
 
@@ -79,7 +79,7 @@ class Shortened:
         self.graph, self.before, self.part, self.sizes, self.hopeless = graph, before, part, sizes, hopeless
         self.known: dict[tuple[Node, int], Node | None] = {}
 
-    def made(self, node: Node, dim: int) -> Node | None:
+    def shortened(self, node: Node, dim: int) -> Node | None:
         """A part of a value along one of its dimensions, made anew; None if something else than ranges and
         constants is in it."""
         check_time()
@@ -109,7 +109,7 @@ class Shortened:
         if signature.reshape and rule.shape_arg is None:
             return None
         found = self.before_reshape(node, dim) if signature.reshape else self.operands(node, dim, signature)
-        short = {a: self.made(a, place) for a, place in found.items()}
+        short = {a: self.shortened(a, place) for a, place in found.items()}
         if not short or None in short.values():
             return None
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda a: short.get(a, a))

@@ -27,7 +27,7 @@ def shift_rows(graph: Graph) -> None:
             continue
         for dim, window in windows_of(node):
             found = whole_window(node, dim, window)
-            if found is None or not is_wide(node, dim):
+            if found is None or not has_features(node, dim):
                 continue
             with graph.inserting_before(node):
                 new = graph.call_function(streambp.shifted.default, (found.source, dim, found.by))
@@ -67,7 +67,8 @@ def behind(node: Node) -> Node:
     return node
 
 
-def is_wide(node: Node, dim: int) -> bool:
-    """Has it features? A few numbers per token (labels, masks, losses) are shifted by their rules."""
+def has_features(node: Node, dim: int) -> bool:
+    """Has every token a vector? A few numbers per token (labels, masks, losses) are shifted by their
+    rules."""
     shape = shape_of(node)
     return len(shape) > 2 and any(size > 1 for d, size in enumerate(shape) if d not in (0, dim))

@@ -279,13 +279,13 @@ class Sort:
             self.ends(ends, shape_of(right)[0])
             self.rows[node], self.plain[node] = (
                 0,
-                self.made(node, streambp.grouped_mm.default, (self.plain[left], right, self.keys)),
+                self.emitted(node, streambp.grouped_mm.default, (self.plain[left], right, self.keys)),
             )
         elif self.rows.get(left) == 1 and self.rows.get(right) == 0:
             experts = shape_of(node)[0]
             self.ends(ends, experts)
             rows = self.transposed(self.plain[left])
-            self.back[node] = self.made(
+            self.back[node] = self.emitted(
                 node, streambp.grouped_outer.default, (rows, self.plain[right], self.keys, experts)
             )
         else:
@@ -299,13 +299,15 @@ class Sort:
             raise CannotUndo(node)
         for user in node.users:
             if user.args[1] == 0:
-                across = self.made(user, aten.transpose.int, (weight, 1, 2), value_of(weight).transpose(1, 2))
+                across = self.emitted(
+                    user, aten.transpose.int, (weight, 1, 2), value_of(weight).transpose(1, 2)
+                )
                 self.rows[user], self.plain[user] = (
                     0,
-                    self.made(user, streambp.grouped_mm.default, (self.plain[grad], across, self.keys)),
+                    self.emitted(user, streambp.grouped_mm.default, (self.plain[grad], across, self.keys)),
                 )
             else:
-                self.back[user] = self.made(
+                self.back[user] = self.emitted(
                     user,
                     streambp.grouped_outer.default,
                     (self.plain[rows], self.plain[grad], self.keys, experts),
@@ -313,7 +315,7 @@ class Sort:
 
     # Writing
 
-    def made(self, like: Node, target, args: tuple, value=None) -> Node:
+    def emitted(self, like: Node, target, args: tuple, value=None) -> Node:
         new = self.graph.call_function(target, args)
         new.meta = metadata_for(like, value)
         return new
@@ -324,7 +326,7 @@ class Sort:
         return new
 
     def transposed(self, node: Node) -> Node:
-        return self.made(node, aten.transpose.int, (node, 0, 1), value_of(node).transpose(0, 1))
+        return self.emitted(node, aten.transpose.int, (node, 0, 1), value_of(node).transpose(0, 1))
 
     def repeated(self, source: Node, times: int) -> Node:
         """Every row as often as it is named, in the order of tokens."""
@@ -332,10 +334,10 @@ class Sort:
             return source
         value, rest = value_of(source), list(shape_of(source)[1:])
         apart = value.unsqueeze(1)
-        new = self.made(source, aten.unsqueeze.default, (source, 1), apart)
+        new = self.emitted(source, aten.unsqueeze.default, (source, 1), apart)
         wide = apart.expand([-1, times, *[-1] * len(rest)])
-        new = self.made(new, aten.expand.default, (new, [-1, times, *[-1] * len(rest)]), wide)
-        return self.made(new, aten.reshape.default, (new, [-1, *rest]), wide.reshape([-1, *rest]))
+        new = self.emitted(new, aten.expand.default, (new, [-1, times, *[-1] * len(rest)]), wide)
+        return self.emitted(new, aten.reshape.default, (new, [-1, *rest]), wide.reshape([-1, *rest]))
 
     def added(self, rows: Node, times: int) -> Node:
         """Rows that name the same token, added up."""
@@ -343,8 +345,8 @@ class Sort:
             return rows
         shape = [-1, times, *shape_of(rows)[1:]]
         apart = value_of(rows).reshape(shape)
-        new = self.made(rows, aten.reshape.default, (rows, shape), apart)
-        return self.made(new, aten.sum.dim_IntList, (new, [1]), apart.sum(1))
+        new = self.emitted(rows, aten.reshape.default, (rows, shape), apart)
+        return self.emitted(new, aten.sum.dim_IntList, (new, [1]), apart.sum(1))
 
     def rewrite(self, probing: bool) -> None:
         for old, new in self.back.items():

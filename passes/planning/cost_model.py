@@ -241,8 +241,8 @@ class Moments:
     value that is held is written over an equally wide one that nobody reads after it.
 
     widths  values held → bytes per token
-    steps   what happens in order: who is made (or None), from what that is held, from what inputs of the
-            sweep
+    steps   what happens in order: the value written (or None), from what that is held, from what inputs of
+            the sweep
     """
 
     def __init__(self, nodes: Sequence[Node], analysis: Analysis):
@@ -282,21 +282,21 @@ class Moments:
         """Bytes per token alive at the widest moment."""
         last = {source: i for i, (_, sources, _) in enumerate(self.steps) for source in sources}
         alive = most = 0
-        for i, (made, sources, _) in enumerate(self.steps):
+        for i, (written, sources, _) in enumerate(self.steps):
             ending = [self.widths[s] for s in sources if last[s] == i]
-            new = 0 if made is None else self.widths[made]
-            overwrites = made is not None and not is_kernel(made) and new in ending
+            new = 0 if written is None else self.widths[written]
+            overwrites = written is not None and not is_kernel(written) and new in ending
             most = max(most, alive if overwrites else alive + new)
-            alive += (new if made in last else 0) - sum(ending)
+            alive += (new if written in last else 0) - sum(ending)
         return max(most, self.single)
 
     def traffic(self) -> int:
         """Bytes per token that kernels write and read."""
         return sum(
-            (0 if made is None else self.widths[made])
+            (0 if written is None else self.widths[written])
             + sum(self.widths[s] for s in sources)
             + sum(self.inputs[n] for n in inputs)
-            for made, sources, inputs in self.steps
+            for written, sources, inputs in self.steps
         )
 
 

@@ -232,11 +232,11 @@ def is_operator(node: Node) -> bool:
 
 def has_value(node: Node, wanted: object) -> bool:
     """Has the traced result the shape and dtype that Dynamo found?"""
-    made = node.meta.get("val")
+    value = node.meta.get("val")
     if not isinstance(wanted, torch.Tensor):
-        return wanted is None or isinstance(made, (tuple, list)) and len(made) == len(wanted)
-    same = isinstance(made, torch.Tensor) and made.dtype == wanted.dtype and made.dim() == wanted.dim()
-    return same and all(map(is_equal, made.shape, wanted.shape))
+        return wanted is None or isinstance(value, (tuple, list)) and len(value) == len(wanted)
+    same = isinstance(value, torch.Tensor) and value.dtype == wanted.dtype and value.dim() == wanted.dim()
+    return same and all(map(is_equal, value.shape, wanted.shape))
 
 
 def computed(nodes: Sequence[Node], fakes: dict[Node, object]) -> dict[Node, object]:

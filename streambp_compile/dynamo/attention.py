@@ -162,8 +162,8 @@ def over_scores(
             mapped = torch.vmap(mapped, (*([] if scores is None else [0]), *along, *(None for _ in buffers)))
     given = [place if d in indexed else place[0] for d, place in enumerate(places)]
     with internals.index_by_tensors():
-        made = mapped(*(() if scores is None else (scores,)), *given, *buffers)
-    return made.unsqueeze(1) if scores is None and 0 in indexed and 1 not in indexed else made
+        result = mapped(*(() if scores is None else (scores,)), *given, *buffers)
+    return result.unsqueeze(1) if scores is None and 0 in indexed and 1 not in indexed else result
 
 
 def returns_first_input(function: GraphModule) -> bool:
@@ -221,8 +221,8 @@ def mask_says_all(module: GraphModule, node: Node) -> bool:
     rows and keys.
     """
     blocks = node.args[4]
-    made = [a for a in blocks[:-1] if isinstance(a, Node) and isinstance(fake_of(a), Tensor)]
-    if made and all(", in create_block_mask" in a.meta.get("stack_trace", "") for a in made):
+    tensors = [a for a in blocks[:-1] if isinstance(a, Node) and isinstance(fake_of(a), Tensor)]
+    if tensors and all(", in create_block_mask" in a.meta.get("stack_trace", "") for a in tensors):
         return True
     sizes = [a for a in blocks[:-1] if isinstance(a, int)]
     lengths = [fake_of(a).shape[2] for a in node.args[:2]]

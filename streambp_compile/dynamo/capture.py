@@ -15,15 +15,15 @@ from ..pipeline import outputs_of
 class Captured:
     """The forward of a graph, captured once.
 
-    module  the ATen graph, whose outputs are the values of all nodes
-    names   node → the names of what it became there
-    made    nodes that are tensors, in the order of those outputs
+    module   the ATen graph, whose outputs are the values of all nodes
+    names    node → the names of what it became there
+    tensors  nodes that are tensors, in the order of those outputs
     """
 
     def __init__(self, graph_module: GraphModule, fakes: Sequence[object]):
         self.names: dict[Node, set[str]] = {}
-        self.made: list[Node] = []
-        names, made = self.names, self.made
+        self.tensors: list[Node] = []
+        names, tensors = self.names, self.tensors
 
         class Recorder(torch.fx.Interpreter):
             def run_node(self, n: Node):
@@ -33,14 +33,14 @@ class Captured:
                 )
                 names[n] = set(internals.captured_after(before)[1])
                 if isinstance(result, torch.Tensor) and n.op != "output":
-                    made.append(n)
+                    tensors.append(n)
                     values.append(result)
                 return result
 
         values: list[torch.Tensor] = []
 
         def run(*args):
-            made.clear()
+            tensors.clear()
             values.clear()
             Recorder(graph_module).run(*args)
             return list(values)
@@ -49,4 +49,4 @@ class Captured:
 
     def values_in(self, rewritten: GraphModule) -> dict[Node, Node]:
         """The value of every node in the captured graph, or in what passes made of it."""
-        return {n: v for n, v in zip(self.made, outputs_of(rewritten)) if isinstance(v, Node)}
+        return {n: v for n, v in zip(self.tensors, outputs_of(rewritten)) if isinstance(v, Node)}

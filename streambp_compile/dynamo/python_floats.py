@@ -67,9 +67,9 @@ def read_tensors(node: Node, tensors: dict[Node, Node]) -> Node | None:
         new = inserted(like, target, args, kwargs, as_written=True)
         if isinstance(expected, torch.Tensor) and fake_of(new).dtype != expected.dtype:
             node.graph.erase_node(new)
-            wide = torch.promote_types(expected.dtype, torch.float32)  # as torch computes with numbers
+            dtype = torch.promote_types(expected.dtype, torch.float32)  # as torch computes with numbers
             cast = {
-                t: inserted(t, "to", (t, wide), as_written=True)
+                t: inserted(t, "to", (t, dtype), as_written=True)
                 for t in dict.fromkeys(tensors[a] for a in node.all_input_nodes if a in tensors)
             }
             args, kwargs = map_arg((args, kwargs), lambda a: cast.get(a, a))

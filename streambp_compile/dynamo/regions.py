@@ -91,18 +91,17 @@ def lazy_regions(regions: Sequence[Region], axis: Axis) -> tuple[list[Region], d
     attention would be done again.
     """
     last = regions[-1]
-    wide = [
+    expanding = [
         n for n in last.outputs if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(last, axis)
     ]
-    wide = [
-        n for n in wide if not written_storages(narrowed(last, (n,)))
-    ]  # what writes into buffers happens once, and now
-    alone = len(wide) == len(last.outputs)
-    if not wide or alone and any(n in axis.mixing for n in narrowed(last, tuple(wide)).nodes):
+    # what writes into buffers happens once, and now
+    lazy = [n for n in expanding if not written_storages(narrowed(last, (n,)))]
+    nothing_else = len(lazy) == len(last.outputs)
+    if not lazy or nothing_else and any(n in axis.mixing for n in narrowed(last, tuple(lazy)).nodes):
         return list(regions), {}
-    kept = tuple(n for n in last.outputs if n not in wide)
+    kept = tuple(n for n in last.outputs if n not in lazy)
     return [*regions[:-1], narrowed(last, kept, written_storages(last))], {
-        n: narrowed(last, (n,)) for n in wide
+        n: narrowed(last, (n,)) for n in lazy
     }
 
 
@@ -157,7 +156,7 @@ def written_buffers(region: Region) -> tuple[Node, ...]:
     """
     storages = written_storages(region)
 
-    def alone(node: Node) -> bool:
+    def has_memory_of_its_own(node: Node) -> bool:
         views = [
             n
             for n in (*region.inputs, *region.outputs)
@@ -172,7 +171,7 @@ def written_buffers(region: Region) -> tuple[Node, ...]:
         and storage_of(n) in storages
         and not wants_gradient(n)
         and is_dense(fake_of(n))
-        and alone(n)
+        and has_memory_of_its_own(n)
     )
 
 
@@ -195,7 +194,7 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
         if node.op == "get_attr":
             continue
         values[node] = graph.placeholder(f"in_{i}")
-        inputs.append(fresh(fake_of(node), made=node.op != "placeholder"))
+        inputs.append(fresh(fake_of(node), computed=node.op != "placeholder"))
         values[node].meta["example_value"] = inputs[-1]
     buffers = written_buffers(region)
     values.update({n: graph.call_method("clone", (values[n],)) for n in buffers})
@@ -296,12 +295,12 @@ def wants_gradient(node: Node) -> bool:
     return isinstance(fake_of(node), torch.Tensor) and fake_of(node).requires_grad
 
 
-def fresh(fake: object, made: bool):
-    """A leaf of the same description: a region's inputs have no history. What another region has made is
-    dense."""
+def fresh(fake: object, computed: bool):
+    """A leaf of the same description: a region's inputs have no history. What another region computes
+    is dense."""
     if not isinstance(fake, torch.Tensor):
         return fake
-    dense = is_dense(fake) or not made
+    dense = is_dense(fake) or not computed
     if isinstance(fake, torch.nn.Parameter) or dense and fake.is_leaf:
         return fake
     with fake.fake_mode, torch.no_grad():

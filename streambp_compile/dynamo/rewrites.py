@@ -86,13 +86,13 @@ def sum_of_taps(
 
     Half precision is added up in float32, as the kernels do.
     """
-    wide, total = torch.promote_types(dtype, torch.float32), None
+    sum_dtype, total = torch.promote_types(dtype, torch.float32), None
     for k, by in enumerate(shifts):
         rows = x if by == 0 else F.pad(x, (by, -by))
         if weight.shape[1] == 1 < weight.shape[0] == x.shape[1]:
-            part = rows.to(wide) * weight[:, 0, k, None].to(wide)
+            part = rows.to(sum_dtype) * weight[:, 0, k, None].to(sum_dtype)
         else:
-            part = F.linear(rows.transpose(1, 2), weight[:, :, k]).transpose(1, 2).to(wide)
+            part = F.linear(rows.transpose(1, 2), weight[:, :, k]).transpose(1, 2).to(sum_dtype)
         total = part if total is None else total + part
     return (total if bias is None else total + bias[:, None]).to(dtype)
 

@@ -37,7 +37,7 @@ def has_rows_of(a: Tiling, b: Tiling) -> bool:
     return hint(rows) == hint(others) and bool(rows == others)
 
 
-def is_wide(tiling: Tiling) -> bool:
+def rows_have_features(tiling: Tiling) -> bool:
     """Do its rows have features?"""
     fake = fake_of(tiling.base)
     return fake.dtype.is_floating_point and tiling.dim < fake.dim() - 1

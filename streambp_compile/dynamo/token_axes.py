@@ -178,7 +178,7 @@ class Trace:
     def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
         """Queries of attention, or its scores, and their dimension of rows."""
         for node, signature in self.known.found.items():
-            if signature.keys is None or not is_wide(node):
+            if signature.keys is None or not is_batch_of_matrices(node):
                 continue
             operand, labels = tensor_operands(node)[0], signature.operands[0]
             rows = (
@@ -395,7 +395,7 @@ def crosses(node: Node, propagation: TokenPropagation, other: TokenPropagation) 
     )
 
 
-def is_wide(node: Node) -> bool:
+def is_batch_of_matrices(node: Node) -> bool:
     """Is it, or its first output, a matrix at least?"""
     value = value_of(node)
     value = value[0] if isinstance(value, (tuple, list)) and value else value

@@ -26,7 +26,16 @@ from ..passes.token_propagation import TokenPropagation
 from .aten import inserted, to_aten
 from .capture import Captured
 from .regions import is_switch
-from .tiles import Cuts, Tiling, has_rows_of, is_wide, mean_of_piece, rows_of_piece, sum_of_piece, tilings
+from .tiles import (
+    Cuts,
+    Tiling,
+    has_rows_of,
+    mean_of_piece,
+    rows_have_features,
+    rows_of_piece,
+    sum_of_piece,
+    tilings,
+)
 from .token_axes import fake_of, storage_of
 
 
@@ -39,7 +48,7 @@ def merge_unrolled(module: GraphModule) -> GraphModule:
             return to_aten(module)
         group = [t for t in found if t.cuts == found[0].cuts and has_rows_of(t, found[0])]
         tried.add(found[0].cuts)
-        if any(map(is_wide, group)) and merge(module, group):
+        if any(map(rows_have_features, group)) and merge(module, group):
             tried.clear()  # pieces of pieces: those may be alike now
 
 

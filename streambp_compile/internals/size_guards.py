@@ -33,7 +33,7 @@ class Place:
 def places_of(values: Sequence[object]) -> dict[object, Place]:
     """For every symbol that is an input, or a size of one, where it is found.
 
-    Also for a symbol that tracing found equal to another, and replaced: conditions that were noted before
+    Also for a symbol that tracing found equal to another, and replaced: earlier conditions
     still name it.
     """
     numbers = {

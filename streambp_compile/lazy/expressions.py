@@ -65,7 +65,7 @@ class Expression:
     """A recorded value: its fake, and the value itself once somebody needed it whole."""
 
     fake: object
-    made: torch.Tensor | None = field(default=None, init=False)
+    cached: torch.Tensor | None = field(default=None, init=False)
 
     def parts(self) -> Sequence[object]:
         """Its operands, and whatever else it is called with."""
@@ -73,7 +73,7 @@ class Expression:
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """Tensors from outside that it reads."""
-        return () if self.made is None else (self.made,)
+        return () if self.cached is None else (self.cached,)
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Given(Expression):
             self.contents = Contents.of([self.tensor])
 
     def check(self) -> None:
-        if self.made is None and self.contents is not None:
+        if self.cached is None and self.contents is not None:
             self.contents.check()
 
 
@@ -130,14 +130,16 @@ class Source(Expression):
 
     def evaluate(self) -> torch.Tensor:
         with self.modes.active():
-            self.made = self.whole()
-        return self.made
+            self.cached = self.whole()
+        return self.cached
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        return [v for v in self.inputs if isinstance(v, torch.Tensor)] if self.made is None else (self.made,)
+        return (
+            [v for v in self.inputs if isinstance(v, torch.Tensor)] if self.cached is None else (self.cached,)
+        )
 
     def check(self) -> None:
-        if self.made is None:
+        if self.cached is None:
             self.contents.check()
 
 
@@ -166,8 +168,8 @@ class Op(Expression):
 def mapped(value: object, leaf: Callable[[object], object]) -> object:
     """Nested arguments with a function applied to every leaf."""
     if isinstance(value, (tuple, list)):
-        made = [mapped(v, leaf) for v in value]
-        return tuple(made) if type(value) is torch.Size else type(value)(made)
+        items = [mapped(v, leaf) for v in value]
+        return tuple(items) if type(value) is torch.Size else type(value)(items)
     if isinstance(value, dict):
         return {k: mapped(v, leaf) for k, v in value.items()}
     if isinstance(value, slice):
@@ -200,7 +202,7 @@ def in_operators(
     function: Callable, args: tuple, kwargs: dict
 ) -> tuple[GraphModule, type, list[Expression]] | None:
     """A call on expressions as ATen operators, what it returns, and the expressions that they read; None
-    where it is not to be deferred."""
+    where it is not to be recorded."""
     operands: list[Expression] = []
 
     def word(leaf: object) -> str:
@@ -245,7 +247,7 @@ def operators_of(
 
 def recorded(function: Callable, args: tuple, kwargs: dict, device: torch.device) -> object:
     """The results of a function of expressions as expressions, in the structure that it returns; None if it
-    is not to be deferred, or fails."""
+    is not to be recorded, or fails."""
     found = in_operators(function, args, kwargs)
     if found is None:
         return None
@@ -288,7 +290,7 @@ def ordered(results: Sequence[Expression]) -> list[Expression]:
         elif node not in found:
             stack.append((node, True))
             stack += [
-                (p, False) for p in (node.parts() if node.made is None else ()) if isinstance(p, Expression)
+                (p, False) for p in (node.parts() if node.cached is None else ()) if isinstance(p, Expression)
             ]
     return list(found)
 
@@ -301,8 +303,8 @@ def whole(results: Sequence[Expression]) -> list[torch.Tensor]:
     """Evaluate as eager does. Logits are computed at full length, once for all that is made of them."""
     known: dict[Expression, object] = {}
     for node in ordered(results):
-        if node.made is not None:
-            known[node] = node.made
+        if node.cached is not None:
+            known[node] = node.cached
         elif isinstance(node, Op):
             known[node] = node.evaluate(known)
         else:
@@ -326,9 +328,9 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
     device = results[0].fake.device.type
     try:
         with torch.set_grad_enabled(grad), torch.autocast(device, enabled=False):
-            made = first.compiled[text](*written.inputs)
+            values = first.compiled[text](*written.inputs)
             return [
-                m.to(r.fake.dtype) if isinstance(r.fake, torch.Tensor) else m for m, r in zip(made, results)
+                v.to(r.fake.dtype) if isinstance(r.fake, torch.Tensor) else v for v, r in zip(values, results)
             ]  # compiled autocast may widen
     except internals.NO_DEFECTS:
         raise
@@ -363,8 +365,8 @@ class Written:
         self.text.append(str([self.index[r] for r in results]))
 
     def line(self, node: Expression) -> str:
-        if node.made is not None or isinstance(node, Given):
-            self.inputs.append(node.tensor if node.made is None else node.made)
+        if node.cached is not None or isinstance(node, Given):
+            self.inputs.append(node.tensor if node.cached is None else node.cached)
             return "given"
         if isinstance(node, Source):
             self.inputs += node.inputs
@@ -385,7 +387,7 @@ class Written:
         inputs = iter([graph.placeholder(f"in_{i}") for i in range(len(self.inputs))])
         switch: tuple[torch.dtype, Node] | None = None
         for node in self.nodes:
-            if node.made is not None or isinstance(node, Given):
+            if node.cached is not None or isinstance(node, Given):
                 values[node] = next(inputs)
                 continue
             if (switch and switch[0]) != node.modes.autocast:
@@ -429,11 +431,11 @@ class Written:
                 return values[leaf]
             return next(inputs) if isinstance(leaf, Number) else leaf
 
-        made = graph.call_function(node.target, *mapped(numbered(node), operand))
+        call = graph.call_function(node.target, *mapped(numbered(node), operand))
         tensor = isinstance(
             node.fake, torch.Tensor
         )  # of several results, each is taken by an operation of its own
-        return graph.call_function(torch.Tensor.detach, (made,)) if tensor and not node.modes.grad else made
+        return graph.call_function(torch.Tensor.detach, (call,)) if tensor and not node.modes.grad else call
 
 
 @dataclass(frozen=True)

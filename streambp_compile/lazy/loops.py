@@ -111,9 +111,9 @@ class Whole:
         self.found = Correspondence(self.nodes, self.pieces, operands_of, self.text)
         self.values: dict[int, Expression] = {}
         for key in self.found.complete:
-            made = self.lifted([self.found.classes[key][i] for i in range(len(parts))])
-            if made is not None:
-                self.values[key] = made
+            lifted = self.lifted([self.found.classes[key][i] for i in range(len(parts))])
+            if lifted is not None:
+                self.values[key] = lifted
 
     def text(self, op: Op, found: Correspondence[Expression]) -> str:
         """What an operation does. A tensor from outside that one piece alone reads is named by its place

@@ -84,28 +84,28 @@ class LazyOutput(torch.Tensor):
 
     recorded  holds the expression of its value
     piece     one row block of several that a loop goes through: what is made of it waits for the others
-    family    Deferreds that share its memory
+    family    lazy outputs that share its memory
     """
 
     @staticmethod
     def __new__(cls, expression: Expression, piece: bool = False, family: list[weakref.ref] | None = None):
         holder = [expression]
-        made = (
+        output = (
             Attached.apply(holder, *roots(expression)) if expression.fake.requires_grad else described(holder)
         )
-        made.recorded, made.piece = holder, piece
-        made.family = [] if family is None else family
-        made.family.append(weakref.ref(made))
-        return made
+        output.recorded, output.piece = holder, piece
+        output.family = [] if family is None else family
+        output.family.append(weakref.ref(output))
+        return output
 
     @property
     def expression(self) -> Expression:
         return self.recorded[0]
 
     @property
-    def made(self) -> torch.Tensor | None:
+    def cached(self) -> torch.Tensor | None:
         """The value, if it was computed."""
-        return self.expression.made
+        return self.expression.cached
 
     def value(self) -> torch.Tensor:
         """The tensor itself, computed once: whole, or in one pass over tokens if it is small."""
@@ -118,7 +118,7 @@ class LazyOutput(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], cls) else None
-        if first is not None and first.made is None:
+        if first is not None and first.cached is None:
             if func == torch.Tensor.requires_grad.__get__:
                 return first.expression.fake.requires_grad
             if func == torch.Tensor.__repr__:
@@ -127,7 +127,7 @@ class LazyOutput(torch.Tensor):
                     "computed)"
                 )
         if func in WITH_INPUTS:
-            refuse_unmade(func, args, kwargs)
+            refuse_uncomputed(func, args, kwargs)
         if first is not None and in_place(func):
             return changed(first, func, args, kwargs)
         result = record(func, args, kwargs)
@@ -145,13 +145,13 @@ class LazyOutput(torch.Tensor):
         return self.value().detach().__reduce_ex__(protocol)
 
 
-def refuse_unmade(func: Callable, args: tuple, kwargs: dict) -> None:
+def refuse_uncomputed(func: Callable, args: tuple, kwargs: dict) -> None:
     """Raise RuntimeError for the gradient in logits that do not exist: a loss made of them has streamed, and
     is no function of them."""
     place = WITH_INPUTS[func]
     inputs = kwargs.get("inputs", args[place] if len(args) > place else None)
     for wanted in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
-        if isinstance(wanted, LazyOutput) and wanted.made is None:
+        if isinstance(wanted, LazyOutput) and wanted.cached is None:
             raise RuntimeError(
                 f"The gradient of logits of shape {tuple(wanted.shape)} was requested, but these logits "
                 "were never computed, because the loss streams from the hidden states. Call "
@@ -233,20 +233,20 @@ def lazy_output(
 
 
 def value_of(expression: Expression, piece: bool) -> torch.Tensor:
-    if expression.made is None:
+    if expression.cached is None:
         small = NARROW * expression.fake.numel() <= widest(expression)
-        expression.made = (streamed if small and not piece else whole)([expression])[0]
-    return expression.made
+        expression.cached = (streamed if small and not piece else whole)([expression])[0]
+    return expression.cached
 
 
 def widest(expression: Expression) -> int:
     """Elements of the largest logits that an expression is made of, or 0 if they exist anyway."""
-    return max((s.fake.numel() for s in sources(expression) if s.made is None), default=0)
+    return max((s.fake.numel() for s in sources(expression) if s.cached is None), default=0)
 
 
 @torch.compiler.disable  # Dynamo would trace it for another compiled function, which is given the values
 def record(function: Callable, args: tuple, kwargs: dict) -> object:
-    """The result of a function of Deferreds, recorded or computed; None if it is to be done on the values."""
+    """What a function makes of lazy outputs, recorded or computed; None if it is to read the values."""
     function = FUNCTIONS.get(function, function)
     if function not in functions():
         return None
@@ -265,17 +265,17 @@ def record(function: Callable, args: tuple, kwargs: dict) -> object:
     if function is torch.Tensor.__getitem__:
         args = (args[0], by_number(args[1]))
     args, kwargs = mapped((args, kwargs), expression)
-    if all(d.made is not None for d in given):
+    if all(d.cached is not None for d in given):
         return None
-    made = recorded(function, args, kwargs, given[0].device)
-    if made is None:
+    result = recorded(function, args, kwargs, given[0].device)
+    if result is None:
         return None
-    whole = joined(made) if is_joining(made) else None
-    results = [whole or made] if isinstance(made, Expression) else list(made)
+    whole = joined(result) if is_joining(result) else None
+    results = [whole or result] if isinstance(result, Expression) else list(result)
     same = next((d for d in given if d.expression is results[0]), None)
     if same is not None:
         return same
-    piece = any(d.piece for d in given) and not is_joining(made) or is_piece(results[0])
+    piece = any(d.piece for d in given) and not is_joining(result) or is_piece(results[0])
     view = shares_memory(results[0], given[0])
     width = max(map(widest, results))
     small = all(NARROW * r.fake.numel() <= width for r in results)
@@ -284,11 +284,11 @@ def record(function: Callable, args: tuple, kwargs: dict) -> object:
     else:
         keep(foreign, width)
         values = [LazyOutput(r, piece, given[0].family if view else None) for r in results]
-    return values[0] if isinstance(made, Expression) else type(made)(values)
+    return values[0] if isinstance(result, Expression) else type(result)(values)
 
 
-def is_joining(made: object) -> bool:
-    return isinstance(made, Op) and part_of(made) in (Part.STACK, Part.JOIN)
+def is_joining(result: object) -> bool:
+    return isinstance(result, Op) and part_of(result) in (Part.STACK, Part.JOIN)
 
 
 def by_number(index: object) -> object:
@@ -327,13 +327,15 @@ def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -
     """An operation in place: the same object stands for another value from now on."""
     name = function.__name__
     plain = f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_")
-    alone = target.made is None and [r for r in target.family if r() is not None] == [weakref.ref(target)]
-    alone = alone and (
+    unshared = target.cached is None and [r for r in target.family if r() is not None] == [
+        weakref.ref(target)
+    ]
+    unshared = unshared and (
         torch.is_grad_enabled() or not target.expression.fake.requires_grad
     )  # else gradients pass such a write by
     function_of = getattr(torch.Tensor, plain, None)
     if (
-        alone
+        unshared
         and callable(function_of)
         and not any(isinstance(a, torch.Tensor) and a.requires_grad and a is not target for a in args)
     ):
@@ -350,7 +352,7 @@ def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -
     overwritten(family)
     args, kwargs = values((args, kwargs))
     done = function(*args, **kwargs)
-    return target if done is target.made else done
+    return target if done is target.cached else done
 
 
 def is_changed(expression: Expression) -> bool:
@@ -360,13 +362,13 @@ def is_changed(expression: Expression) -> bool:
 
 
 def overwritten(family: list[LazyOutput]) -> None:
-    """Read Deferreds that share memory, views of one another as eager's are. What was recorded of them before
-    keeps their values of before."""
+    """Read lazy outputs that share memory: views of one another, as eager's are. What was recorded of them
+    before keeps their values of before."""
     read = whole([d.expression for d in family])
     memory = read[0].untyped_storage()._cdata
     for node in ordered([d.expression for d in family]):
-        if isinstance(node.made, torch.Tensor) and node.made.untyped_storage()._cdata == memory:
-            node.made = None
+        if isinstance(node.cached, torch.Tensor) and node.cached.untyped_storage()._cdata == memory:
+            node.cached = None
     for member, value in zip(family, read):
         member.recorded[0] = Given(member.expression.fake, value)
-        member.recorded[0].made = value
+        member.recorded[0].cached = value

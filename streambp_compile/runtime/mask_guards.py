@@ -149,11 +149,11 @@ class Question:
         return self.guard.text, self.values, self.generation
 
 
-def rounds(questions: Sequence[Question | None], made: Mapping[Node, int]) -> list[tuple[Question, ...]]:
+def rounds(questions: Sequence[Question | None], region_of: Mapping[Node, int]) -> list[tuple[Question, ...]]:
     """Which questions to answer before each region: at the first that has one, all whose values exist.
 
     questions  one of each region in order, or None
-    made       value → the region that makes it; inputs of the graph are not in it
+    region_of  value → the region that computes it; inputs of the graph are not in it
     """
     known: set[tuple] = set()
     found: list[tuple[Question, ...]] = []
@@ -166,7 +166,7 @@ def rounds(questions: Sequence[Question | None], made: Mapping[Node, int]) -> li
                 if q is not None
                 and q.key not in known
                 and q.generation == first.generation
-                and all(made.get(v, -1) < i for v in q.values)
+                and all(region_of.get(v, -1) < i for v in q.values)
             }
         known |= asked.keys()
         found.append(tuple(asked.values()))

@@ -18,20 +18,20 @@ from .streaming import attention_backward, attention_backward_, attention_forwar
 __all__ = ["STAND_INS", "Attention", "Choice", "Target", "choose", "scratch_of"]
 
 OPERANDS = "Tensor query, Tensor key, Tensor value"
-SAID = "Tensor? mask, bool causal, float scale"
+OPTIONS = "Tensor? mask, bool causal, float scale"
 define(
-    f"attention({OPERANDS}, {SAID}, SymInt start, str kernel='') -> (Tensor, Tensor)",
+    f"attention({OPERANDS}, {OPTIONS}, SymInt start, str kernel='') -> (Tensor, Tensor)",
     attention_forward,
     forward_meta,
 )
 define(
-    f"attention_backward(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {SAID}, str kernel='')"
+    f"attention_backward(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {OPTIONS}, str kernel='')"
     " -> (Tensor, Tensor, Tensor)",
     attention_backward,
     lambda grad, q, k, v, *_: (heads_last(q.shape, q), torch.empty_like(k), torch.empty_like(v)),
 )
 define(
-    f"attention_backward_(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {SAID}, SymInt start,"
+    f"attention_backward_(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {OPTIONS}, SymInt start,"
     " Tensor(a!) key_grad, Tensor(b!) value_grad, str kernel='') -> Tensor",
     attention_backward_,
     backward_meta,
