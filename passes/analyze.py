@@ -44,7 +44,7 @@ from .ir import (
 from .key_ranges import key_ranges
 from .mask_analysis.evaluation import evaluate
 from .phases import check_time
-from .rules import rule_of, scan_of
+from .rules import merge_of, rule_of, scan_of
 from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, outputs_of, product, slot_of
 
 
@@ -280,7 +280,7 @@ class Reader:
         pair = next((pair for pair in filter(None, ins) if pair[1] is not NO_KEYS), None)
         if any(outs):
             return self.kept(node, signature, [o for o in outs if o is not None], pair)
-        summable = signature.contracts in (Contraction.SUM, Contraction.PICKED)
+        summable = signature.contracts in (Contraction.SUM, Contraction.PICKED) or merge_of(node) is not None
         row, key = pair or next(filter(None, ins))
         return Labelling(row, None if key is NO_KEYS else key, Kind.SUM if summable else Kind.ALL)
 

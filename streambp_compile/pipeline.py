@@ -5,6 +5,7 @@ normalize → propagate tokens → analyze → partition → plan → lower → 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +32,7 @@ from .passes.linearity import is_linear
 from .passes.lower import lower
 from .passes.normalization.normalize import normalize
 from .passes.normalization.sorted_rows import undo_sorts
+from .passes.normalization.token_reductions import merge_over_tokens
 from .passes.partition import partition
 from .passes.phases import Abandoned, phase, untimed
 from .passes.planning.devices import REFERENCE_CPU, Device
@@ -178,7 +180,7 @@ def followed(
         region = parted(undo_sorts(normalize(joint)), forward_outputs, tangents, tangent_of)
         verify_normalized(region.graph)
     with phase("following tokens through the joint graph"):
-        analysis = analyzed(region, length, input_marks, checkable)
+        region, analysis = analyzed(region, length, input_marks, checkable)
         verify_analysis(region.graph, analysis)
     return region, analysis
 
@@ -232,12 +234,29 @@ def parted(module: GraphModule, forward_outputs: int, tangents: int, tangent_of:
     )
 
 
-def analyzed(region: Joint, length: Size, input_marks: InputMarks, checkable: Sequence[int]) -> Analysis:
-    """Facts of the whole joint graph: tokens of the inputs tell those of the tangents."""
+def analyzed(
+    region: Joint, length: Size, input_marks: InputMarks, checkable: Sequence[int]
+) -> tuple[Joint, Analysis]:
+    """The region, its reductions over tokens written for chunks, and the facts of its whole joint graph.
+
+    Tokens of the inputs tell those of the tangents.
+    """
     marks = {region.primals[i]: m for i, m in input_marks.items()}
     known = Signatures(region.graph)
-    marks.update(marks_of_tangents(region, TokenPropagation(region.graph, marks, known)))
-    return analyze(region.graph, length, marks, {region.primals[i] for i in checkable}, known)
+    propagation = TokenPropagation(region.graph, marks, known)
+    if merge_over_tokens(region.graph, propagation):
+        region = with_outputs_of_graph(region)
+        known = Signatures(region.graph)
+        propagation = TokenPropagation(region.graph, marks, known)
+    marks.update(marks_of_tangents(region, propagation))
+    return region, analyze(region.graph, length, marks, {region.primals[i] for i in checkable}, known)
+
+
+def with_outputs_of_graph(region: Joint) -> Joint:
+    """The same region after its graph was rewritten."""
+    region.module.recompile()
+    outputs, forward = outputs_of(region.module), len(region.forward)
+    return replace(region, forward=outputs[:forward], backward=outputs[forward:])
 
 
 def marks_of_tangents(region: Joint, propagation: TokenPropagation) -> dict[Node, tuple[Mark, ...]]:
@@ -318,7 +337,9 @@ def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
     handed on, not made again."""
     late = (n for nodes in forward.full_length[1:] for n in nodes if is_tensor(n))
     seeds = (n for n in graph.nodes if is_random(n))
-    return frozenset({*late, *seeds, *forward.statistics, *(n for s in forward.sweeps for n in s.sums)})
+    sums = {n for s in forward.sweeps for n in s.sums}
+    beside = (u for n in sums if n.target is operator.getitem for u in n.args[0].users)
+    return frozenset({*late, *seeds, *forward.statistics, *sums, *beside})
 
 
 def in_one_sweep(region: Joint, analysis: Analysis, forward: Program) -> Program | None:

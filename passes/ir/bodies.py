@@ -47,7 +47,7 @@ class Binding:
     output   of a source with several outputs: which one
     size     for a scalar that is a size of the model: the symbol
     columns  for rows of a stored matrix: its dimension of keys, cut like keys
-    filling  for a state: what it is before the first row
+    filling  for a state or an accumulator: what it is before the first row
     """
 
     role: BindingRole

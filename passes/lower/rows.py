@@ -167,17 +167,36 @@ class Rows(Reading):
 
     def zero_unless(self, inside: Node, value: Node, like: Node) -> Node:
         """A value of the dtype of ``like``, zero where a mask is false."""
-        zero = self.graph.call_function(
-            aten.full.default, ([], 0), dict(dtype=value_of(like).dtype, device=value_of(like).device)
-        )
-        return self.graph.call_function(aten.where.self, (inside, value, zero))
+        return self.chosen(inside, value, 0, value_of(like).dtype, value_of(like).device)
 
-    def zero_beyond(self, operand: Node, value: Node, like: Node) -> Node:
-        """A value shaped like ``like``, zero in the rows that an operand does not have."""
+    def chosen(
+        self, where: Node, value: Node, other: float, dtype: torch.dtype, device: torch.device
+    ) -> Node:
+        """A value where a mask is true, and a number elsewhere."""
+        number = self.graph.call_function(aten.full.default, ([], other), dict(dtype=dtype, device=device))
+        return self.graph.call_function(aten.where.self, (where, value, number))
+
+    def zero_beyond(self, operand: Node, value: Node, like: Node, filling: float = 0) -> Node:
+        """A value shaped like ``like``, zero (or another number) in the rows that an operand does not
+        have."""
         fact = self.domain(operand)
         if not isinstance(fact, Tokens) or fact.lo <= 0 and fact.hi >= 0:
             return value
-        return self.zero_unless(self.inside_domain(fact, rank_of(like), fact.rows), value, like)
+        inside = self.inside_domain(fact, rank_of(like), fact.rows)
+        return self.chosen(inside, value, filling, value_of(like).dtype, value_of(like).device)
+
+    def places_along(self, operand: Node, filling: int) -> Node:
+        """Of the chunk's rows of a value, the position among all its rows, to broadcast against it; of those
+        that do not count, a number."""
+        call, fact, rank = self.graph.call_function, self.fact(operand), rank_of(operand)
+        device, dim = value_of(operand).device, fact.rows.dim
+        place, _ = self.places_of_rows(fact, self.size(fact.rows), device)
+        place = call(aten.view.default, (place, [-1] + [1] * (rank - dim - 1)))
+        fact = self.domain(operand)
+        if fact.lo <= 0 and fact.hi >= 0:
+            return place
+        inside = self.inside_domain(fact, rank, fact.rows)
+        return self.chosen(inside, place, filling, torch.int64, device)
 
     def summand(self, operand: Node) -> Node:
         """An operand of a sum over rows, zero where its rows do not count."""

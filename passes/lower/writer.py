@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ..ir import Binding, BindingRole, Edge, Kind, Role, Tokens, total_dtype, value_of
 from ..rules import Rule, rule_of, scan_of
-from ..rules.facets import Scan
+from ..rules.facets import Merge, Scan
 from .rows import Rows
 
 TENSORS = (torch.Tensor, tuple, list)  # values of nodes that edges are of
@@ -36,13 +36,15 @@ class Writer(Rows):
     def by_rule(self, node: Node, rule: Rule) -> Node:
         if rule.emit is not None:
             return rule.emit(self, node)
+        if rule.merge is not None and self.adds_up(node):
+            return self.merged(node, rule.merge)
         return self.copied(node) if rule.scan is None else self.scan(node)
 
     def item(self, node: Node) -> Node:
-        """One output of a node of the body; of a mixed one, only the first is a value."""
+        """One output of a node of the body; of a mixed one, only the first is a value, of a sum, none."""
         source = node.args[0]
         value = self.draft.values[source]
-        if self.analysis.kinds[source] is Kind.MIXED:
+        if self.analysis.kinds[source] in (Kind.MIXED, Kind.SUM):
             return value
         return self.graph.call_function(operator.getitem, (value, node.args[1]))
 
@@ -71,9 +73,46 @@ class Writer(Rows):
         """Add a chunk's part to the sum that a node is."""
         return self.add(part, self.total(node))
 
-    def total(self, node: Node) -> Node:
-        """The accumulator of a node."""
-        return self.draft.bind(Binding(BindingRole.TOTAL, node, node.name))
+    def total(self, node: Node, filling: float = 0.0) -> Node:
+        """The accumulator of a node.
+
+        filling  what it is before the first chunk
+        """
+        return self.draft.bind(Binding(BindingRole.TOTAL, node, node.name, filling=filling))
+
+    def is_read(self, node: Node, output: int) -> bool:
+        """Does the sweep read one of a node's several results?"""
+        return any(u.args[1] == output for u in node.users if u in self.draft.inside)
+
+    def total_of(self, node: Node, output: int, filling: float) -> Node:
+        """The accumulator of one of a node's several results, whether somebody reads it or not."""
+        items = (u for u in node.users if u.args[1] == output and u in self.draft.inside)
+        item = next(items, None)
+        if item is not None:
+            return self.total(item, filling)
+        name = f"{node.name}_{output}"
+        return self.draft.bind(Binding(BindingRole.TOTAL, node, name, output=output, filling=filling))
+
+    def replace_total(self, total: Node, value: Node) -> Node:
+        return self.graph.call_function(aten.copy_.default, (total, value))
+
+    def merged(self, node: Node, merge: Merge) -> Node:
+        """A reduction of the chunk's rows, merged with that of the rows before."""
+        value, rows = value_of(node), self.rows_of_merge(node, merge)
+        total = self.total(node, merge.identity_of(value.dtype))
+        part = self.copy(node, {0: rows})
+        return self.replace_total(total, self.graph.call_function(merge.join, (total, part)))
+
+    def rows_of_merge(self, node: Node, merge: Merge) -> Node:
+        """The operand of a reduction at chunk length; rows that do not count leave its result as it is."""
+        edge = self.edges(node)[0]
+        rows, value = self.operand(edge), value_of(edge.operand)
+        rows = self.zero_beyond(edge.operand, rows, edge.operand, merge.identity_of(value.dtype))
+        if total_dtype(value.dtype) != value.dtype:
+            rows = self.graph.call_function(
+                prims.convert_element_type.default, (rows, total_dtype(value.dtype))
+            )
+        return rows
 
     def add(self, part: Node, total: Node) -> Node:
         """Written out, so that the kernel which computes the part adds it."""

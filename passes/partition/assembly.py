@@ -113,7 +113,7 @@ class Assembly:
                 if self.is_kept_for(edge, at, contents.kept):
                     contents.kept.add(operand)
                     roots[self.level[operand]].add(operand)
-                if self.kinds[operand] is Kind.SUM:
+                if self.kinds[operand] is Kind.SUM and not is_item(node):
                     roots[self.level[operand]].add(operand)
                 elif self.level[operand] == at or operand not in contents.kept:
                     stack.append(operand)
@@ -156,7 +156,7 @@ class Assembly:
             nodes,
             writes,
             appended=tuple(n for n in writes if n in key_reads),
-            sums=tuple(n for n in own if self.kinds[n] is Kind.SUM),
+            sums=tuple(n for n in own if self.kinds[n] is Kind.SUM and is_tensor(n)),
             keysums=keysums,
             keysums_final=direction is Direction.DESCENDING
             and all(is_causal(self.problem, n) for n in keysums),

@@ -95,7 +95,7 @@ class Order:
         if kind is Kind.MIXED and is_item(node):
             return at
         if kind is Kind.SUM or edge.role in (Role.HALO, Role.WHOLE):
-            return at if is_item(node) and kind is not Kind.SUM else at + 1
+            return at if is_item(node) else at + 1
         if kind is Kind.KEYSUM:
             own_rows = edge.role in (Role.ROWS, Role.CARRY)
             final = own_rows and direction is Direction.DESCENDING and is_causal(self.problem, operand)

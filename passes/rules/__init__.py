@@ -29,7 +29,7 @@ from ..kernels import attention as _attention  # noqa: F401  registers torch.ops
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
 from ..mask_analysis.domains import Abstract
 from ..mask_analysis.operands import Known
-from .facets import CostClass, Form, Linear, Scan, Windows
+from .facets import CostClass, Form, Linear, Merge, Scan, Windows
 from .signatures import broadcast
 
 MaskTransfer = Callable[[Node, Known], Abstract]  # (node, what is known so far) → its abstract value
@@ -50,6 +50,7 @@ class Rule:
                 of `mask_domain.bounded`
     visible_only  masked scores do not count in its result (a softmax over keys)
     scan        how chunks of it join, if it is a scan (or node → that)
+    merge       how its results over chunks of tokens merge, if it is a reduction that does not simply add up
     positions   outputs that name rows or keys by their place (-1: its only output)
     random      it draws random numbers
     writes      position of the argument that is its result, but for the entries that it writes or adds to
@@ -69,6 +70,7 @@ class Rule:
     bounded: Bounded | None = None
     visible_only: bool = False
     scan: Scan | Callable[[Node], Scan | None] | None = None
+    merge: Merge | None = None
     positions: tuple[int, ...] = ()
     random: bool = False
     writes: int | None = None
@@ -189,6 +191,12 @@ def scan_of(node: Node) -> Scan | None:
     found = find_rule(node)
     scan = found.scan if found is not None else None
     return scan(node) if callable(scan) else scan
+
+
+def merge_of(node: Node) -> Merge | None:
+    """How results of a node over chunks of tokens merge, if they do other than by adding up."""
+    found = find_rule(node)
+    return None if found is None else found.merge
 
 
 def cost_of(node: Node) -> CostClass:

@@ -7,9 +7,11 @@ linear.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 
@@ -39,8 +41,17 @@ class Form(enum.Enum):
     SLICE = "slice"
     FLIP = "flip"
     SUM = "sum"
+    LARGEST = "largest"  # without the places
+    LEAST = "least"
     MAXIMUM = "maximum"  # along a dimension, with the places
     MINIMUM = "minimum"
+    TO_EXTREME = "to extreme"  # the gradient of either
+    EQUAL = "equal"
+    SOFTMAX = "softmax"
+    SAFE_SOFTMAX = "safe softmax"  # zero where all is masked
+    LOG_SOFTMAX = "log softmax"
+    SOFTMAX_BACKWARD = "softmax backward"
+    LOG_SOFTMAX_BACKWARD = "log softmax backward"
     SCATTER = "scatter"  # values of a tensor put where an index says
     SORT = "sort"  # ascending but for its argument ``descending``, with the places
     FLOOR_DIVIDE = "floor divide"
@@ -75,6 +86,30 @@ class Scan:
     identity: float
     join: Callable | None = None
     state: str | None = None
+
+
+LOWEST, HIGHEST = -math.inf, math.inf  # of any dtype: see `identity_of`
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How the results of a reduction over some tokens and over others become that over all of them.
+
+    identity  the result of no rows; `LOWEST` and `HIGHEST` are the ends of any dtype
+    join      op that merges two results
+    """
+
+    identity: float
+    join: Callable
+
+    def identity_of(self, dtype: torch.dtype) -> float:
+        """The result of no rows in a dtype."""
+        if dtype.is_floating_point or not math.isinf(self.identity):
+            return self.identity
+        if dtype is torch.bool:
+            return float(self.identity == HIGHEST)
+        limits = torch.iinfo(dtype)
+        return limits.max if self.identity == HIGHEST else limits.min
 
 
 @dataclass(frozen=True)

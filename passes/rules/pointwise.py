@@ -63,7 +63,13 @@ rule(
 # Comparisons and logic
 
 for name in ("eq", "ne", "le", "lt", "ge", "gt"):
-    rule(f"aten::{name}.Tensor", f"aten::{name}.Scalar", cost=FUSED, mask=comparisons.compared)(broadcast)
+    rule(
+        f"aten::{name}.Tensor",
+        f"aten::{name}.Scalar",
+        cost=FUSED,
+        mask=comparisons.compared,
+        form=Form.EQUAL if name == "eq" else None,
+    )(broadcast)
 rule("aten::bitwise_and.Tensor", "aten::logical_and", cost=FUSED, mask=logic.conjoined)(broadcast)
 rule("aten::bitwise_or.Tensor", "aten::logical_or", cost=FUSED, mask=logic.disjoined)(broadcast)
 rule(

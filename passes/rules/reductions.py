@@ -1,17 +1,30 @@
-"""Reductions and the softmax family. A sum over tokens adds up chunk by chunk; nothing else does."""
+"""Reductions and the softmax family.
+
+Over tokens, a sum adds up chunk by chunk, and what has a `Merge` is merged. A softmax over tokens is written
+with its log-sum-exp before it comes here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch.fx import Node
 
 from ..ir import Signature, shape_of, value_of
-from . import rule
-from .facets import CostClass, Form
+from . import form_of, merge_of, rule
+from .facets import HIGHEST, LOWEST, CostClass, Form, Merge
 from .mask_domain import layout, normalization
 from .mask_domain.bounded import if_operands_are
 from .signatures import all_at_once, argument, dims_of
 
+aten = torch.ops.aten
 FUSED = CostClass.FUSED
+LARGEST, LEAST = Merge(LOWEST, aten.maximum.default), Merge(HIGHEST, aten.minimum.default)
+ANY, ALL = Merge(0.0, aten.logical_or.default), Merge(1.0, aten.logical_and.default)
+PRODUCT = Merge(1.0, aten.mul.Tensor)
+LAST = (1 << 63) - 1  # a position behind all others
 
 
 def reduced(node: Node, dims: tuple[int, ...], keepdim: bool, contracts: str, outputs: int = 1) -> Signature:
@@ -42,16 +55,13 @@ def sum_dims(node: Node) -> Signature:
 
 @rule("aten::mean.dim", cost=FUSED, linear="self")
 @rule("aten::argmax", "aten::argmin", cost=FUSED, positions=(-1,))
-@rule("aten::amax", cost=FUSED, bounded=if_operands_are, visible_only=True)
+@rule("aten::amax", cost=FUSED, bounded=if_operands_are, visible_only=True, merge=LARGEST, form=Form.LARGEST)
+@rule("aten::amin", cost=FUSED, merge=LEAST, form=Form.LEAST)
+@rule("aten::any.dim", "aten::any.dims", cost=FUSED, merge=ANY)
+@rule("aten::all.dim", "aten::all.dims", cost=FUSED, merge=ALL)
+@rule("aten::prod.dim_int", cost=FUSED, merge=PRODUCT)
 @rule(
-    "aten::amin",
-    "aten::any.dim",
-    "aten::any.dims",
-    "aten::all.dim",
-    "aten::all.dims",
-    "aten::prod.dim_int",
-    "aten::logsumexp",
-    cost=FUSED,
+    "aten::logsumexp", cost=FUSED, merge=Merge(LOWEST, aten.logaddexp.default), keep=True, visible_only=True
 )
 def reduce_dims(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
@@ -61,13 +71,48 @@ def reduce_dims(node: Node) -> Signature:
 
 
 @rule("aten::mean", cost=FUSED, linear="self")
-@rule("aten::max", "aten::min", "aten::any", "aten::all", "aten::prod", cost=FUSED)
+@rule("aten::max", cost=FUSED, merge=LARGEST, form=Form.LARGEST)
+@rule("aten::min", cost=FUSED, merge=LEAST, form=Form.LEAST)
+@rule("aten::any", cost=FUSED, merge=ANY)
+@rule("aten::all", cost=FUSED, merge=ALL)
+@rule("aten::prod", cost=FUSED, merge=PRODUCT)
 def reduce_all(node: Node) -> Signature:
     return reduced(node, dims_of(None, len(shape_of(node.args[0]))), False, "all")
 
 
-@rule("aten::max.dim", cost=FUSED, positions=(1,), form=Form.MAXIMUM, visible_only=True)
-@rule("aten::min.dim", cost=FUSED, positions=(1,), form=Form.MINIMUM)
+def same(call: Callable, a: Node, b: Node) -> Node:
+    """Where two values are equal, or both not a number."""
+    strange = call(aten.logical_and.default, (call(aten.isnan.default, (a,)), call(aten.isnan.default, (b,))))
+    return call(aten.logical_or.default, (call(aten.eq.Tensor, (a, b)), strange))
+
+
+def emit_extreme(body, node: Node):
+    """The largest (or least) of the rows so far and, if somebody asks, the first place that has it."""
+    if not body.adds_up(node):
+        return body.copy(node)
+    call, merge, (x, dim) = body.graph.call_function, merge_of(node), node.args[:2]
+    largest, keepdim = form_of(node) is Form.MAXIMUM, bool(argument(node, 2, "keepdim", False))
+    rows, total = body.rows_of_merge(node, merge), body.total_of(node, 0, merge.identity_of(value_of(x).dtype))
+    reduced_by = (aten.amax if largest else aten.amin).default
+    value = call(reduced_by, (rows, [dim], True))
+    part = value if keepdim else call(aten.squeeze.dim, (value, dim))
+    joined = call(merge.join, (total, part))
+    if body.is_read(node, 1):
+        places, device = body.total_of(node, 1, LAST), value_of(x).device
+        has = same(call, rows, value)
+        place = body.chosen(has, body.places_along(x, LAST), LAST, torch.int64, device)
+        place = call(aten.amin.default, (place, [dim], keepdim))
+        old = body.chosen(same(call, total, joined), places, LAST, torch.int64, device)
+        new = body.chosen(same(call, part, joined), place, LAST, torch.int64, device)
+        body.replace_total(places, call(aten.minimum.default, (old, new)))
+    return body.replace_total(total, joined)
+
+
+EXTREME: dict[str, Any] = dict(emit=emit_extreme, cost=FUSED, positions=(1,))
+
+
+@rule("aten::max.dim", form=Form.MAXIMUM, visible_only=True, merge=LARGEST, **EXTREME)
+@rule("aten::min.dim", form=Form.MINIMUM, merge=LEAST, **EXTREME)
 def extreme(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     return reduced(
@@ -118,27 +163,41 @@ def normalized(node: Node, dim: int, operands: int) -> Signature:
     return Signature((labels,) * operands, (labels,), keys=dim)
 
 
-@rule("aten::_softmax", cost=FUSED, keep=True, mask=normalization.normalized, visible_only=True)
-@rule("aten::_safe_softmax", cost=FUSED, keep=True, mask=normalization.safely_normalized, visible_only=True)
-@rule("aten::_log_softmax", cost=FUSED, keep=True)
+KEPT: dict[str, Any] = dict(cost=FUSED, keep=True)
+
+
+@rule("aten::_softmax", form=Form.SOFTMAX, mask=normalization.normalized, visible_only=True, **KEPT)
+@rule(
+    "aten::_safe_softmax",
+    form=Form.SAFE_SOFTMAX,
+    mask=normalization.safely_normalized,
+    visible_only=True,
+    **KEPT,
+)
+@rule("aten::_log_softmax", form=Form.LOG_SOFTMAX, **KEPT)
 def softmax(node: Node) -> Signature:
     return normalized(node, node.args[1], 1)
 
 
 @rule(
     "aten::_softmax_backward_data",
-    cost=FUSED,
     linear="grad_output",
-    keep=True,
     mask=normalization.normalized_backward,
+    form=Form.SOFTMAX_BACKWARD,
+    **KEPT,
 )
-@rule("aten::_log_softmax_backward_data", cost=FUSED, linear="grad_output", keep=True)
+@rule("aten::_log_softmax_backward_data", linear="grad_output", form=Form.LOG_SOFTMAX_BACKWARD, **KEPT)
 def softmax_backward(node: Node) -> Signature:
     return normalized(node, node.args[2], 2)
 
 
 @rule(
-    "streambp::to_extreme", cost=FUSED, linear="grad", mask=normalization.largest_backward, visible_only=True
+    "streambp::to_extreme",
+    cost=FUSED,
+    linear="grad",
+    mask=normalization.largest_backward,
+    visible_only=True,
+    form=Form.TO_EXTREME,
 )
 def to_extreme(node: Node) -> Signature:
     dim, labels = node.args[2], tuple(range(len(shape_of(node))))

@@ -278,11 +278,11 @@ class Runner:
         return laid_out(value, layout_of(fake))
 
     def buffer(self, binding: Binding, call: Call) -> torch.Tensor:
-        """Memory that a sweep writes: zeros to add to, the state of no rows, or a row for every token."""
+        """Memory that a sweep writes: the sum (or the state) of no rows, or a row for every token."""
         fake = source_value(binding)
         shape = [call.sizes(s) for s in fake.shape]
         if binding.role in ACCUMULATORS:
-            return torch.zeros(shape, dtype=total_dtype(fake.dtype), device=fake.device)
+            return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
         if binding.role is BindingRole.CARRY:
             shape[binding.tokens.dim] = 1
             return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)

@@ -1,0 +1,209 @@
+"""Softmax and maxima over tokens, written with results that chunks can merge.
+
+A softmax over tokens is an exponential less its log-sum-exp. The gradient of a maximum goes to the rows that
+attain it, the first of which is known by its place: a row that is computed again may differ from the maximum
+in its last bit.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir import arguments, rank_of, shape_of, total_dtype, value_of
+from ..rules import form_of
+from ..rules.facets import Form
+from ..token_propagation import TokenPropagation, slot_of
+from .size_nodes import SizeNodes
+
+aten, prims = torch.ops.aten, torch.ops.prims
+SAME_VALUES = (Form.ALIAS, Form.COPY, Form.RESHAPE, Form.EXPAND, Form.UNSQUEEZE, Form.SQUEEZE)
+
+
+def merge_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
+    """Rewrite softmaxes over tokens and the gradients of maxima over tokens. Returns whether there were
+    any."""
+    changed = False
+    for node in [n for n in graph.nodes if form_of(n) in REWRITES]:
+        dim = token_dim(node, propagation)
+        new = None if dim is None else REWRITES[form_of(node)](Writing(graph, node), dim)
+        if new is not None:
+            node.replace_all_uses_with(new)
+            changed = True
+    graph.eliminate_dead_code()
+    return changed
+
+
+def dims_of(node: Node) -> tuple[int, ...]:
+    """The dimensions that a node normalises, or reduces."""
+    operand = next(a for a in node.args if isinstance(a, Node))
+    given, rank = arguments(node), rank_of(operand)
+    dims = given.get("dim")
+    if dims is None or dims == []:
+        return tuple(range(rank))
+    return tuple(d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+def token_dim(node: Node, propagation: TokenPropagation) -> int | None:
+    """The dimension of rows among those; None where there is none, or where rows meet keys."""
+    operand = node.args[1] if form_of(node) is Form.TO_EXTREME else node.args[0]
+    marks = propagation.of(operand)
+    found = [d for d in dims_of(node) if d in marks]
+    return found[0] if found and len(marks) == 1 and propagation.key(slot_of(operand)) is None else None
+
+
+class Writing:
+    """Writes calls in front of a node, with their fake values."""
+
+    def __init__(self, graph: Graph, node: Node):
+        self.graph, self.node, self.sizes = graph, node, SizeNodes(graph)
+
+    def __call__(self, target: Callable, *args, value: object = None) -> Node:
+        with self.graph.inserting_before(self.node):
+            new = self.graph.call_function(target, args)
+        new.meta = {k: v for k, v in self.node.meta.items() if k != "val"}
+        if value is None:
+            value = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+        new.meta["val"] = value
+        return new
+
+    def cast(self, x: Node, dtype: torch.dtype) -> Node:
+        return x if value_of(x).dtype is dtype else self(prims.convert_element_type.default, x, dtype)
+
+    def wide(self, x: Node) -> Node:
+        """A value in the dtype of its sums."""
+        return self.cast(x, total_dtype(value_of(x).dtype))
+
+    def number(self, number: float, like: Node) -> Node:
+        value = value_of(like)
+        new = self(aten.full.default, [], number, value=value.new_empty(()))
+        new.kwargs = dict(dtype=value.dtype, device=value.device)
+        return new
+
+    def places(self, x: Node, dim: int) -> Node | None:
+        """``0, 1, …`` along a dimension of a value, to broadcast against it."""
+        value = value_of(x)
+        size = self.sizes.written(value.shape[dim], self.node)
+        if size is None:
+            return None
+        place = self(prims.iota.default, size, value=value.new_empty(value.shape[dim], dtype=torch.int64))
+        place.kwargs = dict(start=0, step=1, dtype=torch.int64, device=value.device, requires_grad=False)
+        for _ in range(rank_of(x) - 1 - dim):
+            place = self(aten.unsqueeze.default, place, -1)
+        return place
+
+
+# Softmax
+
+
+def sums_of_exponentials(write: Writing, dim: int) -> tuple[Node, Node]:
+    x = write.wide(write.node.args[0])
+    return x, write(aten.logsumexp.default, x, [dim], True)
+
+
+def softmax(write: Writing, dim: int) -> Node:
+    x, total = sums_of_exponentials(write, dim)
+    shares = write(aten.exp.default, write(aten.sub.Tensor, x, total))
+    return write.cast(shares, value_of(write.node).dtype)
+
+
+def safe_softmax(write: Writing, dim: int) -> Node:
+    """Nothing of what is masked completely."""
+    x, total = sums_of_exponentials(write, dim)
+    shares = write(aten.exp.default, write(aten.sub.Tensor, x, total))
+    empty = write(aten.eq.Scalar, total, -math.inf)
+    return write.cast(
+        write(aten.where.self, empty, write.number(0.0, shares), shares), value_of(write.node).dtype
+    )
+
+
+def log_softmax(write: Writing, dim: int) -> Node:
+    return write.cast(
+        write(aten.sub.Tensor, *sums_of_exponentials(write, dim)), value_of(write.node).dtype
+    )
+
+
+def softmax_backward(write: Writing, dim: int) -> Node:
+    grad, shares = map(write.wide, write.node.args[:2])
+    total = write(aten.sum.dim_IntList, write(aten.mul.Tensor, grad, shares), [dim], True)
+    result = write(aten.mul.Tensor, write(aten.sub.Tensor, grad, total), shares)
+    return write.cast(result, value_of(write.node).dtype)
+
+
+def log_softmax_backward(write: Writing, dim: int) -> Node:
+    grad, logs = map(write.wide, write.node.args[:2])
+    total = write(aten.sum.dim_IntList, grad, [dim], True)
+    part = write(aten.mul.Tensor, write(aten.exp.default, logs), total)
+    return write.cast(write(aten.sub.Tensor, grad, part), value_of(write.node).dtype)
+
+
+# Maxima
+
+
+def to_extreme(write: Writing, dim: int) -> Node | None:
+    """The gradient of a maximum with its place goes to that place."""
+    grad, x, _, largest = write.node.args
+    form, place = Form.MAXIMUM if largest else Form.MINIMUM, write.places(x, dim)
+    chosen = next((n for n in x.users if form_of(n) is form and dims_of(n) == (dim,)), None)
+    if chosen is None or place is None:
+        return None
+    index = write(operator.getitem, chosen, 1)
+    if rank_of(index) < rank_of(x):
+        index = write(aten.unsqueeze.default, index, dim)
+    return write(aten.where.self, write(aten.eq.Tensor, place, index), grad, write.number(0.0, grad))
+
+
+def extreme(write: Writing, dim: int) -> Node | None:
+    """A maximum whose gradient is shared by all rows that attain it is found with its place."""
+    node, x = write.node, write.node.args[0]
+    shares, place = list(rows_that_attain(node)), write.places(x, dim)
+    if not shares or place is None:
+        return None
+    largest = form_of(node) is Form.LARGEST
+    others = [d for d in dims_of(node) if d != dim]
+    narrow = write(aten.amax.default if largest else aten.amin.default, x, others, True) if others else x
+    both = write(aten.max.dim if largest else aten.min.dim, narrow, dim, True)
+    value, index = (write(operator.getitem, both, i) for i in (0, 1))
+    first = write(aten.eq.Tensor, place, index)
+    if others:
+        first = write(aten.logical_and.default, first, write(aten.eq.Tensor, x, narrow))
+    mask = write(aten.logical_or.default, write(aten.eq.Tensor, x, value), first)
+    for share in shares:
+        share.replace_all_uses_with(mask)
+    kept = shape_of(node) == shape_of(value)
+    return value if kept else write(aten.squeeze.dims, value, list(dims_of(node)))
+
+
+def rows_that_attain(node: Node) -> Iterator[Node]:
+    """Comparisons of a maximum with that of which it is one."""
+    source = behind(node.args[0], (Form.ALIAS,))
+    stack: list[Node] = [node]
+    while stack:
+        for user in stack.pop().users:
+            if form_of(user) in SAME_VALUES:
+                stack.append(user)
+            elif form_of(user) is Form.EQUAL and shape_of(user) == shape_of(source):
+                if any(behind(a, (Form.ALIAS,)) is source for a in user.args):
+                    yield user
+
+
+def behind(node: Node, forms: Iterable[Form]) -> Node:
+    while form_of(node) in forms:
+        node = node.args[0]
+    return node
+
+
+REWRITES: dict[Form | None, Callable[[Writing, int], Node | None]] = {
+    Form.SOFTMAX: softmax,
+    Form.SAFE_SOFTMAX: safe_softmax,
+    Form.LOG_SOFTMAX: log_softmax,
+    Form.SOFTMAX_BACKWARD: softmax_backward,
+    Form.LOG_SOFTMAX_BACKWARD: log_softmax_backward,
+    Form.TO_EXTREME: to_extreme,
+    Form.LARGEST: extreme,
+    Form.LEAST: extreme,
+}
