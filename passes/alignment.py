@@ -7,21 +7,35 @@ is told by whom they meet.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch.fx import Graph, Node
 
-from .ir import Mark, Signature, Size, hint, is_tensor, shape_of, tensor_operands, value_of
+from .ir import (
+    Mark,
+    Signature,
+    Size,
+    bytes_of,
+    hint,
+    is_tensor,
+    shape_of,
+    tensor_operands,
+    value_of,
+)
 from .phases import check_time
 from .token_propagation import TokenPropagation, has_tensors, outputs_of, product, slot_of
+
+
+Tie = tuple[Node, Node, int]
 
 
 class Alignment:
     """Which token is row 0 of a value, for values shifted against one another by slicing.
 
     Slices keep the token of every row; what meets row by row must agree. Values with features are aligned
-    among themselves first, then what is computed from them, starting at inputs that have all T rows; values
-    with one number per token (labels, masks) then follow, by a shift.
+    among themselves first, starting at those that have all T rows, then what is computed from them; values
+    with one number per token (labels, masks) then follow, by a shift. Where neighbours meet, not all can
+    agree: the widest values do, so that narrow ones and inputs are shifted.
 
     with_features  values with more than one number per token
     from_features  these, and what is computed from them
@@ -37,20 +51,35 @@ class Alignment:
         self.batch = self.numbers_without_features(graph)
         for node in graph.nodes:
             self.classify(node)
-        for among in (
-            self.with_features,
-            self.from_features,
-        ):  # where neighbours meet, numbers per token are shifted, not rows
-            for node in graph.nodes:
-                check_time()
-                self.join(node, among)
+        self.place_whole_values(graph)
+        for among in (self.with_features, self.from_features):
+            check_time()
+            ties = [tie for node in graph.nodes for tie in self.ties(node, among)]
+            for tie in sorted(ties, key=lambda tie: self.weight(tie[1]), reverse=True):
+                self.tie(*tie)
         for node in graph.nodes:
-            if node.op == "placeholder" and node in self.from_features and self.rows(node) == hint(length):
+            if node.op == "placeholder" and node in self.from_features and self.is_whole(node):
                 self.root_low.setdefault(self.find(node)[0], -self.find(node)[1])
 
+    def place_whole_values(self, graph: Graph) -> None:
+        """What has features and as many rows as there are tokens has a row for each token."""
+        whole = [n for n in graph.nodes if n in self.with_features and is_tensor(n) and self.is_whole(n)]
+        for node in whole:
+            self.tie(node, whole[0], 0)
+        if whole:
+            self.fix(whole[0], 0)
+
+    def is_whole(self, node: Node) -> bool:
+        return self.rows(node) == hint(self.length)
+
     def rows(self, node: Node) -> int:
-        mark = self.propagation.mark((node, -1))
+        mark = self.propagation.mark(slot_of(node))
         return shape_of(node)[mark.dim] // (mark.outer * mark.inner)
+
+    @staticmethod
+    def weight(operand: Node) -> int:
+        """Bytes that must exist at full length, or be computed again, where an operand is read shifted."""
+        return 0 if operand.op == "placeholder" or not is_tensor(operand) else bytes_of(value_of(operand))
 
     def numbers_without_features(self, graph: Graph) -> int | None:
         """Numbers per token of integers given for each token (ids, labels, masks): the batch. None if there
@@ -125,16 +154,17 @@ class Alignment:
         if ra is not rb:
             self.parent[ra] = (rb, db + difference - da)
 
-    def join(self, node: Node, among: set[Node]) -> None:
+    def ties(self, node: Node, among: set[Node]) -> Iterator[Tie]:
+        """What an op says of the rows that it meets: (a, b, low(a) - low(b))."""
         signature = self.propagation.signatures.get(node)
         if node.target is operator.getitem and node in among:
-            self.tie(node, node.args[0], 0)
+            yield node, node.args[0], 0
         if signature is None:
             return
         operands = tensor_operands(node)
         if signature.reshape:
             if node in among and operands[0] in among:
-                self.tie(node, operands[0], 0)
+                yield node, operands[0], 0
             return
         row = row_label(node, operands, signature, self.propagation)
         met = [
@@ -146,10 +176,8 @@ class Alignment:
             and self.propagation.of(a).get(labels.index(row)) is not None
         ]
         if node in among and any(row in labels for labels in signature.outputs):
-            for operand, shift in met:
-                self.tie(node, operand, shift)
-        for (a, x), (b, y) in zip(met, met[1:]):
-            self.tie(a, b, y - x)
+            yield from ((node, operand, shift) for operand, shift in met)
+        yield from ((a, b, y - x) for (a, x), (b, y) in zip(met, met[1:]))
 
     def low(self, node: Node) -> int | None:
         """The token of row 0, or None if nothing has fixed it yet."""

@@ -38,6 +38,7 @@ from .passes.phases import Abandoned, phase, untimed
 from .passes.planning.devices import REFERENCE_CPU, Device
 from .passes.planning.plan import CPU, plan
 from .passes.rules import is_product, is_random
+from .passes.shifted_copies import copy_shifted
 from .passes.token_propagation import Signatures, TokenPropagation
 from .passes.verify import (
     verify_analysis,
@@ -249,7 +250,8 @@ def analyzed(
         known = Signatures(region.graph)
         propagation = TokenPropagation(region.graph, marks, known)
     marks.update(marks_of_tangents(region, propagation))
-    return region, analyze(region.graph, length, marks, {region.primals[i] for i in checkable}, known)
+    analysis = analyze(region.graph, length, marks, {region.primals[i] for i in checkable}, known)
+    return region, copy_shifted(region.graph, analysis)
 
 
 def with_outputs_of_graph(region: Joint) -> Joint:

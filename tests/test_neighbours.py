@@ -168,6 +168,7 @@ def test_only_what_keeps_every_row_but_those_moved_out_is_a_shift():
     x = torch.randn(2, 9, 4)
     assert shifts_of(lambda x: F.pad(x, (0, 0, 2, -2)), x) == [(1, 2)]
     assert shifts_of(lambda x: F.pad(x[:, 1:], (0, 0, 0, 1)), x) == [(1, -1)]
+    assert shifts_of(lambda x: torch.cat((x[:, :1], x[:, :-1]), 1), x) == [(1, 1)]
     assert shifts_of(lambda x: F.pad(F.pad(x, (0, 0, 2, 0))[:, :-1], (0, 0, -1, 0))[:, :9], x) == [(1, 1)]
     for other in (
         lambda x: F.pad(x, (0, 0, 2, -2), value=1.0),
@@ -177,7 +178,8 @@ def test_only_what_keeps_every_row_but_those_moved_out_is_a_shift():
         lambda x: F.pad(x[:, ::2], (0, 0, 2, 2)),
         lambda x: F.pad(x.long(), (0, 0, 1, -1)),
         lambda x: F.pad(x.sum(-1), (1, -1)),
-        lambda x: torch.cat((x[:, :1], x[:, :-1]), 1),
+        lambda x: torch.cat((x[:, :1], x[:, 1:]), 1),
+        lambda x: torch.cat((x[:, :2], x[:, :-2]), 1),
     ):
         assert shifts_of(other, x) == []
 

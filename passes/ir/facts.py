@@ -327,6 +327,7 @@ class Analysis:
 
     reaches     node that meets keys → the keys that a row can reach
     conditions  what a call has to keep for that to be so
+    shifted_copies  nodes that hold the rows of other tokens, and so may have some before or behind all
     """
 
     length: Size
@@ -335,6 +336,7 @@ class Analysis:
     kinds: Mapping[Node, Kind]
     reaches: Mapping[Node, Reach]
     conditions: tuple[Condition, ...] = ()
+    shifted_copies: frozenset[Node] = frozenset()
 
     def fact(self, node: Node) -> Fact:
         """The fact of a node that is one value."""

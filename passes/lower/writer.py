@@ -254,13 +254,14 @@ class Writer(Rows):
         return self.added(node, part)
 
     def summands(self, node: Node) -> dict[int, Node]:
-        """Operands with rows that do not count, zeroed; one zero factor is enough."""
+        """Operands with rows that do not count, zeroed: all of them, because such rows need not be finite."""
+        found = {}
         for i, edge in enumerate(self.edges(node)):
             fact = self.domain(edge.operand)
             reads_rows = edge.role in (Role.ROWS, Role.HALO, Role.CARRY)
             if reads_rows and isinstance(fact, Tokens) and (fact.lo > 0 or fact.hi < 0):
-                return {i: self.summand(edge.operand)}
-        return {}
+                found[i] = self.summand(edge.operand)
+        return found
 
     def append(self, node: Node, value: Node) -> None:
         """Rows become keys of this very chunk and of all later ones."""

@@ -12,11 +12,12 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import hint, is_equal, is_tensor, metadata_for, shape_of, value_of
+from ..ir import arguments, hint, is_equal, is_tensor, metadata_for, shape_of, value_of
 from ..rules import form_of, windows_of
 from ..rules.facets import Form, Window
+from .writing import Writing
 
-streambp = torch.ops.streambp
+aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 def shift_rows(graph: Graph) -> None:
@@ -24,6 +25,10 @@ def shift_rows(graph: Graph) -> None:
     number."""
     for node in list(graph.nodes):
         if not is_tensor(node) or not value_of(node).dtype.is_floating_point:
+            continue
+        joined = joined_rows(graph, node) if form_of(node) is Form.JOINED else None
+        if joined is not None:
+            node.replace_all_uses_with(joined)
             continue
         for dim, window in windows_of(node):
             found = whole_window(node, dim, window)
@@ -36,6 +41,30 @@ def shift_rows(graph: Graph) -> None:
             )
             node.replace_all_uses_with(new)
             break
+
+
+def joined_rows(graph: Graph, node: Node) -> Node | None:
+    """Rows of neighbours with single rows joined in front or behind (``cat((x[:, :1], x[:, :-1]), 1)``) are
+    shifted rows but for those single ones."""
+    given = arguments(node)
+    parts, dim = given["tensors"], given["dim"] % len(shape_of(node))
+    if any(len(shape_of(p)) != len(shape_of(node)) for p in parts) or not is_wide(node, dim):
+        return None
+    longest = max(range(len(parts)), key=lambda i: shape_of(parts[i])[dim])
+    others = [i for i in range(len(parts)) if i != longest]
+    if any(not is_equal(value_of(parts[i]).shape[dim], 1) for i in others):
+        return None
+    rows = shape_of(parts[longest])[dim]
+    found = whole_window(node, dim, Window(parts[longest], longest, longest, longest + rows))
+    write = Writing(graph, node)
+    place = None if found is None else write.places(node, dim)
+    if found is None or place is None:
+        return None
+    result = write(streambp.shifted.default, found.source, dim, found.by)
+    for i in others:
+        at = i if i < longest else write.sizes.written(value_of(node).shape[dim] - len(parts) + i, node)
+        result = write(aten.where.self, write(aten.eq.Scalar, place, at), parts[i], result)
+    return result
 
 
 def whole_window(node: Node, dim: int, window: Window) -> Window | None:

@@ -86,7 +86,8 @@ def check_domains(problem: Problem, choice: FullLength) -> None:
                 "A [tokens, tokens] matrix is an output of this region",
                 "Build masks where they are used, from positions and padding",
             )
-        if problem.has_padding(node) and tensor_operands(node) and not (is_output and fills_with_zeros(node)):
+        filled = is_output and fills_with_zeros(node) or node in problem.analysis.shifted_copies
+        if problem.has_padding(node) and tensor_operands(node) and not filled:
             raise refuse(
                 node,
                 "This value has more rows than there are tokens",

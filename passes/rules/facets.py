@@ -39,6 +39,7 @@ class Form(enum.Enum):
     UNSQUEEZE = "unsqueeze"
     SQUEEZE = "squeeze"
     SLICE = "slice"
+    JOINED = "joined"  # values behind one another
     FLIP = "flip"
     SUM = "sum"
     LARGEST = "largest"  # without the places

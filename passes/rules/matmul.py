@@ -16,7 +16,7 @@ def emit_mm(body, node: Node):
     """A product summed over rows goes straight into its accumulator; no partial result exists."""
     if not body.adds_up(node):
         return body.copied(node)  # rows, or a sum per key
-    return body.accumulate_mm(node, body.summand(node.args[0]), body.read(node.args[1]))
+    return body.accumulate_mm(node, *map(body.summand, node.args[:2]))
 
 
 @rule("aten::mm", emit=emit_mm, cost=PRODUCT, linear="self * mat2", bounded=always)
@@ -49,7 +49,7 @@ def emit_grouped_outer(body, node: Node):
     if not body.adds_up(node):
         return body.copy(node)
     return body.accumulate_grouped(
-        node, body.summand(node.args[0]), body.read(node.args[1]), body.read(node.args[2])
+        node, body.summand(node.args[0]), body.summand(node.args[1]), body.read(node.args[2])
     )
 
 

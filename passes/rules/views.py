@@ -262,11 +262,7 @@ def pad(node: Node) -> Signature:
         rank - 1 - i // 2: (-amounts[i],) for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]
     }
     labels = tuple(range(rank))
-    cropped = {rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount < 0}
-    out = tuple(None if i in cropped else i for i in labels)
-    return Signature(
-        (labels,), (out,), contracts="all", offsets={d: k for d, k in offsets.items() if d not in cropped}
-    )
+    return Signature((labels,), (labels,), contracts="all", offsets=offsets)
 
 
 def emit_shifted(body, node: Node):
@@ -355,6 +351,7 @@ def windows_of_cat(node: Node) -> Windows:
 @rule(
     "aten::cat",
     cost=CostClass.KERNEL,
+    form=Form.JOINED,
     linear="tensors",
     windows=windows_of_cat,
     mask=layout.joined,

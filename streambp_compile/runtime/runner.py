@@ -293,20 +293,22 @@ class Runner:
 
     def finished(self, binding: Binding, buffer: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """A filled buffer without the rows that do not count."""
-        fake, mark = source_value(binding), binding.tokens
+        fake, mark, low = source_value(binding), binding.tokens, binding.low
         want = [sizes(s) for s in fake.shape]
-        if list(buffer.shape) == want:
+        if list(buffer.shape) == want and low == 0:
             return buffer
         rows = want[mark.dim] // (mark.outer * mark.inner)
         length = buffer.shape[mark.dim] // (mark.outer * mark.inner)
         view = buffer.unflatten(mark.dim, (mark.outer, length, mark.inner))
-        if binding.low < 0 or rows > length:  # rows before or after the tokens are padding
+        first, last = max(0, low), max(0, low, min(length, low + rows))
+        seen = view.narrow(mark.dim + 1, min(first, length), last - first)
+        if low < 0 or low + rows > length:  # rows before or after the tokens are padding
             full = torch.zeros(want, dtype=buffer.dtype, device=buffer.device)
             full.unflatten(mark.dim, (mark.outer, rows, mark.inner)).narrow(
-                mark.dim + 1, -binding.low, length
-            ).copy_(view)
+                mark.dim + 1, first - low, last - first
+            ).copy_(seen)
             return full
-        cut_rows = view.narrow(mark.dim + 1, binding.low, rows).flatten(mark.dim, mark.dim + 2)
+        cut_rows = seen.flatten(mark.dim, mark.dim + 2)
         return laid_out(cut_rows, layout_of(fake))
 
 

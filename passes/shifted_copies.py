@@ -1,0 +1,115 @@
+"""Wide rows that are read at a constant shift are computed a second time, at that shift.
+
+Where neighbours meet (``logits[:, 1:]`` beside ``logits[:, :-1]``), one of them is read beyond a chunk's own
+rows. Kept at full length, a value wider than all inputs would cost more than streaming saves. A chain of ops
+on own rows has a copy instead that computes those rows from shifted inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from .ir import HERE, Analysis, Edge, Kind, Reach, Role, Tokens, bytes_of, is_tensor, value_of
+from .phases import check_time
+
+MOST_COPIES = 8  # different shifts of one value; more are a long filter, and cost more than they save
+
+
+def copy_shifted(graph: Graph, analysis: Analysis) -> Analysis:
+    """The facts of a graph after its wide shifted operands have got copies of their own."""
+    copies = Copies(graph, analysis)
+    for node in list(graph.nodes):
+        check_time()
+        copies.visit(node)
+    return replace(
+        analysis,
+        facts=copies.facts,
+        edges=copies.edges,
+        kinds=copies.kinds,
+        shifted_copies=frozenset(copies.made.values()),
+    )
+
+
+class Copies:
+    """Copies of nodes for shifts: a copy's row of token t is the node's row of token t + shift.
+
+    made  node and shift → its copy
+    """
+
+    def __init__(self, graph: Graph, analysis: Analysis):
+        self.graph, self.analysis = graph, analysis
+        self.facts, self.edges, self.kinds = dict(analysis.facts), dict(analysis.edges), dict(analysis.kinds)
+        self.made: dict[tuple[Node, int], Node] = {}
+        self.widest = max((bytes_of(value_of(n)) for n in graph.nodes if self.is_input(n)), default=0)
+
+    def is_input(self, node: Node) -> bool:
+        fact = self.analysis.facts.get(node)
+        return node.op == "placeholder" and isinstance(fact, Tokens) and fact.keys is None
+
+    def visit(self, node: Node) -> None:
+        """Let a node read copies of the wide values that it reads shifted."""
+        edges = self.edges.get(node, ())
+        operands = [e.operand for e in edges]
+        for i, edge in enumerate(edges):
+            by = shift_of(edge)
+            if by and operands.count(edge.operand) == 1 and self.is_worth_a_copy(edge.operand):
+                copy = self.copied(edge.operand, by, node)
+                node.replace_input_with(edge.operand, copy)
+                edges = (*edges[:i], Edge(copy, Role.ROWS), *edges[i + 1 :])
+        self.edges[node] = edges
+
+    def is_worth_a_copy(self, node: Node) -> bool:
+        shifts = sum(known is node for known, _ in self.made)
+        wide = is_tensor(node) and bytes_of(value_of(node)) > self.widest
+        return wide and shifts < MOST_COPIES and self.has_own_rows(node)
+
+    def has_own_rows(self, node: Node) -> bool:
+        """Is a node computed from its own rows, constantly shifted ones, and what has no rows?"""
+        fact = self.analysis.facts.get(node)
+        facts = fact if isinstance(fact, tuple) else (fact,)
+        if node.op != "call_function" or self.analysis.kinds[node] is not Kind.ROWS:
+            return False
+        plain = all(isinstance(f, Tokens) and f.keys is None for f in facts)
+        edges = self.analysis.edges[node]
+        return plain and all(shift_of(e) is not None or e.role is Role.WHOLE for e in edges)
+
+    def copied(self, node: Node, by: int, before: Node) -> Node:
+        """A node at a shift, written in front of its first reader."""
+        if (node, by) in self.made:
+            return self.made[node, by]
+        edges = tuple(self.moved(e, by, before) for e in self.analysis.edges[node])
+        operands = {old.operand: new.operand for old, new in zip(self.analysis.edges[node], edges)}
+        with self.graph.inserting_before(before):
+            copy = self.graph.node_copy(node, lambda a: operands.get(a, a))
+        copy.meta = dict(node.meta)
+        fact = self.analysis.facts[node]
+        self.facts[copy] = tuple(moved(f, by) for f in fact) if isinstance(fact, tuple) else moved(fact, by)
+        self.edges[copy], self.kinds[copy] = edges, self.analysis.kinds[node]
+        self.made[node, by] = copy
+        return copy
+
+    def moved(self, edge: Edge, by: int, before: Node) -> Edge:
+        """An edge of a copy: to a copy of the operand where that has one, to its shifted rows otherwise."""
+        shift = shift_of(edge)
+        if shift is None:
+            return edge
+        at = shift + by
+        if at and self.has_own_rows(edge.operand):
+            return Edge(self.copied(edge.operand, at, before), Role.ROWS)
+        reach = Reach(at, at)
+        return Edge(edge.operand, Role.ROWS if reach == HERE else Role.HALO, reach)
+
+
+def shift_of(edge: Edge) -> int | None:
+    """How far from its own token a row reads, where that is a constant."""
+    if edge.role is Role.ROWS:
+        return 0
+    constant = edge.role is Role.HALO and edge.reach.lo == edge.reach.hi
+    return int(edge.reach.lo) if constant else None
+
+
+def moved(fact: object, by: int) -> Tokens:
+    assert isinstance(fact, Tokens)
+    return replace(fact, lo=fact.lo - by, hi=fact.hi - by)
