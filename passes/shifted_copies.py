@@ -23,6 +23,7 @@ def copy_shifted(graph: Graph, analysis: Analysis) -> Analysis:
     for node in list(graph.nodes):
         check_time()
         copies.visit(node)
+    copies.hand_out()
     return replace(
         analysis,
         facts=copies.facts,
@@ -35,13 +36,15 @@ def copy_shifted(graph: Graph, analysis: Analysis) -> Analysis:
 class Copies:
     """Copies of nodes for shifts: a copy's row of token t is the node's row of token t + shift.
 
-    made  node and shift → its copy
+    made     node and shift → its copy
+    readers  node, operand, and the copy that it shall read instead
     """
 
     def __init__(self, graph: Graph, analysis: Analysis):
         self.graph, self.analysis = graph, analysis
         self.facts, self.edges, self.kinds = dict(analysis.facts), dict(analysis.edges), dict(analysis.kinds)
         self.made: dict[tuple[Node, int], Node] = {}
+        self.readers: list[tuple[Node, Node, Node]] = []
         self.widest = max((bytes_of(value_of(n)) for n in graph.nodes if self.is_input(n)), default=0)
 
     def is_input(self, node: Node) -> bool:
@@ -49,16 +52,20 @@ class Copies:
         return node.op == "placeholder" and isinstance(fact, Tokens) and fact.keys is None
 
     def visit(self, node: Node) -> None:
-        """Let a node read copies of the wide values that it reads shifted."""
-        edges = self.edges.get(node, ())
+        """Make copies of the wide values that a node reads shifted."""
+        edges = self.analysis.edges.get(node, ())
         operands = [e.operand for e in edges]
-        for i, edge in enumerate(edges):
+        for edge in edges:
             by = shift_of(edge)
             if by and operands.count(edge.operand) == 1 and self.is_worth_a_copy(edge.operand):
-                copy = self.copied(edge.operand, by, node)
-                node.replace_input_with(edge.operand, copy)
-                edges = (*edges[:i], Edge(copy, Role.ROWS), *edges[i + 1 :])
-        self.edges[node] = edges
+                self.readers.append((node, edge.operand, self.copied(edge.operand, by, node)))
+
+    def hand_out(self) -> None:
+        """Let readers read the copies."""
+        for node, operand, copy in self.readers:
+            node.replace_input_with(operand, copy)
+            edges = self.edges[node]
+            self.edges[node] = tuple(Edge(copy, Role.ROWS) if e.operand is operand else e for e in edges)
 
     def is_worth_a_copy(self, node: Node) -> bool:
         shifts = sum(known is node for known, _ in self.made)

@@ -10,13 +10,14 @@ want besides.
 from .explain import explain
 from .passes.ir import EVERYWHERE, FUTURE, PAST, Reach, Signature
 from .passes.rules import rule
-from .passes.rules.facets import Scan
+from .passes.rules.facets import Merge, Scan
 from .passes.rules.signatures import equation
 from .report import NotStreamed, Report, StreamHint
 
 __all__ = [
     "EVERYWHERE",
     "FUTURE",
+    "Merge",
     "PAST",
     "NotStreamed",
     "Reach",

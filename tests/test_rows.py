@@ -1,6 +1,7 @@
 """Every facet of every row against what its op does, and no knowledge of ops outside the rows' folder."""
 
 import ast
+import functools
 import itertools
 import random
 import re
@@ -28,6 +29,7 @@ from streambp_compile.passes.rules import (
     for_any_layout,
     is_random,
     linear_of,
+    merge_of,
     overload,
     scan_of,
     windows_of,
@@ -222,6 +224,20 @@ def test_outputs_of_places_are_declared(name):
     for k in whole:
         rows = max(sample.operands[0].shape)
         assert ((0 <= sample.outputs[k]) & (sample.outputs[k] < rows)).all()
+
+
+@pytest.mark.parametrize("name,number", sampled("merge"))
+def test_results_of_parts_merge(name, number):
+    """The results of two parts of what is reduced, and of no rows, merge to the result of all."""
+    sample = sample_of(name, number, 0)
+    merge, operand = merge_of(sample.node), sample.operands[0]
+    (labels,), outputs = sample.signature.operands, sample.signature.outputs
+    lost = [d for d, label in enumerate(labels) if all(label not in out for out in outputs)]
+    for dim in lost:
+        parts = [sample.run([part])[0] for part in operand.tensor_split(2, dim) if part.numel()]
+        nothing = torch.full_like(parts[0], merge.identity_of(parts[0].dtype))
+        merged = functools.reduce(merge.join, parts, nothing)
+        torch.testing.assert_close(merged, sample.outputs[0], **EXACT)
 
 
 @pytest.mark.parametrize("name", [n for n in SAMPLES if SAMPLES[n]])

@@ -208,7 +208,9 @@ class Reading:
         """An operand as its edge says."""
         if edge.role is Role.HALO and edge.reach.lo == edge.reach.hi:  # rows shifted by a constant
             return self.read(edge.operand, self.fact(edge.operand).lo - int(edge.reach.lo))
-        if edge.role is Role.HALO:  # all rows, kept by an earlier sweep even if this one has some of them, too
+        if (
+            edge.role is Role.HALO
+        ):  # all rows, kept by an earlier sweep even if this one has some of them, too
             return self.draft.bind(Binding(BindingRole.WHOLE, edge.operand, edge.operand.name))
         if edge.role is Role.WHOLE:
             return self.read_whole(edge.operand)

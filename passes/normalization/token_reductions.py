@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -81,9 +81,7 @@ def safe_softmax(write: Writing, dim: int) -> Node:
 
 
 def log_softmax(write: Writing, dim: int) -> Node:
-    return write.cast(
-        write(aten.sub.Tensor, *sums_of_exponentials(write, dim)), value_of(write.node).dtype
-    )
+    return write.cast(write(aten.sub.Tensor, *sums_of_exponentials(write, dim)), value_of(write.node).dtype)
 
 
 def softmax_backward(write: Writing, dim: int) -> Node:
@@ -150,7 +148,7 @@ def rows_that_attain(node: Node) -> Iterator[Node]:
                     yield user
 
 
-def behind(node: Node, forms: Iterable[Form]) -> Node:
+def behind(node: Node, forms: Collection[Form | None]) -> Node:
     while form_of(node) in forms:
         node = node.args[0]
     return node

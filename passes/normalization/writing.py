@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import rank_of, total_dtype, value_of
+from ..ir import metadata_for, rank_of, total_dtype, value_of
 from .size_nodes import SizeNodes
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -22,10 +22,9 @@ class Writing:
     def __call__(self, target: Callable, *args, value: object = None) -> Node:
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args)
-        new.meta = {k: v for k, v in self.node.meta.items() if k != "val"}
         if value is None:
             value = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
-        new.meta["val"] = value
+        new.meta = metadata_for(self.node, value)
         return new
 
     def cast(self, x: Node, dtype: torch.dtype) -> Node:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import Signature, shape_of, value_of
-from . import form_of, merge_of, rule
+from . import form_of, rule
 from .facets import HIGHEST, LOWEST, CostClass, Form, Merge
 from .mask_domain import layout, normalization
 from .mask_domain.bounded import if_operands_are
@@ -90,9 +90,17 @@ def emit_extreme(body, node: Node):
     """The largest (or least) of the rows so far and, if somebody asks, the first place that has it."""
     if not body.adds_up(node):
         return body.copy(node)
-    call, merge, (x, dim) = body.graph.call_function, merge_of(node), node.args[:2]
-    largest, keepdim = form_of(node) is Form.MAXIMUM, bool(argument(node, 2, "keepdim", False))
-    rows, total = body.rows_of_merge(node, merge), body.total_of(node, 0, merge.identity_of(value_of(x).dtype))
+    call, (x, dim), keepdim = (
+        body.graph.call_function,
+        node.args[:2],
+        bool(argument(node, 2, "keepdim", False)),
+    )
+    largest = form_of(node) is Form.MAXIMUM
+    merge = LARGEST if largest else LEAST
+    rows, total = (
+        body.rows_of_merge(node, merge),
+        body.total_of(node, 0, merge.identity_of(value_of(x).dtype)),
+    )
     reduced_by = (aten.amax if largest else aten.amin).default
     value = call(reduced_by, (rows, [dim], True))
     part = value if keepdim else call(aten.squeeze.dim, (value, dim))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Reach, Signature, arguments, hint, refuse, shape_of, tensor_operands, value_of
+from ..ir import Label, Reach, Signature, arguments, hint, refuse, shape_of, tensor_operands, value_of
 from . import is_zeros, rule
 from .facets import CostClass, Form, Window, Windows
 from .mask_domain import layout
@@ -258,7 +258,7 @@ def windows_of_pad(node: Node) -> Windows:
 )
 def pad(node: Node) -> Signature:
     rank, amounts = len(shape_of(node)), node.args[1]
-    offsets = {
+    offsets: dict[Label, tuple[int, ...]] = {
         rank - 1 - i // 2: (-amounts[i],) for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]
     }
     labels = tuple(range(rank))
