@@ -25,7 +25,6 @@ from .ir import (
 from .phases import check_time
 from .token_propagation import TokenPropagation, has_tensors, outputs_of, product, slot_of
 
-
 Tie = tuple[Node, Node, int]
 
 
