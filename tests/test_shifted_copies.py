@@ -1,4 +1,4 @@
-"""Rows that meet their neighbours: whole values stay in place, wide ones are computed again at their shift."""
+"""Rows that meet their neighbours: whole values stay in place, wide ones have copies at their shift."""
 
 import pytest
 import torch

@@ -48,7 +48,7 @@ def joined_rows(graph: Graph, node: Node) -> Node | None:
     shifted rows but for those single ones."""
     given = arguments(node)
     parts, dim = given["tensors"], given["dim"] % len(shape_of(node))
-    if any(len(shape_of(p)) != len(shape_of(node)) for p in parts) or not is_wide(node, dim):
+    if any(len(shape_of(p)) != len(shape_of(node)) for p in parts) or not has_features(node, dim):
         return None
     longest = max(range(len(parts)), key=lambda i: shape_of(parts[i])[dim])
     others = [i for i in range(len(parts)) if i != longest]
