@@ -23,6 +23,7 @@ from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
 from .dynamo.aten import to_aten
 from .dynamo.attention import one_attention
+from .dynamo.blocks import over_blocks
 from .dynamo.buffer_updates import Buffers, State
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
@@ -296,6 +297,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (to_aten, "writing Dynamo's graph in ATen operators"),
     (merge_unrolled, "joining the pieces of a loss"),
     (look_back, "rewriting short convolutions"),
+    (over_blocks, "finding blocks of tokens"),
     (select_rows_first, "moving row selections in front of the head"),
     (one_attention, "reading calls of attention"),
 )

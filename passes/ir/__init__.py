@@ -5,6 +5,7 @@ All of them are frozen, and print themselves the way a person would write them d
 
 from .bodies import (
     ACCUMULATORS,
+    BLOCKS,
     FILLED,
     OF_ROWS,
     READS_KEYS,
@@ -12,6 +13,7 @@ from .bodies import (
     BindingRole,
     Body,
     ChosenKernel,
+    blocks_of,
 )
 from .facts import (
     EVERYWHERE,

@@ -30,6 +30,14 @@ class BindingRole(enum.Enum):
         return self.value
 
 
+BLOCKS = "blocks_"  # a scalar of this name, and a length: how many blocks of it a chunk has
+
+
+def blocks_of(name: str, rows: int) -> int:
+    """How many blocks so many rows are, by the name of a scalar; the last may be short."""
+    return -(-rows // int(name.removeprefix(BLOCKS)))
+
+
 READS_KEYS = (BindingRole.KEYS, BindingRole.APPEND, BindingRole.KEYTOTAL)
 """Cut to the key range of a chunk."""
 FILLED = (BindingRole.WRITE, BindingRole.APPEND)

@@ -39,6 +39,7 @@ class Draft:
     values      node of the sweep → its value in the body
     appended    node → the buffer of keys that its rows were appended to
     final_rows  key accumulator → the chunk's own rows of it
+    inlined     call, as text → its value, of graphs that operators are written out as
     """
 
     def __init__(self, sweep: Sweep, analysis: Analysis, kernels: Mapping[Node, ChosenKernel]):
@@ -50,6 +51,7 @@ class Draft:
         self.appended: dict[Node, Node] = {}
         self.final_rows: dict[Node, Node] = {}
         self.used: dict[ChosenKernel, None] = {}
+        self.inlined: dict[str, Node] = {}
 
     def bind(self, binding: Binding) -> Node:
         """The input of the body for a binding; its name is made unique."""

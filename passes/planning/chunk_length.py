@@ -3,9 +3,11 @@ passes/planning/cost_model.py, and little memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..ir import SHORTEST_CHUNK, Analysis, Program, Sweep, hint
+from ..rules import block_of
 from .cost_model import Cost, Work, work_of
 from .devices import REFERENCE_CPU, Device
 
@@ -20,9 +22,12 @@ FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than 
 def chunk_lengths(
     program: Program, analysis: Analysis, chosen: int | None, device: Device = REFERENCE_CPU
 ) -> tuple[int, ...]:
-    """Tokens per chunk of every sweep; the same for those that save states of a scan and those that
-    restore them."""
-    lengths = [chunk_length(s, analysis, chosen, device) for s in program.sweeps]
+    """Tokens per chunk of every sweep, a multiple of the blocks that its functions map; the same for those
+    that save states of a scan and those that restore them."""
+    block = math.lcm(*(block_of(n) for s in program.sweeps for n in s.nodes))
+    lengths = [
+        -(-chunk_length(s, analysis, chosen, device) // block) * block for s in program.sweeps
+    ]
     shared = min(
         (c for s, c in zip(program.sweeps, lengths) if s.saved_states or s.restored_states), default=0
     )

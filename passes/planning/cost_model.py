@@ -32,7 +32,7 @@ from ..ir import (
     tensor_operands,
     value_of,
 )
-from ..rules import cost_of, is_product, rule_of
+from ..rules import cost_of, inner_width, is_product, rule_of
 from ..rules.facets import CostClass
 from .devices import Device
 
@@ -186,7 +186,7 @@ def work_of(
         prefix=sum(bytes_of(value_of(n)) for n in key_edges) + 2 * per_key,
         keys=keys,
         kernels=len(moments.steps) + len(written),
-        widest=moments.widest(),
+        widest=max(moments.widest(), *map(inner_width, nodes), 1),
     )
 
 

@@ -26,6 +26,7 @@ from torch.fx import Node
 
 from ..ir import CannotStream, Refusal, Signature, arguments, is_view, tensor_operands, value_of, where_of
 from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
+from ..kernels import blocks as _blocks  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
 from ..mask_analysis.domains import Abstract
 from ..mask_analysis.operands import Known
@@ -59,6 +60,8 @@ class Rule:
     filling     the number that fills its result, or the argument that holds it
     windows     node → dimensions along which its rows are those of an operand, moved, and zero elsewhere
     any_layout  the op that gives the same values whatever the layout of its operand
+    block       node → tokens per block, where rows of a block belong together: chunks hold whole blocks
+    width       node → bytes per token of the widest value inside
     """
 
     signature: Callable[[Node], Signature]
@@ -79,6 +82,8 @@ class Rule:
     filling: float | str | None = None
     windows: Callable[[Node], Windows] | None = None
     any_layout: torch._ops.OpOverload | None = None
+    block: Callable[[Node], int] | None = None
+    width: Callable[[Node], int] | None = None
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
@@ -214,6 +219,18 @@ def is_product(node: Node) -> bool:
     return cost_of(node) is CostClass.PRODUCT
 
 
+def block_of(node: Node) -> int:
+    """Tokens that a chunk may not part: of a function of blocks, their length."""
+    found = find_rule(node)
+    return 1 if found is None or found.block is None else found.block(node)
+
+
+def inner_width(node: Node) -> int:
+    """Bytes per token of the widest value inside a node, where that is known to be wider than its result."""
+    found = find_rule(node)
+    return 0 if found is None or found.width is None else found.width(node)
+
+
 def is_random(node: Node) -> bool:
     """Does a node draw random numbers?"""
     found = find_rule(node)
@@ -253,7 +270,7 @@ def kept() -> tuple[torch._ops.OpOverload, ...]:
     return tuple(op for op, found in TABLE.items() if found.keep)
 
 
-for _family in ("pointwise", "views", "matmul", "reductions", "scans", "indexing", "creation", "attention"):
+for _family in ("pointwise", "views", "matmul", "reductions", "scans", "indexing", "creation", "attention", "blocks"):
     BUILT_IN.append(_family)
     importlib.import_module(f"{__name__}.{_family}")
 BUILT_IN.clear()

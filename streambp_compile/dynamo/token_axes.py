@@ -117,7 +117,11 @@ def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
     were made inside (patches of an
     image), the rows themselves.
     """
-    trace = Trace(module, fakes)
+    return axes_of(Trace(module, fakes), fakes)
+
+
+def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
+    """The token axes of a captured forward."""
     found: list[Candidate] = []
     for node, fake in zip(trace.placeholders, fakes):
         if isinstance(fake, torch.Tensor) and not is_parameter(fake) and fake.dim() <= 3:

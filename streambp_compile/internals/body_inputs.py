@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from ..passes.ir import ACCUMULATORS, OF_ROWS, Binding, BindingRole, Body, total_dtype
+from ..passes.ir import ACCUMULATORS, BLOCKS, OF_ROWS, Binding, BindingRole, Body, blocks_of, total_dtype
 from ..runtime.runner import Layout, layout_of, source_value
 
 POSITIONS = ("first", "offset")  # integers that are no size of anything, and zero in the first chunk
@@ -76,6 +76,8 @@ class BodyInputs:
             return self.size(binding.source.meta["val"])
         if binding.size is not None:
             return self.size(binding.size)
+        if binding.name.startswith(BLOCKS):
+            return self.symbol(binding.name, blocks_of(binding.name, self.hints["rows"]))
         return self.symbol(binding.name, self.hints[binding.name])
 
     def layout(self, binding: Binding, value: torch.Tensor, full: list) -> tuple[list, list]:

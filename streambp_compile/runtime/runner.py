@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from ..passes.ir import (
     ACCUMULATORS,
+    BLOCKS,
     FILLED,
     READS_KEYS,
     Analysis,
@@ -31,6 +32,7 @@ from ..passes.ir import (
     Program,
     Size,
     Sweep,
+    blocks_of,
     hint,
     total_dtype,
     value_of,
@@ -156,6 +158,8 @@ class Chunk:
 
     def scalar(self, name: str) -> int:
         """An integer that bodies ask for by name."""
+        if name.startswith(BLOCKS):
+            return blocks_of(name, self.stop - self.start)
         return {
             "rows": self.stop - self.start,
             "keys": self.last_key - self.first_key,

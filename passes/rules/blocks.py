@@ -1,0 +1,92 @@
+"""Functions of blocks of tokens: rows and a state per block, from the rows of that block.
+
+Chunks hold whole blocks. A state per block is added up like any sum, each chunk giving its own blocks, so
+that what blocks exchange is computed at full length between sweeps.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ..ir import Signature, Tokens, refuse, shape_of, tensor_operands
+from ..kernels.blocks import FUNCTIONS, Along, BlockFunction
+from . import rule
+from .facets import CostClass
+
+streambp = torch.ops.streambp
+
+
+def function_of(node: Node) -> BlockFunction:
+    return FUNCTIONS[node.args[1]]
+
+
+def emit_over_blocks(body, node: Node):
+    """The graph of the function, for the blocks of the chunk."""
+    found, call = function_of(node), body.graph.call_function
+    count = body.scalar(f"blocks_{found.length}")
+    first = call(operator.floordiv, (body.scalar("first"), found.length))
+    given = []
+    for edge, axis in zip(body.edges(node), found.operands):
+        value = body.operand(edge)
+        if axis.along is Along.ROWS:
+            check_whole(body, node, edge.operand)
+            value = call(
+                streambp.padded_rows.default, (value, axis.dim, call(operator.mul, (count, found.length)))
+            )
+        elif axis.along is Along.BLOCKS:
+            value = call(streambp.rows_at.default, (value, axis.dim, first, count))
+        given.append(value)
+    result = inlined(body, found, [count, *given])
+    if found.result.along is Along.ROWS:
+        return call(streambp.rows_at.default, (result, found.result.dim, 0, body.scalar("rows")))
+    if found.result.along is Along.WHOLE:
+        return body.added(node, result)
+    call(streambp.write_rows_.default, (result, found.result.dim, first, body.total(node)))
+    return body.total(node)
+
+
+def check_whole(body, node: Node, operand: Node) -> None:
+    """Refuse rows that are not all tokens: blocks are counted from the first token."""
+    fact = body.domain(operand)
+    if isinstance(fact, Tokens) and (fact.lo, fact.hi) != (0, 0):
+        raise refuse(
+            node,
+            "The blocks of tokens are counted from another token than the first",
+            "Cut the whole sequence into blocks, and slice what comes after",
+        )
+
+
+def inlined(body, found: BlockFunction, given: list[Node]) -> Node:
+    """The nodes of a function in a chunk body; those that another function has written already are shared."""
+    values = dict(zip(found.module.graph.find_nodes(op="placeholder"), given))
+    for node in found.module.graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+            key = f"{node.target} {args} {kwargs}"
+            if key not in body.draft.inlined:
+                body.draft.inlined[key] = body.graph.call_function(node.target, args, kwargs)
+            values[node] = body.draft.inlined[key]
+        elif node.op == "output":
+            return values[node.args[0]]
+    raise AssertionError("a graph without an output")
+
+
+@rule(
+    "streambp::over_blocks",
+    emit=emit_over_blocks,
+    cost=CostClass.KERNEL,
+    block=lambda node: function_of(node).length,
+    width=lambda node: function_of(node).width,
+)
+def over_blocks(node: Node) -> Signature:
+    found = function_of(node)
+
+    def labels(rank: int, axis) -> tuple:
+        return tuple("t" if axis.along is Along.ROWS and d == axis.dim else None for d in range(rank))
+
+    operands = tuple(labels(len(shape_of(a)), x) for a, x in zip(tensor_operands(node), found.operands))
+    return Signature(operands, (labels(len(found.shape), found.result),))

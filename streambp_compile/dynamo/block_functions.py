@@ -1,0 +1,225 @@
+"""Graphs of block functions, for any number of blocks, and their gradients.
+
+A forward graph is copied from a captured one: sizes along blocks are told by marks. A gradient is traced for
+three numbers of blocks; sizes that differ between the traces are those along blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from .. import internals
+from ..passes.ir import Mark, bytes_of, hint, is_tensor, shape_of, value_of
+from ..passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction
+from ..passes.rules import find_rule
+from ..passes.token_propagation import TokenPropagation
+
+aten = torch.ops.aten
+COUNTS = (3, 5, 8)  # numbers of blocks that gradients are traced for
+
+
+class NoBlockFunction(Exception):
+    """Why some nodes are no function of blocks; they stay as they are."""
+
+
+class BlockGraph:
+    """Copies nodes of a captured graph, for any number of blocks.
+
+    operands  where the placeholders have rows or blocks
+    """
+
+    def __init__(self, marks: TokenPropagation, length: int, count: int):
+        self.marks, self.length, self.blocks = marks, length, count
+        self.graph, self.values = Graph(), dict[Node, Node]()
+        self.count = self.graph.placeholder("count")
+        self.operands: list[Axis] = []
+        self.width = 0
+
+    def times(self, factor: int) -> Node:
+        return self.graph.call_function(operator.mul, (self.count, factor))
+
+    def read(self, value: Node, place: Axis, mark: Mark | None) -> None:
+        """Read a captured value as an operand; its rows, or blocks, have a dimension of their own there."""
+        placeholder = self.graph.placeholder(f"operand_{len(self.operands)}")
+        self.operands.append(place)
+        if mark is not None and (mark.outer != 1 or self.inner(place, mark) != 1):
+            self.values[value] = self.graph.call_function(
+                aten.reshape.default, (placeholder, self.sizes(value))
+            )
+        else:
+            self.values[value] = placeholder
+
+    def inner(self, place: Axis, mark: Mark) -> int:
+        return mark.inner // (self.length if place.along is Along.ROWS else 1)
+
+    def sizes(self, value: Node) -> list:
+        found = self.marks.of(value)
+        return [
+            self.times(found[d].outer * found[d].inner) if d in found else size
+            for d, size in enumerate(shape_of(value))
+        ]
+
+    def result(self, value: Node, per_row: bool) -> tuple[BlockFunction, Mark]:
+        """The function whose result is a captured value, and the mark of that; ``per_row``: rows of tokens,
+        and not blocks."""
+        made, mark = self.copied(value), next(iter(self.marks.of(value).values()))
+        unit = self.length if per_row else 1
+        shape, outer, inner = list(shape_of(value)), mark.outer, mark.inner // unit
+        place = Axis(Along.ROWS if per_row else Along.BLOCKS, mark.dim + (outer != 1))
+        apart = [s for s in (outer, 0, inner) if s != 1]
+        shape[mark.dim : mark.dim + 1] = [s or self.blocks * unit for s in apart]
+        if len(apart) > 1:
+            sizes = [self.times(unit) if d == place.dim else size for d, size in enumerate(shape)]
+            made = self.graph.call_function(aten.reshape.default, (made, sizes))
+        self.graph.output(made)
+        module, dtype = GraphModule({}, self.graph), value_of(value).dtype
+        operands = tuple(self.operands)
+        return BlockFunction(module, self.length, operands, place, tuple(shape), dtype, self.width), mark
+
+    def copied(self, value: Node) -> Node:
+        if value not in self.values:
+            rule = find_rule(value)
+            if rule is None and value.target is not operator.getitem:
+                raise NoBlockFunction(f"{value.target} has no rule")
+            at = None if rule is None else rule.shape_arg
+            args = [
+                self.sizes(value) if i == at else map_arg(a, self.copied) for i, a in enumerate(value.args)
+            ]
+            kwargs = map_arg(value.kwargs, self.copied)
+            target = value.target if rule is None or rule.any_layout is None else rule.any_layout
+            self.values[value] = self.graph.call_function(target, tuple(args), kwargs)
+            if isinstance(value_of(value), torch.Tensor):
+                self.width = max(self.width, bytes_of(value_of(value)) // (self.blocks * self.length))
+        return self.values[value]
+
+
+def register(found: BlockFunction, fakes: Sequence[torch.Tensor]) -> str:
+    """Enter a function into the table under a name of its contents, with its gradients.
+
+    fakes  the operands, which tell dtypes, other sizes, and which of them want gradients
+    """
+    described = [f"{shape_at(x, axis, found, 2)}{x.dtype}{x.device}{x.requires_grad}" for x, axis in zip(fakes, found.operands)]
+    text = f"{found.module.code}{found.operands}{found.result}{found.length}{found.dtype}{described}"
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if name not in FUNCTIONS:
+        wanted = [i for i, x in enumerate(fakes) if x.requires_grad and x.dtype.is_floating_point]
+        grads = {f"{name}_{i}": gradient(found, fakes, i) for i in wanted}
+        FUNCTIONS.update({name: found, **grads})
+    return name
+
+
+def shape_at(x: torch.Tensor, axis: Axis, found: BlockFunction, count: int) -> list[int]:
+    """The shape of an operand of so many blocks."""
+    shape = list(map(hint, x.shape))
+    if axis.along is not Along.WHOLE:
+        shape[axis.dim] = count * (found.length if axis.along is Along.ROWS else 1)
+    return shape
+
+
+def gradient(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int) -> BlockFunction:
+    """The gradient of one operand, as a function of that of the result and of all operands."""
+    traces = [traced(found, fakes, wanted, count) for count in COUNTS]
+    module = for_any_count(traces)
+    nodes = [n for n in traces[0].graph.nodes if n.op == "call_function" and is_tensor(n)]
+    tokens = COUNTS[0] * found.length
+    return BlockFunction(
+        module,
+        found.length,
+        (found.result, *found.operands),
+        found.operands[wanted],
+        tuple(map(hint, fakes[wanted].shape)),
+        fakes[wanted].dtype,
+        max((bytes_of(value_of(n)) // tokens for n in nodes), default=0),
+    )
+
+
+def traced(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int, count: int) -> GraphModule:
+    """The gradient for so many blocks."""
+    unit = {Along.ROWS: found.length, Along.BLOCKS: 1}
+    shape = list(found.shape)
+    shape[found.result.dim] = count * unit[found.result.along]
+
+    def run(grad: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            given = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(operands)]
+            result = found.module(count, *given)
+            return torch.autograd.grad(result, given[wanted], grad, materialize_grads=True)[0]
+
+    with internals.FakeTensorMode(allow_non_fake_inputs=True):
+        grad = torch.empty(shape, dtype=found.dtype, device=fakes[0].device)
+        operands = [
+            torch.empty(shape_at(x, a, found, count), dtype=x.dtype, device=x.device)
+            for x, a in zip(fakes, found.operands)
+        ]
+        module = internals.make_fx(run, decomposition_table=internals.decompositions())(grad, *operands)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def for_any_count(traces: Sequence[GraphModule]) -> GraphModule:
+    """One graph for traces of several numbers of blocks, with that number as its first input.
+
+    Raises `NoBlockFunction` where they differ in anything but sizes that grow with it.
+    """
+    graph, values = Graph(), dict[Node, Node]()
+    count = graph.placeholder("count")
+
+    def size(given: Sequence[int]) -> object:
+        factor, rest = divmod(given[1] - given[0], COUNTS[1] - COUNTS[0])
+        start = given[0] - factor * COUNTS[0]
+        if rest or any(g != start + factor * c for g, c in zip(given, COUNTS)):
+            raise NoBlockFunction(f"sizes {given} do not grow with the number of blocks")
+        grown = graph.call_function(operator.mul, (count, factor))
+        return graph.call_function(operator.add, (grown, start)) if start else grown
+
+    def joined(given: Sequence[object]) -> object:
+        first = given[0]
+        if isinstance(first, Node):
+            return values[first]
+        if isinstance(first, (list, tuple)):
+            return type(first)(joined(items) for items in zip(*given, strict=True))
+        if isinstance(first, dict):
+            return {key: joined([g[key] for g in given]) for key in first}
+        if all(g == first for g in given):
+            return first
+        if not all(isinstance(g, int) for g in given):
+            raise NoBlockFunction(f"{given} differ with the number of blocks")
+        return size(given)
+
+    for nodes in zip(*(t.graph.nodes for t in traces), strict=True):
+        node = nodes[0]
+        if len({(n.op, n.target) for n in nodes}) != 1 or node.op == "get_attr":
+            raise NoBlockFunction(f"{node} is not the same for every number of blocks")
+        if node.op == "placeholder":
+            values[node] = graph.placeholder(node.name)
+        elif node.op == "output":
+            graph.output(joined([n.args[0] for n in nodes]))
+        else:
+            args, kwargs = joined([n.args for n in nodes]), joined([dict(n.kwargs) for n in nodes])
+            values[node] = graph.call_function(node.target, args, kwargs)
+    return GraphModule({}, graph)
+
+
+def keep_operands(ctx, inputs: tuple, output: torch.Tensor) -> None:
+    operands, ctx.function = inputs
+    ctx.save_for_backward(*operands)
+
+
+def gradients(ctx, grad: torch.Tensor):
+    """Each gradient of a block function is one too."""
+    operands = list(ctx.saved_tensors)
+    needs = [isinstance(x, torch.Tensor) and f"{ctx.function}_{i}" in FUNCTIONS for i, x in enumerate(operands)]
+    found = [
+        torch.ops.streambp.over_blocks(([grad, *operands]), f"{ctx.function}_{i}") if need else None
+        for i, need in enumerate(needs)
+    ]
+    return found, None
+
+
+torch.library.register_autograd("streambp::over_blocks", gradients, setup_context=keep_operands)

@@ -1,0 +1,321 @@
+"""Sequences that a model cuts into blocks of so many tokens: state-space layers in block form, chunked linear
+attention, attention inside blocks.
+
+Between the reshape that parts the tokens into blocks and the one that joins them, a value either maps each
+block by itself, or lets blocks meet. The first kind becomes calls of ``streambp::over_blocks``
+(passes/kernels/blocks.py), whose chunks are whole blocks. The second kind, where blocks exchange a state, stays
+as it is: its values are small, a state per block, and exist at full length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .. import internals
+from ..passes.ir import Mark, bytes_of, hint, shape_of, tensor_operands
+from ..passes.kernels.blocks import Along
+from ..passes.kernels.blocks import Axis as Place
+from ..passes.rules import find_rule, form_of, windows_of
+from ..passes.rules.facets import Form
+from ..passes.token_propagation import TokenPropagation
+from .aten import inserted
+from .block_functions import BlockGraph, NoBlockFunction, register
+from .token_axes import Axis, Trace, axes_of, fake_of
+
+streambp = torch.ops.streambp
+WIDE = 2  # a value that blocks exchange may be so many times as large as the widest rows that enter them
+
+
+def over_blocks(module: GraphModule) -> GraphModule:
+    """Write what maps each block of tokens by itself as calls of ``streambp::over_blocks``."""
+    if not any(may_split(node) for node in module.graph.nodes):
+        return module
+    placeholders = module.graph.find_nodes(op="placeholder")
+    trace = Trace(module, [fake_of(n) for n in placeholders])
+    for axis in axes_of(trace, [fake_of(n) for n in placeholders]):
+        splits = [s for node in module.graph.nodes if (s := split_of(node, axis)) is not None]
+        for length in dict.fromkeys(s.length for s in splits):
+            found = Blocked(module, trace, axis, [s for s in splits if s.length == length])
+            try:
+                found.rewrite()
+            except NoBlockFunction as reason:
+                internals.log.debug("blocks of %s tokens stay as they are: %s", length, reason)
+    return module
+
+
+def may_split(node: Node) -> bool:
+    """May a node part the tokens into blocks: a reshape of a dimension that is not the last?"""
+    if form_of(node) is not Form.RESHAPE:
+        return False
+    old, new = (list(map(hint, fake_of(n).shape)) for n in (node.args[0], node))
+    ends = {math.prod(old[d:]) for d in range(len(old) + 1)}
+    return len(old) > 1 and any(math.prod(new[d:]) not in ends for d in range(len(new)))
+
+
+@dataclass(frozen=True)
+class Split:
+    """A reshape that parts tokens into ``count`` blocks of ``length``; where its result has the blocks."""
+
+    node: Node
+    length: int
+    count: int
+    mark: Mark
+
+
+def split_of(node: Node, axis: Axis) -> Split | None:
+    """How a node parts the tokens, or all of them and a padding, into two blocks or more."""
+    if form_of(node) is not Form.RESHAPE:
+        return None
+    source = node.args[0]
+    marks = axis.marks.get(source, ())
+    if len(marks) != 1:
+        return None
+    mark, (old, new) = marks[0], (list(map(hint, fake_of(n).shape)) for n in (source, node))
+    rows = old[mark.dim] // (mark.outer * mark.inner)
+    after, before = mark.inner * math.prod(old[mark.dim + 1 :]), mark.outer * math.prod(old[: mark.dim])
+    for d in range(1, len(new)):
+        length, rest = divmod(math.prod(new[d:]), after)
+        if rest or not 1 < length < rows or rows % length:
+            continue
+        outer, rest = divmod(before, math.prod(new[: d - 1]))
+        if not rest and new[d - 1] == outer * (rows // length):
+            return Split(node, length, rows // length, Mark(d - 1, outer))
+    return None
+
+
+class Blocked:
+    """The part of a graph between the reshapes to and from blocks of one length.
+
+    marks     where blocks go, as tokens do: a mark's ``inner`` of a block's length is a row per token
+    inside    nodes between those reshapes, both included
+    exchange  those of them that let blocks meet, and what follows from these for a block alone
+    """
+
+    def __init__(self, module: GraphModule, trace: Trace, axis: Axis, splits: list[Split]):
+        self.module, self.trace, self.axis = module, trace, axis
+        self.length, self.count = splits[0].length, splits[0].count
+        self.tokens = hint(axis.length)
+        if {s.count for s in splits} != {-(-self.tokens // self.length)}:
+            raise NoBlockFunction("these are not blocks of all tokens")
+        self.starts = {s.node for s in splits}
+        seeds = {trace.values[s.node]: (s.mark,) for s in splits}
+        self.marks = TokenPropagation(trace.graph, seeds, trace.known)
+        self.inside: set[Node] = set()
+        self.exchange: set[Node] = set()
+        self.laid_out: list[Node] = []
+        self.graph_values = {trace.values[n]: n for n in reversed(module.graph.nodes) if n in trace.values}
+        for node in module.graph.nodes:
+            self.visit(node)
+
+    # What a node does to blocks
+
+    def mark_of(self, node: Node) -> Mark | None:
+        found = self.marks.of(self.trace.values[node]) if node in self.trace.values else {}
+        return next(iter(found.values())) if len(found) == 1 else None
+
+    def visit(self, node: Node) -> None:
+        if node.op != "call_function" or node not in self.trace.values:
+            return
+        entered = node in self.starts or self.pads(node)
+        if not entered and not any(a in self.inside and not self.leaves(a) for a in node.all_input_nodes):
+            return
+        self.inside.add(node)
+        if not entered and not self.crops(node) and self.lets_meet(node):
+            self.exchange.add(node)
+
+    def pads(self, node: Node) -> bool:
+        """Does it add zero rows behind the tokens, up to full blocks?"""
+        mark = self.mark_of(node)
+        if mark is None or mark.inner != self.length or not self.has(node, mark, self.count):
+            return False
+        return any(self.is_padded(node, a) for a in node.all_input_nodes)
+
+    def is_padded(self, node: Node, source: Node) -> bool:
+        if source not in self.trace.values or not self.is_rows(source) or self.tokens % self.length == 0:
+            return False
+        windows = list(windows_of(self.trace.values[node]))
+        return (
+            len(windows) == 1
+            and windows[0][1].source is self.trace.values[source]
+            and windows[0][1].by == windows[0][1].low == 0
+        )
+
+    def crops(self, node: Node) -> bool:
+        """Does it cut off the rows behind the tokens?"""
+        value = self.trace.values[node]
+        if form_of(value) is not Form.SLICE or not self.is_rows(node):
+            return False
+        windows = list(windows_of(value))
+        return len(windows) == 1 and windows[0][1].by == 0 and self.has_full_rows(value.args[0])
+
+    def has_full_rows(self, value: Node) -> bool:
+        found = list(self.marks.of(value).values())
+        return (
+            len(found) == 1 and shape_of(value)[found[0].dim] == self.count * found[0].outer * found[0].inner
+        )
+
+    def is_rows(self, node: Node) -> bool:
+        """Has a value one row per token, and no padding?"""
+        mark = self.mark_of(node)
+        if mark is None or mark.inner % self.length:
+            return False
+        return shape_of(self.trace.values[node])[mark.dim] == (
+            self.tokens * mark.outer * (mark.inner // self.length)
+        )
+
+    def has(self, node: Node, mark: Mark, count: int) -> bool:
+        return shape_of(self.trace.values[node])[mark.dim] == count * mark.outer * mark.inner
+
+    def leaves(self, node: Node) -> bool:
+        """Are these rows of tokens again, with nothing of blocks?"""
+        mark = self.mark_of(node)
+        return node not in self.starts and mark is not None and mark.inner == self.length and self.is_rows(node)
+
+    def lets_meet(self, node: Node) -> bool:
+        """Does a node let blocks meet? So does what only follows from such values, and is small."""
+        if not all(map(self.maps_blocks, self.between(node))):
+            return True
+        read = [a for a in node.all_input_nodes if a in self.inside or self.mark_of(a) is not None]
+        return bool(read) and self.exchange.issuperset(read) and bytes_of(fake_of(node)) <= self.small()
+
+    def small(self) -> int:
+        """Bytes up to which a value may exist at full length."""
+        widths = (bytes_of(fake_of(n.args[0])) for n in self.starts)
+        return WIDE * max(widths)
+
+    def between(self, node: Node) -> list[Node]:
+        """What a node became in the captured graph."""
+        stops = {self.trace.values[a] for a in node.all_input_nodes if a in self.trace.values}
+        found, stack = [], [self.trace.values[node]]
+        while stack:
+            value = stack.pop()
+            if value not in stops and value not in found and value.op == "call_function":
+                found.append(value)
+                stack += value.all_input_nodes
+        return found
+
+    def maps_blocks(self, value: Node) -> bool:
+        """Does a captured node map each block by itself, if blocks come to it?"""
+        operands = tensor_operands(value)
+        touched = [a for a in (value, *operands) if self.marks.of(a)]
+        if not touched:
+            return True
+        signature = self.marks.signatures.get(value)
+        if signature is None or value in self.marks.lost or len(self.marks.of(value)) != 1:
+            return False
+        if any(len(self.marks.of(a)) > 1 or not self.has_full_rows(a) for a in touched):
+            return False
+        if signature.reshape:
+            return bool(self.marks.of(operands[0]))
+        label = signature.outputs[0][next(iter(self.marks.of(value)))]
+        read = [
+            labels[next(iter(self.marks.of(a)))]
+            for a, labels in zip(operands, signature.operands)
+            if self.marks.of(a)
+        ]
+        moved = label in signature.reach or any(signature.offsets.get(label, ())) or label in signature.placed
+        alike = bool(operands) or signature.uniform
+        return label is not None and all(r == label for r in read) and not moved and alike
+
+    # Calls
+
+    def rewrite(self) -> None:
+        """Replace every value of blocks that somebody reads: rows of tokens, and what the exchange reads."""
+        wanted = [n for n in self.module.graph.nodes if n in self.inside and self.is_wanted(n)]
+        self.check(wanted)
+        try:
+            for node, call in [(node, self.function(node)) for node in wanted]:
+                self.replace(node, *call)
+        finally:
+            for node in reversed([n for n in self.module.graph.nodes if n in self.inside or n in self.laid_out]):
+                if not node.users:
+                    self.module.graph.erase_node(node)
+
+    def is_wanted(self, node: Node) -> bool:
+        if node in self.exchange or self.pads(node):
+            return False
+        return self.leaves(node) or any(u not in self.inside or u in self.exchange for u in node.users)
+
+    def check(self, wanted: list[Node]) -> None:
+        """Raises `NoBlockFunction` where values that must exist at full length are wide, or nothing is left."""
+        if not any(map(self.leaves, wanted)):
+            raise NoBlockFunction("no rows of tokens come out")
+        for node in wanted:
+            if not self.leaves(node) and bytes_of(fake_of(node)) > self.small():
+                raise NoBlockFunction(f"{node} is wide, and blocks exchange it")
+        for node in self.exchange:
+            if bytes_of(fake_of(node)) > self.small() and not self.is_view(node):
+                raise NoBlockFunction(f"{node} is wide, and made of values that blocks exchange")
+
+    def is_view(self, node: Node) -> bool:
+        return all(getattr(v.target, "is_view", False) for v in self.between(node))
+
+    def function(self, node: Node) -> tuple[str, list[Node], int, int, int]:
+        """The name of the function that makes a value, its operands, and the dimensions of its result that
+        are one of the value's: the first of them, and how many more."""
+        value = self.trace.values[node.args[0] if self.crops(node) else node]
+        graph = BlockGraph(self.marks, self.length, self.count)
+        boundary = list(self.boundary(value))
+        operands = [self.operand(graph, *pair) for pair in boundary]
+        if not any(place.along is Along.ROWS for place in graph.operands):
+            raise NoBlockFunction(f"{node} is made of no rows")
+        made, mark = graph.result(value, self.leaves(node))
+        inner = mark.inner // (self.length if self.leaves(node) else 1)
+        return register(made, list(map(fake_of, operands))), operands, mark.dim, (mark.outer != 1) + (inner != 1)
+
+    def boundary(self, value: Node) -> Iterator[tuple[Node, Node]]:
+        """Captured values that a block function reads, and the nodes of the graph whose values they are."""
+        seen, stack = set(), [value]
+        while stack:
+            at = stack.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            node = self.graph_values.get(at)
+            if node is not None and at is not value and self.is_outside(node, at):
+                yield at, node
+            elif at.op != "call_function":
+                raise NoBlockFunction(f"{at} is a constant")
+            else:
+                stack += reversed(at.all_input_nodes)
+
+    def is_outside(self, node: Node, value: Node) -> bool:
+        if self.pads(node) or node in self.exchange:
+            return True
+        made = value.op == "call_function" and not value.all_input_nodes and find_rule(value) is not None
+        uniform = made and self.marks.signatures[value].uniform
+        return (node not in self.inside or self.leaves(node)) and not uniform
+
+    def operand(self, graph: BlockGraph, value: Node, node: Node) -> Node:
+        """An operand of a function: what is read, with a dimension for its rows, or blocks, alone."""
+        source = next(a for a in node.all_input_nodes if self.is_padded(node, a)) if self.pads(node) else node
+        found = self.marks.of(value)
+        if not found:
+            if self.axis.marks.get(node):
+                raise NoBlockFunction(f"{node} has tokens, and no blocks")
+            graph.read(value, Place(Along.WHOLE), None)
+            return source
+        mark = next(iter(found.values()))
+        if len(found) > 1 or not self.has_full_rows(value):
+            raise NoBlockFunction(f"{node} has neither rows nor blocks alone")
+        along = Along.ROWS if self.is_rows(source) else Along.BLOCKS
+        graph.read(value, Place(along, mark.dim + (mark.outer != 1)), mark)
+        inner = mark.inner // (self.length if along is Along.ROWS else 1)
+        if mark.outer == inner == 1:
+            return source
+        sizes = [size for size in (mark.outer, -1, inner) if size != 1]
+        with self.module.graph.inserting_after(source):
+            self.laid_out.append(inserted(source, torch.Tensor.unflatten, (source, mark.dim, sizes)))
+        return self.laid_out[-1]
+
+    def replace(self, node: Node, name: str, operands: list[Node], dim: int, more: int) -> None:
+        with self.module.graph.inserting_before(node):
+            new = inserted(node, streambp.over_blocks.default, (operands, name))
+            if more:
+                new = inserted(node, torch.flatten, (new, dim, dim + more))
+        node.replace_all_uses_with(new)
