@@ -17,10 +17,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import internals
-from ..passes.ir import Mark, bytes_of, hint, shape_of, tensor_operands
+from ..passes.ir import Mark, ancestors, bytes_of, draws_random, hint, shape_of, tensor_operands
 from ..passes.kernels.blocks import Along
 from ..passes.kernels.blocks import Axis as Place
-from ..passes.rules import find_rule, form_of, windows_of
+from ..passes.rules import form_of, windows_of
 from ..passes.rules.facets import Form
 from ..passes.token_propagation import TokenPropagation
 from .aten import inserted
@@ -285,11 +285,18 @@ class Blocked:
                 stack += reversed(at.all_input_nodes)
 
     def is_outside(self, node: Node, value: Node) -> bool:
+        """Is a value read, and not made inside?"""
         if self.pads(node) or node in self.exchange:
             return True
-        made = value.op == "call_function" and not value.all_input_nodes and find_rule(value) is not None
-        uniform = made and self.marks.signatures[value].uniform
-        return (node not in self.inside or self.leaves(node)) and not uniform
+        return (node not in self.inside or self.leaves(node)) and not self.is_constant(value)
+
+    def is_constant(self, value: Node) -> bool:
+        """Is it made of nothing, and the same for every block: a mask of the rows of a block, zeros?"""
+        if self.marks.of(value):
+            signature = self.marks.signatures.get(value)
+            return signature is not None and signature.uniform and not value.all_input_nodes
+        made = ancestors([value])
+        return all(n.op == "call_function" and not draws_random(n) for n in made)
 
     def operand(self, graph: BlockGraph, value: Node, node: Node) -> Node:
         """An operand of a function: what is read, with a dimension for its rows, or blocks, alone."""
