@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from . import internals
 from .config import Config
 from .dynamo.attention import torch_attention
+from .dynamo.block_functions import write_out
 from .dynamo.regions import written_buffers, written_storages
 from .dynamo.token_axes import SHORTEST_STREAMED, Axis, fake_of, is_parameter
 from .passes.ir import (
@@ -118,7 +119,7 @@ class CompiledRegion:
             refusal = refusal_of(error, doing, "region", self.module)
             if self.config.strict:
                 raise NotStreamed(str(refusal)) from error
-        torch_attention(self.module)
+        self.written_out()
         call = internals.compile_plainly(self.module, self.fakes, self.config.mode)
         self.streamed = self.report.streamed = None
         if self.report.refusal is None:
@@ -205,9 +206,13 @@ class CompiledRegion:
             self.report.refusal = refusal_of(refused, "", "region", self.module)
             if not isinstance(refused, NothingToStream):
                 self.refuse(self.report.refusal, self.whole_cost(graph_module))
-            if torch_attention(self.module):
+            if self.written_out():
                 raise TraceAgain from None
         return self.streamed is not None
+
+    def written_out(self) -> bool:
+        """Write the operators that are there for streaming as torch's own. Are there any?"""
+        return any([torch_attention(self.module), write_out(self.module)])
 
     def tell(self, text: str) -> None:
         where = next(filter(None, map(where_of, self.module.graph.nodes)), "")

@@ -11,6 +11,7 @@ from graphs import single
 from torch.utils._pytree import tree_map
 
 from streambp_compile.passes.ir import tensor_operands
+from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction
 from streambp_compile.passes.rules import overload, rule_of
 
 streambp = torch.ops.streambp
@@ -63,6 +64,22 @@ def attention_backward(mask=None, groups=1, causal=True):
         return streambp.attention_backward.default, (x(*out.shape), q, k, v, out, lse, m, c, scale), {}
 
     return make
+
+
+def over_blocks(result):
+    """Rows, or their sum, of blocks of one token: longer blocks are tested with models (test_blocks.py)."""
+
+    def body(count, rows, weight):
+        made = rows * weight
+        return made if result == "rows" else made.sum(1)
+
+    along = Along.ROWS if result == "rows" else Along.WHOLE
+    places = (Axis(Along.ROWS, 1), Axis(Along.WHOLE))
+    shape = (2, 6, 3) if result == "rows" else (2, 3)
+    FUNCTIONS[f"sample {result}"] = BlockFunction(
+        torch.fx.symbolic_trace(body), 1, places, Axis(along, 1), shape, torch.float64
+    )
+    return call("streambp::over_blocks", [t(2, 6, 3), t(3)], f"sample {result}")
 
 
 def call(name, *args, **kwargs):
@@ -118,6 +135,7 @@ SAMPLES = {
     "aten::native_dropout_backward": [
         call("aten::native_dropout_backward", t(3, 4), t(3, 4, dtype=BOOL), 2.0)
     ],
+    "streambp::over_blocks": [over_blocks(name) for name in ("rows", "sums")],
     "streambp::seed": [call("streambp::seed", torch.device("cpu"))],
     "streambp::uniform": [call("streambp::uniform", i(1 << 40), [2, 5, 3], 1, torch.float64)],
     "aten::resolve_conj": [call("aten::resolve_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],

@@ -83,6 +83,7 @@ from .values import (
 
 __all__ = [
     "ACCUMULATORS",
+    "BLOCKS",
     "Analysis",
     "Binding",
     "BindingRole",
@@ -126,6 +127,7 @@ __all__ = [
     "ancestors",
     "arguments",
     "band_text",
+    "blocks_of",
     "bytes_of",
     "copied",
     "draws_random",

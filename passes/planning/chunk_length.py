@@ -25,9 +25,7 @@ def chunk_lengths(
     """Tokens per chunk of every sweep, a multiple of the blocks that its functions map; the same for those
     that save states of a scan and those that restore them."""
     block = math.lcm(*(block_of(n) for s in program.sweeps for n in s.nodes))
-    lengths = [
-        -(-chunk_length(s, analysis, chosen, device) // block) * block for s in program.sweeps
-    ]
+    lengths = [-(-chunk_length(s, analysis, chosen, device) // block) * block for s in program.sweeps]
     shared = min(
         (c for s, c in zip(program.sweeps, lengths) if s.saved_states or s.restored_states), default=0
     )

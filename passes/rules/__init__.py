@@ -270,7 +270,17 @@ def kept() -> tuple[torch._ops.OpOverload, ...]:
     return tuple(op for op, found in TABLE.items() if found.keep)
 
 
-for _family in ("pointwise", "views", "matmul", "reductions", "scans", "indexing", "creation", "attention", "blocks"):
+for _family in (
+    "pointwise",
+    "views",
+    "matmul",
+    "reductions",
+    "scans",
+    "indexing",
+    "creation",
+    "attention",
+    "blocks",
+):
     BUILT_IN.append(_family)
     importlib.import_module(f"{__name__}.{_family}")
 BUILT_IN.clear()

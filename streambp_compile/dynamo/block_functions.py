@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -16,7 +17,7 @@ from torch.fx.node import map_arg
 
 from .. import internals
 from ..passes.ir import Mark, bytes_of, hint, is_tensor, shape_of, value_of
-from ..passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction
+from ..passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction, over_blocks
 from ..passes.rules import find_rule
 from ..passes.token_propagation import TokenPropagation
 
@@ -104,7 +105,10 @@ def register(found: BlockFunction, fakes: Sequence[torch.Tensor]) -> str:
 
     fakes  the operands, which tell dtypes, other sizes, and which of them want gradients
     """
-    described = [f"{shape_at(x, axis, found, 2)}{x.dtype}{x.device}{x.requires_grad}" for x, axis in zip(fakes, found.operands)]
+    described = [
+        f"{shape_at(x, axis, found, 2)}{x.dtype}{x.device}{x.requires_grad}"
+        for x, axis in zip(fakes, found.operands)
+    ]
     text = f"{found.module.code}{found.operands}{found.result}{found.length}{found.dtype}{described}"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     if name not in FUNCTIONS:
@@ -167,43 +171,63 @@ def for_any_count(traces: Sequence[GraphModule]) -> GraphModule:
 
     Raises `NoBlockFunction` where they differ in anything but sizes that grow with it.
     """
-    graph, values = Graph(), dict[Node, Node]()
-    count = graph.placeholder("count")
+    joining = Joining()
+    for nodes in zip(*(t.graph.nodes for t in traces), strict=True):
+        if len({(n.op, n.target) for n in nodes}) != 1 or nodes[0].op == "get_attr":
+            raise NoBlockFunction(f"{nodes[0]} is not the same for every number of blocks")
+        joining.add(nodes)
+    return GraphModule({}, joining.graph)
 
-    def size(given: Sequence[int]) -> object:
-        factor, rest = divmod(given[1] - given[0], COUNTS[1] - COUNTS[0])
-        start = given[0] - factor * COUNTS[0]
-        if rest or any(g != start + factor * c for g, c in zip(given, COUNTS)):
-            raise NoBlockFunction(f"sizes {given} do not grow with the number of blocks")
-        grown = graph.call_function(operator.mul, (count, factor))
-        return graph.call_function(operator.add, (grown, start)) if start else grown
 
-    def joined(given: Sequence[object]) -> object:
+class Joining:
+    """Writes the graph that several traces are instances of."""
+
+    def __init__(self) -> None:
+        self.graph, self.values = Graph(), dict[Node, Node]()
+        self.count = self.graph.placeholder("count")
+
+    def add(self, nodes: Sequence[Node]) -> None:
+        """The next node, given as it is in each trace."""
+        node = nodes[0]
+        if node.op == "output":
+            self.graph.output(self.joined([n.args[0] for n in nodes]))
+        elif node.op == "placeholder":
+            self.values[node] = self.graph.placeholder(node.name)
+        else:
+            args, kwargs = self.joined([n.args for n in nodes]), self.joined([dict(n.kwargs) for n in nodes])
+            self.values[node] = self.graph.call_function(node.target, args, kwargs)
+
+    def joined(self, given: Sequence[Any]) -> Any:
+        """An argument, given as it is in each trace."""
         first = given[0]
         if isinstance(first, Node):
-            return values[first]
+            return self.values[first]
         if isinstance(first, (list, tuple)):
-            return type(first)(joined(items) for items in zip(*given, strict=True))
+            return type(first)(self.joined(items) for items in zip(*given, strict=True))
         if isinstance(first, dict):
-            return {key: joined([g[key] for g in given]) for key in first}
+            return {key: self.joined([g[key] for g in given]) for key in first}
         if all(g == first for g in given):
             return first
         if not all(isinstance(g, int) for g in given):
             raise NoBlockFunction(f"{given} differ with the number of blocks")
-        return size(given)
+        return self.size(given)
 
-    for nodes in zip(*(t.graph.nodes for t in traces), strict=True):
-        node = nodes[0]
-        if len({(n.op, n.target) for n in nodes}) != 1 or node.op == "get_attr":
-            raise NoBlockFunction(f"{node} is not the same for every number of blocks")
-        if node.op == "placeholder":
-            values[node] = graph.placeholder(node.name)
-        elif node.op == "output":
-            graph.output(joined([n.args[0] for n in nodes]))
-        else:
-            args, kwargs = joined([n.args for n in nodes]), joined([dict(n.kwargs) for n in nodes])
-            values[node] = graph.call_function(node.target, args, kwargs)
-    return GraphModule({}, graph)
+    def size(self, given: Sequence[int]) -> Node:
+        factor, rest = divmod(given[1] - given[0], COUNTS[1] - COUNTS[0])
+        start = given[0] - factor * COUNTS[0]
+        if rest or any(g != start + factor * c for g, c in zip(given, COUNTS)):
+            raise NoBlockFunction(f"sizes {given} do not grow with the number of blocks")
+        grown = self.graph.call_function(operator.mul, (self.count, factor))
+        return self.graph.call_function(operator.add, (grown, start)) if start else grown
+
+
+def write_out(module: GraphModule) -> bool:
+    """Let a region that runs unchunked trace into its block functions. Are there any in it?"""
+    calls = module.graph.find_nodes(op="call_function", target=torch.ops.streambp.over_blocks.default)
+    for node in calls:
+        node.target = over_blocks
+    module.recompile()
+    return bool(calls)
 
 
 def keep_operands(ctx, inputs: tuple, output: torch.Tensor) -> None:
@@ -214,7 +238,9 @@ def keep_operands(ctx, inputs: tuple, output: torch.Tensor) -> None:
 def gradients(ctx, grad: torch.Tensor):
     """Each gradient of a block function is one too."""
     operands = list(ctx.saved_tensors)
-    needs = [isinstance(x, torch.Tensor) and f"{ctx.function}_{i}" in FUNCTIONS for i, x in enumerate(operands)]
+    needs = [
+        isinstance(x, torch.Tensor) and f"{ctx.function}_{i}" in FUNCTIONS for i, x in enumerate(operands)
+    ]
     found = [
         torch.ops.streambp.over_blocks(([grad, *operands]), f"{ctx.function}_{i}") if need else None
         for i, need in enumerate(needs)

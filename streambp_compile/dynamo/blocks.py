@@ -1,17 +1,15 @@
 """Sequences that a model cuts into blocks of so many tokens: state-space layers in block form, chunked linear
 attention, attention inside blocks.
 
-Between the reshape that parts the tokens into blocks and the one that joins them, a value either maps each
-block by itself, or lets blocks meet. The first kind becomes calls of ``streambp::over_blocks``
-(passes/kernels/blocks.py), whose chunks are whole blocks. The second kind, where blocks exchange a state, stays
-as it is: its values are small, a state per block, and exist at full length.
+Between the reshape that parts the tokens into blocks and the one that joins them, a node either maps each
+block by itself, or lets blocks meet. What maps blocks becomes calls of ``streambp::over_blocks``
+(passes/kernels/blocks.py), whose chunks are whole blocks. What lets them exchange a state stays as it is: its
+values are small, a state per block, and exist at full length.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -25,10 +23,11 @@ from ..passes.rules.facets import Form
 from ..passes.token_propagation import TokenPropagation
 from .aten import inserted
 from .block_functions import BlockGraph, NoBlockFunction, register
+from .block_splits import Split, may_split, split_of
 from .token_axes import Axis, Trace, axes_of, fake_of
 
 streambp = torch.ops.streambp
-WIDE = 2  # a value that blocks exchange may be so many times as large as the widest rows that enter them
+WIDE = 4  # a value that blocks exchange may be so many times as large as the widest rows that enter them
 
 
 def over_blocks(module: GraphModule) -> GraphModule:
@@ -46,46 +45,6 @@ def over_blocks(module: GraphModule) -> GraphModule:
             except NoBlockFunction as reason:
                 internals.log.debug("blocks of %s tokens stay as they are: %s", length, reason)
     return module
-
-
-def may_split(node: Node) -> bool:
-    """May a node part the tokens into blocks: a reshape of a dimension that is not the last?"""
-    if form_of(node) is not Form.RESHAPE:
-        return False
-    old, new = (list(map(hint, fake_of(n).shape)) for n in (node.args[0], node))
-    ends = {math.prod(old[d:]) for d in range(len(old) + 1)}
-    return len(old) > 1 and any(math.prod(new[d:]) not in ends for d in range(len(new)))
-
-
-@dataclass(frozen=True)
-class Split:
-    """A reshape that parts tokens into ``count`` blocks of ``length``; where its result has the blocks."""
-
-    node: Node
-    length: int
-    count: int
-    mark: Mark
-
-
-def split_of(node: Node, axis: Axis) -> Split | None:
-    """How a node parts the tokens, or all of them and a padding, into two blocks or more."""
-    if form_of(node) is not Form.RESHAPE:
-        return None
-    source = node.args[0]
-    marks = axis.marks.get(source, ())
-    if len(marks) != 1:
-        return None
-    mark, (old, new) = marks[0], (list(map(hint, fake_of(n).shape)) for n in (source, node))
-    rows = old[mark.dim] // (mark.outer * mark.inner)
-    after, before = mark.inner * math.prod(old[mark.dim + 1 :]), mark.outer * math.prod(old[: mark.dim])
-    for d in range(1, len(new)):
-        length, rest = divmod(math.prod(new[d:]), after)
-        if rest or not 1 < length < rows or rows % length:
-            continue
-        outer, rest = divmod(before, math.prod(new[: d - 1]))
-        if not rest and new[d - 1] == outer * (rows // length):
-            return Split(node, length, rows // length, Mark(d - 1, outer))
-    return None
 
 
 class Blocked:
@@ -174,7 +133,9 @@ class Blocked:
     def leaves(self, node: Node) -> bool:
         """Are these rows of tokens again, with nothing of blocks?"""
         mark = self.mark_of(node)
-        return node not in self.starts and mark is not None and mark.inner == self.length and self.is_rows(node)
+        return (
+            node not in self.starts and mark is not None and mark.inner == self.length and self.is_rows(node)
+        )
 
     def lets_meet(self, node: Node) -> bool:
         """Does a node let blocks meet? So does what only follows from such values, and is small."""
@@ -232,7 +193,9 @@ class Blocked:
             for node, call in [(node, self.function(node)) for node in wanted]:
                 self.replace(node, *call)
         finally:
-            for node in reversed([n for n in self.module.graph.nodes if n in self.inside or n in self.laid_out]):
+            for node in reversed(
+                [n for n in self.module.graph.nodes if n in self.inside or n in self.laid_out]
+            ):
                 if not node.users:
                     self.module.graph.erase_node(node)
 
@@ -242,7 +205,8 @@ class Blocked:
         return self.leaves(node) or any(u not in self.inside or u in self.exchange for u in node.users)
 
     def check(self, wanted: list[Node]) -> None:
-        """Raises `NoBlockFunction` where values that must exist at full length are wide, or nothing is left."""
+        """Raises `NoBlockFunction` where values that must exist at full length are wide, or no rows come
+        out."""
         if not any(map(self.leaves, wanted)):
             raise NoBlockFunction("no rows of tokens come out")
         for node in wanted:
@@ -266,7 +230,12 @@ class Blocked:
             raise NoBlockFunction(f"{node} is made of no rows")
         made, mark = graph.result(value, self.leaves(node))
         inner = mark.inner // (self.length if self.leaves(node) else 1)
-        return register(made, list(map(fake_of, operands))), operands, mark.dim, (mark.outer != 1) + (inner != 1)
+        return (
+            register(made, list(map(fake_of, operands))),
+            operands,
+            mark.dim,
+            (mark.outer != 1) + (inner != 1),
+        )
 
     def boundary(self, value: Node) -> Iterator[tuple[Node, Node]]:
         """Captured values that a block function reads, and the nodes of the graph whose values they are."""

@@ -29,7 +29,7 @@ from ..passes.ir import (
 )
 from ..passes.normalization.normalize import normalize
 from ..passes.normalization.sorted_rows import undo_sorts
-from ..passes.rules import is_product
+from ..passes.rules import block_of, is_product
 from ..passes.split import Region
 from ..passes.token_propagation import Signatures, TokenPropagation
 from .capture import Captured
@@ -318,6 +318,8 @@ def mixes(node: Node, propagation: TokenPropagation, length: int) -> bool:
     signature = propagation.signatures.get(node)
     if signature is None or signature.reshape or signature.rows is not None:
         return attends(node, propagation, length)
+    if block_of(node) > 1:
+        return touches(node, propagation)
     reads = any(
         labels[d] in signature.reach
         for a, labels in zip(tensor_operands(node), signature.operands)

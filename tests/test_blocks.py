@@ -1,0 +1,197 @@
+"""Sequences cut into blocks: state-space layers in block form, linear attention, attention in blocks."""
+
+import operator
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCABULARY, gradients, ids_of, worst_error
+from torch import Tensor, nn
+
+from streambp_compile import NotStreamed
+from streambp_compile.dynamo.block_functions import NoBlockFunction, for_any_count
+from streambp_compile.passes.ir import blocks_of
+from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+EXACT = 1e-10
+WIDTH, HEADS, BLOCK = 16, 2, 8
+
+
+def blocks(x: Tensor, pad: int = 0) -> Tensor:
+    """``[b, t, …]`` → ``[b, n, l, …]``."""
+    x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, pad)) if pad else x
+    return x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:])
+
+
+def missing(length: int) -> int:
+    return -length % BLOCK
+
+
+def decays(steps: Tensor) -> Tensor:
+    """``[…, l]`` → ``[…, l, l]``: the product of decays between two rows, given their logarithms."""
+    count = steps.shape[-1]
+    below = torch.ones(count, count, dtype=torch.bool).tril(-1)
+    total = steps[..., None].expand(*steps.shape, count).masked_fill(~below, 0).cumsum(-2)
+    return total.masked_fill(~below.logical_or(torch.eye(count, dtype=torch.bool)), -torch.inf).exp()
+
+
+def state_space(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """The block form of a state-space layer (Mamba-2, arXiv 2405.21060, section 6), padded to full blocks."""
+    length, pad = q.shape[1], missing(q.shape[1])
+    steps = blocks(-F.softplus(v.unflatten(-1, (HEADS, -1)).mean(-1) * scale), pad).permute(0, 3, 1, 2)
+    q, k, v = (blocks(x.unflatten(-1, (HEADS, -1)), pad) for x in (q, k, v))
+    total = steps.cumsum(-1)
+    inside = torch.einsum("bclhn,bcshn,bhcls,bcshp->bclhp", q, k, decays(steps), v)
+    states = torch.einsum("bclhn,bhcl,bclhp->bchpn", k, (total[..., -1:] - total).exp(), v)
+    states = torch.cat([torch.zeros_like(states[:, :1]), states], 1)
+    between = decays(F.pad(total[..., -1], (1, 0)))
+    states = torch.einsum("bhzc,bchpn->bzhpn", between, states)[:, :-1]
+    before = torch.einsum("bclhn,bchpn,bhcl->bclhp", q, states, total.exp())
+    return (inside + before).reshape(q.shape[0], -1, WIDTH)[:, :length]
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """The chunkwise form of retention (arXiv 2307.08621): a loop over blocks carries the state."""
+    length, pad = q.shape[1], missing(q.shape[1])
+    q, k, v = (blocks(x, pad) for x in (q, k, v))
+    places = torch.arange(BLOCK, dtype=q.dtype)
+    decay = scale.sigmoid()[0]
+    matrix = torch.where(places[:, None] >= places, decay ** (places[:, None] - places).clamp(min=0), 0.0)
+    inside = (q @ k.transpose(-1, -2) * matrix) @ v
+    made = (k * decay ** (BLOCK - 1 - places)[:, None]).transpose(-1, -2) @ v
+    state, states = torch.zeros_like(made[:, 0]), []
+    for block in made.unbind(1):
+        states.append(state)
+        state = state * decay**BLOCK + block
+    before = (q * decay ** (places + 1)[:, None]) @ torch.stack(states, 1)
+    return (inside + before).flatten(1, 2)[:, :length]
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Causal linear attention: a cumulative sum over blocks, products inside."""
+    length, pad = q.shape[1], missing(q.shape[1])
+    q, k, v = (blocks(x, pad) for x in (F.elu(q) + 1, F.elu(k) + 1, v))
+    states = (k.transpose(-1, -2) @ v).cumsum(1)
+    states = F.pad(states, (0, 0, 0, 0, 1, 0))[:, :-1]
+    mixed = (q @ k.transpose(-1, -2)).tril() @ v + q @ states
+    return (mixed * scale[0]).reshape(q.shape[0], -1, WIDTH)[:, :length]
+
+
+def flat(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Attention inside blocks that are sequences of their own (MegaByte, arXiv 2305.07185)."""
+    batch, length = q.shape[:2]
+    q, k, v = (x.reshape(-1, BLOCK, WIDTH) for x in (q, k, v))
+    scores = q @ k.transpose(-1, -2) * scale[0]
+    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu(1)
+    return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).reshape(batch, length, WIDTH)
+
+
+def two_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Attention to a row's own block and the one before it (Longformer's and LongT5's local attention)."""
+    length, pad = q.shape[1], missing(q.shape[1])
+    q, k, v = (blocks(x, pad) for x in (q, k, v))
+    k, v = (torch.cat([F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1], x], 2) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * scale[0]
+    far = torch.ones(BLOCK, 2 * BLOCK, dtype=torch.bool).triu(BLOCK + 1)
+    mixed = scores.masked_fill(far, -torch.inf).softmax(-1) @ v
+    return mixed.flatten(1, 2)[:, :length]
+
+
+class Layer(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.mix, self.norm = mix, nn.LayerNorm(WIDTH)
+        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.mix(*self.into(self.norm(x)).chunk(3, -1), self.scale))
+
+
+class Model(nn.Module):
+    def __init__(self, mix, layers: int):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.Sequential(*(Layer(mix) for _ in range(layers)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.layers(self.embed(ids)))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def check(mix, lengths, chunk: int = 12, strict: bool = True, layers: int = 1) -> None:
+    """Gradients are eager's, whatever the length; every region streams."""
+    model = Model(mix, layers).double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": chunk, "strict": strict})
+    for length in lengths:
+        ids = ids_of(2, length)
+        truth = gradients(model, lambda ids=ids: model(ids))
+        assert worst_error(gradients(model, lambda ids=ids: step(ids)), truth) < EXACT
+
+
+MIXERS = {f.__name__: f for f in (state_space, retention, linear_attention, flat, two_blocks)}
+
+
+@pytest.mark.parametrize(
+    "name, length",
+    [
+        ("state_space", 43),
+        *(
+            pytest.param(name, length, marks=pytest.mark.slow)
+            for name, length in (
+                ("state_space", 48),
+                ("retention", 40),
+                ("retention", 43),
+                ("two_blocks", 43),
+                ("two_blocks", 40),
+            )
+        ),
+        ("flat", 40),
+    ],
+)
+def test_blocks_stream(name, length):
+    check(MIXERS[name], [length])
+
+
+@pytest.mark.slow
+def test_other_lengths_need_no_other_plan():
+    check(state_space, [43, 61, 24], layers=2)
+
+
+def test_gradients_are_block_functions_of_their_own():
+    check(linear_attention, [43])
+    names = [n for n, f in FUNCTIONS.items() if "_" not in n and f.result.along is Along.BLOCKS]
+    found = FUNCTIONS[names[-1]]
+    grads = {i: FUNCTIONS.get(f"{names[-1]}_{i}") for i in range(len(found.operands))}
+    assert any(grads.values())
+    for i, grad in grads.items():
+        assert grad is None or grad.operands == (found.result, *found.operands)
+        assert grad is None or grad.result == found.operands[i]
+
+
+def test_a_chunk_holds_whole_blocks():
+    assert [blocks_of("blocks_8", rows) for rows in (1, 8, 9, 24)] == [1, 1, 2, 3]
+
+
+def test_wide_values_that_blocks_exchange_run_unchunked():
+    def every_row_of_every_block(q, k, v, scale):
+        wide = torch.einsum("bnlq,bmsd->bnmlqsd", blocks(q), blocks(k)).tanh()
+        return torch.einsum("bnmlqsd,bmsd->bnld", wide, blocks(v)).flatten(1, 2) * scale[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotStreamed)
+        check(every_row_of_every_block, [16], strict=False)
+
+
+def test_sizes_that_do_not_grow_evenly_are_refused():
+    def graph(size: int):
+        made = torch.fx.Graph()
+        made.output(made.call_function(torch.ops.aten.full.default, ([size], 0)))
+        return torch.fx.GraphModule({}, made)
+
+    grown = for_any_count([graph(6), graph(10), graph(16)])
+    assert [n.target for n in grown.graph.nodes if n.target is operator.mul] == [operator.mul]
+    with pytest.raises(NoBlockFunction, match="do not grow"):
+        for_any_count([graph(6), graph(10), graph(17)])
