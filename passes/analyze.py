@@ -280,8 +280,9 @@ class Reader:
         pair = next((pair for pair in filter(None, ins) if pair[1] is not NO_KEYS), None)
         if any(outs):
             return self.kept(node, signature, [o for o in outs if o is not None], pair)
-        summable = signature.contracts in (Contraction.SUM, Contraction.PICKED) or merge_of(node) is not None
         row, key = pair or next(filter(None, ins))
+        added = signature.contracts in (Contraction.SUM, Contraction.PICKED) or row in signature.sums
+        summable = added or merge_of(node) is not None
         return Labelling(row, None if key is NO_KEYS else key, Kind.SUM if summable else Kind.ALL)
 
     def labelled(self, slot: Slot, labels: Labels) -> tuple[Label, Label] | None:

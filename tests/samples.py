@@ -70,7 +70,7 @@ def over_blocks(result):
     """Rows, or their sum, of blocks of one token: longer blocks are tested with models (test_blocks.py)."""
 
     def body(count, rows, weight):
-        made = rows * weight
+        made = rows + rows.sum((0, 2), keepdim=True) * weight.sum()
         return made if result == "rows" else made.sum(1)
 
     along = Along.ROWS if result == "rows" else Along.WHOLE

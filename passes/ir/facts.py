@@ -165,6 +165,7 @@ class Signature:
 
     reach      label → rows read along it, where that is more than the own row
     contracts  a `Contraction`, or its value: what may be done with a contracted label that carries tokens
+    sums       contracted labels of which chunks may be added up, whatever ``contracts`` says of the others
     rows/keys  labels of queries and keys, for an operator that is attention by itself
     reshape    the node moves rows between dimensions; ties come from the sizes
     offsets    label → for each operand k: output row j reads row j+k along it (slices and padding)
@@ -176,6 +177,7 @@ class Signature:
     outputs: tuple[Labels, ...]
     reach: Mapping[Label, Reach] = field(default_factory=dict)
     contracts: Contraction | str = Contraction.SUM
+    sums: frozenset[Label] = frozenset()
     rows: Label = None
     keys: Label = None
     reshape: bool = False

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..ir import Signature, Tokens, refuse, shape_of, tensor_operands
-from ..kernels.blocks import FUNCTIONS, Along, BlockFunction
+from ..kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction
 from . import rule
 from .facets import CostClass
 
@@ -85,8 +85,14 @@ def inlined(body, found: BlockFunction, given: list[Node]) -> Node:
 def over_blocks(node: Node) -> Signature:
     found = function_of(node)
 
-    def labels(rank: int, axis) -> tuple:
-        return tuple("t" if axis.along is Along.ROWS and d == axis.dim else None for d in range(rank))
+    def labels(number: int, rank: int, axis: Axis) -> tuple:
+        rows = axis.dim if axis.along is Along.ROWS else None
+        return tuple("t" if d == rows else ("block", number, d) for d in range(rank))
 
-    operands = tuple(labels(len(shape_of(a)), x) for a, x in zip(tensor_operands(node), found.operands))
-    return Signature(operands, (labels(len(found.shape), found.result),))
+    places = enumerate(zip(tensor_operands(node), found.operands))
+    return Signature(
+        tuple(labels(i, len(shape_of(a)), axis) for i, (a, axis) in places),
+        (tuple(x if x == "t" else None for x in labels(0, len(found.shape), found.result)),),
+        contracts="all",
+        sums=frozenset("t"),
+    )
