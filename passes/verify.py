@@ -36,6 +36,7 @@ from .ir import (
     tensor_operands,
 )
 from .rules import rule_of
+from .width import too_wide
 
 
 class IllegalResult(AssertionError):
@@ -115,6 +116,7 @@ def verify_program(program: Program, analysis: Analysis) -> None:
     - A sum is read after its sweep; a key sum is read in it only where its rows are final.
     - A scan has a state, which goes along or was saved by an earlier sweep.
     - An output over an input's buffer is written by the last sweep.
+    - What is wider at full length than a streamed program may hold is declared as such.
     """
     ready, saved = set(program.inputs), set[Node]()
     for step, nodes in enumerate(program.full_length):
@@ -131,6 +133,8 @@ def verify_program(program: Program, analysis: Analysis) -> None:
         verify_sweep(sweep, ready, analysis)
         ready.update((*sweep.writes, *sweep.sums, *sweep.keysums))
         check(not sweep.in_place or step == len(program.sweeps) - 1, f"sweep {step} writes over inputs")
+    undeclared = set(too_wide(program, analysis)).difference(program.too_wide)
+    check(not undeclared, f"{undeclared} are wider than a streamed program may hold")
     for output in program.outputs:
         check(not isinstance(output, Node) or output in ready, f"output {output} is never computed")
 

@@ -35,8 +35,10 @@ from .dynamo.regions import (
     region_text,
     subclass_between,
     traits_of,
+    weight_updates,
     weight_views,
     whole_graph,
+    wide_between,
     widest_input,
     written_storages,
 )
@@ -46,7 +48,7 @@ from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
 from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import LazyOutput, lazy_output
-from .passes.ir import Condition, Refusal, bytes_of, copied
+from .passes.ir import Condition, Refusal, bytes_of, copied, where_of
 from .passes.phases import phase, time_limit
 from .passes.split import Region, split
 from .pipeline import outputs_of
@@ -96,6 +98,7 @@ class Cut:
     """What a graph is cut into.
 
     axes       its token axes
+    updates    changes of weights that are made before all regions
     views      views of weights that are taken before all regions
     regions    the chain
     lazy  outputs that wait for a reader, and their regions
@@ -103,6 +106,7 @@ class Cut:
     """
 
     axes: tuple[Axis, ...]
+    updates: Sequence[Node]
     views: Sequence[Node]
     regions: Sequence[Region]
     lazy: Mapping[Node, Region]
@@ -172,18 +176,18 @@ class Chain:
             axes = () if self.transformed else find_axes(self.module, self.fakes)
         axis = joined(axes)
         with phase("cutting the graph into regions"):
-            views = weight_views(graph)
-            apart = {n for n in graph.nodes if is_switch(n)}.union(views)
+            updates, views = weight_updates(graph), weight_views(graph)
+            apart = {n for n in graph.nodes if is_switch(n)}.union(updates, views)
             regions = split(graph, traits_of(graph, axis), apart.__contains__) if axis else ()
             unfit = TRANSFORMED if self.transformed else subclass_between(regions)
             if unfit is not None or not regions:
-                return Cut(() if unfit else axes, (), whole_graph(graph), {}, unfit)
+                return Cut(() if unfit else axes, (), (), whole_graph(graph), {}, unfit)
             lazy: dict[Node, Region] = {}
             broken = internals.graph_break(self.given)
             if broken is None:  # what follows a break is traced by Dynamo, which wants real tensors
                 regions, lazy = lazy_regions(regions, axis)
             self.hint_at_outputs(regions, axis, broken)
-        return Cut(axes, views, regions, lazy)
+        return Cut(axes, updates, views, regions, lazy)
 
     def chained(self) -> Callable:
         """The regions, compiled and linked. Raises `CannotStream` where a defect stands in the way."""
@@ -216,7 +220,7 @@ class Chain:
             )
             for node, region in cut.lazy.items()
         }
-        call = linked(links, later, self.placeholders, cut.views, outputs_of(self.module))
+        call = linked(links, later, self.placeholders, cut, outputs_of(self.module))
         known = len(self.report.regions)
         lengths = [a.length for a in cut.axes]
         self.report.add(self.module, [r.report for r, _ in links], lengths, call, self.fakes)
@@ -263,6 +267,12 @@ class Chain:
                 f"The compiled function returns {len(kept)} values of its layers, which keep "
                 f"{mebibytes(cost)} alive. Pass use_cache=False if they are a KV cache, "
                 "output_hidden_states=False if they are hidden states"
+            )
+        for node in wide_between(regions, axis):
+            self.hint(
+                f"The value made at {where_of(node) or node.name} is much wider than the hidden states, and "
+                f"takes {mebibytes(bytes_of(fake_of(node)))} at full length because a later layer or loss "
+                "reads it. Compute it where it is read"
             )
         if logits:
             size = mebibytes(sum(bytes_of(fake_of(n)) for n in logits))
@@ -372,11 +382,11 @@ def linked(
     links,
     later: Mapping[Node, Later],
     placeholders: Sequence[Node],
-    views: Sequence[Node],
+    cut: Cut,
     outputs: Sequence[object],
 ) -> Callable:
-    """The chain as one function: take the views of weights, run the regions in order, hand values on, drop
-    each after its last reader."""
+    """The chain as one function: change weights, take views of them, run the regions in order, hand values
+    on, drop each after its last reader."""
     dropped = dropped_after(links, later, outputs)
     ready: dict[Node, Callable] = {}
     questions = asked_of(links)
@@ -386,7 +396,10 @@ def linked(
     def call(*args):
         plain_references()
         values: dict[Node, object] = dict(zip(placeholders, args))
-        for node in views:
+        with torch.no_grad():
+            for node in cut.updates:
+                values[node] = node.target(values[node.args[0]], *node.args[1:], **node.kwargs)
+        for node in cut.views:
             values[node] = node.target(values[node.args[0]], *node.args[1:])
         recipes: dict[Node, Again] = {}
         broken: dict[tuple, Condition | None] = {}

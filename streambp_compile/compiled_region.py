@@ -34,7 +34,7 @@ from .passes.kernels.products import scale_
 from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.split import Region
 from .pipeline import StreamedRegion, outputs_of, stream, unit
-from .report import NotStreamed, RegionReport, StreamHint
+from .report import NotStreamed, RegionReport, StreamHint, mebibytes
 from .runtime.gradient_ownership import ours_alone, sole_owners
 from .runtime.mask_guards import Guard
 from .runtime.opaque_calls import Driver, boxed, driver_of, one_call
@@ -223,7 +223,7 @@ class CompiledRegion:
         self.check_graph(graph_module)
         internals.inline_numbers(graph_module)
         device = planned_for(self.config.device, self.fakes)
-        return stream(
+        region = stream(
             graph_module,
             self.axis.length,
             self.input_marks(),
@@ -236,6 +236,27 @@ class CompiledRegion:
             target_of(self.device(), device.capability),
             device,
         )
+        self.check_width(region)
+        return region
+
+    def check_width(self, region: StreamedRegion) -> None:
+        """Warn of values at full length that are wider than a streamed program may hold.
+
+        Raises `CannotStream` under ``strict``.
+        """
+        programs = (s.program for s in (region.forward, region.backward) if s is not None)
+        for node in dict.fromkeys(n for program in programs for n in program.too_wide):
+            refusal = Refusal(
+                str(node.target),
+                "This value is much wider than the hidden states, and the streamed region keeps it at full "
+                "length",
+                "Reduce its features before an operation that reads other tokens' rows of it",
+                where_of(node),
+            )
+            if self.config.strict:
+                raise CannotStream(refusal)
+            cost = mebibytes(bytes_of(value_of(node)))
+            warnings.warn(f"streambp: {refusal}. It takes {cost}.", StreamHint, stacklevel=2)
 
     def check_tokens(self, graph_module: GraphModule) -> None:
         """Raises `CannotStream` where there are no tokens to cut into chunks."""

@@ -145,6 +145,10 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
                 f"      {ROLES[binding.role]:<12} {binding.name:<26} "
                 f"{fact.pattern(rank_of(binding.source)):<22} {mebibytes(size)}{taken}"
             )
+    lines += [
+        f"      too wide     {node.name:<26} {mebibytes(bytes_of(value_of(node)))} at full length"
+        for node in schedule.program.too_wide
+    ]
     lines.append(
         f"    predicted memory: {mebibytes(streamed_bytes(schedule, analysis))} streamed, "
         f"{mebibytes(whole_bytes(schedule, analysis))} unchunked"

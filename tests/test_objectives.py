@@ -9,6 +9,7 @@ from torch import nn
 
 from benchmarks.losses import OBJECTIVES, Batch, Heads
 from benchmarks.memory import peak
+from benchmarks.objectives import failures
 from streambp_compile import explain
 
 pytestmark = [
@@ -114,6 +115,23 @@ def test_no_logits_at_full_length(name):
     gradients = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
     assert report.peak is not None and report.peak.backward
     assert report.peak.bytes - gradients < 2 * tokens * vocabulary * 4 / 2
+
+
+def test_rows_over_their_bound_fail():
+    good = dict(error=1e-15, sweeps=1, peak=dict(streambp=99 * 2**20), failed={})
+    answers = {
+        "good": good,
+        "wide": dict(good, peak=dict(streambp=150 * 2**20)),
+        "wrong": dict(good, error=float("nan")),
+        "crashed": dict(crash="status 1"),
+        "failed": dict(good, failed=dict(streambp="KeyError: mm")),
+    }
+    assert failures(answers, logits=200.0) == [
+        "wide: a peak of 150 MiB, 0.75 of its logits",
+        "wrong: an error of nan",
+        "crashed: status 1",
+        "failed: KeyError: mm",
+    ]
 
 
 HEADS = ["cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distillation, forward KL"]

@@ -83,6 +83,20 @@ class Normed(Layer):
         return super().forward(self.batch_norm(x.flatten(0, 1)).view_as(x))
 
 
+class Clamped(Layer):
+    """Clamps its weights before it reads them, by all names that they have."""
+
+    def __init__(self):
+        super().__init__(32, 2)
+        self.mix, self.turn = (nn.Parameter(torch.randn(32, 32) * 0.2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.mix.data.clamp_(-0.1, max=0.1)
+        self.turn.data.clamp_(max=0.1)
+        return y + y @ self.mix @ self.turn
+
+
 class Carrying(Model):
     """Layers hand something on in a buffer."""
 
@@ -109,6 +123,7 @@ STATES = {
     "spectral norm": spectral,
     "router": lambda: Model([Routed()]),
     "counter": lambda: Model([Counting()]),
+    "clamped weights": lambda: Model([Clamped(), Clamped()]),
     "average": lambda: Model([Averaging()]),
     "batch norm": lambda: Model([Normed()]),
     "between layers": Carrying,
@@ -142,6 +157,12 @@ def test_state_that_the_forward_updates(name):
             assert found.pop(key).norm() < 1e-12 and expected.pop(key).norm() < 1e-12
         assert worst_error(found, expected) < EXACT
     assert all(buffers[n] is b for n, b in model.named_buffers())
+
+
+@pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")
+def test_weights_that_are_clamped_before_their_use_stream():
+    report = explain(Model([Clamped(), Clamped()]), ids_of(2, 37))
+    assert all(region.streamed for region in report.regions)
 
 
 @pytest.mark.filterwarnings("ignore::streambp_compile.StreamHint")  # logits leave the function

@@ -48,6 +48,21 @@ def test_a_gradient_that_is_zero_counts_by_the_size_of_the_others():
     assert zoo.largest_error([torch.tensor([1.0, 0.1]), truth[1]], truth) == pytest.approx(0.1)
 
 
+def test_rows_over_their_bound_fail():
+    answers = {
+        "nanogpt": EXACT,
+        "llama": dict(EXACT, error=0.1),
+        "packed": dict(EXACT, peak=2),
+        "flex": dict(missing="does not run"),
+        "window": dict(failed="no process"),
+    }
+    assert zoo.failures(answers) == [
+        "llama: an error of 1e-01",
+        "packed: 0.50 of checkpointing's peak",
+        "window: no process",
+    ]
+
+
 def test_the_table_says_what_is_missing():
     answers = {
         "nanogpt": EXACT,

@@ -85,6 +85,8 @@ class Program:
     kept         values of sweeps that are written at full length because later sweeps read them
     outputs      nodes (or constants) to return
     statistics   those of ``kept`` that are a few numbers per token, computed from many (a log-sum-exp)
+    too_wide     values at full length that are wider than a streamed program may hold; no program of the
+                 search was without
     """
 
     inputs: tuple[Node, ...]
@@ -93,6 +95,7 @@ class Program:
     kept: tuple[Node, ...]
     outputs: tuple[object, ...]
     statistics: tuple[Node, ...] = ()
+    too_wide: tuple[Node, ...] = ()
 
     def __str__(self) -> str:
         lines = []

@@ -7,25 +7,29 @@ reader into a later sweep. What crosses between sweeps is kept at full length if
 rows, and recomputed otherwise; a scan, in a sweep of the other direction, from its state at the start of each
 chunk.
 
-The number of sweeps, their directions, and what is kept are found: the fewest sweeps, then the fewest kept
-bytes.
+The number of sweeps, their directions, and what is kept are found: the fewest sweeps of which none holds a
+value too wide (`width.too_wide`), then the fewest kept bytes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from ..ir import Analysis, Direction, Program, refuse, tensor_operands
+from ..ir import Analysis, Direction, Program, bytes_of, refuse, tensor_operands, value_of
 from ..rules.views import fills_with_zeros
-from .assembly import Assembly, Cost
+from ..width import too_wide
+from . import assembly
+from .assembly import Assembly
 from .full_length import FullLength, find_full_length
 from .levels import Levels, levels_of, sink
 from .problem import Problem
 
 MOST_SWEEPS = 4
+Cost = tuple[int, assembly.Cost]  # bytes of values that are too wide, then what an assembly costs
 
 
 def partition(
@@ -46,18 +50,28 @@ def partition(
         choices.append(find_full_length(problem, carry_all=True))
     for choice in choices:
         check_domains(problem, choice)
-    streamed = choices[0].streamed
-    for count in range(1 if streamed else 0, MOST_SWEEPS + 1):
-        for choice in choices:
-            best = min(programs(problem, choice, count), key=lambda found: found[0], default=None)
-            if best is not None:
-                check_appended(best[1], analysis)
-                return best[1]
+    best = search(problem, choices)
+    if best is not None:
+        check_appended(best, analysis)
+        return best
     raise refuse(
-        streamed[0],
+        choices[0].streamed[0],
         f"This region would need more than {MOST_SWEEPS} sweeps over its tokens",
         "Please report this model with the region's graph, as printed by streambp_compile.explain",
     )
+
+
+def search(problem: Problem, choices: Sequence[FullLength]) -> Program | None:
+    """The program of the fewest sweeps, of those that hold no value too wide; else the one that holds the
+    fewest bytes of such values."""
+    found: list[tuple[Cost, Program]] = []
+    for count in range(1 if choices[0].streamed else 0, MOST_SWEEPS + 1):
+        for choice in choices:
+            best = min(programs(problem, choice, count), key=lambda each: each[0], default=None)
+            if best is not None and not best[1].too_wide:
+                return best[1]
+            found += [] if best is None else [best]
+    return min(found, key=lambda each: each[0][0], default=(None, None))[1]
 
 
 def programs(problem: Problem, choice: FullLength, count: int) -> Iterator[tuple[Cost, Program]]:
@@ -72,7 +86,9 @@ def programs(problem: Problem, choice: FullLength, count: int) -> Iterator[tuple
         for candidate in found:
             cost, program = Assembly(problem, choice, candidate).program()
             if not any(map(problem.is_matrix, program.kept)):
-                yield cost, program
+                wide = too_wide(program, problem.analysis)
+                excess = sum(bytes_of(value_of(n)) for n in wide)
+                yield (excess, cost), replace(program, too_wide=wide)
 
 
 def check_domains(problem: Problem, choice: FullLength) -> None:

@@ -41,6 +41,40 @@ def weight_views(graph: Graph) -> tuple[Node, ...]:
     return tuple(filter(plain, graph.nodes))
 
 
+def weight_updates(graph: Graph) -> tuple[Node, ...]:
+    """``weight.data.clamp_(-1, 1)`` before anything reads the weight, and the alias that it writes through.
+
+    They run once, before all regions: whatever a region computes again reads what it read before.
+    """
+    found: list[Node] = []
+    read: set[int | None] = set()
+    for node in graph.nodes:
+        target = mutated(node)
+        alias = target is not None and is_alias_alone(target, node)
+        weight = target.args[0] if target is not None and alias else target
+        if (
+            weight is not None
+            and weight.op == "placeholder"
+            and is_parameter(fake_of(weight))
+            and not node.users
+            and node.all_input_nodes == [target]
+            and storage_of(weight) not in read
+        ):
+            found += [target, node] if alias else [node]
+        elif not any(is_alias_alone(node, user) for user in node.users):
+            read |= {storage_of(a) for a in node.all_input_nodes}
+    return tuple(found)
+
+
+def is_alias_alone(node: Node, writer: Node) -> bool:
+    """Is a value another one's memory without its gradient, made for one writer alone (``weight.data``)?"""
+    source = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+    if source is None or list(node.users) != [writer] or mutated(writer) is not node or node.kwargs:
+        return False
+    same = storage_of(node) is not None and storage_of(node) == storage_of(source)
+    return same and not wants_gradient(node) and same_layout(fake_of(node), fake_of(source))
+
+
 def whole_graph(graph: Graph) -> tuple[Region, ...]:
     nodes = tuple(n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_switch(n))
     inside = set(nodes)
@@ -103,6 +137,25 @@ def lazy_regions(regions: Sequence[Region], axis: Axis) -> tuple[list[Region], d
     return [*regions[:-1], narrowed(last, kept, written_storages(last))], {
         n: narrowed(last, (n,)) for n in lazy
     }
+
+
+def wide_between(regions: Sequence[Region], axis: Axis) -> list[Node]:
+    """Values made in one region for a later one although they are much wider than hidden states.
+
+    That is wider than twice what is alive between layers, and than four times what attention returns (four
+    residual streams are common).
+    """
+    last = {n: i for i, region in enumerate(regions) for n in region.inputs if n.op != "placeholder"}
+    made = {n: i for i, region in enumerate(regions) for n in region.outputs}
+    alive = [[n for n in made if made[n] <= i < last.get(n, 0)] for i in range(len(regions) - 1)]
+    narrowest = min((sum(map(tensor_bytes, at)) for at in alive if at), default=0)
+    limit = max(2 * narrowest, 4 * max(map(tensor_bytes, axis.mixing), default=0))
+    return [n for n in made if n in last and last[n] > made[n] and tensor_bytes(n) > limit]
+
+
+def tensor_bytes(node: Node) -> int:
+    fake = fake_of(node)
+    return bytes_of(fake) if isinstance(fake, torch.Tensor) else 0
 
 
 def narrowed(region: Region, outputs: tuple[Node, ...], storages: Container[int] = ()) -> Region:

@@ -1,0 +1,91 @@
+"""How wide the values are that a program holds at full length, and how wide they may be.
+
+A program that keeps logits, or what is inside an MLP, for every token is not a streamed one. Widths are
+numbers per token. They are compared with the widest value that a region cannot do without: its inputs, its
+outputs, and hidden states that it looks up for token ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from torch.fx import Node
+
+from .ir import Analysis, Edge, Kind, Program, Role, Tokens, hint, is_tensor, is_view, shape_of, value_of
+
+# What rows alone make can be computed again, so it is kept only if it is hardly wider than hidden states:
+# twice, as a short convolution over an expanded state is. An MLP is 2.5 to 4 times as wide, logits 8 and
+# more.
+ROWS = 2
+# Keys, values, their gradients and results of attention cannot be computed again from their own rows. With
+# many heads they are up to five times as wide as the hidden states (DeepSeek-V2).
+KEYS = 8
+
+
+def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:
+    """What the program holds at full length although it is wider than it may be; matrices of tokens by tokens
+    among it."""
+    widest = max((width(n, analysis) for n in needed_values(program, analysis)), default=0)
+    attended = set(keys_and_results(program, analysis))
+
+    def is_too_wide(node: Node) -> bool:
+        if is_matrix(node, analysis):
+            return True
+        return widest > 0 and width(node, analysis) > (KEYS if node in attended else ROWS) * widest
+
+    return tuple(n for n in held(program, analysis) if is_too_wide(n))
+
+
+def held(program: Program, analysis: Analysis) -> list[Node]:
+    """What exists at full length while the program runs and is neither an input nor an output."""
+    swept = (n for s in program.sweeps for n in (*s.writes, *s.keysums))
+    whole = (n for nodes in program.full_length for n in nodes if not is_view(n))
+    given = {*program.inputs, *(o for o in program.outputs if isinstance(o, Node))}
+    found = dict.fromkeys((*swept, *whole))
+    return [n for n in found if n not in given and isinstance(analysis.facts[n], Tokens)]
+
+
+def needed_values(program: Program, analysis: Analysis) -> Iterator[Node]:
+    """Inputs, outputs, and what is looked up for token ids."""
+    yield from program.inputs
+    yield from (o for o in program.outputs if isinstance(o, Node))
+    for node in (n for sweep in program.sweeps for n in sweep.nodes):
+        table, rows = partitioned(analysis.edges[node])
+        if any(map(is_floating, table)) and rows and not any(map(is_floating, rows)):
+            yield node
+
+
+def partitioned(edges: Iterable[Edge]) -> tuple[list[Node], list[Node]]:
+    """Operands without rows, and those with rows."""
+    table: list[Node] = []
+    rows: list[Node] = []
+    for edge in edges:
+        (table if edge.role is Role.WHOLE else rows).append(edge.operand)
+    return table, rows
+
+
+def is_floating(node: Node) -> bool:
+    return is_tensor(node) and value_of(node).dtype.is_floating_point
+
+
+def keys_and_results(program: Program, analysis: Analysis) -> Iterator[Node]:
+    """Values read as keys, results of what reads keys, and gradients of keys."""
+    for sweep in program.sweeps:
+        for node in sweep.nodes:
+            keys = [e.operand for e in analysis.edges[node] if e.role is Role.KEYS]
+            yield from keys
+            if keys or analysis.kinds[node] is Kind.KEYSUM:
+                yield from (node, *node.users)
+
+
+def is_matrix(node: Node, analysis: Analysis) -> bool:
+    fact = analysis.facts[node]
+    return isinstance(fact, Tokens) and fact.keys is not None
+
+
+def width(node: Node, analysis: Analysis) -> int:
+    """Numbers per token; 0 of what has no rows, or a row and a column per token."""
+    if not is_tensor(node) or not isinstance(analysis.facts[node], Tokens) or is_matrix(node, analysis):
+        return 0
+    return math.prod(shape_of(node)) // hint(analysis.length)
