@@ -16,8 +16,8 @@ from torch.fx import Interpreter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from streambp_compile.passes.ir import DocumentMask, KeyMask, MaskedOutsideBand, PositionsIncrease, Reach
-from streambp_compile.passes.mask_analysis.domains import Affine, Band, Difference
-from streambp_compile.passes.mask_analysis.evaluation import evaluate
+from streambp_compile.passes.mask_analysis.domains import Affine, Band, Difference, Indicator
+from streambp_compile.passes.mask_analysis.evaluation import Evaluation, evaluate
 from streambp_compile.passes.rules import TABLE, overload
 from streambp_compile.runtime.mask_guards import by_query, holds, visible
 
@@ -86,6 +86,13 @@ def check(abstract, real: Tensor, environment) -> None:
         row, key = environment[abstract.row], environment[abstract.key]
         assert ((real == 0) == (row == key)).all(), abstract
         assert not abstract.sign or ((real * abstract.sign > 0) == (row > key)).all(), abstract
+    if isinstance(abstract, Indicator):
+        shown, other = (
+            (real.double() >= n.low) & (real.double() <= n.high) for n in (abstract.visible, abstract.hidden)
+        )
+        assert (shown | other).all(), abstract
+        if not (shown & other).any():
+            check(abstract.mask, shown, environment)
     if isinstance(abstract, Band):
         offset = index(real, abstract.key) - index(real, abstract.row)
         inside = (offset >= abstract.lo) & (offset <= abstract.hi)
@@ -130,21 +137,31 @@ def check(abstract, real: Tensor, environment) -> None:
             assert inside.any(abstract.key).all(), abstract
 
 
+def evaluated(graph: torch.fx.Graph, with_tokens) -> Evaluation:
+    """As `evaluate`, with what is known of indicators, too."""
+    evaluation = Evaluation(with_tokens)
+    for node in graph.nodes:
+        evaluation.visit(node)
+    return evaluation
+
+
 def band_of(function, *inputs):
     """The abstract value of a function's result, whose scores hide nothing; that of every node on the way is
     checked against the real one."""
     graph = traced(function, *inputs)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    values = evaluate(
+    evaluation = evaluated(
         graph.graph,
         {n for n, v in zip(placeholders, inputs) if not v.is_floating_point() or (v < -1e4).any()},
     )
+    values = evaluation.values
 
     class Checker(Interpreter):
         def run_node(self, n):
             result = super().run_node(n)
             if isinstance(result, Tensor):
                 check(values.get(n), result, {**self.env, n: result})
+                check(evaluation.indicators.get(n), result, {**self.env, n: result})
             return result
 
     Checker(graph, garbage_collect_values=False).run(*inputs)
@@ -280,6 +297,49 @@ PROVED = [
     (
         "scaled probabilities",
         lambda s: s.masked_fill(~lower(9), -INF).softmax(-1) / 0.9 * s,
+        (scores(),),
+        CAUSAL,
+        0.0,
+        False,
+    ),
+]
+
+
+# Arithmetic on the numbers 0 and 1 of a mask
+PROVED += [
+    ("(1 - mask) * low", lambda: (1.0 - lower(9).float()) * LOW, (), CAUSAL, "min", True),
+    ("(mask - 1) * big", lambda: (lower(9).half() - 1) * 65504, (), CAUSAL, "min", True),
+    ("(1 - tril) * low", lambda: (1 - torch.ones(9, 9).tril()) * LOW, (), CAUSAL, "min", True),
+    ("triu * low", lambda: torch.ones(9, 9).triu(1) * LOW, (), CAUSAL, "min", True),
+    (
+        "expanded between",
+        lambda: (1.0 - window(9, 3).float())[None, None].expand(2, 1, 9, 9) * LOW,
+        (),
+        (-2, 0),
+        "min",
+        True,
+    ),
+    (
+        "product of two",
+        lambda: (1.0 - window(9, 3).float() * lower(9).float()) * LOW,
+        (),
+        (-2, 0),
+        "min",
+        True,
+    ),
+    ("tril == 0", lambda: torch.zeros(9, 9).masked_fill(lower(9).float() == 0, -INF), (), CAUSAL, -INF, True),
+    ("tril > 0.5", lambda: torch.ones(9, 9).tril() > 0.5, (), CAUSAL, False, True),
+    (
+        "filled where it is one",
+        lambda: (lambda hidden: hidden.masked_fill(hidden.bool(), LOW))(1.0 - lower(9).float()),
+        (),
+        CAUSAL,
+        "min",
+        True,
+    ),
+    (
+        "added to scores",
+        lambda s: (s + (1.0 - lower(9).to(s.dtype)) * torch.finfo(s.dtype).min).softmax(-1),
         (scores(),),
         CAUSAL,
         0.0,
@@ -461,6 +521,37 @@ def test_random_masks_are_sound(parts, rows, keys, fill):
     band_of(mask)
 
 
+numbers = st.sampled_from([0, 1, -1, 0.5, 0.1, 2, -3.0, 1e4, -65504, LOW, -INF])
+arithmetic = st.sampled_from(
+    [torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.minimum, torch.lt, torch.eq]
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(arithmetic, st.one_of(numbers, half_plane), st.booleans()), min_size=1, max_size=5
+    ),
+    dtype=st.sampled_from(
+        [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
+    ),
+)
+def test_random_arithmetic_on_masks_is_sound(steps, dtype):
+    def result():
+        q, k = positions(4, 5)
+        total = (k <= q).to(dtype)
+        for function, other, swapped in steps:
+            if isinstance(other, tuple):
+                other = COMPARE[other[0]](k, q + other[1]).to(total.dtype)
+            else:
+                other = torch.full((), other, dtype=total.dtype if dtype.is_floating_point else None)
+            total = function(other, total) if swapped else function(total, other)
+            total = total.to(dtype) if total.dtype is torch.bool else total
+        return total
+
+    band_of(result)
+
+
 # Every row with the facet, on operands of which much is known
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -506,7 +597,8 @@ def operands_known(write: Written, name: str, value: Tensor) -> list:
         for k, fill in enumerate((-INF, low, 0.0))
     ]
     weights = [write(f"{n}_weights", aten._softmax.default, n, len(shape) - 1, False) for n in hidden[:2]]
-    return found + hidden + weights
+    indicators = [write(f"{n}_number", aten._to_copy.default, n, dtype=dtype) for n in masks[:2]]
+    return found + hidden + weights + indicators
 
 
 def tensors_in(arg) -> bool:
@@ -557,10 +649,12 @@ def test_every_row_is_sound_on_what_is_known(name):
             with contextlib.suppress(IndexError, RuntimeError):  # no such index, or not of this dtype
                 write(f"result{count}", target, *args, **kwargs)
         written = [n for n in write.graph.nodes if "val" in n.meta]
-        found = evaluate(write.graph, {n for n in written if n.op == "placeholder"})
+        evaluation = evaluated(write.graph, {n for n in written if n.op == "placeholder"})
+        found = evaluation.values
         environment = {n: n.meta["val"] for n in written}
         for node in written:
             check(found.get(node), environment[node], environment)
+            check(evaluation.indicators.get(node), environment[node], environment)
             claims += node.name.startswith("result") and found.get(node) is not None
     assert claims
 

@@ -3,6 +3,7 @@
 * `Affine`    a tensor whose entry is ``const + Σ slope[d] * index[d]`` (ranges, position ids, constants);
 * `Band`      a matrix of rows (queries) and keys that differs from its filling only where
   ``lo <= key - row <= hi``: a causal or sliding-window mask, and scores or probabilities that it masks;
+* `Indicator`  a matrix of two numbers, one where a boolean mask is true;
 * `Distance`  ``abs(key - row)``;
 * `Difference`  a matrix that says whether a per-token value of the row equals that of the key, or exceeds it;
 * `DocumentMask` (of `passes.ir`)  a boolean that compares per-token values of a row and a key.
@@ -79,6 +80,29 @@ class Band:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """Where a number lies: rounding depends on the dtype and on the device."""
+
+    low: float
+    high: float
+
+    def is_exactly(self, number: float) -> bool:
+        return self.low == self.high == number
+
+
+@dataclass(frozen=True)
+class Indicator:
+    """A matrix of two numbers: one where a boolean mask shows a key, another everywhere else.
+
+    mask  a band of visible entries
+    """
+
+    mask: Band
+    visible: Interval
+    hidden: Interval
+
+
+@dataclass(frozen=True)
 class Distance:
     """A matrix over (row, key) dimensions that equals ``abs(key - row)``."""
 
@@ -98,7 +122,7 @@ class Difference:
     sign: int
 
 
-Abstract = Affine | Band | Distance | Difference | DocumentMask | None
+Abstract = Affine | Band | Indicator | Distance | Difference | DocumentMask | None
 EMPTY = (-math.inf, "min")  # fillings that empty a score
 
 

@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 from ..ir import value_of
 from ..phases import check_time
 from ..rules import find_rule, functional
-from .domains import Abstract, Affine
-from .operands import is_bounded
+from .domains import Abstract, Affine, Indicator
+from .operands import as_band, is_bounded
 
 
 def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[Node, Abstract]:
@@ -34,13 +34,17 @@ class Evaluation:
         self.with_tokens = with_tokens
         self.values: dict[Node, Abstract] = {}
         self.bounded: set[Node] = set()
+        self.indicators: dict[Node, Indicator] = {}
 
     def visit(self, node: Node) -> None:
         if not isinstance(value_of(node), torch.Tensor):
             return
         rule = find_rule(node) if node.op == "call_function" else None
         if rule is not None and rule.mask is not None and functional(node.target) is None:
-            self.values[node] = rule.mask(node, self)
+            value = rule.mask(node, self)
+            if isinstance(value, Indicator):
+                self.indicators[node], value = value, as_band(value, node)
+            self.values[node] = value
         if self.masks_nothing(node):
             self.bounded.add(node)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,9 +18,13 @@ from .domains import (
     Band,
     Difference,
     Distance,
+    Indicator,
+    Interval,
     KeyMasks,
     as_key_mask,
+    complement,
     have_same_axes,
+    is_empty_outside,
     with_dims_renamed,
 )
 
@@ -29,11 +34,15 @@ PAIRWISE = (DocumentMask, Difference)  # values whose rows and keys are the last
 class Known(Protocol):
     """What the analysis knows so far: called with an argument of a node, its abstract value.
 
-    bounded  floating-point nodes whose numbers are far from the lowest of their dtype
+    bounded     floating-point nodes whose numbers are far from the lowest of their dtype
+    indicators  matrices of two numbers; their abstract value says what that is as a band
     """
 
     @property
     def bounded(self) -> Container[Node]: ...
+
+    @property
+    def indicators(self) -> Mapping[Node, Indicator]: ...
 
     def __call__(self, arg: object) -> Abstract: ...
 
@@ -110,3 +119,26 @@ def lowest(value: float, node: Node) -> object:
         return value
     dtype = value_of(node).dtype
     return "min" if dtype.is_floating_point and value <= torch.finfo(dtype).min / 2 else None
+
+
+def as_band(indicator: Indicator, node: Node) -> Band | None:
+    """An indicator as an additive mask, or as a matrix that is zero outside a band."""
+    mask, visible, hidden = indicator.mask, indicator.visible, indicator.hidden
+    found = [with_numbers(mask, visible, hidden, node)]
+    inverse = complement(mask) if mask.exact else None
+    if inverse is not None:
+        found.append(with_numbers(inverse, hidden, visible, node))
+    bands = [band for band in found if band is not None]
+    return next((b for b in bands if is_empty_outside(b)), bands[0] if bands else None)
+
+
+def with_numbers(mask: Band, visible: Interval, hidden: Interval, node: Node) -> Band | None:
+    """A mask as a matrix of these numbers."""
+    if hidden.is_exactly(0):
+        everything = mask.lo == -math.inf and mask.hi == math.inf
+        return None if everything else replace(mask, outside=0.0, key_masks=())
+    outside = lowest(hidden.high, node)
+    if outside not in EMPTY:
+        return None
+    key_masks = mask.key_masks if is_bounded(visible.low) and is_bounded(visible.high) else None
+    return replace(mask, outside=outside, key_masks=key_masks, zero_inside=visible.is_exactly(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import replace
 
 import torch
@@ -38,9 +39,25 @@ from ...mask_analysis.operands import (
     token_pair,
     without_zero_slopes,
 )
+from .indicators import Numbers, entrywise
 from .logic import conjoined, disjoined
 
 
+def sum_of_numbers(node: Node) -> Numbers | None:
+    alpha = node.kwargs.get("alpha", 1)
+    return None if isinstance(alpha, Node) else lambda a, b: a + alpha * b
+
+
+def difference_of_numbers(node: Node) -> Numbers | None:
+    alpha = node.kwargs.get("alpha", 1)
+    return None if isinstance(alpha, Node) else lambda a, b: a - alpha * b
+
+
+def quotient(a: float, b: float) -> float:
+    return a / b if b else math.nan
+
+
+@entrywise(sum_of_numbers, 2)
 def added(node: Node, known: Known) -> Abstract:
     """A sum of positions, of zeros outside a band, or of scores and an additive mask; of booleans, either."""
     if is_boolean(node):
@@ -62,6 +79,7 @@ def added(node: Node, known: Known) -> Abstract:
     return scores_with_mask(node, known)
 
 
+@entrywise(difference_of_numbers, 2)
 def subtracted(node: Node, known: Known) -> Abstract:
     """A difference of positions, of zeros outside a band, or scores less a number of their row."""
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
@@ -104,6 +122,7 @@ def scores_with_mask(node: Node, known: Known) -> Band | None:
     return band_of_key_masks(node, "min", groups)
 
 
+@entrywise(lambda node: operator.mul, 2)
 def multiplied(node: Node, known: Known) -> Abstract:
     """Scaled positions, and masked scores or zeros times anything that keeps them so; of booleans, both."""
     if is_boolean(node):
@@ -125,6 +144,7 @@ def stays_lowest(scale: float, node: Node) -> bool:
     return scale >= torch.finfo(value_of(node).dtype).max ** -0.25
 
 
+@entrywise(lambda node: quotient, 2)
 def divided(node: Node, known: Known) -> Abstract:
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
     if is_empty_outside(a) and is_constant(b) and b.const > 0 and stays_lowest(1 / b.const, node):
@@ -142,6 +162,7 @@ def product_added(node: Node, known: Known) -> Abstract:
     return replace(mask, zero_inside=False)
 
 
+@entrywise(lambda node: max, 2)
 def at_least(node: Node, known: Known) -> Abstract:
     """``maximum(scores, lowest number)``: what is empty stays practically so; of booleans, either."""
     if is_boolean(node):
@@ -153,6 +174,7 @@ def at_least(node: Node, known: Known) -> Abstract:
     return None
 
 
+@entrywise(lambda node: abs, 1)
 def distance(node: Node, known: Known) -> Abstract:
     """``abs(row - key)``; only a comparison reads it."""
     value = known(node.args[0])
@@ -164,6 +186,7 @@ def distance(node: Node, known: Known) -> Abstract:
     return Distance(*sorted(slopes)) if sorted(slopes.values()) == [-1, 1] else None
 
 
+@entrywise(lambda node: operator.neg, 1)
 def negated(node: Node, known: Known) -> Abstract:
     value = known(node.args[0])
     if isinstance(value, Affine):

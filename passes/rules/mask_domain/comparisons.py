@@ -20,11 +20,13 @@ from ...mask_analysis.domains import (
     negation,
 )
 from ...mask_analysis.operands import Known, broadcast_value, is_boolean, token_pair
+from .indicators import Numbers, entrywise
 
 MIRRORED = {"eq": "eq", "ne": "ne", "le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}
 ZERO = Affine(0.0)
 
 
+@entrywise(lambda node: comparison_of_numbers(op_name(node)), 2)
 def compared(node: Node, known: Known) -> Abstract:
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
     name = op_name(node)
@@ -35,6 +37,17 @@ def compared(node: Node, known: Known) -> Abstract:
     if is_constant(a) and is_boolean(node.args[1]):
         return of_boolean(MIRRORED[name], b, a.const)
     return comparison(name, a, b, node)
+
+
+def comparison_of_numbers(name: str) -> Numbers:
+    """Numbers that may be equal but for rounding are not compared (the result is NaN)."""
+    compare = getattr(operator, name)
+
+    def compared_numbers(a: float, b: float) -> float:
+        close = a != b and math.isclose(a, b, rel_tol=0.25)
+        return math.nan if close else compare(a, b)
+
+    return compared_numbers
 
 
 def comparison(name: str, a: Abstract, b: Abstract, node: Node) -> Abstract:

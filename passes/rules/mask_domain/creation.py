@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from torch.fx import Node
 
-from ...ir import shape_of
+from ...ir import shape_of, value_of
 from ...mask_analysis.domains import (
     Abstract,
     Affine,
@@ -12,6 +14,7 @@ from ...mask_analysis.domains import (
 )
 from ...mask_analysis.operands import (
     Known,
+    is_boolean,
     without_zero_slopes,
 )
 
@@ -19,7 +22,15 @@ from ...mask_analysis.operands import (
 def constant(node: Node, known: Known) -> Abstract:
     """``full(shape, value)``, ``scalar_tensor(value)``."""
     fill = node.args[1] if isinstance(node.args[0], (list, tuple)) else node.args[0]
-    return Affine(float(fill)) if isinstance(fill, (bool, int, float)) else None
+    return in_dtype(Affine(float(fill)), node) if isinstance(fill, (bool, int, float)) else None
+
+
+def in_dtype(value: Abstract, node: Node) -> Abstract:
+    """A constant as it is stored in the result."""
+    dtype = value_of(node).dtype
+    if not is_constant(value) or dtype.is_floating_point or dtype.is_complex:
+        return value
+    return Affine(float(bool(value.const) if is_boolean(node) else math.trunc(value.const)))
 
 
 def ranged(node: Node, known: Known) -> Abstract:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from ...ir import DocumentMask, shape_of, value_of
+from ...ir import DocumentMask, shape_of
 from ...mask_analysis.domains import (
     EMPTY,
     Abstract,
@@ -34,9 +34,12 @@ from ...mask_analysis.operands import (
     is_boolean,
     lowest,
 )
+from .creation import in_dtype
+from .indicators import entrywise
 from .logic import Operand, conjunction, disjunction, operand
 
 
+@entrywise(lambda node: lambda condition, inside, filling: inside if condition else filling, 3)
 def chosen(node: Node, known: Known) -> Abstract:
     """``where(mask, inside, filling)``."""
     condition, inside, filling = (broadcast_value(x, node, known) for x in node.args[:3])
@@ -101,13 +104,7 @@ def emptied(scores: object, mask: Band | None, value: float, node: Node, known: 
     )
 
 
-def in_dtype(value: Abstract, node: Node) -> Abstract:
-    """A constant as it is stored in the result."""
-    if not is_constant(value) or value_of(node).dtype.is_floating_point:
-        return value
-    return Affine(float(bool(value.const) if is_boolean(node) else math.trunc(value.const)))
-
-
+@entrywise(lambda node: lambda x, masked, value: value if masked else x, 3)
 def filled(node: Node, known: Known) -> Abstract:
     """``masked_fill(x, masked, value)``."""
     x, masked = (broadcast_value(a, node, known) for a in node.args[:2])

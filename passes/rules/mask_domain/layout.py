@@ -30,10 +30,12 @@ from ...mask_analysis.operands import (
     without_zero_slopes,
 )
 from .comparisons import ZERO, comparison
+from .indicators import entrywise, moving
 
 aten = torch.ops.aten
 
 
+@entrywise(lambda node: lambda number: number, 1)
 def same(node: Node, known: Known) -> Abstract:
     """A copy, or a cast that keeps every value: an integer may become wider, a float stay a float, a boolean
     anything."""
@@ -60,6 +62,7 @@ def copied(node: Node, known: Known) -> Abstract:
     return broadcast_value(source, node, known) if value_of(source).dtype == value_of(target).dtype else None
 
 
+@moving
 def reshaped(node: Node, known: Known) -> Abstract:
     """A dimension that keeps its size and what comes before it keeps its meaning; what merges or splits must
     not matter."""
@@ -73,10 +76,12 @@ def reshaped(node: Node, known: Known) -> Abstract:
     )
 
 
+@moving
 def expanded(node: Node, known: Known) -> Abstract:
     return broadcast_value(node.args[0], node, known)
 
 
+@moving
 def permuted(node: Node, known: Known) -> Abstract:
     """``permute(x, dims)``, ``transpose(x, a, b)``, ``t(x)``."""
     rank, dims = len(shape_of(node)), node.args[1:]
@@ -90,6 +95,7 @@ def permuted(node: Node, known: Known) -> Abstract:
     return with_dims_renamed(known(node.args[0]), {old: new for new, old in enumerate(order)})
 
 
+@moving
 def sliced(node: Node, known: Known) -> Abstract:
     value, shape = known(node.args[0]), shape_of(node.args[0])
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape)
@@ -117,6 +123,7 @@ def sliced(node: Node, known: Known) -> Abstract:
     return None if matters and shape_of(node) != shape else value
 
 
+@moving
 def selected(node: Node, known: Known) -> Abstract:
     """``x[..., index]``: dimensions behind the selected one move forward."""
     value, shape = known(node.args[0]), shape_of(node.args[0])

@@ -1,0 +1,212 @@
+"""Arithmetic on matrices of two numbers: the 0 and 1 of a mask that became numbers, and what is made of them.
+
+``(1.0 - causal.float()) * low`` is one number where the mask shows a key and another where it hides one. So
+is the result of any function of such a matrix and of constants, entry by entry.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from ...ir import DocumentMask, value_of
+from ...mask_analysis.domains import (
+    Abstract,
+    Affine,
+    Band,
+    Indicator,
+    Interval,
+    complement,
+    document_band,
+    have_same_axes,
+    intersection,
+    is_constant,
+    is_empty_outside,
+    negation,
+)
+from ...mask_analysis.operands import Known, as_band, broadcast_value, is_boolean
+
+Transfer = Callable[[Node, Known], Abstract]
+Numbers = Callable[..., float]
+MANTISSA, EXPONENTS = 8, range(-13, 16)  # bits that bfloat16 has, and normal numbers of float16
+ROUNDING = 2.0**-7  # relative error of one operation, at most
+WIDEST = 0.25  # relative width of an interval of which something can still be said
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What is known, but for one argument."""
+
+    known: Known
+    arg: object
+    value: Abstract
+
+    @property
+    def bounded(self) -> Container[Node]:
+        return self.known.bounded
+
+    @property
+    def indicators(self) -> Mapping[Node, Indicator]:
+        return {}
+
+    def __call__(self, arg: object) -> Abstract:
+        return self.value if arg is self.arg else self.known(arg)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The numbers of an operand: of a constant without a mask, and twice the same."""
+
+    mask: Band | None
+    visible: Interval
+    hidden: Interval
+
+    def aligned_with(self, mask: Band) -> Operand:
+        """The same matrix by a mask, if its own is the complement of that."""
+        if self.mask is not None and self.mask.exact and complement(self.mask) == mask:
+            return Operand(mask, self.hidden, self.visible)
+        return self
+
+
+def entrywise(function: Callable[[Node], Numbers | None], arguments: int) -> Callable[[Transfer], Transfer]:
+    """A transfer function of an op that computes entry by entry, which is also told of indicators.
+
+    function   node → the op as a function of Python's numbers; None: unknown
+    arguments  how many operands it has
+    """
+
+    def decorate(transfer: Transfer) -> Transfer:
+        @functools.wraps(transfer)
+        def told(node: Node, known: Known) -> Abstract:
+            value, args, numbers = transfer(node, known), node.args[:arguments], function(node)
+            if numbers is None:
+                return value
+            if is_boolean(node) and not any(a in known.indicators for a in args if isinstance(a, Node)):
+                return value  # of booleans more is known than their numbers
+            found = combined(node, args, known, numbers)
+            band = as_band(found, node) if isinstance(found, Indicator) else found
+            return value if found is None or is_empty_outside(value) and not is_empty_outside(band) else found
+
+        return told
+
+    return decorate
+
+
+def moving(transfer: Transfer) -> Transfer:
+    """A transfer function of an op that moves the entries of its operand, and of indicators likewise."""
+
+    @functools.wraps(transfer)
+    def moved(node: Node, known: Known) -> Abstract:
+        indicator = known.indicators.get(node.args[0])
+        if indicator is None:
+            return transfer(node, known)
+        mask = transfer(node, Instead(known, node.args[0], indicator.mask))
+        return replace(indicator, mask=mask) if isinstance(mask, Band) else transfer(node, known)
+
+    return moved
+
+
+def combined(node: Node, args: Sequence[object], known: Known, function: Numbers) -> Abstract:
+    """A function of indicators and constants."""
+    found = [operand for arg in args if (operand := operand_of(arg, node, known)) is not None]
+    first = next((o.mask for o in found if o.mask is not None), None)
+    if len(found) < len(args) or first is None:
+        return None
+    found = [operand.aligned_with(first) for operand in found]
+    masks = [o.mask for o in found if o.mask is not None]
+    visible = image(function, [o.visible for o in found], node)
+    hidden = image(function, [o.hidden for o in found], node)
+    if visible is None or hidden is None:
+        return None
+    if len(masks) == 1 or masks[0].exact and masks.count(masks[0]) == len(masks):
+        return result_of(node, masks[0], visible, hidden)
+    if len(found) > 2 or not have_same_axes(*masks):
+        return None
+    a, b = found  # one of two masks may hide what the other shows
+    crossed = [image(function, pair, node) for pair in ([a.visible, b.hidden], [a.hidden, b.visible])]
+    alike = hidden.low == hidden.high and crossed == [hidden, hidden]
+    return result_of(node, intersection(*masks), visible, hidden) if alike else None
+
+
+def operand_of(arg: object, node: Node, known: Known) -> Operand | None:
+    """An operand's numbers in the dimensions of a broadcast result."""
+    value = broadcast_value(arg, node, known)
+    if is_constant(value):
+        const = constant(value.const, arg)
+        return None if const is None else Operand(None, const, const)
+    indicator = known.indicators.get(arg) if isinstance(arg, Node) else None
+    if indicator is not None:
+        mask = broadcast_value(arg, node, Instead(known, arg, indicator.mask))
+        return Operand(mask, indicator.visible, indicator.hidden) if isinstance(mask, Band) else None
+    return of_boolean(value, node) if is_boolean(arg) else None
+
+
+def of_boolean(value: Abstract, node: Node) -> Operand | None:
+    """A boolean mask as the numbers 0 and 1."""
+    zero, one = Interval(0.0, 0.0), Interval(1.0, 1.0)
+    for mask, visible, hidden in ((value, one, zero), (negation(value), zero, one)):
+        band = document_band(mask, node) if isinstance(mask, DocumentMask) else mask
+        if isinstance(band, Band) and band.outside is False:
+            return Operand(band, visible, hidden)
+    return None
+
+
+def result_of(node: Node, mask: Band, visible: Interval, hidden: Interval) -> Abstract:
+    """An indicator; of booleans, the mask itself, its negation or a constant."""
+    if not is_boolean(node):
+        return Indicator(mask, visible, hidden)
+    if visible == hidden:
+        return Affine(visible.low)
+    return mask if visible.low else negation(mask)
+
+
+def constant(number: float, arg: object) -> Interval | None:
+    """A constant as it is stored in an operand."""
+    low, high = limits_of(arg)
+    if not low <= number <= high:
+        return Interval(number, number) if math.isinf(number) else None
+    if is_exact(number):
+        return Interval(number, number)
+    error = abs(number) * ROUNDING
+    return Interval(max(low, number - error), min(high, number + error))
+
+
+def image(function: Numbers, operands: Sequence[Interval], node: Node) -> Interval | None:
+    """What a function, monotonous in every operand, makes of numbers; None if that is too uncertain."""
+    ends = [(o.low,) if o.low == o.high else (o.low, o.high) for o in operands]
+    found = [float(function(*numbers)) for numbers in itertools.product(*ends)]
+    low, high, (least, most) = min(found), max(found), limits_of(node)
+    if any(map(math.isnan, found)):
+        return None
+    if low == high and is_exact(low):
+        return Interval(low, high) if least <= low <= most or math.isinf(low) else None
+    if is_boolean(node) or not value_of(node).dtype.is_floating_point or low <= 0 <= high:
+        return None
+    low, high = low - abs(low) * ROUNDING, high + abs(high) * ROUNDING
+    wide = high - low > WIDEST * max(abs(low), abs(high))
+    return None if wide else Interval(low if low >= least else -math.inf, high if high <= most else math.inf)
+
+
+def is_exact(number: float) -> bool:
+    """Has every dtype this number?"""
+    if number == 0 or math.isinf(number):
+        return True
+    mantissa, exponent = math.frexp(number)
+    return (mantissa * 2**MANTISSA).is_integer() and exponent in EXPONENTS
+
+
+def limits_of(arg: object) -> tuple[float, float]:
+    """The least and the largest number of an operand's dtype."""
+    if not isinstance(arg, Node) or is_boolean(arg):
+        return -math.inf, math.inf
+    dtype = value_of(arg).dtype
+    if dtype.is_complex:
+        return math.inf, -math.inf  # none
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return limits.min, limits.max
