@@ -67,7 +67,7 @@ def streambp(
     Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region
     cannot be streamed.
     """
-    internals.ignore_library_logging()  # of libraries that were imported after this module
+    internals.ignore_library_logging_from_now_on()  # again: torch._dynamo.reset forgets it
     chain = Chain(module, example_inputs, Config.of(mode, options))
     if not internals.is_ddp_piece():
         return chain.compiled()
@@ -77,7 +77,7 @@ def streambp(
 
 
 # Before Dynamo traces: torch.compile imports this module when it is called.
-internals.ignore_library_logging()
+internals.ignore_library_logging_from_now_on()
 internals.keep_ddp_graphs_whole(__package__)
 
 IN_PIECES = (

@@ -295,6 +295,11 @@ def test_windows_are_moved_rows(function):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("name", rows_with("nonnegative"))
+def test_nothing_of_a_nonnegative_op_is_negative(name):
+    assert all((output >= 0).all() for output in sample_of(name, 0, 0).outputs)
+
+
 @pytest.mark.parametrize("name", rows_with("any_layout"))
 def test_an_op_for_any_layout_gives_the_same(name):
     op, twin = overload(name), for_any_layout(overload(name))

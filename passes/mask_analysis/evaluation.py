@@ -9,7 +9,8 @@ from torch.fx import Graph, Node
 
 from ..ir import value_of
 from ..phases import check_time
-from ..rules import find_rule, functional
+from ..rules import find_rule, form_of, functional
+from ..rules.facets import Form
 from .domains import Abstract, Affine, Indicator
 from .operands import as_band, is_bounded
 
@@ -34,6 +35,7 @@ class Evaluation:
         self.with_tokens = with_tokens
         self.values: dict[Node, Abstract] = {}
         self.bounded: set[Node] = set()
+        self.nonnegative: set[Node] = set()
         self.indicators: dict[Node, Indicator] = {}
 
     def visit(self, node: Node) -> None:
@@ -47,11 +49,18 @@ class Evaluation:
             self.values[node] = value
         if self.masks_nothing(node):
             self.bounded.add(node)
+        if rule is not None and rule.nonnegative:
+            self.nonnegative.add(node)
 
     def __call__(self, arg: object) -> Abstract:
         if isinstance(arg, Node):
             return self.values.get(arg)
         return Affine(float(arg)) if isinstance(arg, (bool, int, float)) else None
+
+    def repeated_by(self, arg: Node) -> Node:
+        while form_of(arg) is Form.EXPAND:
+            arg = arg.args[0]
+        return arg
 
     def masks_nothing(self, node: Node) -> bool:
         """Are the numbers of a node far from the lowest of their dtype?"""
@@ -63,4 +72,4 @@ class Evaluation:
         if isinstance(value, Affine):
             return is_bounded(value.const)
         rule = find_rule(node) if node.op == "call_function" else None
-        return rule is not None and rule.bounded is not None and rule.bounded(node, self.bounded)
+        return rule is not None and rule.bounded is not None and rule.bounded(node, self)

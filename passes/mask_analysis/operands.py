@@ -35,6 +35,7 @@ class Known(Protocol):
     """What the analysis knows so far: called with an argument of a node, its abstract value.
 
     bounded     floating-point nodes whose numbers are far from the lowest of their dtype
+    nonnegative nodes of which no number is negative
     indicators  matrices of two numbers; their abstract value says what that is as a band
     """
 
@@ -44,7 +45,14 @@ class Known(Protocol):
     @property
     def indicators(self) -> Mapping[Node, Indicator]: ...
 
+    @property
+    def nonnegative(self) -> Container[Node]: ...
+
     def __call__(self, arg: object) -> Abstract: ...
+
+    def repeated_by(self, arg: Node) -> Node:
+        """What an operand repeats along dimensions of size one, or the operand itself."""
+        ...
 
 
 def is_bounded(number: float) -> bool:
@@ -76,15 +84,14 @@ def is_boolean(arg: object) -> bool:
     return value_of(arg).dtype is torch.bool if isinstance(arg, Node) else isinstance(arg, bool)
 
 
-def token_pair(node: Node) -> tuple[Pair, bool] | None:
+def token_pair(node: Node, known: Known) -> tuple[Pair, bool] | None:
     """The operands of a matrix of which one has a value for every row and one for every key, and whether the
     one of the rows comes first."""
     rank, sides = len(shape_of(node)), {}
     for arg in node.args[:2]:
         if not isinstance(arg, Node) or rank < 2 or value_of(arg).dtype.is_floating_point:
             return None
-        while arg.target is torch.ops.aten.expand.default:
-            arg = arg.args[0]
+        arg = known.repeated_by(arg)
         sizes = (1,) * (rank - len(shape_of(arg))) + shape_of(arg)
         if sizes[-2:] not in ((shape_of(node)[-2], 1), (1, shape_of(node)[-1])):
             return None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,7 @@ from .facets import CostClass, Form, Linear, Merge, Scan, Windows
 from .signatures import broadcast
 
 MaskTransfer = Callable[[Node, Known], Abstract]  # (node, what is known so far) → its abstract value
-Bounded = Callable[[Node, Container[Node]], bool]  # (node, the bounded nodes) → is it one of them?
+Bounded = Callable[[Node, Known], bool]  # (node, what is known of those before it) → is it bounded?
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Rule:
     mask        what it does to a mask's abstract value: a function of `mask_domain`; unknown prunes nothing
     bounded     when its numbers are far from the lowest of their dtype, so that they mask no key: a function
                 of `mask_domain.bounded`
+    nonnegative no number of its result is negative
     visible_only  masked scores do not count in its result (a softmax over keys)
     scan        how chunks of it join, if it is a scan (or node → that)
     merge       how its results over chunks of tokens merge, if it is a reduction that does not simply add up
@@ -71,6 +72,7 @@ class Rule:
     linear: Linear | Callable[[Node], Linear | None] | None = None
     mask: MaskTransfer | None = None
     bounded: Bounded | None = None
+    nonnegative: bool = False
     visible_only: bool = False
     scan: Scan | Callable[[Node], Scan | None] | None = None
     merge: Merge | None = None

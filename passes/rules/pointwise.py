@@ -9,7 +9,7 @@ from typing import Any
 from . import rule
 from .facets import CostClass, Form
 from .mask_domain import arithmetic, comparisons, fills, layout, logic, normalization
-from .mask_domain.bounded import if_operands_are, of_exponential
+from .mask_domain.bounded import if_nonnegative, if_operands_are
 from .signatures import broadcast
 
 FUSED, VIEW = CostClass.FUSED, CostClass.VIEW
@@ -34,11 +34,7 @@ for name, terms, transfer in (
     ("div.Tensor", "self", arithmetic.divided),
     ("div.Scalar", "self", arithmetic.divided),
     ("where.self", "self + other", fills.chosen),
-    ("abs", None, arithmetic.distance),
     ("maximum", None, arithmetic.at_least),
-    ("exp", None, normalization.vanished),
-    ("sigmoid", None, normalization.vanished),
-    ("relu", None, normalization.vanished),
     ("minimum", None, logic.conjoined),
     ("reciprocal", None, None),
     ("tanh", None, None),
@@ -47,8 +43,15 @@ for name, terms, transfer in (
     ("pow.Scalar", None, None),
 ):
     rule(f"aten::{name}", cost=FUSED, linear=terms, mask=transfer, bounded=if_operands_are)(broadcast)
-rule("aten::exp2", cost=FUSED, mask=normalization.vanished)(broadcast)
-rule("aten::log1p", cost=FUSED, bounded=of_exponential)(broadcast)
+for name, transfer in (
+    ("abs", arithmetic.distance),
+    ("exp", normalization.vanished),
+    ("sigmoid", normalization.vanished),
+    ("relu", normalization.vanished),
+):
+    rule(f"aten::{name}", cost=FUSED, mask=transfer, bounded=if_operands_are, nonnegative=True)(broadcast)
+rule("aten::exp2", cost=FUSED, mask=normalization.vanished, nonnegative=True)(broadcast)
+rule("aten::log1p", cost=FUSED, bounded=if_nonnegative)(broadcast)
 rule(
     "aten::floor_divide", "aten::div.Tensor_mode", "aten::div.Scalar_mode", cost=FUSED, form=Form.FLOOR_DIVIDE
 )(broadcast)

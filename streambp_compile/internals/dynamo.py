@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import callback_handler
 from torch._dynamo import config as dynamo_config
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._dynamo.callback import CallbackArgs
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
@@ -62,6 +64,17 @@ def ignore_library_logging() -> None:
     """
     found = (getattr(logging.Logger, name, None) for name in ONCE)
     dynamo_config.ignore_logging_functions.update(f for f in found if f is not None)
+
+
+def ignore_library_logging_from_now_on() -> None:
+    """`ignore_library_logging` whenever Dynamo begins to trace: transformers may be imported by then."""
+    ignore_library_logging()
+    if before_tracing not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(before_tracing)
+
+
+def before_tracing(args: CallbackArgs) -> None:
+    ignore_library_logging()
 
 
 @contextlib.contextmanager

@@ -88,15 +88,15 @@ def subtracted(node: Node, known: Known) -> Abstract:
     if is_zero_outside(a) and is_zero_outside(b) and have_same_axes(a, b):
         return hull(a, b)
     if a is b is None and not value_of(node).dtype.is_floating_point:
-        return difference(node)
+        return difference(node, known)
     if b is None and is_empty_outside(a) and isinstance(node.args[1], Node):
         return replace(a, zero_inside=False) if one_per_row(node.args[1], node, a) else None
     return None
 
 
-def difference(node: Node) -> Difference | None:
+def difference(node: Node, known: Known) -> Difference | None:
     """A per-token value of the row less that of the key, or the other way round."""
-    found = token_pair(node)
+    found = token_pair(node, known)
     if found is None or node.kwargs.get("alpha", 1) != 1:
         return None
     pair, row_is_first = found

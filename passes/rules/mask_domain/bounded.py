@@ -6,38 +6,35 @@ activations are taken to be bounded; lowest numbers come from constants and from
 
 from __future__ import annotations
 
-from collections.abc import Container
-
-import torch
 from torch.fx import Node
 
 from ...ir import tensor_operands
-from ...mask_analysis.operands import is_bounded
+from ...mask_analysis.operands import Known, is_bounded
 
 # types of arguments that hold numbers of a tensor
 NUMBERS = {"Tensor", "number", "float", "Optional[number]", "Optional[float]"}
 
 
-def if_operands_are(node: Node, bounded: Container[Node]) -> bool:
+def if_operands_are(node: Node, known: Known) -> bool:
     """All tensors and numbers that the op reads are bounded."""
     schema = node.target._schema.arguments
     given = {**dict(zip((a.name for a in schema), node.args)), **node.kwargs}
     numbers = [given[a.name] for a in schema if a.name in given and str(a.type) in NUMBERS]
-    return all(a in bounded for a in tensor_operands(node)) and all(
+    return all(a in known.bounded for a in tensor_operands(node)) and all(
         is_bounded(n) for n in numbers if isinstance(n, (int, float))
     )
 
 
-def always(node: Node, bounded: Container[Node]) -> bool:
+def always(node: Node, known: Known) -> bool:
     """A product of activations and weights, or a row of a table."""
     return True
 
 
-def if_addend_is(node: Node, bounded: Container[Node]) -> bool:
+def if_addend_is(node: Node, known: Known) -> bool:
     """A product to which the first operand is added."""
-    return node.args[0] in bounded
+    return node.args[0] in known.bounded
 
 
-def of_exponential(node: Node, bounded: Container[Node]) -> bool:
-    """``log1p`` of an exponential (softplus); of other numbers it may be the logarithm of zero."""
-    return node.args[0] in bounded and node.args[0].target is torch.ops.aten.exp.default
+def if_nonnegative(node: Node, known: Known) -> bool:
+    """A logarithm of one more than its operand; of a negative one it may be that of zero."""
+    return node.args[0] in known.bounded and node.args[0] in known.nonnegative

@@ -31,7 +31,7 @@ def compared(node: Node, known: Known) -> Abstract:
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
     name = op_name(node)
     if a is b is None:
-        return document_mask(node, name)
+        return document_mask(node, name, known)
     if is_constant(b) and is_boolean(node.args[0]):
         return of_boolean(name, a, b.const)
     if is_constant(a) and is_boolean(node.args[1]):
@@ -129,9 +129,9 @@ def band_of(name: str, row: int, key: int, bound: float) -> Band:
     return Band(row, key, bound + (name == "gt"), math.inf, False, ())
 
 
-def document_mask(node: Node, name: str) -> DocumentMask | None:
+def document_mask(node: Node, name: str, known: Known) -> DocumentMask | None:
     """A comparison of a value of every row with one of every key."""
-    found = token_pair(node)
+    found = token_pair(node, known)
     if found is None:
         return None
     pair, row_is_first = found

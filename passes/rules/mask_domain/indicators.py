@@ -55,8 +55,15 @@ class Instead:
     def indicators(self) -> Mapping[Node, Indicator]:
         return {}
 
+    @property
+    def nonnegative(self) -> Container[Node]:
+        return self.known.nonnegative
+
     def __call__(self, arg: object) -> Abstract:
         return self.value if arg is self.arg else self.known(arg)
+
+    def repeated_by(self, arg: Node) -> Node:
+        return self.known.repeated_by(arg)
 
 
 @dataclass(frozen=True)

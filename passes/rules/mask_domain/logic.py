@@ -80,7 +80,7 @@ def disjoined(node: Node, known: Known) -> Abstract:
 def exclusive(node: Node, known: Known) -> Abstract:
     """``a ^ b``: one of two masks and not the other; of per-token values, zero where they are equal."""
     a, b = (operand(x, node, known) for x in node.args[:2])
-    pair = token_pair(node) if known(node.args[0]) is known(node.args[1]) is None else None
+    pair = token_pair(node, known) if known(node.args[0]) is known(node.args[1]) is None else None
     if not is_boolean(node):
         return pair and Difference(*pair[0], sign=0)
     if pair is not None:
