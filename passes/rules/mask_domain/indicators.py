@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -123,7 +124,7 @@ def combined(node: Node, args: Sequence[object], known: Known, function: Numbers
     """A function of indicators and constants."""
     found = [operand for arg in args if (operand := operand_of(arg, node, known)) is not None]
     first = next((o.mask for o in found if o.mask is not None), None)
-    if len(found) < len(args) or first is None:
+    if len(found) < len(args) or first is None or may_wrap(args, found):
         return None
     found = [operand.aligned_with(first) for operand in found]
     masks = [o.mask for o in found if o.mask is not None]
@@ -139,6 +140,21 @@ def combined(node: Node, args: Sequence[object], known: Known, function: Numbers
     crossed = [image(function, pair, node) for pair in ([a.visible, b.hidden], [a.hidden, b.visible])]
     alike = hidden.low == hidden.high and crossed == [hidden, hidden]
     return result_of(node, intersection(*masks), visible, hidden) if alike else None
+
+
+def may_wrap(args: Sequence[object], operands: Sequence[Operand]) -> bool:
+    """Is there an integer that another operand's dtype cannot hold, in which the op may compute?"""
+    whole = [(a, o) for a, o in zip(args, operands) if is_integer(a)]
+    limits = [limits_of(a) for a, _ in whole]
+    numbers = [n for _, o in whole for i in (o.visible, o.hidden) for n in (i.low, i.high)]
+    return any(not low <= number <= high for low, high in limits for number in numbers)
+
+
+def is_integer(arg: object) -> bool:
+    if not isinstance(arg, Node):
+        return isinstance(arg, int)
+    dtype = value_of(arg).dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def operand_of(arg: object, node: Node, known: Known) -> Operand | None:
@@ -211,7 +227,7 @@ def is_exact(number: float) -> bool:
 def limits_of(arg: object) -> tuple[float, float]:
     """The least and the largest number of an operand's dtype."""
     if not isinstance(arg, Node) or is_boolean(arg):
-        return -math.inf, math.inf
+        return -sys.float_info.max, sys.float_info.max
     dtype = value_of(arg).dtype
     if dtype.is_complex:
         return math.inf, -math.inf  # none
