@@ -34,7 +34,7 @@ def pytest_addoption(parser):
 QUICK = {
     "test_analyze.py",
     "test_compiled_region.py",
-    "test_device.py",
+    "test_planning.py",
     "test_fingerprints.py",
     "test_layering.py",
     "test_normalize.py",

@@ -53,7 +53,7 @@ def test_an_op_streams_exactly_or_is_refused(name, number, computed):
     if sample.target in (
         *UNFILLED,
         aten.squeeze.default,
-    ):  # run node by node it would squeeze a chunk of one row: see test_idioms
+    ):  # run node by node it would squeeze a chunk of one row: see test_spellings
         return
     for operand, value in enumerate(sample.operands):
         for dim in range(value.dim()):
