@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from .ir import HERE, Analysis, Edge, Kind, Reach, Role, Tokens, bytes_of, is_tensor, value_of
 from .phases import check_time
+from .rules import block_of
 
 MOST_COPIES = 8  # different shifts of one value; more are a long filter, and cost more than they save
 
@@ -73,10 +74,11 @@ class Copies:
         return wide and shifts < MOST_COPIES and self.has_own_rows(node)
 
     def has_own_rows(self, node: Node) -> bool:
-        """Is a node computed from its own rows, constantly shifted ones, and what has no rows?"""
+        """Is a node computed from its own rows, constantly shifted ones, and what has no rows? Blocks are
+        counted from the first token, and cannot be moved."""
         fact = self.analysis.facts.get(node)
         facts = fact if isinstance(fact, tuple) else (fact,)
-        if node.op != "call_function" or self.analysis.kinds[node] is not Kind.ROWS:
+        if node.op != "call_function" or self.analysis.kinds[node] is not Kind.ROWS or block_of(node) > 1:
             return False
         plain = all(isinstance(f, Tokens) and f.keys is None for f in facts)
         edges = self.analysis.edges[node]
