@@ -48,6 +48,8 @@ def heads(count: int, width: int = WIDTH) -> tuple[int, ...]:
         (((6, TOKENS, WIDTH),) * 3, dict(is_causal=True)),
         (((6, TOKENS, WIDTH),) * 3, dict(attn_mask=CAUSAL.expand(6, TOKENS, TOKENS))),
         (((2, 3, 2, TOKENS, WIDTH),) * 3, dict(is_causal=True)),
+        (((2, 3, 2, TOKENS, WIDTH),) * 3, dict(attn_mask=CAUSAL)),
+        ((heads(4), heads(1), heads(1)), dict(attn_mask=CAUSAL.expand(BATCH, 1, TOKENS, TOKENS))),
     ],
     ids=[
         "causal",
@@ -59,6 +61,8 @@ def heads(count: int, width: int = WIDTH) -> tuple[int, ...]:
         "no heads",
         "no heads, masked",
         "five dimensions",
+        "five dimensions, masked",
+        "broadcast key head, masked",
     ],
 )
 @pytest.mark.quick
@@ -81,6 +85,13 @@ def test_a_row_that_may_attend_to_nothing_gives_zeros():
         and (grads[0][:, :, 3] == 0).all()
         and not any(t.isnan().any() for t in grads)
     )
+
+
+def test_a_mask_holds_under_dropout():
+    query, key, value = operands(*[heads(4)] * 3)
+    out = attention.scaled_dot_product_attention(query, key, value, attn_mask=CAUSAL, dropout_p=0.5)
+    (later,) = torch.autograd.grad(out[:, :, 4].sum(), value)
+    assert later[:, :, :5].norm() > 0 == later[:, :, 5:].norm()
 
 
 def test_causality_beside_a_mask_is_both():

@@ -56,6 +56,8 @@ def scaled_dot_product_attention(
                 fused kernels return it
     """
     query, key, value, attn_mask = (as_autocast(t) for t in (query, key, value, attn_mask))
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = as_numbers(attn_mask, query.dtype)
     if dropout_p or not is_fusible(query, key, value, attn_mask, enable_gqa):
         out, _ = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -101,14 +103,15 @@ def is_fusible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, g
     return heads and query.shape[0] == key.shape[0] == value.shape[0]
 
 
+def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as numbers to be added to scores: torch's operators below its own function take it for
+    zeros and ones."""
+    shown, hidden = (torch.scalar_tensor(n, dtype=dtype, device=mask.device) for n in (0.0, -math.inf))
+    return torch.where(mask, shown, hidden)
+
+
 def score_mask(mask: Tensor, query: Tensor, key: Tensor, flat: bool, causal: bool) -> Tensor:
-    """A mask as numbers to be added to scores, of rank four; with causality in it, if that was asked for
-    too."""
-    if mask.dtype is torch.bool:
-        shown, hidden = (
-            torch.scalar_tensor(n, dtype=query.dtype, device=mask.device) for n in (0.0, -math.inf)
-        )
-        mask = torch.where(mask, shown, hidden)
+    """A mask of numbers with rank four; with causality in it, if that was asked for too."""
     if flat and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     while mask.dim() < 4:
