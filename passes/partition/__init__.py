@@ -28,7 +28,7 @@ from .full_length import FullLength, find_full_length
 from .levels import Levels, levels_of, sink
 from .problem import Problem
 
-MOST_SWEEPS = 4
+MOST_SWEEPS = 6
 Cost = tuple[int, assembly.Cost]  # bytes of values that are too wide, then what an assembly costs
 
 
@@ -42,7 +42,7 @@ def partition(
     """The sweeps that compute ``outputs`` from the placeholders and ``given``.
 
     movable  inputs that this program may overwrite (incoming gradients)
-    Raises `CannotStream` where no four sweeps do.
+    Raises `CannotStream` where no six sweeps do.
     """
     problem = Problem(graph, analysis, tuple(outputs), frozenset(given), frozenset(movable))
     choices = [find_full_length(problem)]
