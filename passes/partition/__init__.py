@@ -29,6 +29,7 @@ from .levels import Levels, levels_of, sink
 from .problem import Problem
 
 MOST_SWEEPS = 6
+ENOUGH_SWEEPS = 4  # a program that holds a wide value is not given up for one of more sweeps than these
 Cost = tuple[int, assembly.Cost]  # bytes of values that are too wide, then what an assembly costs
 
 
@@ -66,6 +67,8 @@ def search(problem: Problem, choices: Sequence[FullLength]) -> Program | None:
     fewest bytes of such values."""
     found: list[tuple[Cost, Program]] = []
     for count in range(1 if choices[0].streamed else 0, MOST_SWEEPS + 1):
+        if found and count > ENOUGH_SWEEPS:
+            break
         for choice in choices:
             best = min(programs(problem, choice, count), key=lambda each: each[0], default=None)
             if best is not None and not best[1].too_wide:
