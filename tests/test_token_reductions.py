@@ -36,6 +36,12 @@ def normalized(x: Tensor, w: Tensor) -> Tensor:
     return F.batch_norm((x @ w).transpose(1, 2), None, None, training=True).transpose(1, 2) * x
 
 
+def around_attention(x: Tensor, w: Tensor) -> Tensor:
+    """Norms over tokens before attention, and behind it: five sweeps forward."""
+    y = normalized(x, w)[:, None]
+    return normalized(x + F.scaled_dot_product_attention(y, y, y)[:, 0], w)
+
+
 def masked(x: Tensor, w: Tensor) -> Tensor:
     late = torch.arange(x.shape[1]) > x.shape[1] - 4
     return ((x @ w).masked_fill(late[:, None], -math.inf).softmax(1) * x).sum(1)
@@ -56,6 +62,7 @@ REDUCTIONS = {
     "soft mixture": soft_mixture,
     "late interaction": late_interaction,
     "batch norm": normalized,
+    "batch norms around attention": around_attention,
     "deviation": lambda x, w: x / (x @ w).std(1, keepdim=True),
     "any": lambda x, w: torch.where((x > 1).any(1, keepdim=True), x, x @ w),
     "all": lambda x, w: torch.where((x < 2).all(1, keepdim=True), x, x @ w),

@@ -28,7 +28,8 @@ from .full_length import FullLength, find_full_length
 from .levels import Levels, levels_of, sink
 from .problem import Problem
 
-MOST_SWEEPS = 4
+MOST_SWEEPS = 6
+ENOUGH_SWEEPS = 4  # a program that holds a wide value is not given up for one of more sweeps than these
 Cost = tuple[int, assembly.Cost]  # bytes of values that are too wide, then what an assembly costs
 
 
@@ -42,7 +43,7 @@ def partition(
     """The sweeps that compute ``outputs`` from the placeholders and ``given``.
 
     movable  inputs that this program may overwrite (incoming gradients)
-    Raises `CannotStream` where no four sweeps do.
+    Raises `CannotStream` where no six sweeps do.
     """
     problem = Problem(graph, analysis, tuple(outputs), frozenset(given), frozenset(movable))
     choices = [find_full_length(problem)]
@@ -66,6 +67,8 @@ def search(problem: Problem, choices: Sequence[FullLength]) -> Program | None:
     fewest bytes of such values."""
     found: list[tuple[Cost, Program]] = []
     for count in range(1 if choices[0].streamed else 0, MOST_SWEEPS + 1):
+        if found and count > ENOUGH_SWEEPS:
+            break
         for choice in choices:
             best = min(programs(problem, choice, count), key=lambda each: each[0], default=None)
             if best is not None and not best[1].too_wide:
