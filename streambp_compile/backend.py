@@ -47,7 +47,7 @@ from .dynamo.row_selection import select_rows_first
 from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
 from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
-from .lazy.outputs import LazyOutput, lazy_output
+from .lazy.outputs import lazy_output
 from .passes.ir import Condition, Refusal, bytes_of, copied, where_of
 from .passes.phases import phase, time_limit
 from .passes.split import Region, split
@@ -217,6 +217,7 @@ class Chain:
                 functools.partial(self.outside_tracing, compiled, region),
                 self.recordable(region),
                 returned,
+                functools.cache(functools.partial(self.hint_at_freed_weights, bytes_of(fake_of(node)))),
             )
             for node, region in cut.lazy.items()
         }
@@ -289,6 +290,14 @@ class Chain:
                     f"{broken.remedy.rstrip('.') or 'none'}"
                 )
 
+    def hint_at_freed_weights(self, cost: int) -> None:
+        """Tell that FSDP2 leaves no weights for logits that are read later."""
+        self.hint(
+            "FSDP2 frees the weight of the head when the forward ends, so the logits are computed at once "
+            f"and take {mebibytes(cost)} at full length. Pass reshard_after_forward=False to fully_shard "
+            "for the module that holds the head, or compute the loss inside the compiled function"
+        )
+
     def hint(self, text: str) -> None:
         self.report.notes.append(f"note: {text}.")
         warnings.warn(f"streambp: {text}.", StreamHint, stacklevel=2)
@@ -316,14 +325,15 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
 @dataclass(frozen=True)
 class Later:
     """An output that is computed when it is read: its region, what compiles that, what records operations on
-    it, and all that is returned."""
+    it, all that is returned, and what tells that it has to be computed at once."""
 
     region: Region
     compile: Callable[[], Callable]
     recordable: LazyRegion
     returned: frozenset[Node]
+    freed: Callable[[], None]
 
-    def result(self, state: State, ready: dict[Node, Callable]) -> LazyOutput:
+    def result(self, state: State, ready: dict[Node, Callable]) -> torch.Tensor:
         node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
         given = tuple(state.read(n) for n in inputs)
 
@@ -332,6 +342,9 @@ class Later:
                 ready[node] = self.compile()
             return ready[node](*given)[0]
 
+        if any(isinstance(v, torch.nn.Parameter) and internals.is_freed_after_forward(v) for v in given):
+            self.freed()
+            return compute()
         sizes = Sizes(dict(zip(inputs, given)), fake_of)
         shape = tuple(sizes(s) for s in fake_of(node).shape)
         exposed = [n.op == "placeholder" or n in self.returned for n in inputs]

@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from .aten_graphs import LIFTS, before_autograd, capture, captured_after, decompositions, inline_numbers
 from .body_inputs import BodyInputs
 from .chunk_bodies import body_options, compile_body
-from .distributed import apart_from_ddp, is_ddp_piece, keep_ddp_graphs_whole
+from .distributed import (
+    apart_from_ddp,
+    is_ddp_piece,
+    is_freed_after_forward,
+    is_fsdp_hook,
+    keep_ddp_graphs_whole,
+)
 from .dynamo import (
     MODE_SWITCHES,
     NO_DEFECTS,
@@ -98,6 +104,8 @@ __all__ = [
     "is_batched",
     "is_ddp_piece",
     "is_fake",
+    "is_freed_after_forward",
+    "is_fsdp_hook",
     "is_hook",
     "is_traceable_wrapper_subclass",
     "is_transform",
