@@ -116,10 +116,10 @@ def main() -> None:
 PREFACE = """# Engines and trainers
 
 `python -m benchmarks.engines --save`: sequences of {lengths} tokens in chunks of 16, small models on a CPU,
-chunk bodies interpreted. *error*: the largest relative error of a parameter's gradient (of its change after two
-steps, for trainers) against the same setup without streaming. Decoders of this repository are in float64;
-models of Hugging Face compute norms and losses in float32, which is an error of about 1e-7 by itself. *layers*,
-*head*: do all layers, and the head with its loss, stream? *collectives*: of one step."""
+chunk bodies interpreted. *error*: the largest relative error of a parameter's gradient (of its change after
+two steps, for trainers) against the same setup without streaming. Decoders of this repository are in float64;
+models of Hugging Face compute norms and losses in float32, which is an error of about 1e-7 by itself.
+*layers*, *head*: do all layers, and the head with its loss, stream? *collectives*: of one step."""
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def fsdp2(
     loss: str = "inside",
     micro_batches: int = 1,
     root: dict[str, object] | None = None,
-    head: bool = False,
+    head: dict[str, object] | None = None,
     model: dict[str, bool] | None = None,
     **options: object,
 ) -> Job:
@@ -30,7 +30,7 @@ def fsdp2(
     loss           ``"inside"`` the model, or ``"outside"`` of it, from the logits that it returns
     micro_batches  the gradients of all but the last are not reduced
     root           options of `fully_shard` for what is no layer, beside ``options``
-    head           norm and head are sharded as a group of their own
+    head           options of `fully_shard` for norm and head, as a group of their own
     """
     module = decoder(checkpointed=way is Way.CHECKPOINTED, **(model or {}))
     if loss == "outside":
@@ -40,8 +40,8 @@ def fsdp2(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in module.layers:
         fully_shard(layer, mesh=mesh, **options)
-    if head:
-        fully_shard([module.norm, module.head], mesh=mesh, **options)
+    if head is not None:
+        fully_shard([module.norm, module.head], mesh=mesh, **{**options, **head})
     fully_shard(module, mesh=mesh, **{**options, **(root or {})})
     run = COMPILE[compiled](module) if way is Way.STREAMED else module
 
@@ -84,7 +84,8 @@ SETUPS = {
     "FSDP2, loss outside, all resharded": functools.partial(fsdp2, loss="outside", root=RESHARDED),
     "FSDP2, nothing resharded": functools.partial(fsdp2, **KEPT),
     "FSDP2, all resharded": functools.partial(fsdp2, root=RESHARDED),
-    "FSDP2, head in a group of its own": functools.partial(fsdp2, head=True),
+    "FSDP2, head in a group of its own": functools.partial(fsdp2, head={}),
+    "FSDP2, head in a group that is kept": functools.partial(fsdp2, head=KEPT),
     "FSDP2, gradient accumulation": functools.partial(fsdp2, micro_batches=2),
     "FSDP2, tied weights": functools.partial(fsdp2, model={"tied": True}),
 }

@@ -116,7 +116,7 @@ def measured(setup: Setup, lengths: Sequence[int] = (97,), vocabulary: int = VOC
         expected=dict(eager.collectives),
         peak=ours.peak,
         checkpointed=checkpointed.peak,
-        notes=tuple(dict.fromkeys(str(w.message) for w in caught if "streambp" in str(w.message))),
+        notes=tuple(dict.fromkeys(text for w in caught if is_said_by_us(text := str(w.message)))),
     )
 
 
@@ -168,6 +168,11 @@ def is_head(region, vocabulary: int) -> bool:
     return not leave and any(
         vocabulary in shape_of(n) and "mm" in str(n.target) for n in region.streamed.joint.graph.nodes
     )
+
+
+def is_said_by_us(text: str) -> bool:
+    """Leaves out what only says that the machine is slow."""
+    return "streambp" in text and "seconds and is still" not in text
 
 
 def shape_of(node) -> tuple:

@@ -128,8 +128,8 @@ class LazyOutput(torch.Tensor):
                     f"LazyOutput(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not "
                     "computed)"
                 )
-            if func == torch.Tensor.register_hook and internals.is_fsdp_hook(args[1]):
-                return before_backward(first, args[1])
+            if func == torch.Tensor.register_hook and internals.is_fsdp_hook(args[-1]):
+                return before_backward(first, args[-1])
         if func in WITH_INPUTS:
             refuse_uncomputed(func, args, kwargs)
         if first is not None and in_place(func):
