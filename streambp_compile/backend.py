@@ -69,6 +69,9 @@ def streambp(
     """
     internals.ignore_library_logging_from_now_on()  # again: torch._dynamo.reset forgets it
     chain = Chain(module, example_inputs, Config.of(mode, options))
+    if internals.is_compiled_backward():
+        chain.hint(COMPILED_AUTOGRAD)
+        return internals.compile_plainly(module, example_inputs, mode)
     if not internals.is_ddp_piece():
         return chain.compiled()
     chain.hint(IN_PIECES)
@@ -80,6 +83,10 @@ def streambp(
 internals.ignore_library_logging_from_now_on()
 internals.keep_ddp_graphs_whole(__package__)
 
+COMPILED_AUTOGRAD = (
+    "Compiled autograd traces the backward of streamed regions into graphs of its own. Gradients stay exact, "
+    "but more of them may exist at a time. Set torch._dynamo.config.compiled_autograd = False"
+)
 IN_PIECES = (
     "DistributedDataParallel's optimizer cut the graph into gradient buckets before this backend was called, "
     'so that a loss may be cut off from its head and its logits exist. Pass backend="streambp" itself, not a '
@@ -210,17 +217,7 @@ class Chain:
             return built[text]
 
         links = [(compiled(region), region) for region in cut.regions]
-        returned = frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
-        later = {
-            node: Later(
-                region,
-                functools.partial(self.outside_tracing, compiled, region),
-                self.recordable(region),
-                returned,
-                functools.cache(functools.partial(self.hint_at_freed_weights, bytes_of(fake_of(node)))),
-            )
-            for node, region in cut.lazy.items()
-        }
+        later = self.computed_later(cut, compiled)
         call = linked(links, later, self.placeholders, cut, outputs_of(self.module))
         known = len(self.report.regions)
         lengths = [a.length for a in cut.axes]
@@ -230,6 +227,20 @@ class Chain:
             for name, text in region.artifacts():
                 internals.trace_artifact(name, text)
         return call
+
+    def computed_later(self, cut: Cut, compiled: Callable) -> dict[Node, Later]:
+        """The outputs that wait for a reader."""
+        returned = frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
+        return {
+            node: Later(
+                region,
+                functools.partial(self.outside_tracing, compiled, region),
+                self.recordable(region),
+                returned,
+                functools.cache(functools.partial(self.hint_at_freed_weights, bytes_of(fake_of(node)))),
+            )
+            for node, region in cut.lazy.items()
+        }
 
     @staticmethod
     def outside_tracing(compiled: Callable, region: Region) -> Callable:
