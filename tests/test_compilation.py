@@ -22,11 +22,11 @@ def test_compiled_autograd_is_exact_and_hinted_at(interpreted):
     model, ids = decoder(), ids_of(61)
     model(ids).backward()
     truth = {n: g.clone() for n, g in gradients(model).items()}
-    step = streamed(model)
     with (
         torch._dynamo.config.patch(compiled_autograd=True),
         pytest.warns(StreamHint, match="Compiled autograd"),
     ):
+        step = streamed(model)
         for _ in range(2):
             model.zero_grad()
             step(ids).backward()
