@@ -7,6 +7,8 @@
 #   make test-all     all tests, and those of whole models again with every chunk body compiled
 #   make lint         formatting and static checks
 #
+#   make test-trainers   the tests with PEFT, Accelerate, TRL and Lightning, in an environment of their own
+#
 # And, with neither a GPU nor CUDA installed (docs/testing-without-a-gpu.md):
 #
 #   make test-cuda    compiles ten architectures for an H200 and an A100; downloads a CUDA build of torch, about 3 GB
@@ -25,10 +27,13 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 
 VENV_CUDA := .venv-cuda
+VENV_TRAINERS := .venv-trainers
+RUN_TRAINERS := $(VENV_TRAINERS)/bin/python
+STAMP_TRAINERS := $(VENV_TRAINERS)/installed
 RUN_CUDA := $(VENV_CUDA)/bin/python-gpu
 STRUCTURES := out/structures
 
-.PHONY: venv demo test test-quick test-all test-cuda lint types clean
+.PHONY: venv demo test test-quick test-all test-cuda test-trainers lint types clean
 
 venv: $(STAMP)
 
@@ -68,6 +73,15 @@ test-cuda: venv $(RUN_CUDA)
 	PRETEND_GPU=h200 $(RUN_CUDA) -m pytest -q tests/cuda
 	PRETEND_GPU=a100 $(RUN_CUDA) -m pytest -q tests/cuda
 
+$(STAMP_TRAINERS): pyproject.toml
+	test -x $(RUN_TRAINERS) || $(PYTHON) -m venv $(VENV_TRAINERS)
+	$(RUN_TRAINERS) -m pip install --quiet $(PIP_ARGS) torch==$(TORCH)
+	$(RUN_TRAINERS) -m pip install --quiet $(PIP_ARGS) -e '.[test,trainers]'
+	@touch $(STAMP_TRAINERS)
+
+test-trainers: $(STAMP_TRAINERS)
+	$(RUN_TRAINERS) -m pytest -q tests/trainers tests/test_trl.py
+
 lint: venv
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
@@ -76,5 +90,5 @@ types: venv
 	$(RUN) -m mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_CUDA) $(VENV_TRAINERS) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,7 +33,7 @@ class Ranks:
             self.connections.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable, *args: object, seconds: float = 120.0) -> list:
+    def run(self, function: Callable, *args: object, seconds: float = 600.0) -> list:
         """``function(*args)`` in every process, and the results in order of ranks.
 
         function  a function of a module that the processes can import

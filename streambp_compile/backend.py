@@ -47,7 +47,7 @@ from .dynamo.row_selection import select_rows_first
 from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
 from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
-from .lazy.outputs import LazyOutput, lazy_output
+from .lazy.outputs import lazy_output
 from .passes.ir import Condition, Refusal, bytes_of, copied, where_of
 from .passes.phases import phase, time_limit
 from .passes.split import Region, split
@@ -69,6 +69,9 @@ def streambp(
     """
     internals.ignore_library_logging_from_now_on()  # again: torch._dynamo.reset forgets it
     chain = Chain(module, example_inputs, Config.of(mode, options))
+    if internals.is_compiled_backward():
+        chain.hint(COMPILED_AUTOGRAD)
+        return internals.compile_plainly(module, example_inputs, mode)
     if not internals.is_ddp_piece():
         return chain.compiled()
     chain.hint(IN_PIECES)
@@ -80,6 +83,10 @@ def streambp(
 internals.ignore_library_logging_from_now_on()
 internals.keep_ddp_graphs_whole(__package__)
 
+COMPILED_AUTOGRAD = (
+    "Compiled autograd traces the backward of streamed regions into graphs of its own. Gradients stay exact, "
+    "but more of them may exist at a time. Set torch._dynamo.config.compiled_autograd = False"
+)
 IN_PIECES = (
     "DistributedDataParallel's optimizer cut the graph into gradient buckets before this backend was called, "
     'so that a loss may be cut off from its head and its logits exist. Pass backend="streambp" itself, not a '
@@ -210,16 +217,7 @@ class Chain:
             return built[text]
 
         links = [(compiled(region), region) for region in cut.regions]
-        returned = frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
-        later = {
-            node: Later(
-                region,
-                functools.partial(self.outside_tracing, compiled, region),
-                self.recordable(region),
-                returned,
-            )
-            for node, region in cut.lazy.items()
-        }
+        later = self.computed_later(cut, compiled)
         call = linked(links, later, self.placeholders, cut, outputs_of(self.module))
         known = len(self.report.regions)
         lengths = [a.length for a in cut.axes]
@@ -229,6 +227,20 @@ class Chain:
             for name, text in region.artifacts():
                 internals.trace_artifact(name, text)
         return call
+
+    def computed_later(self, cut: Cut, compiled: Callable) -> dict[Node, Later]:
+        """The outputs that wait for a reader."""
+        returned = frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
+        return {
+            node: Later(
+                region,
+                functools.partial(self.outside_tracing, compiled, region),
+                self.recordable(region),
+                returned,
+                functools.cache(functools.partial(self.hint_at_freed_weights, bytes_of(fake_of(node)))),
+            )
+            for node, region in cut.lazy.items()
+        }
 
     @staticmethod
     def outside_tracing(compiled: Callable, region: Region) -> Callable:
@@ -289,6 +301,14 @@ class Chain:
                     f"{broken.remedy.rstrip('.') or 'none'}"
                 )
 
+    def hint_at_freed_weights(self, cost: int) -> None:
+        """Tell that FSDP2 leaves no weights for logits that are read later."""
+        self.hint(
+            "FSDP2 frees the weight of the head when the forward ends, so the logits are computed at once "
+            f"and take {mebibytes(cost)} at full length. Pass reshard_after_forward=False to fully_shard "
+            "for the module that holds the head, or compute the loss inside the compiled function"
+        )
+
     def hint(self, text: str) -> None:
         self.report.notes.append(f"note: {text}.")
         warnings.warn(f"streambp: {text}.", StreamHint, stacklevel=2)
@@ -316,14 +336,15 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
 @dataclass(frozen=True)
 class Later:
     """An output that is computed when it is read: its region, what compiles that, what records operations on
-    it, and all that is returned."""
+    it, all that is returned, and what tells that it has to be computed at once."""
 
     region: Region
     compile: Callable[[], Callable]
     recordable: LazyRegion
     returned: frozenset[Node]
+    freed: Callable[[], None]
 
-    def result(self, state: State, ready: dict[Node, Callable]) -> LazyOutput:
+    def result(self, state: State, ready: dict[Node, Callable]) -> torch.Tensor:
         node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
         given = tuple(state.read(n) for n in inputs)
 
@@ -332,6 +353,9 @@ class Later:
                 ready[node] = self.compile()
             return ready[node](*given)[0]
 
+        if any(isinstance(v, torch.nn.Parameter) and internals.is_freed_after_forward(v) for v in given):
+            self.freed()
+            return compute()
         sizes = Sizes(dict(zip(inputs, given)), fake_of)
         shape = tuple(sizes(s) for s in fake_of(node).shape)
         exposed = [n.op == "placeholder" or n in self.returned for n in inputs]

@@ -262,15 +262,16 @@ class CompiledRegion:
         """Raises `CannotStream` where there are no tokens to cut into chunks."""
         if self.unfit is not None:
             raise CannotStream(self.unfit)
+        refused = NothingToStream if self.costs_nothing(graph_module) else CannotStream
         if self.axis is None:
-            raise CannotStream(
+            raise refused(
                 Refusal(
                     "graph",
                     "No token dimension was found",
                     "Pass token ids or hidden states as tensors with a token dimension",
                 )
             )
-        self.check_marks(graph_module)
+        self.check_marks(graph_module, refused)
         if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
             raise NothingToStream(
                 Refusal(
@@ -280,13 +281,13 @@ class CompiledRegion:
                 )
             )
 
-    def check_marks(self, graph_module: GraphModule) -> None:
-        """Raises `CannotStream` where no input brings tokens into the region."""
+    def check_marks(self, graph_module: GraphModule, refused: type[CannotStream]) -> None:
+        """Raises `CannotStream`, or what is given, where no input brings tokens into the region."""
         if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
             small = self.whole_cost(graph_module) <= max(
                 (bytes_of(fake_of(n)) for n in self.axis.marks), default=0
             )
-            raise (NothingToStream if small else CannotStream)(
+            raise (NothingToStream if small else refused)(
                 Refusal(
                     "region",
                     "This region has no token dimension",
@@ -297,7 +298,7 @@ class CompiledRegion:
         if not any(n in self.axis.marks and not is_parameter(fake_of(n)) for n in self.inputs) and not any(
             n in self.axis.mixing for n in self.region.nodes
         ):
-            raise CannotStream(
+            raise refused(
                 Refusal(
                     "region",
                     "This region creates its tokens from values without a token dimension, such as an image",
@@ -346,6 +347,12 @@ class CompiledRegion:
                 )
             )
         return found
+
+    def costs_nothing(self, graph_module: GraphModule) -> bool:
+        """Is no value inside larger than one that goes in or out, and exists in any case?"""
+        ends = (fake_of(n) for n in (*self.inputs, *self.region.outputs))
+        widest = max((bytes_of(e) for e in ends if isinstance(e, torch.Tensor)), default=0)
+        return self.whole_cost(graph_module) <= widest
 
     def whole_cost(self, graph_module: GraphModule) -> int:
         return max(

@@ -7,6 +7,7 @@ kind, and ``--inductor`` compiles those of every test, as ``make test-all`` does
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ INTERPRETED: dict = {}
 collect_ignore = (
     [] if os.environ.get("PRETEND_GPU") else ["cuda"]
 )  # which want a CUDA build of torch: make test-cuda
+if find_spec("peft") is None:
+    collect_ignore.append("trainers")  # which want packages of others: make test-trainers
 
 
 def pytest_addoption(parser):

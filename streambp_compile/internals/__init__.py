@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from .aten_graphs import LIFTS, before_autograd, capture, captured_after, decompositions, inline_numbers
 from .body_inputs import BodyInputs
 from .chunk_bodies import body_options, compile_body
-from .distributed import apart_from_ddp, is_ddp_piece, keep_ddp_graphs_whole
+from .distributed import (
+    apart_from_ddp,
+    is_ddp_piece,
+    is_freed_after_forward,
+    is_fsdp_hook,
+    keep_ddp_graphs_whole,
+)
 from .dynamo import (
     MODE_SWITCHES,
     NO_DEFECTS,
@@ -29,6 +35,7 @@ from .dynamo import (
     ignore_library_logging,
     ignore_library_logging_from_now_on,
     index_by_tensors,
+    is_compiled_backward,
     is_hook,
     is_transform,
     leave_map,
@@ -96,8 +103,11 @@ __all__ = [
     "index_by_tensors",
     "inline_numbers",
     "is_batched",
+    "is_compiled_backward",
     "is_ddp_piece",
     "is_fake",
+    "is_freed_after_forward",
+    "is_fsdp_hook",
     "is_hook",
     "is_traceable_wrapper_subclass",
     "is_transform",

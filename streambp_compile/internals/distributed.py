@@ -1,4 +1,5 @@
-"""The optimizer of DistributedDataParallel, which cuts Dynamo's graphs at its gradient buckets.
+"""DistributedDataParallel's optimizer, which cuts Dynamo's graphs at its gradient buckets; and FSDP2
+(`fully_shard`), which gathers weights and frees them.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -7,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext
+from torch.distributed import _composable_state as composable
 from torch.fx import GraphModule
 
 from .joint_graphs import tracing_of
@@ -60,3 +65,34 @@ def apart_from_ddp():
     with tracing_of(TracingContext.get().fake_mode):
         yield
     counts["total"] = before
+
+
+def fsdp_state_type() -> type | tuple:
+    """The class of FSDP2's states; nothing is an instance of it where FSDP2 is not in use."""
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    return getattr(module, "FSDPState", ())
+
+
+def is_fsdp_hook(hook: Callable) -> bool:
+    """Is this the hook by which FSDP2 gathers weights before a backward? It does not look at the gradient."""
+    return isinstance(getattr(hook, "__self__", None), fsdp_state_type())
+
+
+def fsdp_groups() -> Iterator:
+    """All groups of parameters that FSDP2 gathers together."""
+    for found in list(composable._module_state_mapping.values()):
+        state = found() if isinstance(found, weakref.ref) else found
+        if isinstance(state, fsdp_state_type()):
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # up to torch 2.11
+                groups = filter(None, [state._fsdp_param_group])
+            yield from groups
+
+
+def is_freed_after_forward(weight: torch.Tensor) -> bool:
+    """Does FSDP2 free this gathered weight when the forward of its module ends?"""
+    return any(
+        group._reshard_after_forward
+        and any(getattr(p, "_unsharded_param", None) is weight for p in group.fsdp_params)
+        for group in fsdp_groups()
+    )

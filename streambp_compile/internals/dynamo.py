@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import callback_handler
+from torch._dynamo import callback_handler, compiled_autograd
 from torch._dynamo import config as dynamo_config
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.callback import CallbackArgs
@@ -55,6 +55,11 @@ NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, Ski
 
 
 ONCE = ("info_once", "warning_once", "warning_advice")  # what transformers adds to logging.Logger
+
+
+def is_compiled_backward() -> bool:
+    """Is this graph one that compiled autograd made of a backward?"""
+    return compiled_autograd.in_compiled_autograd_region
 
 
 def ignore_library_logging() -> None:

@@ -120,18 +120,28 @@ class LazyRegion:
 @dataclass(eq=False)
 class Source(Expression):
     """Logits of one call: the region's inputs, what they held, and a function that computes the logits
-    whole."""
+    whole.
+
+    hooks  run when a gradient arrives at anything that is computed from these logits
+    """
 
     region: LazyRegion
     inputs: tuple[object, ...]
     whole: Callable[[], torch.Tensor]
     modes: Modes
     contents: Contents
+    hooks: list[Callable] = field(default_factory=list)
 
     def evaluate(self) -> torch.Tensor:
         with self.modes.active():
             self.cached = self.whole()
+        self.watch(self.cached)
         return self.cached
+
+    def watch(self, value: object) -> None:
+        """Have the hooks run before a gradient goes through a value."""
+        for hook in self.hooks if isinstance(value, torch.Tensor) and value.requires_grad else ():
+            value.register_hook(hook)
 
     def tensors(self) -> Sequence[torch.Tensor]:
         return (
@@ -328,10 +338,14 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
     device = results[0].fake.device.type
     try:
         with torch.set_grad_enabled(grad), torch.autocast(device, enabled=False):
-            values = first.compiled[text](*written.inputs)
-            return [
-                v.to(r.fake.dtype) if isinstance(r.fake, torch.Tensor) else v for v, r in zip(values, results)
+            values = [
+                v.to(r.fake.dtype) if isinstance(r.fake, torch.Tensor) else v
+                for v, r in zip(first.compiled[text](*written.inputs), results)
             ]  # compiled autocast may widen
+        for logits in (n for n in written.nodes if isinstance(n, Source) and n.cached is None):
+            for value in values:
+                logits.watch(value)
+        return values
     except internals.NO_DEFECTS:
         raise
     except Exception as error:  # as in CompiledRegion.compiled: loud, whole, exact

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .. import internals
 from ..internals import DisableTorchFunctionSubclass
 from ..passes.ir import bytes_of
 from ..passes.rules.forward import Part, is_pointwise, part_of
@@ -68,6 +69,7 @@ DESCRIPTIONS = {
     torch.Tensor.__len__,
     torch.Tensor.storage_offset,
     torch.Tensor.is_contiguous,
+    torch.Tensor._base.__get__,
 }
 FUNCTIONS = {torch.Tensor.data.__get__: torch.Tensor.detach, torch.Tensor.__iter__: torch.Tensor.unbind}
 
@@ -126,6 +128,8 @@ class LazyOutput(torch.Tensor):
                     f"LazyOutput(shape={tuple(first.shape)}, dtype={first.dtype}, device={first.device}, not "
                     "computed)"
                 )
+            if func == torch.Tensor.register_hook and internals.is_fsdp_hook(args[-1]):
+                return before_backward(first, args[-1])
         if func in WITH_INPUTS:
             refuse_uncomputed(func, args, kwargs)
         if first is not None and in_place(func):
@@ -158,6 +162,15 @@ def refuse_uncomputed(func: Callable, args: tuple, kwargs: dict) -> None:
                 "logits.retain_grad() before the loss is computed; logits and gradient then take "
                 f"{2 * bytes_of(wanted.expression.fake) / 2**20:.0f} MiB."
             )
+
+
+def before_backward(output: LazyOutput, hook: Callable) -> object:
+    """Have a hook that only announces the backward run for all that is computed from an output; it does not
+    look at the gradient, so nothing is computed for it."""
+    for source in sources(output.expression):
+        source.hooks.append(hook)
+    with DisableTorchFunctionSubclass():
+        return output.register_hook(hook)
 
 
 def values(arguments: object) -> object:

@@ -1,0 +1,126 @@
+"""Engines and trainers: what streams, with which collectives, in how much memory. Each setup is trained
+eagerly, with activation checkpointing and streamed.
+
+    python -m benchmarks.engines                      # all setups whose packages are installed
+    python -m benchmarks.engines --only "FSDP2*"      # some
+    python -m benchmarks.engines --lengths 97,61,80   # over these lengths
+
+Chunk bodies are interpreted: compiling them takes minutes, and changes neither gradients nor peaks by much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from .ranks import Ranks
+from .setups.measurement import Row, measured
+from .tables import MIB, markdown
+
+FAMILIES = {"ddp": 2, "fsdp2": 2, "compilation": 1, "adapters": 1, "trainers": 1}  # processes of each
+RESULTS = Path(__file__).parent / "results" / "engines.md"
+HEADS = (
+    "setup",
+    "error",
+    "layers",
+    "head",
+    "graphs",
+    "collectives",
+    "eager's",
+    "peak MiB",
+    "checkpointed",
+    "what it says",
+)
+
+
+def row_of(family: str, name: str, lengths: Sequence[int]) -> Row:
+    """In a process of the group."""
+    from . import zoo
+
+    zoo.interpret_bodies()
+    return measured(setups_of(family)[name], lengths)
+
+
+def setups_of(family: str) -> dict:
+    """The setups of a module; none where a package that it needs is missing."""
+    try:
+        return importlib.import_module(f"benchmarks.setups.{family}").SETUPS
+    except ModuleNotFoundError as missing:
+        print(f"{family}: left out, {missing.name} is not installed")
+        return {}
+
+
+def cells(name: str, row: Row) -> list[str]:
+    def text(counts: dict[str, int]) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
+
+    return [
+        name,
+        f"{row.error:.0e}",
+        "yes" if row.layers else "no",
+        "yes" if row.head else "no",
+        str(row.graphs),
+        text(row.collectives),
+        text(row.expected),
+        f"{row.peak / MIB:.1f}",
+        f"{row.checkpointed / MIB:.1f}",
+        "; ".join(note.removeprefix("streambp: ").split(". ")[0] for note in row.notes) or "nothing",
+    ]
+
+
+def failed(name: str, error: Exception) -> list[str]:
+    return [name, *["-"] * (len(HEADS) - 2), f"failed: {str(error).strip().splitlines()[-1][:120]}"]
+
+
+def run(pattern: str, lengths: Sequence[int]) -> list[list[str]]:
+    """A row of the table for each setup whose name matches."""
+    table = []
+    for family, world in FAMILIES.items():
+        names = [n for n in setups_of(family) if fnmatch.fnmatch(n, pattern)]
+        ranks = Ranks(world) if names else None
+        for name in names:
+            try:
+                table.append(cells(name, worst(ranks.run(row_of, family, name, lengths))))
+            except TimeoutError as error:
+                table.append(failed(name, error))
+                ranks = Ranks(world)
+            except RuntimeError as error:
+                table.append(failed(name, error))
+            print(" | ".join(table[-1]), flush=True)
+        if ranks is not None:
+            ranks.close()
+    return table
+
+
+def worst(rows: Sequence[Row]) -> Row:
+    """The row of the process with the largest error."""
+    return max(rows, key=lambda row: row.error)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="*", help="a pattern of setups' names")
+    parser.add_argument("--lengths", default="97", help="numbers of tokens, with commas")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    chosen = parser.parse_args()
+    lengths = [int(n) for n in chosen.lengths.split(",")]
+    text = markdown(HEADS, run(chosen.only, lengths))
+    print(text)
+    if chosen.save:
+        RESULTS.write_text(f"{PREFACE.format(lengths=lengths)}\n\n{text}\n")
+
+
+PREFACE = """# Engines and trainers
+
+`python -m benchmarks.engines --save`: sequences of {lengths} tokens in chunks of 16, small models on a CPU,
+chunk bodies interpreted. *error*: the largest relative error of a parameter's gradient (of its change after
+two steps, for trainers) against the same setup without streaming. Decoders of this repository are in float64;
+models of Hugging Face compute norms and losses in float32, which is an error of about 1e-7 by itself.
+*layers*, *head*: do all layers, and the head with its loss, stream? *collectives*: of one step."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""One line for trainers whose own switch for ``torch.compile`` does not take every backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .config import Config
+
+Target = TypeVar("Target")
+MODELS = ("model", "ref_model")  # attributes of trainers that hold a model
+
+
+def enable(target: Target, **options: Any) -> Target:
+    """Stream a model, or the models of a trainer (Hugging Face, TRL, Accelerate, Lightning), in place.
+
+    target   a module, or an object with one as its ``model``; a ``ref_model`` beside it streams too
+    options  the ``options=`` of the backend, such as ``chunk_size``
+
+    Names of parameters and checkpoints stay as they are, and the model may be wrapped, sharded or given
+    adapters before or after. A call with ``past_key_values`` (generation) runs eagerly.
+
+    Returns the target. Raises ValueError for an unknown option, TypeError where no model is found.
+    """
+    Config.of(None, options)
+    models = [target] if isinstance(target, nn.Module) else [getattr(target, n, None) for n in MODELS]
+    found = [m for m in models if isinstance(m, nn.Module)]
+    if not found:
+        raise TypeError(
+            f"A torch.nn.Module or a trainer with a model is required; got {type(target).__name__}"
+        )
+    for model in found:
+        model._compiled_call_impl = unless_generating(model, options)
+    return target
+
+
+def unless_generating(model: nn.Module, options: dict[str, Any]) -> Callable:
+    """What a module calls in place of its ``forward`` and hooks, as after `torch.nn.Module.compile`."""
+    compiled = torch.compile(model._call_impl, backend="streambp", options=options)
+
+    @functools.wraps(model._call_impl)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            return model._call_impl(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    return call
