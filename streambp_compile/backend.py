@@ -29,6 +29,8 @@ from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
 from .dynamo.python_floats import floats_as_tensors
 from .dynamo.regions import (
+    WIDER,
+    WIDER_THAN_LAYERS,
     build_region,
     is_switch,
     lazy_regions,
@@ -184,8 +186,7 @@ class Chain:
                 return Cut(() if unfit else axes, (), (), whole_graph(graph), {}, unfit)
             lazy: dict[Node, Region] = {}
             broken = internals.graph_break(self.given)
-            if broken is None:  # what follows a break is traced by Dynamo, which wants real tensors
-                regions, lazy = lazy_regions(regions, axis)
+            regions, lazy = lazy_regions(regions, axis, WIDER if broken is None else WIDER_THAN_LAYERS)
             self.hint_at_outputs(regions, axis, broken)
         return Cut(axes, updates, views, regions, lazy)
 
@@ -259,7 +260,7 @@ class Chain:
         logits = [
             n
             for n in regions[-1].outputs
-            if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(regions[-1], axis)
+            if n in axis.marks and bytes_of(fake_of(n)) >= WIDER * widest_input(regions[-1], axis)
         ]
         if len(kept) > 1:
             cost = sum(bytes_of(fake_of(n)) for n in kept)

@@ -263,7 +263,9 @@ class CompiledRegion:
         if self.unfit is not None:
             raise CannotStream(self.unfit)
         if self.axis is None:
-            raise CannotStream(
+            given = max((bytes_of(f) for f in self.fakes if isinstance(f, torch.Tensor)), default=0)
+            small = self.whole_cost(graph_module) <= given  # labels made ready, a loss weighed
+            raise (NothingToStream if small else CannotStream)(
                 Refusal(
                     "graph",
                     "No token dimension was found",
