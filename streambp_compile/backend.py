@@ -46,6 +46,7 @@ from .dynamo.regions import (
 )
 from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
+from .dynamo.shared_keys import part_shared_keys
 from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
 from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
@@ -310,6 +311,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (look_back, "rewriting short convolutions"),
     (over_blocks, "finding blocks of tokens"),
     (select_rows_first, "moving row selections in front of the head"),
+    (part_shared_keys, "parting the keys of attention"),
     (one_attention, "reading calls of attention"),
 )
 

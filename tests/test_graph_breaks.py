@@ -105,7 +105,7 @@ def check_step(model, step, truth):
             found, expected = (gradients(model, lambda: f(ids)) for f in (step, truth))
             assert worst_error(found, expected) < EXACT
         ours, eager = (peak(lambda: gradients(model, lambda: f(ids))) for f in (step, truth))
-        assert 2 * ours < eager
+        assert ours < 0.7 * eager
         with torch.no_grad():
             torch.testing.assert_close(step(ids), truth(ids), rtol=EXACT, atol=0)
 

@@ -18,7 +18,6 @@ from ..passes.split import Region, Traits
 from ..runtime.runner import Layout
 from .token_axes import Axis, fake_of, is_parameter, storage_of
 
-
 # An output is lazy if it is this many times wider than what its region reads. What leaves a graph at a break
 # is read by the graph that follows: only a head widens so much that an operation after it had better be
 # recorded than compiled.

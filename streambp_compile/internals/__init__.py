@@ -39,6 +39,7 @@ from .dynamo import (
     symbolic_functions,
 )
 from .fake_tensors import (
+    as_these,
     describe,
     faked,
     is_batched,
@@ -118,6 +119,7 @@ __all__ = [
     "symbolic_functions",
     "trace_artifact",
     "tracing_of",
+    "as_these",
     "without_guards",
     "without_kernels",
 ]
