@@ -29,6 +29,8 @@ from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
 from .dynamo.python_floats import floats_as_tensors
 from .dynamo.regions import (
+    WIDER,
+    WIDER_THAN_LAYERS,
     build_region,
     is_switch,
     lazy_regions,
@@ -44,6 +46,7 @@ from .dynamo.regions import (
 )
 from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
+from .dynamo.shared_keys import part_shared_keys
 from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
 from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
@@ -191,8 +194,7 @@ class Chain:
                 return Cut(() if unfit else axes, (), (), whole_graph(graph), {}, unfit)
             lazy: dict[Node, Region] = {}
             broken = internals.graph_break(self.given)
-            if broken is None:  # what follows a break is traced by Dynamo, which wants real tensors
-                regions, lazy = lazy_regions(regions, axis)
+            regions, lazy = lazy_regions(regions, axis, WIDER if broken is None else WIDER_THAN_LAYERS)
             self.hint_at_outputs(regions, axis, broken)
         return Cut(axes, updates, views, regions, lazy)
 
@@ -271,7 +273,7 @@ class Chain:
         logits = [
             n
             for n in regions[-1].outputs
-            if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(regions[-1], axis)
+            if n in axis.marks and bytes_of(fake_of(n)) >= WIDER * widest_input(regions[-1], axis)
         ]
         if len(kept) > 1:
             cost = sum(bytes_of(fake_of(n)) for n in kept)
@@ -329,6 +331,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (look_back, "rewriting short convolutions"),
     (over_blocks, "finding blocks of tokens"),
     (select_rows_first, "moving row selections in front of the head"),
+    (part_shared_keys, "parting the keys of attention"),
     (one_attention, "reading calls of attention"),
 )
 

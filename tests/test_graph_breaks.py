@@ -1,4 +1,5 @@
-"""Graph breaks that are not the user's: a library that logs inside a forward must not part head and loss."""
+"""Graph breaks between a head and its loss: a library that logs makes none, the user's own and functions that
+are compiled apart leave lazy logits, which stream with what follows."""
 
 import functools
 import logging
@@ -8,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from models import Plain, ids_of
+from models import Plain, gradients, ids_of, worst_error
 
+from benchmarks.memory import peak
 from streambp_compile import NotStreamed, StreamHint, explain, internals
 
 LOG = logging.getLogger("loss")
+
+EXACT = 1e-10
 
 SIZES = {
     "GPT2": dict(n_layer=1, n_embd=32, n_head=2, vocab_size=64, use_cache=False),
@@ -50,3 +54,98 @@ def test_a_library_that_is_imported_after_the_backend_breaks_no_graph(monkeypatc
     with warnings.catch_warnings():
         warnings.simplefilter("error", StreamHint)
         step(ids).backward()
+
+
+class Model(torch.nn.Module):
+    """A layer, a head, and a loss behind whatever happens between the two."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.body, self.between = Plain(512, width=16, heads=2, layers=1), between
+
+    def logits(self, ids):
+        return self.body.head(self.body.norm(self.body.layers[0](self.body.embed(ids))))
+
+    def forward(self, ids):
+        logits = self.logits(ids)
+        self.between(logits)
+        return shifted_loss(logits, ids)
+
+
+def shifted_loss(logits, ids):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def changed_in_place(logits, ids):
+    logits = logits * 1.0
+    logits /= 0.8
+    return shifted_loss(logits, ids)
+
+
+def read_twice(logits, ids):
+    batch, length, _ = logits.shape
+    weight = (ids > 3).sum() / (batch * length)
+    return shifted_loss(logits, ids) * weight + logits.logsumexp(-1).square().mean()
+
+
+BETWEEN = {
+    "print": lambda logits: print("a step", logits.shape),
+    "logging": lambda logits: logging.getLogger(__name__).info("a step"),
+    "break": lambda logits: torch._dynamo.graph_break(),
+}
+
+
+def check_step(model, step, truth):
+    """Equal to eager with and without gradients, streamed without a warning, and no logits at full length."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotStreamed)
+        warnings.simplefilter("error", StreamHint)
+        for length in (17, 17, 23):
+            ids = ids_of(2, length)
+            found, expected = (gradients(model, lambda: f(ids)) for f in (step, truth))
+            assert worst_error(found, expected) < EXACT
+        ours, eager = (peak(lambda: gradients(model, lambda: f(ids))) for f in (step, truth))
+        assert ours < 0.7 * eager
+        with torch.no_grad():
+            torch.testing.assert_close(step(ids), truth(ids), rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize("chunk", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "between", ["print", *(pytest.param(n, marks=pytest.mark.slow) for n in ("logging", "break"))]
+)
+def test_a_break_before_the_loss(between, chunk, interpreted):
+    model = Model(BETWEEN[between]).double()
+    check_step(model, torch.compile(model, backend="streambp", options={"chunk_size": chunk}), model)
+
+
+@pytest.mark.parametrize(
+    "loss", [shifted_loss, changed_in_place, pytest.param(read_twice, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("backend", ["streambp", "aot_eager"])
+def test_a_loss_that_is_compiled_apart(loss, backend, interpreted):
+    model = Model(None).double()
+    logits_of = torch.compile(model.logits, backend="streambp", options={"chunk_size": 7})
+    compiled = torch.compile(loss, backend=backend)
+    check_step(model, lambda ids: compiled(logits_of(ids), ids), lambda ids: loss(model.logits(ids), ids))
+
+
+class Narrow(Model):
+    """A break inside an MLP, whose hidden values the next graph reads."""
+
+    def forward(self, ids):
+        x = self.body.embed(ids)
+        layer = self.body.layers[0]
+        wide = layer.up(x)
+        self.between(wide)
+        return self.body.loss(layer.down(F.gelu(wide)), ids)
+
+
+@pytest.mark.filterwarnings("ignore::streambp_compile.StreamHint")
+def test_a_break_inside_a_layer_leaves_tensors(interpreted):
+    seen = []
+    model = Narrow(lambda wide: (torch._dynamo.graph_break(), seen.append(type(wide)))).double()
+    step, ids = torch.compile(model, backend="streambp", options={"chunk_size": 7}), ids_of(2, 25)
+    found, truth = (gradients(model, lambda: f(ids)) for f in (step, model))
+    assert worst_error(found, truth) < EXACT
+    assert set(seen) == {torch.Tensor}

@@ -80,6 +80,12 @@ class Part(enum.Enum):
     STACK = "values are put together along a new dimension"
     ALONG = "each row by itself, if along its dimension"
     ATTENTION = "scaled dot-product attention"
+    MOVE = "dimensions change places"
+    RESHAPE = "dimensions of size one come in, or one dimension becomes several"
+    EXPAND = "dimensions of size one are repeated"
+    NORM = "each row is normalised over its last dimensions"
+    COUNT = "consecutive numbers"
+    TRIANGLE = "entries on one side of a diagonal of a matrix are zero"
 
 
 PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
@@ -111,6 +117,12 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     **dict.fromkeys(
         (aten.argmax, aten.argmin, aten.max, aten.min, aten.amax, aten.amin, aten.topk), Part.ALONG
     ),
+    **dict.fromkeys((aten.transpose, aten.permute), Part.MOVE),
+    **dict.fromkeys((aten.unflatten, aten.unsqueeze), Part.RESHAPE),
+    aten.expand: Part.EXPAND,
+    **dict.fromkeys((aten.layer_norm, aten.rms_norm), Part.NORM),
+    aten.arange: Part.COUNT,
+    **dict.fromkeys((aten.tril, aten.triu), Part.TRIANGLE),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), Part.ALONG),
 }
 
@@ -138,7 +150,23 @@ def may_be_deferred(node: Node) -> bool:
     return view or is_pointwise(node) or part_of(node) in DEFERRED
 
 
-DEFERRED = set(Part) - {Part.HEAD, Part.CONVOLUTION, Part.PAD, Part.ATTENTION}
+DEFERRED = set(Part) - {
+    Part.HEAD,
+    Part.CONVOLUTION,
+    Part.PAD,
+    Part.ATTENTION,
+    Part.NORM,
+    Part.COUNT,
+    Part.TRIANGLE,
+}
+
+
+def is_filled(node: Node) -> bool:
+    """Does it make a value of given sizes, of one number?"""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in FILLS
+
+
+FILLS = (aten.ones, aten.zeros, aten.full)
 
 
 def is_along_last(node: Node) -> bool:
@@ -194,6 +222,9 @@ class Slice:
     start: object
     stop: object
     lost: bool = False
+
+    def is_all(self) -> bool:
+        return self.start == 0 and self.stop is None and not self.lost
 
 
 def slice_of(node: Node, rank: int) -> Slice | None:

@@ -29,6 +29,7 @@ from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argumen
 from .regions import is_switch
 from .token_axes import fake_of
 
+RESULTS = "results of a call"  # in the meta of a call, what makes them
 OWN = __name__.partition(".")[0]
 
 
@@ -42,8 +43,18 @@ def to_aten(module: GraphModule) -> GraphModule:
                 replay(node)
             elif is_translatable(node):
                 translate(node, spelled)
+    for node in reversed(module.graph.nodes):
+        if has_unread_items(node):
+            for item in list(node.users):
+                module.graph.erase_node(item)
+            module.graph.erase_node(node)
     module.recompile()
     return module
+
+
+def has_unread_items(node: Node) -> bool:
+    """Is it a call whose results are now made by operators of their own?"""
+    return isinstance(node.meta.get(RESULTS), tuple) and not any(item.users for item in node.users)
 
 
 def inserted(
@@ -109,13 +120,16 @@ class Spelled:
 
     graph   its placeholders are the operands of the call
     nodes   all operators but the last, in order
-    last    the operator that stands for the call: it makes its result, or writes last
+    last    the operator that stands for the call: it makes its result, or writes last; None where several
+            operators make one result each
+    results those results; None among them stands for itself
     """
 
     graph: Graph
     nodes: tuple[Node, ...]
-    last: Node
+    last: Node | None
     module: GraphModule = field(repr=False)
+    results: tuple[Node | None, ...] = ()
 
 
 def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | None]) -> None:
@@ -133,7 +147,8 @@ def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | Non
             return
         values = dict(zip(found.graph.find_nodes(op="placeholder"), operands))
         try:
-            fakes = computed(found.nodes, {n: fake_of(v) for n, v in values.items()})
+            with internals.as_these([fake_of(n) for n in operands]):
+                fakes = computed(found.nodes, {n: fake_of(v) for n, v in values.items()})
         except Exception:
             internals.log.debug("%s stays as Dynamo wrote it", node, exc_info=True)
             return
@@ -141,10 +156,21 @@ def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | Non
         for n in found.nodes:
             values[n] = node.graph.node_copy(n, lambda a: values[a])
             values[n].meta = {**node.meta, "example_value": fakes[n]}
+    if found.last is None:
+        return read_results(node, tuple(r if r is None else values[r] for r in found.results))
     args, kwargs = map_arg((found.last.args, found.last.kwargs), lambda a: values[a])
     node.op, node.target, node.args, node.kwargs = "call_function", found.last.target, args, kwargs
     if fake_of(node) is None:  # of an assignment: what it has written into
         node.meta["example_value"] = fake_of(written_argument(node))
+
+
+def read_results(node: Node, results: tuple[Node | None, ...]) -> None:
+    """Have the readers of a call's results read the operators that make them; the call is erased later."""
+    node.meta[RESULTS] = results
+    for item in node.users:
+        made = results[item.args[1]]
+        if made is not None:
+            item.replace_all_uses_with(made)
 
 
 def call_text(node: Node, operands: Sequence[Node]) -> str:
@@ -183,6 +209,8 @@ def spelled(node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOver
     if not nodes and isinstance(result, Node):
         return namesake(node)
     last = last_of(nodes, result)
+    if last is None and makes_items(node, result) and all(map(is_operator, nodes)):
+        return Spelled(module.graph, tuple(nodes), None, module, tuple(result))
     if last is None or not all(map(is_operator, nodes)) or not has_value(last, fake_of(node)):
         return None
     read = [
@@ -227,6 +255,21 @@ def is_operator(node: Node) -> bool:
         node.op == "call_function"
         and not is_switch(node)
         and not isinstance(node.target, torch._ops.HigherOrderOperator)
+    )
+
+
+def makes_items(node: Node, result: object) -> bool:
+    """Are the traced results what Dynamo found, and read one by one?"""
+    wanted = fake_of(node)
+    if (
+        not isinstance(result, (tuple, list))
+        or not isinstance(wanted, (tuple, list))
+        or len(result) != len(wanted)
+    ):
+        return False
+    read = all(u.target is operator.getitem and isinstance(u.args[1], int) for u in node.users)
+    return read and all(
+        w is None if r is None else isinstance(r, Node) and has_value(r, w) for r, w in zip(result, wanted)
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -270,11 +270,15 @@ def erase_unread(graph: Graph, roots: Iterable[Node]) -> None:
             graph.erase_node(node)
 
 
+# Functions that stand for a call of torch's, and what runs where a region is not streamed.
+TORCH_SPELLING: dict[Callable, Callable] = {scaled_dot_product_attention: F.scaled_dot_product_attention}
+
+
 def torch_attention(module: GraphModule) -> bool:
     """Give a region torch's own attention back. Is there any in it?"""
-    calls = module.graph.find_nodes(op="call_function", target=scaled_dot_product_attention)
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target in TORCH_SPELLING]
     for node in calls:
-        node.target = F.scaled_dot_product_attention
+        node.target = TORCH_SPELLING[node.target]
         node.kwargs = {name: arg for name, arg in node.kwargs.items() if name != "contiguous"}
     module.recompile()
     return bool(calls)

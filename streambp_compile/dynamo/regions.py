@@ -18,6 +18,11 @@ from ..passes.split import Region, Traits
 from ..runtime.runner import Layout
 from .token_axes import Axis, fake_of, is_parameter, storage_of
 
+# An output is lazy if it is this many times wider than what its region reads. What leaves a graph at a break
+# is read by the graph that follows: only a head widens so much that an operation after it had better be
+# recorded than compiled.
+WIDER, WIDER_THAN_LAYERS = 2, 8
+
 
 def is_switch(node: Node) -> bool:
     """Does a node only switch a mode, or count a use of torch's?"""
@@ -117,16 +122,20 @@ def widest_input(region: Region, axis: Axis) -> int:
     )
 
 
-def lazy_regions(regions: Sequence[Region], axis: Axis) -> tuple[list[Region], dict[Node, Region]]:
-    """Take outputs that merely widen a small value (logits) out of the last region; each gets a region of its
-    own.
+def lazy_regions(
+    regions: Sequence[Region], axis: Axis, factor: int
+) -> tuple[list[Region], dict[Node, Region]]:
+    """Take outputs that merely widen a small value (logits), by this factor at least, out of the last region;
+    each gets a region of its own.
 
     Logits beside a loss go whatever they are made of. Logits alone go where a head makes them, not where
     attention would be done again.
     """
     last = regions[-1]
     expanding = [
-        n for n in last.outputs if n in axis.marks and bytes_of(fake_of(n)) >= 2 * widest_input(last, axis)
+        n
+        for n in last.outputs
+        if n in axis.marks and bytes_of(fake_of(n)) >= factor * widest_input(last, axis)
     ]
     # what writes into buffers happens once, and now
     lazy = [n for n in expanding if not written_storages(narrowed(last, (n,)))]

@@ -46,6 +46,7 @@ from .dynamo import (
     symbolic_functions,
 )
 from .fake_tensors import (
+    as_these,
     describe,
     faked,
     is_batched,
@@ -128,6 +129,7 @@ __all__ = [
     "symbolic_functions",
     "trace_artifact",
     "tracing_of",
+    "as_these",
     "without_guards",
     "without_kernels",
 ]

@@ -76,6 +76,12 @@ def faked(like: torch.Tensor):
         yield
 
 
+def as_these(fakes: Sequence[object]):
+    """Inside, what is created is fake as these are: Dynamo hands a backend a mode that is not theirs."""
+    modes = (f.fake_mode for f in fakes if isinstance(f, FakeTensor))
+    return next(modes, contextlib.nullcontext())
+
+
 def without_guards(fakes: Sequence[object]):
     """What is computed here was computed by Dynamo already, which has guarded on all that it rests on."""
     mode = detect_fake_mode(fakes)

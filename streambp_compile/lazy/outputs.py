@@ -114,6 +114,7 @@ class LazyOutput(torch.Tensor):
         return value_of(self.expression, self.piece)
 
     @classmethod
+    @torch.compiler.disable  # Dynamo breaks at these tensors, and must not trace how they are recorded
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in DESCRIPTIONS:
@@ -141,6 +142,7 @@ class LazyOutput(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         args, kwargs = values((args, kwargs or {}))
         return func(*args, **kwargs)
@@ -257,7 +259,6 @@ def widest(expression: Expression) -> int:
     return max((s.fake.numel() for s in sources(expression) if s.cached is None), default=0)
 
 
-@torch.compiler.disable  # Dynamo would trace it for another compiled function, which is given the values
 def record(function: Callable, args: tuple, kwargs: dict) -> object:
     """What a function makes of lazy outputs, recorded or computed; None if it is to read the values."""
     function = FUNCTIONS.get(function, function)

@@ -1,0 +1,281 @@
+"""Some rows of a value, made from the same rows of what it is made of.
+
+A slice goes up through operations of each row by itself, until it meets the place where rows were put
+together, or made. So nothing else of the value has to exist. Rewritten in Dynamo's graph, before autograd
+sees it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ..passes.ir import Mark, arguments, draws_random, hint, is_equal
+from ..passes.rules.forward import (
+    TO_THE_END,
+    Part,
+    cuts_into_pieces,
+    is_filled,
+    is_mutable,
+    is_pointwise,
+    part_of,
+    slice_of,
+    with_arguments,
+)
+from ..passes.token_propagation import reshaped
+from .aten import inserted
+from .token_axes import fake_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows from ``start`` to before ``stop`` of a dimension, counted as Python's slices do; ``stop`` may be
+    None, the end."""
+
+    start: int
+    stop: int | None
+
+    def is_front(self) -> bool:
+        """Is it a known number of the first rows?"""
+        return self.start == 0 and self.stop is not None and self.stop > 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where rows were put together, along which dimension: the values in order, None for padding, and how
+    many rows each has."""
+
+    node: Node
+    dim: int
+    pieces: tuple[Node | None, ...]
+    sizes: tuple[object, ...]
+
+
+def parts_at(node: Node, dim: int) -> Parts | None:
+    """The parts of a value that ``cat`` or padding puts together along a dimension."""
+    if part_of(node) is Part.PAD:
+        return padded_parts(node, dim)
+    if part_of(node) is not Part.JOIN or arguments(node)["dim"] % fake_of(node).dim() != dim:
+        return None
+    pieces = tuple(arguments(node)["tensors"])
+    return Parts(node, dim, pieces, tuple(fake_of(p).shape[dim] for p in pieces))
+
+
+def padded_parts(node: Node, dim: int) -> Parts | None:
+    """What is padded with a number along this dimension alone, and its padding."""
+    given, source = arguments(node), node.args[0]
+    pad, at = list(given["pad"]), 2 * (fake_of(node).dim() - 1 - dim)
+    before, after = pad[at : at + 2] if len(pad) > at else (0, 0)
+    known = all(isinstance(p, int) and p >= 0 for p in (before, after)) and before + after > 0
+    if given.get("mode", "constant") != "constant" or not known or any(pad[:at] + pad[at + 2 :]):
+        return None
+    found = [(None, before), (source, fake_of(source).shape[dim]), (None, after)]
+    pieces, sizes = zip(*(part for part in found if part[0] is not None or part[1]))
+    return Parts(node, dim, pieces, sizes)
+
+
+def origin_of_rows(node: Node, dim: int) -> Parts | None:
+    """Where the rows of a value's dimension were put together, through operations of each row by itself."""
+    found = parts_at(node, dim)
+    for operand in node.all_input_nodes if node.op == "call_function" and found is None else ():
+        at = operand_dim(node, operand, dim)
+        found = origin_of_rows(operand, at) if found is None and at is not None else found
+    return found
+
+
+# Whose rows they are
+
+
+def operand_dim(node: Node, operand: Node, dim: int) -> int | None:
+    """The dimension of an operand of which row i becomes row i of the node's dimension; None if none does."""
+    fake, given = fake_of(node), fake_of(operand)
+    if cuts_into_pieces(operand):  # of which the node is one
+        return dim
+    if not isinstance(given, torch.Tensor):
+        return None
+    if cuts_into_pieces(node):
+        return dim if arguments(node)["dim"] % given.dim() != dim else None
+    if is_pointwise(node) or part_of(node) is Part.EXPAND:
+        at = dim - (fake.dim() - given.dim())
+        return at if at >= 0 and is_equal(given.shape[at], fake.shape[dim]) else None
+    if operand is not node.args[0]:
+        return None
+    part = slice_of(node, given.dim())
+    if part is not None:
+        at = dim + (part.lost and dim >= part.dim)
+        return at if at != part.dim or part.is_all() else None
+    if part_of(node) is Part.MOVE:
+        return moved_dim(node, dim, given.dim())
+    if part_of(node) in (Part.MERGE, Part.RESHAPE):
+        return reshaped_dim(node, given, dim)
+    rows = part_of(node) is Part.NORM or part_of(node) is Part.HEAD and fake_of(node.args[1]).dim() == 2
+    return dim if rows and dim < fake.dim() - 1 else None
+
+
+def moved_dim(node: Node, dim: int, rank: int) -> int:
+    given = arguments(node)
+    if "dims" in given:
+        return given["dims"][dim] % rank
+    a, b = given["dim0"] % rank, given["dim1"] % rank
+    return {a: b, b: a}.get(dim, dim)
+
+
+def reshaped_dim(node: Node, given: torch.Tensor, dim: int) -> int | None:
+    new = fake_of(node).shape
+    old, sizes = tuple(map(hint, given.shape)), tuple(map(hint, new))
+    same = [at for at, size in enumerate(given.shape) if is_equal(size, new[dim])]
+    return next((at for at in same if reshaped(Mark(at), old, sizes) == Mark(dim)), None)
+
+
+# The slice itself
+
+
+Sliced = dict[tuple[Node, int, Rows], Node]
+
+
+def sliced(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node:
+    """Some rows of a value, where the graph is being written. Other rows of what it is made of are not read,
+    as far as that can be told.
+
+    like   whose stack trace and modes new nodes have
+    known  what was sliced before: added to, and not made twice
+    """
+    if (node, dim, rows) not in known:
+        known[node, dim, rows] = cut_out(node, dim, rows, like, known)
+    return known[node, dim, rows]
+
+
+def cut_out(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node:
+    parts = parts_at(node, dim)
+    run = None if parts is None else run_of(parts, rows)
+    if parts is not None and run is not None:
+        return joined_rows(parts, run, like)
+    if part_of(node) is Part.COUNT and arguments(node).get("step", 1) == 1:
+        return counted(node, rows, like)
+    if is_filled(node):
+        sizes = list(arguments(node)["size"])
+        sizes[dim] = count_of(sizes[dim], rows, like)
+        return inserted(like, node.target, *with_arguments(node, size=sizes))
+    if part_of(node) is Part.TRIANGLE and dim == fake_of(node).dim() - 1 and rows.start >= 0:
+        given = arguments(node)
+        cut = sliced(given["self"], dim, rows, like, known)
+        return inserted(like, node.target, (cut, given["diagonal"] - rows.start))
+    operands = node.all_input_nodes if may_be_repeated(node) else ()
+    places = {a: operand_dim(node, a, dim) for a in operands}
+    if all(at is None for at in places.values()):
+        stop = TO_THE_END if rows.stop is None else rows.stop
+        return inserted(like, aten.slice.Tensor, (node, dim, rows.start, stop))
+    values = {a: a if at is None else sliced(a, at, rows, like, known) for a, at in places.items()}
+    return repeated(node, dim, values, like)
+
+
+def may_be_repeated(node: Node) -> bool:
+    return node.op == "call_function" and not is_mutable(node) and not draws_random(node)
+
+
+def repeated(node: Node, dim: int, values: dict[Node, Node], like: Node) -> Node:
+    """An operation of each row by itself, on some rows of its operands."""
+    if part_of(node) in (Part.MERGE, Part.RESHAPE, Part.EXPAND) and "dim" not in arguments(node):
+        sizes = size_arguments(node)
+        if sizes is not None:
+            source, expands = values[node.args[0]], part_of(node) is Part.EXPAND
+            target = aten.expand.default if expands else aten.reshape.default
+            return inserted(like, target, (source, [-1 if d == dim else s for d, s in enumerate(sizes)]))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda a: values[a])
+    return inserted(like, node.target, args, kwargs)
+
+
+def size_arguments(node: Node) -> list[object] | None:
+    """The sizes that a node is called with: numbers, and nodes that have them."""
+    given = arguments(node)
+    written = given.get("size", given.get("shape"))
+    if written is None:
+        return None
+    return [s if isinstance(s, int) else w for s, w in zip(fake_of(node).shape, written)]
+
+
+def counted(node: Node, rows: Rows, like: Node) -> Node:
+    """Some of consecutive numbers, counted anew."""
+    given = arguments(node)
+    first, end = given.get("start", 0), given["end"]
+
+    def place(at: int | None) -> object:
+        base, by = (end, at or 0) if at is None or at < 0 else (first, at)
+        return sum_of(base, by, like) if by else base
+
+    names = ("layout", "device", "pin_memory")
+    kwargs = {name: given[name] for name in names if given.get(name) is not None}
+    bounds = (place(rows.start), place(rows.stop))
+    return inserted(like, aten.arange.start, bounds, {**kwargs, "dtype": fake_of(node).dtype})
+
+
+def sum_of(size: object, by: int, like: Node) -> object:
+    """A size and so many more: a number, or a node that has it."""
+    if isinstance(size, Node):
+        return inserted(like, operator.add, (size, by), as_written=True)
+    return size + by
+
+
+def count_of(size: object, rows: Rows, like: Node) -> object:
+    """How many rows these are of so many."""
+    if rows.is_front():
+        return rows.stop
+    if rows.start < 0:
+        return -rows.start + (rows.stop or 0)
+    return sum_of(size, (rows.stop or 0) - rows.start, like)
+
+
+# Parts
+
+
+def run_of(parts: Parts, rows: Rows) -> slice | None:
+    """The consecutive parts that are these rows, if any."""
+    count = len(parts.sizes)
+    runs = (slice(i, j) for i in range(count) for j in range(i + 1, count + 1))
+    return next((run for run in runs if is_run(parts.sizes, run, rows)), None)
+
+
+def is_run(sizes: Sequence[object], run: slice, rows: Rows) -> bool:
+    before, inside, after = (
+        sum(part) if all(isinstance(n, int) for n in part) else None
+        for part in (sizes[: run.start], sizes[run], sizes[run.stop :])
+    )
+    starts = rows.start == before if rows.start >= 0 else None not in (inside, after)
+    if rows.start < 0 and starts:
+        starts = -rows.start == inside + after
+    if rows.stop is None or rows.stop < 0:
+        return starts and after == -(rows.stop or 0)
+    return starts and None not in (before, inside) and rows.stop == before + inside
+
+
+def joined_rows(parts: Parts, run: slice, like: Node) -> Node:
+    """Consecutive parts as one value."""
+    made = [
+        padding(parts, size, like) if piece is None else piece
+        for piece, size in zip(parts.pieces[run], parts.sizes[run])
+    ]
+    return made[0] if len(made) == 1 else inserted(like, aten.cat.default, (made, parts.dim))
+
+
+def padding(parts: Parts, count: int, like: Node) -> Node:
+    """Rows of padding."""
+    fake, source = fake_of(parts.node), next(p for p in parts.pieces if p is not None)
+
+    def size(d: int) -> object:
+        known = count if d == parts.dim else fake.shape[d]
+        return (
+            known
+            if isinstance(known, int)
+            else inserted(like, aten.sym_size.int, (source, d), as_written=True)
+        )
+
+    value = arguments(parts.node).get("value") or 0
+    sizes = [size(d) for d in range(fake.dim())]
+    return inserted(like, aten.full.default, (sizes, value), {"dtype": fake.dtype, "device": fake.device})

@@ -1,0 +1,207 @@
+"""Attention whose keys are the sequence's and a few more: memory tokens, learned or zero keys, prefixes of
+prefix tuning, the states of an earlier segment.
+
+Such keys come as ``cat([memory, k], dim)``, or as padding, and key i is then not of token i. So the attention
+is written as two, before autograd sees it: one over the sequence's own keys, and one over the others, whose
+scores have a column for each of them. They are joined by their log-sum-exps, and the backward of both takes
+the joined result, as FlashAttention's does for blocks of keys (arXiv 2205.14135, section 3.1).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ..passes.ir import arguments, is_equal
+from ..passes.rules.forward import Part, part_of
+from .aten import inserted
+from .attention import TORCH_SPELLING, as_autocast, erase_unread, is_fusible, score_mask, streambp
+from .row_slices import Parts, Rows, Sliced, origin_of_rows, sliced
+from .token_axes import fake_of, is_parameter
+
+
+class Joined(torch.autograd.Function):
+    """Attention over a sequence's keys and a few more.
+
+    query ``[B, H, T, D]``, key ``[B, Hkv, T, D]``, value ``[B, Hkv, T, Dv]``, mask to be added or None;
+    more_key ``[B, H, P, D]``, more_value ``[B, H, P, Dv]``, more_mask ``[.., T, P]`` to be added or None
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, more_key, more_value, more_mask, scale: float):
+        own, own_sum = streambp.attention(query, key, value, mask, False, scale, 0)
+        scores = scores_of(query, more_key, more_mask, scale)
+        total = torch.logaddexp(own_sum, scores.logsumexp(-1).to(own_sum.dtype))
+        part = weights(own_sum, total).unsqueeze(-1).to(own.dtype)
+        more = weights(scores, total.unsqueeze(-1)).to(own.dtype) @ more_value
+        out = own * part + more
+        ctx.save_for_backward(query, key, value, mask, more_key, more_value, more_mask, out, total)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, mask, more_key, more_value, more_mask, out, total = ctx.saved_tensors
+        dq, dk, dv = streambp.attention_backward(
+            gradient, query, key, value, out, total, mask, False, ctx.scale
+        )
+        scores = scores_of(query, more_key, more_mask, ctx.scale)
+        shares = weights(scores, total.unsqueeze(-1))
+        against = (gradient.to(total.dtype) * out.to(total.dtype)).sum(-1, keepdim=True)
+        inner = (gradient @ more_value.transpose(-1, -2)).to(total.dtype) - against
+        change = (shares * inner * ctx.scale).to(query.dtype)
+        more_dv = shares.to(gradient.dtype).transpose(-1, -2) @ gradient
+        more_dk = change.transpose(-1, -2) @ query
+        return dq + change @ more_key, dk, dv, None, more_dk, more_dv, None, None
+
+
+def scores_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    return scores if mask is None else scores + mask
+
+
+def weights(logs: Tensor, total: Tensor) -> Tensor:
+    """Shares of a total, given the logarithms of both; nothing of a row that sees no key."""
+    return (logs - total.masked_fill(total == -math.inf, 0)).exp()
+
+
+def attention_with_more_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    more_key: Tensor,
+    more_value: Tensor,
+    more_mask: Tensor | None,
+) -> Tensor:
+    """``scaled_dot_product_attention`` over keys of the sequence and more, both with their columns of the
+    mask."""
+    query, key, value, more_key, more_value = map(as_autocast, (query, key, value, more_key, more_value))
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        more_key, more_value = (t.repeat_interleave(groups, 1) for t in (more_key, more_value))
+    masks = [
+        None if m is None else score_mask(m, query, k, False, False)
+        for m, k in ((attn_mask, key), (more_mask, more_key))
+    ]
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    out = Joined.apply(query, key, value, masks[0], more_key, more_value, masks[1], scale)
+    return out.contiguous()
+
+
+def torch_attention_with_more_keys(
+    query, key, value, attn_mask, scale, enable_gqa, more_key, more_value, more_mask
+) -> Tensor:
+    """The same by torch's own function, for a region that runs unchunked."""
+    keys, values = torch.cat((key, more_key), -2), torch.cat((value, more_value), -2)
+    mask = None if attn_mask is None else torch.cat((attn_mask, more_mask), -1)
+    return F.scaled_dot_product_attention(
+        query, keys, values, mask, scale=scale, enable_gqa=enable_gqa
+    ).contiguous()
+
+
+TORCH_SPELLING[attention_with_more_keys] = torch_attention_with_more_keys
+
+
+@dataclass(frozen=True)
+class OwnKeys:
+    """How many keys there are before the sequence's own, and behind them."""
+
+    before: int
+    behind: int
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.before, -self.behind if self.behind else None)
+
+    @property
+    def others(self) -> tuple[Rows, ...]:
+        front = (Rows(0, self.before),) if self.before else ()
+        return (*front, Rows(-self.behind, None)) if self.behind else front
+
+
+def part_shared_keys(module: GraphModule) -> GraphModule:
+    """Write attention over a sequence's keys and a few more as attention over both apart."""
+    for node in [n for n in module.graph.nodes if part_of(n) is Part.ATTENTION]:
+        own = own_keys(node)
+        if own is not None:
+            with module.graph.inserting_before(node):
+                node.replace_all_uses_with(apart(node, own))
+            erase_unread(module.graph, [node])
+    return module
+
+
+def own_keys(node: Node) -> OwnKeys | None:
+    """Which keys of an attention are of the sequence of its queries; None where all or none are, or where
+    that cannot be told."""
+    given = arguments(node)
+    query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
+    if given["dropout_p"] or given["is_causal"] or fake_of(query).dim() != 4:
+        return None
+    operands = [fake_of(n) for n in (query, key, value)]
+    if not is_fusible(*operands, None if mask is None else fake_of(mask), given["enable_gqa"]):
+        return None
+    found = [origin_of_rows(n, 2) for n in (key, value)]
+    if any(parts is None for parts in found):
+        return None
+    owns = [own_part(parts, query) for parts in found]
+    if owns[0] is None or owns[0] != owns[1]:
+        return None
+    return owns[0]
+
+
+def own_part(parts: Parts, query: Node) -> OwnKeys | None:
+    """Of values put together, the one that is made of what queries are made of; the others must have known
+    sizes, and nothing in common with them."""
+    made_of = inputs_of(query)
+    related = [p is not None and not made_of.isdisjoint(inputs_of(p)) for p in parts.pieces]
+    if sum(related) != 1:
+        return None
+    at = related.index(True)
+    before, behind = parts.sizes[:at], parts.sizes[at + 1 :]
+    rows = fake_of(query).shape[2]
+    if not all(isinstance(s, int) for s in (*before, *behind)) or not is_equal(parts.sizes[at], rows):
+        return None
+    return OwnKeys(sum(before), sum(behind))
+
+
+def inputs_of(node: Node) -> set[Node]:
+    """The inputs, without weights, that a value's numbers depend on."""
+    found, seen, stack = set(), {node}, [node]
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder" and not is_parameter(fake_of(node)):
+            found.add(node)
+        for operand in node.all_input_nodes:
+            if operand not in seen and isinstance(fake_of(operand), (Tensor, tuple, list)):
+                seen.add(operand)
+                stack.append(operand)
+    return found
+
+
+def apart(node: Node, own: OwnKeys) -> Node:
+    """The attention of a node, over the sequence's own keys and over the others."""
+    given: dict = arguments(node)
+    known: Sliced = {}
+
+    def cut(operand: Node | None, dim: int, rows: tuple[Rows, ...]) -> Node | None:
+        if operand is None:
+            return None
+        at = fake_of(operand).dim() + dim
+        if is_equal(fake_of(operand).shape[at], 1) and dim == -1:
+            return operand  # a mask that is the same for all keys
+        made = [sliced(operand, at, r, node, known) for r in rows]
+        return made[0] if len(made) == 1 else inserted(node, torch.ops.aten.cat.default, (made, at))
+
+    key, value, mask = given["key"], given["value"], given["attn_mask"]
+    first = [cut(n, dim, (own.rows,)) for n, dim in ((key, -2), (value, -2), (mask, -1))]
+    more = [cut(n, dim, own.others) for n, dim in ((key, -2), (value, -2), (mask, -1))]
+    args = (given["query"], *first, given["scale"], given["enable_gqa"], *more)
+    return inserted(node, attention_with_more_keys, args, as_written=True)
