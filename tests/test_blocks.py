@@ -79,6 +79,32 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return (mixed * scale[0]).reshape(q.shape[0], -1, WIDTH)[:, :length]
 
 
+def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """A gate per feature (GLA, arXiv 2312.06635); a loop over blocks carries a state of keys by values."""
+    length, pad = q.shape[1], missing(q.shape[1])
+    gates = blocks(F.logsigmoid(k) / 4, pad).cumsum(2)
+    q, k, v = (blocks(x, pad) for x in (q, k, v))
+    inside = ((q * gates.exp()) @ (k * (-gates).exp()).transpose(-1, -2)).tril() @ v
+    made = (k * (gates[:, :, -1:] - gates).exp()).transpose(-1, -2) @ v
+    state, states, decay = torch.zeros_like(made[:, 0]), [], gates[:, :, -1].exp()
+    for i, block in enumerate(made.unbind(1)):
+        states.append(state)
+        state = state * decay[:, i, :, None] + block
+    before = (q * gates.exp()) @ torch.stack(states, 1)
+    return ((inside + before) * scale[0]).flatten(1, 2)[:, :length]
+
+
+def block_means(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Attention of rows to the means of earlier blocks; rows are turned by their positions."""
+    length, pad = q.shape[1], missing(q.shape[1])
+    places = torch.arange(length + pad, dtype=q.dtype).view(-1, BLOCK, 1) / length
+    q, k, v = (blocks(x, pad) for x in (q, k, v))
+    scores = torch.einsum("bnld,bmd->bnlm", q * places.cos(), k.mean(2)) * scale[0]
+    later = torch.ones(scores.shape[1], scores.shape[1], dtype=torch.bool).triu()
+    weights = scores.masked_fill(later[:, None], -1e9).softmax(-1)
+    return (torch.einsum("bnlm,bmd->bnld", weights, v.mean(2)) + v).flatten(1, 2)[:, :length]
+
+
 def flat(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     """Attention inside blocks that are sequences of their own (MegaByte, arXiv 2305.07185)."""
     batch, length = q.shape[:2]
@@ -131,7 +157,18 @@ def check(mix, lengths, chunk: int = 12, strict: bool = True, layers: int = 1) -
         assert worst_error(gradients(model, lambda ids=ids: step(ids)), truth) < EXACT
 
 
-MIXERS = {f.__name__: f for f in (state_space, retention, linear_attention, flat, two_blocks)}
+MIXERS = {
+    f.__name__: f
+    for f in (
+        state_space,
+        retention,
+        linear_attention,
+        gated_linear_attention,
+        block_means,
+        flat,
+        two_blocks,
+    )
+}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +180,8 @@ MIXERS = {f.__name__: f for f in (state_space, retention, linear_attention, flat
             for name, length in (
                 ("state_space", 48),
                 ("retention", 40),
+                ("gated_linear_attention", 43),
+                ("block_means", 43),
                 ("retention", 43),
                 ("two_blocks", 43),
                 ("two_blocks", 40),

@@ -318,8 +318,8 @@ def mixes(node: Node, propagation: TokenPropagation, length: int) -> bool:
     signature = propagation.signatures.get(node)
     if signature is None or signature.reshape or signature.rows is not None:
         return attends(node, propagation, length)
-    if block_of(node) > 1:
-        return touches(node, propagation)
+    if block_of(node) > 1:  # a state per block is read by rows of the same layer
+        return bool(propagation.of(node))
     reads = any(
         labels[d] in signature.reach
         for a, labels in zip(tensor_operands(node), signature.operands)
