@@ -238,7 +238,11 @@ def settings(configuration, given: dict) -> dict:
     def settable(name: str) -> bool:
         found = getattr(configuration, configuration.attribute_map.get(name, name), None)
         try:
-            return hasattr(known, name) and not (isinstance(found, property) and found.fset is None)
+            if hasattr(known, name) and isinstance(found, property):
+                setattr(configuration(), name, SMALL.get(name))  # some raise: XLNet has no longest sequence
+            return hasattr(known, name)
+        except (AttributeError, NotImplementedError):
+            return False
         except RuntimeError:  # layers differ in it, and want to be asked one by one
             return False
 
@@ -248,6 +252,8 @@ def settings(configuration, given: dict) -> dict:
             "qk_rope_head_dim"
         ]  # latent attention: the part that rotates, and no groups of heads
         asked["num_key_value_heads"] = asked["num_attention_heads"]
+    rates = {k for k, v in vars(known).items() if "dropout" in k and isinstance(v, float) and v}
+    asked.update({name: 0.0 for name in rates - {*given, *asked} if settable(name)})
     kinds = list(dict.fromkeys(getattr(known, "layer_types", None) or ()))
     if kinds and settable("layer_types") and "layer_types" not in given:
         asked["layer_types"] = kinds * 2

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from . import internals
 from .compiled_region import CompiledRegion, refusal_of
@@ -32,13 +33,13 @@ from .dynamo.regions import (
     WIDER,
     WIDER_THAN_LAYERS,
     build_region,
+    early_views,
     is_switch,
     lazy_regions,
     region_text,
     subclass_between,
     traits_of,
     weight_updates,
-    weight_views,
     whole_graph,
     wide_between,
     widest_input,
@@ -109,7 +110,7 @@ class Cut:
 
     axes       its token axes
     updates    changes of weights that are made before all regions
-    views      views of weights that are taken before all regions
+    views      views of inputs that are taken before all regions
     regions    the chain
     lazy  outputs that wait for a reader, and their regions
     unfit      why no region can be streamed, if that is known already
@@ -186,7 +187,7 @@ class Chain:
             axes = () if self.transformed else find_axes(self.module, self.fakes)
         axis = joined(axes)
         with phase("cutting the graph into regions"):
-            updates, views = weight_updates(graph), weight_views(graph)
+            updates, views = weight_updates(graph), early_views(graph, axis)
             apart = {n for n in graph.nodes if is_switch(n)}.union(updates, views)
             regions = split(graph, traits_of(graph, axis), apart.__contains__) if axis else ()
             unfit = TRANSFORMED if self.transformed else subclass_between(regions)
@@ -412,7 +413,7 @@ def linked(
     cut: Cut,
     outputs: Sequence[object],
 ) -> Callable:
-    """The chain as one function: change weights, take views of them, run the regions in order, hand values
+    """The chain as one function: change weights, take the early views, run the regions in order, hand values
     on, drop each after its last reader."""
     dropped = dropped_after(links, later, outputs)
     ready: dict[Node, Callable] = {}
@@ -427,7 +428,7 @@ def linked(
             for node in cut.updates:
                 values[node] = node.target(values[node.args[0]], *node.args[1:], **node.kwargs)
         for node in cut.views:
-            values[node] = node.target(values[node.args[0]], *node.args[1:])
+            values[node] = node.target(*map_arg(node.args, values.__getitem__))
         recipes: dict[Node, Again] = {}
         broken: dict[tuple, Condition | None] = {}
         state = buffers.of_call(values)

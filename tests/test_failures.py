@@ -66,7 +66,7 @@ def rewrites_with(index: int):
 
 BEFORE_REGIONS = {  # what fails → the phase that the warning names
     "find_axes": "finding the token dimension",
-    "weight_views": "cutting the graph",
+    "early_views": "cutting the graph",
     "traits_of": "cutting the graph",
     "split": "cutting the graph",
     "lazy_regions": "cutting the graph",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -74,6 +74,13 @@ def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
     narrow = x.reshape([n for part in apart for n in ((1, part[1]) if len(part) == 2 else part)])
     laid_out = narrow.expand([n for part in apart for n in part]).clone(memory_format=torch.contiguous_format)
     return laid_out.view([r * s for r, s in zip(repeats, x.shape)])
+
+
+def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Joined along a dimension of its own. Torch's decomposition joins along the dimension behind it, which
+    may hold the tokens, and splits that again."""
+    dim = dim % (tensors[0].dim() + 1)
+    return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
 def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: float) -> tuple:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
-from ..passes.ir import Refusal, bytes_of, where_of
+from ..passes.ir import Refusal, bytes_of, is_view, where_of
 from ..passes.rules.forward import mutated, slice_of
 from ..passes.split import Region, Traits
 from ..runtime.runner import Layout
@@ -29,21 +29,53 @@ def is_switch(node: Node) -> bool:
     return node.op == "call_function" and node.target in internals.MODE_SWITCHES
 
 
-def weight_views(graph: Graph) -> tuple[Node, ...]:
-    """``weight[3]`` of weights that all layers have in one tensor: taken before the regions, which are then
-    equal but for which weight they read."""
+def early_views(graph: Graph, axis: Axis | None) -> tuple[Node, ...]:
+    """Views of inputs that are taken before the regions.
 
-    def plain(node: Node) -> bool:
-        weight, fake = node.args[0] if node.args else None, fake_of(node)
-        if not isinstance(weight, Node) or weight.op != "placeholder" or not is_parameter(fake_of(weight)):
-            return False
-        part = slice_of(node, fake_of(weight).dim()) if isinstance(fake, torch.Tensor) else None
-        if part is None or not part.lost or part.dim != 0 or not isinstance(part.start, int):
-            return False
-        written = any(mutated(u) in (weight, node) for u in (*weight.users, *node.users))
-        return fake_of(weight).requires_grad == fake.requires_grad and not written
+    ``weight[3]`` of weights that all layers have in one tensor: regions are then equal but for which weight
+    they read. And ``table[:, :tokens]`` of a table that is as long as the longest sequence, where the number
+    of tokens is a symbol: only this part has a row for each token.
+    """
+    found: dict[Node, None] = {}
+    for node in graph.nodes:
+        if is_item_of_weight(node) or is_part_of_table(node, axis):
+            steps = steps_from_input(node)
+            seen = {*steps, *(a for s in steps for a in s.all_input_nodes)}
+            if not any(mutated(user) in seen for s in seen for user in s.users):
+                found.update(dict.fromkeys(steps))
+    return tuple(found)
 
-    return tuple(filter(plain, graph.nodes))
+
+def steps_from_input(node: Node) -> list[Node]:
+    """The views that lead from an input to this one, which included; none if anything else does."""
+    steps: list[Node] = []
+    while node.op == "call_function" and is_view(node):
+        steps.insert(0, node)
+        if any(n.op != "placeholder" for n in node.all_input_nodes[1:]):
+            return []
+        node = node.args[0]
+    return steps if node.op == "placeholder" else []
+
+
+def is_item_of_weight(node: Node) -> bool:
+    weight = node.args[0] if node.args else None
+    if not isinstance(weight, Node) or weight.op != "placeholder" or not is_parameter(fake_of(weight)):
+        return False
+    part = slice_of(node, fake_of(weight).dim()) if isinstance(fake_of(node), torch.Tensor) else None
+    fits = part is not None and part.lost and part.dim == 0 and isinstance(part.start, int)
+    return fits and fake_of(weight).requires_grad == fake_of(node).requires_grad
+
+
+def is_part_of_table(node: Node, axis: Axis | None) -> bool:
+    """Are these the rows of tokens of a value with a constant number of rows, and the tokens a symbol?"""
+    table, marks = node.args[0] if node.args else None, axis.marks.get(node, ()) if axis else ()
+    if len(marks) != 1 or not isinstance(table, Node) or not isinstance(fake_of(table), torch.Tensor):
+        return False
+    part = slice_of(node, fake_of(table).dim())
+    if part is None or part.lost or part.dim != marks[0].dim:
+        return False
+    rows, tokens = (fake_of(n).shape[part.dim] for n in (table, node))
+    return isinstance(rows, int) and not isinstance(tokens, int)
 
 
 def weight_updates(graph: Graph) -> tuple[Node, ...]:

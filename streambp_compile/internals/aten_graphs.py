@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from ..passes.normalization.normalize import layer_norm, mean, repeat, var, var_mean
+from ..passes.normalization.normalize import layer_norm, mean, repeat, stack, var, var_mean
 from ..passes.rules import kept
 from .fake_tensors import stand_in
 
@@ -33,6 +33,7 @@ def decompositions() -> dict:
     table[aten.mean.dim] = mean
     table[aten.mean.default] = mean
     table[aten.repeat.default] = repeat
+    table[aten.stack.default] = stack
     table[aten.var.correction] = var
     table[aten.var_mean.correction] = var_mean
     table[aten.native_layer_norm.default] = functools.partial(

@@ -1,0 +1,63 @@
+"""The generator of random models, a few of its seeds, and how the soak reads its answers."""
+
+import warnings
+
+import pytest
+import torch
+from selection import representatives
+
+from benchmarks import soak
+from benchmarks.random_models.model import example
+
+
+@pytest.mark.quick
+def test_a_seed_determines_a_model():
+    assert example(7) == example(7) != example(8)
+
+
+@pytest.mark.quick
+def test_every_weight_and_input_is_read():
+    for seed in range(200):
+        source = example(seed).source
+        compile(source, "model", "exec")
+        declared, forward = source.split("def forward")
+        for line in declared.split("super().__init__()")[1].splitlines():
+            name = line.strip().split(" =")[0]
+            assert name.startswith("self.register_buffer") or name in forward
+
+
+@pytest.mark.parametrize("seed", representatives([26, *range(12)], {26}))
+def test_a_seed_is_exact(seed, interpreted):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert soak.attempt(seed)["failures"] == []
+
+
+def test_a_wrong_gradient_and_a_crash_are_found(interpreted, monkeypatch):
+    monkeypatch.setattr(soak, "EXACT", -1.0)
+    assert any(text.startswith("wrong: ") for text in soak.attempt(26)["failures"])
+    monkeypatch.setattr(soak.Trial, "run", lambda trial: 1 / 0)
+    assert soak.attempt(26)["failures"][0].startswith("crash: ZeroDivisionError")
+
+
+@pytest.mark.quick
+def test_the_summary_counts_messages_without_their_places():
+    refusal = (
+        "streambp cannot stream a region: aten.x at /a/b.py:3: y = f(x): no rule for {} rows. The region runs"
+    )
+    results = [
+        dict(seed=1, failures=[], refusals=[refusal.format(3)] * 2, streamed=2, refused=1, seconds=1.0),
+        dict(
+            seed=2, failures=["wrong: 1e-2"], refusals=[refusal.format(5)], streamed=1, refused=1, seconds=3.0
+        ),
+    ]
+    text = soak.summary(results, 3)
+    assert text.startswith("2 of 3 models, 1 failed; 3 regions streamed, 2 refused; 2.0 seconds a model")
+    assert "- seed 2: wrong: 1e-2" in text
+    assert "| 2 | aten.x: no rule for N rows | 1, 2 |" in text
+
+
+@pytest.mark.quick
+def test_total_error_is_relative_to_all_gradients():
+    truth = [torch.zeros(()), torch.tensor([3.0]).double(), torch.tensor([4.0]).double()]
+    assert soak.total_error([truth[0], truth[1], truth[2] + 0.5], truth) == pytest.approx(0.1)

@@ -1,0 +1,70 @@
+"""Which dimension of the inputs carries the tokens."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from streambp_compile.backend import Chain
+from streambp_compile.config import Config
+from streambp_compile.report import Report
+
+WIDTH, VOCABULARY = 32, 11
+
+
+class Layer(nn.Module):
+    """Attention on hidden states, with square weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out, self.up = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 6) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x, labels):
+        q = (x @ self.into).view(*x.shape[:2], 4, -1).transpose(1, 2)
+        a = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        x = x + a.transpose(1, 2).flatten(2) @ self.out
+        x = x + x.tanh() @ self.up
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("tokens", [24, pytest.param(WIDTH, marks=pytest.mark.slow)])
+def test_square_weights_do_not_make_tokens_of_features(tokens, interpreted):
+    report = Report()
+
+    def backend(graph, inputs):
+        return Chain(graph, inputs, Config(chunk_size=5, strict=True), report).compiled()
+
+    x, labels = torch.randn(2, tokens, WIDTH), torch.randint(VOCABULARY, (2, tokens))
+    torch.compile(Layer(), backend=backend)(x, labels)
+    assert {region.analysis.length for region in report.regions} == {tokens}
+
+
+TABLE_LENGTH = 64
+
+
+class Positions(nn.Module):
+    """Learned positions, and a table, both for the longest sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.places = nn.Parameter(torch.randn(1, TABLE_LENGTH, 16))
+        self.register_buffer("angles", torch.randn(TABLE_LENGTH, 16))
+
+    def forward(self, ids):
+        x = self.embedding(ids) + self.places[:, : ids.shape[1]]
+        q = (x * self.angles[: ids.shape[1]]).unsqueeze(1)
+        x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1)
+        return F.cross_entropy(F.linear(x, self.embedding.weight).flatten(0, 1), ids.flatten())
+
+
+def test_tables_for_the_longest_sequence_stream_at_lengths_that_change(interpreted):
+    model = Positions().double()
+    step = torch.compile(model, backend="streambp", dynamic=True, options={"chunk_size": 5, "strict": True})
+    for length in (24, 17):
+        ids = torch.randint(VOCABULARY, (2, length))
+        truth = torch.autograd.grad(model(ids), list(model.parameters()))
+        found = torch.autograd.grad(step(ids), list(model.parameters()))
+        for ours, theirs in zip(found, truth, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
