@@ -7,6 +7,7 @@ import torch
 from selection import representatives
 
 from benchmarks import soak
+from benchmarks.random_models import trial
 from benchmarks.random_models.model import example
 
 
@@ -30,14 +31,14 @@ def test_every_weight_and_input_is_read():
 def test_a_seed_is_exact(seed, interpreted):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert soak.attempt(seed)["failures"] == []
+        assert trial.attempt(seed)["failures"] == []
 
 
 def test_a_wrong_gradient_and_a_crash_are_found(interpreted, monkeypatch):
-    monkeypatch.setattr(soak, "EXACT", -1.0)
-    assert any(text.startswith("wrong: ") for text in soak.attempt(26)["failures"])
-    monkeypatch.setattr(soak.Trial, "run", lambda trial: 1 / 0)
-    assert soak.attempt(26)["failures"][0].startswith("crash: ZeroDivisionError")
+    monkeypatch.setattr(trial, "EXACT", -1.0)
+    assert any(text.startswith("wrong: ") for text in trial.attempt(26)["failures"])
+    monkeypatch.setattr(trial.Trial, "run", lambda _: 1 / 0)
+    assert trial.attempt(26)["failures"][0].startswith("crash: ZeroDivisionError")
 
 
 @pytest.mark.quick
@@ -60,4 +61,4 @@ def test_the_summary_counts_messages_without_their_places():
 @pytest.mark.quick
 def test_total_error_is_relative_to_all_gradients():
     truth = [torch.zeros(()), torch.tensor([3.0]).double(), torch.tensor([4.0]).double()]
-    assert soak.total_error([truth[0], truth[1], truth[2] + 0.5], truth) == pytest.approx(0.1)
+    assert trial.total_error([truth[0], truth[1], truth[2] + 0.5], truth) == pytest.approx(0.1)

@@ -55,7 +55,7 @@ def spelled(w: Writer, logits: str, targets: str, v: int) -> str:
             f"F.nll_loss(F.log_softmax({flat}, -1), {rows})",
             f"{each}.sum() / {count}",
             f"({each}.view_as({targets}).sum(1) / ({kept}.sum(1) + 1)).mean()",
-            f"-({logits}.log_softmax(-1).gather(-1, {safe}.unsqueeze(-1)).squeeze(-1) * {kept}).sum() / {count}",
+            f"-({logits}.log_softmax(-1).gather(-1, {safe}.unsqueeze(-1))[..., 0] * {kept}).sum() / {count}",
             f"(({logits}.logsumexp(-1) - {found}) * {kept}).sum() / {count}",
             f"-({ones} * F.log_softmax({logits}, -1)).sum(-1).mul({kept}).mean()",
             f"torch.where({kept}, torch.logsumexp({logits}, 2) - {found}, 0.0).mean()",
@@ -68,12 +68,14 @@ def log_probabilities(w: Writer, h: str) -> str:
     """``[B, T]``, of ``ids``."""
     logits = head(w, h)
     targets = w.given("targets", IDS)
+    flat = f"{logits}.flatten(0, 1), {targets}.flatten()"
+    row = "F.log_softmax(r, -1).gather(1, t[:, None])[:, 0]"
     return w.let(
         w.pick(
             f"{logits}.log_softmax(-1).gather(-1, {targets}.unsqueeze(-1)).squeeze(-1)",
             f"{logits}.gather(-1, {targets}[..., None]).squeeze(-1) - {logits}.logsumexp(-1)",
-            f"-F.cross_entropy({logits}.flatten(0, 1), {targets}.flatten(), reduction='none').view_as({targets})",
-            f"torch.stack([F.log_softmax(r, -1).gather(1, t[:, None])[:, 0] for r, t in zip({logits}, {targets})])",
+            f"-F.cross_entropy({flat}, reduction='none').view_as({targets})",
+            f"torch.stack([{row} for r, t in zip({logits}, {targets})])",
         ),
         "lp",
     )
