@@ -52,14 +52,16 @@ from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
 from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import lazy_output
-from .passes.ir import Condition, Refusal, bytes_of, copied, where_of
-from .passes.phases import phase, time_limit
+from .passes.ir import Condition, Refusal, bytes_of, copied, hint, where_of
+from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
 from .pipeline import outputs_of
+from .planned_chain import Links, OverBudget, PlannedChain, offloadable
 from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
 from .runtime.gradient_ownership import plain_references
 from .runtime.mask_guards import Question, answered, rounds
-from .runtime.rematerialisation import Again, Recipe, kept_as_recipes
+from .runtime.offload import Offloading
+from .runtime.rematerialisation import Again, Leave, Recipe, saved_as
 from .runtime.runner import Sizes
 
 
@@ -156,7 +158,7 @@ class Chain:
         """The chain; or, if a defect of ours stands in its way, the given graph through Inductor alone."""
         try:
             return self.chained()
-        except internals.NO_DEFECTS:
+        except (*internals.NO_DEFECTS, OverBudget):
             raise
         except Exception as error:
             internals.log.debug("a graph could not be cut into regions", exc_info=True)
@@ -221,15 +223,34 @@ class Chain:
 
         links = [(compiled(region), region) for region in cut.regions]
         later = self.computed_later(cut, compiled)
-        call = linked(links, later, self.placeholders, cut, outputs_of(self.module))
+        parts = (later, self.placeholders, cut, outputs_of(self.module))
+        links, call = self.planned(links, lambda chain, away: linked(chain, away, *parts), cut.axes)
+        self.record(links, [a.length for a in cut.axes], call)
+        return call
+
+    def record(self, links: Links, lengths: Sequence[object], call: Callable) -> None:
+        """Add the chain to the report, and that to the structured trace."""
         known = len(self.report.regions)
-        lengths = [a.length for a in cut.axes]
         self.report.add(self.module, [r.report for r, _ in links], lengths, call, self.fakes)
         internals.trace_artifact("streambp_report", lambda: str(self.report))
         for region in self.report.regions[known:]:
             for name, text in region.artifacts():
                 internals.trace_artifact(name, text)
-        return call
+
+    def planned(self, links: Links, link: Callable, axes: Sequence[Axis]) -> tuple[Links, Callable]:
+        """The chain by the fastest plan within the user's budget, or by the default plan without one.
+
+        Raises `OverBudget`.
+        """
+        budget = self.config.budget(self.fakes)
+        if budget is None or not any(c.streamed is not None for c, _ in links):
+            away = offloadable(links) if self.config.offload else ()
+            return links, link(links, frozenset(away))
+        chain = PlannedChain(links, link, budget, axes, self.placeholders, self.config.offload is not False)
+        with untimed():
+            plan = chain.plan(self.fakes, tuple(hint(a.length) for a in axes))
+        self.report.notes.append(f"note: The fastest plan within {mebibytes(budget)}: {plan}.")
+        return chain.by(plan), chain
 
     def computed_later(self, cut: Cut, compiled: Callable) -> dict[Node, Later]:
         """The outputs that wait for a reader."""
@@ -392,57 +413,90 @@ def dropped_after(links, later: Mapping[Node, Later], outputs: Sequence[object])
 
 
 def run_region(
-    run: Callable, region: Region, values: dict[Node, object], state: State, recipes: dict[Node, Again]
+    run: Callable,
+    region: Region,
+    values: dict[Node, object],
+    state: State,
+    recipes: dict[Node, Again],
+    leave: Leave | None = None,
 ) -> None:
-    """Run one region on the values of the chain, and put its results among them."""
+    """Run one region on the values of the chain, and put its results among them.
+
+    leave  sends what autograd would save to the host
+    """
     inputs = [state.read(n) for n in region.inputs if n.op != "get_attr"]
     if region.recomputable and torch.is_grad_enabled():
         recipe = Recipe.of(run, inputs)
         recipes.update((n, Again(recipe, i)) for i, n in enumerate(region.outputs))
     again = [(values[n], recipes[n]) for n in region.inputs if n in recipes]
-    with kept_as_recipes(again) if again else contextlib.nullcontext():
+    with saved_as(again, leave) if again or leave else contextlib.nullcontext():
         results = run(*inputs)
     values.update(zip(region.outputs, results))
     state.write(region, results[len(region.outputs) :])
 
 
+def result_of(
+    output: object, state: State, later: Mapping[Node, Later], ready: dict[Node, Callable]
+) -> object:
+    """What the chain returns for one output of its graph."""
+    if not isinstance(output, Node):
+        return output
+    return later[output].result(state, ready) if output in later else state.returned(output)
+
+
+def prepare_weights(cut: Cut, values: dict[Node, object]) -> None:
+    """Change weights that the function changes before it uses them, and take the early views."""
+    with torch.no_grad():
+        for node in cut.updates:
+            values[node] = node.target(values[node.args[0]], *node.args[1:], **node.kwargs)
+    for node in cut.views:
+        values[node] = node.target(*map_arg(node.args, values.__getitem__))
+
+
+def leaving(offloaded: frozenset[int], given: Sequence[object]) -> dict[int, Leave]:
+    """For regions whose saved values wait in host memory, what sends them there.
+
+    given  inputs of the chain, which stay
+    """
+    return dict.fromkeys(offloaded, Offloading(given, internals.is_fake).leave) if offloaded else {}
+
+
 def linked(
     links,
+    offloaded: frozenset[int],
     later: Mapping[Node, Later],
     placeholders: Sequence[Node],
     cut: Cut,
     outputs: Sequence[object],
 ) -> Callable:
-    """The chain as one function: change weights, take the early views, run the regions in order, hand values
-    on, drop each after its last reader."""
+    """The chain as one function: change weights, take the early views, run the regions in order, hand
+    values on, drop each after its last reader.
+
+    offloaded  indices of regions whose saved values wait in host memory
+    """
     dropped = dropped_after(links, later, outputs)
     ready: dict[Node, Callable] = {}
     questions = asked_of(links)
     asked = rounds(questions, {n: i for i, (_, region) in enumerate(links) for n in region.outputs})
     buffers = Buffers([region for _, region in links])
+    steps = list(zip(range(len(links)), links, dropped, questions, asked))
 
     def call(*args):
         plain_references()
         values: dict[Node, object] = dict(zip(placeholders, args))
-        with torch.no_grad():
-            for node in cut.updates:
-                values[node] = node.target(values[node.args[0]], *node.args[1:], **node.kwargs)
-        for node in cut.views:
-            values[node] = node.target(*map_arg(node.args, values.__getitem__))
+        prepare_weights(cut, values)
         recipes: dict[Node, Again] = {}
         broken: dict[tuple, Condition | None] = {}
         state = buffers.of_call(values)
-        for (compiled, region), gone, question, asked_now in zip(links, dropped, questions, asked):
+        leave = leaving(offloaded, args)
+        for index, (compiled, region), gone, question, asked_now in steps:
             if asked_now:
                 broken.update(answered(asked_now, values))
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(broken[question.key])
-                run_region(run, region, values, state, recipes)
+                run_region(run, region, values, state, recipes, leave.get(index))
             for node in gone:
                 values.pop(node, None)
-        return tuple(
-            (later[o].result(state, ready) if o in later else state.returned(o)) if isinstance(o, Node) else o
-            for o in outputs
-        )
+        return tuple(result_of(o, state, later, ready) for o in outputs)
 
     return call

@@ -32,6 +32,7 @@ from .passes.ir import (
 )
 from .passes.kernels.products import scale_
 from .passes.phases import Abandoned, abandoned, phase, time_limit
+from .passes.planning.choices import DEFAULT, Choices
 from .passes.split import Region
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import NotStreamed, RegionReport, StreamHint, mebibytes
@@ -70,6 +71,7 @@ class CompiledRegion:
         refuse: Callable[[Refusal, int | None], None],
         may_check: bool = True,
         unfit: Refusal | None = None,
+        choices: Choices = DEFAULT,
     ):
         self.module, self.fakes, self.region, self.axis, self.config, self.refuse = (
             module,
@@ -79,8 +81,9 @@ class CompiledRegion:
             config,
             refuse,
         )
-        self.may_check, self.unfit = may_check, unfit
+        self.may_check, self.unfit, self.choices = may_check, unfit, choices
         self.unconditional: CompiledRegion | None = None
+        self.variants: dict[Choices, CompiledRegion] = {choices: self}
         self.inputs = [n for n in region.inputs if n.op != "get_attr"]
         self.flat = [
             (i, n if len(parts) == 1 else None)
@@ -158,9 +161,45 @@ class CompiledRegion:
             )
             with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
                 self.unconditional = CompiledRegion(
-                    self.module, self.fakes, self.region, self.axis, self.config, self.refuse, may_check=False
+                    self.module,
+                    self.fakes,
+                    self.region,
+                    self.axis,
+                    self.config,
+                    self.refuse,
+                    may_check=False,
+                    choices=self.choices,
                 )
         return self.unconditional.call
+
+    def chosen(self, choices: Choices) -> CompiledRegion:
+        """The same region, compiled for other choices; itself if it runs unchunked."""
+        if self.streamed is None:
+            return self
+        if choices not in self.variants:
+            with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
+                self.variants[choices] = CompiledRegion(
+                    self.module,
+                    self.fakes,
+                    self.region,
+                    self.axis,
+                    self.config,
+                    self.refuse,
+                    self.may_check,
+                    self.unfit,
+                    choices,
+                )
+        return self.variants[choices]
+
+    def is_graph_input(self, placeholder: Node) -> bool:
+        """Is an input of the joint graph one of the whole graph, which is alive in any case?"""
+        index = (
+            self.streamed.placeholders.index(placeholder)
+            if placeholder in self.streamed.placeholders
+            else None
+        )
+        source = None if index is None else self.flat[index][1]
+        return source is not None and source.op == "placeholder"
 
     def input_marks(self) -> dict[int, tuple[Mark, ...]]:
         return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}
@@ -230,7 +269,7 @@ class CompiledRegion:
             forward_outputs,
             tangents,
             self.tangent_of(tangents),
-            self.config.chunk_size,
+            replace(self.choices, chunk_size=self.config.chunk_size),
             functools.partial(internals.compile_body, mode=self.config.mode, tell=self.tell),
             self.checkable(),
             target_of(self.device(), device.capability),

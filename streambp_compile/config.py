@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .passes.planning.devices import named
+from .target_device import free_memory
 
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which Inductor would record CUDA graphs
 ANALYSIS_SECONDS = 120.0  # a region of a thousand nodes takes one or two
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def budget_of(given: object) -> int | float:
+    """A memory budget in bytes, or as a share of free memory. Raises ValueError."""
+    number: object = given
+    if isinstance(given, str):
+        digits, unit = re.findall(r"^\s*([\d.]*)\s*(\w*)", given)[0]
+        with contextlib.suppress(KeyError, ValueError):
+            number = int(float(digits) * UNITS[unit.upper()]) if unit else float(digits)
+    if isinstance(number, float) and 0 < number <= 1:
+        return number
+    if isinstance(number, int | float) and not isinstance(number, bool) and number > 1:
+        return int(number)
+    raise ValueError(
+        "memory_budget must be a number of bytes, a text such as '60GiB' or '400MiB', or a share of the "
+        "device's free memory such as 0.8"
+    )
 
 
 @dataclass(frozen=True)
@@ -24,6 +46,10 @@ class Config:
                       the tensors
     analysis_seconds  time limit of the analysis of a region or graph, in seconds of processor time; beyond
                       it, it runs unchunked
+    memory_budget     what a step may take above weights and their gradients: bytes, a text such as
+                      ``"60GiB"``, or a share of the device's free memory between 0 and 1. The fastest plan
+                      that fits is found; None takes the default plan
+    offload           whether layer inputs wait for the backward in host memory; None lets a budget decide
     mode              Inductor's mode for chunk bodies (the ``mode=`` of ``torch.compile``), without CUDA
                       graphs
     """
@@ -32,6 +58,8 @@ class Config:
     strict: bool = False
     device: str | None = None
     analysis_seconds: float = ANALYSIS_SECONDS
+    memory_budget: int | float | str | None = None
+    offload: bool | None = None
     mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -48,8 +76,19 @@ class Config:
         seconds = self.analysis_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"analysis_seconds must be a positive number of seconds; got {seconds!r}")
+        if self.memory_budget is not None:
+            budget_of(self.memory_budget)
+        if self.offload not in (None, True, False):
+            raise ValueError(f"offload must be None, True or False; got {self.offload!r}")
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}")
+
+    def budget(self, values: Sequence[object]) -> int | None:
+        """Bytes that a step on the device of these values may take, or None without a limit."""
+        if self.memory_budget is None:
+            return None
+        found = budget_of(self.memory_budget)
+        return int(found * free_memory(self.device, values)) if isinstance(found, float) else found
 
     @staticmethod
     def of(mode: str | None, options: Mapping[str, Any] | None) -> Config:

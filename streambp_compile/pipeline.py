@@ -6,7 +6,7 @@ normalize → propagate tokens → analyze → partition → plan → lower → 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,7 +35,9 @@ from .passes.normalization.sorted_rows import undo_sorts
 from .passes.normalization.token_reductions import merge_over_tokens
 from .passes.partition import partition
 from .passes.phases import Abandoned, phase, untimed
+from .passes.planning.choices import Choices
 from .passes.planning.devices import REFERENCE_CPU, Device
+from .passes.planning.kept_values import KeptValue, worth_keeping
 from .passes.planning.plan import CPU, plan
 from .passes.rules import is_product, is_random
 from .passes.shifted_copies import copy_shifted
@@ -75,6 +77,7 @@ class StreamedRegion:
     saved   what the forward hands to the backward: region inputs, and the sums that the backward reads
     fused   the forward computes gradients for a unit tangent, which the backward only scales
     device  what its chunk lengths were chosen for
+    worth_keeping  values that the forward could keep beside ``saved``, or does, to save time
     """
 
     joint: GraphModule
@@ -86,6 +89,7 @@ class StreamedRegion:
     backward: Schedule | None
     fused: bool
     device: Device
+    worth_keeping: tuple[KeptValue, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,15 @@ class Programs:
     """The programs of a region; without a backward where there are no tangents, or where the forward computes
     it.
 
-    saved  what the forward hands to the backward
+    saved          what the forward hands to the backward
+    worth_keeping  values that it could hand on beside, to save time
     """
 
     forward: Program
     backward: Program | None = None
     saved: tuple[Node, ...] = ()
     fused: bool = False
+    worth_keeping: tuple[KeptValue, ...] = ()
 
 
 def outputs_of(module: GraphModule) -> tuple[object, ...]:
@@ -132,7 +138,7 @@ def stream(
     forward_outputs: int,
     tangents: int,
     tangent_of: Sequence[int],
-    chunk_size: int | None,
+    choices: Choices,
     compile_body: CompileBody,
     checkable: Sequence[int] = (),
     target: Target = CPU,
@@ -149,21 +155,19 @@ def stream(
     Raises `CannotStream`.
     """
     region, analysis = followed(joint, length, input_marks, forward_outputs, tangents, tangent_of, checkable)
-    programs = assigned(region, analysis)
-
-    def scheduled(program: Program) -> Schedule:
-        return schedule(program, analysis, chunk_size, compile_body, target, device)
-
+    programs = assigned(region, analysis, choices.keep, device)
+    how = (analysis, choices, compile_body, target, device)
     return StreamedRegion(
         region.module,
         analysis,
         region.primals,
         region.tangents,
         programs.saved,
-        scheduled(programs.forward),
-        None if programs.backward is None else scheduled(programs.backward),
+        schedule(programs.forward, *how),
+        None if programs.backward is None else schedule(programs.backward, *how),
         programs.fused,
         device,
+        programs.worth_keeping,
     )
 
 
@@ -186,10 +190,10 @@ def followed(
     return region, analysis
 
 
-def assigned(region: Joint, analysis: Analysis) -> Programs:
-    """The sweeps of a region. Raises `CannotStream`."""
+def assigned(region: Joint, analysis: Analysis, keep: int, device: Device) -> Programs:
+    """The sweeps of a region whose forward keeps so many values. Raises `CannotStream`."""
     with phase("assigning operations to sweeps"):
-        programs = partitioned(region, analysis)
+        programs = partitioned(region, analysis, keep, device)
         for program in directions(programs):
             verify_program(program, analysis)
     return programs
@@ -198,14 +202,14 @@ def assigned(region: Joint, analysis: Analysis) -> Programs:
 def schedule(
     program: Program,
     analysis: Analysis,
-    chunk_size: int | None,
+    choices: Choices,
     compile_body: CompileBody,
     target: Target,
     device: Device,
 ) -> Schedule:
     """Chunk lengths, compiled chunk bodies and the runner of one direction."""
     with phase("choosing chunk lengths"):
-        planned = plan(program, analysis, chunk_size, target, device)
+        planned = plan(program, analysis, choices, target, device)
         verify_plan(planned, program)
     with phase("writing chunk bodies"):
         bodies = lower(program, analysis, planned)
@@ -271,9 +275,10 @@ def marks_of_tangents(region: Joint, propagation: TokenPropagation) -> dict[Node
     return found
 
 
-def partitioned(region: Joint, analysis: Analysis) -> Programs:
+def partitioned(region: Joint, analysis: Analysis, keep: int, device: Device) -> Programs:
     """The programs of both directions; or one for both, where the forward can compute the gradients as well.
 
+    keep  how many of the values worth keeping on this device the forward keeps
     Raises `CannotStream`.
     """
     forward = partition(region.graph, analysis, region.forward)
@@ -283,10 +288,24 @@ def partitioned(region: Joint, analysis: Analysis) -> Programs:
     both = in_one_sweep(region, analysis, forward)
     if both is not None:
         return Programs(both, fused=True)
-    sums = sums_of_forward(region.graph, forward)
-    backward = partition(region.graph, analysis, region.backward, given=sums, movable=region.tangents)
+    given = sums_of_forward(region.graph, forward)
+    backward = partition(region.graph, analysis, region.backward, given=given, movable=region.tangents)
+    worth = worth_keeping(backward, region.tangents, analysis, device)
+    if worth[:keep]:
+        given = given.union(n for value in worth[:keep] for n in value.nodes)
+        backward = partition(region.graph, analysis, region.backward, given=given, movable=region.tangents)
+    saved = saved_values(region, backward, given)
+    handed_on = tuple(n for n in saved if n not in region.primals)
+    return Programs(returning(region, analysis, forward, handed_on), backward, saved, worth_keeping=worth)
+
+
+def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tuple[Node, ...]:
+    """What the forward saves for the backward: inputs, and values that are given to it.
+
+    Raises `CannotStream` for anything else.
+    """
     saved = tuple(n for n in backward.inputs if n not in region.tangents and n.op != "get_attr")
-    if not all(n in region.primals or n in sums for n in saved):
+    if not all(n in region.primals or n in given for n in saved):
         raise CannotStream(
             Refusal(
                 "region",
@@ -294,8 +313,7 @@ def partitioned(region: Joint, analysis: Analysis) -> Programs:
                 "Please report this model with the region's graph, as printed by streambp_compile.explain",
             )
         )
-    handed_on = tuple(n for n in saved if n not in region.primals)
-    return Programs(returning(region, analysis, forward, handed_on), backward, saved)
+    return saved
 
 
 def returning(region: Joint, analysis: Analysis, forward: Program, more: tuple[Node, ...]) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
 
 import torch
@@ -27,6 +28,15 @@ def planned_for(name: str | None, values: Iterable[object]) -> Device:
     gpus = (v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda")
     found = next(gpus, None)
     return REFERENCE_CPU if found is None else described(found.index or 0)
+
+
+def free_memory(name: str | None, values: Iterable[object]) -> int:
+    """Bytes that are free on the device that is planned for: as its driver says, as the system says of a CPU,
+    or all of a device that is not there."""
+    device = planned_for(name, values)
+    if name is None and device.kind == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return device.free
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streambp_compile import NotStreamed, StreamHint
 from streambp_compile.backend import streambp
-from streambp_compile.runtime.rematerialisation import Again, Recipe, kept_as_recipes
+from streambp_compile.runtime.rematerialisation import Again, Recipe, saved_as
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10
@@ -89,7 +89,7 @@ def test_a_value_kept_as_a_recipe_is_freed_and_made_again_as_often_as_wanted():
     weight = torch.randn(4, requires_grad=True)
     recipe = Recipe.of(lambda w: (w * 3,), (weight,))
     (x,) = recipe.call(weight)
-    with kept_as_recipes([(x, Again(recipe, 0))]):
+    with saved_as([(x, Again(recipe, 0))]):
         y = x.square().sum()
     alive = weakref.ref(x)
     del x

@@ -16,7 +16,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-ERRORS = {"ValueError", "RuntimeError", "TypeError", "NotStreamed"}  # others are defects of this package
+ERRORS = {
+    "ValueError",
+    "RuntimeError",
+    "TypeError",
+    "NotStreamed",
+    "OverBudget",
+}  # others are defects of this package
 TELLING = {"warn", "hint", "tell", "assert_on_device"}
 PICKING = {"next"}  # functions whose arguments are looked into
 PASSED_ON = {"reason"}  # an argument of `refuse` itself
@@ -25,7 +31,7 @@ PRIVATE = re.compile(
     r"\b(spread|gauge|bands?|settle[ds]?|fed|feeds?|heavy|light|noted|remade|rehears\w+|distilled|deferred|"
     r"unfit|made of|what has none|nobody|hands? on|its products|given up|made again)\b"
 )
-STARTS = re.compile(r"[A-Z…]|\w+(_\w+|=)|strict |mode ")  # a capital, or the name of an option
+STARTS = re.compile(r"[A-Z…]|\w+(_\w+|=)|strict |mode |offload ")  # a capital, or the name of an option
 
 
 @dataclass(frozen=True)

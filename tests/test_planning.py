@@ -14,6 +14,7 @@ from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.passes.ir import EVERYWHERE, FUTURE, PAST, Reach
 from streambp_compile.passes.planning import chunk_length, cost_model
+from streambp_compile.passes.planning.choices import DEFAULT
 from streambp_compile.passes.planning.cost_model import Cost, Work
 from streambp_compile.passes.planning.devices import KNOWN, REFERENCE_CPU, derived, known, named
 from streambp_compile.report import Report
@@ -179,7 +180,7 @@ def test_chunks_are_as_long_as_a_device_wants_them(interpreted):
     layer, head = report.regions
     for device in map(named, ("H200", "A100-80", "T4")):
         for region, schedule in ((layer, layer.forward), (layer, layer.backward), (head, head.forward)):
-            chunks = chunk_length.chunk_lengths(schedule.program, region.analysis, None, device)
+            chunks = chunk_length.chunk_lengths(schedule.program, region.analysis, DEFAULT, device)
             assert device.name != "H200" or chunks == schedule.chunks
             costs = chunk_length.program_cost(schedule.program, region.analysis, chunks, device)
             for sweep, chunk, found in zip(schedule.program.sweeps, chunks, costs):

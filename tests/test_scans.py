@@ -18,6 +18,7 @@ from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import Mark
 from streambp_compile.passes.normalization.normalize import normalize
 from streambp_compile.passes.partition import partition
+from streambp_compile.passes.planning.choices import DEFAULT
 from streambp_compile.passes.planning.chunk_length import chunk_length, chunk_lengths
 from streambp_compile.passes.verify import IllegalResult, verify_program
 
@@ -234,11 +235,11 @@ def test_sweeps_that_share_states_share_the_length_of_chunks():
     write, seeds, (_, *grads) = scan_and_back()
     analysis = analyze(write.graph, 5, seeds)
     program = partition(write.graph, analysis, grads)
-    assert len(set(chunk_lengths(program, analysis, None))) == 1
+    assert len(set(chunk_lengths(program, analysis, DEFAULT))) == 1
     apart = replace(
         program, sweeps=tuple(replace(s, saved_states=(), restored_states=()) for s in program.sweeps)
     )
-    assert chunk_lengths(apart, analysis, None) == tuple(
+    assert chunk_lengths(apart, analysis, DEFAULT) == tuple(
         chunk_length(s, analysis, None) for s in program.sweeps
     )
 

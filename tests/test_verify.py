@@ -30,6 +30,7 @@ from streambp_compile.passes.ir import (
 )
 from streambp_compile.passes.lower import lower
 from streambp_compile.passes.partition import partition
+from streambp_compile.passes.planning.choices import Choices
 from streambp_compile.passes.planning.plan import plan
 from streambp_compile.passes.verify import (
     IllegalResult,
@@ -54,7 +55,7 @@ class Layer:
         self.analysis = analyze(write.graph, LENGTH, seeds)
         dy = self.nodes["dy"]
         self.program = partition(write.graph, self.analysis, gradients, movable=(dy,))
-        self.plan = plan(self.program, self.analysis, CHUNK)
+        self.plan = plan(self.program, self.analysis, Choices(CHUNK))
         self.bodies = lower(self.program, self.analysis, self.plan)
 
     def with_fact(self, name: str, fact) -> Analysis:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ..ir import SHORTEST_CHUNK, Analysis, Program, Sweep, hint
 from ..rules import block_of
+from .choices import Choices
 from .cost_model import Cost, Work, work_of
 from .devices import REFERENCE_CPU, Device
 
@@ -20,12 +21,12 @@ FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than 
 
 
 def chunk_lengths(
-    program: Program, analysis: Analysis, chosen: int | None, device: Device = REFERENCE_CPU
+    program: Program, analysis: Analysis, choices: Choices, device: Device = REFERENCE_CPU
 ) -> tuple[int, ...]:
     """Tokens per chunk of every sweep, a multiple of the blocks that its functions map; the same for those
     that save states of a scan and those that restore them."""
     block = math.lcm(*(block_of(n) for s in program.sweeps for n in s.nodes))
-    lengths = [-(-chunk_length(s, analysis, chosen, device) // block) * block for s in program.sweeps]
+    lengths = [-(-chunk_length(s, analysis, choices, device) // block) * block for s in program.sweeps]
     shared = min(
         (c for s, c in zip(program.sweeps, lengths) if s.saved_states or s.restored_states), default=0
     )
@@ -34,17 +35,21 @@ def chunk_lengths(
     )
 
 
-def chunk_length(sweep: Sweep, analysis: Analysis, chosen: int | None, device: Device = REFERENCE_CPU) -> int:
+def chunk_length(sweep: Sweep, analysis: Analysis, choices: Choices, device: Device = REFERENCE_CPU) -> int:
     """Tokens per chunk: the user's word, or the shortest whose products run at ``FULL`` and that takes
     ``SLACK`` longer than the best.
 
     Where no length reaches ``FULL``, the best there is counts in its place. Considered are multiples of the
-    device's tile whose widest moment fits into its ``SHARE`` of memory, up to a quarter of the sequence.
+    device's tile whose widest moment fits into its ``SHARE`` of memory and into ``choices.chunk_bytes``, up
+    to a quarter of the sequence.
     """
-    if chosen is not None:
-        return chosen
+    if choices.chunk_size is not None:
+        return choices.chunk_size
     work = sweep_work(sweep, analysis)
-    longest = min(max(SHORT, hint(analysis.length) // FEWEST), device.memory // SHARE // work.widest)
+    most_bytes = device.memory // SHARE
+    if choices.chunk_bytes is not None:
+        most_bytes = min(most_bytes, choices.chunk_bytes)
+    longest = min(max(SHORT, hint(analysis.length) // FEWEST), most_bytes // work.widest)
     costs = {c: work.cost(c, device) for c in lengths_up_to(longest, device.tile)}
     most = (1 + SLACK) * min(cost.seconds for cost in costs.values())
     least = min(FULL, max(cost.efficiency for cost in costs.values() if cost.seconds <= most))

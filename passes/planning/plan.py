@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from ..ir import Analysis, ChosenKernel, Plan, Program, arguments, shape_of, takes_kernel, value_of
 from ..kernels.attention import Attention, Choice, Target, choose
+from .choices import DEFAULT, Choices
 from .chunk_length import chunk_lengths
 from .devices import REFERENCE_CPU, Device
 
@@ -17,18 +18,18 @@ CPU = Target("cpu")
 def plan(
     program: Program,
     analysis: Analysis,
-    chunk_size: int | None = None,
+    choices: Choices = DEFAULT,
     target: Target = CPU,
     device: Device = REFERENCE_CPU,
 ) -> Plan:
     """How a program runs.
 
-    chunk_size  tokens per chunk, if the user chose it
-    target      the device that kernels run on
-    device      what chunk lengths are chosen for
+    choices  how it spends memory and time
+    target   the device that kernels run on
+    device   what chunk lengths are chosen for
     """
     kernels = {n: chosen(n, target) for n in nodes_of(program) if takes_kernel(n)}
-    return Plan(chunk_lengths(program, analysis, chunk_size, device), kernels)
+    return Plan(chunk_lengths(program, analysis, choices, device), kernels)
 
 
 def nodes_of(program: Program) -> Iterable[Node]:

@@ -18,7 +18,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.callback import CallbackArgs
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_metrics_context
 from torch._functorch import predispatch
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
@@ -179,3 +179,16 @@ def graph_break(module: GraphModule) -> GraphBreak | None:
     return GraphBreak(
         f"{last.filename}:{last.lineno}" if last else "a line unknown", lines[0].rstrip("."), remedy
     )
+
+
+@contextlib.contextmanager
+def outside_of_metrics():
+    """Inside, a backward may be compiled while Dynamo is still compiling the function around it: metrics of
+    torch (2.11 to 2.13) take one backward for each of its compilations."""
+    context = get_metrics_context()
+    before = vars(context).copy()
+    vars(context).update(vars(type(context)(context._on_exit)))
+    try:
+        yield
+    finally:
+        vars(context).update(before)

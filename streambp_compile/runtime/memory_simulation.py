@@ -111,14 +111,15 @@ def main_device(values: Sequence[object]) -> str:
     return next(iter(types - {"cpu"}), "cpu")
 
 
-def simulate(call: Callable, fakes: Sequence[object]) -> Peak:
+def simulate(call: Callable, fakes: Sequence[object], any_output: bool = False) -> Peak:
     """The peak of one call of a compiled chain and its backward.
 
     call   the function of a graph's inputs that the backend returned; its first differentiable scalar output
            is the loss
     fakes  those inputs as Dynamo gave them; symbols stand for the sizes at which they were traced
+    any_output  without a loss, go back from all differentiable outputs
     """
-    with internals.FakeTensorMode(allow_non_fake_inputs=True):
+    with internals.FakeTensorMode(allow_non_fake_inputs=True), internals.outside_of_metrics():
         inputs = [internals.stand_in_whole(f) for f in fakes]
         ledger = Ledger(main_device(inputs))
         for value in inputs:
@@ -129,14 +130,12 @@ def simulate(call: Callable, fakes: Sequence[object]) -> Peak:
                     ledger.know(value.grad)
         with ledger, internals.without_kernels():
             outputs = call(*inputs)
-            loss = next(
-                (o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad and o.numel() == 1),
-                None,
-            )
+            ends = [o for o in outputs if internals.is_fake(o) and o.requires_grad]
             del outputs
-            if loss is not None:
-                loss.backward()
-    return Peak(ledger.peak, loss is not None)
+            ends = [o for o in ends if o.numel() == 1][:1] or (ends if any_output else [])
+            if ends:
+                torch.autograd.backward(ends, [torch.zeros_like(o) for o in ends])
+    return Peak(ledger.peak, bool(ends))
 
 
 def without_data(call: Callable) -> Callable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -49,17 +50,34 @@ class Again:
     recipe: Recipe
     index: int
 
+    def restored(self) -> torch.Tensor:
+        return self.recipe.output(self.index)
+
+
+class Restored(Protocol):
+    """What autograd keeps in place of a tensor."""
+
+    def restored(self) -> torch.Tensor: ...
+
+
+Leave = Callable[[torch.Tensor], Restored | None]
+
 
 @contextlib.contextmanager
-def kept_as_recipes(values: Sequence[tuple[torch.Tensor, Again]]) -> Iterator[None]:
-    """Inside, autograd keeps the recipes of these values instead of the values."""
-    here = list(values)
+def saved_as(recipes: Sequence[tuple[torch.Tensor, Again]], leave: Leave | None = None) -> Iterator[None]:
+    """Inside, autograd keeps the recipes of these values instead of the values.
+
+    leave  what to keep of any other value, or None for the value itself
+    """
+    here = list(recipes)
 
     def pack(kept: torch.Tensor) -> object:
-        return next((again for value, again in here if same_view(kept, value)), kept)
+        again = next((again for value, again in here if same_view(kept, value)), None)
+        left = leave(kept) if again is None and leave is not None else None
+        return again or left or kept
 
     def unpack(kept: object) -> torch.Tensor:
-        return kept.recipe.output(kept.index) if isinstance(kept, Again) else kept
+        return kept if isinstance(kept, torch.Tensor) else kept.restored()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         try:

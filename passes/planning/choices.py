@@ -1,0 +1,22 @@
+"""What may be chosen freely for a region: none of it changes what is computed, all of it what that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How a region spends memory and time.
+
+    chunk_size   tokens per chunk of every sweep; None: each sweep has its own
+    chunk_bytes  the most bytes that the widest moment of a chunk may take; None: as the device has it
+    keep         how many of the values worth keeping for the backward are kept, best first
+    """
+
+    chunk_size: int | None = None
+    chunk_bytes: int | None = None
+    keep: int = 0
+
+
+DEFAULT = Choices()

@@ -1,0 +1,196 @@
+"""The fastest plan for a chain of regions whose peak memory fits into a budget.
+
+A plan says for every region what its forward keeps, how long its chunks may be, and whether its inputs wait
+in host memory. Plans lie on one path, from the leanest to the fattest: shorter chunks, then layer inputs on
+the host, then nothing but layer inputs (the default), then more and more kept values, by seconds saved per
+byte.
+The peak grows along the path, so the search goes to the last plan that fits. Kept values are taken greedily,
+which is best up to one value: all are small beside a budget, and each saves its seconds independently of the
+others (the fractional knapsack). Every plan that is returned was simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from .passes.planning.choices import DEFAULT, Choices
+from .passes.planning.kept_values import KeptValue
+
+ROUNDS = 4  # plans that are simulated beyond the first; the estimate between two is off by what kernels hold
+SHORTER = (2, 4, 8, 16)  # parts of the default that the widest moment of a chunk is cut down to
+
+
+class NoPlan(Exception):
+    """No plan fits.
+
+    least  bytes of the leanest plan
+    """
+
+    def __init__(self, least: int):
+        super().__init__(least)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """What is chosen for every region of a chain, in order of execution.
+
+    offloaded  indices of regions whose inputs wait for the backward in host memory
+    """
+
+    choices: tuple[Choices, ...]
+    offloaded: frozenset[int] = frozenset()
+
+    @staticmethod
+    def default(count: int) -> ChainPlan:
+        return ChainPlan((DEFAULT,) * count)
+
+    def keeping(self, counts: Sequence[int]) -> ChainPlan:
+        """The same plan, where each region keeps so many values."""
+        return replace(self, choices=tuple(replace(c, keep=k) for c, k in zip(self.choices, counts)))
+
+    def with_chunks(self, most_bytes: int) -> ChainPlan:
+        """The same plan, where no chunk takes more than so many bytes."""
+        return replace(self, choices=tuple(replace(c, chunk_bytes=most_bytes) for c in self.choices))
+
+    def offloading(self, regions: Sequence[int]) -> ChainPlan:
+        return replace(self, offloaded=frozenset(regions))
+
+    def __str__(self) -> str:
+        kept, away = sum(c.keep for c in self.choices), len(self.offloaded)
+        capped = next((c.chunk_bytes for c in self.choices if c.chunk_bytes is not None), None)
+        parts = [
+            f"{kept} kept values in {sum(c.keep > 0 for c in self.choices)} regions" if kept else "",
+            f"inputs of {away} regions in host memory" if away else "",
+            f"chunks of at most {capped / 2**20:.1f} MiB" if capped is not None else "",
+        ]
+        return ", ".join(filter(None, parts)) or "layer inputs only"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the choices of a region cost and bring.
+
+    worth_keeping  values that the forward can keep, best first
+    handed_on      bytes of the inputs that wait for its backward, as far as they may wait elsewhere
+    widest         bytes of the widest moment of a chunk
+    totals         bytes of sums over tokens, such as gradients of weights: they do not grow with the sequence
+    """
+
+    worth_keeping: tuple[KeptValue, ...] = ()
+    handed_on: int = 0
+    widest: int = 0
+    totals: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One more kept value of one region."""
+
+    region: int
+    bytes: int
+
+
+def steps_of(costs: Sequence[Costs]) -> list[Step]:
+    """All that can be kept, by seconds saved per byte; of one region in the order in which it keeps them."""
+    rated = []
+    for index, region in enumerate(costs):
+        rate = float("inf")
+        for nth, value in enumerate(region.worth_keeping):
+            rate = min(rate, value.seconds / value.bytes)
+            rated.append((-rate, nth, index, Step(index, value.bytes)))
+    return [step for *_, step in sorted(rated, key=lambda r: r[:3])]
+
+
+def fitting(steps: Sequence[Step], room: int) -> int:
+    """How many of the first steps take no more than so many bytes."""
+    return sum(1 for total in itertools.accumulate(s.bytes for s in steps) if total <= room)
+
+
+def find_plan(
+    costs: Sequence[Costs], budget: int, peak_of: Callable[[ChainPlan], int], may_offload: bool = True
+) -> ChainPlan:
+    """The fastest plan whose simulated peak is within a budget, in bytes.
+
+    peak_of  simulates a plan
+    Raises `NoPlan`.
+    """
+    default = ChainPlan.default(len(costs))
+    peak = peak_of(default)
+    if peak <= budget:
+        return with_more_kept(default, costs, budget - peak, lambda plan: budget - peak_of(plan))
+    return with_less(default, costs, budget, peak_of, may_offload)
+
+
+def with_more_kept(
+    default: ChainPlan, costs: Sequence[Costs], room: int, room_of: Callable[[ChainPlan], int]
+) -> ChainPlan:
+    """Keep what the room allows, simulate, and correct by what is left or missing."""
+    steps, taken, best = steps_of(costs), 0, default
+    count = fitting(steps, room)
+    for _ in range(ROUNDS):
+        if count <= taken:
+            break
+        plan = default.keeping(kept_by(steps[:count], len(costs)))
+        left = room_of(plan)
+        if left >= 0:
+            taken, best = count, plan
+            count += fitting(steps[count:], left)
+        else:
+            given_back = itertools.accumulate(s.bytes for s in reversed(steps[taken:count]))
+            count -= next((i for i, total in enumerate(given_back, 1) if total >= -left), count - taken)
+    return best
+
+
+def kept_by(steps: Sequence[Step], regions: int) -> list[int]:
+    """How many values each region keeps."""
+    counts = [0] * regions
+    for step in steps:
+        counts[step.region] += 1
+    return counts
+
+
+def with_less(
+    default: ChainPlan,
+    costs: Sequence[Costs],
+    budget: int,
+    peak_of: Callable[[ChainPlan], int],
+    may_offload: bool,
+) -> ChainPlan:
+    """Send inputs to the host, the first layers' first; then shorten chunks."""
+    least = peak_of(default)
+    away = [i for i, region in enumerate(costs) if region.handed_on][:-1] if may_offload else []
+    lean = default.offloading(away)
+    if away:
+        peak = peak_of(lean)
+        if peak <= budget:
+            return fewer_offloaded(lean, away, costs, budget - peak, lambda plan: budget - peak_of(plan))
+        least = min(least, peak)
+    widest = max((region.widest for region in costs), default=0)
+    for part in SHORTER:
+        plan = lean.with_chunks(max(1, widest // part))
+        peak = peak_of(plan)
+        if peak <= budget:
+            return plan
+        least = min(least, peak)
+    raise NoPlan(least)
+
+
+def fewer_offloaded(
+    lean: ChainPlan,
+    away: Sequence[int],
+    costs: Sequence[Costs],
+    room: int,
+    room_of: Callable[[ChainPlan], int],
+) -> ChainPlan:
+    """Leave the inputs of the last layers on the device, as many as fit: they come back first."""
+    best = lean
+    for _ in range(ROUNDS):
+        stay = fitting([Step(i, costs[i].handed_on) for i in reversed(away)], room)
+        plan = lean.offloading(away[: len(away) - stay])
+        if plan == best or room_of(plan) >= 0:
+            return plan
+        room -= 1 + costs[away[len(away) - stay]].handed_on
+    return best

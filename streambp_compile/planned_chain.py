@@ -1,0 +1,150 @@
+"""A chain of regions that runs by a plan for the length of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+from torch.fx import Node
+
+from .chain_plan import ChainPlan, Costs, NoPlan, find_plan
+from .compiled_region import CompiledRegion
+from .dynamo.token_axes import Axis, fake_of
+from .passes.ir import bytes_of, hint, is_row_wise, is_tensor, value_of
+from .passes.planning.chunk_length import sweep_work
+from .passes.split import Region
+from .runtime.memory_simulation import simulate
+from .runtime.runner import Sizes
+
+Links = Sequence[tuple[CompiledRegion, Region]]
+Lengths = tuple[int, ...]
+NEAR = 0.875  # a plan for a longer sequence is taken for one of at least this share of its length
+
+
+class OverBudget(ValueError):
+    """No plan fits into ``memory_budget``. The text names the least that would do, and the longest sequence
+    that fits."""
+
+
+class PlannedChain:
+    """Runs a chain by the fastest plan within a budget; plans again for a length that none is known for.
+
+    links   the chain, by the default plan
+    link    a chain, and the regions whose inputs wait on the host, as a function of the graph's inputs
+    budget  bytes above weights and their gradients
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        link: Callable[[Links, frozenset[int]], Callable],
+        budget: int,
+        axes: Sequence[Axis],
+        placeholders: Sequence[Node],
+        may_offload: bool,
+    ):
+        self.links, self.link, self.budget, self.may_offload = links, link, budget, may_offload
+        self.lengths, self.placeholders = [a.length for a in axes], placeholders
+        self.costs = [costs_of(compiled) for compiled, _ in links]
+        self.plans: dict[Lengths, ChainPlan] = {}
+        self.calls: dict[ChainPlan, Callable] = {}
+
+    def by(self, plan: ChainPlan) -> Links:
+        """The chain by a plan; regions are compiled for choices that are new."""
+        return [(c.chosen(choices), region) for (c, region), choices in zip(self.links, plan.choices)]
+
+    def call_by(self, plan: ChainPlan) -> Callable:
+        if plan not in self.calls:
+            self.calls[plan] = self.link(self.by(plan), plan.offloaded)
+        return self.calls[plan]
+
+    def plan(self, inputs: Sequence[object], lengths: Lengths) -> ChainPlan:
+        """The fastest plan within the budget for inputs (fake or real) of these lengths.
+
+        Raises `OverBudget`.
+        """
+        near = [known for known in self.plans if is_near(lengths, known)]
+        if near:
+            return self.plans[min(near)]
+        expected = [hint(length) for length in self.lengths]
+        share = max((new / old for new, old in zip(lengths, expected)), default=1.0)
+        costs = [scaled(c, share) for c in self.costs]
+        try:
+            found = find_plan(
+                costs,
+                self.budget,
+                lambda plan: simulate(self.call_by(plan), inputs, any_output=True).bytes,
+                self.may_offload,
+            )
+        except NoPlan as error:
+            refuse_budget(self.budget, error.least, lengths, max(c.totals for c in costs))
+        self.plans[lengths] = found
+        return found
+
+    def __call__(self, *args):
+        if not any(isinstance(length, torch.SymInt) for length in self.lengths):
+            return self.call_by(next(iter(self.plans.values())))(*args)
+        sizes = Sizes(dict(zip(self.placeholders, args)), fake_of)
+        return self.call_by(self.plan(args, tuple(map(sizes, self.lengths))))(*args)
+
+
+def refuse_budget(budget: int, least: int, lengths: Lengths, fixed: int) -> NoReturn:
+    """Raise the error where no plan fits.
+
+    fixed  bytes that do not grow with the sequence; the rest of the leanest plan does
+    """
+    share = max(0, budget - fixed) / max(1, least - fixed)
+    fit = " and ".join(str(int(length * share)) for length in lengths)
+    raise OverBudget(
+        f"memory_budget allows {budget / 2**20:.1f} MiB, and the leanest plan for "
+        f"{' and '.join(map(str, lengths))} tokens takes {least / 2**20:.1f} MiB above weights and their "
+        f"gradients. The budget is enough for about {fit} tokens"
+    ) from None
+
+
+def is_near(lengths: Lengths, known: Lengths) -> bool:
+    """Does a plan for known lengths fit these, which are not much shorter?"""
+    return all(NEAR * longer <= new <= longer for new, longer in zip(lengths, known))
+
+
+def scaled(costs: Costs, share: float) -> Costs:
+    """The costs of a region at another length."""
+    worth = tuple(
+        replace(v, bytes=int(v.bytes * share), seconds=v.seconds * share) for v in costs.worth_keeping
+    )
+    return replace(costs, worth_keeping=worth, handed_on=int(costs.handed_on * share))
+
+
+def costs_of(compiled: CompiledRegion) -> Costs:
+    """What the choices of a compiled region cost; nothing if it runs unchunked, or in the forward alone."""
+    region = compiled.streamed
+    if region is None:
+        return Costs()
+    sweeps = [
+        (sweep, chunk)
+        for schedule in (region.forward, region.backward)
+        if schedule is not None
+        for sweep, chunk in zip(schedule.program.sweeps, schedule.chunks)
+    ]
+    widest = max((sweep_work(sweep, region.analysis).widest * chunk for sweep, chunk in sweeps), default=0)
+    totals = max((sum(map(total_bytes, sweep.sums)) for sweep, _ in sweeps), default=0)
+    handed_on = [
+        n
+        for n in region.saved
+        if is_tensor(n)
+        and is_row_wise(region.analysis.facts[n])
+        and value_of(n).dtype.is_floating_point
+        and not compiled.is_graph_input(n)
+    ]
+    return Costs(region.worth_keeping, sum(bytes_of(value_of(n)) for n in handed_on), widest, totals)
+
+
+def total_bytes(node: Node) -> int:
+    return bytes_of(value_of(node)) if is_tensor(node) else 0
+
+
+def offloadable(links: Links) -> tuple[int, ...]:
+    """Indices of the regions whose inputs may wait on the host; never the last one, which is read at once."""
+    return tuple(i for i, (compiled, _) in enumerate(links) if costs_of(compiled).handed_on)[:-1]

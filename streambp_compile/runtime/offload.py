@@ -1,0 +1,242 @@
+"""Layer inputs wait for the backward in host memory.
+
+Only what the forward of a region hands to its backward travels: the layer's input, and what is kept beside
+it. On a GPU it goes to pinned memory on a stream of its own, and comes back while the backward of later
+layers runs. On a CPU it goes to a file that is mapped into memory, so that the same plan can be tried without
+a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+AHEAD = 2  # values that are brought back before the backward asks for them
+SMALLEST = 1 << 16  # bytes: below this, a copy costs more than it frees
+
+
+class Store(Protocol):
+    """Memory that values wait in."""
+
+    def put(self, value: torch.Tensor) -> object:
+        """Copy a value; returns its place."""
+
+    def get(self, place: object, value: torch.Tensor) -> None:
+        """Copy what lies at a place into a value on the device."""
+
+    def free(self, place: object) -> None:
+        """Give a place back."""
+
+    def fetch(self, place: object, empty: Callable[[], torch.Tensor]) -> Fetched | None:
+        """Begin to bring a value back, if the store can do that while the device computes."""
+
+
+class Fetched(Protocol):
+    def wait(self) -> torch.Tensor:
+        """The value, when it has arrived."""
+
+
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense value, ``[bytes]``."""
+    flat = value.as_strided((value.numel(),), (1,), value.storage_offset())
+    return flat.view(torch.uint8)
+
+
+class MappedFile:
+    """Places in a temporary file. Freed places are used again."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile(prefix="streambp-")
+        self.end = 0
+        self.unused: dict[int, list[torch.Tensor]] = {}
+
+    def place(self, size: int) -> torch.Tensor:
+        """Bytes of the file, mapped into memory."""
+        unused = self.unused.setdefault(size, [])
+        if unused:
+            return unused.pop()
+        start, self.end = (
+            self.end,
+            self.end + -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY,
+        )
+        self.file.truncate(self.end)
+        mapped = mmap.mmap(self.file.fileno(), size, offset=start)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        place = self.place(value.nbytes)
+        place.copy_(as_bytes(value))
+        return place
+
+    def get(self, place: torch.Tensor, value: torch.Tensor) -> None:
+        as_bytes(value).copy_(place)
+
+    def free(self, place: torch.Tensor) -> None:
+        self.unused.setdefault(place.numel(), []).append(place)
+
+    def fetch(self, place: torch.Tensor, empty: Callable[[], torch.Tensor]) -> None:
+        return None  # a copy by the same processor that computes
+
+
+class PinnedMemory:
+    """Pinned host memory of one GPU. Copies run on a stream of their own; freed places are used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.unused: dict[int, list[torch.Tensor]] = {}
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        unused = self.unused.setdefault(value.nbytes, [])
+        place = unused.pop() if unused else torch.empty(value.nbytes, dtype=torch.uint8, pin_memory=True)
+        self.stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.stream(self.stream):
+            place.copy_(as_bytes(value), non_blocking=True)
+        value.record_stream(self.stream)
+        return place
+
+    def get(self, place: torch.Tensor, value: torch.Tensor) -> None:
+        torch.cuda.current_stream(value.device).wait_stream(self.stream)
+        as_bytes(value).copy_(place, non_blocking=True)
+
+    def free(self, place: torch.Tensor) -> None:
+        # What is put here next is copied on the same stream, after every copy from here on it; a copy by
+        # `get` is waited for.
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self.unused.setdefault(place.numel(), []).append(place)
+
+    def fetch(self, place: torch.Tensor, empty: Callable[[], torch.Tensor]) -> InFlight:
+        value = empty()  # allocated on the stream that computes, which may still read what was there before
+        self.stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.stream(self.stream):
+            as_bytes(value).copy_(place, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(self.stream)
+        value.record_stream(self.stream)
+        return InFlight(value, arrived)
+
+
+class InFlight:
+    """A value on its way to the device."""
+
+    def __init__(self, value: torch.Tensor, arrived: torch.cuda.Event) -> None:
+        self.value, self.arrived = value, arrived
+
+    def wait(self) -> torch.Tensor:
+        torch.cuda.current_stream(self.value.device).wait_event(self.arrived)
+        return self.value
+
+
+class Nowhere:
+    """For a simulation on fake tensors: values go, and nothing is kept of them."""
+
+    def put(self, value: torch.Tensor) -> None:
+        return None
+
+    def get(self, place: None, value: torch.Tensor) -> None:
+        return None
+
+    def free(self, place: None) -> None:
+        return None
+
+    def fetch(self, place: None, empty: Callable[[], torch.Tensor]) -> None:
+        return None
+
+
+class Offloaded:
+    """What autograd keeps in place of a value: where it waits, and with whom."""
+
+    def __init__(self, value: torch.Tensor, store: Store, order: int, others: Offloading) -> None:
+        self.size, self.stride, self.dtype, self.device = (
+            value.size(),
+            value.stride(),
+            value.dtype,
+            value.device,
+        )
+        self.store, self.order, self.others = store, order, others
+        self.place = store.put(value)
+        self.coming: Fetched | None = None
+        weakref.finalize(self, store.free, self.place)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+    def fetch(self) -> None:
+        """Begin to bring the value back."""
+        if self.coming is None:
+            self.coming = self.store.fetch(self.place, self.empty)
+
+    def restored(self) -> torch.Tensor:
+        """The value on its device, and those that the backward reads next on their way. A second backward
+        over a kept graph brings it back again."""
+        if self.coming is not None:
+            value, self.coming = self.coming.wait(), None
+        else:
+            value = self.empty()
+            self.store.get(self.place, value)
+        self.others.fetch_before(self.order)
+        return value
+
+
+class Offloading:
+    """One forward's values on the host, in the order in which they left.
+
+    given    inputs of the forward, which stay where they are
+    is_fake  tells values of a simulation
+    """
+
+    def __init__(self, given: Iterable[object], is_fake: Callable[[object], bool]) -> None:
+        self.is_fake, self.count = is_fake, itertools.count()
+        self.given = weakref.WeakSet(v.untyped_storage() for v in given if isinstance(v, torch.Tensor))
+        self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.places: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
+
+    def leave(self, value: torch.Tensor) -> Offloaded | None:
+        """Send a value to the host, unless it stays alive in any case or is small. The same memory leaves
+        once, however many layers read it."""
+        storage = value.untyped_storage()
+        if storage in self.given or not may_leave(value):
+            return None
+        found = self.known.get(storage)
+        if found is None or (found.size, found.stride, found.dtype) != (
+            value.size(),
+            value.stride(),
+            value.dtype,
+        ):
+            found = Offloaded(value, store_for(value, self.is_fake), next(self.count), self)
+            self.known[storage] = found
+            self.places[found.order] = found
+        return found
+
+    def fetch_before(self, order: int) -> None:
+        """Begin to bring back what left just before this one: the backward reads it next."""
+        for earlier in range(order - 1, order - 1 - AHEAD, -1):
+            if earlier in self.places:
+                self.places[earlier].fetch()
+
+
+STORES: dict[torch.device, Store] = {}
+
+
+def store_for(value: torch.Tensor, is_fake: Callable[[object], bool]) -> Store:
+    """Where values of this device wait: one store per device, with memory that is allocated once."""
+    if is_fake(value):
+        return Nowhere()
+    if value.device not in STORES:
+        STORES[value.device] = PinnedMemory(value.device) if value.device.type == "cuda" else MappedFile()
+    return STORES[value.device]
+
+
+def may_leave(value: torch.Tensor) -> bool:
+    """Is it dense, alone in its memory, and large enough?"""
+    return (
+        value.nbytes >= SMALLEST
+        and value.untyped_storage().nbytes() == value.nbytes
+        and value.device.type in ("cpu", "cuda")
+        and not isinstance(value, torch.nn.Parameter)
+    )

@@ -1,0 +1,130 @@
+"""``options={"memory_budget": …}``: the plan that is found fits and keeps gradients exact; layer inputs come
+back from the host as they left."""
+
+import pytest
+import torch
+from models import Plain, ids_of
+
+from benchmarks.memory import peak
+from streambp_compile import explain
+from streambp_compile.config import Config, budget_of
+from streambp_compile.planned_chain import OverBudget
+
+WIDTH, LENGTH = 64, 600
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def loss_of(model, ids):
+    return model(ids, ids)
+
+
+@pytest.fixture
+def model():
+    return Plain(256, WIDTH, 4, 4).double()
+
+
+def gradients(model, loss):
+    model.zero_grad(set_to_none=False)
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_exact(model, compiled, ids):
+    expected = gradients(model, loss_of(model, ids))
+    for ours, theirs in zip(gradients(model, compiled(model, ids)), expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def compiled_for(**options):
+    return torch.compile(loss_of, backend="streambp", options={"chunk_size": 100, **options})
+
+
+def predicted(model, ids, **options):
+    report = explain(loss_of, model, ids, streambp_options={"chunk_size": 100, **options})
+    torch._dynamo.reset()
+    return report
+
+
+@pytest.mark.parametrize(
+    "extra", [1.2, *(pytest.param(extra, marks=pytest.mark.slow) for extra in (0.3, 3.0))]
+)
+def test_kept_values_fill_a_budget_and_never_exceed_it(model, extra):
+    ids = ids_of(1, LENGTH)
+    least = predicted(model, ids).peak.bytes
+    budget = int(least * (1 + extra))
+    report = predicted(model, ids, memory_budget=budget)
+    assert any("kept values" in note for note in report.notes)
+    assert least < report.peak.bytes <= budget
+    compiled = compiled_for(memory_budget=budget)
+    assert_exact(model, compiled, ids)
+    measured = peak(lambda: compiled(model, ids).backward())
+    assert abs(measured - report.peak.bytes) <= 0.02 * measured
+    assert measured <= budget
+
+
+def test_layer_inputs_leave_for_a_smaller_budget(model):
+    ids = ids_of(1, LENGTH)
+    default = predicted(model, ids).peak.bytes
+    budget = default - 2 * LENGTH * WIDTH * 8 + 1000
+    report = predicted(model, ids, memory_budget=budget)
+    assert any("host memory" in note for note in report.notes)
+    assert report.peak.bytes <= budget
+    compiled = compiled_for(memory_budget=budget)
+    assert_exact(model, compiled, ids)
+    assert peak(lambda: compiled(model, ids).backward()) <= budget
+
+
+def test_the_backward_of_a_kept_graph_brings_inputs_back_twice(model):
+    ids = ids_of(1, LENGTH)
+    expected = gradients(model, loss_of(model, ids))
+    model.zero_grad(set_to_none=False)
+    loss = compiled_for(offload=True)(model, ids)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for p, g in zip(model.parameters(), expected):
+        torch.testing.assert_close(p.grad, 2 * g, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_another_length_has_a_plan_of_its_own(model):
+    report = predicted(model, ids_of(1, LENGTH))
+    budget = int(report.peak.bytes * 1.6)
+    compiled = compiled_for(memory_budget=budget)
+    for length in (LENGTH, LENGTH // 2, LENGTH + 131, LENGTH):
+        ids = ids_of(1, length)
+        assert_exact(model, compiled, ids)
+        assert peak(lambda: compiled(model, ids).backward()) <= budget
+
+
+def test_a_budget_below_all_plans_is_an_error_that_names_the_least(model):
+    with pytest.raises(
+        Exception, match="memory_budget allows .* and the leanest plan for 600 tokens takes"
+    ) as caught:
+        compiled_for(memory_budget=10_000)(model, ids_of(1, LENGTH))
+    assert isinstance(caught.value.inner_exception, OverBudget)
+
+
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        (4096, 4096),
+        ("60GiB", 60 * 2**30),
+        ("400 MiB", 400 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        (0.5, 0.5),
+        ("0.5", 0.5),
+    ],
+)
+def test_ways_to_say_a_budget(given, found):
+    assert budget_of(given) == found
+
+
+@pytest.mark.parametrize("given", ["much", "5 parsec", -1, 0, True, [], "", 0.0])
+def test_what_is_no_budget(given):
+    with pytest.raises(ValueError, match="memory_budget must be"):
+        Config.of(None, {"memory_budget": given})
+
+
+def test_a_share_is_of_the_free_memory_of_the_device():
+    config = Config.of(None, {"memory_budget": 0.5, "device": "H200"})
+    assert config.budget([]) == int(0.5 * 140.4 * 2**30)
