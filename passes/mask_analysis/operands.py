@@ -81,7 +81,9 @@ def without_zero_slopes(value: Affine, node: Node) -> Affine:
 
 
 def is_boolean(arg: object) -> bool:
-    return value_of(arg).dtype is torch.bool if isinstance(arg, Node) else isinstance(arg, bool)
+    """Is an argument a tensor of booleans, or a boolean? A node may also stand for a size."""
+    value = value_of(arg) if isinstance(arg, Node) else arg
+    return value.dtype is torch.bool if isinstance(value, torch.Tensor) else isinstance(value, bool)
 
 
 def token_pair(node: Node, known: Known) -> tuple[Pair, bool] | None:

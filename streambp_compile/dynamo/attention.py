@@ -111,7 +111,9 @@ def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def score_mask(mask: Tensor, query: Tensor, key: Tensor, flat: bool, causal: bool) -> Tensor:
-    """A mask of numbers with rank four; with causality in it, if that was asked for too."""
+    """A mask as numbers with rank four; with causality in it, if that was asked for too."""
+    if mask.dtype is torch.bool:
+        mask = as_numbers(mask, query.dtype)
     if flat and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     while mask.dim() < 4:
