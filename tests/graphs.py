@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from streambp_compile import internals
 from streambp_compile.passes.ir import Mark
+from streambp_compile.passes.planning.choices import Choices
 from streambp_compile.pipeline import StreamedRegion, outputs_of, stream
 
 
@@ -126,7 +127,7 @@ def streamed(function, inputs, marks: dict[int, int], length: int, chunk: int = 
         outputs,
         tangents,
         list(range(tangents)),
-        chunk,
+        Choices(chunk),
         eagerly,
     )
 

@@ -14,6 +14,7 @@ WITHOUT_HEAD = {
     "FSDP2, layers compiled one by one",
     "FSDP2, loss outside, all resharded",
     "FSDP2, head in a group of its own",
+    "FSDP2, head in a group that is kept",
 }
 
 

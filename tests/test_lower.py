@@ -14,6 +14,7 @@ from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
 from streambp_compile.passes.kernels.attention import Target
 from streambp_compile.passes.lower import lower
 from streambp_compile.passes.partition import partition
+from streambp_compile.passes.planning.choices import Choices
 from streambp_compile.passes.planning.plan import kernel_for, plan
 from streambp_compile.pipeline import stream
 
@@ -70,7 +71,14 @@ def check(name, number, computed, operand, dim, chunk):
     length = sample.operands[operand].shape[dim]
     try:
         region = stream(
-            GraphModule({}, graph), length, {operand: (Mark(dim),)}, len(nodes), 0, (), chunk, eagerly
+            GraphModule({}, graph),
+            length,
+            {operand: (Mark(dim),)},
+            len(nodes),
+            0,
+            (),
+            Choices(chunk),
+            eagerly,
         )
     except CannotStream:
         return

@@ -110,7 +110,7 @@ def test_no_logits_at_full_length(name):
     model, batch = Heads(width, vocabulary), Batch(2, tokens, width, vocabulary, torch.float32)
     hidden = torch.randn(2, tokens, width).requires_grad_()
     report = explain(
-        lambda h: OBJECTIVES[name].loss(model, h, batch), hidden, streambp_options={"chunk_size": 128}
+        lambda h: OBJECTIVES[name].loss(model, h, batch), hidden, streambp_options={"chunk_size": 32}
     )
     gradients = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
     assert report.peak is not None and report.peak.backward

@@ -240,7 +240,7 @@ def test_sweeps_that_share_states_share_the_length_of_chunks():
         program, sweeps=tuple(replace(s, saved_states=(), restored_states=()) for s in program.sweeps)
     )
     assert chunk_lengths(apart, analysis, DEFAULT) == tuple(
-        chunk_length(s, analysis, None) for s in program.sweeps
+        chunk_length(s, analysis, DEFAULT) for s in program.sweeps
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Label, Reach, Signature, arguments, hint, refuse, shape_of, tensor_operands, value_of
+from ..ir import Label, Reach, Role, Signature, arguments, hint, refuse, shape_of, tensor_operands, value_of
 from . import is_zeros, rule
 from .facets import CostClass, Form, Window, Windows
 from .mask_domain import layout
@@ -266,10 +266,13 @@ def pad(node: Node) -> Signature:
 
 
 def emit_shifted(body, node: Node):
-    """The driver cuts the rows of a full-length value where the shift has them."""
+    """The driver cuts the rows of a full-length value where the shift has them, and puts zeros elsewhere. A
+    value that the chunk computes at the shift has other rows there, which become zeros here."""
     x, dim, by = node.args
     if body.carries_tokens(node, dim):
-        return body.operand(body.edges(node)[0])
+        edge = body.edges(node)[0]
+        rows = body.operand(edge)
+        return body.fill_outside(node, rows, 0, source=edge.operand) if edge.role is Role.ROWS else rows
     return body.graph.call_function(
         torch.ops.aten.constant_pad_nd.default,
         (body.read(x), [0, 0] * (len(shape_of(node)) - 1 - dim) + [by, -by]),
