@@ -45,6 +45,7 @@ from .dynamo import (
     replaying,
     set_grad_enabled,
     symbolic_functions,
+    without_compiled_autograd,
 )
 from .fake_tensors import (
     as_these,
@@ -132,6 +133,7 @@ __all__ = [
     "trace_artifact",
     "tracing_of",
     "as_these",
+    "without_compiled_autograd",
     "without_guards",
     "without_kernels",
 ]

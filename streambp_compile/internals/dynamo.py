@@ -57,6 +57,11 @@ NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, Ski
 ONCE = ("info_once", "warning_once", "warning_advice")  # what transformers adds to logging.Logger
 
 
+def without_compiled_autograd() -> contextlib.AbstractContextManager:
+    """Inside, a backward runs as it is."""
+    return compiled_autograd._disable()
+
+
 def is_compiled_backward() -> bool:
     """Is this graph one that compiled autograd made of a backward?"""
     return compiled_autograd.in_compiled_autograd_region
