@@ -5,6 +5,7 @@ normalize → propagate tokens → analyze → partition → plan → lower → 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,7 +78,6 @@ class StreamedRegion:
     saved   what the forward hands to the backward: region inputs, and the sums that the backward reads
     fused   the forward computes gradients for a unit tangent, which the backward only scales
     device  what its chunk lengths were chosen for
-    worth_keeping  values that the forward could keep beside ``saved``, or does, to save time
     """
 
     joint: GraphModule
@@ -89,7 +89,13 @@ class StreamedRegion:
     backward: Schedule | None
     fused: bool
     device: Device
-    worth_keeping: tuple[KeptValue, ...] = ()
+
+    @functools.cached_property
+    def worth_keeping(self) -> tuple[KeptValue, ...]:
+        """Values that the forward could keep beside ``saved`` to save time, the best first."""
+        if self.backward is None:
+            return ()
+        return worth_keeping(self.backward.program, self.tangents, self.analysis, self.device)
 
 
 @dataclass(frozen=True)
@@ -116,15 +122,13 @@ class Programs:
     """The programs of a region; without a backward where there are no tangents, or where the forward computes
     it.
 
-    saved          what the forward hands to the backward
-    worth_keeping  values that it could hand on beside, to save time
+    saved  what the forward hands to the backward
     """
 
     forward: Program
     backward: Program | None = None
     saved: tuple[Node, ...] = ()
     fused: bool = False
-    worth_keeping: tuple[KeptValue, ...] = ()
 
 
 def outputs_of(module: GraphModule) -> tuple[object, ...]:
@@ -167,7 +171,6 @@ def stream(
         None if programs.backward is None else schedule(programs.backward, *how),
         programs.fused,
         device,
-        programs.worth_keeping,
     )
 
 
@@ -290,13 +293,13 @@ def partitioned(region: Joint, analysis: Analysis, keep: int, device: Device) ->
         return Programs(both, fused=True)
     given = sums_of_forward(region.graph, forward)
     backward = partition(region.graph, analysis, region.backward, given=given, movable=region.tangents)
-    worth = worth_keeping(backward, region.tangents, analysis, device)
-    if worth[:keep]:
-        given = given.union(n for value in worth[:keep] for n in value.nodes)
+    if keep:
+        kept = worth_keeping(backward, region.tangents, analysis, device)[:keep]
+        given = given.union(n for value in kept for n in value.nodes)
         backward = partition(region.graph, analysis, region.backward, given=given, movable=region.tangents)
     saved = saved_values(region, backward, given)
     handed_on = tuple(n for n in saved if n not in region.primals)
-    return Programs(returning(region, analysis, forward, handed_on), backward, saved, worth_keeping=worth)
+    return Programs(returning(region, analysis, forward, handed_on), backward, saved)
 
 
 def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tuple[Node, ...]:
