@@ -51,12 +51,12 @@ def needed_values(program: Program, analysis: Analysis) -> Iterator[Node]:
     yield from program.inputs
     yield from (o for o in program.outputs if isinstance(o, Node))
     for node in (n for sweep in program.sweeps for n in sweep.nodes):
-        table, rows = partitioned(analysis.edges[node])
+        table, rows = table_and_rows(analysis.edges[node])
         if any(map(is_floating, table)) and rows and not any(map(is_floating, rows)):
             yield node
 
 
-def partitioned(edges: Iterable[Edge]) -> tuple[list[Node], list[Node]]:
+def table_and_rows(edges: Iterable[Edge]) -> tuple[list[Node], list[Node]]:
     """Operands without rows, and those with rows."""
     table: list[Node] = []
     rows: list[Node] = []

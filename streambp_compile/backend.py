@@ -9,15 +9,12 @@ its hooks) when the layer is done. Equal regions share one trace, one analysis a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from . import internals
 from .compiled_region import CompiledRegion, refusal_of
@@ -25,7 +22,6 @@ from .config import WITH_GRAPHS, Config
 from .dynamo.aten import to_aten
 from .dynamo.attention import one_attention
 from .dynamo.blocks import over_blocks
-from .dynamo.buffer_updates import Buffers, State
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
 from .dynamo.python_floats import floats_as_tensors
@@ -43,7 +39,6 @@ from .dynamo.regions import (
     whole_graph,
     wide_between,
     widest_input,
-    written_storages,
 )
 from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
@@ -51,18 +46,13 @@ from .dynamo.shared_keys import part_shared_keys
 from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
 from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
-from .lazy.outputs import lazy_output
-from .passes.ir import Condition, Refusal, bytes_of, copied, hint, where_of
+from .linked_regions import Cut, Later, linked
+from .passes.ir import Refusal, bytes_of, copied, hint, where_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
 from .pipeline import outputs_of
 from .planned_chain import Links, OverBudget, PlannedChain, offloadable
 from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
-from .runtime.gradient_ownership import plain_references
-from .runtime.mask_guards import Question, answered, rounds
-from .runtime.offload import Offloading
-from .runtime.rematerialisation import Again, Leave, Recipe, saved_as
-from .runtime.runner import Sizes
 
 
 def streambp(
@@ -104,26 +94,6 @@ TRANSFORMED = Refusal(
     "A torch.func transform (grad, vjp, jvp) in the compiled function makes the backward part of the forward",
     "Compile the function that is transformed, or use loss.backward()",
 )
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What a graph is cut into.
-
-    axes       its token axes
-    updates    changes of weights that are made before all regions
-    views      views of inputs that are taken before all regions
-    regions    the chain
-    lazy  outputs that wait for a reader, and their regions
-    unfit      why no region can be streamed, if that is known already
-    """
-
-    axes: tuple[Axis, ...]
-    updates: Sequence[Node]
-    views: Sequence[Node]
-    regions: Sequence[Region]
-    lazy: Mapping[Node, Region]
-    unfit: Refusal | None = None
 
 
 class Chain:
@@ -356,147 +326,3 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (part_shared_keys, "parting the keys of attention"),
     (one_attention, "reading calls of attention"),
 )
-
-
-@dataclass(frozen=True)
-class Later:
-    """An output that is computed when it is read: its region, what compiles that, what records operations on
-    it, all that is returned, and what tells that it has to be computed at once."""
-
-    region: Region
-    compile: Callable[[], Callable]
-    recordable: LazyRegion
-    returned: frozenset[Node]
-    freed: Callable[[], None]
-
-    def result(self, state: State, ready: dict[Node, Callable]) -> torch.Tensor:
-        node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
-        given = tuple(state.read(n) for n in inputs)
-
-        def compute() -> torch.Tensor:
-            if node not in ready:
-                ready[node] = self.compile()
-            return ready[node](*given)[0]
-
-        if any(isinstance(v, torch.nn.Parameter) and internals.is_freed_after_forward(v) for v in given):
-            self.freed()
-            return compute()
-        sizes = Sizes(dict(zip(inputs, given)), fake_of)
-        shape = tuple(sizes(s) for s in fake_of(node).shape)
-        exposed = [n.op == "placeholder" or n in self.returned for n in inputs]
-        return lazy_output(self.recordable, given, exposed, compute, shape, fake_of(node))
-
-
-def asked_of(links: Sequence[tuple[CompiledRegion, Region]]) -> list[Question | None]:
-    """What each region's key ranges rest on, as a question about values of the chain."""
-    questions, generation = [], 0
-    for compiled, region in links:
-        inputs = [n for n in region.inputs if n.op != "get_attr"]
-        reads = () if compiled.guard is None else tuple(inputs[i] for i in compiled.guard.reads)
-        questions.append(Question(compiled.guard, reads, generation) if compiled.guard else None)
-        generation += bool(written_storages(region))
-    return questions
-
-
-def dropped_after(links, later: Mapping[Node, Later], outputs: Sequence[object]) -> list[tuple[Node, ...]]:
-    """For each region, the values that nobody reads after it."""
-    last: dict[Node, int] = {}
-    for i, (_, region) in enumerate(links):
-        for node in region.inputs:
-            last[node] = i
-    for node in (*outputs, *(n for lazy in later.values() for n in lazy.region.inputs)):
-        if isinstance(node, Node):
-            last[node] = len(links)
-    return [
-        tuple(n for n, at in last.items() if at == i and n.op != "placeholder") for i in range(len(links))
-    ]
-
-
-def run_region(
-    run: Callable,
-    region: Region,
-    values: dict[Node, object],
-    state: State,
-    recipes: dict[Node, Again],
-    leave: Leave | None = None,
-) -> None:
-    """Run one region on the values of the chain, and put its results among them.
-
-    leave  sends what autograd would save to the host
-    """
-    inputs = [state.read(n) for n in region.inputs if n.op != "get_attr"]
-    if region.recomputable and torch.is_grad_enabled():
-        recipe = Recipe.of(run, inputs)
-        recipes.update((n, Again(recipe, i)) for i, n in enumerate(region.outputs))
-    again = [(values[n], recipes[n]) for n in region.inputs if n in recipes]
-    with saved_as(again, leave) if again or leave else contextlib.nullcontext():
-        results = run(*inputs)
-    values.update(zip(region.outputs, results))
-    state.write(region, results[len(region.outputs) :])
-
-
-def result_of(
-    output: object, state: State, later: Mapping[Node, Later], ready: dict[Node, Callable]
-) -> object:
-    """What the chain returns for one output of its graph."""
-    if not isinstance(output, Node):
-        return output
-    return later[output].result(state, ready) if output in later else state.returned(output)
-
-
-def prepare_weights(cut: Cut, values: dict[Node, object]) -> None:
-    """Change weights that the function changes before it uses them, and take the early views."""
-    with torch.no_grad():
-        for node in cut.updates:
-            values[node] = node.target(values[node.args[0]], *node.args[1:], **node.kwargs)
-    for node in cut.views:
-        values[node] = node.target(*map_arg(node.args, values.__getitem__))
-
-
-def leaving(offloaded: frozenset[int], given: Sequence[object]) -> dict[int, Leave]:
-    """For regions whose saved values wait in host memory, what sends them there.
-
-    given  inputs of the chain, which stay
-    """
-    return dict.fromkeys(offloaded, Offloading(given, internals.is_fake).leave) if offloaded else {}
-
-
-def linked(
-    links,
-    offloaded: frozenset[int],
-    later: Mapping[Node, Later],
-    placeholders: Sequence[Node],
-    cut: Cut,
-    outputs: Sequence[object],
-) -> Callable:
-    """The chain as one function: change weights, take the early views, run the regions in order, hand
-    values on, drop each after its last reader.
-
-    offloaded  indices of regions whose saved values wait in host memory
-    """
-    dropped = dropped_after(links, later, outputs)
-    ready: dict[Node, Callable] = {}
-    questions = asked_of(links)
-    asked = rounds(questions, {n: i for i, (_, region) in enumerate(links) for n in region.outputs})
-    buffers = Buffers([region for _, region in links])
-    steps = list(zip(range(len(links)), links, dropped, questions, asked))
-
-    def call(*args):
-        plain_references()
-        values: dict[Node, object] = dict(zip(placeholders, args))
-        prepare_weights(cut, values)
-        recipes: dict[Node, Again] = {}
-        broken: dict[tuple, Condition | None] = {}
-        state = buffers.of_call(values)
-        leave = leaving(offloaded, args)
-        for index, (compiled, region), gone, question, asked_now in steps:
-            if asked_now:
-                broken.update(answered(asked_now, values))
-            if compiled.call is not None:
-                run = compiled.call if question is None else compiled.call_for(broken[question.key])
-                run_region(run, region, values, state, recipes, leave.get(index))
-            for node in gone:
-                values.pop(node, None)
-        return tuple(result_of(o, state, later, ready) for o in outputs)
-
-    return call

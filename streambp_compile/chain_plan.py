@@ -121,7 +121,7 @@ def find_plan(
     peak = peak_of(default)
     if peak <= budget:
         return with_more_kept(default, costs, budget - peak, lambda plan: budget - peak_of(plan))
-    return with_less(default, costs, budget, peak_of, may_offload)
+    return with_less(default, peak, costs, budget, peak_of, may_offload)
 
 
 def with_more_kept(
@@ -154,13 +154,16 @@ def kept_by(steps: Sequence[Step], regions: int) -> list[int]:
 
 def with_less(
     default: ChainPlan,
+    least: int,
     costs: Sequence[Costs],
     budget: int,
     peak_of: Callable[[ChainPlan], int],
     may_offload: bool,
 ) -> ChainPlan:
-    """Send inputs to the host, the first layers' first; then shorten chunks."""
-    least = peak_of(default)
+    """Send inputs to the host, the first layers' first; then shorten chunks.
+
+    least  the peak of the default plan
+    """
     away = [i for i, region in enumerate(costs) if region.handed_on][:-1] if may_offload else []
     lean = default.offloading(away)
     if away:

@@ -159,17 +159,7 @@ class CompiledRegion:
                 StreamHint,
                 stacklevel=2,
             )
-            with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
-                self.unconditional = CompiledRegion(
-                    self.module,
-                    self.fakes,
-                    self.region,
-                    self.axis,
-                    self.config,
-                    self.refuse,
-                    may_check=False,
-                    choices=self.choices,
-                )
+            self.unconditional = self.compiled_again(self.choices, may_check=False)
         return self.unconditional.call
 
     def chosen(self, choices: Choices) -> CompiledRegion:
@@ -177,28 +167,19 @@ class CompiledRegion:
         if self.streamed is None:
             return self
         if choices not in self.variants:
-            with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
-                self.variants[choices] = CompiledRegion(
-                    self.module,
-                    self.fakes,
-                    self.region,
-                    self.axis,
-                    self.config,
-                    self.refuse,
-                    self.may_check,
-                    self.unfit,
-                    choices,
-                )
+            self.variants[choices] = self.compiled_again(choices, self.may_check)
         return self.variants[choices]
+
+    def compiled_again(self, choices: Choices, may_check: bool) -> CompiledRegion:
+        """The same region, compiled outside of Dynamo."""
+        parts = (self.module, self.fakes, self.region, self.axis, self.config, self.refuse)
+        with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
+            return CompiledRegion(*parts, may_check, self.unfit, choices)
 
     def is_graph_input(self, placeholder: Node) -> bool:
         """Is an input of the joint graph one of the whole graph, which is alive in any case?"""
-        index = (
-            self.streamed.placeholders.index(placeholder)
-            if placeholder in self.streamed.placeholders
-            else None
-        )
-        source = None if index is None else self.flat[index][1]
+        sources = dict(zip(self.streamed.placeholders, (node for _, node in self.flat)))
+        source = sources.get(placeholder)
         return source is not None and source.op == "placeholder"
 
     def input_marks(self) -> dict[int, tuple[Mark, ...]]:

@@ -8,7 +8,10 @@ from models import Plain, ids_of
 from benchmarks.memory import peak
 from streambp_compile import explain
 from streambp_compile.config import Config, budget_of
+from streambp_compile.internals import FakeTensorMode, is_fake
 from streambp_compile.planned_chain import OverBudget
+from streambp_compile.runtime.memory_simulation import Ledger
+from streambp_compile.runtime.offload import AHEAD, Offloading
 
 WIDTH, LENGTH = 64, 600
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -128,3 +131,14 @@ def test_what_is_no_budget(given):
 def test_a_share_is_of_the_free_memory_of_the_device():
     config = Config.of(None, {"memory_budget": 0.5, "device": "H200"})
     assert config.budget([]) == int(0.5 * 140.4 * 2**30)
+
+
+@pytest.mark.parametrize("device, alive", [("cpu", 1), ("cuda", 1 + AHEAD)])
+def test_a_simulation_counts_what_comes_back_ahead(device, alive):
+    size = 1 << 18
+    with FakeTensorMode(), Ledger(device) as ledger:
+        offloading = Offloading((), is_fake)
+        away = [offloading.leave(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(5)]
+        assert ledger.held == 0
+        back = away[-1].restored()
+        assert ledger.held == alive * size and back.device.type == device

@@ -58,12 +58,12 @@ def worth_keeping(
     again = recomputed(backward, frozenset(tangents))
     seconds = {n: seconds_of(n, analysis, device) for n in again if is_product(n)}
     candidates = [
-        c for n in dict.fromkeys((*seconds, *backward.kept)) if (c := outputs_of(n, again, analysis))
+        c for n in dict.fromkeys((*seconds, *backward.kept)) if (c := kept_together(n, again, analysis))
     ]
     kept: set[Node] = set(backward.inputs)
     found = []
     while candidates:
-        needed = computed(backward, kept)
+        needed = computed_from(backward, kept)
         rated = [(saving(c, backward, kept, needed, seconds), c) for c in candidates]
         best, nodes = max(rated, key=lambda r: r[0] / size_of(r[1]))
         if best <= 0:
@@ -88,7 +88,7 @@ def recomputed(backward: Program, tangents: frozenset[Node]) -> dict[Node, None]
     return found
 
 
-def outputs_of(node: Node, again: Collection[Node], analysis: Analysis) -> Nodes:
+def kept_together(node: Node, again: Collection[Node], analysis: Analysis) -> Nodes:
     """The values to keep instead of running a node, or none if they cannot be kept row by row."""
     if node not in again:
         return ()
@@ -113,7 +113,7 @@ def size_of(nodes: Nodes) -> int:
     return sum(bytes_of(value_of(n)) for n in nodes)
 
 
-def computed(backward: Program, given: Collection[Node]) -> set[Node]:
+def computed_from(backward: Program, given: Collection[Node]) -> set[Node]:
     """All that the backward's outputs are computed from, where these values are given."""
     found: set[Node] = set()
     stack = [o for o in backward.outputs if isinstance(o, Node)]
@@ -129,7 +129,7 @@ def saving(
     nodes: Nodes, backward: Program, kept: set[Node], needed: set[Node], seconds: dict[Node, float]
 ) -> float:
     """Seconds of products that the backward need not compute if it is given these values as well."""
-    left = computed(backward, kept.union(nodes))
+    left = computed_from(backward, kept.union(nodes))
     return sum(s for n, s in seconds.items() if n in needed and n not in left)
 
 

@@ -13,6 +13,7 @@ import mmap
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -132,8 +133,24 @@ class InFlight:
         return self.value
 
 
+@dataclass(frozen=True)
+class Arrived:
+    """A value that was brought back ahead in a simulation."""
+
+    value: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.value
+
+
+@dataclass(frozen=True)
 class Nowhere:
-    """For a simulation on fake tensors: values go, and nothing is kept of them."""
+    """For a simulation on fake tensors: values go, and nothing is kept of them.
+
+    ahead  values take memory on the device before the backward asks for them, as with `PinnedMemory`
+    """
+
+    ahead: bool
 
     def put(self, value: torch.Tensor) -> None:
         return None
@@ -144,8 +161,8 @@ class Nowhere:
     def free(self, place: None) -> None:
         return None
 
-    def fetch(self, place: None, empty: Callable[[], torch.Tensor]) -> None:
-        return None
+    def fetch(self, place: None, empty: Callable[[], torch.Tensor]) -> Arrived | None:
+        return Arrived(empty()) if self.ahead else None
 
 
 class Offloaded:
@@ -161,7 +178,7 @@ class Offloaded:
         self.store, self.order, self.others = store, order, others
         self.place = store.put(value)
         self.coming: Fetched | None = None
-        weakref.finalize(self, store.free, self.place)
+        weakref.finalize(self, store.free, self.place).atexit = False
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
@@ -226,7 +243,7 @@ STORES: dict[torch.device, Store] = {}
 def store_for(value: torch.Tensor, is_fake: Callable[[object], bool]) -> Store:
     """Where values of this device wait: one store per device, with memory that is allocated once."""
     if is_fake(value):
-        return Nowhere()
+        return Nowhere(ahead=value.device.type == "cuda")
     if value.device not in STORES:
         STORES[value.device] = PinnedMemory(value.device) if value.device.type == "cuda" else MappedFile()
     return STORES[value.device]
