@@ -31,6 +31,7 @@ from .passes.ir import (
     where_of,
 )
 from .passes.kernels.products import scale_
+from .passes.kernels.simulated_device import device_type
 from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.split import Region
@@ -518,7 +519,7 @@ def run_scaled(saved: Sequence[Node], outputs: Sequence[object], unscaled: Node)
 
 def is_on_host(value: torch.Tensor) -> bool:
     """Can its value be read without synchronising with a device?"""
-    return value.device.type == "cpu"
+    return device_type(value) == "cpu"
 
 
 def run_backward(region: StreamedRegion, given: Sequence[Node]) -> Driver:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from .passes.kernels.attention import Target
+from .passes.kernels.simulated_device import device_type, simulated_capability
 from .passes.planning.devices import REFERENCE_CPU, Device, derived, known, named, with_memory
 
 SWITCHES = {
@@ -78,8 +79,12 @@ def target_of(device: torch.device, capability: tuple[int, int] | None) -> Targe
     capability  of the CUDA device that is planned for, which need not be there. If another one is, kernels
                 must run on both
     """
-    if device.type != "cuda":
-        return Target(device.type)
+    kind = device_type(device)
+    if kind != "cuda":
+        return Target(kind)
+    simulated = simulated_capability()
+    if simulated is not None:
+        return Target("cuda", simulated)
     if torch.version.hip:
         return Target("hip")
     if torch.cuda.is_available():

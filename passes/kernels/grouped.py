@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .products import add_product_
+from .simulated_device import device_type, simulated_capability
 
 aten = torch.ops.aten
 
@@ -142,11 +143,15 @@ def always(first: Tensor, second: Tensor) -> bool:
 
 
 def on_cuda(value: Tensor) -> bool:
-    return value.device.type == "cuda" and torch.version.hip is None
+    return device_type(value) == "cuda" and torch.version.hip is None
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    return simulated_capability() or capability_here(device)
 
 
 @functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
+def capability_here(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .simulated_device import device_type
+
 BLOCK = 1024  # rows and columns of the operand blocks that are converted at a time where no kernel converts
 ACCUMULATES_IN = {
     torch.float16: torch.float32,
@@ -38,7 +40,7 @@ def mixes_dtypes(operand: Tensor, total: Tensor) -> bool:
     It skips its copy of the first operand where that is ``out`` (aten/src/ATen/native/cuda/Blas.cpp, torch
     2.11), so the total is read and written once, by the product itself. ROCm has it for some kernels only.
     """
-    on_cuda = operand.device.type == "cuda" and torch.version.hip is None
+    on_cuda = device_type(operand) == "cuda" and torch.version.hip is None
     return on_cuda and ACCUMULATES_IN.get(operand.dtype) == total.dtype
 
 
@@ -62,6 +64,6 @@ def scale_(value: Tensor, factor: Tensor) -> None:
 
 def blocks_of(value: Tensor) -> tuple[Tensor, ...]:
     """Pieces for an operation of mixed dtypes: a CPU converts its operands whole before it computes."""
-    if value.device.type != "cpu" or not value.numel():
+    if device_type(value) != "cpu" or not value.numel():
         return (value,)
     return value.split(max(1, BLOCK * BLOCK * len(value) // value.numel()))

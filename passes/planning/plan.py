@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from ..ir import Analysis, ChosenKernel, Plan, Program, arguments, shape_of, takes_kernel, value_of
 from ..kernels.attention import Attention, Choice, Target, choose
+from ..kernels.simulated_device import device_type
 from .choices import DEFAULT, Choices
 from .chunk_length import chunk_lengths
 from .devices import REFERENCE_CPU, Device
@@ -47,6 +48,6 @@ def chosen(node: Node, target: Target) -> ChosenKernel:
 def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> Choice:
     """The kernel for these operands on a target; a CPU's for operands on a CPU, whatever the target."""
     like = value_of(query)
-    known = (target.device == "cpu") == (like.device.type == "cpu")
+    known = (target.device == "cpu") == (device_type(like) == "cpu")
     asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)
-    return choose(asked, target if known else Target(like.device.type))
+    return choose(asked, target if known else Target(device_type(like)))

@@ -62,7 +62,7 @@ from .fake_tensors import (
 from .inductor import compile_function, compile_graph, compile_plainly, rewrite
 from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
 from .running_step import assert_on_device, graph_is_kept
-from .simulated_artifacts import generated, without_kernels
+from .simulated_artifacts import generated, without_code, without_device, without_kernels
 from .size_guards import guard_of
 from .structured_trace import trace_artifact
 
@@ -133,7 +133,9 @@ __all__ = [
     "trace_artifact",
     "tracing_of",
     "as_these",
+    "without_code",
     "without_compiled_autograd",
+    "without_device",
     "without_guards",
     "without_kernels",
 ]

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from ..passes.ir import Body, hint
+from ..passes.kernels.simulated_device import device_type
 from ..passes.phases import summary
 from . import inductor
 from .body_inputs import BodyInputs
@@ -34,7 +35,7 @@ PANEL_COLUMNS_PER_ROW = 8  # a weight with fewer columns than this for every row
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``aten.mm``; on a CPU in panels, where a wide transposed weight (a head) is multiplied by few rows."""
     wide = hint(weight.shape[1]) >= PANEL_COLUMNS_PER_ROW * hint(rows.shape[0]) and weight.stride(0) == 1
-    panels = wide and rows.device.type == "cpu" and rows.dtype.itemsize >= 4
+    panels = wide and device_type(rows) == "cpu" and rows.dtype.itemsize >= 4
     return torch.ops.streambp.panels_mm(rows, weight) if panels else NotImplemented
 
 

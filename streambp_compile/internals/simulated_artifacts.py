@@ -11,7 +11,14 @@ import types
 from collections.abc import Callable
 
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.output_code import CompiledFxGraph
+from torch._subclasses import fake_tensor
+
+from . import chunk_bodies
+
+KERNELS = ("cpp", "cpp_pybinding")  # what builds the code of kernels on a CPU
 
 
 @contextlib.contextmanager
@@ -23,6 +30,40 @@ def without_kernels():
         yield
     finally:
         CompiledFxGraph.__call__ = before
+
+
+@contextlib.contextmanager
+def without_code(like_triton: bool):
+    """Compile what is simulated only: Inductor writes an artifact's wrapper, and no kernel of it is built.
+    What is compiled inside must not be called outside.
+
+    like_triton  kernels never write over what they read, as those that Inductor writes for a GPU hardly do
+    """
+    built = {name: getattr(AsyncCompile, name) for name in KERNELS}
+    bodies, chunk_bodies.COMPILED = chunk_bodies.COMPILED, {}
+    for name in KERNELS:
+        setattr(AsyncCompile, name, lambda *args, **kwargs: Silent())
+    options = {"fx_graph_cache": False, **({"inplace_buffers": False} if like_triton else {})}
+    try:
+        with inductor_config.patch(options):
+            yield
+    finally:
+        chunk_bodies.COMPILED = bodies
+        for name, build in built.items():
+            setattr(AsyncCompile, name, build)
+
+
+@contextlib.contextmanager
+def without_device():
+    """Keep torch from touching a device that need not be there: to make a context, to time products, and to
+    read constants, which are fake."""
+    before = fake_tensor.init_gpu_context
+    fake_tensor.init_gpu_context = lambda device: None
+    try:
+        with inductor_config.patch(joint_graph_constant_folding=False, shape_padding=False):
+            yield
+    finally:
+        fake_tensor.init_gpu_context = before
 
 
 def wrapper_alone(artifact: CompiledFxGraph) -> Callable:

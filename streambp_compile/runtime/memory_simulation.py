@@ -16,6 +16,7 @@ import torch
 from .. import internals
 from ..passes.kernels.attention import STAND_INS, scratch_of
 from ..passes.kernels.operators import KERNELS
+from ..passes.kernels.simulated_device import device_type
 
 aten = torch.ops.aten
 # Numbers that drivers on a CPU read: is the tangent of the loss one, and where do groups of rows end?
@@ -55,7 +56,8 @@ class Ledger(internals.TorchDispatchMode):
 
     def __init__(self, device: str = "cpu"):
         super().__init__()
-        self.device, self.block = device, BLOCKS.get(device, 1)
+        self.device = device
+        self.block = BLOCKS.get(device_type(torch.device(device)), 1)
         self.known: weakref.WeakSet = weakref.WeakSet()
         self.held = self.peak = 0
 
@@ -89,6 +91,9 @@ class Ledger(internals.TorchDispatchMode):
     def release(self, size: int) -> None:
         self.held -= size
 
+    def forward_ended(self) -> None:
+        """Called between forward and backward."""
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -111,17 +116,23 @@ def main_device(values: Sequence[object]) -> str:
     return next(iter(types - {"cpu"}), "cpu")
 
 
-def simulate(call: Callable, fakes: Sequence[object], any_output: bool = False) -> Peak:
+def simulate(
+    call: Callable,
+    fakes: Sequence[object],
+    any_output: bool = False,
+    counting: Callable[[str], Ledger] = Ledger,
+) -> Peak:
     """The peak of one call of a compiled chain and its backward.
 
     call   the function of a graph's inputs that the backend returned; its first differentiable scalar output
            is the loss
     fakes  those inputs as Dynamo gave them; symbols stand for the sizes at which they were traced
     any_output  without a loss, go back from all differentiable outputs
+    counting  makes the ledger of a device type
     """
     with internals.FakeTensorMode(allow_non_fake_inputs=True), internals.outside_of_metrics():
         inputs = [internals.stand_in_whole(f) for f in fakes]
-        ledger = Ledger(main_device(inputs))
+        ledger = counting(main_device(inputs))
         for value in inputs:
             if isinstance(value, torch.Tensor):
                 ledger.know(value)
@@ -133,6 +144,7 @@ def simulate(call: Callable, fakes: Sequence[object], any_output: bool = False) 
             ends = [o for o in outputs if internals.is_fake(o) and o.requires_grad]
             del outputs
             ends = [o for o in ends if o.numel() == 1][:1] or (ends if any_output else [])
+            ledger.forward_ended()
             if ends:
                 torch.autograd.backward(ends, [torch.zeros_like(o) for o in ends])
     return Peak(ledger.peak, bool(ends))

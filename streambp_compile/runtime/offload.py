@@ -18,6 +18,8 @@ from typing import Protocol
 
 import torch
 
+from ..passes.kernels.simulated_device import device_type
+
 AHEAD = 2  # values that are brought back before the backward asks for them
 SMALLEST = 1 << 16  # bytes: below this, a copy costs more than it frees
 
@@ -243,7 +245,7 @@ STORES: dict[torch.device, Store] = {}
 def store_for(value: torch.Tensor, is_fake: Callable[[object], bool]) -> Store:
     """Where values of this device wait: one store per device, with memory that is allocated once."""
     if is_fake(value):
-        return Nowhere(ahead=value.device.type == "cuda")
+        return Nowhere(ahead=device_type(value) == "cuda")
     if value.device not in STORES:
         STORES[value.device] = PinnedMemory(value.device) if value.device.type == "cuda" else MappedFile()
     return STORES[value.device]

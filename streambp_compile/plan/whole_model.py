@@ -1,0 +1,231 @@
+"""Memory and seconds of a whole model's step, from those of a few of its layers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..chain_plan import ChainPlan, Costs
+from ..config import Config
+from ..passes.planning.cost_model import Cost
+from ..passes.planning.devices import Device
+from .fake_steps import FakeStep, StreamedStep, checkpointed_step, fake_device
+from .layer_stacks import Stack, checkpointed, stack_of
+from .plan_levels import Level, levels_of
+from .sources import Source
+from .step_memory import StepMemory
+from .training import State, freeze, state_of
+
+Progress = Callable[[str], None]
+# bytes per second and direction between a GPU and its host, sustained: PCIe of generation 3, 4 and 5
+HOST_LINK = {7: 12e9, 8: 25e9, 9: 50e9, 10: 50e9, 12: 50e9}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step to plan for.
+
+    batch, tokens  sequences, and tokens of each
+    dtype      of the weights; None leaves them as the source has them
+    trained    see `training.freeze`
+    optimizer  a name of `training.OPTIMIZERS`
+    shards     devices that share weights, gradients and the optimizer's state
+    chunk_size tokens per chunk; None lets each sweep choose
+    """
+
+    source: Source
+    device: Device
+    tokens: int
+    batch: int = 1
+    dtype: torch.dtype | None = None
+    trained: str = "full"
+    optimizer: str = "adamw"
+    shards: int = 1
+    chunk_size: int | None = None
+
+    def model(self) -> tuple[nn.Module, tuple, dict]:
+        """The whole model on ``meta``, ready to train, and its inputs."""
+        model, args, kwargs = self.source.make(self.batch, self.tokens)
+        dtype = self.dtype or self.source.dtype
+        model = model if dtype is None else model.to(dtype)
+        freeze(model, stack_of(model), self.trained)
+        return model, args, kwargs
+
+    @functools.cached_property
+    def stack(self) -> Stack | None:
+        return stack_of(self.source.make(self.batch, self.tokens)[0])
+
+    @functools.cached_property
+    def state(self) -> State:
+        return state_of(self.model()[0], self.stack, self.optimizer, self.shards)
+
+    def depths(self) -> tuple[int, ...]:
+        return (0,) if self.stack is None else self.stack.depths()
+
+    def step(self, layers: int, checkpoint: bool = False) -> FakeStep:
+        """The step of a model of so many layers, or of all if there is no stack."""
+        model, args, kwargs = self.model()
+        if self.stack is not None:
+            self.stack.shortened(model, layers)
+            if checkpoint:
+                checkpointed(model, self.stack)
+        rows = self.batch * self.tokens
+        return FakeStep.of(model, args, kwargs, rows, fake_device(self.device))
+
+    def periods_missing(self) -> int:
+        """Periods of the stack that the deeper of the simulated models lacks."""
+        if self.stack is None:
+            return 0
+        return (self.stack.depth - self.depths()[-1]) // self.stack.period
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes.
+
+    name     of the way to run it
+    peak     bytes above weights and gradients
+    seconds  by the cost model, None where it is not known
+    cost     the same, term by term
+    options  of ``torch.compile``, that choose this way
+    """
+
+    name: str
+    peak: int
+    seconds: float | None
+    cost: Cost | None = None
+    options: tuple[tuple[str, object], ...] = ()
+
+
+def checkpointing(setting: Setting, progress: Progress) -> Prediction:
+    """Plain checkpointing of every layer. Raises what eager autograd raises on fake tensors."""
+    measured = []
+    for layers in setting.depths():
+        progress(f"checkpointing, {layers} layers" if layers else "eager")
+        measured.append(checkpointed_step(setting.step(layers, checkpoint=True), setting.device))
+    (less, little), (more, much) = measured[0], measured[-1]
+    missing = setting.periods_missing()
+    memory = more.deeper(missing * (more.saved - less.saved))
+    cost = much + (much + little * -1) * missing
+    return Prediction("checkpointing", memory.peak, cost.seconds, cost)
+
+
+class Streaming:
+    """All plans of one setting: a step is compiled for one or two depths, and simulated by each plan asked
+    for.
+
+    Raises ValueError if nothing streams.
+    """
+
+    def __init__(self, setting: Setting, progress: Progress):
+        self.setting, self.progress = setting, progress
+        name = setting.device.name if setting.device.kind == "cuda" else None
+        config = Config(device=name, chunk_size=setting.chunk_size)
+        self.steps = []
+        for layers in setting.depths():
+            progress(f"compiling {layers} layers" if layers else "compiling")
+            self.steps.append(StreamedStep(setting.step(layers), config))
+        self.deepest = self.steps[-1]
+        self.missing = setting.periods_missing()
+
+    @functools.cached_property
+    def added(self) -> slice:
+        """The regions of the deeper model that the other lacks: those of one period."""
+        less, more = ([signature(c) for c in step.plans.costs] for step in (self.steps[0], self.deepest))
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(less, more)))
+        return slice(same, same + len(more) - len(less))
+
+    @functools.cached_property
+    def levels(self) -> list[Level]:
+        return levels_of(self.deepest.plans.costs)
+
+    @functools.cached_property
+    def default(self) -> Prediction:
+        """Layer inputs wait on the device, and nothing else is kept."""
+        return self.predicted("streambp", lambda step: plan_of(step), self.growth(plan_of))
+
+    @functools.cached_property
+    def offloaded(self) -> Prediction:
+        """Layer inputs wait in host memory."""
+        growth = self.growth(offloading)
+        return self.predicted("streambp, offload", offloading, growth, (("offload", True),))
+
+    def shorter(self, part: int) -> Prediction:
+        """Offloaded, with chunks whose widest moment takes one part of what it takes by default."""
+
+        def plan(step: StreamedStep) -> ChainPlan:
+            widest = max(c.widest for c in step.plans.costs)
+            return offloading(step).with_chunks(max(1, widest // part))
+
+        return self.predicted(f"streambp, offload, chunks 1/{part}", plan, self.growth(offloading))
+
+    def keeping(self, count: int) -> Prediction:
+        """The first levels of values worth keeping are kept in all layers."""
+
+        def plan(step: StreamedStep) -> ChainPlan:
+            counts = [sum(i in level.regions for level in self.levels[:count]) for i in self.regions()]
+            return plan_of(step).keeping(counts)
+
+        kept = sum(level.bytes_in(self.regions()[self.added]) for level in self.levels[:count])
+        return self.predicted(f"streambp, {count} kept", plan, self.growth(plan_of) + kept)
+
+    def regions(self) -> range:
+        return range(len(self.deepest.plans.costs))
+
+    def growth(self, plan: Callable[[StreamedStep], ChainPlan]) -> int:
+        """Bytes that one more period saves by a plan."""
+        if not self.missing:
+            return 0
+        saved = []
+        for step, layers in zip(self.steps, self.setting.depths()):
+            self.progress(f"simulating {layers} layers")
+            saved.append(step.memory(plan(step)).saved)
+        return saved[-1] - saved[0]
+
+    def predicted(
+        self,
+        name: str,
+        plan: Callable[[StreamedStep], ChainPlan],
+        growth: int,
+        options: tuple[tuple[str, object], ...] = (),
+    ) -> Prediction:
+        self.progress(f"simulating {name}")
+        chosen = plan(self.deepest)
+        memory: StepMemory = self.deepest.memory(chosen).deeper(self.missing * growth)
+        costs = self.deepest.costs(chosen)
+        forward, backward = (self.whole([pair[i] for pair in costs]) for i in (0, 1))
+        seconds = forward.seconds + backward.seconds
+        if chosen.offloaded:
+            seconds += self.waiting(forward.seconds) + self.waiting(backward.seconds)
+        return Prediction(name, memory.peak, seconds, forward + backward, options)
+
+    def whole(self, costs: Sequence[Cost]) -> Cost:
+        """The cost of all regions of the whole model, from those of the deeper of the simulated ones."""
+        return sum(costs, Cost()) + sum(costs[self.added], Cost()) * self.missing
+
+    def waiting(self, seconds: float) -> float:
+        """Seconds for which layer inputs travel longer than the device computes."""
+        sizes = [c.handed_on for c in self.deepest.plans.costs]
+        moved = sum(sizes) + self.missing * sum(sizes[self.added])
+        major = (self.setting.device.capability or (9, 0))[0]
+        return max(0.0, moved / HOST_LINK.get(major, HOST_LINK[8]) - seconds)
+
+
+def plan_of(step: StreamedStep) -> ChainPlan:
+    return ChainPlan.default(len(step.plans.costs))
+
+
+def offloading(step: StreamedStep) -> ChainPlan:
+    away = [i for i, region in enumerate(step.plans.costs) if region.handed_on][:-1]
+    return plan_of(step).offloading(away)
+
+
+def signature(costs: Costs) -> tuple:
+    """What tells the costs of two regions apart, in graphs of their own."""
+    worth = tuple((v.bytes, v.seconds) for v in costs.worth_keeping)
+    return costs.handed_on, costs.widest, costs.totals, worth
