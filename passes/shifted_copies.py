@@ -1,8 +1,10 @@
-"""Wide rows that are read at a constant shift are computed a second time, at that shift.
+"""Wide rows that are read at a constant shift are carried from chunk to chunk, or computed a second time.
 
 Where neighbours meet (``logits[:, 1:]`` beside ``logits[:, :-1]``), one of them is read beyond a chunk's own
-rows. Kept at full length, a value wider than all inputs would cost more than streaming saves. A chain of ops
-on own rows has a copy instead that computes those rows from shifted inputs.
+rows. Kept at full length, a value wider than all inputs would cost more than streaming saves. So a chain of
+ops on own rows has a copy that computes those rows from shifted inputs. Where that would be a matrix product
+for each shift, or cannot be (attention, blocks), a shift goes on like a scan: its state is the last rows of
+the chunk before.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from torch.fx import Graph, Node
 
 from .ir import HERE, Analysis, Edge, Kind, Reach, Role, Tokens, bytes_of, is_tensor, value_of
 from .phases import check_time
-from .rules import block_of
+from .rules import block_of, is_product, scan_of
 
 MOST_COPIES = 8  # different shifts of one value; more are a long filter, and cost more than they save
 
@@ -58,7 +60,11 @@ class Copies:
         operands = [e.operand for e in edges]
         for edge in edges:
             by = shift_of(edge)
-            if by and operands.count(edge.operand) == 1 and self.is_worth_a_copy(edge.operand):
+            if not by or operands.count(edge.operand) != 1 or not self.is_wide(edge.operand):
+                continue
+            if self.is_carried(node, edge.operand):
+                self.edges[node] = (replace(edge, role=Role.CARRY),)
+            elif self.is_worth_a_copy(edge.operand):
                 self.readers.append((node, edge.operand, self.copied(edge.operand, by, node)))
 
     def hand_out(self) -> None:
@@ -68,10 +74,33 @@ class Copies:
             edges = self.edges[node]
             self.edges[node] = tuple(Edge(copy, Role.ROWS) if e.operand is operand else e for e in edges)
 
+    def is_wide(self, node: Node) -> bool:
+        return is_tensor(node) and bytes_of(value_of(node)) > self.widest
+
     def is_worth_a_copy(self, node: Node) -> bool:
         shifts = sum(known is node for known, _ in self.made)
-        wide = is_tensor(node) and bytes_of(value_of(node)) > self.widest
-        return wide and shifts < MOST_COPIES and self.has_own_rows(node)
+        return shifts < MOST_COPIES and self.has_own_rows(node)
+
+    def is_carried(self, node: Node, operand: Node) -> bool:
+        """Is a node a shift whose operand is computed, for each of its tokens, at some cost?"""
+        scan, fact = scan_of(node), self.facts[operand]
+        if scan is None or not scan.window or not isinstance(fact, Tokens):
+            return False
+        plain = fact.rows.outer == fact.rows.inner == 1 and fact.keys is None and (fact.lo, fact.hi) == (0, 0)
+        return plain and not self.is_cheap(operand)
+
+    def is_cheap(self, node: Node) -> bool:
+        """Is a value computed from inputs by ops on own rows, and by none that costs a matrix product?"""
+        stack, seen = [node], {node}
+        while stack:
+            node = stack.pop()
+            if not self.has_own_rows(node) or is_product(node):
+                return False
+            operands = [e.operand for e in self.edges[node] if shift_of(e) is not None]
+            new = {a for a in operands if a.op == "call_function" and self.kinds[a] is Kind.ROWS} - seen
+            seen |= new
+            stack += new
+        return True
 
     def has_own_rows(self, node: Node) -> bool:
         """Is a node computed from its own rows, constantly shifted ones, and what has no rows? Blocks are

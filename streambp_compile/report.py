@@ -138,7 +138,9 @@ def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str
             if binding.source is None or not is_tensor(binding.source) or binding.role is BindingRole.WHOLE:
                 continue
             value = value_of(binding.source)
-            size = bytes_of(value) // length if binding.role is BindingRole.CARRY else bytes_of(value)
+            size = bytes_of(value)
+            if binding.role is BindingRole.CARRY:
+                size = size // length * binding.state_rows
             fact = analysis.fact(binding.source)
             taken = f", overwritten by {in_place[binding.source].name}" if binding.source in in_place else ""
             lines.append(

@@ -344,7 +344,9 @@ def test_a_call_asks_each_mask_once_and_waits_once(monkeypatch):
     monkeypatch.setattr(
         Guard, "answers", lambda guard, given, f=Guard.answers: asked.append(guard) or f(guard, given)
     )
-    monkeypatch.setattr("streambp_compile.linked_regions.answered", lambda *a: waits.append(a) or answered(*a))
+    monkeypatch.setattr(
+        "streambp_compile.linked_regions.answered", lambda *a: waits.append(a) or answered(*a)
+    )
     shared = Model(keep_and_causal).double()
     own = Model(stored_and_padding, triangle=torch.ones(80, 80, dtype=torch.bool).tril()).double()
     own.layers[1].triangle = own.layers[1].triangle.clone()

@@ -202,6 +202,15 @@ def test_add_rows(padding, dtype):
         assert torch.equal(result[padding], start[padding])
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 4, 7])
+def test_a_window_slides(ahead, count):
+    state, rows = torch.randn(2, 4, 3), torch.randn(2, count, 3)
+    expected = torch.cat((rows, state), 1)[:, :4] if ahead else torch.cat((state, rows), 1)[:, -4:]
+    streambp.slide_rows_(rows, 1, ahead, state)
+    assert torch.equal(state, expected)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_rows_are_copied_and_written(dim):
     full = torch.randn(6, 7, 8).transpose(0, 2)

@@ -1,4 +1,5 @@
-"""Rows that meet their neighbours: whole values stay in place, wide ones have copies at their shift."""
+"""Rows that meet their neighbours: whole values stay in place, wide ones are carried from chunk to
+chunk, or have copies at their shift."""
 
 import pytest
 import torch
@@ -7,6 +8,8 @@ from graphs import run_region, streamed
 from torch import Tensor
 
 from benchmarks.memory import peak
+from streambp_compile.passes.ir import BindingRole, value_of
+from streambp_compile.passes.rules import is_product
 
 LENGTH, WIDTH, VOCABULARY = 13, 4, 32
 EXACT = dict(rtol=1e-10, atol=1e-10)
@@ -40,7 +43,31 @@ def padded_again(x: Tensor, w: Tensor) -> Tensor:
     return F.pad(y[:, 1:] - y[:, :-1], (0, 0, 1, 0)) * y
 
 
+def moved(x: Tensor, by: int) -> Tensor:
+    return F.pad(x, (0, 0, by, -by))
+
+
+def short_filter(x: Tensor, w: Tensor) -> Tensor:
+    """Causal, over four rows: longer than the shortest chunks."""
+    y = x @ w
+    return sum(moved(y, k) * (k + 1) for k in range(4)).tanh() @ w.mT
+
+
+def filter_of_a_filter(x: Tensor, w: Tensor) -> Tensor:
+    y = (x @ w + moved(x @ w, 2)).sin() @ w.mT @ w
+    return y.tanh() - moved(y.tanh(), 1)
+
+
+def both_ways(x: Tensor, w: Tensor) -> Tensor:
+    """Its sweeps cannot all go one way."""
+    y = (x @ w).cos()
+    return (moved(y, 3) * y + moved(y, -2)).sin() @ w.mT
+
+
 NEIGHBOURS = {
+    "short filter": short_filter,
+    "filter of a filter": filter_of_a_filter,
+    "both ways": both_ways,
     "difference": lambda x, w: ((x @ w)[:, 1:] - (x @ w)[:, :-1]).square().mean(),
     "cosine": lambda x, w: F.cosine_similarity((x @ w)[:, 2:], (x @ w)[:, :-2], dim=-1),
     "divergence": divergence,
@@ -67,6 +94,20 @@ def test_neighbours_meet(name, chunk):
     expected = (whole, *torch.autograd.grad(whole, (x, w), tangent))
     for ours, theirs in zip(run_region(region, (x, w), (tangent,)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+def test_rows_that_cost_a_product_are_computed_once_and_carried():
+    x, w = torch.randn(2, 64, WIDTH), torch.randn(WIDTH, VOCABULARY)
+    region = streamed(short_filter, (x.requires_grad_(), w.requires_grad_()), {0: 1}, 64, 16)
+    sweep, body = region.forward.program.sweeps[0], region.forward.bodies[0]
+    assert [n.args[2] for n in sweep.scans] == [1, 2, 3]
+    assert [b.state_rows for b in body.bindings if b.role is BindingRole.CARRY] == [1, 2, 3]
+    assert not region.forward.program.kept and len(region.forward.program.sweeps) == 1
+    assert len([n for n in sweep.nodes if is_product(n)]) == 2
+    wide = [
+        n for s in region.backward.program.sweeps for n in s.writes if value_of(n).shape[-1] == VOCABULARY
+    ]
+    assert not wide
 
 
 @pytest.mark.parametrize("name", ["difference", "divergence", "three rows"])

@@ -55,6 +55,7 @@ class Binding:
     output   of a source with several outputs: which one
     size     for a scalar that is a size of the model: the symbol
     columns  for rows of a stored matrix: its dimension of keys, cut like keys
+    state_rows  for a state: its number of rows
     filling  for a state or an accumulator: what it is before the first row
     """
 
@@ -67,6 +68,7 @@ class Binding:
     columns: Mark | None = None
     filling: float = 0.0
     output: int | None = None
+    state_rows: int = 1
 
     def __str__(self) -> str:
         return f"{self.role!s:<8} {self.name}"

@@ -108,6 +108,18 @@ def write_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
     full.narrow(dim, start, rows.shape[dim]).copy_(rows)
 
 
+def slide_rows_(rows: Tensor, dim: int, ahead: bool, state: Tensor) -> None:
+    """The state becomes the last rows of itself and the rows behind it; ``ahead``: the first of the rows and
+    itself."""
+    count, rest = state.shape[dim], max(0, state.shape[dim] - rows.shape[dim])
+    if ahead:
+        kept = torch.cat((rows.narrow(dim, 0, count - rest), state.narrow(dim, 0, rest)), dim)
+    else:
+        first = rows.shape[dim] - (count - rest)
+        kept = torch.cat((state.narrow(dim, count - rest, rest), rows.narrow(dim, first, count - rest)), dim)
+    state.copy_(kept)
+
+
 # Random numbers that depend on a seed and on their place among all tokens, and on nothing else: the forward,
 # its recomputation, and chunks of every length see the same bits. The mixer is a 32-bit integer hash of
 # multiply and shift (low-bias constants of the hash-prospector search); it is applied to both halves of place
@@ -199,6 +211,7 @@ define(
 define("add_rows_(Tensor index, Tensor rows, int padding, Tensor(a!) total) -> ()", add_rows_, nothing)
 define("rows_at(Tensor full, int dim, SymInt start, SymInt length) -> Tensor", rows_at, rows_meta)
 define("write_rows_(Tensor rows, int dim, SymInt start, Tensor(a!) full) -> ()", write_rows_, nothing)
+define("slide_rows_(Tensor rows, int dim, bool ahead, Tensor(a!) state) -> ()", slide_rows_, nothing)
 define(
     "seed(Device device) -> Tensor",
     draw_seed,

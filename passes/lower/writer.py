@@ -4,14 +4,16 @@ result."""
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from ..ir import Binding, BindingRole, Edge, Kind, Role, Tokens, total_dtype, value_of
-from ..rules import Rule, rule_of, scan_of
+from ..rules import Rule, rule_of, scan_of, state_rows
 from ..rules.facets import Merge, Scan
 from .rows import Rows
 
@@ -130,7 +132,7 @@ class Writer(Rows):
         if scan is None or not carried:
             return self.copy(node)
         call, mark, dtype = self.graph.call_function, self.fact(node).rows, total_dtype(value_of(node).dtype)
-        state = self.draft.bind(Binding(BindingRole.CARRY, node, node.name, mark, filling=scan.identity))
+        state = self.state_of(node)
         rows = {i: self.rows_of_scan(node, edges[i], scan, dtype) for i in carried}
         part = self.copy(node, rows) if run is None else run(rows[carried[0]])
         if scan.join is not None:
@@ -143,6 +145,26 @@ class Writer(Rows):
             last = call(aten.unsqueeze.default, (call(aten.select.int, (part, mark.dim, end)), mark.dim))
             call(aten.copy_.default, (state, last))
         return call(prims.convert_element_type.default, (part, value_of(node).dtype))
+
+    def from_window(self, node: Node, edge: Edge) -> Node:
+        """Rows at a constant shift: some are of the chunk before, and were kept of it; the others are the
+        chunk's own."""
+        call, dim, dtype = self.graph.call_function, self.fact(node).rows.dim, value_of(node).dtype
+        state, rows, ahead = self.state_of(node), self.operand(edge), not edge.reach.looks_back()
+        kept = call(prims.convert_element_type.default, (state, dtype))
+        joined = call(aten.cat.default, ([rows, kept] if ahead else [kept, rows], dim))
+        bounds = (state_rows(node), sys.maxsize) if ahead else (0, self.scalar("rows"))
+        result = call(aten.slice.Tensor, (joined, dim, *bounds))
+        if node in self.sweep.scans:
+            call(streambp.slide_rows_.default, (rows, dim, ahead, state))
+        return result
+
+    def state_of(self, node: Node) -> Node:
+        """What the rows before the chunk have left."""
+        scan, mark = scan_of(node), self.fact(node).rows
+        assert scan is not None
+        binding = Binding(BindingRole.CARRY, node, node.name, mark, filling=scan.identity)
+        return self.draft.bind(replace(binding, state_rows=scan.rows))
 
     def rows_of_scan(self, node: Node, edge: Edge, scan: Scan, dtype: torch.dtype) -> Node:
         """The chunk's rows of an operand of a scan, in the dtype of its state; those that do not count leave

@@ -26,6 +26,7 @@ from ..ir import (
     value_of,
 )
 from ..phases import check_time
+from ..rules import state_rows
 from .full_length import FullLength
 from .levels import Levels, is_causal
 from .problem import Problem, is_item
@@ -176,7 +177,7 @@ class Assembly:
     def bytes_kept(self, sweep: Sweep) -> int:
         """Bytes at full length that are there for other sweeps, and saved states for the shortest chunks."""
         kept = [n for n in sweep.writes if n not in self.row_outputs]
-        states = sum(bytes_of(value_of(n)) for n in sweep.saved_states)
+        states = sum(bytes_of(value_of(n)) * state_rows(n) for n in sweep.saved_states)
         return sum(bytes_of(value_of(n)) for n in (*kept, *sweep.keysums)) + states // SHORTEST_CHUNK
 
     def in_place(self, nodes: tuple[Node, ...], writes: tuple[Node, ...]) -> tuple[tuple[Node, Node], ...]:

@@ -200,6 +200,12 @@ def scan_of(node: Node) -> Scan | None:
     return scan(node) if callable(scan) else scan
 
 
+def state_rows(node: Node) -> int:
+    """Rows of the state of a scan."""
+    scan = scan_of(node)
+    return 1 if scan is None else scan.rows
+
+
 def merge_of(node: Node) -> Merge | None:
     """How results of a node over chunks of tokens merge, if they do other than by adding up."""
     found = find_rule(node)

@@ -77,16 +77,24 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True)
 class Scan:
-    """How a scan over tokens goes on from one chunk to the next. Its state is the last row of its result.
+    """How a scan over tokens goes on from one chunk to the next. Its state is the last row of its result, or
+    the last rows that it has read.
 
     identity  the state of no rows
     join      op that joins a state to the rows behind it: ``join(scan of the rows, state)``
     state     or the argument of the scan itself that takes the state (an optional tensor, one row)
+    window    or the number of rows before a chunk that it reads, all of which are the state
     """
 
     identity: float
     join: Callable | None = None
     state: str | None = None
+    window: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a state."""
+        return self.window or 1
 
 
 LOWEST, HIGHEST = -math.inf, math.inf  # of any dtype: see `identity_of`

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from ..ir import Label, Reach, Role, Signature, arguments, hint, refuse, shape_of, tensor_operands, value_of
 from . import is_zeros, rule
-from .facets import CostClass, Form, Window, Windows
+from .facets import CostClass, Form, Scan, Window, Windows
 from .mask_domain import layout
 from .mask_domain.bounded import if_operands_are
 from .signatures import aligned, argument, dims_of
@@ -271,6 +271,8 @@ def emit_shifted(body, node: Node):
     x, dim, by = node.args
     if body.carries_tokens(node, dim):
         edge = body.edges(node)[0]
+        if edge.role is Role.CARRY:
+            return body.from_window(node, edge)
         rows = body.operand(edge)
         return body.fill_outside(node, rows, 0, source=edge.operand) if edge.role is Role.ROWS else rows
     return body.graph.call_function(
@@ -279,7 +281,13 @@ def emit_shifted(body, node: Node):
     )
 
 
-@rule("streambp::shifted", emit=emit_shifted, cost=FUSED, linear="x")
+@rule(
+    "streambp::shifted",
+    emit=emit_shifted,
+    cost=FUSED,
+    linear="x",
+    scan=lambda node: Scan(0.0, window=abs(node.args[2])),
+)
 def shifted(node: Node) -> Signature:
     _, dim, by = node.args
     labels = tuple(range(len(shape_of(node))))

@@ -84,7 +84,7 @@ class BodyInputs:
         """Sizes and strides of a binding, from the sizes of its value at full length."""
         mark, role = binding.mark, binding.role
         if role is BindingRole.CARRY:
-            row = [*full[: mark.dim], 1, *full[mark.dim + 1 :]]
+            row = [*full[: mark.dim], binding.state_rows, *full[mark.dim + 1 :]]
             return row, contiguous_strides(row)
         if mark is None or role in (BindingRole.WHOLE, BindingRole.TOTAL):
             if role in ACCUMULATORS:

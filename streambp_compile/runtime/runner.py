@@ -288,7 +288,7 @@ class Runner:
         if binding.role in ACCUMULATORS:
             return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
         if binding.role is BindingRole.CARRY:
-            shape[binding.tokens.dim] = 1
+            shape[binding.tokens.dim] = binding.state_rows
             return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
         mark = binding.tokens
         shape[mark.dim] = mark.outer * call.length * mark.inner
