@@ -144,11 +144,12 @@ def parts_between(
     start = 0
     for at in movers:
         before = max((i for i in range(start - 1, at) if i not in cannot), default=None)
-        if before is None or at in cannot:
+        end = next((i for i in range(at, count) if i not in cannot), None)
+        if before is None or end is None:  # an earlier part has it, or there is no place for a cut
             continue
         while before >= start and before in light and before - 1 not in cannot:
             before -= 1
         found += [(start, before, False)] if before >= start else []
-        found.append((before + 1, at, True))
-        start = at + 1
+        found.append((before + 1, end, True))
+        start = end + 1
     return found + ([(start, count - 1, False)] if start < count else [])

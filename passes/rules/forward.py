@@ -269,8 +269,8 @@ def read_or_written_along(node: Node) -> Along | None:
     does."""
     if node.target in (aten.gather.default, aten.take_along_dim.default):
         given = arguments(node)
-        index, dim = given.get("index", given.get("indices")), given["dim"]
-        return None if dim is None else Along(given["self"], dim, index)
+        index = given["index"] if node.target is aten.gather.default else given["indices"]
+        return None if given["dim"] is None else Along(given["self"], given["dim"], index)
     if node.target in (aten.scatter.src, aten.scatter_add.default):
         given = arguments(node)
         adds = node.target is aten.scatter_add.default

@@ -1,5 +1,5 @@
-"""Whole rows that are read or written by index, in one spelling: ``x[b, i]``, whatever repeats the index along
-the numbers of a row. Rewritten in Dynamo's graph, before autograd sees it."""
+"""Whole rows that are read or written by index, in one spelling: ``x[b, i]``, whatever repeats the index
+along the numbers of a row. Rewritten in Dynamo's graph, before autograd sees it."""
 
 from __future__ import annotations
 

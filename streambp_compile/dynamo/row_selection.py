@@ -68,8 +68,8 @@ def may_move(node: Node, to: Node) -> bool:
 
 
 def picks_rows(node: Node) -> bool:
-    """``x[i]``, ``x[i, j]`` of whole numbers, ``index_select``, or ``x[::2]``, that leave the last dimension as
-    it is."""
+    """``x[i]``, ``x[i, j]`` of whole numbers, ``index_select``, or ``x[::2]``, that leave the last dimension
+    as it is."""
     if not isinstance(fake_of(node), torch.Tensor) or not node.args or not isinstance(node.args[0], Node):
         return False
     if steps_over_rows(node):
