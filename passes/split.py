@@ -8,14 +8,15 @@ masks) are never carried across a cut: every region makes its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import networkx
 from torch.fx import Graph, Node
 
 from .deferral import deferred
-from .ir import ancestors
+from .ir import ancestors, is_view
+from .moved_rows import parts_between
 from .phases import check_time
 from .rules.forward import mutated
 
@@ -28,6 +29,7 @@ class Traits:
     attends       of what lets one token see another: by attention, and not as a scan or a convolution does
     recomputable  it costs little to compute and gives the same bits when computed again
     storage       whose memory its value is
+    moves         it makes rows of one sequence from those of another
     """
 
     bytes: int
@@ -38,6 +40,7 @@ class Traits:
     attends: bool = True
     recomputable: bool = False
     storage: int | None = None
+    moves: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,43 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
         written_to(flow, traits),
     )
     widths = frontier(body, traits)
-    mixers = [i for i, n in enumerate(body) if traits[n].mixing]
-    cuts = layer_cuts(body, widths, traits, mixers)
-    prelude = prelude_cut(body, widths, traits, cuts)
-    cuts = [*prelude, *cuts]
+    prelude, cuts = all_cuts(body, widths, traits, cheap)
     pieces = [body[a:b] for a, b in zip([0, *(c + 1 for c in cuts)], [*(c + 1 for c in cuts), len(body)])]
     returned = set(next(n for n in graph.nodes if n.op == "output").all_input_nodes)
     loose = [n for n in nodes if n in cheap and n in returned]
     regions = assemble(pieces, loose, cheap, returned, {n: i for i, n in enumerate(graph.nodes)})
     return (replace(regions[0], recomputable=bool(prelude) and again(pieces[0], traits)), *regions[1:])
+
+
+def all_cuts(
+    body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cheap: Collection[Node]
+) -> tuple[list[int], list[int]]:
+    """The last node of a prelude, if there is one; and of every region but the final one, the prelude
+    included."""
+    movers = [i for i, n in enumerate(body) if moves_values(n, traits, cheap)]
+    cannot = {i for i, width in enumerate(widths) if width >= FORBIDDEN}
+    prelude: list[int] = []
+    cuts: list[int] = []
+    light = {i for i, n in enumerate(body) if is_view(n) or traits[n].bytes >= 0 and not traits[n].matrix}
+    for first, last, moves in parts_between(movers, len(body), cannot, light):
+        part, alive = body[first : last + 1], widths[first : last + 1]
+        mixers = [] if moves else [i for i, n in enumerate(part) if traits[n].mixing]
+        inside = layer_cuts(part, alive, traits, mixers)
+        if last < len(body) - 1:
+            layer = [narrowest(alive, mixers[-1], len(part))[-1]] if mixers else []
+            inside = [*inside, *layer, *({len(part) - 1}.difference(layer))]
+        if first == 0 and not moves:
+            prelude = prelude_cut(part, alive, traits, inside)
+        cuts += [first + i for i in inside]
+    return prelude, [*prelude, *cuts]
+
+
+def moves_values(node: Node, traits: Mapping[Node, Traits], cheap: Collection[Node]) -> bool:
+    """Does a node move rows that are neither made again in each region nor given without gradients?"""
+    return traits[node].moves and any(
+        a not in cheap and traits[a].matrix and (a.op != "placeholder" or traits[a].grad)
+        for a in node.all_input_nodes
+    )
 
 
 def layer_cuts(

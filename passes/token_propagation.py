@@ -38,6 +38,7 @@ class Signatures:
     around   slot → the nodes that have it as an operand or as a result
     holders  slot → the nodes whose value it is
     missing  nodes without a rule that fits them
+    written  nodes that write among rows → the operand whose other rows they keep
     """
 
     def __init__(self, graph: Graph):
@@ -45,6 +46,7 @@ class Signatures:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.found: dict[Node, Signature] = {}
         self.missing: dict[Node, CannotStream] = {}
+        self.written: dict[Node, Node] = {}
         self.around: dict[Slot, list[Node]] = {}
         self.holders: dict[Slot, list[Node]] = {}
         for node in graph.nodes:
@@ -57,7 +59,10 @@ class Signatures:
 
     def read(self, node: Node) -> None:
         try:
-            self.found[node] = rule_of(node).signature(node)
+            rule = rule_of(node)
+            self.found[node] = rule.signature(node)
+            if rule.writes is not None and isinstance(node.args[rule.writes], Node):
+                self.written[node] = node.args[rule.writes]
         except CannotStream as refusal:
             self.missing[node] = refusal
         except Exception as error:  # a rule that does not fit this call; harmless unless tokens come here
@@ -146,6 +151,8 @@ class TokenPropagation:
         if signature.reshape:
             return self.tie_reshape(node, operands[0])
         places: dict[object, list[tuple[Slot, int]]] = {}
+        if node in self.known.written:
+            self.tie_written((node, -1), slot_of(self.known.written[node]))
         for operand, labels in zip(operands, signature.operands):
             for dim, label in enumerate(labels):
                 if label is not None:
@@ -161,6 +168,12 @@ class TokenPropagation:
             if found is not None:
                 for slot, dim in tied:
                     self.add(slot, Mark(dim, found.outer, found.inner))
+
+    def tie_written(self, result: Slot, base: Slot) -> None:
+        """Rows written among those of a value leave all others in their place."""
+        for source, target in ((result, base), (base, result)):
+            for mark in tuple(self.marks.get(source, {}).values()):
+                self.add(target, mark)
 
     def tie_reshape(self, node: Node, operand: Node) -> None:
         ends = ((slot_of(operand), shape_of(operand)), ((node, -1), shape_of(node)))

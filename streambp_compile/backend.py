@@ -24,6 +24,7 @@ from .dynamo.attention import one_attention
 from .dynamo.blocks import over_blocks
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
+from .dynamo.indexed_rows import index_rows
 from .dynamo.python_floats import floats_as_tensors
 from .dynamo.regions import (
     WIDER,
@@ -322,6 +323,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (merge_unrolled, "joining the pieces of a loss"),
     (look_back, "rewriting short convolutions"),
     (over_blocks, "finding blocks of tokens"),
+    (index_rows, "reading row indices"),
     (select_rows_first, "moving row selections in front of the head"),
     (part_shared_keys, "parting the keys of attention"),
     (one_attention, "reading calls of attention"),

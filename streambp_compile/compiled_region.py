@@ -293,6 +293,14 @@ class CompiledRegion:
                 )
             )
         self.check_marks(graph_module, refused)
+        if refused is NothingToStream and not self.axis.moving.isdisjoint(self.region.nodes):
+            raise NothingToStream(
+                Refusal(
+                    "region",
+                    "This region moves rows from one sequence to another",
+                    "Nothing to do: it holds no more than the rows that go in and out",
+                )
+            )
         if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
             raise NothingToStream(
                 Refusal(

@@ -431,6 +431,10 @@ SAMPLES = {
         call("aten::index_add", t(3, 5), 1, i(5, 2), t(3, 2)),
         call("aten::index_add", t(7, 3), 0, i(7, 4), t(4, 3), alpha=2),
     ],
+    "aten::nonzero_static": [
+        call("aten::nonzero_static", i(2, 5), size=2),
+        call("aten::nonzero_static", i(2, 2, 3), size=3, fill_value=0),
+    ],
     # creation
     "aten::full": [call("aten::full", [3, 4], 2.0, **PLACE)],
     **{n: [call(n, [3, 4], **PLACE)] for n in ("aten::zeros", "aten::ones")},

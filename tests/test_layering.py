@@ -17,6 +17,7 @@ PARTS = (
     "key_ranges",
     "linearity",
     "deferral",
+    "moved_rows",
     "width",
 )  # no passes, but parts of analyze, split and the pipeline
 

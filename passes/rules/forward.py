@@ -119,7 +119,7 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     ),
     **dict.fromkeys((aten.transpose, aten.permute), Part.MOVE),
     **dict.fromkeys((aten.unflatten, aten.unsqueeze), Part.RESHAPE),
-    aten.expand: Part.EXPAND,
+    **dict.fromkeys((aten.expand, aten.expand_as), Part.EXPAND),
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), Part.NORM),
     aten.arange: Part.COUNT,
     **dict.fromkeys((aten.tril, aten.triu), Part.TRIANGLE),
@@ -241,6 +241,40 @@ def slice_of(node: Node, rank: int) -> Slice | None:
         return Slice(dim % rank, start, start + length) if known else None
     if node.target is aten.select.int:
         return Slice(node.args[1] % rank, node.args[2], None, lost=True)
+    return None
+
+
+def steps_over_rows(node: Node) -> bool:
+    """Does it take every so many rows of a dimension (``x[:, ::2]``)?"""
+    return node.target is aten.slice.Tensor and arguments(node)["step"] != 1
+
+
+@dataclass(frozen=True)
+class Along:
+    """Rows that are read, or written, along a dimension at the places that an index has: one for each number
+    of a row.
+
+    values  what is written, or None; it is added where ``adds``
+    """
+
+    base: Node
+    dim: int
+    index: Node
+    values: Node | None = None
+    adds: bool = False
+
+
+def read_or_written_along(node: Node) -> Along | None:
+    """What a node reads or writes along a dimension by an index of as many dimensions, if that is all it
+    does."""
+    if node.target in (aten.gather.default, aten.take_along_dim.default):
+        given = arguments(node)
+        index = given["index"] if node.target is aten.gather.default else given["indices"]
+        return None if given["dim"] is None else Along(given["self"], given["dim"], index)
+    if node.target in (aten.scatter.src, aten.scatter_add.default):
+        given = arguments(node)
+        adds = node.target is aten.scatter_add.default
+        return Along(given["self"], given["dim"], given["index"], given["src"], adds)
     return None
 
 

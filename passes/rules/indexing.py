@@ -209,6 +209,11 @@ def index_put(node: Node) -> Signature:
     return Signature((labels, *[index_labels] * len(used), (*before, *index_labels, *after)), (labels,))
 
 
+@rule("aten::nonzero_static")
+def nonzero_static(node: Node) -> Signature:
+    return all_at_once(node)
+
+
 @rule("aten::index_add", cost=FUSED, linear="self + source", writes=0, form=Form.ADD_ROWS)
 def index_add(node: Node) -> Signature:
     return all_at_once(node)

@@ -139,6 +139,7 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
             node in axis.attending,
             node in axis.recomputable,
             storage_of(node),
+            node in axis.moving,
         )
     return found
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..passes.ir import arguments, is_equal
-from ..passes.rules.forward import Part, is_pointwise, mutated, part_of, slice_of
+from ..passes.rules.forward import Part, is_pointwise, mutated, part_of, slice_of, steps_over_rows
 from .aten import inserted
 from .regions import is_switch
 from .token_axes import fake_of
@@ -68,9 +68,13 @@ def may_move(node: Node, to: Node) -> bool:
 
 
 def picks_rows(node: Node) -> bool:
-    """``x[i]``, ``x[i, j]`` of whole numbers, or ``index_select``, that leave the last dimension as it is."""
+    """``x[i]``, ``x[i, j]`` of whole numbers, ``index_select``, or ``x[::2]``, that leave the last dimension
+    as it is."""
     if not isinstance(fake_of(node), torch.Tensor) or not node.args or not isinstance(node.args[0], Node):
         return False
+    if steps_over_rows(node):
+        rank = fake_of(node).dim()
+        return arguments(node)["dim"] % rank < rank - 1
     if part_of(node) is not Part.INDEX:
         return False
     rank, given = fake_of(node.args[0]).dim(), arguments(node)

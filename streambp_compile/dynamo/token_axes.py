@@ -9,6 +9,7 @@ encoder's, an image's), which has an axis of its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ from ..passes.ir import (
     tensor_operands,
     value_of,
 )
+from ..passes.moved_rows import Rows, moves_rows, picked_rows
 from ..passes.normalization.normalize import normalize
 from ..passes.normalization.sorted_rows import undo_sorts
 from ..passes.rules import block_of, is_product
@@ -44,6 +46,7 @@ class Axis:
     mixing        nodes that let one token see another
     attending     those of them that are attention of these tokens
     recomputable  nodes that are neither products nor random
+    moving        nodes that make rows of one sequence from those of another
     """
 
     length: Size
@@ -51,6 +54,7 @@ class Axis:
     mixing: frozenset[Node]
     attending: frozenset[Node]
     recomputable: frozenset[Node]
+    moving: frozenset[Node] = frozenset()
 
 
 def joined(axes: Sequence[Axis]) -> Axis | None:
@@ -143,8 +147,10 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
             born += trace.candidate(node, dim)
     chosen += [c for c in born if c.attends]
     chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
+    chosen += trace.picked(chosen)
+    moving = trace.moving(chosen)
     found_axes = (trace.axis(c, [other.propagation for other in chosen if other is not c]) for c in chosen)
-    return tuple(axis for axis in found_axes if axis is not None)
+    return tuple(replace(axis, moving=moving) for axis in found_axes if axis is not None)
 
 
 class Trace:
@@ -194,6 +200,32 @@ class Trace:
             )
             if rows is not None and shape_of(operand)[labels.index(rows)] >= SHORTEST_STREAMED:
                 yield operand, labels.index(rows)
+
+    def picked(self, chosen: Sequence[Candidate]) -> list[Candidate]:
+        """Sequences of rows that are picked from others, by an index or a step."""
+        spread: dict[Rows, Candidate] = {}
+
+        def rows_from(node: Node, dim: int) -> Rows | None:
+            for candidate in self.candidate(node, dim) if shape_of(node)[dim] >= SHORTEST_STREAMED else ():
+                spread[candidate.rows] = candidate
+                return candidate.rows
+            return None
+
+        known = [c.rows for c in chosen]
+        for node in self.graph.nodes:
+            found = picked_rows(node, known, rows_from)
+            known += [] if found is None else [found]
+        return [spread[rows] for rows in known[len(chosen) :]]
+
+    def moving(self, chosen: Sequence[Candidate]) -> frozenset[Node]:
+        """Nodes of the Dynamo graph that make rows of one sequence from those of another."""
+        sequences = [c.rows for c in chosen]
+        names = {origin_of(n) for n in self.graph.nodes if moves_rows(n, sequences)}
+        return frozenset(
+            n
+            for n, own in self.captured_for.items()
+            if names & own and isinstance(n.target, torch._ops.OpOverload)
+        )
 
     def axis(self, chosen: Candidate, others: Sequence[TokenPropagation]) -> Axis | None:
         """Where the tokens of a candidate go in the Dynamo graph; None if they have no dimension of their own
@@ -251,6 +283,10 @@ class Candidate:
     lost: float
     length: int
     propagation: TokenPropagation
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        return Rows(self.propagation, self.length)
 
 
 def preferred(found: Sequence[Candidate]) -> Candidate | None:

@@ -1,0 +1,155 @@
+"""Operations that move rows of one sequence to another: rows picked by an index, put back among all rows,
+joined with others.
+
+They compute nothing: they read and write rows that exist in any case. So each is a region of its own, between
+regions that stream along either sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from .ir import Label, Signature, is_tensor, shape_of, tensor_operands, value_of
+from .rules import find_rule, is_product
+from .token_propagation import TokenPropagation
+
+FEATURES = 8  # numbers per row at least: fewer may as well exist at full length
+SHARE = 16  # what is picked matters from a 16th of what it is picked from
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A sequence of tokens: where its rows are in a graph, and how many there are."""
+
+    propagation: TokenPropagation
+    length: int
+
+    def dim(self, node: Node) -> int | None:
+        """The dimension of a value that has all rows of the sequence; None if none has."""
+        shape = shape_of(node)
+        for dim, mark in self.propagation.of(node).items():
+            if mark.inner == 1 and shape[dim] == self.length * mark.outer:
+                return dim
+        return None
+
+    def end_at(self, node: Node, signature: Signature) -> bool:
+        """Does a node read rows of the sequence by floating-point values of which its result has no rows?"""
+        return self.dim(node) is None and any(
+            (dim := self.dim(operand)) is not None and labels[dim] not in signature.outputs[0]
+            for operand, labels in floating_operands(node, signature)
+        )
+
+
+def floating_operands(node: Node, signature: Signature) -> list[tuple[Node, tuple[Label, ...]]]:
+    """The operands that are no indices or masks, and their labels."""
+    pairs = zip(tensor_operands(node), signature.operands)
+    return [(a, labels) for a, labels in pairs if value_of(a).dtype.is_floating_point]
+
+
+def moving(node: Node, sequences: Sequence[Rows]) -> Signature | None:
+    """What the rules say of a node whose result has other rows than some operand's sequence; None of any
+    other node."""
+    signature = signature_of(node, sequences)
+    return signature if signature and any(s.end_at(node, signature) for s in sequences) else None
+
+
+def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
+    """What the rules say of a node that may move rows: of no product, and of no attention."""
+    signature = sequences[0].propagation.signatures.get(node) if sequences and is_tensor(node) else None
+    if signature is None or signature.reshape or signature.rows is not None or is_product(node):
+        return None
+    return signature if value_of(node).dtype.is_floating_point else None
+
+
+def new_dims(node: Node, signature: Signature) -> list[int]:
+    """Dimensions of a result along which it has rows of no floating-point operand, with features behind."""
+    tied = {label for _, labels in floating_operands(node, signature) for label in labels}
+    shape, outputs = shape_of(node), signature.outputs[0]
+    return [
+        dim
+        for dim, label in enumerate(outputs)
+        if (label is None or label not in tied) and math.prod(shape[dim + 1 :]) >= FEATURES
+    ]
+
+
+def worth_a_sequence(node: Node, signature: Signature) -> bool:
+    """Are so many rows picked that what is made of them matters?"""
+    sources = (a for a, _ in floating_operands(node, signature))
+    return SHARE * value_of(node).numel() >= max((value_of(a).numel() for a in sources), default=0)
+
+
+def picked_rows(
+    node: Node, sequences: Sequence[Rows], spread: Callable[[Node, int], Rows | None]
+) -> Rows | None:
+    """The sequence that the rows of a node's result are, if it has picked them from others and products read
+    them.
+
+    spread  follows a dimension of a value through the graph
+    """
+    signature = moving(node, sequences)
+    if signature is None or not worth_a_sequence(node, signature):
+        return None
+    known = {dim for s in sequences if (dim := s.dim(node)) is not None}
+    if known:
+        return None
+    found = [s for dim in new_dims(node, signature) if (s := spread(node, dim)) is not None]
+    return max(
+        (s for s in found if is_of_picked_rows(s, node, signature)), key=lambda s: s.length, default=None
+    )
+
+
+def is_of_picked_rows(rows: Rows, node: Node, signature: Signature) -> bool:
+    """Do products read the rows, and were they no dimension of what they were picked from (the batch)?"""
+    there_before = any(rows.dim(a) is not None for a, _ in floating_operands(node, signature))
+    read = any(is_product(n) and is_tensor(n) and rows.dim(n) is not None for n in rows.propagation.met())
+    return read and not there_before
+
+
+def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
+    """Does a node make rows of one sequence from those of another?
+
+    It picks them or joins them with more, and its result has rows that it was not given; or it writes them
+    among others.
+    """
+    signature = moving(node, sequences)
+    if signature is None:
+        return False
+    made = {dim for s in sequences if (dim := s.dim(node)) is not None}
+    return bool(made.intersection(new_dims(node, signature))) or bool(made) and writes_rows(node)
+
+
+def writes_rows(node: Node) -> bool:
+    rule = find_rule(node)
+    return rule is not None and rule.writes is not None
+
+
+# Where a chain is cut around them
+
+
+def parts_between(
+    movers: Sequence[int], count: int, cannot: Collection[int], light: Collection[int]
+) -> list[tuple[int, int, bool]]:
+    """First and last place of each part of a body of so many nodes, between cuts around what moves rows;
+    whether the part is that.
+
+    movers  places of nodes that move rows
+    cannot  places behind which no cut may be
+    light   places of views and indices, which go with what reads them
+    """
+    found: list[tuple[int, int, bool]] = []
+    start = 0
+    for at in movers:
+        before = max((i for i in range(start - 1, at) if i not in cannot), default=None)
+        end = next((i for i in range(at, count) if i not in cannot), None)
+        if before is None or end is None:  # an earlier part has it, or there is no place for a cut
+            continue
+        while before >= start and before in light and before - 1 not in cannot:
+            before -= 1
+        found += [(start, before, False)] if before >= start else []
+        found.append((before + 1, end, True))
+        start = end + 1
+    return found + ([(start, count - 1, False)] if start < count else [])

@@ -1,0 +1,90 @@
+"""Whole rows that are read or written by index, in one spelling: ``x[b, i]``, whatever repeats the index
+along the numbers of a row. Rewritten in Dynamo's graph, before autograd sees it."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..passes.ir import arguments, is_equal
+from ..passes.rules.forward import Along, Part, part_of, read_or_written_along
+from .aten import inserted
+from .token_axes import fake_of
+
+aten = torch.ops.aten
+
+
+def index_rows(module: GraphModule) -> GraphModule:
+    """Write ``x.gather(1, i[..., None].expand(-1, -1, D))`` as ``x[b, i]``, and ``scatter`` likewise.
+
+    The repeated index would be as wide as hidden states where one region makes it and another reads it.
+    """
+    for node in list(module.graph.nodes):
+        found = read_or_written_along(node) if node.op == "call_function" else None
+        rows = None if found is None else row_index(found)
+        if found is None or rows is None:
+            continue
+        with module.graph.inserting_before(node):
+            node.replace_all_uses_with(by_rows(node, found, rows))
+        module.graph.erase_node(node)
+    return module
+
+
+def by_rows(node: Node, found: Along, rows: Node) -> Node:
+    """The same rows, by an index with one number for each, and one for each dimension in front of them."""
+    rank, dim = fake_of(node).dim(), found.dim % fake_of(node).dim()
+    for _ in range(rank - dim - 1):
+        rows = inserted(node, aten.select.int, (rows, -1, 0))
+    index = [*(counted_along(node, rows, d) for d in range(dim)), rows]
+    if found.values is None:
+        return inserted(node, aten.index.Tensor, (found.base, index))
+    return inserted(node, aten.index_put.default, (found.base, index, found.values, found.adds))
+
+
+def counted_along(like: Node, rows: Node, dim: int) -> Node:
+    """For each entry of an index, its place along one of the dimensions."""
+    fake = fake_of(rows)
+    size = fake.shape[dim]
+    known = size if isinstance(size, int) else inserted(like, aten.sym_size.int, (rows, dim), as_written=True)
+    places = inserted(like, aten.arange.default, (known,), {"device": fake.device})
+    for _ in range(fake.dim() - dim - 1):
+        places = inserted(like, aten.unsqueeze.default, (places, -1))
+    if any(fake.shape[d] != 1 for d in range(dim)):
+        places = inserted(like, aten.expand_as.default, (places, rows))
+    return places
+
+
+def row_index(found: Along) -> Node | None:
+    """The index before it was repeated along the numbers of a row; its dimensions there have the size one.
+
+    None if rows are not read or written whole.
+    """
+    base, index = fake_of(found.base), found.index
+    dim = found.dim % base.dim() if base.dim() else 0
+    if not base.dtype.is_floating_point or fake_of(index).dim() != base.dim() or dim == base.dim() - 1:
+        return None
+    shape = fake_of(found.values if found.values is not None else index).shape
+    same = all(
+        is_equal(a, b) for d, (a, b) in enumerate(zip(fake_of(index).shape, base.shape)) if d != dim
+    ) and all(map(is_equal, fake_of(index).shape, shape))
+    while same and (source := repeated_from(index)) is not None:
+        index = source
+        if all(fake_of(index).shape[d] == 1 for d in range(dim + 1, base.dim())):
+            kept = all(is_equal(fake_of(index).shape[d], shape[d]) for d in range(dim + 1))
+            return index if kept else None
+    return None
+
+
+def repeated_from(node: Node) -> Node | None:
+    """What a node repeats along dimensions of size one, or a copy of it."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source, fake = node.args[0], fake_of(node)
+    given = fake_of(source)
+    if not isinstance(given, torch.Tensor) or given.dim() != fake.dim() or given.dtype != fake.dtype:
+        return None
+    if part_of(node) in (Part.EXPAND, Part.COPY):
+        return source
+    repeats = arguments(node)["repeats"] if node.target is aten.repeat.default else ()
+    once = all(n == 1 or size == 1 for n, size in zip(repeats, given.shape))
+    return source if repeats and once else None
