@@ -40,6 +40,7 @@ from .report import NotStreamed, RegionReport, StreamHint, mebibytes
 from .runtime.gradient_ownership import ours_alone, sole_owners
 from .runtime.mask_guards import Guard
 from .runtime.opaque_calls import Driver, boxed, driver_of, one_call
+from .runtime.places import InRegion, within
 from .runtime.runner import Layout, cannot_tell, lines_of, noting
 from .target_device import planned_for, target_of
 
@@ -427,11 +428,14 @@ class CompiledRegion:
         direction = driver.__name__.rpartition("_")[2]
 
         def take(args: list) -> list:
-            with noting(
-                lambda: (
-                    f"streambp: in the {direction} of {self.report.name or 'a region'} "
-                    f"(streambp_compile.explain prints it){lines_of(self.module.graph.nodes)}"
-                )
+            with (
+                within(InRegion(self.report, direction)),
+                noting(
+                    lambda: (
+                        f"streambp: in the {direction} of {self.report.name or 'a region'} "
+                        f"(streambp_compile.explain prints it){lines_of(self.module.graph.nodes)}"
+                    )
+                ),
             ):
                 return driver.take(args)
 

@@ -62,7 +62,7 @@ from .fake_tensors import (
 from .inductor import compile_function, compile_graph, compile_plainly, rewrite
 from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
 from .running_step import assert_on_device, graph_is_kept
-from .simulated_artifacts import generated, without_code, without_device, without_kernels
+from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
 from .size_guards import guard_of
 from .structured_trace import trace_artifact
 
@@ -98,6 +98,7 @@ __all__ = [
     "faked",
     "floats_are_tensors",
     "generated",
+    "generated_line",
     "graph_break",
     "graph_is_kept",
     "guard_of",
