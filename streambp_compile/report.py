@@ -258,16 +258,21 @@ class Report:
         """Every allocation of a simulated step; None if its peak was not predicted."""
         return None if self.peak is None else record(*self.steps[0])
 
-    def save(self, path: str | Path) -> None:
+    def save(
+        self, path: str | Path, beside: Report | None = None, names: tuple[str, str] = ("this", "beside")
+    ) -> None:
         """Write a file of the kind that its name says.
 
-        path  ``.pickle``: the memory of the step as a snapshot for https://pytorch.org/memory_viz
+        path    ``.html``: a page to look at, one file that loads nothing; ``.json``: the same data for scripts;
+                ``.pickle``: the memory of the step as a snapshot for https://pytorch.org/memory_viz
+        beside  another report, to compare with
+        names   of the two reports on a page that compares them
 
-        Raises ValueError for any other name, and where the peak of the step was not predicted.
+        Raises ValueError for any other name, and for a snapshot where the peak of the step was not predicted.
         """
         from .page.files import save  # which knows reports
 
-        save(self, Path(path))
+        save([self] if beside is None else [self, beside], names, Path(path))
 
     def __str__(self) -> str:
         streamed = sum(r.times for r in self.regions if r.streamed is not None)

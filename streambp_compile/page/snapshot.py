@@ -4,7 +4,7 @@ PyTorch (https://pytorch.org/memory_viz) opens."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..runtime.memory_timeline import Allocation, Timeline
@@ -40,11 +40,18 @@ class Addresses:
 Event = dict[str, Any]
 
 
-def snapshot_of(timeline: Timeline) -> Mapping[str, object]:
-    """A snapshot with one device and one segment. Times are moments of the timeline, in microseconds.
+def snapshot_of(timelines: Sequence[Timeline]) -> Mapping[str, object]:
+    """A snapshot with one device for each step, each with one segment. Times are moments of the timeline, in
+    microseconds.
 
     Each allocation has a category, by which viewers colour it, and the user's line as its innermost frame.
     """
+    traces, segments = zip(*(trace_of(timeline, i) for i, timeline in enumerate(timelines)))
+    return {"segments": list(segments), "device_traces": list(traces), "allocator_settings": {}}
+
+
+def trace_of(timeline: Timeline, device: int) -> tuple[list[Event], Event]:
+    """The events of one step, and the segment that they take memory from."""
     events = [unknown()]
     heap, holders, places = Addresses(), Holders(), dict[int, int]()
     for moment, index, begins in changes(timeline):
@@ -58,7 +65,7 @@ def snapshot_of(timeline: Timeline) -> Mapping[str, object]:
             events.append({"action": action, **event})
         if not begins:
             heap.give(places[index], allocation.bytes)
-    return {"segments": [segment(heap.end)], "device_traces": [events], "allocator_settings": {}}
+    return events, segment(device, heap.end)
 
 
 def changes(timeline: Timeline) -> list[tuple[int, int, bool]]:
@@ -74,11 +81,11 @@ def unknown() -> Event:
     return {"action": "alloc", **nothing, "category": "unknown", "frames": []}
 
 
-def segment(size: int) -> Event:
+def segment(device: int, size: int) -> Event:
     """All memory of the step, free at its end."""
     block = {"size": size, "requested_size": size, "state": "inactive", "address": 0, "frames": []}
     return {
-        "device": 0,
+        "device": device,
         "address": 0,
         "total_size": size,
         "allocated_size": 0,
