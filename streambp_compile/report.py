@@ -263,8 +263,9 @@ class Report:
     ) -> None:
         """Write a file of the kind that its name says.
 
-        path    ``.html``: a page to look at, one file that loads nothing; ``.json``: the same data for scripts;
-                ``.pickle``: the memory of the step as a snapshot for https://pytorch.org/memory_viz
+        path    ``.html``: a page to look at, one file that loads nothing; ``.json``: the same data for
+                scripts; ``.pickle``: the memory of the step as a snapshot for
+                https://pytorch.org/memory_viz
         beside  another report, to compare with
         names   of the two reports on a page that compares them
 
