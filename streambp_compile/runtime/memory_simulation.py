@@ -61,6 +61,7 @@ class Ledger(internals.TorchDispatchMode):
         self.block = BLOCKS.get(device_type(torch.device(device)), 1)
         self.known: weakref.WeakSet = weakref.WeakSet()
         self.held = self.peak = 0
+        self.running: object = None  # the operator whose results are counted
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in NUMBERS:
@@ -68,14 +69,15 @@ class Ledger(internals.TorchDispatchMode):
         if func in KERNELS:  # ours are Python, and make values of their own on the way
             with self:
                 return KERNELS[func](*args, **(kwargs or {}))
+        self.running = func
         result = STAND_INS.get(func, WIDENING.get(func, func))(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
-                self.count(value, func)
-        self.use(scratch_of(func, args), func)
+                self.count(value)
+        self.use(scratch_of(func, args))
         return result
 
-    def use(self, scratch: int, func: Callable) -> None:
+    def use(self, scratch: int) -> None:
         """An operator takes this many bytes while it runs."""
         self.peak = max(self.peak, self.held + scratch)
 
@@ -83,7 +85,7 @@ class Ledger(internals.TorchDispatchMode):
         """Do not count a value that existed before the step."""
         self.known.add(value.untyped_storage())
 
-    def count(self, value: torch.Tensor, func: Callable) -> None:
+    def count(self, value: torch.Tensor) -> None:
         """Count what an operator returned, if that is new."""
         storage = value.untyped_storage()
         if storage in self.known or value.device.type != self.device:
@@ -92,9 +94,9 @@ class Ledger(internals.TorchDispatchMode):
         self.known.add(storage)
         self.held += size
         self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self.release, size, self.noted(value, size, func))
+        weakref.finalize(storage, self.release, size, self.noted(value, size))
 
-    def noted(self, value: torch.Tensor, size: int, func: Callable) -> object:
+    def noted(self, value: torch.Tensor, size: int) -> object:
         """What `release` is given back; nothing is noted in a plain simulation."""
         return None
 

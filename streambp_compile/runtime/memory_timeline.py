@@ -119,10 +119,10 @@ class Recorder(Ledger):
         if isinstance(place, (InLink, InRegion, InSweep, InBackward)):
             self.visits.append(Visit(place, link, start, self.moment))
 
-    def noted(self, value: torch.Tensor, size: int, func: Callable) -> int:
+    def noted(self, value: torch.Tensor, size: int) -> int:
         shape, dtype = tuple(map(int, value.shape)), str(value.dtype).removeprefix("torch.")
         line = internals.generated_line()
-        self.add(Allocation(size, self.moment, -1, *self.here(), str(func), shape, dtype, line))
+        self.add(Allocation(size, self.moment, -1, *self.here(), str(self.running), shape, dtype, line))
         return len(self.allocations) - 1
 
     def here(self) -> tuple[tuple[object, ...], int | None]:
@@ -137,11 +137,11 @@ class Recorder(Ledger):
         self.ends[noted] = self.moment
         self.moment += 1
 
-    def use(self, scratch: int, func: Callable) -> None:
-        super().use(scratch, func)
+    def use(self, scratch: int) -> None:
+        super().use(scratch)
         if scratch:
             self.ends[len(self.allocations)] = self.moment + 1
-            self.add(Allocation(scratch, self.moment, -1, *self.here(), str(func), scratch=True))
+            self.add(Allocation(scratch, self.moment, -1, *self.here(), str(self.running), scratch=True))
             self.moment += 1
 
     def timeline(self) -> Timeline:
