@@ -416,7 +416,11 @@ class CompiledRegion:
         return driver_of(module) or internals.compile_graph(module, inputs)
 
     def compile_backward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
-        return driver_of(module) or internals.compile_graph(module, inputs, is_backward=True)
+        driver = driver_of(module)
+        if driver is not None:
+            return driver
+        with internals.disable_current_modes():  # the first backward may be that of a memory simulation
+            return internals.compile_graph(module, inputs, is_backward=True)
 
     def compile_inference(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
         if not self.streams(module, len(outputs_of(module)), 0):

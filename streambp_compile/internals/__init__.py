@@ -10,6 +10,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from .aten_graphs import LIFTS, before_autograd, capture, captured_after, decompositions, inline_numbers
 from .body_inputs import BodyInputs
@@ -91,6 +92,7 @@ __all__ = [
     "decompositions",
     "describe",
     "detect_fake_mode",
+    "disable_current_modes",
     "effects_inside",
     "enter_autocast",
     "enter_map",
