@@ -40,6 +40,7 @@ from .report import NotStreamed, RegionReport, StreamHint, mebibytes
 from .runtime.gradient_ownership import ours_alone, sole_owners
 from .runtime.mask_guards import Guard
 from .runtime.opaque_calls import Driver, boxed, driver_of, one_call
+from .runtime.places import InRegion, within
 from .runtime.runner import Layout, cannot_tell, lines_of, noting
 from .target_device import planned_for, target_of
 
@@ -423,7 +424,11 @@ class CompiledRegion:
         return driver_of(module) or internals.compile_graph(module, inputs)
 
     def compile_backward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
-        return driver_of(module) or internals.compile_graph(module, inputs, is_backward=True)
+        driver = driver_of(module)
+        if driver is not None:
+            return driver
+        with internals.disable_current_modes():  # the first backward may be that of a memory simulation
+            return internals.compile_graph(module, inputs, is_backward=True)
 
     def compile_inference(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
         if not self.streams(module, len(outputs_of(module)), 0):
@@ -435,11 +440,14 @@ class CompiledRegion:
         direction = driver.__name__.rpartition("_")[2]
 
         def take(args: list) -> list:
-            with noting(
-                lambda: (
-                    f"streambp: in the {direction} of {self.report.name or 'a region'} "
-                    f"(streambp_compile.explain prints it){lines_of(self.module.graph.nodes)}"
-                )
+            with (
+                within(InRegion(self.report, direction)),
+                noting(
+                    lambda: (
+                        f"streambp: in the {direction} of {self.report.name or 'a region'} "
+                        f"(streambp_compile.explain prints it){lines_of(self.module.graph.nodes)}"
+                    )
+                ),
             ):
                 return driver.take(args)
 

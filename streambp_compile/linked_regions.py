@@ -26,6 +26,7 @@ from .passes.split import Region
 from .runtime.gradient_ownership import plain_references
 from .runtime.mask_guards import Question, answered, rounds
 from .runtime.offload import Offloading
+from .runtime.places import InLink, within
 from .runtime.rematerialisation import Again, Leave, Recipe, saved_as
 from .runtime.runner import Sizes
 
@@ -186,7 +187,8 @@ def linked(
                 broken.update(answered(asked_now, values))
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(broken[question.key])
-                run_region(run, region, values, state, recipes, leave.get(index))
+                with within(InLink(index, compiled.report)):
+                    run_region(run, region, values, state, recipes, leave.get(index))
             for node in gone:
                 values.pop(node, None)
         return tuple(result_of(o, state, later, ready) for o in outputs)

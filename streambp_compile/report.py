@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.fx import GraphModule
@@ -27,6 +28,7 @@ from .passes.ir import (
 from .passes.planning.chunk_length import program_cost, sweep_work
 from .pipeline import Schedule, StreamedRegion
 from .runtime.memory_simulation import Peak
+from .runtime.memory_timeline import Timeline, record
 
 
 class NotStreamed(UserWarning, RuntimeError):
@@ -252,6 +254,28 @@ class Report:
                 self.regions.append(region)
             self.regions[known].times += 1
             self.order.append(known)
+
+    @functools.cached_property
+    def timeline(self) -> Timeline | None:
+        """Every allocation of a simulated step; None if its peak was not predicted."""
+        return None if self.peak is None else record(*self.steps[0])
+
+    def save(
+        self, path: str | Path, beside: Report | None = None, names: tuple[str, str] = ("this", "beside")
+    ) -> None:
+        """Write a file of the kind that its name says.
+
+        path    ``.html``: a page to look at, one file that loads nothing; ``.json``: the same data for
+                scripts; ``.pickle``: the memory of the step as a snapshot for
+                https://pytorch.org/memory_viz
+        beside  another report, to compare with
+        names   of the two reports on a page that compares them
+
+        Raises ValueError for any other name, and for a snapshot where the peak of the step was not predicted.
+        """
+        from .page.files import save  # which knows reports
+
+        save([self] if beside is None else [self, beside], names, Path(path))
 
     def __str__(self) -> str:
         streamed = sum(r.times for r in self.regions if r.streamed is not None)

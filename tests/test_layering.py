@@ -53,10 +53,13 @@ PASSES = {m for m in MODULES if m.startswith("streambp_compile.passes.") and m.c
 PASSES -= {f"streambp_compile.passes.{name}" for name in ("ir", *SPOKEN, *PARTS)}
 
 
+DRIVERS = tuple(f"streambp_compile.{name}" for name in ("pipeline", "runtime.runner", "runtime.places"))
+
+
 def floor(module: str) -> int:
     """0 types … 5 doorway."""
     if not module.startswith("streambp_compile.passes"):
-        return 4 if module in ("streambp_compile.pipeline", "streambp_compile.runtime.runner") else 5
+        return 4 if module in DRIVERS else 5
     name = (*module.split("."), "")[2]
     return 0 if name == "ir" else 1 if name in SPOKEN else 2 if name in PARTS else 3
 

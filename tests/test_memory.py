@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import peak
-from streambp_compile import explain
+from streambp_compile import NotStreamed, explain
 from streambp_compile.passes.ir import PAST, EveryRowHasVisibleKey, KeyMask, MaskedOutsideBand
 from streambp_compile.runtime.mask_guards import Guard
 
@@ -76,6 +76,26 @@ def test_what_runs_between_graphs_is_not_predicted(fresh_dynamo):
         return model.loss(model.layers[0](x), ids)
 
     assert explain(step, ids).peak is None
+
+
+def test_compiling_an_unchunked_backward_is_not_counted(interpreted):
+    """It is compiled when it first runs, which is in the simulation."""
+    embed, weight = torch.nn.Embedding(97, 64), torch.randn(64, 64, requires_grad=True)
+    ids = ids_of(2, 300) % 97
+
+    def step(ids):
+        x = embed(ids)
+        return ((torch.linalg.qr(x @ weight)[0] + x) ** 2).sum()
+
+    with pytest.warns(NotStreamed):
+        report = explain(step, ids)
+    embed.weight.grad, weight.grad = torch.zeros_like(embed.weight), torch.zeros_like(weight)
+    compiled = torch.compile(step, backend="streambp")
+    with pytest.warns(NotStreamed):
+        compiled(ids).backward()
+    measured = peak(lambda: compiled(ids).backward())
+    assert abs(report.peak.bytes - measured) < measured / 10
+    assert report.timeline.held()[report.timeline.peak] == report.peak.bytes
 
 
 @pytest.mark.quick

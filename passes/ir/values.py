@@ -104,6 +104,12 @@ def metadata_for(node: Node, value: object = None) -> dict[str, Any]:
     return {**node.meta, ORIGIN: origin_of(node), "val": node.meta.get("val") if value is None else value}
 
 
+def origin_metadata(node: Node) -> dict[str, Any]:
+    """Metadata of nodes that a chunk body has for this one: the user's line and the origin. Their values are
+    of other sizes."""
+    return {"stack_trace": node.meta.get("stack_trace"), ORIGIN: origin_of(node)}
+
+
 def copied(module: GraphModule) -> GraphModule:
     """A module of its own for a copy of the graph, with its names and meta values."""
     graph, nodes = Graph(), dict[Node, Node]()

@@ -8,9 +8,9 @@ length.
 
 from __future__ import annotations
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from ..ir import Analysis, Body, Plan, Program, Sweep
+from ..ir import Analysis, Body, Plan, Program, Sweep, origin_metadata
 from .reading import Draft
 from .writer import Writer
 
@@ -26,10 +26,22 @@ def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
     for name in ("rows", "length"):  # strides of row views are written in them
         draft.scalar(name)
     for node in sweep.nodes:
+        last = next(reversed(draft.graph.nodes))
         Writer(draft, node).write()
+        note_origin(draft.graph, last, node)
     for node in sweep.writes:
         if node not in sweep.appended:
+            last = next(reversed(draft.graph.nodes))
             Writer(draft, node).store()
+            note_origin(draft.graph, last, node)
     draft.graph.output(())
     bindings = tuple(binding for binding, _ in draft.bindings.values())
     return Body(GraphModule({}, draft.graph), bindings, tuple(draft.used))
+
+
+def note_origin(graph: Graph, last: Node, node: Node) -> None:
+    """Nodes of a body behind the last known one were written for a node of the joint graph."""
+    for new in reversed(graph.nodes):
+        if new is last:
+            return
+        new.meta.update(origin_metadata(node))

@@ -10,6 +10,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from .aten_graphs import LIFTS, before_autograd, capture, captured_after, decompositions, inline_numbers
 from .body_inputs import BodyInputs
@@ -62,7 +63,7 @@ from .fake_tensors import (
 from .inductor import compile_function, compile_graph, compile_plainly, rewrite
 from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
 from .running_step import assert_on_device, graph_is_kept
-from .simulated_artifacts import generated, without_code, without_device, without_kernels
+from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
 from .size_guards import guard_of
 from .structured_trace import trace_artifact
 
@@ -91,6 +92,7 @@ __all__ = [
     "decompositions",
     "describe",
     "detect_fake_mode",
+    "disable_current_modes",
     "effects_inside",
     "enter_autocast",
     "enter_map",
@@ -98,6 +100,7 @@ __all__ = [
     "faked",
     "floats_are_tensors",
     "generated",
+    "generated_line",
     "graph_break",
     "graph_is_kept",
     "guard_of",

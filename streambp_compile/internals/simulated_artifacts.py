@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable
 
@@ -101,6 +102,14 @@ def generated(function: Callable) -> types.MethodType:
     raise TypeError(
         f"Nothing that Inductor wrote was found behind {function!r}; is this version of torch supported?"
     )
+
+
+def generated_line() -> tuple[str, int] | None:
+    """The line of Inductor's code that is running: file and number, or None outside of such code."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and "assert_size_stride" not in frame.f_globals:
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def cell_value(cell: types.CellType) -> object:

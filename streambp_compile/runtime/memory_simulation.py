@@ -17,6 +17,7 @@ from .. import internals
 from ..passes.kernels.attention import STAND_INS, scratch_of
 from ..passes.kernels.operators import KERNELS
 from ..passes.kernels.simulated_device import device_type
+from .places import InBackward, within
 
 aten = torch.ops.aten
 # Numbers that drivers on a CPU read: is the tangent of the loss one, and where do groups of rows end?
@@ -60,6 +61,7 @@ class Ledger(internals.TorchDispatchMode):
         self.block = BLOCKS.get(device_type(torch.device(device)), 1)
         self.known: weakref.WeakSet = weakref.WeakSet()
         self.held = self.peak = 0
+        self.running: object = None  # the operator whose results are counted
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in NUMBERS:
@@ -67,18 +69,24 @@ class Ledger(internals.TorchDispatchMode):
         if func in KERNELS:  # ours are Python, and make values of their own on the way
             with self:
                 return KERNELS[func](*args, **(kwargs or {}))
+        self.running = func
         result = STAND_INS.get(func, WIDENING.get(func, func))(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
                 self.count(value)
-        self.peak = max(self.peak, self.held + scratch_of(func, args))
+        self.use(scratch_of(func, args))
         return result
+
+    def use(self, scratch: int) -> None:
+        """An operator takes this many bytes while it runs."""
+        self.peak = max(self.peak, self.held + scratch)
 
     def know(self, value: torch.Tensor) -> None:
         """Do not count a value that existed before the step."""
         self.known.add(value.untyped_storage())
 
     def count(self, value: torch.Tensor) -> None:
+        """Count what an operator returned, if that is new."""
         storage = value.untyped_storage()
         if storage in self.known or value.device.type != self.device:
             return
@@ -86,9 +94,13 @@ class Ledger(internals.TorchDispatchMode):
         self.known.add(storage)
         self.held += size
         self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self.release, size)
+        weakref.finalize(storage, self.release, size, self.noted(value, size))
 
-    def release(self, size: int) -> None:
+    def noted(self, value: torch.Tensor, size: int) -> object:
+        """What `release` is given back; nothing is noted in a plain simulation."""
+        return None
+
+    def release(self, size: int, noted: object) -> None:
         self.held -= size
 
     def forward_ended(self) -> None:
@@ -120,7 +132,7 @@ def simulate(
     call: Callable,
     fakes: Sequence[object],
     any_output: bool = False,
-    counting: Callable[[str], Ledger] = Ledger,
+    counting: Callable[[str], Ledger] | None = None,
 ) -> Peak:
     """The peak of one call of a compiled chain and its backward.
 
@@ -128,11 +140,11 @@ def simulate(
            is the loss
     fakes  those inputs as Dynamo gave them; symbols stand for the sizes at which they were traced
     any_output  without a loss, go back from all differentiable outputs
-    counting  makes the ledger of a device type
+    counting  makes the ledger of a device type; by default a plain `Ledger`
     """
     with internals.FakeTensorMode(allow_non_fake_inputs=True), internals.outside_of_metrics():
         inputs = [internals.stand_in_whole(f) for f in fakes]
-        ledger = counting(main_device(inputs))
+        ledger = (counting or Ledger)(main_device(inputs))
         for value in inputs:
             if isinstance(value, torch.Tensor):
                 ledger.know(value)
@@ -146,7 +158,8 @@ def simulate(
             ends = [o for o in ends if o.numel() == 1][:1] or (ends if any_output else [])
             ledger.forward_ended()
             if ends:
-                torch.autograd.backward(ends, [torch.zeros_like(o) for o in ends])
+                with within(InBackward()):
+                    torch.autograd.backward(ends, [torch.zeros_like(o) for o in ends])
     return Peak(ledger.peak, bool(ends))
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from ..passes.kernels.simulated_device import device_type
+from .places import within
 
 AHEAD = 2  # values that are brought back before the backward asks for them
 SMALLEST = 1 << 16  # bytes: below this, a copy costs more than it frees
@@ -183,7 +184,8 @@ class Offloaded:
         weakref.finalize(self, store.free, self.place).atexit = False
 
     def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        with within(self):
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def fetch(self) -> None:
         """Begin to bring the value back."""

@@ -39,6 +39,7 @@ from ..passes.ir import (
     where_of,
 )
 from ..passes.rules import for_any_layout
+from .places import InSweep, within
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ class Runner:
             for node in nodes:
                 values[node] = self.at_full_length(node, values)
             if step < len(self.program.sweeps):
-                self.sweep(step, call)
+                with within(InSweep(self.program, step)):
+                    self.sweep(step, call)
                 for node in self.last_read[step]:
                     values.pop(node, None)
         return [values[o] if isinstance(o, Node) else o for o in self.program.outputs]
@@ -218,21 +220,27 @@ class Runner:
         kwargs: Any = map_arg(node.kwargs, values.__getitem__)
         if node in self.plan.kernels:
             kwargs = {**kwargs, "kernel": self.plan.kernels[node].name}
-        with noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"):
+        with (
+            within(node),
+            noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"),
+        ):
             return for_any_layout(node.target)(*args, **kwargs)
 
     def sweep(self, step: int, call: Call) -> None:
         """One loop over chunks; its results are among the values of the call afterwards."""
         sweep, body, compiled = self.program.sweeps[step], self.bodies[step], self.compiled[step]
         self.take_over(sweep, call)
-        sources = [self.source(b, sweep, call) for b in body.bindings]
-        bound = list(zip(body.bindings, sources))
+        bound = []
+        for binding in body.bindings:
+            with within(binding):
+                bound.append((binding, self.source(binding, sweep, call)))
         for chunk in chunks_of(sweep, self.plan.chunks[step], call.length):
             self.save_states(sweep, bound, chunk, call)
-            with noting(lambda: f"streambp: this happened in {self.place(step, chunk)}"):
+            with within(chunk), noting(lambda: f"streambp: this happened in {self.place(step, chunk)}"):
                 compiled([cut(binding, source, chunk) for binding, source in bound])
         for binding, source in bound:
-            self.collect(binding, source, call)
+            with within(binding):
+                self.collect(binding, source, call)
         for out, source in sweep.in_place:
             call.values[out] = call.values.pop(source)
 
@@ -247,7 +255,8 @@ class Runner:
         """Keep the states before a chunk that a later sweep starts it from."""
         for binding, state in bound:
             if binding.role is BindingRole.CARRY and binding.source in sweep.saved_states:
-                call.states.setdefault(binding.node, {})[chunk.start] = state.clone()
+                with within(binding):
+                    call.states.setdefault(binding.node, {})[chunk.start] = state.clone()
 
     def collect(self, binding: Binding, source: Any, call: Call) -> None:
         """A buffer or accumulator that the sweep has filled becomes a value."""

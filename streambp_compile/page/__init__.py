@@ -1,0 +1,1 @@
+"""A report as files to look at: an HTML page, a memory snapshot, JSON."""

@@ -1,0 +1,27 @@
+"""A report as a dictionary of numbers and texts: what the page shows, and scripts read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..report import Report
+from .memory import memory_of
+from .regions import region_data
+
+
+def data_of(report: Report) -> dict[str, Any]:
+    """All of a report. Bytes are integers, places in the user's code are ``file:line: code``.
+
+    headline  the first lines of the printed report
+    chain     for every region of the model in turn, its index in ``regions``
+    memory    of the step (`memory_of`), or None
+    """
+    return {
+        "headline": str(report).split("\n\n")[0].splitlines(),
+        "tokens": [str(length) for length in report.lengths],
+        "peak": None if report.peak is None else str(report.peak),
+        "chain": list(report.order),
+        "regions": [region_data(region) for region in report.regions],
+        "memory": memory_of(report),
+        "notes": list(report.notes),
+    }

@@ -1,0 +1,56 @@
+"""A report as a file; the end of its name says of which kind."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ..report import Report
+from ..runtime.memory_timeline import Timeline
+from .data import data_of
+from .html import page_of
+from .snapshot import snapshot_of
+
+Reports = Sequence[Report]
+
+
+def save(reports: Reports, names: Sequence[str], path: Path) -> None:
+    """Write one report, or two side by side.
+
+    Raises ValueError where the name of the file does not say of which kind it is, or a report lacks what that
+    holds.
+    """
+    if path.suffix not in KINDS:
+        raise ValueError(f"A report is saved as a file whose name ends in {' or '.join(KINDS)}; got {path}")
+    KINDS[path.suffix](reports, names, path)
+
+
+def save_page(reports: Reports, names: Sequence[str], path: Path) -> None:
+    path.write_text(page_of([data_of(r) for r in reports], names, path.stem), encoding="utf-8")
+
+
+def save_data(reports: Reports, names: Sequence[str], path: Path) -> None:
+    path.write_text(json.dumps({"names": list(names), "reports": [data_of(r) for r in reports]}))
+
+
+def save_snapshot(reports: Reports, names: Sequence[str], path: Path) -> None:
+    """A snapshot for memory viewers, which read no newer protocol; one device for each report."""
+    path.write_bytes(pickle.dumps(snapshot_of([timeline_of(r) for r in reports]), protocol=4))
+
+
+def timeline_of(report: Report) -> Timeline:
+    if report.timeline is None:
+        raise ValueError(
+            "This report has no timeline of memory, because the peak of its step was not predicted. Remove "
+            "graph breaks from the function, or save the report as a page"
+        )
+    return report.timeline
+
+
+KINDS: Mapping[str, Callable[[Reports, Sequence[str], Path], None]] = {
+    ".html": save_page,
+    ".json": save_data,
+    ".pickle": save_snapshot,
+}

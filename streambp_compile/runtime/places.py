@@ -1,0 +1,90 @@
+"""Where a step is: the drivers say which region, sweep, chunk and value they work on, for who watches.
+
+Nothing is recorded unless a simulation of memory asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..passes.ir import Program
+
+
+@dataclass(frozen=True)
+class InBackward:
+    """All of the backward."""
+
+
+@dataclass(frozen=True)
+class InLink:
+    """The forward of one region of the chain, by its index there.
+
+    region  what reports of that region
+    """
+
+    index: int
+    region: object
+
+
+@dataclass(frozen=True)
+class InRegion:
+    """The driver of a streamed region, in the direction ``forward`` or ``backward``.
+
+    region  what reports of that region
+    """
+
+    region: object
+    direction: str
+
+
+@dataclass(frozen=True)
+class InSweep:
+    """One sweep of a program, by its index there."""
+
+    program: Program
+    step: int
+
+
+class Watch(Protocol):
+    """Who is told where a step is."""
+
+    def enter(self, place: object) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class Watched:
+    """The one who watches now, if any."""
+
+    by: Watch | None = None
+
+
+class within:
+    """Inside, the step works on ``place``: one of the classes of this module, a chunk, a binding of a chunk
+    body, or a node that is computed at full length."""
+
+    __slots__ = ("place", "watch")
+
+    def __init__(self, place: object) -> None:
+        self.place, self.watch = place, Watched.by
+
+    def __enter__(self) -> None:
+        if self.watch is not None:
+            self.watch.enter(self.place)
+
+    def __exit__(self, *_error: object) -> None:
+        if self.watch is not None:
+            self.watch.leave()
+
+
+@contextlib.contextmanager
+def watched(by: Watch) -> Iterator[None]:
+    """Inside, every place of a step is told."""
+    before, Watched.by = Watched.by, by
+    try:
+        yield
+    finally:
+        Watched.by = before
