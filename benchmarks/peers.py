@@ -4,9 +4,12 @@
     python benchmarks/peers.py --tokens 8192 --methods checkpointing,streambp --rounds 5 --save t8192
     python benchmarks/peers.py --tokens 65536 --device cuda --dtype bfloat16
     python benchmarks/peers.py --tokens 8192 --published other/bin/python
+    python benchmarks/peers.py --tokens 8192 --methods checkpointing,streambp,streambp:400MiB,streambp:offload
 
-The last also runs the code that the authors of StreamBP published. It wants an older transformers, so it gets
-an interpreter of its own, with ``pip install torch==2.13.0 transformers==4.51.3 trl==0.17.0 streambp==1.0``;
+A value behind a colon is a memory budget of streambp, or of Inductor (``inductor-budget:0.3``); ``--picture``
+draws time against peak. ``--published`` also runs the code that the authors of StreamBP published. It wants
+an older transformers, so it gets an interpreter of its own, with
+``pip install torch==2.13.0 transformers==4.51.3 trl==0.17.0 streambp==1.0``;
 chunks of a third of the sequence in layers, of 100 tokens in the head.
 
 Every method is a process of its own with cold compilation caches. All of them stay alive and wait; this
@@ -31,7 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,13 +51,14 @@ REFERENCE = "checkpointing"
 @dataclass(frozen=True)
 class Peer:
     """A method: what its row is called, whether layers are checkpointed, its compiler, how its process
-    prepares torch, what wraps the model."""
+    prepares torch, what wraps the model, the compiler's options."""
 
     title: str
     checkpointed: bool = False
     backend: str | None = None
     prepare: Callable[[], None] = lambda: None
     wrap: Callable | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 def enable_auto_chunker() -> None:
@@ -65,10 +69,10 @@ def enable_auto_chunker() -> None:
     config.auto_chunker.enable = True
 
 
-def set_memory_budget() -> None:
+def set_memory_budget(share: float) -> None:
     from torch._functorch import config
 
-    config.activation_memory_budget = 0.3
+    config.activation_memory_budget = share
 
 
 def wrap_published(model, tokens: int):
@@ -97,12 +101,29 @@ PEERS = {
         backend="inductor",
         prepare=enable_auto_chunker,
     ),
-    "inductor-budget": Peer(
-        "Inductor, activation_memory_budget=0.3", backend="inductor", prepare=set_memory_budget
-    ),
     PUBLISHED: Peer("StreamBP's published code", wrap=wrap_published),
     "streambp": Peer("streambp", backend="streambp"),
 }
+METHODS = ", ".join((*PEERS, "streambp:BUDGET", "streambp:offload", "inductor-budget:SHARE"))
+CHOSEN = ("inductor-budget:0.3",)  # of those with a value, what runs if no methods are named
+
+
+def peer_of(name: str) -> Peer:
+    """A method by its name, with a value behind a colon or without. Raises ValueError."""
+    kind, colon, value = name.partition(":")
+    if not colon and kind in PEERS:
+        return PEERS[kind]
+    if kind == "inductor-budget" and value:
+        share = float(value)
+        return Peer(
+            f"Inductor, activation_memory_budget={share:g}",
+            backend="inductor",
+            prepare=lambda: set_memory_budget(share),
+        )
+    if kind == "streambp" and value:
+        options = {"offload": True} if value == "offload" else {"memory_budget": value}
+        return Peer(f"streambp, {value}", backend="streambp", options=options)
+    raise ValueError(name)
 
 
 # A method's process
@@ -115,7 +136,7 @@ class Step:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        peer = PEERS[name]
+        peer = peer_of(name)
         if chosen.device == "cpu":
             torch.set_num_threads(chosen.threads)
         peer.prepare()
@@ -144,12 +165,10 @@ class Step:
         self.ids = torch.randint(0, config.vocab_size, (1, chosen.tokens)).to(chosen.device)
         self.loss_of = self.plain_loss
         if peer.backend:
-            options = (
-                {"options": {"chunk_size": chosen.chunk_size}}
-                if peer.backend == "streambp" and chosen.chunk_size
-                else {}
-            )
-            self.loss_of = torch.compile(self.plain_loss, backend=peer.backend, **options)
+            options = dict(peer.options)
+            if peer.backend == "streambp" and chosen.chunk_size:
+                options["chunk_size"] = chosen.chunk_size
+            self.loss_of = torch.compile(self.plain_loss, backend=peer.backend, options=options or None)
         self.chosen = chosen
 
     def plain_loss(self, ids):
@@ -350,7 +369,7 @@ def table(rows: list[Row]) -> str:
         ratios = [a / b for a, b in zip(row.seconds, reference)]
         lines.append(
             [
-                PEERS[row.name].title,
+                peer_of(row.name).title,
                 f"{got['peak'] / MIB:.1f}" if "peak" in got else "–",
                 f"{statistics.median(row.seconds):.3g}" if row.seconds else "–",
                 f"{statistics.median(ratios):.2f}" if ratios and row.name != REFERENCE else "–",
@@ -360,8 +379,32 @@ def table(rows: list[Row]) -> str:
                 f"{got['difference']:.1e}" if "difference" in got else "–",
             ]
         )
-    failed = [f"{PEERS[row.name].title} failed: {row.answers['error']}" for row in rows if not row.alive]
+    failed = [f"{peer_of(row.name).title} failed: {row.answers['error']}" for row in rows if not row.alive]
     return "\n".join([markdown(heads, lines), *(["", *failed] if failed else [])])
+
+
+def draw(rows: list[Row], described: str, file: str) -> None:
+    """Median seconds of a step against its peak; streambp's plans joined by a line."""
+    from matplotlib import pyplot
+
+    points = [
+        (row, row.answers["peak"] / MIB, statistics.median(row.seconds))
+        for row in rows
+        if row.seconds and "peak" in row.answers
+    ]
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    ours = sorted((p, s) for row, p, s in points if row.name.startswith("streambp"))
+    axes.plot(*zip(*ours), "o-", color="#1a7f4b")
+    axes.plot(
+        *zip(*[(p, s) for row, p, s in points if not row.name.startswith("streambp")]), "o", color="#9aa5b1"
+    )
+    for row, peak, seconds in points:
+        axes.annotate(
+            peer_of(row.name).title, (peak, seconds), textcoords="offset points", xytext=(6, 4), fontsize=8
+        )
+    axes.set(xscale="log", xlabel="peak above weights and gradients, MiB", ylabel="seconds a step")
+    axes.set_title(described, fontsize=8)
+    figure.savefig(file, bbox_inches="tight")
 
 
 def circumstances(chosen: argparse.Namespace) -> str:
@@ -389,11 +432,12 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 
     def some(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
-        unknown = [name for name in names if name not in PEERS]
-        if unknown or not names:
-            raise argparse.ArgumentTypeError(
-                f"unknown method {', '.join(unknown) or text!r}; there are {', '.join(PEERS)}"
-            )
+        try:
+            list(map(peer_of, names))
+        except ValueError as unknown:
+            raise argparse.ArgumentTypeError(f"unknown method {unknown}; there are {METHODS}") from None
+        if not names:
+            raise argparse.ArgumentTypeError(f"no methods; there are {METHODS}")
         return list(dict.fromkeys(names))
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -408,19 +452,19 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seed", type=int, default=0)
     passed_on = [action for action in parser._actions if action.dest != "help"]
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each method (%(default)s)")
-    parser.add_argument(
-        "--methods", type=some, default=None, metavar="A,B,...", help=f"of {', '.join(PEERS)} (all)"
-    )
+    parser.add_argument("--methods", type=some, default=None, metavar="A,B,...", help=f"of {METHODS} (all)")
     parser.add_argument(
         "--published",
         metavar="PYTHON",
         help="an interpreter that has StreamBP's published code: adds its row",
     )
     parser.add_argument("--save", metavar="NAME", help="also write the table to benchmarks/results/NAME.md")
-    parser.add_argument("--method", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--picture", metavar="FILE", help="also draw seconds against peak")
+    parser.add_argument("--method", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.methods is None:
-        chosen.methods = [name for name in PEERS if name != PUBLISHED or chosen.published]
+        named = [name for name in PEERS if name != PUBLISHED or chosen.published]
+        chosen.methods = [*named, *CHOSEN]
     if PUBLISHED in chosen.methods and not chosen.published:
         parser.error(f"the method {PUBLISHED} needs --published PYTHON")
     for name in ("tokens", "layers", "threads", "rounds"):
@@ -443,8 +487,11 @@ def main() -> None:
         serve(chosen.method, chosen)
         return
     described = circumstances(chosen)
-    text = table(measure(chosen, flags))
+    rows = measure(chosen, flags)
+    text = table(rows)
     print(f"\n{described}\n\n{text}")
+    if chosen.picture:
+        draw(rows, described, chosen.picture)
     if chosen.save:
         RESULTS.mkdir(exist_ok=True)
         command = " ".join(["python benchmarks/peers.py", *sys.argv[1:]])
