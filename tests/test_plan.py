@@ -221,6 +221,16 @@ def test_a_module_without_a_loss_is_told():
         Streaming(Setting(source_of_function("no_loss", no_loss), REFERENCE_CPU, 64), silent)
 
 
+def fixed():
+    return Causal(), torch.zeros((1, 8), dtype=torch.int64)
+
+
+def test_a_function_without_lengths_has_no_longest(monkeypatch, capsys):
+    monkeypatch.setattr("streambp_compile.plan.sources.function_of", lambda *_: fixed)
+    assert main(["mine:fixed", "--longest"]) == 2
+    assert "takes no tokens" in capsys.readouterr().err
+
+
 def test_kernels_of_a_gpu_are_chosen_on_fake_tensors():
     with simulating(named("H100")):
         streaming = Streaming(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from models import LlamaLike
 
-from benchmarks.fakes import on_device
 from streambp_compile import explain, internals
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
@@ -17,6 +16,7 @@ from streambp_compile.passes.planning import chunk_length, cost_model
 from streambp_compile.passes.planning.choices import DEFAULT
 from streambp_compile.passes.planning.cost_model import Cost, Work
 from streambp_compile.passes.planning.devices import KNOWN, REFERENCE_CPU, derived, known, named
+from streambp_compile.plan.fake_steps import on_device
 from streambp_compile.report import Report
 from streambp_compile.runtime.memory_simulation import Ledger, main_device
 from streambp_compile.target_device import planned_for, target_of

@@ -91,6 +91,11 @@ def within(streaming: Streaming, total: int, reserve: int) -> Prediction:
 
 def longest_that_fits(chosen: Chosen, setting: Setting, progress: Progress) -> Longest:
     """Lengths are tried until one takes all but a hundredth of what is there."""
+    if setting.source.fixed:
+        raise ValueError(
+            f"The longest sequence is unknown, because the function {setting.source.title} takes no tokens. "
+            "Add a parameter tokens to it, and make inputs of that length."
+        )
     memory, reserve = memory_of(chosen, setting.device)
     room = memory - reserve - setting.state.bytes
     ways: list[Callable[[Setting], Prediction]] = []
@@ -126,6 +131,11 @@ def notes_of(streaming: Streaming) -> list[str]:
         f"A region runs unchunked, and its seconds are missing here: {refusal}"
         for refusal in streaming.deepest.refusals()
     ]
+    if setting.source.fixed:
+        found.append(
+            f"The function {setting.source.title} takes no tokens, so its inputs are as they are. Tokens a "
+            "second are of the length in the head of this table."
+        )
     positions = setting.source.positions
     if positions is not None and setting.tokens > positions:
         found.append(

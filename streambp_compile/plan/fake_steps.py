@@ -21,7 +21,7 @@ from ..passes.ir import is_tensor, value_of
 from ..passes.kernels.simulated_device import cpu_stands_for_cuda
 from ..passes.phases import summary
 from ..passes.planning.chunk_length import program_cost
-from ..passes.planning.cost_model import Cost
+from ..passes.planning.cost_model import Cost, Work
 from ..passes.planning.devices import Device
 from ..pipeline import outputs_of
 from ..planned_chain import Links, PlannedChain
@@ -55,7 +55,8 @@ def fake_device(device: Device) -> str:
 
 
 def on_device(model: nn.Module, mode, device: str) -> nn.Module:
-    """A model with its weights and buffers, built on ``meta``, made fake tensors of ``mode`` on a device."""
+    """A model built on ``meta``, with its weights, buffers and other tensors made fake tensors of ``mode`` on a
+    device."""
     made: dict[int, nn.Parameter] = {}
     with mode:
         for module in model.modules():
@@ -66,6 +67,9 @@ def on_device(model: nn.Module, mode, device: str) -> nn.Module:
             for name, value in module._buffers.items():
                 if value is not None:
                     module._buffers[name] = fake(value, device)
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    setattr(module, name, fake(value, device))
     return model
 
 
@@ -209,6 +213,14 @@ def cost_of(region, direction: str) -> Cost:
 
 def checkpointed_step(step: FakeStep, device: Device) -> tuple[StepMemory, Cost]:
     """Memory and seconds of a step of eager autograd, by the fastest attention kernel of a device."""
+    memory, work = counted_step(step)
+    kernels = dict(device.attention) or {"flash": ()}
+    costs = [work.cost(step.rows, device, kernel) for kernel in kernels]
+    return memory, min(costs, key=lambda cost: cost.seconds)
+
+
+def counted_step(step: FakeStep) -> tuple[StepMemory, Work]:
+    """Memory and work of a step of eager autograd."""
     ledger, counted = StepLedger(main_device(list(step.model.parameters()))), EagerWork(step.rows)
     with step.mode:
         for parameter in step.model.parameters():
@@ -223,6 +235,4 @@ def checkpointed_step(step: FakeStep, device: Device) -> tuple[StepMemory, Cost]
             loss = step()
             ledger.forward_ended()
             loss.backward()
-    kernels = dict(device.attention) or {"flash": ()}
-    costs = [counted.work().cost(step.rows, device, kernel) for kernel in kernels]
-    return ledger.memory(), min(costs, key=lambda cost: cost.seconds)
+    return ledger.memory(), counted.work()

@@ -33,12 +33,14 @@ class Source:
     make       (batch, tokens) → the module and its arguments, on ``meta``
     dtype      of its weights where the user says none; None leaves them as they are
     positions  the longest sequence that its configuration states, if it states one
+    fixed      its sequences have a length of their own
     """
 
     title: str
     make: Callable[[int, int], Made]
     dtype: torch.dtype | None = None
     positions: int | None = None
+    fixed: bool = False
 
 
 def source_of(text: str) -> Source:
@@ -178,4 +180,4 @@ def source_of_function(title: str, function: Callable) -> Source:
             return module, (), dict(inputs)
         return module, inputs if isinstance(inputs, tuple) else (inputs,), {}
 
-    return Source(title, make)
+    return Source(title, make, fixed="tokens" not in takes)

@@ -103,16 +103,17 @@ class Prediction:
 
 
 def checkpointing(setting: Setting, progress: Progress) -> Prediction:
-    """Plain checkpointing of every layer. Raises what eager autograd raises on fake tensors."""
+    """Plain checkpointing of every layer, or of none where there is no stack. Raises what eager autograd raises on fake tensors."""
     measured = []
     for layers in setting.depths():
-        progress(f"checkpointing, {layers} layers" if layers else "eager")
+        progress(f"eager, {layers} layers checkpointed" if layers else "eager")
         measured.append(checkpointed_step(setting.step(layers, checkpoint=True), setting.device))
     (less, little), (more, much) = measured[0], measured[-1]
     missing = setting.periods_missing()
     memory = more.deeper(missing * (more.saved - less.saved))
     cost = much + (much + little * -1) * missing
-    return Prediction("checkpointing", memory.peak, cost.seconds, cost)
+    name = "eager" if setting.stack is None else "checkpointing"
+    return Prediction(name, memory.peak, cost.seconds, cost)
 
 
 class Streaming:
