@@ -23,6 +23,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,20 +40,23 @@ from streambp_compile.plan.whole_model import Prediction, Setting, Streaming, ch
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30
 METHODS = ("checkpointing", "streambp")
-FIRST = {"checkpointing": 16_384, "streambp": 65_536}  # tokens that are tried first
+# of the tokens whose saved inputs alone would fill the memory, tried first
+START = {"checkpointing": 0.25, "streambp": 0.87}
 PAPER = {"Qwen3-8B": (20_000, 110_000), "Qwen3-14B": (9_000, 40_000), "Qwen3-32B LoRA": (5_700, 16_000)}
 
 
 def longest(method: str, shape: Shape, budget: int) -> tuple[Setting, int, Prediction]:
     """The longest sequence that the budget allows, and what a step of it takes."""
-    setting = Setting(shape.source(), named("A800"), FIRST[method], trained=shape.trained, optimizer="none")
+    setting = Setting(shape.source(), named("A800"), 1, trained=shape.trained, optimizer="none")
+    room = budget - setting.state.bytes
+    first = int(START[method] * room / (shape.layers * shape.width * 2))
     progress = Progress(8)
     ways: dict[str, Callable[[Setting], Prediction]] = {
         "checkpointing": lambda s: checkpointing(s, progress),
         "streambp": lambda s: Streaming(s, progress).default,
     }
     with simulating(setting.device):
-        found = longest_by(ways[method], setting, budget - setting.state.bytes)
+        found = longest_by(ways[method], replace(setting, tokens=first), room)
     progress.close()
     if found is None:
         sys.exit(f"{shape.title}: weights and gradients alone take {setting.state.bytes / GIB:.1f} GiB")

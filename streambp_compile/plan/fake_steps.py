@@ -55,8 +55,8 @@ def fake_device(device: Device) -> str:
 
 
 def on_device(model: nn.Module, mode, device: str) -> nn.Module:
-    """A model built on ``meta``, with its weights, buffers and other tensors made fake tensors of ``mode`` on a
-    device."""
+    """A model built on ``meta``, with its weights, buffers and other tensors made fake tensors of ``mode`` on
+    a device."""
     made: dict[int, nn.Parameter] = {}
     with mode:
         for module in model.modules():

@@ -103,7 +103,8 @@ class Prediction:
 
 
 def checkpointing(setting: Setting, progress: Progress) -> Prediction:
-    """Plain checkpointing of every layer, or of none where there is no stack. Raises what eager autograd raises on fake tensors."""
+    """Plain checkpointing of every layer, or of none where there is no stack. Raises what eager autograd
+    raises on fake tensors."""
     measured = []
     for layers in setting.depths():
         progress(f"eager, {layers} layers checkpointed" if layers else "eager")
