@@ -9,12 +9,14 @@ from torch import nn
 
 from benchmarks.memory import peak
 from streambp_compile.passes.planning.devices import REFERENCE_CPU, named
-from streambp_compile.plan.budgets import frontier, longest
+from streambp_compile.plan.budgets import all_plans, fastest_within, frontier, longest
 from streambp_compile.plan.commands import main
 from streambp_compile.plan.fake_steps import simulating
+from streambp_compile.plan.fronts import Front, draw, text_of_front, values_of_front
 from streambp_compile.plan.layer_stacks import pattern, stack_of
 from streambp_compile.plan.options import tokens_of
 from streambp_compile.plan.sources import source_of, source_of_function
+from streambp_compile.plan.tables import Answer
 from streambp_compile.plan.training import State, freeze, state_of
 from streambp_compile.plan.whole_model import Prediction, Setting, Streaming, checkpointing
 
@@ -237,3 +239,42 @@ def test_kernels_of_a_gpu_are_chosen_on_fake_tensors():
             Setting(source_of_function("step", step), named("H100"), 512, dtype=torch.bfloat16), silent
         )
         assert "attention kernel: flash (" in str(streaming.deepest.report)
+
+
+class Known:
+    """Plans as `Streaming` has them, with peaks and seconds that are known."""
+
+    levels = range(3)
+    offloaded, default = Prediction("offload", 40, 12.0), Prediction("default", 100, 10.0)
+
+    def shorter(self, part):
+        return Prediction(f"1/{part}", 30 - part, 12.0 + part)
+
+    def keeping(self, count):
+        return Prediction(f"{count} kept", 100 + 50 * count, 10.0 - count)
+
+
+@pytest.mark.parametrize(
+    "room, seconds", [(1000, 7.0), (200, 8.0), (175, 8.5), (100, 10.0), (70, 11.0), (28, 14.0), (15, 28.0)]
+)
+def test_the_fastest_plan_within_a_budget(room, seconds):
+    found = fastest_within(Known(), room)
+    assert found.seconds == pytest.approx(seconds, abs=0.01) and found.peak <= room
+    assert found.options[0][0] == "memory_budget"
+
+
+def test_no_plan_is_within_too_small_a_budget():
+    assert fastest_within(Known(), 13) is None
+
+
+def test_all_plans_are_printed_and_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plans = (Prediction("checkpointing", 300, 9.0), *all_plans(Known()))
+    front = Front(Answer(setting(), 200, 0, ()), plans, tuple(frontier(list(plans))))
+    assert [p.name for p in front.best[-3:]] == ["1 kept", "2 kept", "3 kept"]
+    lines = text_of_front(front).splitlines()
+    assert any(line.startswith("checkpointing  ") and "*" not in line for line in lines)
+    assert any(line.startswith("3 kept") and "*" in line and "█" in line for line in lines)
+    assert sum(p["best"] for p in values_of_front(front)["plans"]) == len(front.best)
+    draw([front], str(tmp_path / "front.svg"))
+    assert (tmp_path / "front.svg").read_text().count("<svg") == 1
