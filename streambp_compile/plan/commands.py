@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..passes.phases import summary
@@ -26,14 +27,12 @@ Chosen = argparse.Namespace
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answer on stdout. Returns the exit status: 2 where the question makes no sense."""
-    chosen = parser().parse_args(arguments)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # torch's, about what it compiles
-    progress = Progress(8)
+    chosen, progress = parser().parse_args(arguments), Progress(8)
     asked = "longest" if chosen.longest else "pareto" if chosen.pareto is not None else "plan"
     answer, text, values = WAYS[asked]
     try:
-        answers = [answer(chosen, setting, progress) for setting in settings_of(chosen)]
+        with quiet():
+            answers = [answer(chosen, setting, progress) for setting in settings_of(chosen)]
         if chosen.pareto and asked == "pareto":
             draw(answers, chosen.pareto)
     except ValueError as error:
@@ -47,6 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print("\n\n".join(map(text, answers)))
     return 0
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of libraries about what they compile."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def answered(chosen: Chosen, setting: Setting, progress: Progress) -> Answer:
@@ -98,16 +110,18 @@ def longest_that_fits(chosen: Chosen, setting: Setting, progress: Progress) -> L
         )
     memory, reserve = memory_of(chosen, setting.device)
     room = memory - reserve - setting.state.bytes
-    ways: list[Callable[[Setting], Prediction]] = []
-    if not chosen.no_checkpointing:
-        ways.append(lambda s: checkpointing(s, progress))
-    ways.append(lambda s: Streaming(s, progress).default)
+    ways: list[Callable[[Setting], Prediction]] = [lambda s: Streaming(s, progress).default]
     if chosen.offload:
         ways.append(lambda s: Streaming(s, progress).offloaded)
+    notes = [ESTIMATES, f"The longest takes at least {1 - CLOSE:.0%} of what a step may take"]
     with simulating(setting.device):
+        beaten = None if chosen.no_checkpointing else beside(setting, progress)
+        if isinstance(beaten, str):
+            notes.append(beaten)
+        elif beaten is not None:
+            ways.insert(0, lambda s: checkpointing(s, progress))
         found = tuple(longest_by(way, setting, room) for way in ways)
-    note = f"The longest takes at least {1 - CLOSE:.0%} of what a step may take"
-    return Longest(Answer(setting, memory, reserve, (), (ESTIMATES, note)), found)
+    return Longest(Answer(setting, memory, reserve, (), tuple(notes)), found)
 
 
 def longest_by(

@@ -162,6 +162,7 @@ class StreamedStep:
             chains[-1].compiled()
             return lambda *_: (torch.zeros(()),)
 
+        internals.ignore_library_logging()  # this package may be older than the libraries
         torch.compiler.reset()
         with step.mode, warnings.catch_warnings(), errors_of_models():
             warnings.simplefilter("ignore")  # the report holds them

@@ -49,11 +49,14 @@ def source_of(text: str) -> Source:
 
     Raises ValueError where there is none.
     """
-    path, (name, _, function) = Path(text), text.rpartition(":")[::1]
+    path, (name, _, function) = Path(text), text.rpartition(":")
     if name and function.isidentifier() and not path.exists():
         return source_of_function(text, function_of(name, function))
     if path.exists():
-        return source_of_config(config_of_file(path / "config.json" if path.is_dir() else path), path.stem)
+        file = (path / "config.json" if path.is_dir() else path).resolve()
+        return source_of_config(
+            config_of_file(file), file.parent.name if file.stem == "config" else file.stem
+        )
     if text.endswith(".json") or os.sep in text:
         raise ValueError(f"The file {text!r} does not exist. Name a config.json, or a folder that holds one.")
     return source_of_config(config_of_name(text), text)
