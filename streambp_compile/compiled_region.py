@@ -428,7 +428,13 @@ class CompiledRegion:
         if driver is not None:
             return driver
         with internals.disable_current_modes():  # the first backward may be that of a memory simulation
-            return internals.compile_graph(module, inputs, is_backward=True)
+            run = internals.compile_graph(module, inputs, is_backward=True)
+
+        def take(args: list) -> list:
+            with within(InRegion(self.report, "backward")):
+                return run(args)
+
+        return boxed(Driver("unchunked_backward", take))
 
     def compile_inference(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
         if not self.streams(module, len(outputs_of(module)), 0):

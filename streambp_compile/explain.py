@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import internals
 from .config import Config
+from .page.files import trace
 from .passes.phases import summary
 from .report import Report
 from .runtime.memory_simulation import simulate, without_data
@@ -48,6 +49,7 @@ def explain(
 
     torch.compile(fn, backend=backend)(*args, **kwargs)
     predict(report)
+    trace(report)
     return report
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import pickle
 import pickletools
 import re
@@ -17,6 +18,7 @@ from streambp_compile import explain
 from streambp_compile.page import html
 from streambp_compile.page.areas import Area, Holders
 from streambp_compile.page.data import data_of
+from streambp_compile.page.files import trace
 from streambp_compile.page.memory import chosen
 from streambp_compile.page.snapshot import Addresses
 
@@ -201,6 +203,24 @@ def test_a_report_without_a_predicted_peak_has_no_timeline(interpreted, tmp_path
         report.save(tmp_path / "timeline.pdf")
     report.save(tmp_path / "report.html")
     assert data_of(report)["memory"] is None
+
+
+def test_the_structured_trace_receives_the_data_of_the_page(report):
+    records = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            records.append((record.metadata, record.payload))
+
+    handler, log = Handler(), torch._logging._internal.trace_log
+    log.addHandler(handler)
+    try:
+        trace(report)
+    finally:
+        log.removeHandler(handler)
+    found = {m["artifact"]["name"]: (m["artifact"], payload) for m, payload in records if "artifact" in m}
+    artifact, payload = found["streambp_report_data"]
+    assert artifact["encoding"] == "json" and json.loads(payload) == json.loads(json.dumps(data_of(report)))
 
 
 def test_an_ordinary_simulation_is_not_watched(report):

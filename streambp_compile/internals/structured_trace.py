@@ -10,6 +10,18 @@ from collections.abc import Callable
 from torch._logging import trace_structured
 
 
-def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write a text to the structured trace, which ``tlparse`` shows."""
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+def trace_artifact(
+    name: str, text: Callable[[], str], encoding: str = "string", compiling: bool = True
+) -> None:
+    """Write a text to the structured trace, which ``tlparse`` shows.
+
+    text       is made only if somebody listens
+    encoding   ``"string"`` or ``"json"``
+    compiling  belongs to what Dynamo compiles now
+    """
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=text,
+        expect_trace_id=compiling,
+    )

@@ -6,18 +6,18 @@ import enum
 import linecache
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from ..passes.ir import Binding, BindingRole, Body, Summed, ancestors, op_name, rank_of, where_of
+from ..passes.ir import Binding, BindingRole, Summed, ancestors, op_name, rank_of, where_of
 from ..pipeline import Schedule, StreamedRegion, is_one_number
 from ..report import RegionReport
 from ..runtime.memory_timeline import Allocation
 from ..runtime.offload import Offloaded
-from ..runtime.places import InBackward, InRegion, InSweep
+from ..runtime.places import InBackward, InLink, InRegion, InSweep
 from ..runtime.runner import Chunk
 
 
@@ -75,9 +75,22 @@ class Position:
         return self.last(InBackward) is not None
 
     @property
+    def report(self) -> RegionReport | None:
+        place = self.last(InRegion) or self.last(InLink)
+        return place.region if place and isinstance(place.region, RegionReport) else None
+
+    @property
     def region(self) -> StreamedRegion | None:
-        driver = self.last(InRegion)
-        return driver.region.streamed if driver and isinstance(driver.region, RegionReport) else None
+        return self.report.streamed if self.report and self.last(InRegion) else None
+
+    @property
+    def graph(self) -> Graph | None:
+        """The graph that runs: a chunk body, or an unchunked region's joint graph."""
+        schedule, sweep = self.schedule, self.last(InSweep)
+        if schedule is not None and sweep is not None:
+            return schedule.bodies[sweep.step].graph.graph
+        joint = self.report.joint if self.report is not None and self.region is None else None
+        return None if joint is None else joint.graph
 
     @property
     def direction(self) -> str:
@@ -104,30 +117,40 @@ class Position:
         return ", ".join(parts)
 
 
-@dataclass
 class Holders:
     """Finds what holds an allocation; equal places are looked at once."""
 
-    found: dict[object, Holder] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.found: dict[object, Holder] = {}
+        self.lines: dict[tuple[int, str], str] = {}
 
     def of(self, allocation: Allocation) -> Holder:
         key = (*map(id, allocation.places), allocation.op, allocation.line, allocation.scratch)
         if key not in self.found:
-            self.found[key] = holder_of(allocation)
+            self.found[key] = self.holder_of(allocation)
         return self.found[key]
 
+    def holder_of(self, allocation: Allocation) -> Holder:
+        at = Position(allocation.places)
+        again = at.in_backward and at.direction == "forward"
+        binding, node = at.last(Binding), at.last(Node)
+        if binding is not None and binding.source is not None:
+            return of_value(area_of_binding(binding, at), binding.source, binding.output, at, again)
+        if node is not None:
+            return of_value(area_at_full_length(node, at), node, None, at, again)
+        area = area_of_chunk(at) if at.last(Chunk) is not None else area_of_rest(at)
+        where = self.line_of(operator_text(allocation), at.graph)
+        return Holder(area, name_of(allocation), "", where, at.stage, again)
 
-def holder_of(allocation: Allocation) -> Holder:
-    at = Position(allocation.places)
-    again = at.in_backward and at.direction == "forward"
-    binding, node = at.last(Binding), at.last(Node)
-    if binding is not None and binding.source is not None:
-        return of_value(area_of_binding(binding, at), binding.source, binding.output, at, again)
-    if node is not None:
-        return of_value(area_at_full_length(node, at), node, None, at, again)
-    if at.last(Chunk) is not None:
-        return in_chunk(allocation, at, again)
-    return Holder(area_of_rest(at), operator_text(allocation), stage=at.stage, recomputed=again)
+    def line_of(self, operator: str, graph: Graph | None) -> str:
+        """The user's line of an operator, if all its calls in a graph are of the same."""
+        if graph is None:
+            return ""
+        key = (id(graph), operator)
+        if key not in self.lines:
+            lines = {where_of(n) for n in graph.nodes if op_name(n) == operator}
+            self.lines[key] = lines.pop() if len(lines) == 1 else ""
+        return self.lines[key]
 
 
 def of_value(area: Area, node: Node, output: int | None, at: Position, again: bool) -> Holder:
@@ -179,31 +202,27 @@ def area_of_chunk(at: Position) -> Area:
 def area_of_rest(at: Position) -> Area:
     if at.last(Offloaded) is not None:
         return Area.INPUTS
-    if at.last(InRegion) is None:
+    if at.region is None:
         return Area.PLAIN
     return Area.HIDDEN_GRADIENTS if at.direction == "backward" else Area.FULL
 
 
-def in_chunk(allocation: Allocation, at: Position, again: bool) -> Holder:
-    """What a chunk body allocates by itself, with the user's line where its operator stands on one alone."""
-    name = operator_text(allocation)
-    sweep, schedule = at.last(InSweep), at.schedule
-    where = line_of(name, schedule.bodies[sweep.step]) if sweep and schedule else ""
-    text = f"{name} (inside the kernel)" if allocation.scratch else name
-    return Holder(area_of_chunk(at), text, "", where, at.stage, again)
-
-
-def line_of(operator: str, body: Body) -> str:
-    """The user's line of an operator, if all its calls in a body are of the same."""
-    lines = {where_of(n) for n in body.graph.graph.nodes if op_name(n) == operator}
-    return lines.pop() if len(lines) == 1 else ""
+def name_of(allocation: Allocation) -> str:
+    """The operator that made a buffer, or the kernel that takes it while it runs."""
+    if not allocation.scratch:
+        return operator_text(allocation)
+    kernel = op_text(allocation.op).removeprefix("_scaled_dot_product_")
+    return f"{kernel} (inside the kernel)"
 
 
 def operator_text(allocation: Allocation) -> str:
     """``mm``; in code of Inductor, what first writes the buffer."""
-    if allocation.line is not None:
-        return written_by(*allocation.line)
-    return allocation.op.split(".")[1] if "." in allocation.op else allocation.op
+    return op_text(allocation.op) if allocation.line is None else written_by(*allocation.line)
+
+
+def op_text(op: str) -> str:
+    """``mm`` of ``aten.mm.default``."""
+    return op.split(".")[1] if "." in op else op
 
 
 CALLED = re.compile(

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from .. import internals
 from ..report import Report
 from ..runtime.memory_timeline import Timeline
 from .data import data_of
@@ -32,7 +33,15 @@ def save_page(reports: Reports, names: Sequence[str], path: Path) -> None:
 
 
 def save_data(reports: Reports, names: Sequence[str], path: Path) -> None:
-    path.write_text(json.dumps({"names": list(names), "reports": [data_of(r) for r in reports]}))
+    data = {"names": list(names), "reports": [data_of(r) for r in reports]}
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def trace(report: Report) -> None:
+    """Put the data of the page into the structured trace, if somebody listens."""
+    internals.trace_artifact(
+        "streambp_report_data", lambda: json.dumps(data_of(report), indent=1), "json", compiling=False
+    )
 
 
 def save_snapshot(reports: Reports, names: Sequence[str], path: Path) -> None:

@@ -234,11 +234,11 @@ function triangle(keys) {
     draw("rect", { width: side, height: side, fill: "#eef1f4" }));
   for (const [start, stop, first, last] of keys.chunks) {
     const box = { y: start * scale, height: (stop - start) * scale, stroke: "#fff", "stroke-width": keys.chunks.length > 40 ? 0 : 0.6 };
-    const inner = Math.min(last, start);
-    if (inner > first) svg.append(draw("rect", { ...box, x: first * scale, width: (inner - first) * scale, fill: "#59a14f" }));
-    svg.append(draw("rect", { ...box, x: Math.max(first, start) * scale, width: (last - Math.max(first, start)) * scale, fill: "#9ad18b" }));
+    for (const [from, to, fill] of [[first, Math.min(last, start), "#59a14f"], [start, stop, "#9ad18b"], [Math.max(first, stop), last, "#59a14f"]]) {
+      if (to > from) svg.append(draw("rect", { ...box, x: from * scale, width: (to - from) * scale, fill }));
+    }
   }
-  const text = `queries ↓, keys →. Dark: keys before the chunk; light: the chunk's own; grey: pruned.`;
+  const text = `queries ↓, keys →. Light: a chunk's own keys; dark: other keys that it reads; grey: pruned.`;
   return make("figure", { title: text }, svg, make("div", {}, `${(100 * keys.read).toFixed(0)} % of blocks read, keys ${keys.reach}`),
     make("div", {}, keys.proof));
 }

@@ -54,13 +54,16 @@ def trace_of(timeline: Timeline, device: int) -> tuple[list[Event], Event]:
     """The events of one step, and the segment that they take memory from."""
     events = [unknown()]
     heap, holders, places = Addresses(), Holders(), dict[int, int]()
+    known: dict[object, list[Event]] = {}  # equal stacks are written once
     for moment, index, begins in changes(timeline):
         allocation = timeline.allocations[index]
         holder = holders.of(allocation)
         if begins:
             places[index] = heap.take(allocation.bytes)
         event = {"addr": places[index], "size": allocation.bytes, "stream": 0, "time_us": moment}
-        event |= {"category": str(holder.area), "frames": frames(allocation, holder)}
+        stack = (holder, allocation.link, allocation.shape, allocation.dtype)
+        known.setdefault(stack, frames(allocation, holder))
+        event |= {"category": str(holder.area), "frames": known[stack]}
         for action in ("alloc",) if begins else ("free_requested", "free_completed"):
             events.append({"action": action, **event})
         if not begins:

@@ -141,7 +141,9 @@ class Recorder(Ledger):
         super().use(scratch)
         if scratch:
             self.ends[len(self.allocations)] = self.moment + 1
-            self.add(Allocation(scratch, self.moment, -1, *self.here(), str(self.running), scratch=True))
+            line = internals.generated_line()
+            kernel = str(self.running)
+            self.add(Allocation(scratch, self.moment, -1, *self.here(), kernel, line=line, scratch=True))
             self.moment += 1
 
     def timeline(self) -> Timeline:
