@@ -15,10 +15,12 @@ from .aten_graphs import LIFTS, before_autograd, capture, captured_after, decomp
 from .body_inputs import BodyInputs
 from .chunk_bodies import body_options, compile_body
 from .distributed import (
+    Engine,
     apart_from_ddp,
+    freed_by,
     is_ddp_piece,
-    is_freed_after_forward,
     is_fsdp_hook,
+    is_sharded,
     keep_ddp_graphs_whole,
 )
 from .dynamo import (
@@ -31,6 +33,7 @@ from .dynamo import (
     enter_autocast,
     enter_map,
     exit_autocast,
+    forget_dynamic_sizes,
     graph_break,
     ignore_library_logging,
     ignore_library_logging_from_now_on,
@@ -69,6 +72,7 @@ from .structured_trace import trace_artifact
 __all__ = [
     "BodyInputs",
     "DisableTorchFunctionSubclass",
+    "Engine",
     "FakeTensorMode",
     "GraphBreak",
     "HigherOrderOperator",
@@ -97,6 +101,8 @@ __all__ = [
     "exit_autocast",
     "faked",
     "floats_are_tensors",
+    "forget_dynamic_sizes",
+    "freed_by",
     "generated",
     "graph_break",
     "graph_is_kept",
@@ -110,9 +116,9 @@ __all__ = [
     "is_compiled_backward",
     "is_ddp_piece",
     "is_fake",
-    "is_freed_after_forward",
     "is_fsdp_hook",
     "is_hook",
+    "is_sharded",
     "is_traceable_wrapper_subclass",
     "is_transform",
     "is_unbacked",
