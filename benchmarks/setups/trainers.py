@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -29,41 +30,47 @@ def weights(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: p.detach() - before[n] for n, p in model.named_parameters()}
 
 
-def trained_by(way: Way, train, **sizes: object) -> Job:
-    """A job of a function that trains a model on sequences of so many tokens."""
+def trained_by(way: Way, train, build: Callable[[], nn.Module] = llama) -> Job:
+    """A job of a function that trains a model on sequences of so many tokens.
+
+    build  makes the model, the same in every call
+    """
     models = []
 
     def step(length: int) -> None:
-        models[:] = [llama(**sizes)]
+        models[:] = [build()]
         train(models[0], way, length)
 
-    before = {n: p.detach().clone() for n, p in llama(**sizes).named_parameters()}
+    before = {n: p.detach().clone() for n, p in build().named_parameters()}
     return Job(step, lambda: weights(models[0], before))
 
 
 def hugging_face(model: nn.Module, way: Way, length: int, evaluated: bool = False, **options: object) -> None:
     """`transformers.Trainer`, made to stream by `enable`."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=BATCH,
-            num_train_epochs=1,
-            learning_rate=0.1,
-            optim="sgd",
-            max_grad_norm=0,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            gradient_checkpointing=way is Way.CHECKPOINTED,
-            **options,
-        )
+        arguments = arguments_in(folder, gradient_checkpointing=way is Way.CHECKPOINTED, **options)
         trainer = Trainer(model, arguments, train_dataset=rows(length), eval_dataset=rows(length, 2))
         if way is Way.STREAMED:
             enable(trainer, **STREAMING["options"])
         trainer.train()
         if evaluated:
             trainer.evaluate()
+
+
+def arguments_in(folder: str, **options: object) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=BATCH,
+        num_train_epochs=1,
+        learning_rate=0.1,
+        optim="sgd",
+        max_grad_norm=0,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
 
 
 def accelerate(model: nn.Module, way: Way, length: int) -> None:
