@@ -7,7 +7,7 @@
 #   make test-all     all tests, and those of whole models again with every chunk body compiled
 #   make lint         formatting and static checks
 #
-#   make test-trainers   the tests with PEFT, Accelerate, TRL and Lightning, in an environment of their own
+#   make test-trainers   the tests with PEFT, Accelerate, TRL, Lightning and DeepSpeed, in an environment of their own
 #
 # And, with neither a GPU nor CUDA installed (docs/testing-without-a-gpu.md):
 #

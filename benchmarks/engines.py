@@ -4,6 +4,7 @@ eagerly, with activation checkpointing and streamed.
     python -m benchmarks.engines                      # all setups whose packages are installed
     python -m benchmarks.engines --only "FSDP2*"      # some
     python -m benchmarks.engines --lengths 97,61,80   # over these lengths
+    python -m benchmarks.engines --only "FSDP2*" --save   # renews these rows of the saved table
 
 Chunk bodies are interpreted: compiling them takes minutes, and changes neither gradients nor peaks by much.
 """
@@ -14,13 +15,24 @@ import argparse
 import fnmatch
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .ranks import Ranks
 from .setups.measurement import Row, measured
 from .tables import MIB, markdown
 
-FAMILIES = {"ddp": 2, "fsdp2": 2, "compilation": 1, "adapters": 1, "trainers": 1}  # processes of each
+# Processes of each family of setups.
+FAMILIES = {
+    "ddp": 2,
+    "fsdp2": 2,
+    "deepspeed_zero": 2,
+    "parallel": 2,
+    "compilation": 1,
+    "adapters": 1,
+    "trainers": 1,
+    "trl_trainers": 1,
+}
 RESULTS = Path(__file__).parent / "results" / "engines.md"
 HEADS = (
     "setup",
@@ -53,7 +65,12 @@ def setups_of(family: str) -> dict:
         return {}
 
 
-def cells(name: str, row: Row) -> list[str]:
+def reasons(family: str) -> dict[str, str]:
+    """Why something does not stream, of setups where this package has nothing to say about it."""
+    return getattr(importlib.import_module(f"benchmarks.setups.{family}"), "REASONS", {})
+
+
+def cells(name: str, row: Row, reason: str) -> list[str]:
     def text(counts: dict[str, int]) -> str:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
 
@@ -67,7 +84,7 @@ def cells(name: str, row: Row) -> list[str]:
         text(row.expected),
         f"{row.peak / MIB:.1f}",
         f"{row.checkpointed / MIB:.1f}",
-        "; ".join(note.removeprefix("streambp: ").split(". ")[0] for note in row.notes) or "nothing",
+        "; ".join(note.removeprefix("streambp: ").split(". ")[0] for note in row.notes) or reason,
     ]
 
 
@@ -83,7 +100,8 @@ def run(pattern: str, lengths: Sequence[int]) -> list[list[str]]:
         ranks = Ranks(world) if names else None
         for name in names:
             try:
-                table.append(cells(name, worst(ranks.run(row_of, family, name, lengths))))
+                row = joined(ranks.run(row_of, family, name, lengths))
+                table.append(cells(name, row, reasons(family).get(name, "nothing")))
             except TimeoutError as error:
                 table.append(failed(name, error))
                 ranks = Ranks(world)
@@ -95,9 +113,15 @@ def run(pattern: str, lengths: Sequence[int]) -> list[list[str]]:
     return table
 
 
-def worst(rows: Sequence[Row]) -> Row:
-    """The row of the process with the largest error."""
-    return max(rows, key=lambda row: row.error)
+def joined(rows: Sequence[Row]) -> Row:
+    """One row for all processes: of the one with the largest error, with all that any of them says. The stages
+    of a pipeline have different layers, and one of them has the head."""
+    return replace(
+        max(rows, key=lambda row: row.error),
+        layers=all(row.layers for row in rows),
+        head=any(row.head for row in rows),
+        notes=tuple(dict.fromkeys(note for row in rows for note in row.notes)),
+    )
 
 
 def main() -> None:
@@ -107,19 +131,36 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     chosen = parser.parse_args()
     lengths = [int(n) for n in chosen.lengths.split(",")]
-    text = markdown(HEADS, run(chosen.only, lengths))
-    print(text)
+    rows = run(chosen.only, lengths)
+    print(markdown(HEADS, rows))
     if chosen.save:
-        RESULTS.write_text(f"{PREFACE.format(lengths=lengths)}\n\n{text}\n")
+        save(rows, lengths)
+
+
+def save(rows: Sequence[list[str]], lengths: Sequence[int]) -> None:
+    """Write the table. Rows of other setups stay as they were saved."""
+    known = {row[0]: row for row in (*saved(), *rows)}
+    order = [name for family in FAMILIES for name in setups_of(family)]
+    names = sorted(known, key=lambda n: order.index(n) if n in order else len(order))
+    table = markdown(HEADS, [known[n] for n in names])
+    RESULTS.write_text(f"{PREFACE.format(lengths=lengths)}\n\n{table}\n")
+
+
+def saved() -> list[list[str]]:
+    """The rows of the saved table, as they were written."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return rows[2:]
 
 
 PREFACE = """# Engines and trainers
 
 `python -m benchmarks.engines --save`: sequences of {lengths} tokens in chunks of 16, small models on a CPU,
 chunk bodies interpreted. *error*: the largest relative error of a parameter's gradient (of its change after
-two steps, for trainers) against the same setup without streaming. Decoders of this repository are in float64;
+two steps, for trainers and DeepSpeed) against the same setup without streaming. Decoders of this repository are in float64;
 models of Hugging Face compute norms and losses in float32, which is an error of about 1e-7 by itself.
-*layers*, *head*: do all layers, and the head with its loss, stream? *collectives*: of one step."""
+*layers*, *head*: do all layers, and the head with its loss, stream? *collectives*: of one step. *what it
+says*: every warning, and in parentheses what is known of a part that does not stream without one."""
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
 from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
-from .passes.ir import Refusal, bytes_of, copied, hint, where_of
+from .passes.ir import CannotStream, Refusal, bytes_of, copied, hint, where_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
 from .pipeline import outputs_of
@@ -97,6 +97,15 @@ TRANSFORMED = Refusal(
 )
 
 
+SHARDED = Refusal(
+    "torch.distributed.tensor.DTensor",
+    "The graph computes with DTensors (tensor parallel layers, or a weight that is sharded), and chunks are "
+    "compiled for plain tensors",
+    "Compile functions that get plain tensors, such as head and loss, and call to_local() or full_tensor() "
+    "outside of them",
+)
+
+
 class Chain:
     """Compiles one Dynamo graph. The result is a function of the graph's inputs."""
 
@@ -126,7 +135,8 @@ class Chain:
             self.report.notes.append(f"note: {text}.")
 
     def compiled(self) -> Callable:
-        """The chain; or, if a defect of ours stands in its way, the given graph through Inductor alone."""
+        """The chain; or, if DTensors or a defect of ours stand in its way, the given graph through Inductor
+        alone."""
         try:
             return self.chained()
         except (*internals.NO_DEFECTS, OverBudget):
@@ -139,7 +149,9 @@ class Chain:
         call = internals.compile_plainly(self.given, self.example_inputs, self.config.mode)
         whole = RegionReport(self.given, refusal=refusal)
         self.report.add(self.given, [whole], (), call, self.example_inputs)
-        self.refuse(refusal, None)
+        values = (fake_of(n) for n in self.given.graph.nodes if n.op != "placeholder")
+        largest = max((bytes_of(v) for v in values if isinstance(v, torch.Tensor)), default=None)
+        self.refuse(refusal, largest)
         return call
 
     def rewritten(self) -> GraphModule:
@@ -173,7 +185,10 @@ class Chain:
         return Cut(axes, updates, views, regions, lazy)
 
     def chained(self) -> Callable:
-        """The regions, compiled and linked. Raises `CannotStream` where a defect stands in the way."""
+        """The regions, compiled and linked. Raises `CannotStream` for DTensors and where a defect stands in
+        the way."""
+        if any(map(internals.is_sharded, map(fake_of, self.given.graph.nodes))):
+            raise CannotStream(SHARDED)
         with time_limit(self.config.analysis_seconds, self.hint):
             self.module = self.rewritten()
             self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
@@ -296,12 +311,20 @@ class Chain:
                     f"{broken.remedy.rstrip('.') or 'none'}"
                 )
 
-    def hint_at_freed_weights(self, cost: int) -> None:
-        """Tell that FSDP2 leaves no weights for logits that are read later."""
+    def hint_at_freed_weights(self, cost: int, engine: internals.Engine) -> None:
+        """Tell that an engine leaves no weights for logits that are read later."""
+        remedy = (
+            "Pass reshard_after_forward=False to fully_shard for the module that holds the head, or compute "
+            "the loss inside of that module"
+        )
+        if engine is internals.Engine.ZERO3:
+            remedy = (
+                "Pass the class of your layers, and that of a module which computes logits and loss, to "
+                "deepspeed.utils.set_z3_leaf_modules"
+            )
         self.hint(
-            "FSDP2 frees the weight of the head when the forward ends, so the logits are computed at once "
-            f"and take {mebibytes(cost)} at full length. Pass reshard_after_forward=False to fully_shard "
-            "for the module that holds the head, or compute the loss inside the compiled function"
+            f"{engine.value} frees the weight of the head when its forward ends, so the logits are computed "
+            f"at once and take {mebibytes(cost)} at full length. {remedy}"
         )
 
     def hint(self, text: str) -> None:

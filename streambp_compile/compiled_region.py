@@ -34,6 +34,7 @@ from .passes.kernels.products import scale_
 from .passes.kernels.simulated_device import device_type
 from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.planning.choices import DEFAULT, Choices
+from .passes.rules import CostClass, cost_of, find_rule, is_product
 from .passes.split import Region
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import NotStreamed, RegionReport, StreamHint, mebibytes
@@ -49,6 +50,9 @@ HELP = {
     PositionsIncrease: "Number the tokens of each packed sequence in ascending order.",
     MaskedOutsideBand: "Make causal masks by torch.tril or is_causal=True inside the compiled function.",
 }
+
+
+WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
 
 
 class NothingToStream(CannotStream):
@@ -226,7 +230,7 @@ class CompiledRegion:
             if isinstance(refused, Abandoned):
                 internals.log.debug("streaming a region failed", exc_info=True)
             self.report.refusal = refusal_of(refused, "", "region", self.module)
-            if not isinstance(refused, NothingToStream):
+            if not isinstance(refused, NothingToStream) and not self.is_fragment(graph_module):
                 self.refuse(self.report.refusal, self.whole_cost(graph_module))
             if self.written_out():
                 raise TraceAgain from None
@@ -383,6 +387,15 @@ class CompiledRegion:
         ends = (fake_of(n) for n in (*self.inputs, *self.region.outputs))
         widest = max((bytes_of(e) for e in ends if isinstance(e, torch.Tensor)), default=0)
         return self.whole_cost(graph_module) <= widest
+
+    def is_fragment(self, graph_module: GraphModule) -> bool:
+        """Is this a piece between graph breaks that takes no more memory than what goes in and out?
+
+        It has no products, and Inductor fuses the rest.
+        """
+        calls = [n for n in graph_module.graph.nodes if n.op == "call_function"]
+        cheap = (cost_of(n) in WITHOUT_MEMORY or find_rule(n) and not is_product(n) for n in calls)
+        return self.costs_nothing(graph_module) and all(cheap)
 
     def whole_cost(self, graph_module: GraphModule) -> int:
         return max(

@@ -60,7 +60,7 @@ class Later:
     compile: Callable[[], Callable]
     recordable: LazyRegion
     returned: frozenset[Node]
-    freed: Callable[[], None]
+    freed: Callable[[internals.Engine], None]
 
     def result(self, state: State, ready: dict[Node, Callable]) -> torch.Tensor:
         node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
@@ -71,8 +71,9 @@ class Later:
                 ready[node] = self.compile()
             return ready[node](*given)[0]
 
-        if any(isinstance(v, torch.nn.Parameter) and internals.is_freed_after_forward(v) for v in given):
-            self.freed()
+        engines = [internals.freed_by(v) for v in given if isinstance(v, torch.nn.Parameter)]
+        for engine in filter(None, engines):
+            self.freed(engine)
             return compute()
         sizes = Sizes(dict(zip(inputs, given)), fake_of)
         shape = tuple(sizes(s) for s in fake_of(node).shape)

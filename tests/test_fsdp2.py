@@ -58,4 +58,4 @@ def test_only_hooks_of_fsdp_are_recognised():
     from streambp_compile import internals
 
     assert not internals.is_fsdp_hook(lambda gradient: None)
-    assert not internals.is_freed_after_forward(torch.nn.Parameter(torch.ones(2)))
+    assert internals.freed_by(torch.nn.Parameter(torch.ones(2))) is None

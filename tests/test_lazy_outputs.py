@@ -444,7 +444,6 @@ def test_gradients_pass_by_what_is_written_without_them(model, write):
     assert worst_error(ours[1], truth[1]) < EXACT
 
 
-@CONSTANT
 def test_lengths_share_what_was_compiled(model):
     def step(ids):
         logits = model.step(ids)[:, -(ids.shape[1] - 3) :] / 1.3

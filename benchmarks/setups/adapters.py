@@ -14,9 +14,9 @@ from .decoder import VOCABULARY, ids_of
 from .measurement import Job, Way, gradients
 
 
-def llama(**options: object) -> nn.Module:
+def llama(kind: str = "LlamaForCausalLM", **options: object) -> nn.Module:
     """A small Llama in float64, the same weights in every call. Its norms compute in float32 all the same."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
     sizes = dict(
@@ -32,13 +32,16 @@ def llama(**options: object) -> nn.Module:
         eos_token_id=1,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **options})).double()
+    return getattr(transformers, kind)(transformers.LlamaConfig(**{**sizes, **options})).double()
 
 
-def adapted(way: Way, config: Callable, disabled: bool = False) -> Job:
-    """A Llama with an adapter, and a gradient of its base where the adapter is disabled."""
+def adapted(way: Way, config: Callable, disabled: bool = False, checkpoints: bool = True) -> Job:
+    """A Llama with an adapter, and a gradient of its base where the adapter is disabled.
+
+    checkpoints  does the adapter go with activation checkpointing?
+    """
     base = llama()
-    if way is Way.CHECKPOINTED:
+    if way is Way.CHECKPOINTED and checkpoints:
         base.gradient_checkpointing_enable({"use_reentrant": False})
         base.enable_input_require_grads()
     model = peft.get_peft_model(base, config(task_type="CAUSAL_LM")).double()
@@ -83,5 +86,11 @@ SETUPS = {
     "PEFT, trainable tokens": of(peft.TrainableTokensConfig, token_indices=[1, 2, 3]),
     "PEFT, prompt tuning": of(peft.PromptTuningConfig, num_virtual_tokens=8),
     "PEFT, P-tuning": of(peft.PromptEncoderConfig, num_virtual_tokens=8, encoder_hidden_size=32),
-    "PEFT, prefix tuning": of(peft.PrefixTuningConfig, num_virtual_tokens=8),
+    "PEFT, prefix tuning": functools.partial(
+        adapted,
+        config=functools.partial(peft.PrefixTuningConfig, num_virtual_tokens=8),
+        checkpoints=False,  # which PEFT refuses
+    ),
 }
+
+REASONS = {"PEFT, DoRA": "(PEFT breaks the graph in every layer)"}

@@ -37,14 +37,18 @@ class Decoder(nn.Module):
     checkpointed  with activation checkpointing per layer
     tied          head and embedding are one weight
     unused        a layer whose parameters get no gradient
+    joined        head and loss are one module
     """
 
-    def __init__(self, checkpointed: bool = False, tied: bool = False, unused: bool = False):
+    def __init__(
+        self, checkpointed: bool = False, tied: bool = False, unused: bool = False, joined: bool = False
+    ):
         super().__init__()
         self.checkpointed = checkpointed
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList([Block() for _ in range(LAYERS)])
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm, self.joined = nn.RMSNorm(WIDTH), joined
+        self.head = HeadAndLoss() if joined else nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight
         if unused:
@@ -57,7 +61,18 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return next_token_loss(self.head(self.hidden(ids)), ids)
+        hidden = self.hidden(ids)
+        return self.head(hidden, ids) if self.joined else next_token_loss(self.head(hidden), ids)
+
+
+class HeadAndLoss(nn.Linear):
+    """The logits exist inside of its forward only."""
+
+    def __init__(self):
+        super().__init__(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return next_token_loss(super().forward(x), ids)
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:

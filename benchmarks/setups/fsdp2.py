@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from .decoder import Decoder, decoder, ids_of, next_token_loss
 from .measurement import STREAMING, Job, Way, gradients, streamed
@@ -86,6 +86,17 @@ SETUPS = {
     "FSDP2, all resharded": functools.partial(fsdp2, root=RESHARDED),
     "FSDP2, head in a group of its own": functools.partial(fsdp2, head={}),
     "FSDP2, head in a group that is kept": functools.partial(fsdp2, head=KEPT),
+    "FSDP2, head with its loss in a group of its own": functools.partial(
+        fsdp2, head={}, model={"joined": True}
+    ),
+    "FSDP2, mixed precision": functools.partial(fsdp2, mp_policy=MixedPrecisionPolicy(torch.float32)),
+    "FSDP2, CPU offload": functools.partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "FSDP2, gradient accumulation": functools.partial(fsdp2, micro_batches=2),
     "FSDP2, tied weights": functools.partial(fsdp2, model={"tied": True}),
+}
+
+REASONS = {
+    "FSDP2, layers compiled one by one": "(head and loss are not compiled)",
+    "FSDP2, head in a group of its own": "(its logits leave a graph of its own; see head with its loss)",
+    "FSDP2, head in a group that is kept": "(its logits leave a graph of its own; see head with its loss)",
 }

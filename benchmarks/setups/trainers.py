@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +30,18 @@ def weights(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: p.detach() - before[n] for n, p in model.named_parameters()}
 
 
-def trained_by(way: Way, train, **sizes: object) -> Job:
-    """A job of a function that trains a model on sequences of so many tokens."""
+def trained_by(way: Way, train, build: Callable[[], nn.Module] = llama) -> Job:
+    """A job of a function that trains a model on sequences of so many tokens.
+
+    build  makes the model, the same in every call
+    """
     models = []
 
     def step(length: int) -> None:
-        models[:] = [llama(**sizes)]
+        models[:] = [build()]
         train(models[0], way, length)
 
-    before = {n: p.detach().clone() for n, p in llama(**sizes).named_parameters()}
+    before = {n: p.detach().clone() for n, p in build().named_parameters()}
     return Job(step, lambda: weights(models[0], before))
 
 

@@ -16,10 +16,12 @@ from .aten_graphs import LIFTS, before_autograd, capture, captured_after, decomp
 from .body_inputs import BodyInputs
 from .chunk_bodies import body_options, compile_body
 from .distributed import (
+    Engine,
     apart_from_ddp,
+    freed_by,
     is_ddp_piece,
-    is_freed_after_forward,
     is_fsdp_hook,
+    is_sharded,
     keep_ddp_graphs_whole,
 )
 from .dynamo import (
@@ -32,6 +34,7 @@ from .dynamo import (
     enter_autocast,
     enter_map,
     exit_autocast,
+    forget_dynamic_sizes,
     graph_break,
     ignore_library_logging,
     ignore_library_logging_from_now_on,
@@ -70,6 +73,7 @@ from .structured_trace import trace_artifact
 __all__ = [
     "BodyInputs",
     "DisableTorchFunctionSubclass",
+    "Engine",
     "FakeTensorMode",
     "GraphBreak",
     "HigherOrderOperator",
@@ -99,6 +103,8 @@ __all__ = [
     "exit_autocast",
     "faked",
     "floats_are_tensors",
+    "forget_dynamic_sizes",
+    "freed_by",
     "generated",
     "generated_line",
     "graph_break",
@@ -113,9 +119,9 @@ __all__ = [
     "is_compiled_backward",
     "is_ddp_piece",
     "is_fake",
-    "is_freed_after_forward",
     "is_fsdp_hook",
     "is_hook",
+    "is_sharded",
     "is_traceable_wrapper_subclass",
     "is_transform",
     "is_unbacked",

@@ -1,5 +1,5 @@
 """DistributedDataParallel's optimizer, which cuts Dynamo's graphs at its gradient buckets; and FSDP2
-(`fully_shard`), which gathers weights and frees them.
+(`fully_shard`) and DeepSpeed's ZeRO-3, which gather weights and free them.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -7,6 +7,7 @@ Tested with torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import sys
 import weakref
@@ -67,6 +68,13 @@ def apart_from_ddp():
     counts["total"] = before
 
 
+class Engine(enum.Enum):
+    """What shards weights, gathers them for a forward or backward, and frees them after it."""
+
+    FSDP2 = "FSDP2"
+    ZERO3 = "ZeRO-3"
+
+
 def fsdp_state_type() -> type | tuple:
     """The class of FSDP2's states; nothing is an instance of it where FSDP2 is not in use."""
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
@@ -89,10 +97,19 @@ def fsdp_groups() -> Iterator:
             yield from groups
 
 
-def is_freed_after_forward(weight: torch.Tensor) -> bool:
-    """Does FSDP2 free this gathered weight when the forward of its module ends?"""
-    return any(
-        group._reshard_after_forward
-        and any(getattr(p, "_unsharded_param", None) is weight for p in group.fsdp_params)
+def freed_by(weight: torch.Tensor) -> Engine | None:
+    """What frees this gathered weight when the forward of its module ends, if anything does."""
+    if hasattr(weight, "ds_status"):  # DeepSpeed has gathered it
+        return None if weight.ds_persist else Engine.ZERO3
+    kept = (
+        not group._reshard_after_forward
+        or all(getattr(p, "_unsharded_param", None) is not weight for p in group.fsdp_params)
         for group in fsdp_groups()
     )
+    return None if all(kept) else Engine.FSDP2
+
+
+def is_sharded(value: object) -> bool:
+    """Is this a DTensor? None is made where its module was never imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)

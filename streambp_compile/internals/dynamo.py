@@ -197,3 +197,17 @@ def outside_of_metrics():
         yield
     finally:
         vars(context).update(before)
+
+
+def forget_dynamic_sizes(values: Sequence[object]) -> None:
+    """Take from outputs of compiled graphs what tells Dynamo that some of their sizes change.
+
+    It would make symbols of these sizes in a graph where equal sizes of other inputs are constant.
+    """
+    for value in values:
+        for mark in PROPAGATED if isinstance(value, torch.Tensor) else ():
+            vars(value).pop(mark, None)
+
+
+# Since torch 2.12, and up to torch 2.11.
+PROPAGATED = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")

@@ -383,6 +383,7 @@ class Written:
             self.inputs.append(node.tensor if node.cached is None else node.cached)
             return "given"
         if isinstance(node, Source):
+            internals.forget_dynamic_sizes(node.inputs)
             self.inputs += node.inputs
             return f"source {node.region.serial} {node.modes}"
 
