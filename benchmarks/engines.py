@@ -114,8 +114,10 @@ def run(pattern: str, lengths: Sequence[int]) -> list[list[str]]:
 
 
 def joined(rows: Sequence[Row]) -> Row:
-    """One row for all processes: of the one with the largest error, with all that any of them says. The stages
-    of a pipeline have different layers, and one of them has the head."""
+    """One row for all processes: of the one with the largest error, with all that any of them says.
+
+    The stages of a pipeline have different layers, and one of them has the head.
+    """
     return replace(
         max(rows, key=lambda row: row.error),
         layers=all(row.layers for row in rows),
@@ -157,10 +159,11 @@ PREFACE = """# Engines and trainers
 
 `python -m benchmarks.engines --save`: sequences of {lengths} tokens in chunks of 16, small models on a CPU,
 chunk bodies interpreted. *error*: the largest relative error of a parameter's gradient (of its change after
-two steps, for trainers and DeepSpeed) against the same setup without streaming. Decoders of this repository are in float64;
-models of Hugging Face compute norms and losses in float32, which is an error of about 1e-7 by itself.
-*layers*, *head*: do all layers, and the head with its loss, stream? *collectives*: of one step. *what it
-says*: every warning, and in parentheses what is known of a part that does not stream without one."""
+a step or two, for trainers and DeepSpeed) against the same setup without streaming. Decoders of this
+repository are in float64, where ZeRO reduces gradients in float32; models of Hugging Face compute norms and
+losses in float32, which is an error of about 1e-7 by itself. *layers*, *head*: do all layers, and the head
+with its loss, stream? *collectives*: of one step. *what it says*: every warning, and in parentheses what is
+known of a part that does not stream without one."""
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """A fused head's backward: gradients of a unit tangent, scaled."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.fx import Graph
 
 from streambp_compile import compiled_region, internals
 from streambp_compile.compiled_region import apart, run_scaled, storages
+from streambp_compile.passes.ir import CannotStream, Refusal
 
 
 @pytest.fixture
@@ -41,3 +44,22 @@ def test_what_is_scaled_in_place_has_memory_of_its_own():
     assert found[0] is mine and len({f.untyped_storage().data_ptr() for f in (*found, given)}) == 5
     for a, b in zip(found, [mine, mine.t(), given[1], torch.ones(3)]):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_a_refused_fragment_without_products_costs_no_warning(product, interpreted, monkeypatch):
+    """As a loss behind a graph break has it: values of flat rows go back into the shape of a batch."""
+
+    def refuse(*args):
+        raise CannotStream(Refusal("a region", "It is refused here", "Nothing"))
+
+    monkeypatch.setattr(compiled_region.CompiledRegion, "stream", refuse)
+    rows, mask = torch.randn(126, 4, requires_grad=True), torch.rand(2, 63, 1) > 0.5
+
+    def fragment(rows, mask):
+        rows = rows @ rows.new_ones(4, 4) if product else rows
+        return rows.view(2, 63, 4).masked_fill(~mask, 0)
+
+    strict = torch.compile(fragment, backend="streambp", options={"strict": True})
+    with pytest.raises(Exception, match="It is refused here") if product else contextlib.nullcontext():
+        assert torch.equal(strict(rows, mask), fragment(rows, mask))

@@ -33,6 +33,11 @@ def configuration(stage: int, micro_batches: int, **zero: object) -> dict:
     }
 
 
+def name_process() -> None:
+    """As DeepSpeed's launcher does."""
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+
+
 def zero(
     way: Way,
     stage: int,
@@ -49,7 +54,7 @@ def zero(
     micro_batches  whose gradients are accumulated
     zero           further options of ``zero_optimization``
     """
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    name_process()
     module = decoder(checkpointed=way is Way.CHECKPOINTED, joined=leaves)
     if leaves:
         set_z3_leaf_modules(module, [Block, HeadAndLoss])

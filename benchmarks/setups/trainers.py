@@ -48,26 +48,29 @@ def trained_by(way: Way, train, build: Callable[[], nn.Module] = llama) -> Job:
 def hugging_face(model: nn.Module, way: Way, length: int, evaluated: bool = False, **options: object) -> None:
     """`transformers.Trainer`, made to stream by `enable`."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=BATCH,
-            num_train_epochs=1,
-            learning_rate=0.1,
-            optim="sgd",
-            max_grad_norm=0,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            gradient_checkpointing=way is Way.CHECKPOINTED,
-            **options,
-        )
+        arguments = arguments_in(folder, gradient_checkpointing=way is Way.CHECKPOINTED, **options)
         trainer = Trainer(model, arguments, train_dataset=rows(length), eval_dataset=rows(length, 2))
         if way is Way.STREAMED:
             enable(trainer, **STREAMING["options"])
         trainer.train()
         if evaluated:
             trainer.evaluate()
+
+
+def arguments_in(folder: str, **options: object) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=BATCH,
+        num_train_epochs=1,
+        learning_rate=0.1,
+        optim="sgd",
+        max_grad_norm=0,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
 
 
 def accelerate(model: nn.Module, way: Way, length: int) -> None:

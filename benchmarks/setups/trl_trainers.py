@@ -91,25 +91,9 @@ class Recipe:
     def __call__(self, model: nn.Module, way: Way, length: int) -> None:
         """Train in two steps."""
         with tempfile.TemporaryDirectory() as folder:
-            arguments = self.config(
-                output_dir=folder,
-                max_steps=STEPS,
-                per_device_train_batch_size=BATCH,
-                learning_rate=0.1,
-                logging_steps=1,
-                optim="sgd",
-                max_grad_norm=0,
-                report_to=[],
-                save_strategy="no",
-                use_cpu=True,
-                disable_tqdm=True,
-                bf16=False,
-                gradient_checkpointing=way is Way.CHECKPOINTED,
-                **self.options,
-            )
             trainer = self.trainer(
                 model,
-                args=arguments,
+                args=self.arguments(folder, gradient_checkpointing=way is Way.CHECKPOINTED),
                 train_dataset=Dataset.from_list(self.rows(length)),
                 processing_class=tokenizer(),
                 **(dict(ref_model=llama()) if self.reference else {}),
@@ -118,6 +102,24 @@ class Recipe:
             if way is Way.STREAMED:
                 enable(trainer, **STREAMING["options"])
             trainer.train()
+
+    def arguments(self, folder: str, **options: object) -> object:
+        return self.config(
+            output_dir=folder,
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            learning_rate=0.1,
+            logging_steps=1,
+            optim="sgd",
+            max_grad_norm=0,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            bf16=False,
+            **self.options,
+            **options,
+        )
 
 
 def setup(
