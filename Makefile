@@ -80,7 +80,7 @@ $(STAMP_TRAINERS): pyproject.toml
 	@touch $(STAMP_TRAINERS)
 
 test-trainers: $(STAMP_TRAINERS)
-	$(RUN_TRAINERS) -m pytest -q tests/trainers tests/test_trl.py
+	$(RUN_TRAINERS) -m pytest -q tests/trainers tests/test_trl.py tests/test_recipes.py
 
 lint: venv
 	$(RUN) -m ruff format --check .

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,8 +92,8 @@ def failed(name: str, error: Exception) -> list[str]:
     return [name, *["-"] * (len(HEADS) - 2), f"failed: {str(error).strip().splitlines()[-1][:120]}"]
 
 
-def run(pattern: str, lengths: Sequence[int]) -> list[list[str]]:
-    """A row of the table for each setup whose name matches."""
+def run(pattern: str, lengths: Sequence[int], keep: Callable[[list[str]], object]) -> list[list[str]]:
+    """A row of the table for each setup whose name matches; each is kept when it is there."""
     table = []
     for family, world in FAMILIES.items():
         names = [n for n in setups_of(family) if fnmatch.fnmatch(n, pattern)]
@@ -108,6 +108,7 @@ def run(pattern: str, lengths: Sequence[int]) -> list[list[str]]:
             except RuntimeError as error:
                 table.append(failed(name, error))
             print(" | ".join(table[-1]), flush=True)
+            keep(table[-1])
         if ranks is not None:
             ranks.close()
     return table
@@ -133,19 +134,16 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     chosen = parser.parse_args()
     lengths = [int(n) for n in chosen.lengths.split(",")]
-    rows = run(chosen.only, lengths)
-    print(markdown(HEADS, rows))
-    if chosen.save:
-        save(rows, lengths)
+    print(markdown(HEADS, run(chosen.only, lengths, save if chosen.save else lambda row: None)))
 
 
-def save(rows: Sequence[list[str]], lengths: Sequence[int]) -> None:
-    """Write the table. Rows of other setups stay as they were saved."""
-    known = {row[0]: row for row in (*saved(), *rows)}
+def save(row: list[str]) -> None:
+    """Write the table with this row; those of other setups stay as they were saved."""
+    known = {r[0]: r for r in (*saved(), row)}
     order = [name for family in FAMILIES for name in setups_of(family)]
     names = sorted(known, key=lambda n: order.index(n) if n in order else len(order))
     table = markdown(HEADS, [known[n] for n in names])
-    RESULTS.write_text(f"{PREFACE.format(lengths=lengths)}\n\n{table}\n")
+    RESULTS.write_text(f"{PREFACE}\n\n{table}\n")
 
 
 def saved() -> list[list[str]]:
@@ -157,7 +155,7 @@ def saved() -> list[list[str]]:
 
 PREFACE = """# Engines and trainers
 
-`python -m benchmarks.engines --save`: sequences of {lengths} tokens in chunks of 16, small models on a CPU,
+`python -m benchmarks.engines --save`: sequences of 97 tokens in chunks of 16, small models on a CPU,
 chunk bodies interpreted. *error*: the largest relative error of a parameter's gradient (of its change after
 a step or two, for trainers and DeepSpeed) against the same setup without streaming. Decoders of this
 repository are in float64, where ZeRO reduces gradients in float32; models of Hugging Face compute norms and
