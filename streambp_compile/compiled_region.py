@@ -227,10 +227,10 @@ class CompiledRegion:
             with time_limit(self.config.analysis_seconds, self.tell), phase("preparing the joint graph"):
                 self.streamed = self.report.streamed = self.stream(graph_module, forward_outputs, tangents)
         except CannotStream as refused:
-            if isinstance(refused, Abandoned):
+            if defect := isinstance(refused, Abandoned):
                 internals.log.debug("streaming a region failed", exc_info=True)
             self.report.refusal = refusal_of(refused, "", "region", self.module)
-            if not isinstance(refused, NothingToStream) and not self.is_fragment(graph_module):
+            if defect or not (isinstance(refused, NothingToStream) or self.is_fragment(graph_module)):
                 self.refuse(self.report.refusal, self.whole_cost(graph_module))
             if self.written_out():
                 raise TraceAgain from None
