@@ -72,29 +72,6 @@ def a_plugin() -> bool:
     return streams(lambda: model(ids).backward())
 
 
-@pytest.mark.parametrize("recipe", [in_short, a_plugin])
-def test_a_model_streams_in_place(recipe, interpreted):
-    assert recipe()
-
-
-def ddp() -> bool:
-    names = ran(
-        DDP,
-        0,
-        torch=torch,
-        model=decoder.decoder(),
-        DistributedDataParallel=torch.nn.parallel.DistributedDataParallel,
-    )
-    return streams(lambda: names["step"](decoder.ids_of(LENGTH)).backward())
-
-
-def fsdp2() -> bool:
-    from torch.distributed.fsdp import fully_shard
-
-    names = ran(SHARDED, 0, torch=torch, model=decoder.decoder(), fully_shard=fully_shard)
-    return streams(lambda: names["step"](decoder.ids_of(LENGTH)).backward())
-
-
 def head_and_loss() -> bool:
     """A module of head and loss, shared with the recipe of layers that are compiled one by one."""
     import functools
@@ -115,6 +92,29 @@ def split_layers() -> bool:
     loss = decoder.next_token_loss
     names = ran(PARALLEL, 0, torch=torch, model=model, loss=loss)
     return streams(lambda: names["step"](ids, ids).backward())
+
+
+@pytest.mark.parametrize("recipe", [in_short, a_plugin, head_and_loss, split_layers])
+def test_recipes_of_one_process(recipe, interpreted):
+    assert recipe()
+
+
+def ddp() -> bool:
+    names = ran(
+        DDP,
+        0,
+        torch=torch,
+        model=decoder.decoder(),
+        DistributedDataParallel=torch.nn.parallel.DistributedDataParallel,
+    )
+    return streams(lambda: names["step"](decoder.ids_of(LENGTH)).backward())
+
+
+def fsdp2() -> bool:
+    from torch.distributed.fsdp import fully_shard
+
+    names = ran(SHARDED, 0, torch=torch, model=decoder.decoder(), fully_shard=fully_shard)
+    return streams(lambda: names["step"](decoder.ids_of(LENGTH)).backward())
 
 
 def pipeline() -> bool:
@@ -159,7 +159,7 @@ def by_process(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "recipe", [ddp, pytest.param(fsdp2, marks=pytest.mark.slow), head_and_loss, split_layers, pipeline]
+    "recipe", [ddp, *(pytest.param(r, marks=pytest.mark.slow) for r in (fsdp2, pipeline))]
 )
 def test_recipes_of_several_processes(recipe, ranks):
     assert all(ranks.run(by_process, recipe.__name__))
