@@ -113,9 +113,17 @@ def hidden_memory(layer, x):
     return merged(F.scaled_dot_product_attention(*with_memory(layer, x), mask))
 
 
+def one_piece(layer, x):
+    """Nothing is put before the sequence's own keys."""
+    q, k, v = map(heads, layer.qkv(x).chunk(3, -1))
+    own = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    keys, values = torch.cat([k], 2), torch.cat([v], 2)
+    return merged(F.scaled_dot_product_attention(q, keys, values, own))
+
+
 CASES = {f.__name__: f for f in (memory_keys, memory_before_positions, memory_behind, memory_without_a_mask)}
 CASES |= {f.__name__: f for f in (memory_that_is_projected, zero_key, grouped_heads, earlier_segment)}
-CASES |= {f.__name__: f for f in (hidden_memory,)}
+CASES |= {f.__name__: f for f in (hidden_memory, one_piece)}
 
 WITHOUT_CAUSALITY = ("memory_without_a_mask", "hidden_memory")
 

@@ -152,7 +152,7 @@ def own_keys(node: Node) -> OwnKeys | None:
     if any(parts is None for parts in found):
         return None
     owns = [own_part(parts, query) for parts in found]
-    if owns[0] is None or owns[0] != owns[1]:
+    if owns[0] is None or owns[0] != owns[1] or not owns[0].others:
         return None
     return owns[0]
 
