@@ -11,6 +11,7 @@ from models import gradients, worst_error
 from torch import nn
 
 from streambp_compile import NotStreamed, explain
+from streambp_compile.dynamo.row_slices import origin_of_rows
 from streambp_compile.passes.ir import PAST
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -203,3 +204,18 @@ def test_half_precision_is_no_worse_than_eager():
     ours, eager = (gradients(model, lambda: f(*ids)) for f in (step, model))
     errors = [worst_error({n: g.double() for n, g in found.items()}, truth) for found in (ours, eager)]
     assert errors[0] < 1.2 * errors[1] and not math.isnan(errors[0])
+
+
+def test_a_deep_residual_stream_is_followed_once():
+    """Each sum doubles the paths to the first layer."""
+    graph, aten = torch.fx.Graph(), torch.ops.aten
+
+    def given(node):
+        node.meta["example_value"] = torch.empty(2, 5, 3)
+        return node
+
+    x = given(graph.placeholder("x"))
+    for _ in range(200):
+        y = given(graph.call_function(aten.tanh.default, (x,)))
+        x = given(graph.call_function(aten.add.Tensor, (x, y)))
+    assert origin_of_rows(x, 1) is None

@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..passes.ir import Mark, arguments, draws_random, hint, is_equal
+from ..passes.phases import check_time
 from ..passes.rules.forward import (
     TO_THE_END,
     Part,
@@ -83,11 +84,21 @@ def padded_parts(node: Node, dim: int) -> Parts | None:
 
 def origin_of_rows(node: Node, dim: int) -> Parts | None:
     """Where the rows of a value's dimension were put together, through operations of each row by itself."""
-    found = parts_at(node, dim)
-    for operand in node.all_input_nodes if node.op == "call_function" and found is None else ():
-        at = operand_dim(node, operand, dim)
-        found = origin_of_rows(operand, at) if found is None and at is not None else found
-    return found
+    seen: set[tuple[Node, int]] = set()
+    stack = [(node, dim)]
+    while stack:
+        node, dim = at = stack.pop()
+        if at in seen:  # sums of residual branches would double the paths at every layer
+            continue
+        seen.add(at)
+        check_time()
+        found = parts_at(node, dim)
+        if found is not None:
+            return found
+        operands = node.all_input_nodes if node.op == "call_function" else ()
+        dims = [(a, operand_dim(node, a, dim)) for a in operands]
+        stack += [(a, d) for a, d in reversed(dims) if d is not None]
+    return None
 
 
 # Whose rows they are
