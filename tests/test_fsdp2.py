@@ -18,6 +18,9 @@ WITHOUT_HEAD = {
 }
 
 
+IN_FLOAT32 = "FSDP2, mixed precision"  # of a model in float64
+
+
 def row_of(name: str):
     """In a process of the group."""
     interpret_bodies()
@@ -27,7 +30,7 @@ def row_of(name: str):
 @pytest.mark.parametrize("name", representatives(fsdp2.SETUPS, CHOSEN))
 def test_layers_stream_with_the_collectives_of_eager(name, ranks):
     for row in ranks.run(row_of, name):
-        assert row.error < 1e-12
+        assert row.error < (1e-5 if name == IN_FLOAT32 else 1e-12)
         assert row.layers and (row.head or name in WITHOUT_HEAD)
         assert row.collectives == row.expected
 

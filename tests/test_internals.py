@@ -27,7 +27,7 @@ def test_every_graph_of_every_region_goes_to_the_structured_trace(monkeypatch, i
     monkeypatch.setattr(
         internals.structured_trace,
         "trace_structured",
-        lambda _kind, metadata_fn, payload_fn: artifacts.update({metadata_fn()["name"]: payload_fn}),
+        lambda _kind, metadata_fn, payload_fn, **_: artifacts.update({metadata_fn()["name"]: payload_fn}),
     )
     model, ids = Plain(layers=3), ids_of(1, 64)
     report = explain(lambda ids: model(ids, ids), ids)
@@ -45,7 +45,7 @@ def test_every_graph_of_every_region_goes_to_the_structured_trace(monkeypatch, i
 
 def test_nothing_is_written_down_unless_a_trace_is_on(monkeypatch, interpreted):
     monkeypatch.setattr(
-        internals.structured_trace, "trace_structured", lambda _kind, metadata_fn, payload_fn: None
+        internals.structured_trace, "trace_structured", lambda _kind, metadata_fn, payload_fn, **_: None
     )
     monkeypatch.setattr(Analysis, "table", None)
     monkeypatch.setattr(Report, "__str__", None)

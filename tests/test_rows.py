@@ -200,13 +200,19 @@ def test_scans_go_on_from_their_state(name, number):
     ((dim, reach),) = sample.signature.reach.items()
     dim, size = dim % operand.dim(), operand.shape[dim]
     parts = [(0, 2), (2, size - 2)] if reach.looks_back() else [(2, size - 2), (0, 2)]
-    shape = [1 if d == dim else n for d, n in enumerate(operand.shape)]
+    shape = [scan.rows if d == dim else n for d, n in enumerate(operand.shape)]
     state = torch.full(shape, scan.identity, dtype=operand.dtype)
+    back = reach.looks_back()
     for start, length in parts:
-        (alone,) = sample.run([operand.narrow(dim, start, length)])
-        rows = scan.join(alone, state)
+        given = operand.narrow(dim, start, length)
+        if scan.window:
+            read = torch.cat((state, given) if back else (given, state), dim)
+            rows = sample.run([read])[0].narrow(dim, scan.window if back else 0, length)
+            state = read.narrow(dim, length if back else 0, scan.window)
+        else:
+            rows = scan.join(sample.run([given])[0], state)
+            state = rows.narrow(dim, length - 1 if back else 0, 1)
         torch.testing.assert_close(rows, whole.narrow(dim, start, length), **EXACT)
-        state = rows.narrow(dim, length - 1 if reach.looks_back() else 0, 1)
 
 
 # Places, random numbers, fillings, windows, layouts

@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves
 from .. import internals
 from ..passes.ir import EVERYWHERE, bytes_of
 from ..passes.planning.cost_model import BACKWARD, Work
-
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+from ..passes.rules import TABLE
+from ..passes.rules.facets import CostClass, Form
 
 
 class EagerWork(internals.TorchDispatchMode):
@@ -26,12 +26,12 @@ class EagerWork(internals.TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.is_view or func.namespace == "prim":
             return out
-        name = func.overloadpacket.__name__
+        name, row = func.overloadpacket.__name__, TABLE.get(func)
         values = [v for v in tree_leaves((args, kwargs, out)) if isinstance(v, torch.Tensor)]
-        if name in PRODUCTS:
+        if row is not None and row.form in (Form.FUSED_ATTENTION, Form.FUSED_ATTENTION_BACKWARD):
+            self.attend(row.form is Form.FUSED_ATTENTION_BACKWARD, args)
+        elif row is not None and (row.cost is CostClass.PRODUCT or row.form is Form.GROUPED_PRODUCT):
             self.multiply(values)
-        elif "attention" in name:
-            self.attend(name, args)
         if not name.startswith(("empty", "new_empty")):
             self.kernels += 1
             self.traffic += sum(map(bytes_of, values))
@@ -43,8 +43,7 @@ class EagerWork(internals.TorchDispatchMode):
         flop = 2.0 * left.numel() * right.shape[-1]
         self.products.append((left.dtype, flop, 0 if depth >= self.tokens else depth))
 
-    def attend(self, name: str, args: tuple) -> None:
-        backward = name.endswith("_backward")
+    def attend(self, backward: bool, args: tuple) -> None:
         query, key, value = args[1:4] if backward else args[:3]
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] / 2
         flop = 2.0 * pairs * (query.shape[3] + value.shape[3]) * (BACKWARD if backward else 1)
