@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from .ir import Label, Signature, is_tensor, shape_of, tensor_operands, value_of
-from .rules import find_rule, is_product
+from .rules import block_of, find_rule, is_product
 from .token_propagation import TokenPropagation
 
 FEATURES = 8  # numbers per row at least: fewer may as well exist at full length
@@ -58,9 +58,12 @@ def moving(node: Node, sequences: Sequence[Rows]) -> Signature | None:
 
 
 def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
-    """What the rules say of a node that may move rows: of no product, and of no attention."""
+    """What the rules say of a node that may move rows: of no product, of no attention, and of no function of
+    blocks, whose states are no rows of a sequence."""
     signature = sequences[0].propagation.signatures.get(node) if sequences and is_tensor(node) else None
-    if signature is None or signature.reshape or signature.rows is not None or is_product(node):
+    if signature is None or signature.reshape or signature.rows is not None:
+        return None
+    if is_product(node) or block_of(node) > 1:
         return None
     return signature if value_of(node).dtype.is_floating_point else None
 

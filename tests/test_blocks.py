@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from models import VOCABULARY, gradients, ids_of, worst_error
 from torch import Tensor, nn
 
-from streambp_compile import NotStreamed
+from benchmarks.zoo import ROWS
+from streambp_compile import NotStreamed, explain
 from streambp_compile.dynamo.block_functions import NoBlockFunction, for_any_count
 from streambp_compile.passes.ir import blocks_of
 from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along
@@ -192,6 +193,13 @@ MIXERS = {
 )
 def test_blocks_stream(name, length):
     check(MIXERS[name], [length])
+
+
+@pytest.mark.slow
+def test_states_of_many_blocks_are_no_sequence_of_their_own():
+    model, batch, loss = ROWS["mamba2"].build(2048)
+    report = explain(lambda **given: loss(model, **given), **batch)
+    assert len(report.regions) == 3 and all(region.streamed for region in report.regions)
 
 
 @pytest.mark.slow
