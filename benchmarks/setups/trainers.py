@@ -18,6 +18,15 @@ from .decoder import ids_of
 from .measurement import STREAMING, Job, Way
 
 STEPS, BATCH = 2, 2
+PLAIN: dict = dict(  # arguments of every trainer: no scaling of gradients, and nothing written
+    per_device_train_batch_size=BATCH,
+    optim="sgd",
+    max_grad_norm=0,
+    report_to=[],
+    save_strategy="no",
+    use_cpu=True,
+    disable_tqdm=True,
+)
 
 
 def rows(length: int, count: int = STEPS * BATCH) -> list[dict[str, Tensor]]:
@@ -60,15 +69,9 @@ def hugging_face(model: nn.Module, way: Way, length: int, evaluated: bool = Fals
 def arguments_in(folder: str, **options: object) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder,
-        per_device_train_batch_size=BATCH,
         num_train_epochs=1,
         learning_rate=0.1,
-        optim="sgd",
-        max_grad_norm=0,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
+        **PLAIN,
         **options,
     )
 

@@ -19,7 +19,7 @@ from streambp_compile.trainer import enable
 from .adapters import llama
 from .decoder import VOCABULARY, ids_of
 from .measurement import STREAMING, Way
-from .trainers import BATCH, STEPS, trained_by
+from .trainers import BATCH, PLAIN, STEPS, trained_by
 
 SPECIAL = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
 
@@ -107,16 +107,10 @@ class Recipe:
         return self.config(
             output_dir=folder,
             max_steps=STEPS,
-            per_device_train_batch_size=BATCH,
             learning_rate=0.1,
             logging_steps=1,
-            optim="sgd",
-            max_grad_norm=0,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
             bf16=False,
+            **PLAIN,
             **self.options,
             **options,
         )
