@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from . import internals
 from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
+from .dynamo.associative_scans import scan_in_blocks
 from .dynamo.aten import to_aten
 from .dynamo.attention import one_attention
 from .dynamo.blocks import over_blocks
@@ -45,6 +46,7 @@ from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
 from .dynamo.shared_keys import part_shared_keys
 from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
+from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
@@ -79,6 +81,7 @@ def streambp(
 # Before Dynamo traces: torch.compile imports this module when it is called.
 internals.ignore_library_logging_from_now_on()
 internals.keep_ddp_graphs_whole(__package__)
+internals.trace_scans_as(scan_in_blocks, __package__)
 
 COMPILED_AUTOGRAD = (
     "Compiled autograd traces the backward of streamed regions into graphs of its own. Gradients stay exact, "
@@ -344,6 +347,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (fold_maps, "folding calls of torch.vmap"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
     (merge_unrolled, "joining the pieces of a loss"),
+    (distribute_loops, "reading loops over blocks of tokens"),
     (look_back, "rewriting short convolutions"),
     (over_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),

@@ -16,9 +16,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import Mark, bytes_of, hint, is_tensor, shape_of, value_of
+from ..passes.ir import Mark, bytes_of, hint, is_tensor, is_view, shape_of, value_of
 from ..passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction, over_blocks
-from ..passes.rules import find_rule
+from ..passes.rules import find_rule, functional
+from ..passes.rules.forward import mutated
 from ..passes.token_propagation import TokenPropagation
 
 aten = torch.ops.aten
@@ -94,6 +95,10 @@ class BlockGraph:
             ]
             kwargs = map_arg(value.kwargs, self.copied)
             target = value.target if rule is None or rule.any_layout is None else rule.any_layout
+            if mutated(value) is not None:  # of a value that nobody else reads
+                target = functional(target)
+            if target is None:
+                raise NoBlockFunction(f"{value.target} has no form that writes into nothing")
             self.values[value] = self.graph.call_function(target, tuple(args), kwargs)
             if isinstance(value_of(value), torch.Tensor):
                 self.width = max(self.width, bytes_of(value_of(value)) // (self.blocks * self.length))
@@ -113,7 +118,10 @@ def register(found: BlockFunction, fakes: Sequence[torch.Tensor]) -> str:
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     if name not in FUNCTIONS:
         wanted = [i for i, x in enumerate(fakes) if x.requires_grad and x.dtype.is_floating_point]
-        grads = {f"{name}_{i}": gradient(found, fakes, i) for i in wanted}
+        try:
+            grads = {f"{name}_{i}": gradient(found, fakes, i) for i in wanted}
+        except (RuntimeError, NotImplementedError) as error:  # an op inside has none
+            raise NoBlockFunction(f"there is no gradient: {error}") from error
         FUNCTIONS.update({name: found, **grads})
     return name
 
@@ -195,7 +203,14 @@ class Joining:
             self.values[node] = self.graph.placeholder(node.name)
         else:
             args, kwargs = self.joined([n.args for n in nodes]), self.joined([dict(n.kwargs) for n in nodes])
-            self.values[node] = self.graph.call_function(node.target, args, kwargs)
+            target, into = node.target, mutated(node)
+            if into is not None:
+                target = functional(target)
+                if target is None or is_view(into) or any(map(is_view, into.users)):
+                    raise NoBlockFunction(f"{node.target} writes into a value that others view")
+            self.values[node] = self.graph.call_function(target, args, kwargs)
+            if into is not None:
+                self.values[into] = self.values[node]
 
     def joined(self, given: Sequence[Any]) -> Any:
         """An argument, given as it is in each trace."""

@@ -10,16 +10,21 @@ from torch.fx import Node
 from ..passes.ir import Mark, hint
 from ..passes.rules import form_of
 from ..passes.rules.facets import Form
+from ..passes.rules.forward import Part, part_of
 from .token_axes import Axis, fake_of
 
 
 def may_split(node: Node) -> bool:
-    """May a node part the tokens into blocks: a reshape of a dimension that is not the last?"""
-    if form_of(node) is not Form.RESHAPE:
+    """May a node part the tokens into blocks: a reshape that does more than join dimensions?"""
+    if not reshapes(node):
         return False
     old, new = (list(map(hint, fake_of(n).shape)) for n in (node.args[0], node))
     ends = {math.prod(old[d:]) for d in range(len(old) + 1)}
-    return len(old) > 1 and any(math.prod(new[d:]) not in ends for d in range(len(new)))
+    return any(math.prod(new[d:]) not in ends for d in range(len(new)))
+
+
+def reshapes(node: Node) -> bool:
+    return form_of(node) is Form.RESHAPE or part_of(node) in (Part.MERGE, Part.RESHAPE)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Split:
 
 def split_of(node: Node, axis: Axis) -> Split | None:
     """How a node parts the tokens, or all of them and a padding, into two blocks or more."""
-    if form_of(node) is not Form.RESHAPE:
+    if not reshapes(node):
         return None
     source = node.args[0]
     marks = axis.marks.get(source, ())

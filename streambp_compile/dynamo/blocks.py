@@ -20,11 +20,12 @@ from ..passes.kernels.blocks import Along
 from ..passes.kernels.blocks import Axis as Place
 from ..passes.rules import form_of, windows_of
 from ..passes.rules.facets import Form
+from ..passes.rules.forward import mutated
 from ..passes.token_propagation import TokenPropagation
 from .aten import inserted
 from .block_functions import BlockGraph, NoBlockFunction, register
 from .block_splits import Split, may_split, split_of
-from .token_axes import Axis, Trace, axes_of, fake_of
+from .token_axes import Axis, Trace, axes_of, fake_of, storage_of
 
 streambp = torch.ops.streambp
 WIDE = 4  # a value that blocks exchange may be so many times as large as the widest rows that enter them
@@ -52,6 +53,7 @@ class Blocked:
 
     marks     where blocks go, as tokens do: a mark's ``inner`` of a block's length is a row per token
     inside    nodes between those reshapes, both included
+    calls     nodes that are no value of their own: their results are
     exchange  those of them that let blocks meet, and what follows from these for a block alone
     """
 
@@ -68,6 +70,7 @@ class Blocked:
         self.exchange: set[Node] = set()
         self.laid_out: list[Node] = []
         self.graph_values = {trace.values[n]: n for n in reversed(module.graph.nodes) if n in trace.values}
+        self.calls = {n for n in module.graph.nodes if n.op != "output" and n not in trace.values}
         for node in module.graph.nodes:
             self.visit(node)
 
@@ -77,11 +80,20 @@ class Blocked:
         found = self.marks.of(self.trace.values[node]) if node in self.trace.values else {}
         return next(iter(found.values())) if len(found) == 1 else None
 
+    def read_by(self, node: Node) -> list[Node]:
+        """The values that a node reads; the result of a call reads what the call does."""
+        found = [self.read_by(a) if a in self.calls else [a] for a in node.all_input_nodes]
+        return list(dict.fromkeys(a for group in found for a in group))
+
+    def readers_of(self, node: Node) -> list[Node]:
+        found = [self.readers_of(u) if u in self.calls else [u] for u in node.users]
+        return [u for group in found for u in group]
+
     def visit(self, node: Node) -> None:
         if node.op != "call_function" or node not in self.trace.values:
             return
         entered = node in self.starts or self.pads(node)
-        if not entered and not any(a in self.inside and not self.leaves(a) for a in node.all_input_nodes):
+        if not entered and not any(a in self.inside and not self.leaves(a) for a in self.read_by(node)):
             return
         self.inside.add(node)
         if not entered and not self.crops(node) and self.lets_meet(node):
@@ -141,7 +153,7 @@ class Blocked:
         """Does a node let blocks meet? So does what only follows from such values, and is small."""
         if not all(map(self.maps_blocks, self.between(node))):
             return True
-        read = [a for a in node.all_input_nodes if a in self.inside or self.mark_of(a) is not None]
+        read = [a for a in self.read_by(node) if a in self.inside or self.mark_of(a) is not None]
         return bool(read) and self.exchange.issuperset(read) and bytes_of(fake_of(node)) <= self.small()
 
     def small(self) -> int:
@@ -151,7 +163,7 @@ class Blocked:
 
     def between(self, node: Node) -> list[Node]:
         """What a node became in the captured graph."""
-        stops = {self.trace.values[a] for a in node.all_input_nodes if a in self.trace.values}
+        stops = {self.trace.values[a] for a in self.read_by(node)}
         found, stack = [], [self.trace.values[node]]
         while stack:
             value = stack.pop()
@@ -189,20 +201,27 @@ class Blocked:
         """Replace every value of blocks that somebody reads: rows of tokens, and what the exchange reads."""
         wanted = [n for n in self.module.graph.nodes if n in self.inside and self.is_wanted(n)]
         self.check(wanted)
+        self.check_writes()
         try:
-            for node, call in [(node, self.function(node)) for node in wanted]:
-                self.replace(node, *call)
+            new: dict[Node, Node] = {}
+            for node, (name, operands, *dims) in [(node, self.function(node)) for node in wanted]:
+                new[node] = self.replace(node, name, [new.get(a, a) for a in operands], *dims)
         finally:
-            for node in reversed(
-                [n for n in self.module.graph.nodes if n in self.inside or n in self.laid_out]
-            ):
+            for node in reversed([n for n in self.module.graph.nodes if self.may_erase(n)]):
                 if not node.users:
                     self.module.graph.erase_node(node)
+
+    def may_erase(self, node: Node) -> bool:
+        """Is a node a value, which is computed for its readers alone?"""
+        inside = node in self.calls and any(a in self.inside for a in self.read_by(node))
+        return mutated(node) is None and (inside or node in self.inside or node in self.laid_out)
 
     def is_wanted(self, node: Node) -> bool:
         if node in self.exchange or self.pads(node):
             return False
-        return self.leaves(node) or any(u not in self.inside or u in self.exchange for u in node.users)
+        return self.leaves(node) or any(
+            u not in self.inside or u in self.exchange for u in self.readers_of(node)
+        )
 
     def check(self, wanted: list[Node]) -> None:
         """Raises `NoBlockFunction` where values that must exist at full length are wide, or no rows come
@@ -215,6 +234,17 @@ class Blocked:
         for node in self.exchange:
             if bytes_of(fake_of(node)) > self.small() and not self.is_view(node):
                 raise NoBlockFunction(f"{node} is wide, and made of values that blocks exchange")
+
+    def check_writes(self) -> None:
+        """Raises `NoBlockFunction` where a value is written into that is read before and after: a value is
+        replaced by what it is at one time."""
+        for node in self.inside:
+            target = mutated(node)
+            if target is None:
+                continue
+            same = [n for n in self.inside if n < node and storage_of(n) == storage_of(target)]
+            if same != [target] or list(target.users) != [node]:
+                raise NoBlockFunction(f"{node} writes into a value that others read")
 
     def is_view(self, node: Node) -> bool:
         return all(getattr(v.target, "is_view", False) for v in self.between(node))
@@ -289,9 +319,10 @@ class Blocked:
             self.laid_out.append(inserted(source, torch.Tensor.unflatten, (source, mark.dim, sizes)))
         return self.laid_out[-1]
 
-    def replace(self, node: Node, name: str, operands: list[Node], dim: int, more: int) -> None:
+    def replace(self, node: Node, name: str, operands: list[Node], dim: int, more: int) -> Node:
         with self.module.graph.inserting_before(node):
             new = inserted(node, streambp.over_blocks.default, (operands, name))
             if more:
                 new = inserted(node, torch.flatten, (new, dim, dim + more))
         node.replace_all_uses_with(new)
+        return new

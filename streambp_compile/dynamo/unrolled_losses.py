@@ -78,6 +78,12 @@ class Pieces:
         inside = {self.classes[key][0] for key in self.complete}
         return list(dict.fromkeys(a for n in inside for a in n.all_input_nodes if a not in self.touched))
 
+    def first(self, node: Node) -> Node:
+        """The node that is computed for all that do the same to the same piece."""
+        if node not in self.class_of:
+            return node
+        return self.classes[self.class_of[node]][next(iter(self.touched[node]))]
+
     def written(self) -> bool:
         """Is a base, or what a piece is made into, written into?"""
         kept = {
@@ -107,7 +113,7 @@ def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:
     with module.graph.inserting_before(first):
         for key in alike:
             node = pieces.classes[key][0]
-            args, kwargs = map_arg((node.args, node.kwargs), lambda a: values.get(a, a))
+            args, kwargs = map_arg((node.args, node.kwargs), lambda a: values.get(pieces.first(a), a))
             values[node] = inserted(node, node.target, args, kwargs)
     for node in sorted(inside):
         key, piece = pieces.class_of[node], next(iter(pieces.touched[node]))
@@ -228,7 +234,7 @@ def row_by_row(pieces: Pieces) -> dict[int, Mark]:
     node, but for the number of rows.
     """
     nodes, others = [pieces.classes[key][0] for key in pieces.complete], pieces.externals()
-    module, copies = subgraph(nodes, [*(t.pieces[0] for t in pieces.group), *others])
+    module, copies = subgraph(nodes, [*(t.pieces[0] for t in pieces.group), *others], pieces)
     try:
         piece, whole = (
             Captured(module, [*map(contiguous, given), *map(fake_of, others)])
@@ -279,12 +285,14 @@ def contiguous(node: Node) -> torch.Tensor:
         return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
 
 
-def subgraph(nodes: Sequence[Node], inputs: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
+def subgraph(
+    nodes: Sequence[Node], inputs: Sequence[Node], pieces: Pieces
+) -> tuple[GraphModule, dict[Node, Node]]:
     """Some nodes as a graph of their own, and their copies in it."""
     graph = Graph()
     copies = {n: graph.placeholder(f"in_{i}") for i, n in enumerate(inputs)}
     for node in nodes:
-        copies[node] = graph.node_copy(node, lambda a: copies[a])
+        copies[node] = graph.node_copy(node, lambda a: copies[pieces.first(a)])
     graph.output(tuple(copies[n] for n in nodes))
     return GraphModule(nodes[0].graph.owning_module, graph), copies
 

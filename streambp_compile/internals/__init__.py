@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
+from .associative_scans import trace_scans_as
 from .aten_graphs import LIFTS, before_autograd, capture, captured_after, decompositions, inline_numbers
 from .body_inputs import BodyInputs
 from .chunk_bodies import body_options, compile_body
@@ -140,6 +141,7 @@ __all__ = [
     "stand_in_whole",
     "symbolic_functions",
     "trace_artifact",
+    "trace_scans_as",
     "tracing_of",
     "as_these",
     "without_code",

@@ -1,0 +1,339 @@
+"""Loops over the blocks of a sequence that Dynamo has unrolled: which nodes are which iteration, and what one
+hands to the next.
+
+Iteration i is what is made of block i, and of iteration i - 1. All iterations have to do the same, node by
+node.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..passes.ir import arguments, draws_random, hint
+from ..passes.phases import check_time
+from ..passes.rules.forward import cuts_into_pieces, mutated, slice_of
+from .regions import is_switch
+from .token_axes import fake_of, storage_of
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A value that is cut into blocks of so many rows along a dimension; 0: into rows without it."""
+
+    base: Node
+    dim: int
+    length: int
+
+
+@dataclass(frozen=True)
+class State:
+    """A value that each iteration reads of the one before it: the node at a position, or the block itself of
+    a sliced value; and what the first iteration has in its place."""
+
+    source: int | Sliced
+    initial: Node
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that was unrolled.
+
+    pieces   node → what it is a block of, and which
+    steps    per iteration, its nodes; equal positions do the same. None: the last one lacks it
+    states   what iterations hand on
+    written  values that are written block by block → the position of what is written
+    """
+
+    pieces: Mapping[Node, tuple[Sliced, int]]
+    steps: Sequence[Sequence[Node | None]]
+    states: Sequence[State]
+    written: Mapping[Sliced, int] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return len(self.steps)
+
+    @functools.cached_property
+    def nodes(self) -> frozenset[Node]:
+        return frozenset(n for step in self.steps for n in step if n is not None)
+
+    @functools.cached_property
+    def template(self) -> list[Node]:
+        """The nodes of the second iteration: unlike those of the first, they tell states from what is the
+        same for all."""
+        return [n for n in self.steps[1] if n is not None]
+
+    @functools.cached_property
+    def read(self) -> dict[Node, int | Sliced | State]:
+        """What nodes are to the second iteration."""
+        blocks = {n: key for n, (key, i) in self.pieces.items() if i == 1}
+        own = {n: p for p, n in enumerate(self.template)}
+        before = {n: s for s in self.states for n in self.left_by_first(s)}
+        return {**blocks, **own, **before}
+
+    def left_by_first(self, state: State) -> list[Node | None]:
+        if isinstance(state.source, int):
+            return [self.steps[0][state.source]]
+        return [n for n, piece in self.pieces.items() if piece == (state.source, 0)]
+
+    def operand(self, node: Node) -> int | Sliced | State | Node:
+        """What a node of the template reads: a position, a block, a state, or what is the same for all."""
+        return self.read.get(node, node)
+
+    def results(self) -> set[int]:
+        """Positions that are read after the loop, and what is written."""
+        read = {
+            p
+            for step in self.steps
+            for p, n in enumerate(step)
+            if n is not None and any(u not in self.nodes for u in n.users)
+        }
+        return read | set(self.written.values())
+
+
+def find_loop(graph: Graph, tried: set[tuple]) -> Loop | None:
+    """The first loop of a graph in which iterations hand something on; ``tried`` has those that are none."""
+    for group in groups(sliced_values(graph)):
+        name = tuple(sorted(f"{key.base} {key.dim} {key.length}" for key in group))
+        if name in tried:
+            continue
+        tried.add(name)
+        pieces = {n: (key, i) for key, blocks in group.items() for i, same in blocks.items() for n in same}
+        loop = Matching(graph, pieces, len(next(iter(group.values())))).matched()
+        if loop is not None and loop.states and is_closed(loop):
+            return loop
+    return None
+
+
+Blocks = dict[int, list[Node]]
+
+
+def groups(found: Mapping[Sliced, Blocks]) -> Iterator[dict[Sliced, Blocks]]:
+    """Values that are cut into as many blocks, and are not made of blocks of one another: what one loop
+    reads."""
+    for count in sorted({len(blocks) for blocks in found.values()}):
+        left = {key: blocks for key, blocks in found.items() if len(blocks) == count}
+        while left:
+            group = independent(left)
+            yield group
+            left = {key: blocks for key, blocks in left.items() if key not in group}
+
+
+def sliced_values(graph: Graph) -> dict[Sliced, Blocks]:
+    """All values that are cut into equal blocks, each of which is read: block → nodes that are it."""
+    found: dict[Sliced, Blocks] = {}
+    for node in graph.nodes:
+        for key, i in blocks_of(node):
+            found.setdefault(key, {}).setdefault(i, []).append(node)
+    return {key: blocks for key, blocks in found.items() if is_whole(key, blocks)}
+
+
+def is_whole(key: Sliced, blocks: Blocks) -> bool:
+    rows, count = fake_of(key.base).shape[key.dim], len(blocks)
+    return count > 1 and set(blocks) == set(range(count)) and rows == count * (key.length or 1)
+
+
+def blocks_of(node: Node) -> Iterator[tuple[Sliced, int]]:
+    """What a node is a block of: ``x[:, a:b]``, ``x[:, i]``, or one of ``x.split(n, 1)``."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return
+    if node.target is operator.getitem and cuts_into_pieces(source):
+        base, fakes = source.args[0], fake_of(source)
+        dim = arguments(source).get("dim", 0) % fake_of(base).dim()
+        if fakes is not None and isinstance(node.args[1], int):
+            lost = fakes[0].dim() < fake_of(base).dim()
+            yield Sliced(base, dim, 0 if lost else hint(fakes[0].shape[dim])), node.args[1]
+    elif isinstance(fake_of(source), torch.Tensor):
+        part = slice_of(node, fake_of(source).dim())
+        if part is None or type(part.start) is not int or part.start < 0:
+            return
+        if part.lost:
+            yield Sliced(source, part.dim, 0), part.start
+        elif part.start or part.stop is not None:
+            rows = fake_of(node).shape[part.dim]
+            if isinstance(rows, int) and rows and part.start % rows == 0:
+                yield Sliced(source, part.dim, rows), part.start // rows
+
+
+def independent(group: Mapping[Sliced, Blocks]) -> dict[Sliced, Blocks]:
+    """Those of a group that are not made of blocks of others."""
+    graph = next(iter(group)).base.graph
+    bases = {n: key.base for key, blocks in group.items() for same in blocks.values() for n in same}
+    made, written = set(bases), set[Node | None]()
+    for node in graph.nodes:
+        if not made.isdisjoint(node.all_input_nodes) or not written.isdisjoint(node.all_input_nodes):
+            made.add(node)
+            written.add(bases.get(mutated(node)))
+    return {key: blocks for key, blocks in group.items() if key.base not in made}
+
+
+def is_closed(loop: Loop) -> bool:
+    """Is a loop all that happens between its first node and its last, and is it read after these? There is no
+    switch of modes, no random number, and no write into anything but what the loop has made."""
+    first, last = min(loop.nodes), max(loop.nodes)
+    node = first
+    while node is not last.next:
+        if is_switch(node) or (node in loop.nodes and draws_random(node)) or not may_write(node, loop):
+            return False
+        node = node.next
+    readers = [u for n in loop.nodes for u in n.users if u not in loop.nodes]
+    states = all(fits(loop, s) for s in loop.states)
+    return states and all(last < u for u in readers) and all(is_blank(loop, key) for key in loop.written)
+
+
+def may_write(node: Node, loop: Loop) -> bool:
+    """Does a node write into nothing, into a value that is read here only, or into an output of the loop?"""
+    target = mutated(node)
+    if target is None:
+        return True
+    if target in loop.pieces:
+        return node in loop.nodes and loop.pieces[target][0] in loop.written
+    same = [n for n in loop.nodes if n < node and storage_of(n) == storage_of(target)]
+    return same == [target] and list(target.users) == [node]
+
+
+def fits(loop: Loop, state: State) -> bool:
+    """Is a state of the same kind from the first iteration on?"""
+    first, later = fake_of(state.initial), fake_of(loop.left_by_first(state)[0])
+    if not isinstance(first, torch.Tensor) or not isinstance(later, torch.Tensor):
+        return False
+    return first.shape == later.shape and first.dtype == later.dtype
+
+
+def is_blank(loop: Loop, key: Sliced) -> bool:
+    """Is a value that the loop writes made for that, and read only after it?"""
+    last, blocks = max(loop.nodes), [n for n, (k, _) in loop.pieces.items() if k == key]
+    name = getattr(key.base.target, "_opname", "").removeprefix("new_").removesuffix("_like")
+    written = all(is_write(u) and u.args[0] is n for n in blocks for u in n.users)
+    later = all(u in blocks or last < u for u in key.base.users)
+    return name in ("zeros", "empty", "full") and written and later
+
+
+def is_write(node: Node) -> bool:
+    return node.target is torch.ops.aten.copy_.default
+
+
+class Matching:
+    """Matches iterations of the same pieces.
+
+    at        node → its iteration
+    position  node → its place in that
+    """
+
+    def __init__(self, graph: Graph, pieces: Mapping[Node, tuple[Sliced, int]], count: int):
+        self.pieces, self.count = pieces, count
+        self.at: dict[Node, int] = {}
+        self.position: dict[Node, int] = {}
+        self.states: dict[int | Sliced, Node] = {}
+        self.names: dict[Node, int] = {}
+        self.numbers: dict[str, int] = {}
+        lists: list[list[Node]] = [[] for _ in range(count)]
+        for node in graph.nodes:
+            check_time()
+            if node in pieces:
+                self.at[node] = pieces[node][1]
+            elif node.op != "output":
+                made_of = [self.at[a] for a in node.all_input_nodes if a in self.at]
+                if made_of:
+                    self.at[node] = max(made_of)
+                    lists[max(made_of)].append(node)
+                else:
+                    self.name(node)  # in order, so that none is found by a deep recursion
+        self.lists = lists
+
+    def matched(self) -> Loop | None:
+        """All iterations, or None if they are not alike."""
+        first, *others, last = self.lists
+        if not first or any(len(nodes) != len(first) for nodes in others):
+            return None
+        steps: list[list[Node | None]] = [list(first)]
+        self.position = {n: p for p, n in enumerate(first)}
+        for nodes in (*others, last):
+            step = self.step(steps[-1], nodes, nodes is last)
+            if step is None:
+                return None
+            steps.append(step)
+        if None in steps[1]:
+            return None
+        states = [State(source, initial) for source, initial in self.states.items()]
+        return Loop(self.pieces, steps, states, self.written(steps))
+
+    def written(self, steps: Sequence[Sequence[Node | None]]) -> dict[Sliced, int]:
+        """What is written block by block."""
+        writes = [n for n in steps[1] if n is not None and is_write(n) and n.args[0] in self.pieces]
+        found = {self.pieces[n.args[0]][0]: n.args[1] for n in writes if n.args[1] in self.position}
+        alike = {key: n for key, n in found.items() if fake_of(n).dtype == fake_of(key.base).dtype}
+        return {key: self.position[n] for key, n in alike.items()}
+
+    def step(
+        self, before: Sequence[Node | None], nodes: Sequence[Node], is_last: bool
+    ) -> list[Node | None] | None:
+        """The nodes of an iteration, by the positions of the one before it. The last one may lack what
+        nobody reads."""
+        found: list[Node | None] = []
+        left = iter(nodes)
+        node = next(left, None)
+        for place, old in enumerate(before):
+            if node is not None and old is not None and self.is_alike(old, node):
+                self.position[node] = place
+                found.append(node)
+                node = next(left, None)
+            elif is_last:
+                found.append(None)
+            else:
+                return None
+        return found
+
+    def is_alike(self, old: object, new: object) -> bool:
+        """Does a node do what one of the iteration before did?"""
+        assert isinstance(old, Node) and isinstance(new, Node)
+        if old.op != new.op or old.target is not new.target and old.target != new.target:
+            return False
+        return self.agree((old.args, old.kwargs), (new.args, new.kwargs))
+
+    def agree(self, old: object, new: object) -> bool:
+        """Are arguments the same, seen from two iterations?"""
+        if isinstance(old, Node) and isinstance(new, Node):
+            return self.is_same_operand(old, new)
+        if type(old) is not type(new):
+            return False
+        if isinstance(old, (list, tuple)):
+            return len(old) == len(new) and all(map(self.agree, old, new))
+        if isinstance(old, dict):
+            return list(old) == list(new) and all(map(self.agree, old.values(), new.values()))
+        if isinstance(old, slice):
+            return self.agree((old.start, old.stop, old.step), (new.start, new.stop, new.step))
+        return old == new
+
+    def is_same_operand(self, old: Node, new: Node) -> bool:
+        ours, theirs = self.place_of(old), self.place_of(new)
+        if theirs is None:
+            return ours is None and self.name(old) == self.name(new)
+        if ours is not None:  # one step apart, in the same place
+            return ours == theirs and self.at[old] + 1 == self.at[new]
+        # The first iteration reads what was there before, the second one what the first has left.
+        if self.at[new] != 0 or old in self.at:
+            return False
+        return self.name(self.states.setdefault(theirs, old)) == self.name(old)
+
+    def place_of(self, node: Node) -> int | Sliced | None:
+        return self.pieces[node][0] if node in self.pieces else self.position.get(node)
+
+    def name(self, node: Node) -> int | Node:
+        """Equal for values that are made alike, of no block."""
+        if node.op not in ("call_function", "call_method") or mutated(node) or draws_random(node):
+            return node
+        if any(mutated(u) is node for u in node.users):
+            return node
+        if node not in self.names:
+            args = map_arg((node.args, node.kwargs), lambda a: f"<{self.name(a)}>")
+            self.names[node] = self.numbers.setdefault(f"{node.target} {args}", len(self.numbers))
+        return self.names[node]

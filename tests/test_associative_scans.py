@@ -1,0 +1,124 @@
+"""Associative scans (``torch._higher_order_ops.associative_scan``) stream in blocks of tokens."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCABULARY, gradients, ids_of, worst_error
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+
+from streambp_compile import NotStreamed
+
+WIDTH, EXACT = 8, 1e-10
+
+
+def recurrence(x: Tensor) -> Tensor:
+    """A gated linear recurrence, as in state-space layers."""
+
+    def combine(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    gates, values = x.sigmoid(), x.tanh()
+    return associative_scan(combine, (gates, values), dim=1, combine_mode="generic")[1]
+
+
+def matrices(x: Tensor) -> Tensor:
+    """Products of matrices: what is joined does not commute, and is no pointwise function."""
+    made = x.unflatten(-1, (2, 2, 2)).tanh() * 0.5 + torch.eye(2, dtype=x.dtype)
+    return associative_scan(torch.matmul, made, dim=1, combine_mode="generic").flatten(2)
+
+
+def states_behind_rows(x: Tensor) -> Tensor:
+    """The states of Mamba: tokens are a dimension in the middle, and each has several numbers per feature."""
+
+    def combine(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    steps, inputs = F.softplus(x).transpose(1, 2), x.transpose(1, 2)
+    rates = torch.arange(1, 4, dtype=x.dtype)
+    gates = torch.exp(-steps[..., None] * rates)
+    values = steps[..., None] * inputs[..., None] * rates
+    _, states = associative_scan(combine, (gates, values), dim=2, combine_mode="generic")
+    return (states * inputs[..., None]).sum(-1).transpose(1, 2)
+
+
+def softmax_sums(x: Tensor) -> Tensor:
+    """Online softmax: a running maximum, and a sum scaled by it."""
+
+    def combine(left, right):
+        top = torch.maximum(left[0], right[0])
+        return top, left[1] * (left[0] - top).exp() + right[1] * (right[0] - top).exp()
+
+    top, total = associative_scan(combine, (x, torch.ones_like(x)), dim=1, combine_mode="generic")
+    return top + total.log()
+
+
+def twice(x: Tensor) -> Tensor:
+    return recurrence(recurrence(x) * 0.5)
+
+
+class Layer(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.mix, self.norm = mix, nn.LayerNorm(WIDTH)
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.mix(self.into(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layer = Layer(mix)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.layer(self.embed(ids)))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def check(mix, length: int, strict: bool = True) -> None:
+    """Gradients are eager's, and with ``strict`` every region streams."""
+    model, ids = Model(mix).double(), ids_of(2, length)
+    truth = gradients(model, lambda: model(ids))
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 64, "strict": strict})
+    assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
+
+
+@pytest.mark.parametrize(
+    "mix, length",
+    [
+        (recurrence, 20),
+        pytest.param(recurrence, 150, marks=pytest.mark.slow),
+        pytest.param(recurrence, 192, marks=pytest.mark.slow),
+        pytest.param(matrices, 150, marks=pytest.mark.slow),
+        pytest.param(states_behind_rows, 150, marks=pytest.mark.slow),
+        pytest.param(softmax_sums, 150, marks=pytest.mark.slow),
+        pytest.param(twice, 150, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_scans_stream(mix, length, interpreted):
+    check(mix, length)
+
+
+def test_short_sequences_are_scanned_whole(interpreted):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotStreamed)
+        check(recurrence, 12, strict=False)
+
+
+def test_other_backends_trace_torch_s_own_scan():
+    seen = []
+
+    def backend(module, inputs):
+        seen.append(module)
+        return module
+
+    torch.compile(recurrence, backend=backend)(torch.randn(1, 150, WIDTH))
+    assert not any("unflatten" in str(n.target) for n in seen[0].graph.nodes)

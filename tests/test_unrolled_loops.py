@@ -1,0 +1,165 @@
+"""Loops over blocks of tokens that hand on a state, unrolled by Dynamo, stream."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCABULARY, gradients, ids_of, worst_error
+from torch import Tensor, nn
+
+from streambp_compile import NotStreamed
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+WIDTH, HEADS, BLOCK, EXACT = 16, 2, 16, 1e-10
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Slices of rows, results put together by `cat` (lightning attention, arXiv 2401.04658)."""
+    length, found = q.shape[2], []
+    state = torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype)
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        rows, keys, values = (x[:, :, start:stop] for x in (q, k, v))
+        inside = (rows @ keys.mT).tril() @ values
+        found.append(inside + (rows * scale[:, : stop - start, None]) @ state)
+        state = state * 0.9 + (keys * scale[:, : stop - start, None]).mT @ values
+    return torch.cat(found, 2)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Blocks picked one by one, results written into a tensor (arXiv 2406.06484): the state is needed for
+    rows that make the next state."""
+    q, k, v = (x.unflatten(2, (-1, BLOCK)) for x in (q, k, v))
+    state = torch.zeros(*q.shape[:2], q.shape[4], v.shape[4], dtype=q.dtype)
+    found, later = torch.zeros_like(v), torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu(1)
+    for i in range(q.shape[2]):
+        new = v[:, :, i] - k[:, :, i] @ state
+        scores = (q[:, :, i] @ k[:, :, i].mT).masked_fill_(later, 0)
+        found[:, :, i] = q[:, :, i] @ state + scores @ new
+        state = state * scale[:, :1, None].sigmoid() + k[:, :, i].mT @ new
+    return found.flatten(2, 3)
+
+
+def split_rows(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """All blocks cut at once, in front of the loop; two states."""
+    found = []
+    state, norm = (
+        torch.zeros(*q.shape[:2], q.shape[3], v.shape[3]).to(q),
+        torch.zeros(*q.shape[:2], q.shape[3]).to(q),
+    )
+    for rows, keys, values in zip(*(x.split(BLOCK, 2) for x in (q.exp(), k.exp(), v))):
+        weights = (rows @ keys.mT).tril()
+        total = weights.sum(-1) + (rows @ norm[..., None])[..., 0]
+        found.append((weights @ values + rows @ state) / total[..., None])
+        state, norm = state + keys.mT @ values, norm + keys.sum(2)
+    return torch.cat(found, 2)
+
+
+def block_before(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """What is handed on is the block before itself."""
+    found, keys_before, values_before = (
+        [],
+        torch.zeros_like(k[:, :, :BLOCK]),
+        torch.zeros_like(v[:, :, :BLOCK]),
+    )
+    for rows, keys, values in zip(q.split(BLOCK, 2), k.split(BLOCK, 2), v.split(BLOCK, 2)):
+        scores = torch.cat([rows @ keys_before.mT, (rows @ keys.mT).tril()], -1) / BLOCK
+        found.append(scores @ torch.cat([values_before, values], 2))
+        keys_before, values_before = keys, values
+    return torch.cat(found, 2)
+
+
+def states_out(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """The last state is read after the loop, too."""
+    state, found = torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype), []
+    for rows, keys, values in zip(q.split(BLOCK, 2), k.split(BLOCK, 2), v.split(BLOCK, 2)):
+        found.append(rows @ state + (rows @ keys.mT).tril() @ values)
+        state = state.tanh() + keys.mT @ values
+    return torch.cat(found, 2) * state.mean().cos()
+
+
+class Layer(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.mix, self.norm = mix, nn.LayerNorm(WIDTH)
+        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(HEADS, BLOCK))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (self.into(self.norm(x)) / 4).chunk(3, -1)
+        )
+        return x + self.out(self.mix(q, k, v, self.scale).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, mix, layers: int):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.Sequential(*(Layer(mix) for _ in range(layers)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.layers(self.embed(ids)))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def check(mix, length: int, strict: bool = True, layers: int = 1) -> None:
+    """Gradients are eager's, and with ``strict`` every region streams."""
+    model, ids = Model(mix, layers).double(), ids_of(2, length)
+    truth = gradients(model, lambda: model(ids))
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 32, "strict": strict})
+    assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        linear_attention,
+        delta_rule,
+        pytest.param(split_rows, marks=pytest.mark.slow),
+        pytest.param(states_out, marks=pytest.mark.slow),
+    ],
+)
+def test_loops_stream(mix):
+    check(mix, 4 * BLOCK, layers=2 if mix is delta_rule else 1)
+
+
+@pytest.mark.parametrize("mix, length", [(linear_attention, 70), (linear_attention, 32), (block_before, 64)])
+def test_gradients_of_other_loops_are_exact(mix, length):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotStreamed)
+        check(mix, length, strict=False)
+
+
+def test_iterations_that_do_different_things_stay_as_they_are():
+    def mix(q, k, v, scale):
+        state, found = torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype), []
+        for i, (rows, keys, values) in enumerate(
+            zip(q.split(BLOCK, 2), k.split(BLOCK, 2), v.split(BLOCK, 2))
+        ):
+            found.append(rows @ (state.tanh() if i % 2 else state) + (rows @ keys.mT).tril() @ values)
+            state = state + keys.mT @ values
+        return torch.cat(found, 2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotStreamed)
+        check(mix, 64, strict=False)
+
+
+def test_blocks_written_into_a_value_that_is_read_before():
+    """Nothing of it may be erased or taken for a value of one time."""
+
+    def mix(q, k, v, scale):
+        v = v.unflatten(2, (-1, BLOCK))
+        found = torch.ones_like(v)
+        before = found.sum(3)
+        for i in range(v.shape[2]):
+            found[:, :, i] = v[:, :, i] * found[:, :, i - 1].mean()
+        return (found * before[..., None, :]).flatten(2, 3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotStreamed)
+        check(mix, 64, strict=False)
