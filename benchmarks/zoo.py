@@ -574,7 +574,7 @@ def exactness(row: Row) -> dict:
     import torch
 
     from streambp_compile import NotStreamed
-    from streambp_compile.backend import Chain
+    from streambp_compile.backend import Reporting
     from streambp_compile.config import Config
     from streambp_compile.report import Report
 
@@ -582,8 +582,7 @@ def exactness(row: Row) -> dict:
     truth, model, note = reference(model, batch, loss)
     report = Report()
 
-    def backend(module, example_inputs):
-        return Chain(module, example_inputs, Config(chunk_size=CHUNK), report).compiled()
+    backend = Reporting(Config(chunk_size=CHUNK), report)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -92,6 +93,19 @@ IN_PIECES = (
     'so that a loss may be cut off from its head and its logits exist. Pass backend="streambp" itself, not a '
     "function that calls it, or set torch._dynamo.config.optimize_ddp = False"
 )
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """The backend with options that are checked already, which reports what it does: a ``backend=`` of
+    ``torch.compile``."""
+
+    config: Config
+    report: Report
+
+    def __call__(self, module: GraphModule, example_inputs: Sequence[object]) -> Callable:
+        return Chain(module, example_inputs, self.config, self.report).compiled()
+
 
 TRANSFORMED = Refusal(
     "torch.func",

@@ -99,6 +99,11 @@ def t(*shape, dtype=torch.float64):
     return lambda: x(*shape, dtype=dtype)
 
 
+def triangles(batch: int, size: int):
+    """Lower triangular matrices that can be solved; transposed ones with ``upper``."""
+    return lambda: x(batch, size, size).tril(-1) * 0.5 + torch.eye(size, dtype=torch.float64)
+
+
 def i(bound, *shape):
     return lambda: pick(bound, *shape)
 
@@ -301,6 +306,10 @@ SAMPLES = {
         call("aten::addmm", t(5), t(3, 4), t(4, 5)),
         call("aten::addmm", t(3, 5), t(3, 4), t(4, 5)),
         call("aten::addmm", t(3, 1), t(3, 4), t(4, 5), beta=2, alpha=3),
+    ],
+    "aten::linalg_solve_triangular": [
+        call("aten::linalg_solve_triangular", triangles(2, 3), t(2, 3, 4), upper=False, unitriangular=True),
+        call("aten::linalg_solve_triangular", triangles(2, 3), t(2, 4, 3), upper=False, left=False),
     ],
     "aten::baddbmm": [
         call("aten::baddbmm", t(2, 3, 5), t(2, 3, 4), t(2, 4, 5)),

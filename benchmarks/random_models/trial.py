@@ -62,7 +62,7 @@ class Trial:
     def __init__(self, module, settings):
         import torch
 
-        from streambp_compile.backend import Chain
+        from streambp_compile.backend import Reporting
         from streambp_compile.config import Config
         from streambp_compile.report import Report
 
@@ -71,11 +71,7 @@ class Trial:
         self.model = module.Model().to(self.dtype)
         self.truth = module.Model().double()
         self.truth.load_state_dict(self.model.state_dict())
-        config, report = Config(chunk_size=settings.chunk), self.report
-
-        def backend(graph, inputs):
-            return Chain(graph, inputs, config, report).compiled()
-
+        backend = Reporting(Config(chunk_size=settings.chunk), self.report)
         self.compiled = torch.compile(self.stepped, backend=backend, dynamic=settings.dynamic)
 
     def stepped(self, **batch):

@@ -108,3 +108,21 @@ rule_by_name("transformers::grouped_mm_fallback", form=Form.GROUPED_PRODUCT)(gro
 rule_by_name("transformers::grouped_mm_fallback_backward", form=Form.GROUPED_PRODUCT_BACKWARD)(
     grouped_mm_of_sorted
 )
+
+
+@rule("aten::linalg_solve_triangular", cost=CostClass.KERNEL, linear="B")
+def solve_triangular(node: Node) -> Signature:
+    """Matrices are solved one by one; inside one, a row of the result reads all of the rows before it."""
+    shape = shape_of(node)
+    matrices, right = (shape_of(a) for a in node.args[:2])
+
+    def batch(operand: tuple[int, ...]) -> tuple:
+        return tuple(aligned(operand[:-2], shape[:-2]))
+
+    left = node.kwargs.get("left", True)
+    given, made = (("solved", "free"), (None, "free")) if left else (("free", "solved"), ("free", None))
+    return Signature(
+        ((*batch(matrices), "above", "beside"), (*batch(right), *given)),
+        ((*range(len(shape) - 2), *made),),
+        contracts="all",
+    )

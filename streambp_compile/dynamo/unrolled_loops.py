@@ -83,6 +83,7 @@ class Distribution:
         self.unrolled: list[dict[int, Node]] = []
         self.stacked: dict[State, Node] = {}
         self.blocks: dict[Sliced, Node] = {}
+        self.apart: dict[int | Sliced, Node] = {}
 
     def needed(self, positions: Iterable[int]) -> set[int]:
         """Positions that others are made of, with those."""
@@ -184,10 +185,7 @@ class Distribution:
         with internals.faked(fake_of(like)):
             fakes = mapped(*map_arg(tuple(given), fake_of))
         call.meta = {**like.meta, "example_value": fakes}
-        results = [self.graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
-        for node, old, fake in zip(results, nodes, fakes):
-            node.meta = {**old.meta, "example_value": fake}
-        return results
+        return [item(call, i) for i in range(len(outputs))]
 
     def unroll_chain(self, last_too: bool) -> None:
         """The chain of states, an iteration after the other."""
@@ -207,11 +205,14 @@ class Distribution:
         return self.value_in(i, operand) if isinstance(operand, (int, Sliced)) else operand
 
     def value_in(self, i: int, operand: int | Sliced) -> Node:
-        if isinstance(operand, Sliced):
-            return next(n for n, piece in self.loop.pieces.items() if piece == (operand, i))
         if operand in self.chain:
             return self.unrolled[i][operand]
-        return inserted(self.loop.template[operand], torch.select, (self.whole[operand], 0, i))
+        if operand not in self.apart:
+            whole, dim = self.given(operand)
+            like = self.like() if isinstance(operand, Sliced) else self.loop.template[operand]
+            # At once: the gradient of a block picked alone is a value of all blocks.
+            self.apart[operand] = inserted(like, torch.unbind, (whole, dim))
+        return item(self.apart[operand], i)
 
     def stack(self, state: State) -> Node:
         """A state as each iteration finds it."""
@@ -258,3 +259,10 @@ class Distribution:
         whole = self.whole[p]
         moved = inserted(like, torch.movedim, (whole, 0, dim)) if dim else whole
         return inserted(like, torch.flatten, (moved, dim, dim + 1)) if flat else moved
+
+
+def item(call: Node, i: int) -> Node:
+    """One of the results of a call."""
+    found = call.graph.call_function(operator.getitem, (call, i))
+    found.meta = {**call.meta, "example_value": fake_of(call)[i]}
+    return found
