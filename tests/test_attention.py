@@ -174,7 +174,7 @@ class Attended(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("score_mod", [None, nearer])
+@pytest.mark.parametrize("score_mod", [None, pytest.param(nearer, marks=pytest.mark.slow)])
 def test_flex_attention_streams(score_mod, interpreted, monkeypatch):
     """torch has no backward of it on a CPU, and says so before any backend is asked; as mask and scores it
     has one."""

@@ -10,7 +10,7 @@ from benchmarks.setups.measurement import gradients, measured, streamed, worst_e
 from streambp_compile import StreamHint
 
 
-@pytest.mark.parametrize("name", representatives(compilation.SETUPS, {"dynamic=True", "functional_call"}))
+@pytest.mark.parametrize("name", representatives(compilation.SETUPS, {"dynamic=True"}))
 def test_everything_streams(name, interpreted):
     row = measured(compilation.SETUPS[name])
     assert row.error < 1e-12

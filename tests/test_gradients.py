@@ -47,7 +47,9 @@ opaque.register_autograd(
 )
 
 
-@pytest.mark.parametrize("chunk", [1, 7, pytest.param(32, marks=pytest.mark.inductor), 97])
+@pytest.mark.parametrize(
+    "chunk", [1, 7, pytest.param(32, marks=[pytest.mark.inductor, pytest.mark.slow]), 97]
+)
 def test_plain_model(chunk):
     model, ids = Plain(layers=3).double(), ids_of(length=min(97, 9 * chunk + 4))
     labels = ids.clone()
@@ -61,6 +63,7 @@ def test_plain_model(chunk):
     torch.testing.assert_close(step(ids, labels), model(ids, labels), rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_streams_too():
     model = Plain().double()
     step = compiled(model)
@@ -136,7 +139,7 @@ def test_llama_like_model_with_aligned_targets():
     "name, options, padding",
     [
         pytest.param("Llama", {}, "left", marks=pytest.mark.slow),
-        pytest.param("Qwen3", {}, "right", marks=pytest.mark.inductor),
+        pytest.param("Qwen3", {}, "right", marks=[pytest.mark.inductor, pytest.mark.slow]),
         ("Mistral", {"sliding_window": 20}, None),
         pytest.param("GPT2", {}, None, marks=pytest.mark.slow),
         pytest.param("Gemma2", {}, None, marks=pytest.mark.slow),
@@ -190,6 +193,7 @@ def test_autocast_is_as_good_as_eager(place):
     assert total_error(ours, truth) <= 1.05 * eager
 
 
+@pytest.mark.slow
 def test_autocast_casts_for_attention_where_rotary_tables_widen_queries():
     model, ids = hugging_face("Llama", num_hidden_layers=1).float(), ids_of()
 
@@ -218,6 +222,7 @@ def test_lengths_share_bodies():
     assert before < counts[0] and counts[1] == counts[2] == counts[3]
 
 
+@pytest.mark.slow
 def test_lengths_share_a_graph():
     """The number of tokens is a symbol from the second length on, and nothing that looks for the tokens makes
     a number of it."""

@@ -51,6 +51,7 @@ def model(interpreted) -> Model:
     return Model().double()
 
 
+@pytest.mark.slow
 def test_a_model_with_maps_streams_at_all_lengths(model):
     """A region that is compiled whole warns, and a warning is an error here."""
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})

@@ -53,6 +53,7 @@ def test_nothing_is_written_down_unless_a_trace_is_on(monkeypatch, interpreted):
     explain(lambda ids: model(ids, ids), ids)
 
 
+@pytest.mark.slow
 def test_a_trace_folder_receives_them(tmp_path):
     script = """
 import torch, models

@@ -231,7 +231,7 @@ def hints(step) -> list[str]:
 @pytest.mark.parametrize(
     "hide",
     [
-        keep_and_causal,
+        pytest.param(keep_and_causal, marks=pytest.mark.slow),
         pytest.param(padding_then_causal, marks=pytest.mark.slow),
         pytest.param(hidden_either_way, marks=pytest.mark.slow),
         pytest.param(additive_padding, marks=pytest.mark.slow),

@@ -67,6 +67,7 @@ def test_the_predicted_peak_of_a_step_is_the_measured(kind, length, fresh_dynamo
     assert abs(report.peak.bytes - measured) < measured / 10
 
 
+@pytest.mark.slow
 def test_what_runs_between_graphs_is_not_predicted(fresh_dynamo):
     model, ids = Plain(layers=1), ids_of(1, 64)
 

@@ -167,7 +167,7 @@ ALSO_UNCHUNKED = {  # an inverted permutation; an image, and its gating
     shuffled: ("This region creates its tokens",),
     between_images: ("This region creates its tokens", "This region has no token dimension"),
 }
-QUICKER = (by_gather, of_masked_tokens, every_second_logit, mixture_of_depths, prompted)
+QUICKER = (by_gather, of_masked_tokens, every_second_logit, prompted)
 
 
 def compiled(model: nn.Module, chunk: int = 7) -> tuple:

@@ -44,11 +44,9 @@ def gradients(model, step) -> dict:
 
 CHOSEN = {  # one of each kind of graph
     "cross-entropy, padded labels (Hugging Face)",
-    "cross-entropy, hidden states shifted",
     "[B, V, T], padded labels",
     "teacher inside, top-k",
     "residual heads with one vocabulary (Medusa)",
-    "tokens above the mean loss",
     "metrics beside the loss",
     "GRPO",
     "GSPO, token level",

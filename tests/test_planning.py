@@ -195,7 +195,7 @@ def test_chunks_are_as_long_as_a_device_wants_them(interpreted):
                 assert device.name == "T4" or chunk >= 2048 and (few or found.efficiency > chunk_length.FULL)
 
 
-@pytest.mark.parametrize(("tokens", "longest"), ((512, 256), (2048, 512)))
+@pytest.mark.parametrize(("tokens", "longest"), (pytest.param(512, 256, marks=pytest.mark.slow), (2048, 512)))
 def test_a_sequence_is_cut_in_four_unless_it_is_short(tokens, longest, interpreted):
     found = chunks_of(planned(64, 4, 2, tokens, torch.float32))
     assert all(c <= longest for c in found) and all(c % 16 == 0 for c in found)

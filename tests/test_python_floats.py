@@ -107,6 +107,7 @@ def test_all_sizes_and_numbers_symbolic_from_the_start(loss, interpreted):
     assert seen[0] == seen[1], "neither another number nor another length compiles anything"
 
 
+@pytest.mark.slow
 def test_symbolic_lengths_and_numbers_in_compiled_bodies(fresh_dynamo):
     """A mean over all tokens divides by an expression of the length, whose symbols the body needs as well."""
     check(mixture, (1.25, 1.5), lengths=(TOKENS, 56))

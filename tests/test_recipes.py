@@ -94,7 +94,9 @@ def split_layers() -> bool:
     return streams(lambda: names["step"](ids, ids).backward())
 
 
-@pytest.mark.parametrize("recipe", [in_short, a_plugin, head_and_loss, split_layers])
+@pytest.mark.parametrize(
+    "recipe", [in_short, a_plugin, pytest.param(head_and_loss, marks=pytest.mark.slow), split_layers]
+)
 def test_recipes_of_one_process(recipe, interpreted):
     assert recipe()
 
@@ -158,9 +160,7 @@ def by_process(name: str) -> bool:
     return globals()[name]()
 
 
-@pytest.mark.parametrize(
-    "recipe", [ddp, *(pytest.param(r, marks=pytest.mark.slow) for r in (fsdp2, pipeline))]
-)
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=pytest.mark.slow) for r in (ddp, fsdp2, pipeline)])
 def test_recipes_of_several_processes(recipe, ranks):
     assert all(ranks.run(by_process, recipe.__name__))
 

@@ -120,13 +120,21 @@ def step(model: nn.Module, chunk: int = 16):
 @pytest.mark.parametrize(
     "name, chunk, length",
     [
-        *((name, 7, LENGTH) for name in ("linear attention", "minGRU", "both ways", "CoPE")),
+        ("minGRU", 7, LENGTH),
         *(
             pytest.param(name, 7, LENGTH, marks=pytest.mark.slow)
-            for name in ("decaying state", "decaying scores", "scan of a scan", "running mean")
+            for name in (
+                "linear attention",
+                "both ways",
+                "CoPE",
+                "decaying state",
+                "decaying scores",
+                "scan of a scan",
+                "running mean",
+            )
         ),
         ("both ways", 1, 9),
-        ("linear attention", 100, LENGTH),
+        pytest.param("linear attention", 100, LENGTH, marks=pytest.mark.slow),
         pytest.param("linear attention", 1, 9, marks=pytest.mark.slow),
         pytest.param("both ways", 100, LENGTH, marks=pytest.mark.slow),
     ],
@@ -138,6 +146,7 @@ def test_a_scan_streams(name, chunk, length, interpreted):
     assert worst_error(gradients(model, lambda: streamed(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+@pytest.mark.slow
 def test_lengths_share_what_is_compiled(interpreted):
     model = Scanned(linear_attention).double()
     streamed, graphs = counted(model, 16)
@@ -152,6 +161,7 @@ def test_lengths_share_what_is_compiled(interpreted):
 
 
 @pytest.mark.quick
+@pytest.mark.slow
 def test_without_gradients(interpreted):
     model, ids = Scanned(linear_attention).double(), ids_of(2, LENGTH)
     with torch.no_grad():
@@ -159,6 +169,7 @@ def test_without_gradients(interpreted):
 
 
 @pytest.mark.parametrize("mix", [pytest.param(linear_attention, marks=pytest.mark.slow), gated_in_log_space])
+@pytest.mark.slow
 def test_half_precision_is_no_less_exact_than_eager(mix, interpreted):
     model, ids = Scanned(mix), ids_of(2, 100)
     model.to(torch.bfloat16)
@@ -314,7 +325,7 @@ def test_the_operator_is_a_scan_of_flipped_rows(kind):
     "scan, told",
     [
         (lambda s: s.cumsum(-2), "scans the rows of a matrix"),
-        (lambda s: s.cumsum(-1), None),
+        pytest.param(lambda s: s.cumsum(-1), None, marks=pytest.mark.slow),
         (lambda s: s.logcumsumexp(-1), None),
     ],
     ids=["rows", "keys", "keys in log space"],

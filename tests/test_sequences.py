@@ -74,6 +74,7 @@ class Translator(nn.Module):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
 
+@pytest.mark.slow
 def test_an_encoder_streams_beside_its_decoder():
     model = Translator().double()
     report = explain(model, ids_of(2, 61), ids_of(2, 45), streambp_options={"chunk_size": 16})

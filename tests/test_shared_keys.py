@@ -130,7 +130,7 @@ WITHOUT_CAUSALITY = ("memory_without_a_mask", "hidden_memory")
 
 
 def quick_of(names):
-    quick = ("memory_that_is_projected", "zero_key", "earlier_segment")
+    quick = ("zero_key", "earlier_segment")
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 

@@ -143,6 +143,7 @@ def test_other_convolutions_are_whole_and_exact(interpreted):
     assert worst_error(found, gradients(model, lambda: model(ids))) < EXACT
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor_under_autocast():
     model, ids = Mixed(MIXERS["depthwise, cut behind"]), ids_of(2, 130)
 

@@ -262,6 +262,7 @@ def test_only_what_is_alike_is_merged(loss, merges, interpreted, monkeypatch):
     assert any(merged) == merges
 
 
+@pytest.mark.slow
 def test_a_loss_in_pieces_takes_no_more_than_under_checkpointing(fresh_dynamo):
     model, ids = Model(under_checkpointing, 8192), ids_of(2, 2048)
     streamed = torch.compile(model, backend="streambp")

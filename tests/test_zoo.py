@@ -26,7 +26,7 @@ def test_hard_rows_are_exact(name, interpreted):
     assert zoo.is_exact(name, zoo.measure(name, tokens=0))
 
 
-@pytest.mark.parametrize("name", representatives(("qwen3", "BERT"), {"qwen3"}))
+@pytest.mark.parametrize("name", representatives(("qwen3", "BERT"), ()))
 def test_hugging_face_rows_are_exact_and_streamed(name, interpreted):
     answer = zoo.measure(name, tokens=0)
     assert zoo.is_exact(name, answer)

@@ -20,7 +20,7 @@ from ..passes.ir import arguments, draws_random, hint
 from ..passes.phases import check_time
 from ..passes.rules.forward import cuts_into_pieces, mutated, slice_of
 from .regions import is_switch
-from .token_axes import fake_of, storage_of
+from .token_axes import fake_of, is_parameter, storage_of
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,17 @@ def groups(found: Mapping[Sliced, Blocks]) -> Iterator[dict[Sliced, Blocks]]:
 
 
 def sliced_values(graph: Graph) -> dict[Sliced, Blocks]:
-    """All values that are cut into equal blocks, each of which is read: block → nodes that are it."""
+    """All values of inputs that are cut into equal blocks, each of which is read: block → nodes that are it.
+    Weights are cut into those of layers."""
     found: dict[Sliced, Blocks] = {}
+    of_inputs: set[Node] = set()
     for node in graph.nodes:
+        given = node.op == "placeholder" and not is_parameter(fake_of(node))
+        if given or not of_inputs.isdisjoint(node.all_input_nodes):
+            of_inputs.add(node)
         for key, i in blocks_of(node):
-            found.setdefault(key, {}).setdefault(i, []).append(node)
+            if key.base in of_inputs or is_blank(key.base):
+                found.setdefault(key, {}).setdefault(i, []).append(node)
     return {key: blocks for key, blocks in found.items() if is_whole(key, blocks)}
 
 
@@ -186,7 +192,7 @@ def is_closed(loop: Loop) -> bool:
         node = node.next
     readers = [u for n in loop.nodes for u in n.users if u not in loop.nodes]
     states = all(fits(loop, s) for s in loop.states)
-    return states and all(last < u for u in readers) and all(is_blank(loop, key) for key in loop.written)
+    return states and all(last < u for u in readers) and all(is_output(loop, key) for key in loop.written)
 
 
 def may_write(node: Node, loop: Loop) -> bool:
@@ -208,13 +214,17 @@ def fits(loop: Loop, state: State) -> bool:
     return first.shape == later.shape and first.dtype == later.dtype
 
 
-def is_blank(loop: Loop, key: Sliced) -> bool:
+def is_output(loop: Loop, key: Sliced) -> bool:
     """Is a value that the loop writes made for that, and read only after it?"""
     last, blocks = max(loop.nodes), [n for n, (k, _) in loop.pieces.items() if k == key]
-    name = getattr(key.base.target, "_opname", "").removeprefix("new_").removesuffix("_like")
     written = all(is_write(u) and u.args[0] is n for n in blocks for u in n.users)
-    later = all(u in blocks or last < u for u in key.base.users)
-    return name in ("zeros", "empty", "full") and written and later
+    return is_blank(key.base) and written and all(u in blocks or last < u for u in key.base.users)
+
+
+def is_blank(node: Node) -> bool:
+    """Is it a tensor of one number, or of nothing yet?"""
+    name = getattr(node.target, "_opname", "").removeprefix("new_").removesuffix("_like")
+    return name in ("zeros", "ones", "empty", "full")
 
 
 def is_write(node: Node) -> bool:

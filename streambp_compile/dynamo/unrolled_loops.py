@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import arguments
+from ..passes.ir import arguments, is_view
 from ..passes.rules import functional
 from ..passes.rules.forward import Part, mutated, part_of
 from .aten import inserted
@@ -34,8 +34,11 @@ def distribute_loops(module: GraphModule) -> GraphModule:
     tried: set[tuple] = set()
     while (loop := find_loop(module.graph, tried)) is not None:
         before = set(module.graph.nodes)
+        found = Distribution(module, loop)
+        if not found.is_worth_it():
+            continue
         try:
-            Distribution(module, loop).rewrite()
+            found.rewrite()
         except Exception:  # what cannot be mapped over blocks, a write into a value of one block for instance
             internals.log.debug("a loop stays unrolled", exc_info=True)
             for node in reversed(module.graph.nodes):
@@ -95,6 +98,10 @@ class Distribution:
                 found.add(p)
                 stack += [a for a in self.operands(p) if isinstance(a, int)]
         return found
+
+    def is_worth_it(self) -> bool:
+        """Is anything computed that is no part of the chain?"""
+        return any(not is_view(n) for p, n in enumerate(self.loop.template) if p not in self.chain)
 
     def operands(self, p: int) -> list[int | Sliced | State | Node]:
         return [self.loop.operand(a) for a in self.loop.template[p].all_input_nodes]
