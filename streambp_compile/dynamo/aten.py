@@ -135,6 +135,13 @@ class Spelled:
 def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | None]) -> None:
     """Replace one node by ATen operators, if it can be said in them; ``known`` has what equal calls
     became."""
+    args, kwargs = node.args, node.kwargs
+    if not translated(node, known) and write_numbers(node) and not translated(node, known):
+        node.args, node.kwargs = args, kwargs
+
+
+def translated(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | None]) -> bool:
+    """Replace one node by ATen operators. Returns whether that was possible."""
     operands = sorted(node.all_input_nodes, key=lambda n: isinstance(fake_of(n), torch.Tensor))  # sizes first
     text = call_text(node, operands)
     with internals.without_guards([*map(fake_of, operands), fake_of(node)]):
@@ -144,24 +151,35 @@ def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | Non
         if isinstance(found, torch._ops.OpOverload):
             node.op, node.target = "call_function", found
         if not isinstance(found, Spelled):
-            return
+            return found is not None
         values = dict(zip(found.graph.find_nodes(op="placeholder"), operands))
         try:
             with internals.as_these([fake_of(n) for n in operands]):
                 fakes = computed(found.nodes, {n: fake_of(v) for n, v in values.items()})
         except Exception:
             internals.log.debug("%s stays as Dynamo wrote it", node, exc_info=True)
-            return
+            return False
     with node.graph.inserting_before(node):
         for n in found.nodes:
             values[n] = node.graph.node_copy(n, lambda a: values[a])
             values[n].meta = {**node.meta, "example_value": fakes[n]}
     if found.last is None:
-        return read_results(node, tuple(r if r is None else values[r] for r in found.results))
+        read_results(node, tuple(r if r is None else values[r] for r in found.results))
+        return True
     args, kwargs = map_arg((found.last.args, found.last.kwargs), lambda a: values[a])
     node.op, node.target, node.args, node.kwargs = "call_function", found.last.target, args, kwargs
     if fake_of(node) is None:  # of an assignment: what it has written into
         node.meta["example_value"] = fake_of(written_argument(node))
+    return True
+
+
+def write_numbers(node: Node) -> bool:
+    """Write operands whose numbers are known as numbers, for a call that reads them: the bounds of
+    ``uniform_`` may be tensors of one number. False where there are none."""
+    values = {n: internals.known_number(fake_of(n)) for n in node.all_input_nodes}
+    known = {n: v for n, v in values.items() if v is not None}
+    node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: known.get(n, n))
+    return bool(known)
 
 
 def read_results(node: Node, results: tuple[Node | None, ...]) -> None:

@@ -13,7 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from .associative_scans import trace_scans_as
-from .aten_graphs import LIFTS, before_autograd, capture, captured_after, decompositions, inline_numbers
+from .aten_graphs import (
+    LIFTS,
+    before_autograd,
+    capture,
+    captured_after,
+    decompositions,
+    inline_numbers,
+    known_number,
+)
 from .body_inputs import BodyInputs
 from .chunk_bodies import body_options, compile_body
 from .distributed import (
@@ -116,6 +124,7 @@ __all__ = [
     "outside_of_metrics",
     "index_by_tensors",
     "inline_numbers",
+    "known_number",
     "is_batched",
     "is_compiled_backward",
     "is_ddp_piece",

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ..passes.normalization.normalize import layer_norm, mean, repeat, stack, var, var_mean
+from ..passes.normalization.random_numbers import normal, normal_around, randn, uniform
 from ..passes.rules import kept
 from .fake_tensors import stand_in
 
@@ -34,6 +35,11 @@ def decompositions() -> dict:
     table[aten.mean.default] = mean
     table[aten.repeat.default] = repeat
     table[aten.stack.default] = stack
+    table[aten.uniform.default] = uniform
+    table[aten.normal_functional.default] = normal
+    table[aten.randn.default] = randn
+    for op in (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor):
+        table[op] = normal_around
     table[aten.var.correction] = var
     table[aten.var_mean.correction] = var_mean
     table[aten.native_layer_norm.default] = functools.partial(
@@ -85,9 +91,8 @@ def inline_numbers(module: GraphModule) -> None:
     """Write constants of one number (``torch.tensor(-1.0)`` in a forward) into the graph, where the analysis
     can read them."""
     for node in module.graph.find_nodes(op="get_attr"):
-        with unset_fake_temporarily():
-            value = getattr(module, node.target, None)
-            number = value.item() if type(value) is torch.Tensor and value.dim() == 0 else None
+        value = getattr(module, node.target, None)
+        number = number_of(value)
         if number is not None:
             with module.graph.inserting_before(node):
                 new = module.graph.call_function(
@@ -96,6 +101,17 @@ def inline_numbers(module: GraphModule) -> None:
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             module.graph.erase_node(node)
+
+
+def number_of(value: object) -> bool | int | float | None:
+    """The number of a real tensor without dimensions; None of all else."""
+    with unset_fake_temporarily():
+        return value.item() if type(value) is torch.Tensor and value.dim() == 0 else None
+
+
+def known_number(fake: object) -> bool | int | float | None:
+    """The number of a fake tensor that was computed from constants; None where it is not known."""
+    return number_of(getattr(fake, "constant", None))
 
 
 def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:
