@@ -187,12 +187,11 @@ def linked(
     offloaded  indices of regions whose saved values wait in host memory
     """
     dropped = dropped_after(links, later, outputs)
-    given_up = handed_over(links, dropped)
     ready: dict[Node, Callable] = {}
     questions = asked_of(links)
     asked = rounds(questions, {n: i for i, (_, region) in enumerate(links) for n in region.outputs})
     buffers = Buffers([region for _, region in links])
-    steps = list(zip(range(len(links)), links, dropped, given_up, questions, asked))
+    steps = list(zip(range(len(links)), links, dropped, handed_over(links, dropped), questions, asked))
 
     def call(*args):
         plain_references()
@@ -203,12 +202,10 @@ def linked(
         state = buffers.of_call(values)
         leave = leaving(offloaded, args)
         for index, (compiled, region), gone, free, question, asked_now in steps:
-            if asked_now:
-                broken.update(answered(asked_now, values))
+            broken.update(answered(asked_now, values) if asked_now else {})
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(broken[question.key])
-                for node in free:
-                    hand_over(values[node])
+                hand_over([values[n] for n in free])
                 with within(InLink(index, compiled.report)):
                     run_region(run, region, values, state, recipes, leave.get(index))
             for node in gone:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -35,9 +36,10 @@ def ours_alone(gradient: object) -> bool:
     return getattr(gradient, "streambp_owned", False) and sys.getrefcount(gradient) <= plain_references()
 
 
-def hand_over(value: torch.Tensor) -> None:
-    """Let the region that reads a value next overwrite it."""
-    value.streambp_handed_over = True
+def hand_over(values: Iterable[torch.Tensor]) -> None:
+    """Let the region that reads these values next overwrite them."""
+    for value in values:
+        value.streambp_handed_over = True
 
 
 def is_handed_over(value: object) -> bool:
