@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import internals
+from .chain_plan import may_leave
 from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
 from .dynamo.associative_scans import scan_in_blocks
@@ -55,7 +56,7 @@ from .passes.ir import CannotStream, Refusal, bytes_of, copied, hint, where_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
 from .pipeline import outputs_of
-from .planned_chain import Links, OverBudget, PlannedChain, offloadable
+from .planned_chain import Links, OverBudget, PlannedChain, costs_of
 from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
 
 
@@ -247,7 +248,7 @@ class Chain:
         """
         budget = self.config.budget(self.fakes)
         if budget is None or not any(c.streamed is not None for c, _ in links):
-            away = offloadable(links) if self.config.offload else ()
+            away = may_leave([costs_of(c) for c, _ in links]) if self.config.offload else ()
             return links, link(links, frozenset(away))
         chain = PlannedChain(links, link, budget, axes, self.placeholders, self.config.offload is not False)
         with untimed():

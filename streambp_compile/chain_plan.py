@@ -152,6 +152,11 @@ def kept_by(steps: Sequence[Step], regions: int) -> list[int]:
     return counts
 
 
+def may_leave(costs: Sequence[Costs]) -> tuple[int, ...]:
+    """Indices of regions whose inputs may wait on the host; never the last one's, which are read at once."""
+    return tuple(i for i, region in enumerate(costs[:-1]) if region.handed_on)
+
+
 def with_less(
     default: ChainPlan,
     least: int,
@@ -164,7 +169,7 @@ def with_less(
 
     least  the peak of the default plan
     """
-    away = [i for i, region in enumerate(costs) if region.handed_on][:-1] if may_offload else []
+    away = may_leave(costs) if may_offload else ()
     lean = default.offloading(away)
     if away:
         peak = peak_of(lean)

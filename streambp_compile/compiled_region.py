@@ -38,7 +38,7 @@ from .passes.rules import CostClass, cost_of, find_rule, is_product
 from .passes.split import Region
 from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import NotStreamed, RegionReport, StreamHint, mebibytes
-from .runtime.gradient_ownership import ours_alone, sole_owners
+from .runtime.gradient_ownership import is_handed_over, ours_alone, sole_owners
 from .runtime.mask_guards import Guard
 from .runtime.opaque_calls import Driver, boxed, driver_of, one_call
 from .runtime.places import InRegion, within
@@ -261,6 +261,7 @@ class CompiledRegion:
             self.checkable(),
             target_of(self.device(), device.capability),
             device,
+            [i for i, (_, n) in enumerate(self.flat) if n is not None and n.op != "placeholder"],
         )
         self.check_width(region)
         return region
@@ -497,11 +498,12 @@ def run_forward(region: StreamedRegion, outputs: Sequence[object], returned: int
     def take(args: list) -> list:
         inputs = dict(zip(placeholders, args))
         args.clear()
-        given = storages(inputs.values())
+        owned = frozenset(n for n, value in inputs.items() if is_handed_over(value))
+        given = storages(value for n, value in inputs.items() if n not in owned)
         passed = {n: inputs[n] for n in outputs if n in inputs}
         for tangent in region.tangents if region.fused else ():
             inputs[tangent] = unit(tangent)
-        results = runner(inputs)
+        results = runner(inputs, owned)
         values = [
             results[index[o]] if o in index else passed.get(o, o) if isinstance(o, Node) else o
             for o in outputs
@@ -520,11 +522,12 @@ def storages(values: Iterable[object]) -> weakref.WeakSet:
 
 
 def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.Tensor]:
-    """The values, each in memory of its own that may be overwritten; ``taken`` is memory of others."""
+    """The values as tensors of their own, in memory that may be overwritten; ``taken`` is memory of
+    others."""
     found = []
     for value in values:
         own = value.untyped_storage() not in taken and Layout.of(value) is not None
-        found.append(value if own else value.clone(memory_format=torch.contiguous_format))
+        found.append(value.detach() if own else value.clone(memory_format=torch.contiguous_format))
         taken.add(found[-1].untyped_storage())
     return found
 

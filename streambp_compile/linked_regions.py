@@ -7,6 +7,7 @@ be recomputed, or wait in host memory.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +19,13 @@ from . import internals
 from .compiled_region import CompiledRegion
 from .dynamo.buffer_updates import Buffers, State
 from .dynamo.regions import written_storages
-from .dynamo.token_axes import Axis, fake_of
+from .dynamo.token_axes import Axis, fake_of, storage_of
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import lazy_output
 from .passes.ir import Condition, Refusal
 from .passes.split import Region
-from .runtime.gradient_ownership import plain_references
+from .pipeline import outputs_of
+from .runtime.gradient_ownership import hand_over, plain_references
 from .runtime.mask_guards import Question, answered, rounds
 from .runtime.offload import Offloading
 from .runtime.places import InLink, within
@@ -106,6 +108,22 @@ def dropped_after(links, later: Mapping[Node, Later], outputs: Sequence[object])
     ]
 
 
+def handed_over(links: Sequence[tuple[CompiledRegion, Region]], dropped: Sequence[tuple[Node, ...]]) -> list:
+    """For each region, the values that it may overwrite: those that it alone reads, and that the region which
+    made them left in memory of their own."""
+    nodes = {n for _, region in links for n in (*region.inputs, *region.outputs)}
+    sharing = Counter(map(storage_of, nodes))
+    readers = Counter(n for _, region in links for n in region.inputs)
+    free = {
+        node
+        for compiled, region in links
+        if compiled.streamed is not None and not region.recomputable and not written_storages(region)
+        for node, output in zip(region.outputs, outputs_of(compiled.streamed.joint))
+        if readers[node] == sharing[storage_of(node)] == 1 and compiled.streamed.has_own_memory(output)
+    }
+    return [tuple(n for n in gone if n in free) for gone in dropped]
+
+
 def run_region(
     run: Callable,
     region: Region,
@@ -173,7 +191,7 @@ def linked(
     questions = asked_of(links)
     asked = rounds(questions, {n: i for i, (_, region) in enumerate(links) for n in region.outputs})
     buffers = Buffers([region for _, region in links])
-    steps = list(zip(range(len(links)), links, dropped, questions, asked))
+    steps = list(zip(range(len(links)), links, dropped, handed_over(links, dropped), questions, asked))
 
     def call(*args):
         plain_references()
@@ -183,11 +201,11 @@ def linked(
         broken: dict[tuple, Condition | None] = {}
         state = buffers.of_call(values)
         leave = leaving(offloaded, args)
-        for index, (compiled, region), gone, question, asked_now in steps:
-            if asked_now:
-                broken.update(answered(asked_now, values))
+        for index, (compiled, region), gone, free, question, asked_now in steps:
+            broken.update(answered(asked_now, values) if asked_now else {})
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(broken[question.key])
+                hand_over([values[n] for n in free])
                 with within(InLink(index, compiled.report)):
                     run_region(run, region, values, state, recipes, leave.get(index))
             for node in gone:

@@ -97,6 +97,14 @@ class StreamedRegion:
             return ()
         return worth_keeping(self.backward.program, self.tangents, self.analysis, self.device)
 
+    def has_own_memory(self, output: Node) -> bool:
+        """Is an output of the forward in memory of its own, which the backward does not read?"""
+        program = self.forward.program
+        viewed = {a for nodes in program.full_length for n in nodes for a in n.all_input_nodes}
+        written = {n for sweep in program.sweeps for n in sweep.writes}
+        once = program.outputs.count(output) == 1
+        return output in written and once and output not in viewed and output not in self.saved
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -147,6 +155,7 @@ def stream(
     checkable: Sequence[int] = (),
     target: Target = CPU,
     device: Device = REFERENCE_CPU,
+    movable: Sequence[int] = (),
 ) -> StreamedRegion:
     """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
 
@@ -156,10 +165,12 @@ def stream(
                  caller checks at every call
     target       the device that chunk bodies are written for
     device       what chunk lengths are chosen for
+    movable      positions of inputs that a caller may hand over, so that gradients are written over them
     Raises `CannotStream`.
     """
     region, analysis = followed(joint, length, input_marks, forward_outputs, tangents, tangent_of, checkable)
-    programs = assigned(region, analysis, choices.keep, device)
+    given_up = [region.primals[i] for i in movable]
+    programs = assigned(region, analysis, choices.keep, device, given_up)
     how = (analysis, choices, compile_body, target, device)
     return StreamedRegion(
         region.module,
@@ -193,10 +204,12 @@ def followed(
     return region, analysis
 
 
-def assigned(region: Joint, analysis: Analysis, keep: int, device: Device) -> Programs:
+def assigned(
+    region: Joint, analysis: Analysis, keep: int, device: Device, movable: Sequence[Node] = ()
+) -> Programs:
     """The sweeps of a region whose forward keeps so many values. Raises `CannotStream`."""
     with phase("assigning operations to sweeps"):
-        programs = partitioned(region, analysis, keep, device)
+        programs = partitioned(region, analysis, keep, device, movable)
         for program in directions(programs):
             verify_program(program, analysis)
     return programs
@@ -278,17 +291,20 @@ def marks_of_tangents(region: Joint, propagation: TokenPropagation) -> dict[Node
     return found
 
 
-def partitioned(region: Joint, analysis: Analysis, keep: int, device: Device) -> Programs:
+def partitioned(
+    region: Joint, analysis: Analysis, keep: int, device: Device, movable: Sequence[Node]
+) -> Programs:
     """The programs of both directions; or one for both, where the forward can compute the gradients as well.
 
-    keep  how many of the values worth keeping on this device the forward keeps
+    keep     how many of the values worth keeping on this device the forward keeps
+    movable  inputs that such a forward may write gradients over
     Raises `CannotStream`.
     """
     forward = partition(region.graph, analysis, region.forward)
     check_streams(region, analysis, forward)
     if not region.tangents:
         return Programs(forward)
-    both = in_one_sweep(region, analysis, forward)
+    both = in_one_sweep(region, analysis, forward, movable)
     if both is not None:
         return Programs(both, fused=True)
     given = sums_of_forward(region.graph, forward)
@@ -365,7 +381,9 @@ def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
     return frozenset({*late, *seeds, *forward.statistics, *sums, *beside})
 
 
-def in_one_sweep(region: Joint, analysis: Analysis, forward: Program) -> Program | None:
+def in_one_sweep(
+    region: Joint, analysis: Analysis, forward: Program, movable: Sequence[Node]
+) -> Program | None:
     """The program of a loss whose rows need no sum of themselves: its gradient comes out of the very sweep
     that computes it.
 
@@ -377,7 +395,7 @@ def in_one_sweep(region: Joint, analysis: Analysis, forward: Program) -> Program
     if not is_linear(region.graph, region.tangents[0], region.backward):
         return None
     try:
-        both = partition(region.graph, analysis, (*region.forward, *region.backward))
+        both = partition(region.graph, analysis, (*region.forward, *region.backward), movable=movable)
     except Abandoned:
         raise
     except CannotStream:

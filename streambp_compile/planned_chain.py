@@ -143,8 +143,3 @@ def costs_of(compiled: CompiledRegion) -> Costs:
 
 def total_bytes(node: Node) -> int:
     return bytes_of(value_of(node)) if is_tensor(node) else 0
-
-
-def offloadable(links: Links) -> tuple[int, ...]:
-    """Indices of the regions whose inputs may wait on the host; never the last one, which is read at once."""
-    return tuple(i for i, (compiled, _) in enumerate(links) if costs_of(compiled).handed_on)[:-1]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from streambp_compile.chain_plan import ChainPlan, Costs, NoPlan, find_plan, steps_of
+from streambp_compile.chain_plan import ChainPlan, Costs, NoPlan, find_plan, may_leave, steps_of
 from streambp_compile.passes.planning.kept_values import KeptValue
 
 ATTENTION, PRODUCT = KeptValue((), 10, 5.0), KeptValue((), 20, 1.0)
@@ -80,21 +80,26 @@ def test_more_budget_never_keeps_less():
     assert kept == sorted(kept) and kept[-1] == 6
 
 
-@pytest.mark.parametrize("missing, away", [(1, {0}), (8, {0}), (9, {0, 1}), (16, {0, 1})])
+@pytest.mark.parametrize("missing, away", [(1, {0}), (8, {0}), (9, {0, 1}), (16, {0, 1}), (17, {0, 1, 2})])
 def test_first_layers_go_to_the_host_first(missing, away):
     plan = find_plan(CHAIN, DEFAULT - missing, Machine().peak)
     assert plan.offloaded == away
     assert all(c.chunk_bytes is None for c in plan.choices)
 
 
+def test_inputs_that_are_read_at_once_stay():
+    assert may_leave(CHAIN) == (0, 1, 2)
+    assert may_leave((LAYER, LAYER)) == (0,)
+
+
 def test_chunks_are_cut_when_all_inputs_are_away():
-    plan = find_plan(CHAIN, DEFAULT - 16 - 10, Machine().peak)
-    assert plan.offloaded == {0, 1}
+    plan = find_plan(CHAIN, DEFAULT - 24 - 10, Machine().peak)
+    assert plan.offloaded == {0, 1, 2}
     assert {c.chunk_bytes for c in plan.choices} == {4}
     alone = find_plan(CHAIN, DEFAULT - 10, Machine().peak, may_offload=False)
     assert alone.offloaded == set() and {c.chunk_bytes for c in alone.choices} == {4}
 
 
 def test_a_budget_that_cannot_be_met_names_the_least_that_can():
-    with pytest.raises(NoPlan, match="39"):
+    with pytest.raises(NoPlan, match="31"):
         find_plan(CHAIN, FLOOR, Machine().peak)

@@ -207,6 +207,14 @@ def test_grouped_heads_apart(kernel, monkeypatch):
         check(kernel, torch.bfloat16, operands_of(shape, torch.bfloat16), None, True, 16)
 
 
+@pytest.mark.parametrize("keys_at_once", (1, 7, 36))
+def test_gradients_of_some_keys_at_a_time(keys_at_once, monkeypatch):
+    monkeypatch.setattr(fused, "KEYS_AT_ONCE", keys_at_once)
+    for kind in MASKS:
+        mask, causal = mask_of(kind, 4, torch.float64)
+        check("flash_cpu", torch.float64, operands_of("grouped", torch.float64), mask, causal, 16)
+
+
 @pytest.mark.parametrize("bytes_at_once", (1, 5000))
 def test_composed_attention_in_blocks_of_rows(bytes_at_once, monkeypatch):
     monkeypatch.setattr(composed, "BLOCK", bytes_at_once)

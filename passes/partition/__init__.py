@@ -84,7 +84,7 @@ def programs(problem: Problem, choice: FullLength, count: int) -> Iterator[tuple
         if levels is None:
             continue
         found: list[Levels] = [levels]
-        if choice.scans:
+        if count > 1:
             found.append(sink(problem, choice, levels))
         for candidate in found:
             cost, program = Assembly(problem, choice, candidate).program()

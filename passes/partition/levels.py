@@ -43,7 +43,7 @@ def levels_of(problem: Problem, choice: FullLength, directions: tuple[Direction,
 def sink(problem: Problem, choice: FullLength, levels: Levels) -> Levels:
     """The same levels, with all that only the last sweep reads moved there.
 
-    A sweep that is there for the states of a scan then computes little else.
+    A sweep that is there for the states of a scan, or for keys and values, then computes little else.
     """
     order, level = Order(problem, choice, levels.directions), dict(levels.of)
     last = len(levels.directions) - 1

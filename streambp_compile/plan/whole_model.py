@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..chain_plan import ChainPlan, Costs
+from ..chain_plan import ChainPlan, Costs, may_leave
 from ..config import Config
 from ..passes.planning.cost_model import Cost
 from ..passes.planning.devices import Device
@@ -223,8 +223,7 @@ def plan_of(step: StreamedStep) -> ChainPlan:
 
 
 def offloading(step: StreamedStep) -> ChainPlan:
-    away = [i for i, region in enumerate(step.plans.costs) if region.handed_on][:-1]
-    return plan_of(step).offloading(away)
+    return plan_of(step).offloading(may_leave(step.plans.costs))
 
 
 def signature(costs: Costs) -> tuple:

@@ -1,13 +1,15 @@
-"""Which gradients a streamed backward may overwrite: those that nobody else can read.
+"""Which values a region may overwrite: those that nobody else can read.
 
 A gradient that one streamed backward hands to the next is marked. A tensor that others compute from it (a
-sum, a view) has no mark. A hook that keeps a gradient shows as an extra Python reference.
+sum, a view) has no mark. A hook that keeps a gradient shows as an extra Python reference. In the forward the
+chain itself knows who reads a value, and hands it over to its only reader.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -32,6 +34,16 @@ def sole_owners(gradients: list) -> list:
 
 def ours_alone(gradient: object) -> bool:
     return getattr(gradient, "streambp_owned", False) and sys.getrefcount(gradient) <= plain_references()
+
+
+def hand_over(values: Iterable[torch.Tensor]) -> None:
+    """Let the region that reads these values next overwrite them."""
+    for value in values:
+        value.streambp_handed_over = True
+
+
+def is_handed_over(value: object) -> bool:
+    return getattr(value, "streambp_handed_over", False)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from .layout import dense, first, heads_put_last, put, statistics
+from .layout import cut, dense, first, heads_put_last, put, statistics
 
 aten = torch.ops.aten
 
@@ -46,12 +46,24 @@ def cpu_forward(query, key, value, bias, diagonal, scale):
     return CPU_FORWARD(query, key, value, 0.0, diagonal is not None, attn_mask=bias, scale=scale)
 
 
+KEYS_AT_ONCE = 1024  # keys whose gradients exist beside their accumulators; fewer would save little more
+
+
 def cpu_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    dq, dk, dv = CPU_BACKWARD(
-        grad, query, key, value, out, lse, 0.0, diagonal is not None, attn_mask=bias, scale=scale
-    )
-    add_gradients(dk, dv, key_grad, value_grad)
-    return dq
+    """Without causality some keys at a time: the joined log-sum-exp makes their parts of ``dQ`` add up, and
+    gradients of all keys would exist a second time. Halves take all at once, for parts would be rounded."""
+    keys, whole = key.shape[2], diagonal is not None or query.dtype.itemsize == 2
+    total = None
+    for start in range(0, keys, keys if whole else KEYS_AT_ONCE):
+        part = slice(start, min(keys, start + (keys if whole else KEYS_AT_ONCE)))
+        k, v, key_part, value_part = (cut(t, 2, part) for t in (key, value, key_grad, value_grad))
+        seen = None if bias is None else cut(bias, 3, part)
+        dq, dk, dv = CPU_BACKWARD(
+            grad, query, k, v, out, lse, 0.0, diagonal is not None, attn_mask=seen, scale=scale
+        )
+        add_gradients(dk, dv, key_part, value_part)
+        total = dq if total is None else total.add_(dq)
+    return total
 
 
 def cpu_tile(rows: int, keys: int) -> tuple[int, int]:
