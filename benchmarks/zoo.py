@@ -426,13 +426,7 @@ RECURRENT = {
     "rwkv": {},
     "zamba2": dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2),
 }
-LOOPS = (
-    "falcon_mamba",
-    "jamba",
-    "mamba",
-    "recurrent_gemma",
-    "rwkv",
-)  # over the tokens, in eager at least: see `Row.unrolls`
+LOOPS = ("recurrent_gemma", "rwkv")  # over the tokens: see `Row.unrolls`
 for _kind, _families in (("dense", DENSE), ("moe", MOE), ("recurrent", RECURRENT)):
     for _family, _given in _families.items():
         ROWS[_family] = Row(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from models import VOCABULARY, gradients, ids_of, worst_error
 from torch import Tensor, nn
 
-from streambp_compile import NotStreamed
+from streambp_compile import NotStreamed, explain
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 WIDTH, HEADS, BLOCK, EXACT = 16, 2, 16, 1e-10
@@ -163,3 +163,30 @@ def test_blocks_written_into_a_value_that_is_read_before():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotStreamed)
         check(mix, 64, strict=False)
+
+
+class Decaying(nn.Module):
+    """Linear attention with stored decays, which have a dimension for the rows of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("decay", torch.rand(HEADS, BLOCK, 1, dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        return linear_attention(q, k, v, self.decay[..., 0])
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_the_place_in_a_block_is_no_token():
+    model, ids = Model(Decaying(), 1).double(), ids_of(2, 4 * BLOCK)
+    model.layers.append(Layer(softmax_attention).double())
+    model.layers.append(Layer(Decaying()).double())
+    truth = gradients(model, lambda: model(ids))
+    report = explain(model, ids, streambp_options={"chunk_size": 32})
+    assert report.lengths == [4 * BLOCK]
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 32, "strict": True})
+    assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT

@@ -294,9 +294,10 @@ def preferred(found: Sequence[Candidate]) -> Candidate | None:
 
     In a head without attention the batch carries the same values as the tokens do, and a few numbers per
     sequence besides; features and
-    classes carry much, but products and the softmax lose them.
+    classes carry much, but products and the softmax lose them. The place of a token in its block is no token.
     """
     found = [c for c in found if c.length >= SHORTEST_STREAMED] or found
+    found = [c for c in found if not any(is_place_in_block(c, r) for r in found)]
     for good in (
         lambda c, rivals: len(c.evidence) == max(len(r.evidence) for r in rivals),
         lambda c, rivals: c.lost <= 2 * min(r.lost for r in rivals) + 1 / 8,
@@ -304,6 +305,18 @@ def preferred(found: Sequence[Candidate]) -> Candidate | None:
     ):
         found = [c for c in found if good(c, found)]
     return max(found, key=lambda c: c.length, default=None)
+
+
+def is_place_in_block(candidate: Candidate, rival: Candidate) -> bool:
+    """Are the rows of a candidate those of a block, wherever a rival's attention reads all tokens?"""
+    if not rival.attends or not rival.attends < candidate.attends:
+        return False
+    for operand in (tensor_operands(n)[0] for n in rival.attends):
+        tokens = rival.propagation.of(operand)
+        for dim, mark in candidate.propagation.of(operand).items():
+            if dim in tokens and mark.outer > 1 and tokens[dim].outer == tokens[dim].inner == 1:
+                return True
+    return False
 
 
 def lost_bytes(propagation: TokenPropagation) -> int:
