@@ -106,6 +106,26 @@ def earlier_segment(layer, x, memory):
     return merged(F.scaled_dot_product_attention(*map(heads, (q, k, v)), mask))
 
 
+def two_layers(layer, x, prefix, behind=False):
+    """The queries of the second layer are made of the first one's prefix as well."""
+    for _ in range(2):
+        q, k, v = map(heads, layer.qkv(x).chunk(3, -1))
+        pairs = [(t, heads(prefix)) if behind else (heads(prefix), t) for t in (k, v)]
+        own = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = F.pad(own, (0, prefix.shape[1]) if behind else (prefix.shape[1], 0), value=True)
+        a = F.scaled_dot_product_attention(q, *(torch.cat(pair, 2) for pair in pairs), mask)
+        x = x + layer.out(merged(a))
+    return x
+
+
+def prefix_of_two_layers(layer, x, prefix):
+    return two_layers(layer, x, prefix)
+
+
+def prefix_behind_two_layers(layer, x, prefix):
+    return two_layers(layer, x, prefix, behind=True)
+
+
 def hidden_memory(layer, x):
     """Rows that see nothing of the memory, and a first row that sees nothing at all."""
     length = x.shape[1]
@@ -125,12 +145,16 @@ def one_piece(layer, x):
 CASES = {f.__name__: f for f in (memory_keys, memory_before_positions, memory_behind, memory_without_a_mask)}
 CASES |= {f.__name__: f for f in (memory_that_is_projected, zero_key, grouped_heads, earlier_segment)}
 CASES |= {f.__name__: f for f in (hidden_memory, one_piece)}
+CASES |= {f.__name__: f for f in (prefix_of_two_layers, prefix_behind_two_layers)}
+WITH_INPUT = (earlier_segment, prefix_of_two_layers, prefix_behind_two_layers)
 
 WITHOUT_CAUSALITY = ("memory_without_a_mask", "hidden_memory")
 
 
-def quick_of(names):
-    quick = ("zero_key", "earlier_segment")
+QUICK = ("zero_key", "earlier_segment")
+
+
+def quick_of(names, quick=QUICK):
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
@@ -146,7 +170,7 @@ def check(model, *arguments_of_lengths, chunk):
 
 
 def given(attention, length):
-    memory = (torch.randn(2, 4, WIDTH, dtype=torch.float64),) if attention is earlier_segment else ()
+    memory = (torch.randn(2, 4, WIDTH, dtype=torch.float64),) if attention in WITH_INPUT else ()
     return torch.randint(VOCABULARY, (2, length)), *memory
 
 
@@ -162,7 +186,9 @@ def test_more_keys_in_other_chunks(name, chunk):
     check(Layer(CASES[name]).double(), given(CASES[name], 17), chunk=chunk)
 
 
-@pytest.mark.parametrize("name", quick_of([n for n in CASES if n not in WITHOUT_CAUSALITY]))
+@pytest.mark.parametrize(
+    "name", quick_of([n for n in CASES if n not in WITHOUT_CAUSALITY], (*QUICK, "prefix_of_two_layers"))
+)
 def test_only_visible_keys_are_read(name):
     report = explain(Layer(CASES[name]).double(), *given(CASES[name], 17), streambp_options={"chunk_size": 7})
     reaches = {

@@ -49,4 +49,5 @@ def normal_around(mean: Tensor | float, std: Tensor | float, generator: object =
     if generator is not None:
         return NotImplemented
     like = mean + std
+    assert isinstance(like, Tensor)
     return (standard_normal(like.shape, like.dtype, like.device) * std + mean).to(like.dtype)

@@ -8,7 +8,7 @@ sees it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,13 @@ def padded_parts(node: Node, dim: int) -> Parts | None:
 
 def origin_of_rows(node: Node, dim: int) -> Parts | None:
     """Where the rows of a value's dimension were put together, through operations of each row by itself."""
+    found = (parts_at(n, d) for n, d in same_rows(node, dim))
+    return next((parts for parts in found if parts is not None), None)
+
+
+def same_rows(node: Node, dim: int) -> Iterator[tuple[Node, int]]:
+    """Values of which row i becomes row i of a value's dimension, through operations of each row by itself,
+    each with its dimension; the value first."""
     seen: set[tuple[Node, int]] = set()
     stack = [(node, dim)]
     while stack:
@@ -92,13 +99,10 @@ def origin_of_rows(node: Node, dim: int) -> Parts | None:
             continue
         seen.add(at)
         check_time()
-        found = parts_at(node, dim)
-        if found is not None:
-            return found
+        yield at
         operands = node.all_input_nodes if node.op == "call_function" else ()
         dims = [(a, operand_dim(node, a, dim)) for a in operands]
         stack += [(a, d) for a, d in reversed(dims) if d is not None]
-    return None
 
 
 # Whose rows they are

@@ -10,6 +10,7 @@ the joined result, as FlashAttention's does for blocks of keys (arXiv 2205.14135
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..passes.ir import arguments, is_equal
+from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules.forward import Part, part_of
 from .aten import inserted
 from .attention import TORCH_SPELLING, as_autocast, erase_unread, is_fusible, score_mask, streambp
-from .row_slices import Parts, Rows, Sliced, origin_of_rows, sliced
+from .row_slices import Parts, Rows, Sliced, origin_of_rows, same_rows, sliced
 from .token_axes import fake_of, is_parameter
 
 
@@ -159,9 +160,18 @@ def own_keys(node: Node) -> OwnKeys | None:
 
 def own_part(parts: Parts, query: Node) -> OwnKeys | None:
     """Of values put together, the one that is made of what queries are made of; the others must have known
-    sizes, and nothing in common with them."""
+    sizes, and nothing in common with them.
+
+    Behind an earlier layer, queries are made of that layer's other keys as well: the sequence's own keys are
+    then those that share rows with them, if the others are fewer.
+    """
     made_of = inputs_of(query)
     related = [p is not None and not made_of.isdisjoint(inputs_of(p)) for p in parts.pieces]
+    if sum(related) > 1:
+        rows = set(same_rows(query, 2))
+        related = [p is not None and not rows.isdisjoint(same_rows(p, parts.dim)) for p in parts.pieces]
+        if not are_fewer(parts, related):
+            return None
     if sum(related) != 1:
         return None
     at = related.index(True)
@@ -170,6 +180,12 @@ def own_part(parts: Parts, query: Node) -> OwnKeys | None:
     if not all(isinstance(s, int) for s in (*before, *behind)) or not is_equal(parts.sizes[at], rows):
         return None
     return OwnKeys(sum(before), sum(behind))
+
+
+def are_fewer(parts: Parts, related: Sequence[bool]) -> bool:
+    """Are the rows that are not related to the queries fewer than those that are?"""
+    sizes = [[hint(s) for s, r in zip(parts.sizes, related) if r is wanted] for wanted in (False, True)]
+    return sum(sizes[0]) < sum(sizes[1])
 
 
 def inputs_of(node: Node) -> set[Node]:
