@@ -95,6 +95,7 @@ class Work:
     keys       which of them a chunk reaches
     kernels    kernels launched per chunk
     widest     bytes per token alive at the widest moment of a chunk
+    single     bytes per token of the widest value by itself
     """
 
     tokens: int
@@ -107,6 +108,7 @@ class Work:
     keys: Reach
     kernels: int
     widest: int
+    single: int = 1
 
     def cost(self, chunk: int, device: Device, kernel: str = "flash") -> Cost:
         """Seconds for chunks of so many tokens, with an attention kernel of the device's table."""
@@ -187,6 +189,7 @@ def work_of(
         keys=keys,
         kernels=len(moments.steps) + len(written),
         widest=max(moments.widest(), *map(inner_width, nodes), 1),
+        single=moments.single,
     )
 
 

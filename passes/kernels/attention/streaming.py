@@ -61,8 +61,8 @@ SMALLEST_SQUARE = 128  # rows of a square that is not cut further: a call costs 
 
 
 def triangle(rows: slice, first: int, again: bool) -> Iterator[Piece]:
-    """A causal square from key ``first`` on, of which a kernel would compute what causality hides as well: two
-    smaller ones, and the rectangle between them.
+    """A causal square from key ``first`` on, of which a kernel would compute what causality hides as well:
+    two smaller ones, and the rectangle between them.
 
     again  its rows have met other keys before
     """
