@@ -137,7 +137,7 @@ def test_a_plan_that_saves_next_to_nothing_is_not_tried():
 
 
 def test_equal_regions_differ_only_where_that_saves_something():
-    slow = tuple(replace(c, seconds=400.0, longer=()) for c in TIMED)
+    slow = tuple(replace(c, seconds=300.0, longer=()) for c in TIMED)
     assert counts(find_plan(slow, DEFAULT + 20, Machine(slow).peak)) == [0, 0, 0, 0]
     assert counts(find_plan(slow, DEFAULT + 30, Machine(slow).peak)) == [1, 1, 1, 0]
     assert counts(find_plan(TIMED, DEFAULT + 20, Machine(TIMED).peak)) == [1, 1, 0, 0]

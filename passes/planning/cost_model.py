@@ -159,8 +159,7 @@ def work_of(
     analysis: Analysis,
 ) -> Work:
     """The work of a sweep that computes ``nodes``, given in graph order."""
-    length = hint(analysis.length)
-    moments = Moments(nodes, analysis)
+    length, moments = hint(analysis.length), Moments(nodes, analysis)
     written = [n for n in writes if n not in moments.widths and is_tensor(n)]
     products = {n: rule_of(n).signature(n) for n in nodes if is_product(n)}
     fused = [n for n, signature in products.items() if signature.rows is not None]
