@@ -21,7 +21,8 @@ from .passes.planning.choices import DEFAULT, Choices
 from .passes.planning.kept_values import KeptValue
 
 ROUNDS = 4  # plans that are simulated beyond the first; the estimate between two is off by what kernels hold
-WORTH = 0.01  # of the time of a step: what another plan has to save
+WORTH = 0.003  # of the time of a step: what another plan has to save
+DIFFER = 0.01  # of the time of a step: what has to be saved where equal regions are to differ
 SHORTER = (2, 4, 8, 16)  # parts of the default that the widest moment of a chunk is cut down to
 
 
@@ -208,20 +209,20 @@ def with_more(
 ) -> ChainPlan:
     """Take what the room allows, simulate, and correct by what is left or missing."""
     steps, taken, best = steps_of(costs), 0, default
-    least = WORTH * sum(region.seconds for region in costs)
-    count = even(steps, fitting(steps, room), least)
+    seconds = sum(region.seconds for region in costs)
+    count = even(steps, fitting(steps, room), DIFFER * seconds)
     for _ in range(ROUNDS):
-        if count <= taken or saved_by(steps[taken:count]) < least:
+        if count <= taken or saved_by(steps[taken:count]) < WORTH * seconds:
             break
         plan = default.taking(steps[:count])
         left = room_of(plan)
         if left >= 0:
             taken, best = count, plan
-            count = even(steps, count + fitting(steps[count:], left), least)
+            count = even(steps, count + fitting(steps[count:], left), DIFFER * seconds)
         else:
             given_back = itertools.accumulate(s.bytes for s in reversed(steps[taken:count]))
             count -= next((i for i, total in enumerate(given_back, 1) if total >= -left), count - taken)
-            count = max(taken, even(steps, count, least))
+            count = max(taken, even(steps, count, DIFFER * seconds))
     return best
 
 
