@@ -1,24 +1,28 @@
 """The fastest plan for a chain of regions whose peak memory fits into a budget.
 
-A plan says for every region what its forward keeps, how long its chunks may be, and whether its inputs wait
-in host memory. Plans lie on one path, from the leanest to the fattest: shorter chunks, then layer inputs on
-the host, then nothing but layer inputs (the default), then more and more kept values, by seconds saved per
-byte.
-The peak grows along the path, so the search goes to the last plan that fits. Kept values are taken greedily,
-which is best up to one value: all are small beside a budget, and each saves its seconds independently of the
-others (the fractional knapsack). Every plan that is returned was simulated.
+A plan says for every region what its forward keeps, how long its chunks are, and whether its inputs wait in
+host memory. Plans lie on one path, from the leanest to the fattest: shorter chunks, then layer inputs on the
+host, then nothing but layer inputs (the default), then longer chunks and more and more kept values, by
+seconds saved per byte.
+The peak grows along the path, so the search goes to the last plan that fits. It is greedy, which is best up
+to one step: all are small beside a budget, and each saves its seconds independently of the others (the
+fractional knapsack). Steps that together save less than ``WORTH`` of a step's time are left out, for a plan
+that is tried compiles regions. Every plan that is returned was simulated.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.planning.kept_values import KeptValue
 
 ROUNDS = 4  # plans that are simulated beyond the first; the estimate between two is off by what kernels hold
+WORTH = 0.003  # of the time of a step: what another plan has to save
+DIFFER = 0.01  # of the time of a step: what has to be saved where equal regions are to differ
 SHORTER = (2, 4, 8, 16)  # parts of the default that the widest moment of a chunk is cut down to
 
 
@@ -51,6 +55,13 @@ class ChainPlan:
         """The same plan, where each region keeps so many values."""
         return replace(self, choices=tuple(replace(c, keep=k) for c, k in zip(self.choices, counts)))
 
+    def taking(self, steps: Sequence[Step]) -> ChainPlan:
+        """The same plan with these steps beyond it."""
+        counts = Counter(step.region for step in steps)
+        slack = min((step.slack for step in steps if step.slack is not None), default=None)
+        choices = (replace(c, keep=counts[i], slack=slack) for i, c in enumerate(self.choices))
+        return replace(self, choices=tuple(choices))
+
     def with_chunks(self, most_bytes: int) -> ChainPlan:
         """The same plan, where no chunk takes more than so many bytes."""
         return replace(self, choices=tuple(replace(c, chunk_bytes=most_bytes) for c in self.choices))
@@ -61,12 +72,28 @@ class ChainPlan:
     def __str__(self) -> str:
         kept, away = sum(c.keep for c in self.choices), len(self.offloaded)
         capped = next((c.chunk_bytes for c in self.choices if c.chunk_bytes is not None), None)
+        slack = next((c.slack for c in self.choices if c.slack is not None), None)
         parts = [
+            f"longer chunks (at most {slack:.1%} slower than the best)" if slack is not None else "",
             f"{kept} kept values in {sum(c.keep > 0 for c in self.choices)} regions" if kept else "",
             f"inputs of {away} regions in host memory" if away else "",
             f"chunks of at most {capped / 2**20:.1f} MiB" if capped is not None else "",
         ]
         return ", ".join(filter(None, parts)) or "layer inputs only"
+
+
+@dataclass(frozen=True)
+class Longer:
+    """Longer chunks of a region, in comparison with its default ones.
+
+    slack    the time that is still given up for shorter ones (`Choices.slack`)
+    bytes    that the widest moment of a chunk takes more
+    seconds  that a step takes less
+    """
+
+    slack: float
+    bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -77,36 +104,89 @@ class Costs:
     handed_on      bytes of the inputs that wait for its backward, as far as they may wait elsewhere
     widest         bytes of the widest moment of a chunk
     totals         bytes of sums over tokens, such as gradients of weights: they do not grow with the sequence
+    seconds        of a step by the default plan
+    longer         longer and longer chunks, the same slacks for all regions of a chain
     """
 
     worth_keeping: tuple[KeptValue, ...] = ()
     handed_on: int = 0
     widest: int = 0
     totals: int = 0
+    seconds: float = 0.0
+    longer: tuple[Longer, ...] = ()
 
 
 @dataclass(frozen=True)
 class Step:
-    """One more kept value of one region."""
+    """One more kept value of one region, or longer chunks of all.
 
-    region: int
+    region  None: of all
+    slack   of longer chunks
+    """
+
+    region: int | None
     bytes: int
+    seconds: float = 0.0
+    slack: float | None = None
 
 
 def steps_of(costs: Sequence[Costs]) -> list[Step]:
-    """All that can be kept, by seconds saved per byte; of one region in the order in which it keeps them."""
+    """All that may be taken beyond the default plan, by seconds saved per byte; values of one region in the
+    order in which it keeps them, and chunks from shorter to longer."""
+    ways = [keeping(i, region) for i, region in enumerate(costs)]
     rated = []
-    for index, region in enumerate(costs):
+    for way, steps in enumerate([longer_chunks(costs), *ways]):
         rate = float("inf")
-        for nth, value in enumerate(region.worth_keeping):
-            rate = min(rate, value.seconds / value.bytes)
-            rated.append((-rate, nth, index, Step(index, value.bytes)))
+        for nth, step in enumerate(steps):
+            rate = min(rate, step.seconds / max(1, step.bytes))
+            rated.append((-rate, nth, way, step))
     return [step for *_, step in sorted(rated, key=lambda r: r[:3])]
+
+
+def keeping(index: int, region: Costs) -> list[Step]:
+    return [Step(index, value.bytes, value.seconds) for value in region.worth_keeping]
+
+
+def longer_chunks(costs: Sequence[Costs]) -> list[Step]:
+    """Longer and longer chunks of all regions: the most that any of them takes more, what all save together.
+    Chunks of two regions never exist at the same time."""
+    steps, taken, saved = [], 0, 0.0
+    for same in zip(*(region.longer for region in costs if region.longer)):
+        most, seconds = max(c.bytes for c in same), sum(c.seconds for c in same)
+        if seconds > saved:
+            steps.append(Step(None, max(0, most - taken), seconds - saved, same[0].slack))
+            taken, saved = max(most, taken), seconds
+    return steps
 
 
 def fitting(steps: Sequence[Step], room: int) -> int:
     """How many of the first steps take no more than so many bytes."""
     return sum(1 for total in itertools.accumulate(s.bytes for s in steps) if total <= room)
+
+
+def saved_by(steps: Iterable[Step]) -> float:
+    return sum(step.seconds for step in steps)
+
+
+def even(steps: Sequence[Step], count: int, least: float) -> int:
+    """Fewer steps than so many, where the last ones save less than ``least`` seconds, and would only make
+    regions differ that are equal so far: each kind of region is compiled."""
+    alike = [i for i in range(count, 0, -1) if is_another(steps[i - 1], steps[i : i + 1])]
+    whole = next(iter(alike), 0)
+    return whole if saved_by(steps[whole:count]) < least else count
+
+
+def is_another(step: Step, following: Sequence[Step]) -> bool:
+    """Does the step after this one keep something else than the same value of the next region?"""
+    return (
+        not following
+        or step.region is None
+        or (step.bytes, step.seconds)
+        != (
+            following[0].bytes,
+            following[0].seconds,
+        )
+    )
 
 
 def find_plan(
@@ -120,36 +200,30 @@ def find_plan(
     default = ChainPlan.default(len(costs))
     peak = peak_of(default)
     if peak <= budget:
-        return with_more_kept(default, costs, budget - peak, lambda plan: budget - peak_of(plan))
+        return with_more(default, costs, budget - peak, lambda plan: budget - peak_of(plan))
     return with_less(default, peak, costs, budget, peak_of, may_offload)
 
 
-def with_more_kept(
+def with_more(
     default: ChainPlan, costs: Sequence[Costs], room: int, room_of: Callable[[ChainPlan], int]
 ) -> ChainPlan:
-    """Keep what the room allows, simulate, and correct by what is left or missing."""
+    """Take what the room allows, simulate, and correct by what is left or missing."""
     steps, taken, best = steps_of(costs), 0, default
-    count = fitting(steps, room)
+    seconds = sum(region.seconds for region in costs)
+    count = even(steps, fitting(steps, room), DIFFER * seconds)
     for _ in range(ROUNDS):
-        if count <= taken:
+        if count <= taken or saved_by(steps[taken:count]) < WORTH * seconds:
             break
-        plan = default.keeping(kept_by(steps[:count], len(costs)))
+        plan = default.taking(steps[:count])
         left = room_of(plan)
         if left >= 0:
             taken, best = count, plan
-            count += fitting(steps[count:], left)
+            count = even(steps, count + fitting(steps[count:], left), DIFFER * seconds)
         else:
             given_back = itertools.accumulate(s.bytes for s in reversed(steps[taken:count]))
             count -= next((i for i, total in enumerate(given_back, 1) if total >= -left), count - taken)
+            count = max(taken, even(steps, count, DIFFER * seconds))
     return best
-
-
-def kept_by(steps: Sequence[Step], regions: int) -> list[int]:
-    """How many values each region keeps."""
-    counts = [0] * regions
-    for step in steps:
-        counts[step.region] += 1
-    return counts
 
 
 def may_leave(costs: Sequence[Costs]) -> tuple[int, ...]:

@@ -9,12 +9,14 @@ from typing import NoReturn
 import torch
 from torch.fx import Node
 
-from .chain_plan import ChainPlan, Costs, NoPlan, find_plan
+from .chain_plan import ChainPlan, Costs, Longer, NoPlan, find_plan
 from .compiled_region import CompiledRegion
 from .dynamo.token_axes import Axis, fake_of
 from .passes.ir import bytes_of, hint, is_row_wise, is_tensor, value_of
-from .passes.planning.chunk_length import sweep_work
+from .passes.planning.choices import Choices
+from .passes.planning.chunk_length import LONGER, sweep_work, time_and_width
 from .passes.split import Region
+from .pipeline import StreamedRegion
 from .runtime.memory_simulation import simulate
 from .runtime.runner import Sizes
 
@@ -50,6 +52,7 @@ class PlannedChain:
         self.costs = [costs_of(compiled) for compiled, _ in links]
         self.plans: dict[Lengths, ChainPlan] = {}
         self.calls: dict[ChainPlan, Callable] = {}
+        self.longer: dict[CompiledRegion, tuple[float, tuple[Longer, ...]]] = {}
 
     def by(self, plan: ChainPlan) -> Links:
         """The chain by a plan; regions are compiled for choices that are new."""
@@ -70,7 +73,9 @@ class PlannedChain:
             return self.plans[min(near)]
         expected = [hint(length) for length in self.lengths]
         share = max((new / old for new, old in zip(lengths, expected)), default=1.0)
-        costs = [scaled(c, share) for c in self.costs]
+        costs = [
+            scaled(self.with_longer(c, compiled), share) for c, (compiled, _) in zip(self.costs, self.links)
+        ]
         try:
             found = find_plan(
                 costs,
@@ -82,6 +87,15 @@ class PlannedChain:
             refuse_budget(self.budget, error.least, lengths, max(c.totals for c in costs))
         self.plans[lengths] = found
         return found
+
+    def with_longer(self, costs: Costs, compiled: CompiledRegion) -> Costs:
+        """The same costs with those of longer chunks, unless the user says how long chunks are."""
+        if compiled.config.chunk_size is not None or compiled.streamed is None:
+            return costs
+        if compiled not in self.longer:
+            self.longer[compiled] = longer_of(compiled.streamed)
+        seconds, longer = self.longer[compiled]
+        return replace(costs, seconds=seconds, longer=longer)
 
     def __call__(self, *args):
         if not any(isinstance(length, torch.SymInt) for length in self.lengths):
@@ -114,7 +128,9 @@ def scaled(costs: Costs, share: float) -> Costs:
     worth = tuple(
         replace(v, bytes=int(v.bytes * share), seconds=v.seconds * share) for v in costs.worth_keeping
     )
-    return replace(costs, worth_keeping=worth, handed_on=int(costs.handed_on * share))
+    longer = tuple(replace(c, seconds=c.seconds * share) for c in costs.longer)
+    handed_on, seconds = int(costs.handed_on * share), costs.seconds * share
+    return replace(costs, worth_keeping=worth, handed_on=handed_on, seconds=seconds, longer=longer)
 
 
 def costs_of(compiled: CompiledRegion) -> Costs:
@@ -143,3 +159,17 @@ def costs_of(compiled: CompiledRegion) -> Costs:
 
 def total_bytes(node: Node) -> int:
     return bytes_of(value_of(node)) if is_tensor(node) else 0
+
+
+def longer_of(region: StreamedRegion) -> tuple[float, tuple[Longer, ...]]:
+    """Seconds of a region by default, and what longer and longer chunks take and save."""
+    programs = [s.program for s in (region.forward, region.backward) if s is not None]
+
+    def weighed(slack: float | None) -> tuple[float, int]:
+        choices = Choices(slack=slack)
+        found = [time_and_width(p, region.analysis, choices, region.device) for p in programs]
+        return sum(seconds for seconds, _ in found), max(width for _, width in found)
+
+    usual, width = weighed(None)
+    by_slack = [(slack, *weighed(slack)) for slack in LONGER]
+    return usual, tuple(Longer(slack, wider - width, usual - seconds) for slack, seconds, wider in by_slack)

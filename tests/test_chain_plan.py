@@ -1,12 +1,13 @@
 """The search for a plan, on regions whose costs are stated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from streambp_compile.chain_plan import ChainPlan, Costs, NoPlan, find_plan, may_leave, steps_of
+from streambp_compile.chain_plan import ChainPlan, Costs, Longer, NoPlan, find_plan, may_leave, steps_of
 from streambp_compile.passes.planning.kept_values import KeptValue
 
+LEVELS = (Longer(0.02, 6, 0.5), Longer(0.01, 14, 0.75))
 ATTENTION, PRODUCT = KeptValue((), 10, 5.0), KeptValue((), 20, 1.0)
 LAYER = Costs((ATTENTION, PRODUCT), handed_on=8, widest=16)
 HEAD = Costs(widest=16)
@@ -21,7 +22,7 @@ class Machine:
     hidden  the share of kept bytes that the estimate does not know
     """
 
-    costs: tuple[Costs, ...] = CHAIN
+    costs: tuple[Costs, ...] = CHAIN  # of layers and a head
     hidden: float = 0.0
     asked: int = 0
 
@@ -35,7 +36,11 @@ class Machine:
             c.widest if p.chunk_bytes is None else min(c.widest, p.chunk_bytes)
             for c, p in zip(self.costs, plan.choices)
         ]
-        return int(FLOOR + inputs + max(caps) + kept * (1 + self.hidden))
+        longer = [
+            next((level.bytes for level in c.longer if level.slack == choice.slack), 0)
+            for c, choice in zip(self.costs, plan.choices)
+        ]
+        return int(FLOOR + inputs + max(map(sum, zip(caps, longer))) + kept * (1 + self.hidden))
 
 
 DEFAULT = Machine().peak(ChainPlan.default(4))
@@ -103,3 +108,36 @@ def test_chunks_are_cut_when_all_inputs_are_away():
 def test_a_budget_that_cannot_be_met_names_the_least_that_can():
     with pytest.raises(NoPlan, match="31"):
         find_plan(CHAIN, FLOOR, Machine().peak)
+
+
+TIMED = tuple(replace(c, seconds=10.0, longer=LEVELS) for c in (LAYER, LAYER, LAYER)) + (
+    Costs(widest=16, seconds=10.0),
+)
+
+
+def slack_of(plan: ChainPlan) -> float | None:
+    (slack,) = {c.slack for c in plan.choices}
+    return slack
+
+
+@pytest.mark.parametrize(
+    "room, kept, slack",
+    [(5, 0, None), (10, 1, None), (30, 3, None), (36, 3, 0.02), (44, 3, 0.01), (104, 6, 0.01)],
+)
+def test_chunks_grow_where_that_saves_most_per_byte(room, kept, slack):
+    plan = find_plan(TIMED, DEFAULT + room, Machine(TIMED).peak)
+    assert (sum(counts(plan)), slack_of(plan)) == (kept, slack)
+
+
+def test_a_plan_that_saves_next_to_nothing_is_not_tried():
+    machine = Machine(TIMED)
+    slow = tuple(replace(c, seconds=1000.0) for c in TIMED)
+    assert find_plan(slow, DEFAULT + 10, machine.peak) == ChainPlan.default(4)
+    assert machine.asked == 1
+
+
+def test_equal_regions_differ_only_where_that_saves_something():
+    slow = tuple(replace(c, seconds=300.0, longer=()) for c in TIMED)
+    assert counts(find_plan(slow, DEFAULT + 20, Machine(slow).peak)) == [0, 0, 0, 0]
+    assert counts(find_plan(slow, DEFAULT + 30, Machine(slow).peak)) == [1, 1, 1, 0]
+    assert counts(find_plan(TIMED, DEFAULT + 20, Machine(TIMED).peak)) == [1, 1, 0, 0]

@@ -215,6 +215,25 @@ def test_gradients_of_some_keys_at_a_time(keys_at_once, monkeypatch):
         check("flash_cpu", torch.float64, operands_of("grouped", torch.float64), mask, causal, 16)
 
 
+@pytest.mark.parametrize("chunk", (5, 16, 36))
+@pytest.mark.parametrize("dtype", DTYPES["flash_cpu"], ids=str)
+def test_causal_squares_in_parts(dtype, chunk, monkeypatch):
+    monkeypatch.setattr(streaming, "SMALLEST_SQUARE", 3)
+    for shape in ("grouped", "one key head"):
+        check("flash_cpu", dtype, operands_of(shape, dtype), None, True, chunk)
+
+
+def test_squares_and_rectangles_cover_every_visible_score_once():
+    flash = streaming.ROWS["flash_cpu"]
+    for rows, start in ((464, 0), (544, 1088), (200, 7), (128, 128), (1025, 0)):
+        seen = torch.zeros(rows, start + rows, dtype=torch.int)
+        for piece in streaming.pieces(rows, start + rows, start, flash):
+            assert piece.again == bool(seen[piece.rows].any())
+            seen[piece.rows, piece.keys] += 1
+        visible = torch.ones(rows, start + rows).tril(start) > 0
+        assert (seen[visible] == 1).all() and (seen <= 1).all()
+
+
 @pytest.mark.parametrize("bytes_at_once", (1, 5000))
 def test_composed_attention_in_blocks_of_rows(bytes_at_once, monkeypatch):
     monkeypatch.setattr(composed, "BLOCK", bytes_at_once)

@@ -13,10 +13,11 @@ from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.passes.ir import EVERYWHERE, FUTURE, PAST, Reach
 from streambp_compile.passes.planning import chunk_length, cost_model
-from streambp_compile.passes.planning.choices import DEFAULT
+from streambp_compile.passes.planning.choices import DEFAULT, Choices
 from streambp_compile.passes.planning.cost_model import Cost, Work
 from streambp_compile.passes.planning.devices import KNOWN, REFERENCE_CPU, derived, known, named
 from streambp_compile.plan.fake_steps import on_device
+from streambp_compile.planned_chain import longer_of
 from streambp_compile.report import Report
 from streambp_compile.runtime.memory_simulation import Ledger, main_device
 from streambp_compile.target_device import planned_for, target_of
@@ -212,6 +213,24 @@ def test_chunks_on_a_cpu_stay_in_its_cache(interpreted):
                 160 <= chunk <= 1024
                 and chunk * chunk_length.sweep_work(sweep, layer.analysis).widest < REFERENCE_CPU.cache
             )
+
+
+def test_memory_to_spare_makes_chunks_longer(interpreted):
+    """None is longer than a quarter of the sequence, or makes a value so large that it is mapped afresh."""
+    for region in filter(None, (r.streamed for r in planned(512, 8, 4, 8192, torch.float32).regions)):
+        for schedule in filter(None, (region.forward, region.backward)):
+            args = (schedule.program, region.analysis)
+            slacks = (None, *chunk_length.LONGER)
+            found = [chunk_length.chunk_lengths(*args, Choices(slack=s), region.device) for s in slacks]
+            for sweep, chunks in zip(schedule.program.sweeps, zip(*found)):
+                single = chunk_length.sweep_work(sweep, region.analysis).single
+                assert list(chunks) == sorted(chunks) and chunks[-1] <= 2048
+                assert chunks[-1] == chunks[0] or chunks[-1] * single < region.device.mapped
+            weighed = [chunk_length.time_and_width(*args, Choices(slack=s), region.device) for s in slacks]
+            seconds, widths = zip(*weighed)
+            assert list(seconds) == sorted(seconds, reverse=True) and list(widths) == sorted(widths)
+    costs = longer_of(region)
+    assert costs[0] > 0 and len(costs[1]) == len(chunk_length.LONGER)
 
 
 def test_fake_arguments_are_explained_without_being_computed(interpreted):

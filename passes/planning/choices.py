@@ -12,11 +12,13 @@ class Choices:
     chunk_size   tokens per chunk of every sweep; None: each sweep has its own
     chunk_bytes  the most bytes that the widest moment of a chunk may take; None: as the device has it
     keep         how many of the values worth keeping for the backward are kept, best first
+    slack        the share of a sweep's best time that is given up for shorter chunks; None: the usual one
     """
 
     chunk_size: int | None = None
     chunk_bytes: int | None = None
     keep: int = 0
+    slack: float | None = None
 
 
 DEFAULT = Choices()

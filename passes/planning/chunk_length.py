@@ -4,7 +4,7 @@ passes/planning/cost_model.py, and little memory."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..ir import SHORTEST_CHUNK, Analysis, Program, Sweep, hint
 from ..rules import block_of
@@ -15,6 +15,7 @@ from .devices import REFERENCE_CPU, Device
 SLACK = (
     0.05  # of the time of the best chunk length, given up for a shorter one: memory is what streaming is for
 )
+LONGER = (0.03, 0.02, 0.01, 0.005)  # the same, where memory is to spare
 FULL = 0.9  # of their rate: products are to reach it where the sequence is long enough and memory allows
 SHARE = 64  # the widest moment of a chunk takes at most one part in so many of the device's memory
 FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this: fewer would save nothing
@@ -41,7 +42,8 @@ def chunk_length(sweep: Sweep, analysis: Analysis, choices: Choices, device: Dev
 
     Where no length reaches ``FULL``, the best there is counts in its place. Considered are multiples of the
     device's tile whose widest moment fits into its ``SHARE`` of memory and into ``choices.chunk_bytes``, up
-    to a quarter of the sequence.
+    to a quarter of the sequence. A smaller ``choices.slack`` makes chunks longer, but no value so large that
+    the allocator maps it afresh for every chunk.
     """
     if choices.chunk_size is not None:
         return choices.chunk_size
@@ -51,9 +53,29 @@ def chunk_length(sweep: Sweep, analysis: Analysis, choices: Choices, device: Dev
         most_bytes = min(most_bytes, choices.chunk_bytes)
     longest = min(max(SHORT, hint(analysis.length) // FEWEST), most_bytes // work.widest)
     costs = {c: work.cost(c, device) for c in lengths_up_to(longest, device.tile)}
-    most = (1 + SLACK) * min(cost.seconds for cost in costs.values())
+    found = shortest(costs, SLACK)
+    if choices.slack is None:
+        return found
+    longer = {c: cost for c, cost in costs.items() if c <= found or c * work.single < device.mapped}
+    return max(found, shortest(longer, choices.slack))
+
+
+def shortest(costs: Mapping[int, Cost], slack: float) -> int:
+    """The shortest chunk length that takes at most so much longer than the best, and at which products run
+    fast."""
+    most = (1 + slack) * min(cost.seconds for cost in costs.values())
     least = min(FULL, max(cost.efficiency for cost in costs.values() if cost.seconds <= most))
     return next(c for c, cost in costs.items() if cost.seconds <= most and cost.efficiency >= least)
+
+
+def time_and_width(
+    program: Program, analysis: Analysis, choices: Choices, device: Device
+) -> tuple[float, int]:
+    """Seconds of a program by some choices, and bytes of the widest moment of a chunk."""
+    chunks = chunk_lengths(program, analysis, choices, device)
+    works = [sweep_work(sweep, analysis) for sweep in program.sweeps]
+    seconds = sum(work.cost(c, device).seconds for work, c in zip(works, chunks))
+    return seconds, max((work.widest * c for work, c in zip(works, chunks)), default=0)
 
 
 def lengths_up_to(longest: int, tile: int) -> Iterator[int]:

@@ -95,6 +95,7 @@ class Work:
     keys       which of them a chunk reaches
     kernels    kernels launched per chunk
     widest     bytes per token alive at the widest moment of a chunk
+    single     bytes per token of the widest value by itself
     """
 
     tokens: int
@@ -107,6 +108,7 @@ class Work:
     keys: Reach
     kernels: int
     widest: int
+    single: int = 1
 
     def cost(self, chunk: int, device: Device, kernel: str = "flash") -> Cost:
         """Seconds for chunks of so many tokens, with an attention kernel of the device's table."""
@@ -157,8 +159,7 @@ def work_of(
     analysis: Analysis,
 ) -> Work:
     """The work of a sweep that computes ``nodes``, given in graph order."""
-    length = hint(analysis.length)
-    moments = Moments(nodes, analysis)
+    length, moments = hint(analysis.length), Moments(nodes, analysis)
     written = [n for n in writes if n not in moments.widths and is_tensor(n)]
     products = {n: rule_of(n).signature(n) for n in nodes if is_product(n)}
     fused = [n for n, signature in products.items() if signature.rows is not None]
@@ -187,6 +188,7 @@ def work_of(
         keys=keys,
         kernels=len(moments.steps) + len(written),
         widest=max(moments.widest(), *map(inner_width, nodes), 1),
+        single=moments.single,
     )
 
 

@@ -7,6 +7,7 @@ H200 can be made on a laptop.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,6 +52,7 @@ class Device:
     source      where the figures come from
     extra_rows  rows by which a call of attention takes longer than its own, where that is no matter of tiles
                 and processors
+    mapped      bytes from which an allocator takes every value from the system afresh, page by page
     """
 
     name: str
@@ -68,6 +70,7 @@ class Device:
     processors: int
     source: str
     extra_rows: float = 0.0
+    mapped: float = math.inf
 
     def rate(self, dtype: torch.dtype) -> float:
         """FLOP per second of matrix products in a dtype. Double precision runs at half the rate of single
@@ -173,12 +176,15 @@ REFERENCE_CPU = Device(
     processors=2,
     source="a stated CPU, so that chunk lengths are the same on every machine",
     extra_rows=40,
+    mapped=32 << 20,
 )
 """Two cores with 512-bit vectors. What decides chunk lengths is the ratio of product rate to bandwidth, here
 7 FLOP per byte, and on CPUs with more cores both grow; and the last cache, 16 to 64 MiB on most. Half
 precision is emulated on most. The attention kernel takes 32, 64 or 256 queries at a time, the more the longer
 a call is (FlashAttentionKernel.cpp), and reads and packs all keys for each: calls of 192 rows of 8192, 8
-heads of 64, took 1.17 times as long as calls of 2048."""
+heads of 64, took 1.17 times as long as calls of 2048.
+glibc maps memory of 32 MiB and more afresh (M_MMAP_THRESHOLD), and filling new pages took 14 times as long as
+filling old ones."""
 
 PER_CLOCK = {
     (7, 0): (1024, 128),

@@ -40,6 +40,7 @@ def rounded(count: int, multiple: int) -> int:
 
 CPU_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+CPU_KEYS = 512  # keys of a tile of scores; one that the diagonal crosses is computed whole
 
 
 def cpu_forward(query, key, value, bias, diagonal, scale):
@@ -69,7 +70,7 @@ def cpu_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_g
 def cpu_tile(rows: int, keys: int) -> tuple[int, int]:
     """Rows and keys of the tile of scores that a thread works on."""
     tile = 256 if rows >= 768 else 64 if rows >= 192 else 32
-    return min(tile, rows), min(512, keys)
+    return min(tile, rows), min(CPU_KEYS, keys)
 
 
 def cpu_forward_scratch(query, key, *_) -> int:

@@ -64,6 +64,7 @@ class Kernel:
     expands     does its backward make gradients for every query head first?
     diagonal    where causality may start: ``top left``, ``bottom right``, or ``any``
     fewest_keys below which the composed kernel runs instead
+    whole_square  rows up to which it computes most of a causal square, hidden scores included
     padded      the width that a width is padded to, where that is no mere multiple
     forward, backward                  the calls (conventions of ``fused``)
     forward_op, backward_op            their ATen operators, None for plain torch
@@ -87,6 +88,7 @@ class Kernel:
     expands: bool = False
     diagonal: str = "any"
     fewest_keys: int = 1
+    whole_square: int = 0
     padded: Callable[[int], int] | None = None
     forward_op: torch._ops.OpOverload | None = None
     backward_op: torch._ops.OpOverload | None = None
@@ -117,6 +119,7 @@ TABLE = (
         even=True,
         grouped=False,
         diagonal="top left",
+        whole_square=2 * fused.CPU_KEYS,
         forward_op=fused.CPU_FORWARD,
         backward_op=fused.CPU_BACKWARD,
         forward_scratch=fused.cpu_forward_scratch,

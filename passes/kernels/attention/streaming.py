@@ -49,10 +49,32 @@ def pieces(rows: int, keys: int, diagonal: int | None, kernel: Kernel) -> tuple[
     if kernel.diagonal == "top left":
         square = slice(diagonal, min(keys, diagonal + rows))
         past = (Piece(every, slice(0, diagonal), None),) if diagonal else ()
+        if SMALLEST_SQUARE < rows <= kernel.whole_square and keys >= diagonal + rows:
+            return (*past, *triangle(every, diagonal, diagonal > 0))
         return (*past, Piece(every, square, 0, again=diagonal > 0))
     stop = min(rows, keys - diagonal)  # rows behind it see all keys
     cut = (Piece(slice(0, stop), slice(0, diagonal + stop), diagonal),)
     return cut if stop == rows else (*cut, Piece(slice(stop, rows), slice(0, keys), None))
+
+
+SMALLEST_SQUARE = 128  # rows of a square that is not cut further: a call costs more than it would save
+
+
+def triangle(rows: slice, first: int, again: bool) -> Iterator[Piece]:
+    """A causal square from key ``first`` on, of which a kernel would compute what causality hides as well:
+    two smaller ones, and the rectangle between them.
+
+    again  its rows have met other keys before
+    """
+    count = rows.stop - rows.start
+    if count <= SMALLEST_SQUARE:
+        yield Piece(rows, slice(first, first + count), 0, again)
+        return
+    half = count // 2
+    early, late = slice(rows.start, rows.start + half), slice(rows.start + half, rows.stop)
+    yield from triangle(early, first, again)
+    yield Piece(late, slice(first, first + half), None, again)
+    yield from triangle(late, first + half, True)
 
 
 @dataclass(frozen=True)
