@@ -141,7 +141,9 @@ def layer_cuts(
             # two mixers that no cut can part share a region, and so do a scan or a convolution and what else
             # its layer has
             continue
-        cuts += head_cut(body, widths, traits, mixer, end, cuts)
+        heads = head_cut(body, widths, traits, mixer, end, cuts)
+        inside = following is not None and any(widths[i] >= layer for i in heads)
+        cuts += [] if inside else heads  # what is widened inside a layer is no head
         cuts += [] if following is None else [end]
     return cuts
 

@@ -42,7 +42,7 @@ class BlockFunction:
     operands  an `Axis` for each operand; at least one has rows
     result    the axis of the result
     shape     of the result; the size of its axis says nothing
-    width     bytes per token of the widest value inside
+    width     bytes per token that are alive at the widest moment inside
     """
 
     module: GraphModule

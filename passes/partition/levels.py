@@ -54,8 +54,12 @@ def sink(problem: Problem, choice: FullLength, levels: Levels) -> Levels:
             level[node] = last + 1 if all(level[r] > last for r in readers) else levels.of[node]
         elif node not in problem.inputs and order.may_sink(node):
             level[node] = last
-            edges = [(r, e) for r in readers for e in problem.edges(r) if e.operand is node]
-            if any(order.reads_too_early(r, e, level) for r, e in edges):
+            at_once = [r for r in readers if r in choice.nodes]  # one that asks for a size has no edge
+            streamed = [r for r in readers if r not in choice.nodes]
+            edges = [(r, e) for r in streamed for e in problem.edges(r) if e.operand is node]
+            if any(order.reads_too_early(r, e, level) for r, e in edges) or any(
+                level[r] < order.ready(node, level) for r in at_once
+            ):
                 level.update((n, levels.of[n]) for n in (node, *filter(is_item, readers)))
     return Levels(levels.directions, level)
 
@@ -112,9 +116,7 @@ class Order:
         return self.goes_along(node, len(self.directions) - 1) and kinds <= {Kind.ROWS, Kind.SUM}
 
     def reads_too_early(self, reader: Node, edge: Edge, level: dict[Node, int]) -> bool:
-        """Does a node read an operand before the sweep that computes it lets it?"""
-        if reader in self.choice.nodes:
-            return level[reader] < self.ready(edge.operand, level)
+        """Does a streamed node read an operand before the sweep that computes it lets it?"""
         last = len(self.directions) - 1
         return level[reader] < last or self.satisfied(reader, edge, level) > last
 

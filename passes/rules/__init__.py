@@ -62,7 +62,7 @@ class Rule:
     windows     node → dimensions along which its rows are those of an operand, moved, and zero elsewhere
     any_layout  the op that gives the same values whatever the layout of its operand
     block       node → tokens per block, where rows of a block belong together: chunks hold whole blocks
-    width       node → bytes per token of the widest value inside
+    width       node → bytes per token that are alive at the widest moment inside
     """
 
     signature: Callable[[Node], Signature]

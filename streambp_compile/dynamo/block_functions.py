@@ -41,7 +41,6 @@ class BlockGraph:
         self.graph, self.values = Graph(), dict[Node, Node]()
         self.count = self.graph.placeholder("count")
         self.operands: list[Axis] = []
-        self.width = 0
 
     def times(self, factor: int) -> Node:
         return self.graph.call_function(operator.mul, (self.count, factor))
@@ -82,7 +81,8 @@ class BlockGraph:
         self.graph.output(made)
         module, dtype = GraphModule({}, self.graph), value_of(value).dtype
         operands = tuple(self.operands)
-        return BlockFunction(module, self.length, operands, place, tuple(shape), dtype, self.width), mark
+        width = most_alive(list(self.values)) // (self.blocks * self.length)
+        return BlockFunction(module, self.length, operands, place, tuple(shape), dtype, width), mark
 
     def copied(self, value: Node) -> Node:
         if value not in self.values:
@@ -100,8 +100,6 @@ class BlockGraph:
             if target is None:
                 raise NoBlockFunction(f"{value.target} has no form that writes into nothing")
             self.values[value] = self.graph.call_function(target, tuple(args), kwargs)
-            if isinstance(value_of(value), torch.Tensor):
-                self.width = max(self.width, bytes_of(value_of(value)) // (self.blocks * self.length))
         return self.values[value]
 
 
@@ -138,7 +136,6 @@ def gradient(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int) -
     """The gradient of one operand, as a function of that of the result and of all operands."""
     traces = [traced(found, fakes, wanted, count) for count in COUNTS]
     module = for_any_count(traces)
-    nodes = [n for n in traces[0].graph.nodes if n.op == "call_function" and is_tensor(n)]
     tokens = COUNTS[0] * found.length
     return BlockFunction(
         module,
@@ -147,8 +144,30 @@ def gradient(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int) -
         found.operands[wanted],
         tuple(map(hint, fakes[wanted].shape)),
         fakes[wanted].dtype,
-        max((bytes_of(value_of(n)) // tokens for n in nodes), default=0),
+        most_alive(list(traces[0].graph.nodes)) // tokens,
     )
+
+
+def most_alive(nodes: Sequence[Node]) -> int:
+    """Bytes that exist at the widest moment, where nodes are computed in this order and dropped after their
+    last reader."""
+    source: dict[Node, Node] = {}  # whose memory a view is
+    last: dict[Node, int] = {}
+    for i, node in enumerate(nodes):
+        read = [source[a] for a in node.all_input_nodes if a in source]
+        if node.op == "call_function" and is_tensor(node):
+            source[node] = read[0] if is_view(node) and read else node
+            read.append(source[node])
+        last |= dict.fromkeys(read, i)
+    ending: dict[int, int] = {}
+    for node, i in last.items():
+        ending[i] = ending.get(i, 0) + bytes_of(value_of(node))
+    alive = most = 0
+    for i, node in enumerate(nodes):
+        alive += bytes_of(value_of(node)) if source.get(node) is node else 0
+        most = max(most, alive)
+        alive -= ending.get(i, 0)
+    return most
 
 
 def traced(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int, count: int) -> GraphModule:
