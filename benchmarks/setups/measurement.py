@@ -4,6 +4,7 @@ which collectives run, and how much memory does a step take?"""
 from __future__ import annotations
 
 import enum
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -116,7 +117,9 @@ def measured(setup: Setup, lengths: Sequence[int] = (97,), vocabulary: int = VOC
         expected=dict(eager.collectives),
         peak=ours.peak,
         checkpointed=checkpointed.peak,
-        notes=tuple(dict.fromkeys(text for w in caught if is_said_by_us(text := str(w.message)))),
+        notes=tuple(
+            dict.fromkeys(without_folder(text) for w in caught if is_said_by_us(text := str(w.message)))
+        ),
     )
 
 
@@ -168,6 +171,11 @@ def is_head(region, vocabulary: int) -> bool:
     return not leave and any(
         vocabulary in shape_of(n) and "mm" in str(n.target) for n in region.streamed.joint.graph.nodes
     )
+
+
+def without_folder(text: str) -> str:
+    """A message, in which files of packages are named by their package."""
+    return re.sub(r"\S*/site-packages/", "", text)
 
 
 def is_said_by_us(text: str) -> bool:
