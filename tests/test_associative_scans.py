@@ -57,6 +57,11 @@ def softmax_sums(x: Tensor) -> Tensor:
     return top + total.log()
 
 
+def backwards(x: Tensor) -> Tensor:
+    """From the last row to the first."""
+    return associative_scan(torch.add, x, dim=1, reverse=True, combine_mode="generic")
+
+
 def twice(x: Tensor) -> Tensor:
     return recurrence(recurrence(x) * 0.5)
 
@@ -107,10 +112,11 @@ def test_scans_stream(mix, length, interpreted):
     check(mix, length)
 
 
-def test_short_sequences_are_scanned_whole(interpreted):
+@pytest.mark.parametrize("mix, length", [(recurrence, 12), (backwards, 20)])
+def test_gradients_of_other_scans_are_exact(mix, length, interpreted):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotStreamed)
-        check(recurrence, 12, strict=False)
+        check(mix, length, strict=False)
 
 
 def test_other_backends_trace_torch_s_own_scan():

@@ -72,6 +72,26 @@ def block_before(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return torch.cat(found, 2)
 
 
+def two_blocks_before(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """An iteration reads what the one before the last has left; the first two read zeros."""
+    found, nothing = [], torch.zeros(*v.shape[:2], BLOCK, v.shape[3], dtype=v.dtype)
+    last, before_last = nothing, nothing
+    for rows, keys, values in zip(q.split(BLOCK, 2), k.split(BLOCK, 2), v.split(BLOCK, 2)):
+        found.append((rows * before_last + (rows @ keys.mT).tril() @ values).tanh())
+        last, before_last = found[-1], last
+    return torch.cat(found, 2)
+
+
+def exchanged_states(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Two states change places in every iteration."""
+    found, one = [], torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype)
+    other = one
+    for rows, keys, values in zip(q.split(BLOCK, 2), k.split(BLOCK, 2), v.split(BLOCK, 2)):
+        found.append(rows @ one)
+        one, other = other, one + keys.mT @ values
+    return torch.cat(found, 2)
+
+
 def states_out(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     """The last state is read after the loop, too."""
     state, found = torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype), []
@@ -127,7 +147,16 @@ def test_loops_stream(mix):
     check(mix, 4 * BLOCK, layers=2 if mix is delta_rule else 1)
 
 
-@pytest.mark.parametrize("mix, length", [(linear_attention, 70), (linear_attention, 32), (block_before, 64)])
+@pytest.mark.parametrize(
+    "mix, length",
+    [
+        (linear_attention, 70),
+        (linear_attention, 32),
+        (block_before, 64),
+        (two_blocks_before, 96),
+        (exchanged_states, 96),
+    ],
+)
 def test_gradients_of_other_loops_are_exact(mix, length):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotStreamed)

@@ -236,12 +236,14 @@ class Matching:
 
     at        node → its iteration
     position  node → its place in that
+    reader    the iteration that is being matched
     """
 
     def __init__(self, graph: Graph, pieces: Mapping[Node, tuple[Sliced, int]], count: int):
         self.pieces, self.count = pieces, count
         self.at: dict[Node, int] = {}
         self.position: dict[Node, int] = {}
+        self.reader = 1
         self.states: dict[int | Sliced, Node] = {}
         self.names: dict[Node, int] = {}
         self.numbers: dict[str, int] = {}
@@ -267,6 +269,7 @@ class Matching:
         steps: list[list[Node | None]] = [list(first)]
         self.position = {n: p for p, n in enumerate(first)}
         for nodes in (*others, last):
+            self.reader = len(steps)
             step = self.step(steps[-1], nodes, nodes is last)
             if step is None:
                 return None
@@ -280,8 +283,12 @@ class Matching:
         """What is written block by block."""
         writes = [n for n in steps[1] if n is not None and is_write(n) and n.args[0] in self.pieces]
         found = {self.pieces[n.args[0]][0]: n.args[1] for n in writes if n.args[1] in self.position}
-        alike = {key: n for key, n in found.items() if fake_of(n).dtype == fake_of(key.base).dtype}
-        return {key: self.position[n] for key, n in alike.items()}
+        blocks = {self.pieces[n.args[0]][0]: fake_of(n.args[0]) for n in writes}
+        return {
+            key: self.position[n]
+            for key, n in found.items()
+            if fake_of(n).dtype == blocks[key].dtype and fake_of(n).shape == blocks[key].shape
+        }
 
     def step(
         self, before: Sequence[Node | None], nodes: Sequence[Node], is_last: bool
@@ -327,10 +334,12 @@ class Matching:
         ours, theirs = self.place_of(old), self.place_of(new)
         if theirs is None:
             return ours is None and self.name(old) == self.name(new)
+        if self.at[new] < self.reader - 1:  # a state of two iterations before
+            return False
         if ours is not None:  # one step apart, in the same place
             return ours == theirs and self.at[old] + 1 == self.at[new]
         # The first iteration reads what was there before, the second one what the first has left.
-        if self.at[new] != 0 or old in self.at:
+        if self.reader != 1 or self.at[new] != 0 or old in self.at:
             return False
         return self.name(self.states.setdefault(theirs, old)) == self.name(old)
 
