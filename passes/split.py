@@ -142,8 +142,9 @@ def layer_cuts(
             # its layer has
             continue
         heads = head_cut(body, widths, traits, mixer, end, cuts)
-        inside = following is not None and any(widths[i] >= layer for i in heads)
-        cuts += [] if inside else heads  # what is widened inside a layer is no head
+        between = {widths[i] for i in cuts[-1:]}
+        inside = any(widths[i] >= layer and widths[i] not in between for i in heads)
+        cuts += [] if inside and following is not None else heads  # what is widened inside a layer is no head
         cuts += [] if following is None else [end]
     return cuts
 
@@ -229,6 +230,17 @@ def frontier(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[int]:
     return widths
 
 
+def rows_alive(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[bool]:
+    """Is a value with a token axis alive after each node of the body?"""
+    place = {n: i for i, n in enumerate(body)}
+    found, last = [], -1
+    for i, node in enumerate(body):
+        if traits[node].tokens:
+            last = max(last, *(place[u] for u in node.users if u in place), i)
+        found.append(last > i)
+    return found
+
+
 def unfinished(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[tuple[int, int]]:
     """For all memory that is written into: the places of the first node that has it, and of the last that
     writes."""
@@ -255,13 +267,16 @@ def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:
 def layer_width(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]
 ) -> int:
-    """Bytes that are alive inside layers, rather than between them: twice the fewest between two mixers.
+    """Bytes that are alive inside layers, not between them: twice the fewest between two mixers of one
+    sequence. Between the layers of two sequences it may be a scalar, the first one's loss.
 
     Few mixers may be all of one layer; then three times the fewest bytes behind them, if that is less.
     """
     if len(mixers) < 2:
         return 0
-    inside = 2 * min(min(widths[a:b]) for a, b in zip(mixers, mixers[1:]))
+    rows = rows_alive(body, traits)
+    found = [[widths[i] for i in range(a, b)] for a, b in zip(mixers, mixers[1:]) if all(rows[a:b])]
+    inside = 2 * min(map(min, found), default=FORBIDDEN)
     if len(mixers) > 3:
         return inside
     behind = range(mixers[-1], len(body))
