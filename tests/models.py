@@ -55,6 +55,33 @@ class Plain(nn.Module):
         return self.loss(x, labels)
 
 
+class MixingLayer(nn.Module):
+    """A residual layer around ``mix``: it gets ``parts`` projections, each ``[b, t, width]``, and then, if
+    ``weight`` names a shape, a parameter."""
+
+    def __init__(self, mix, width: int, parts: int = 3, weight: tuple[int, ...] | None = None):
+        super().__init__()
+        self.mix, self.norm, self.parts = mix, nn.LayerNorm(width), parts
+        self.into, self.out = nn.Linear(width, parts * width), nn.Linear(width, width)
+        self.weights = nn.ParameterList([] if weight is None else [torch.rand(weight)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.mix(*self.into(self.norm(x)).chunk(self.parts, -1), *self.weights))
+
+
+class Mixing(nn.Module):
+    """Layers under a cross-entropy of next tokens."""
+
+    def __init__(self, width: int, *layers: nn.Module):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.layers(self.embed(ids)))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 class Norm(nn.Module):
     """RMSNorm in the input's own dtype."""
 

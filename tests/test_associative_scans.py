@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCABULARY, gradients, ids_of, worst_error
-from torch import Tensor, nn
+from models import Mixing, MixingLayer, gradients, ids_of, worst_error
+from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 
 from streambp_compile import NotStreamed
@@ -66,30 +66,9 @@ def twice(x: Tensor) -> Tensor:
     return recurrence(recurrence(x) * 0.5)
 
 
-class Layer(nn.Module):
-    def __init__(self, mix):
-        super().__init__()
-        self.mix, self.norm = mix, nn.LayerNorm(WIDTH)
-        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.mix(self.into(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, mix):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.layer = Layer(mix)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = self.head(self.layer(self.embed(ids)))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
 def check(mix, length: int, strict: bool = True) -> None:
     """Gradients are eager's, and with ``strict`` every region streams."""
-    model, ids = Model(mix).double(), ids_of(2, length)
+    model, ids = Mixing(WIDTH, MixingLayer(mix, WIDTH, parts=1)).double(), ids_of(2, length)
     truth = gradients(model, lambda: model(ids))
     step = torch.compile(model, backend="streambp", options={"chunk_size": 64, "strict": strict})
     assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCABULARY, gradients, ids_of, worst_error
-from torch import Tensor, nn
+from models import Mixing, MixingLayer, gradients, ids_of, worst_error
+from torch import Tensor
 
 from benchmarks.zoo import ROWS
 from streambp_compile import NotStreamed, explain
@@ -126,31 +126,9 @@ def two_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return mixed.flatten(1, 2)[:, :length]
 
 
-class Layer(nn.Module):
-    def __init__(self, mix):
-        super().__init__()
-        self.mix, self.norm = mix, nn.LayerNorm(WIDTH)
-        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.rand(HEADS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.mix(*self.into(self.norm(x)).chunk(3, -1), self.scale))
-
-
-class Model(nn.Module):
-    def __init__(self, mix, layers: int):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.layers = nn.Sequential(*(Layer(mix) for _ in range(layers)))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = self.head(self.layers(self.embed(ids)))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
 def check(mix, lengths, chunk: int = 12, strict: bool = True, layers: int = 1) -> None:
     """Gradients are eager's, whatever the length; every region streams."""
-    model = Model(mix, layers).double()
+    model = Mixing(WIDTH, *(MixingLayer(mix, WIDTH, weight=(HEADS,)) for _ in range(layers))).double()
     step = torch.compile(model, backend="streambp", options={"chunk_size": chunk, "strict": strict})
     for length in lengths:
         ids = ids_of(2, length)

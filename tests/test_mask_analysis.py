@@ -555,6 +555,30 @@ def test_random_arithmetic_on_masks_is_sound(steps, dtype):
     band_of(lambda: result([*finite, False].index(False) - 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.bfloat16, torch.float16])
+def test_positions_that_a_dtype_does_not_have(dtype):
+    """They wrap around, or are rounded: a later key would be taken for an earlier one. So nothing is proved
+    that is not checked at every call."""
+
+    def mask():
+        q, k = positions(2100)
+        return (k.to(dtype) <= q.to(dtype)).to(torch.float64)
+
+    band_of(mask)
+    graph = traced(mask)
+    found = [v for v in evaluate(graph.graph).values() if isinstance(v, Band)]
+    assert all(v.assumes for v in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
+def test_integers_wrap_around(dtype):
+    def mask():
+        q, k = positions(4, 5)
+        return ((k <= q).to(dtype) < 0).to(dtype) + torch.full((), -65504, dtype=torch.int64)
+
+    band_of(mask)
+
+
 # Every row with the facet, on operands of which much is known
 
 aten, prims = torch.ops.aten, torch.ops.prims

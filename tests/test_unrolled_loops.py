@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCABULARY, gradients, ids_of, worst_error
+from models import Mixing, MixingLayer, gradients, ids_of, worst_error
 from torch import Tensor, nn
 
 from streambp_compile import NotStreamed, explain
@@ -101,34 +101,25 @@ def states_out(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return torch.cat(found, 2) * state.mean().cos()
 
 
-class Layer(nn.Module):
+class InHeads(nn.Module):
+    """``mix`` with tokens behind the heads."""
+
     def __init__(self, mix):
         super().__init__()
-        self.mix, self.norm = mix, nn.LayerNorm(WIDTH)
-        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.rand(HEADS, BLOCK))
+        self.mix = mix
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (self.into(self.norm(x)) / 4).chunk(3, -1)
-        )
-        return x + self.out(self.mix(q, k, v, self.scale).transpose(1, 2).flatten(2))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in (q / 4, k / 4, v / 4))
+        return self.mix(q, k, v, scale).transpose(1, 2).flatten(2)
 
 
-class Model(nn.Module):
-    def __init__(self, mix, layers: int):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.layers = nn.Sequential(*(Layer(mix) for _ in range(layers)))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = self.head(self.layers(self.embed(ids)))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+def model_of(*mixers) -> Mixing:
+    return Mixing(WIDTH, *(MixingLayer(InHeads(m), WIDTH, weight=(HEADS, BLOCK)) for m in mixers)).double()
 
 
 def check(mix, length: int, strict: bool = True, layers: int = 1) -> None:
     """Gradients are eager's, and with ``strict`` every region streams."""
-    model, ids = Model(mix, layers).double(), ids_of(2, length)
+    model, ids = model_of(*[mix] * layers), ids_of(2, length)
     truth = gradients(model, lambda: model(ids))
     step = torch.compile(model, backend="streambp", options={"chunk_size": 32, "strict": strict})
     assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
@@ -210,9 +201,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
 
 
 def test_the_place_in_a_block_is_no_token():
-    model, ids = Model(Decaying(), 1).double(), ids_of(2, 4 * BLOCK)
-    model.layers.append(Layer(softmax_attention).double())
-    model.layers.append(Layer(Decaying()).double())
+    model, ids = model_of(Decaying(), softmax_attention, Decaying()), ids_of(2, 4 * BLOCK)
     truth = gradients(model, lambda: model(ids))
     report = explain(model, ids, streambp_options={"chunk_size": 32})
     assert report.lengths == [4 * BLOCK]

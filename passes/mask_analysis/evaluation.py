@@ -46,7 +46,8 @@ class Evaluation:
             value = rule.mask(node, self)
             if isinstance(value, Indicator):
                 self.indicators[node], value = value, as_band(value, node)
-            self.values[node] = value
+            wraps = isinstance(value, Affine) and not has_numbers(value_of(node).dtype, value)
+            self.values[node] = None if wraps else value
         if self.masks_nothing(node):
             self.bounded.add(node)
         if rule is not None and rule.nonnegative:
@@ -73,3 +74,17 @@ class Evaluation:
             return is_bounded(value.const)
         rule = find_rule(node) if node.op == "call_function" else None
         return rule is not None and rule.bounded is not None and rule.bounded(node, self)
+
+
+WIDE_ENOUGH = 32  # bits of a dtype that counts the tokens of any sequence
+
+
+def has_numbers(dtype: torch.dtype, value: Affine) -> bool:
+    """Are all numbers of an affine value numbers of a dtype? Integers wrap around beyond its limits: 0 - 1 is
+    255 in uint8. Half precision rounds positions from 257 (bfloat16) or 2049 (float16) on."""
+    if dtype is torch.bool:
+        return True
+    if dtype.is_complex or value.slopes and (dtype.itemsize * 8 < WIDE_ENOUGH or not dtype.is_signed):
+        return False
+    limits = None if dtype.is_floating_point else torch.iinfo(dtype)
+    return limits is None or limits.min <= value.const <= limits.max
