@@ -571,10 +571,14 @@ def test_positions_that_a_dtype_does_not_have(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
-def test_integers_wrap_around(dtype):
+@pytest.mark.parametrize("function", [torch.add, torch.lt, torch.maximum, torch.sub])
+@pytest.mark.parametrize("number", [-65504, 200])
+def test_integers_wrap_around(dtype, function, number):
+    """0 + 200 is -56 in int8; and 0 < -65504 is true in uint8, where that is 32."""
+
     def mask():
         q, k = positions(4, 5)
-        return ((k <= q).to(dtype) < 0).to(dtype) + torch.full((), -65504, dtype=torch.int64)
+        return function((k <= q).to(dtype) * 0, torch.full((), number))
 
     band_of(mask)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 
 import torch
@@ -46,12 +47,26 @@ class Evaluation:
             value = rule.mask(node, self)
             if isinstance(value, Indicator):
                 self.indicators[node], value = value, as_band(value, node)
-            wraps = isinstance(value, Affine) and not has_numbers(value_of(node).dtype, value)
-            self.values[node] = None if wraps else value
+            self.values[node] = value if self.computes_exactly(node, value) else None
         if self.masks_nothing(node):
             self.bounded.add(node)
         if rule is not None and rule.nonnegative:
             self.nonnegative.add(node)
+
+    def computes_exactly(self, node: Node, value: Abstract) -> bool:
+        """Are all numbers that a node reads and makes numbers of the dtype that it computes in? What only
+        rounds a number is no matter where it is read: kernels differ in that, and `Indicator` allows for it."""
+        numbers = [a for a in node.args if isinstance(a, (int, float, Node))]
+        values = [value_of(a) if isinstance(a, Node) else a for a in numbers]
+        dtype = value_of(node).dtype
+        if isinstance(value, Affine) and not has_number(dtype, value.const):
+            return False
+        if dtype is torch.bool and len(values) == 2 and any(isinstance(v, torch.Tensor) for v in values):
+            dtype = torch.result_type(*values)
+        known = [v for v in (value, *map(self, numbers)) if isinstance(v, Affine)]
+        if dtype.is_floating_point:
+            return all(counts_tokens(dtype) for v in known if v.slopes)
+        return all(has_number(dtype, v.const) and (counts_tokens(dtype) or not v.slopes) for v in known)
 
     def __call__(self, arg: object) -> Abstract:
         if isinstance(arg, Node):
@@ -79,12 +94,17 @@ class Evaluation:
 WIDE_ENOUGH = 32  # bits of a dtype that counts the tokens of any sequence
 
 
-def has_numbers(dtype: torch.dtype, value: Affine) -> bool:
-    """Are all numbers of an affine value numbers of a dtype? Integers wrap around beyond its limits: 0 - 1 is
-    255 in uint8. Half precision rounds positions from 257 (bfloat16) or 2049 (float16) on."""
-    if dtype is torch.bool:
-        return True
-    if dtype.is_complex or value.slopes and (dtype.itemsize * 8 < WIDE_ENOUGH or not dtype.is_signed):
-        return False
-    limits = None if dtype.is_floating_point else torch.iinfo(dtype)
-    return limits is None or limits.min <= value.const <= limits.max
+def counts_tokens(dtype: torch.dtype) -> bool:
+    """Has a dtype the positions of all tokens, and their differences? Half precision rounds them from 257
+    (bfloat16) or 2049 (float16) on, small integers wrap around."""
+    return dtype is torch.bool or dtype.is_signed and dtype.itemsize * 8 >= WIDE_ENOUGH
+
+
+def has_number(dtype: torch.dtype, number: float) -> bool:
+    """Is a number not rounded in a dtype, and does it not wrap around (0 - 1 is 255 in uint8)?"""
+    if dtype is torch.bool or math.isinf(number):
+        return dtype is torch.bool or dtype.is_floating_point
+    if dtype.is_floating_point:
+        return float(torch.tensor(number, dtype=dtype)) == number
+    limits = torch.iinfo(dtype)
+    return float(number).is_integer() and limits.min <= number <= limits.max

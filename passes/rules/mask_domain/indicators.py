@@ -211,6 +211,8 @@ def image(function: Numbers, operands: Sequence[Interval], node: Node) -> Interv
         return Interval(low, high) if least <= low <= most or math.isinf(low) else None
     if is_boolean(node) or not value_of(node).dtype.is_floating_point or low <= 0 <= high:
         return None
+    if min(abs(low), abs(high)) < torch.finfo(value_of(node).dtype).tiny:
+        return None  # it may become zero
     low, high = low - abs(low) * ROUNDING, high + abs(high) * ROUNDING
     wide = high - low > WIDEST * max(abs(low), abs(high))
     return None if wide else Interval(low if low >= least else -math.inf, high if high <= most else math.inf)
