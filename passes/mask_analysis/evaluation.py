@@ -54,8 +54,8 @@ class Evaluation:
             self.nonnegative.add(node)
 
     def computes_exactly(self, node: Node, value: Abstract) -> bool:
-        """Are all numbers that a node reads and makes numbers of the dtype that it computes in? What only
-        rounds a number is no matter where it is read: kernels differ in that, and `Indicator` allows for it."""
+        """Are all numbers that a node reads and makes numbers of the dtype that it computes in? A number
+        that is read may be rounded: kernels differ in that, and `Indicator` allows for it."""
         numbers = [a for a in node.args if isinstance(a, (int, float, Node))]
         values = [value_of(a) if isinstance(a, Node) else a for a in numbers]
         dtype = value_of(node).dtype
