@@ -163,7 +163,12 @@ def test_hugging_face(name, options, padding):
 
 
 @pytest.mark.parametrize(
-    "chunk", [pytest.param(16, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.inductor), 97]
+    "chunk",
+    [
+        pytest.param(16, marks=pytest.mark.slow),
+        pytest.param(32, marks=[pytest.mark.inductor, pytest.mark.slow]),
+        97,
+    ],
 )
 def test_bfloat16_is_as_good_as_eager(chunk):
     model, ids = Plain().bfloat16(), ids_of()
@@ -485,6 +490,7 @@ class Dropping(Plain):
         return self.loss(x, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")
 def test_dropout_draws_the_same_bits_in_chunks_of_any_length():
     model, ids, found = Dropping().double(), ids_of(length=30), {}

@@ -151,7 +151,7 @@ WITH_INPUT = (earlier_segment, prefix_of_two_layers, prefix_behind_two_layers)
 WITHOUT_CAUSALITY = ("memory_without_a_mask", "hidden_memory")
 
 
-QUICK = ("zero_key", "earlier_segment")
+QUICK = ("zero_key",)
 
 
 def quick_of(names, quick=QUICK):
