@@ -104,7 +104,8 @@ PEERS = {
     PUBLISHED: Peer("StreamBP's published code", wrap=wrap_published),
     "streambp": Peer("streambp", backend="streambp"),
 }
-METHODS = ", ".join((*PEERS, "streambp:BUDGET", "streambp:offload", "inductor-budget:SHARE"))
+WITH_VALUE = ("streambp:BUDGET", "streambp:offload", "streambp:lossy", "inductor-budget:SHARE")
+METHODS = ", ".join((*PEERS, *WITH_VALUE))
 CHOSEN = ("inductor-budget:0.3",)  # of those with a value, what runs if no methods are named
 
 
@@ -121,7 +122,7 @@ def peer_of(name: str) -> Peer:
             prepare=lambda: set_memory_budget(share),
         )
     if kind == "streambp" and value:
-        options = {"offload": True} if value == "offload" else {"memory_budget": value}
+        options = {value: True} if value in ("offload", "lossy") else {"memory_budget": value}
         return Peer(f"streambp, {value}", backend="streambp", options=options)
     raise ValueError(name)
 

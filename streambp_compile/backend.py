@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import internals
-from .chain_plan import may_leave
+from .chain_plan import ChainPlan, may_leave
 from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
 from .dynamo.associative_scans import scan_in_blocks
@@ -228,7 +228,7 @@ class Chain:
         links = [(compiled(region), region) for region in cut.regions]
         later = self.computed_later(cut, compiled)
         parts = (later, self.placeholders, cut, outputs_of(self.module))
-        links, call = self.planned(links, lambda chain, away: linked(chain, away, *parts), cut.axes)
+        links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut.axes)
         self.record(links, [a.length for a in cut.axes], call)
         return call
 
@@ -248,13 +248,25 @@ class Chain:
         """
         budget = self.config.budget(self.fakes)
         if budget is None or not any(c.streamed is not None for c, _ in links):
-            away = may_leave([costs_of(c) for c, _ in links]) if self.config.offload else ()
-            return links, link(links, frozenset(away))
-        chain = PlannedChain(links, link, budget, axes, self.placeholders, self.config.offload is not False)
+            return links, link(links, self.unplanned(links))
+        may_offload = self.config.offload is not False
+        chain = PlannedChain(links, link, budget, axes, self.placeholders, may_offload, self.config.lossy)
         with untimed():
             plan = chain.plan(self.fakes, tuple(hint(a.length) for a in axes))
         self.report.notes.append(f"note: The fastest plan within {mebibytes(budget)}: {plan}.")
         return chain.by(plan), chain
+
+    def unplanned(self, links: Links) -> ChainPlan:
+        """The plan that the user's options name where no budget does."""
+        plan = ChainPlan.default(len(links))
+        away = may_leave([costs_of(c) for c, _ in links])
+        if self.config.offload:
+            return plan.offloading(away)
+        if not (self.config.lossy and away):
+            return plan
+        found = plan.compressing(away)
+        self.report.notes.append(f"note: Without a budget, the plan is: {found}.")
+        return found
 
     def computed_later(self, cut: Cut, compiled: Callable) -> dict[Node, Later]:
         """The outputs that wait for a reader."""

@@ -1,8 +1,9 @@
 """The fastest plan for a chain of regions whose peak memory fits into a budget.
 
 A plan says for every region what its forward keeps, how long its chunks are, and whether its inputs wait in
-host memory. Plans lie on one path, from the leanest to the fattest: shorter chunks, then layer inputs on the
-host, then nothing but layer inputs (the default), then longer chunks and more and more kept values, by
+host memory, or in 8 bits a number. Plans lie on one path, from the leanest to the fattest: shorter chunks,
+then layer inputs on the host, then layer inputs in 8 bits (only where the user allows plans that are not
+exact), then nothing but layer inputs (the default), then longer chunks and more and more kept values, by
 seconds saved per byte.
 The peak grows along the path, so the search goes to the last plan that fits. It is greedy, which is best up
 to one step: all are small beside a budget, and each saves its seconds independently of the others (the
@@ -41,11 +42,13 @@ class NoPlan(Exception):
 class ChainPlan:
     """What is chosen for every region of a chain, in order of execution.
 
-    offloaded  indices of regions whose inputs wait for the backward in host memory
+    offloaded   indices of regions whose inputs wait for the backward in host memory
+    compressed  indices of regions whose inputs wait in 8 bits a number: gradients are not exact
     """
 
     choices: tuple[Choices, ...]
     offloaded: frozenset[int] = frozenset()
+    compressed: frozenset[int] = frozenset()
 
     @staticmethod
     def default(count: int) -> ChainPlan:
@@ -69,14 +72,18 @@ class ChainPlan:
     def offloading(self, regions: Sequence[int]) -> ChainPlan:
         return replace(self, offloaded=frozenset(regions))
 
+    def compressing(self, regions: Sequence[int]) -> ChainPlan:
+        return replace(self, compressed=frozenset(regions))
+
     def __str__(self) -> str:
-        kept, away = sum(c.keep for c in self.choices), len(self.offloaded)
+        kept, away, rounded = sum(c.keep for c in self.choices), len(self.offloaded), len(self.compressed)
         capped = next((c.chunk_bytes for c in self.choices if c.chunk_bytes is not None), None)
         slack = next((c.slack for c in self.choices if c.slack is not None), None)
         parts = [
             f"longer chunks (at most {slack:.1%} slower than the best)" if slack is not None else "",
             f"{kept} kept values in {sum(c.keep > 0 for c in self.choices)} regions" if kept else "",
             f"inputs of {away} regions in host memory" if away else "",
+            f"inputs of {rounded} regions in 8 bits (gradients are not exact)" if rounded else "",
             f"chunks of at most {capped / 2**20:.1f} MiB" if capped is not None else "",
         ]
         return ", ".join(filter(None, parts)) or "layer inputs only"
@@ -102,6 +109,7 @@ class Costs:
 
     worth_keeping  values that the forward can keep, best first
     handed_on      bytes of the inputs that wait for its backward, as far as they may wait elsewhere
+    rounded_away   bytes of them that 8 bits a number do not take
     widest         bytes of the widest moment of a chunk
     totals         bytes of sums over tokens, such as gradients of weights: they do not grow with the sequence
     seconds        of a step by the default plan
@@ -110,6 +118,7 @@ class Costs:
 
     worth_keeping: tuple[KeptValue, ...] = ()
     handed_on: int = 0
+    rounded_away: int = 0
     widest: int = 0
     totals: int = 0
     seconds: float = 0.0
@@ -190,18 +199,23 @@ def is_another(step: Step, following: Sequence[Step]) -> bool:
 
 
 def find_plan(
-    costs: Sequence[Costs], budget: int, peak_of: Callable[[ChainPlan], int], may_offload: bool = True
+    costs: Sequence[Costs],
+    budget: int,
+    peak_of: Callable[[ChainPlan], int],
+    may_offload: bool = True,
+    lossy: bool = False,
 ) -> ChainPlan:
     """The fastest plan whose simulated peak is within a budget, in bytes.
 
     peak_of  simulates a plan
+    lossy    may a plan be taken by which gradients are not exact?
     Raises `NoPlan`.
     """
     default = ChainPlan.default(len(costs))
     peak = peak_of(default)
     if peak <= budget:
         return with_more(default, costs, budget - peak, lambda plan: budget - peak_of(plan))
-    return with_less(default, peak, costs, budget, peak_of, may_offload)
+    return with_less(default, peak, costs, budget, peak_of, may_offload, lossy)
 
 
 def with_more(
@@ -238,17 +252,22 @@ def with_less(
     budget: int,
     peak_of: Callable[[ChainPlan], int],
     may_offload: bool,
+    lossy: bool,
 ) -> ChainPlan:
-    """Send inputs to the host, the first layers' first; then shorten chunks.
+    """Round inputs, if that is allowed, or send them to the host, the first layers' first; then shorten
+    chunks.
 
     least  the peak of the default plan
     """
-    away = may_leave(costs) if may_offload else ()
-    lean = default.offloading(away)
-    if away:
+    away = may_leave(costs)
+    ways = [(default.compressing, [c.rounded_away for c in costs])] if lossy else []
+    ways += [(default.offloading, [c.handed_on for c in costs])] if may_offload else []
+    lean = default
+    for way, freed in ways if away else []:
+        lean = way(away)
         peak = peak_of(lean)
         if peak <= budget:
-            return fewer_offloaded(lean, away, costs, budget - peak, lambda plan: budget - peak_of(plan))
+            return of_fewer(way, away, freed, budget - peak, lambda plan: budget - peak_of(plan))
         least = min(least, peak)
     widest = max((region.widest for region in costs), default=0)
     for part in SHORTER:
@@ -260,19 +279,23 @@ def with_less(
     raise NoPlan(least)
 
 
-def fewer_offloaded(
-    lean: ChainPlan,
-    away: Sequence[int],
-    costs: Sequence[Costs],
+def of_fewer(
+    way: Callable[[Sequence[int]], ChainPlan],
+    regions: Sequence[int],
+    freed: Sequence[int],
     room: int,
     room_of: Callable[[ChainPlan], int],
 ) -> ChainPlan:
-    """Leave the inputs of the last layers on the device, as many as fit: they come back first."""
-    best = lean
+    """Leave the inputs of the last layers as they are, as many as fit: the backward reads them first.
+
+    way    the plan for the inputs of some regions
+    freed  bytes that it frees in each region
+    """
+    best = way(regions)
     for _ in range(ROUNDS):
-        stay = fitting([Step(i, costs[i].handed_on) for i in reversed(away)], room)
-        plan = lean.offloading(away[: len(away) - stay])
+        stay = fitting([Step(i, freed[i]) for i in reversed(regions)], room)
+        plan = way(regions[: len(regions) - stay])
         if plan == best or room_of(plan) >= 0:
             return plan
-        room -= 1 + costs[away[len(away) - stay]].handed_on
+        room -= 1 + freed[regions[len(regions) - stay]]
     return best

@@ -50,6 +50,8 @@ class Config:
                       ``"60GiB"``, or a share of the device's free memory between 0 and 1. The fastest plan
                       that fits is found; None takes the default plan
     offload           whether layer inputs wait for the backward in host memory; None lets a budget decide
+    lossy             may layer inputs wait for the backward in 8 bits a number? Gradients are not exact then.
+                      Without a budget they do; with one, where the default plan does not fit
     mode              Inductor's mode for chunk bodies (the ``mode=`` of ``torch.compile``), without CUDA
                       graphs
     """
@@ -60,6 +62,7 @@ class Config:
     analysis_seconds: float = ANALYSIS_SECONDS
     memory_budget: int | float | str | None = None
     offload: bool | None = None
+    lossy: bool = False
     mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class Config:
             budget_of(self.memory_budget)
         if self.offload not in (None, True, False):
             raise ValueError(f"offload must be None, True or False; got {self.offload!r}")
+        if not isinstance(self.lossy, bool):
+            raise ValueError(f"lossy must be True or False; got {self.lossy!r}")
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}")
 

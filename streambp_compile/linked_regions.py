@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from . import internals
+from .chain_plan import ChainPlan
 from .compiled_region import CompiledRegion
 from .dynamo.buffer_updates import Buffers, State
 from .dynamo.regions import written_storages
@@ -25,6 +26,7 @@ from .lazy.outputs import lazy_output
 from .passes.ir import Condition, Refusal
 from .passes.split import Region
 from .pipeline import outputs_of
+from .runtime.compression import Compression
 from .runtime.gradient_ownership import hand_over, plain_references
 from .runtime.mask_guards import Question, answered, rounds
 from .runtime.offload import Offloading
@@ -134,7 +136,7 @@ def run_region(
 ) -> None:
     """Run one region on the values of the chain, and put its results among them.
 
-    leave  sends what autograd would save to the host
+    leave  what autograd keeps in place of what it would save
     """
     inputs = [state.read(n) for n in region.inputs if n.op != "get_attr"]
     if region.recomputable and torch.is_grad_enabled():
@@ -165,17 +167,29 @@ def prepare_weights(cut: Cut, values: dict[Node, object]) -> None:
         values[node] = node.target(*map_arg(node.args, values.__getitem__))
 
 
-def leaving(offloaded: frozenset[int], given: Sequence[object]) -> dict[int, Leave]:
-    """For regions whose saved values wait in host memory, what sends them there.
+class Waiting:
+    """Where the inputs of regions wait for the backward, in one call.
 
-    given  inputs of the chain, which stay
+    given  inputs of the chain, which stay as they are
     """
-    return dict.fromkeys(offloaded, Offloading(given, internals.is_fake).leave) if offloaded else {}
+
+    def __init__(self, plan: ChainPlan, given: Sequence[object]):
+        self.plan = plan
+        self.offloading = Offloading(given, internals.is_fake) if plan.offloaded else None
+        self.compression = Compression(given) if plan.compressed else None
+
+    def leave(self, index: int, region: Region, values: Mapping[Node, object]) -> Leave | None:
+        """What autograd keeps in place of what a region saves, or None for the values themselves."""
+        if self.offloading is not None and index in self.plan.offloaded:
+            return self.offloading.leave
+        if self.compression is not None and index in self.plan.compressed:
+            return self.compression.of(values.get(n) for n in region.inputs)
+        return None
 
 
 def linked(
     links,
-    offloaded: frozenset[int],
+    plan: ChainPlan,
     later: Mapping[Node, Later],
     placeholders: Sequence[Node],
     cut: Cut,
@@ -184,7 +198,7 @@ def linked(
     """The chain as one function: change weights, take the early views, run the regions in order, hand
     values on, drop each after its last reader.
 
-    offloaded  indices of regions whose saved values wait in host memory
+    plan  where the inputs of regions wait for the backward
     """
     dropped = dropped_after(links, later, outputs)
     ready: dict[Node, Callable] = {}
@@ -200,14 +214,14 @@ def linked(
         recipes: dict[Node, Again] = {}
         broken: dict[tuple, Condition | None] = {}
         state = buffers.of_call(values)
-        leave = leaving(offloaded, args)
+        waiting = Waiting(plan, args)
         for index, (compiled, region), gone, free, question, asked_now in steps:
             broken.update(answered(asked_now, values) if asked_now else {})
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(broken[question.key])
                 hand_over([values[n] for n in free])
                 with within(InLink(index, compiled.report)):
-                    run_region(run, region, values, state, recipes, leave.get(index))
+                    run_region(run, region, values, state, recipes, waiting.leave(index, region, values))
             for node in gone:
                 values.pop(node, None)
         return tuple(result_of(o, state, later, ready) for o in outputs)

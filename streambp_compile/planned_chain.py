@@ -34,20 +34,23 @@ class PlannedChain:
     """Runs a chain by the fastest plan within a budget; plans again for a length that none is known for.
 
     links   the chain, by the default plan
-    link    a chain, and the regions whose inputs wait on the host, as a function of the graph's inputs
+    link    a chain by a plan, as a function of the graph's inputs
     budget  bytes above weights and their gradients
+    lossy   may a plan be taken by which gradients are not exact?
     """
 
     def __init__(
         self,
         links: Links,
-        link: Callable[[Links, frozenset[int]], Callable],
+        link: Callable[[Links, ChainPlan], Callable],
         budget: int,
         axes: Sequence[Axis],
         placeholders: Sequence[Node],
         may_offload: bool,
+        lossy: bool = False,
     ):
-        self.links, self.link, self.budget, self.may_offload = links, link, budget, may_offload
+        self.links, self.link, self.budget = links, link, budget
+        self.may_offload, self.lossy = may_offload, lossy
         self.lengths, self.placeholders = [a.length for a in axes], placeholders
         self.costs = [costs_of(compiled) for compiled, _ in links]
         self.plans: dict[Lengths, ChainPlan] = {}
@@ -60,7 +63,7 @@ class PlannedChain:
 
     def call_by(self, plan: ChainPlan) -> Callable:
         if plan not in self.calls:
-            self.calls[plan] = self.link(self.by(plan), plan.offloaded)
+            self.calls[plan] = self.link(self.by(plan), plan)
         return self.calls[plan]
 
     def plan(self, inputs: Sequence[object], lengths: Lengths) -> ChainPlan:
@@ -82,6 +85,7 @@ class PlannedChain:
                 self.budget,
                 lambda plan: simulate(self.call_by(plan), inputs, any_output=True).bytes,
                 self.may_offload,
+                self.lossy,
             )
         except NoPlan as error:
             refuse_budget(self.budget, error.least, lengths, max(c.totals for c in costs))
@@ -129,8 +133,14 @@ def scaled(costs: Costs, share: float) -> Costs:
         replace(v, bytes=int(v.bytes * share), seconds=v.seconds * share) for v in costs.worth_keeping
     )
     longer = tuple(replace(c, seconds=c.seconds * share) for c in costs.longer)
-    handed_on, seconds = int(costs.handed_on * share), costs.seconds * share
-    return replace(costs, worth_keeping=worth, handed_on=handed_on, seconds=seconds, longer=longer)
+    return replace(
+        costs,
+        worth_keeping=worth,
+        handed_on=int(costs.handed_on * share),
+        rounded_away=int(costs.rounded_away * share),
+        seconds=costs.seconds * share,
+        longer=longer,
+    )
 
 
 def costs_of(compiled: CompiledRegion) -> Costs:
@@ -154,7 +164,9 @@ def costs_of(compiled: CompiledRegion) -> Costs:
         and value_of(n).dtype.is_floating_point
         and not compiled.is_graph_input(n)
     ]
-    return Costs(region.worth_keeping, sum(bytes_of(value_of(n)) for n in handed_on), widest, totals)
+    sizes = [(bytes_of(value_of(n)), value_of(n).numel()) for n in handed_on]
+    size, in_8_bits = (sum(each) for each in zip(*sizes)) if sizes else (0, 0)
+    return Costs(region.worth_keeping, size, size - in_8_bits, widest, totals)
 
 
 def total_bytes(node: Node) -> int:

@@ -29,6 +29,7 @@ class Machine:
     def peak(self, plan: ChainPlan) -> int:
         self.asked += 1
         inputs = sum(c.handed_on for i, c in enumerate(self.costs) if i not in plan.offloaded)
+        inputs -= sum(c.rounded_away for i, c in enumerate(self.costs) if i in plan.compressed)
         kept = sum(
             v.bytes for c, choice in zip(self.costs, plan.choices) for v in c.worth_keeping[: choice.keep]
         )
@@ -103,6 +104,18 @@ def test_chunks_are_cut_when_all_inputs_are_away():
     assert {c.chunk_bytes for c in plan.choices} == {4}
     alone = find_plan(CHAIN, DEFAULT - 10, Machine().peak, may_offload=False)
     assert alone.offloaded == set() and {c.chunk_bytes for c in alone.choices} == {4}
+
+
+ROUNDED = tuple(replace(c, rounded_away=c.handed_on * 3 // 4) for c in CHAIN)
+
+
+@pytest.mark.parametrize(
+    "missing, rounded, away", [(0, 0, 0), (6, 1, 0), (7, 2, 0), (18, 3, 0), (19, 0, 3), (24, 0, 3)]
+)
+def test_inputs_are_rounded_before_they_leave_if_that_is_allowed(missing, rounded, away):
+    plan = find_plan(ROUNDED, DEFAULT - missing, Machine(ROUNDED).peak, lossy=True)
+    assert (plan.compressed, plan.offloaded) == (set(range(rounded)), set(range(away)))
+    assert find_plan(ROUNDED, DEFAULT - missing, Machine(ROUNDED).peak).compressed == set()
 
 
 def test_a_budget_that_cannot_be_met_names_the_least_that_can():

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from ..passes.ir import Binding, BindingRole, Summed, ancestors, op_name, rank_of, where_of
 from ..pipeline import Schedule, StreamedRegion, is_one_number
 from ..report import RegionReport
+from ..runtime.compression import Compressed
 from ..runtime.memory_timeline import Allocation
 from ..runtime.offload import Offloaded
 from ..runtime.places import InBackward, InLink, InRegion, InSweep
@@ -200,7 +201,7 @@ def area_of_chunk(at: Position) -> Area:
 
 
 def area_of_rest(at: Position) -> Area:
-    if at.last(Offloaded) is not None:
+    if at.last(Offloaded) is not None or at.last(Compressed) is not None:
         return Area.INPUTS
     if at.region is None:
         return Area.PLAIN
