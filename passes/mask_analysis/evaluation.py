@@ -102,6 +102,8 @@ def counts_tokens(dtype: torch.dtype) -> bool:
 
 def has_number(dtype: torch.dtype, number: float) -> bool:
     """Is a number not rounded in a dtype, and does it not wrap around (0 - 1 is 255 in uint8)?"""
+    if dtype.is_complex:
+        return False
     if dtype is torch.bool or math.isinf(number):
         return dtype is torch.bool or dtype.is_floating_point
     if dtype.is_floating_point:

@@ -40,9 +40,8 @@ def over_blocks(module: GraphModule) -> GraphModule:
     for axis in axes_of(trace, [fake_of(n) for n in placeholders]):
         splits = [s for node in module.graph.nodes if (s := split_of(node, axis)) is not None]
         for length in dict.fromkeys(s.length for s in splits):
-            found = Blocked(module, trace, axis, [s for s in splits if s.length == length])
             try:
-                found.rewrite()
+                Blocked(module, trace, axis, [s for s in splits if s.length == length]).rewrite()
             except NoBlockFunction as reason:
                 internals.log.debug("blocks of %s tokens stay as they are: %s", length, reason)
     return module
