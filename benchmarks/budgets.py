@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -91,7 +92,7 @@ def planned(model, step, batch: dict, truth: list, budget: int | None) -> dict:
     try:
         report = explain(step, **batch, streambp_options=options)
     except Exception as error:  # noqa: BLE001 (a budget below the leanest plan, or a bug: the table says)
-        return dict(budget=budget, failed=first_line(error))
+        return dict(budget=budget, **why_not(error))
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="streambp", options=options)
     error = largest_error(gradients(model, compiled, batch), truth)
@@ -99,8 +100,18 @@ def planned(model, step, batch: dict, truth: list, budget: int | None) -> dict:
         parameter.grad = torch.zeros_like(parameter)
     compiled(**batch).backward()
     measured = peak(lambda: compiled(**batch).backward())
-    plan = "; ".join(note for note in report.notes if "plan" in note)
+    plan = "; ".join(note.partition(": ")[2].partition(": ")[2] for note in report.notes if "plan" in note)
     return dict(budget=budget, predicted=report.peak.bytes, measured=measured, error=error, plan=plan)
+
+
+def why_not(error: Exception) -> dict:
+    """A budget that no plan meets is no failure: the leanest plan is named."""
+    from streambp_compile.planned_chain import OverBudget
+
+    inner = getattr(error, "inner_exception", error)
+    if isinstance(inner, OverBudget):
+        return dict(plan=re.search("the leanest plan .* MiB", str(inner))[0])
+    return dict(failed=first_line(inner))
 
 
 def run(family: str, dtype: str, chosen: argparse.Namespace) -> list[dict]:
@@ -119,6 +130,8 @@ def failing(dtype: str, row: dict) -> str:
     """Why a row fails; empty if it does not."""
     if "failed" in row:
         return row["failed"]
+    if "measured" not in row:
+        return ""
     if row["budget"] is not None and row["measured"] > row["budget"]:
         return "over the budget"
     if abs(row["predicted"] - row["measured"]) > CLOSE * row["measured"]:
