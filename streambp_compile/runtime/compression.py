@@ -8,12 +8,13 @@ the backward is that of slightly different layer inputs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
 from .offload import may_leave
 from .places import within
+from .rematerialisation import Leave
 
 LEVELS = 127  # of each sign
 AT_ONCE = 1 << 20  # numbers that are rounded at a time: no second copy of a value exists while it is
@@ -27,8 +28,7 @@ class Compressed:
         with within(self):
             self.numbers = torch.empty(value.shape, dtype=torch.int8, device=value.device)
             self.scales = torch.empty((*value.shape[:-1], 1), dtype=torch.float32, device=value.device)
-        parts = (rows_of(value), rows_of(self.numbers), rows_of(self.scales))
-        for some, numbers, scales in zip(*map(parts_of, parts, [value.shape[-1]] * 3)):
+        for some, numbers, scales in parts_of(value, self.numbers, self.scales):
             scales.copy_(some.abs().amax(-1, keepdim=True)).div_(LEVELS)
             numbers.copy_(some.div(scales.clamp_min(torch.finfo(torch.float32).tiny)).round_())
 
@@ -36,18 +36,15 @@ class Compressed:
         """The value, rounded."""
         with within(self):
             value = torch.empty(self.shape, dtype=self.dtype, device=self.numbers.device)
-        parts = (rows_of(value), rows_of(self.numbers), rows_of(self.scales))
-        for some, numbers, scales in zip(*map(parts_of, parts, [self.shape[-1]] * 3)):
+        for some, numbers, scales in parts_of(value, self.numbers, self.scales):
             some.copy_(numbers.float().mul_(scales))
         return value
 
 
-def rows_of(value: torch.Tensor) -> torch.Tensor:
-    return value.view(-1, value.shape[-1])
-
-
-def parts_of(rows: torch.Tensor, features: int) -> Iterator[torch.Tensor]:
-    return iter(rows.split(max(1, AT_ONCE // features)))
+def parts_of(*values: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+    """Some rows of every value at a time."""
+    count = max(1, AT_ONCE // values[0].shape[-1])
+    return zip(*(value.view(-1, value.shape[-1]).split(count) for value in values))
 
 
 class Compression:
@@ -60,8 +57,9 @@ class Compression:
         self.given = weakref.WeakSet(v.untyped_storage() for v in given if isinstance(v, torch.Tensor))
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-    def of(self, inputs: Iterable[object]):
-        """For one region: compresses what autograd saves, if it is one of these inputs."""
+    def of(self, inputs: Iterable[object]) -> Leave:
+        """For one region: compresses what autograd saves, if it is one of these inputs. The same memory is
+        compressed once, however many regions read it."""
         storages = weakref.WeakSet(
             v.untyped_storage()
             for v in inputs
