@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.processes import last_answer  # noqa: E402
 from benchmarks.tables import MIB, markdown  # noqa: E402
 from benchmarks.zoo import bare, first_line, gradients, hugging_face, largest_error  # noqa: E402
 
@@ -66,7 +66,7 @@ def steps_of(family: str, dtype: str, tokens: int) -> list[dict]:
     def step(**given):
         return loss(model, **given)
 
-    truth = [g.clone() for g in gradients(model, step, batch)]
+    truth = gradients(model, step, batch)
     default = planned(model, step, batch, truth, None)
     budgets = [int(share * default["predicted"]) for share in SHARES]
     return [default, *(planned(model, step, batch, truth, budget) for budget in budgets)]
@@ -117,13 +117,8 @@ def why_not(error: Exception) -> dict:
 def run(family: str, dtype: str, chosen: argparse.Namespace) -> list[dict]:
     command = [sys.executable, str(Path(__file__).resolve()), "--row", family, "--dtypes", dtype]
     command += ["--tokens", str(chosen.tokens)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=chosen.limit)
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return [dict(budget=None, failed=f"more than {chosen.limit:.0f} seconds")]
-    except (IndexError, ValueError):
-        return [dict(budget=None, failed=(done.stderr.strip().splitlines() or ["nothing"])[-1][:200])]
+    answer = last_answer(command, chosen.limit)
+    return [dict(answer, budget=None)] if "failed" in answer else answer["rows"]
 
 
 def failing(dtype: str, row: dict) -> str:
@@ -164,7 +159,7 @@ def main() -> int:
     parser.add_argument("--row", choices=FAMILIES, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.row:
-        print(json.dumps(steps_of(chosen.row, chosen.dtypes[0], chosen.tokens)))
+        print(json.dumps(dict(rows=steps_of(chosen.row, chosen.dtypes[0], chosen.tokens))))
         return 0
     wanted = [(family, dtype) for family in chosen.only for dtype in chosen.dtypes]
     found = {}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.processes import last_answer  # noqa: E402
 from benchmarks.zoo import Row, bare, exactness, first_line, hugging_face, interpret_bodies, remarks  # noqa: E402
 
 
@@ -114,13 +114,7 @@ def run(name: str, limit: float, inductor: bool) -> dict:
     """One model in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--row", name]
     command += ["--inductor"] if inductor else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return dict(failed=f"more than {limit:.0f} seconds")
-    except (IndexError, ValueError):
-        return dict(failed=(done.stderr.strip().splitlines() or ["nothing"])[-1][:200])
+    return last_answer(command, limit)
 
 
 def serve(name: str, inductor: bool) -> None:

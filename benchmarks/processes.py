@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,6 +67,21 @@ class Worker:
             self.process.wait(timeout=seconds)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self.kill()
+
+
+def last_answer(command: Sequence[str], seconds: float):
+    """What a process of its own prints as JSON in its last line; ``{"failed": why}`` if it does not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"failed": f"more than {seconds:.0f} seconds"}
+    except (IndexError, ValueError):
+        last = done.stderr.strip().splitlines()[-1:] or ["nothing"]
+        return {"failed": f"its process ended with {done.returncode}: {last[0][:200]}"}
+    if "failed" in answer:
+        print(done.stderr, file=sys.stderr, flush=True)
+    return answer
 
 
 def start(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Worker:

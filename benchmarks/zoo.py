@@ -27,7 +27,6 @@ import copy
 import functools
 import json
 import re
-import subprocess
 import sys
 import time
 import warnings
@@ -772,21 +771,12 @@ def serve(name: str, chosen: argparse.Namespace) -> None:
 
 def run(name: str, chosen: argparse.Namespace) -> dict:
     """A row in a process of its own, stopped after ``--limit`` seconds."""
+    from benchmarks.processes import last_answer
+
     command = [sys.executable, str(Path(__file__).resolve()), "--row", name, "--tokens", str(chosen.tokens)]
     command += ["--interpret"] if chosen.interpret else []
     start = time.perf_counter()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=chosen.limit)
-    except subprocess.TimeoutExpired:
-        return dict(failed=f"more than {chosen.limit} seconds")
-    try:
-        answer = json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        last = done.stderr.strip().splitlines()[-1:] or ["nothing"]
-        return dict(failed=f"its process ended with {done.returncode}: {last[0][:200]}")
-    if "failed" in answer:
-        print(done.stderr, file=sys.stderr, flush=True)
-    return dict(answer, seconds=time.perf_counter() - start)
+    return dict(last_answer(command, chosen.limit), seconds=time.perf_counter() - start)
 
 
 def is_exact(name: str, answer: dict) -> bool:

@@ -141,10 +141,7 @@ def layer_cuts(
             # two mixers that no cut can part share a region, and so do a scan or a convolution and what else
             # its layer has
             continue
-        heads = head_cut(body, widths, traits, mixer, end, cuts)
-        between = {widths[i] for i in cuts[-1:]}
-        inside = any(widths[i] >= layer and widths[i] not in between for i in heads)
-        cuts += [] if inside and following is not None else heads  # what is widened inside a layer is no head
+        cuts += head_cut(body, widths, traits, mixer, end, cuts, FORBIDDEN if following is None else layer)
         cuts += [] if following is None else [end]
     return cuts
 
@@ -267,16 +264,16 @@ def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:
 def layer_width(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]
 ) -> int:
-    """Bytes that are alive inside layers, not between them: twice the fewest between two mixers of one
-    sequence. Between the layers of two sequences it may be a scalar, the first one's loss.
+    """Bytes that are alive inside layers, not between them: twice the fewest between two mixers. Where only
+    sums over tokens are alive, the loss of one sequence, the layers of another one begin.
 
     Few mixers may be all of one layer; then three times the fewest bytes behind them, if that is less.
     """
     if len(mixers) < 2:
         return 0
     rows = rows_alive(body, traits)
-    found = [[widths[i] for i in range(a, b)] for a, b in zip(mixers, mixers[1:]) if all(rows[a:b])]
-    inside = 2 * min(map(min, found), default=FORBIDDEN)
+    between = [min(widths[a:b]) for a, b in zip(mixers, mixers[1:]) if all(rows[a:b])]
+    inside = 2 * min(between, default=FORBIDDEN)
     if len(mixers) > 3:
         return inside
     behind = range(mixers[-1], len(body))
@@ -291,16 +288,20 @@ def head_cut(
     mixer: int,
     end: int,
     cuts: Sequence[int],
+    below: int,
 ) -> list[int]:
     """Part a layer from a head behind it that widens it (logits) or adds it up (a loss), and so ends narrower
     than layers do.
 
     The cut goes where the layers before were cut off, at the same width; of several such places, to the one
     that makes this layer equal to the layer before it, else to the last. With no layer before, it goes to the
-    narrowest place before the widest value.
+    narrowest place before the widest value, if fewer than ``below`` bytes are alive there: what is widened
+    inside a layer is no head.
     """
     places = [i for i in range(mixer, end) if cuts and widths[i] == widths[cuts[-1]]]
-    places = places or narrowest_before_widest(body, widths, traits, mixer, end)
+    places = places or [
+        i for i in narrowest_before_widest(body, widths, traits, mixer, end) if widths[i] < below
+    ]
     if not places or 2 * widths[end] > widths[places[0]]:
         return []
     after = body[places[0] + 1 : end + 1]

@@ -259,14 +259,14 @@ class Chain:
     def unplanned(self, links: Links) -> ChainPlan:
         """The plan that the user's options name where no budget does."""
         plan = ChainPlan.default(len(links))
-        away = may_leave([costs_of(c) for c, _ in links])
-        if self.config.offload:
-            return plan.offloading(away)
-        if not (self.config.lossy and away):
+        if not (self.config.offload or self.config.lossy):
             return plan
-        found = plan.compressing(away)
-        self.report.notes.append(f"note: Without a budget, the plan is: {found}.")
-        return found
+        away = may_leave([costs_of(c) for c, _ in links])
+        if self.config.offload or not away:
+            return plan.offloading(away)
+        plan = plan.compressing(away)
+        self.report.notes.append(f"note: Without a budget, the plan is: {plan}.")
+        return plan
 
     def computed_later(self, cut: Cut, compiled: Callable) -> dict[Node, Later]:
         """The outputs that wait for a reader."""

@@ -51,7 +51,8 @@ class Config:
                       that fits is found; None takes the default plan
     offload           whether layer inputs wait for the backward in host memory; None lets a budget decide
     lossy             may layer inputs wait for the backward in 8 bits a number? Gradients are not exact then.
-                      Without a budget they do; with one, where the default plan does not fit
+                      Without a budget they do, unless ``offload`` sends them to the host as they are; with
+                      one, where the default plan does not fit
     mode              Inductor's mode for chunk bodies (the ``mode=`` of ``torch.compile``), without CUDA
                       graphs
     """

@@ -31,9 +31,8 @@ PRIVATE = re.compile(
     r"\b(spread|gauge|bands?|settle[ds]?|fed|feeds?|heavy|light|noted|remade|rehears\w+|distilled|deferred|"
     r"unfit|made of|what has none|nobody|hands? on|its products|given up|made again)\b"
 )
-STARTS = re.compile(
-    r"[A-Z…]|\w+(_\w+|=)|strict |mode |offload |lossy "
-)  # a capital, or the name of an option
+# A capital, or the name of an option.
+STARTS = re.compile(r"[A-Z…]|\w+(_\w+|=)|strict |mode |offload |lossy ")
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,7 @@ def test_sweeps(name):
         assert both <= OBJECTIVES[name].sweeps
 
 
-NARROW = {
-    "[B, V, T], padded labels",
-}
+NARROW = {"[B, V, T], padded labels"}
 
 
 @pytest.mark.parametrize("name", representatives(OBJECTIVES, NARROW))

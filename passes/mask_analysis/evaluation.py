@@ -47,7 +47,8 @@ class Evaluation:
             value = rule.mask(node, self)
             if isinstance(value, Indicator):
                 self.indicators[node], value = value, as_band(value, node)
-            self.values[node] = value if self.computes_exactly(node, value) else None
+            known = value is not None and self.computes_exactly(node, value)
+            self.values[node] = value if known else None
         if self.masks_nothing(node):
             self.bounded.add(node)
         if rule is not None and rule.nonnegative:
