@@ -7,7 +7,7 @@ defect of this package, never of the user's model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -21,6 +21,7 @@ from .ir import (
     BindingRole,
     Body,
     Direction,
+    Fusion,
     Kind,
     Plan,
     Program,
@@ -34,6 +35,7 @@ from .ir import (
     shape_of,
     takes_kernel,
     tensor_operands,
+    viewed,
 )
 from .rules import rule_of
 from .width import too_wide
@@ -177,6 +179,40 @@ def verify_plan(plan: Plan, program: Program) -> None:
     check(len(shared) <= 1, f"states are saved and restored by chunks of {sorted(shared)} tokens")
     for node in (n for part in (*program.full_length, *(s.nodes for s in program.sweeps)) for n in part):
         check(not takes_kernel(node) or node in plan.kernels, f"{node} has no kernel")
+    check(len(plan.full_length) == len(program.full_length), f"{len(plan.full_length)} steps at full length")
+    for step, nodes in enumerate(program.full_length):
+        verify_step(plan, nodes, step)
+
+
+def verify_step(plan: Plan, nodes: Sequence[Node], step: int) -> None:
+    """What is computed at full length is computed once, after what it reads."""
+    waiting = set(nodes)
+    for part in plan.full_length[step]:
+        fused = isinstance(part, Fusion)
+        own = part.nodes if isinstance(part, Fusion) else (part,)
+        for node in own:
+            check(node in waiting, f"{node} is computed twice, or not in step {step}")
+            operands = node.all_input_nodes
+            ready = waiting.isdisjoint(map(viewed, operands) if fused else operands)
+            check(ready, f"{node} is computed before what it reads")
+            waiting.discard(node)
+        hidden = set(own).difference(part.results if isinstance(part, Fusion) else own)
+        for node in waiting:
+            check(hidden.isdisjoint(node.all_input_nodes), f"{node} reads from inside a compiled function")
+    check(not waiting, f"{waiting} are never computed")
+
+
+def verify_fused_body(body: Body, fusion: Fusion) -> None:
+    """A function at full length reads values as they are, and writes into the memory of its results alone."""
+    nodes = list(body.graph.graph.nodes)
+    bindings = dict(zip((n for n in nodes if n.op == "placeholder"), body.bindings))
+    check(len(bindings) == len(body.bindings), "inputs of a function differ from its bindings")
+    legal = (BindingRole.WHOLE, BindingRole.SCALAR, BindingRole.RESULT)
+    check(all(b.role in legal for b in body.bindings), "a function at full length cuts an input")
+    results = {n for n, b in bindings.items() if b.role is BindingRole.RESULT}
+    written = {a for n in nodes if n.op == "call_function" for a in written_arguments(n)}
+    check(written == results, f"a function at full length writes into {written}, and is to fill {results}")
+    check(len(results) == len(fusion.results), "results of a function are missing")
 
 
 def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:

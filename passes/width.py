@@ -12,7 +12,20 @@ from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
 
-from .ir import Analysis, Edge, Kind, Program, Role, Tokens, hint, is_tensor, is_view, shape_of, value_of
+from .ir import (
+    Analysis,
+    Edge,
+    Kind,
+    Program,
+    Role,
+    Sweep,
+    Tokens,
+    hint,
+    is_tensor,
+    is_view,
+    shape_of,
+    value_of,
+)
 
 # What rows alone make can be computed again, so it is kept only if it is hardly wider than hidden states:
 # twice, as a short convolution over an expanded state is. An MLP is 2.5 to 4 times as wide, logits 8 and
@@ -21,12 +34,20 @@ ROWS = 2
 # Keys, values, their gradients and results of attention cannot be computed again from their own rows. With
 # many heads they are up to five times as wide as the hidden states (DeepSeek-V2).
 KEYS = 8
+# What is wider than this is no inside of a layer but the output of a head: logits.
+LOGITS = 8
+
+
+def widens(sweep: Sweep, program: Program, analysis: Analysis) -> bool:
+    """Does a sweep compute logits, or what else is far wider than all that its region takes and returns?"""
+    own = max((width(n, analysis) for n in sweep.nodes), default=0)
+    return own > LOGITS * widest_needed(program, analysis) > 0
 
 
 def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:
     """What the program holds at full length although it is wider than it may be; matrices of tokens by tokens
     among it."""
-    widest = max((width(n, analysis) for n in needed_values(program, analysis)), default=0)
+    widest = widest_needed(program, analysis)
     attended = set(keys_and_results(program, analysis))
 
     def is_too_wide(node: Node) -> bool:
@@ -44,6 +65,11 @@ def held(program: Program, analysis: Analysis) -> list[Node]:
     given = {*program.inputs, *(o for o in program.outputs if isinstance(o, Node))}
     found = dict.fromkeys((*swept, *whole))
     return [n for n in found if n not in given and isinstance(analysis.facts[n], Tokens)]
+
+
+def widest_needed(program: Program, analysis: Analysis) -> int:
+    """Numbers per token of the widest value that the region cannot do without."""
+    return max((width(n, analysis) for n in needed_values(program, analysis)), default=0)
 
 
 def needed_values(program: Program, analysis: Analysis) -> Iterator[Node]:

@@ -30,7 +30,7 @@ from .passes.ir import (
 )
 from .passes.kernels.attention import Target
 from .passes.linearity import is_linear
-from .passes.lower import lower
+from .passes.lower import lower, lower_fusions
 from .passes.normalization.normalize import normalize
 from .passes.normalization.sorted_rows import undo_sorts
 from .passes.normalization.token_reductions import merge_over_tokens
@@ -46,6 +46,7 @@ from .passes.token_propagation import Signatures, TokenPropagation
 from .passes.verify import (
     verify_analysis,
     verify_body,
+    verify_fused_body,
     verify_normalized,
     verify_plan,
     verify_program,
@@ -228,12 +229,15 @@ def schedule(
         planned = plan(program, analysis, choices, target, device)
         verify_plan(planned, program)
     with phase("writing chunk bodies"):
-        bodies = lower(program, analysis, planned)
+        bodies, fused = lower(program, analysis, planned), lower_fusions(planned)
         for body, sweep in zip(bodies, program.sweeps):
             verify_body(body, sweep, analysis)
+        for fusion, body in fused.items():
+            verify_fused_body(body, fusion)
     with phase("compiling chunk bodies"), untimed():
         compiled = tuple(map(compile_body, bodies, planned.chunks))
-    return Schedule(program, planned, bodies, Runner(program, analysis, planned, bodies, compiled))
+        functions = {fusion: (body, compile_body(body, 1)) for fusion, body in fused.items()}
+    return Schedule(program, planned, bodies, Runner(program, analysis, planned, bodies, compiled, functions))
 
 
 def directions(programs: Programs) -> tuple[Program, ...]:
@@ -374,7 +378,12 @@ def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
 def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
     """What the forward adds up over chunks, seeds that it draws, and the few numbers per token that it keeps:
     handed on, not made again."""
-    late = (n for nodes in forward.full_length[1:] for n in nodes if is_tensor(n))
+    made = {n for s in forward.sweeps for n in (*s.writes, *s.sums, *s.keysums)}
+    late = []
+    for node in (n for nodes in forward.full_length for n in nodes):
+        if not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+            late += [node] if is_tensor(node) else []
     seeds = (n for n in graph.nodes if is_random(n))
     sums = {n for s in forward.sweeps for n in s.sums}
     beside = (u for n in sums if n.target is operator.getitem for u in n.args[0].users)

@@ -27,8 +27,8 @@ ascending, keys [-inf,0]: 8 ops; reads x, w; writes y; appends keys
 returns y
 """
 BACKWARD = """
-full length: turned
 descending: 3 ops; reads x, w; writes keys
+full length: turned
 descending, keys [-inf,0]: 19 ops; reads x, keys, dy, turned; writes dx over dy; adds up dw; completes dk, dv
 returns dx, dw
 """
@@ -47,9 +47,9 @@ ascending: 5 ops; reads x, keys; writes y
 returns y
 """
 BOTH_WAYS_BACKWARD = """
-full length: turned
 ascending: 3 ops; reads x, w; writes keys
 ascending: 9 ops; reads x, keys, dy; writes dquery; adds up per key dk, dv
+full length: turned
 ascending: 10 ops; reads x, dk, dv, turned, dquery, dy; writes dx; adds up dw
 returns dx, dw
 """
@@ -89,10 +89,10 @@ ascending: 7 ops; reads x, w, dloss, turned; writes dx; adds up total, dw
 returns total, dx, dw
 """
 SUMMED = """
-full length: turned
 ascending: 3 ops; reads x, w; adds up total
-full length: scale, loss
+full length: turned, scale
 ascending: 5 ops; reads x, w, scale, turned; writes dx; adds up dw
+full length: loss
 returns loss, dx, dw
 """
 
@@ -137,3 +137,44 @@ def test_the_graph_is_left_alone():
     before = str(write.graph)
     first, second = (program(write, seeds, gradients) for _ in range(2))
     assert first == second and str(write.graph) == before
+
+
+def weights_before_and_after():
+    """``y = f(x @ n)`` of a normalised weight ``n``, and ``z``, a gradient that looks at the weight again."""
+    write = Written()
+    x, w = write.given("x", torch.randn(LENGTH, 4)), write.given("w", torch.randn(4, 6))
+    size = write("size", aten.sum.default, w)
+    n = write("n", aten.div.Tensor, w, size)
+    y = write("y", aten.mm.default, x, n)
+    again = write("again", aten.exp.default, w)
+    turned = write("turned", aten.permute.default, again, [1, 0])
+    total = write("total", aten.mm.default, write("xt", aten.permute.default, x, [1, 0]), y)
+    large = write("large", aten.mul.Tensor, total, 2.0)
+    z = write("z", aten.mul.Tensor, write("read", aten.mm.default, total, turned), size)
+    return write, {x: (Mark(0),)}, (y, large, z)
+
+
+PLACED = """
+full length: size, n
+ascending: 3 ops; reads x, n; writes y; adds up total
+full length: again, turned, large, read, z
+returns y, large, z
+"""
+
+
+def test_values_of_weights_wait_until_they_are_read():
+    """``again`` is of the weight alone. ``size`` is read before, and so is ``n``."""
+    assert program(*weights_before_and_after()) == PLACED.strip()
+
+
+def test_a_value_does_not_wait_with_something_larger():
+    """``few`` is small, and what it is computed from would be held until it is."""
+    write = Written()
+    x, w = write.given("x", torch.randn(LENGTH, 4)), write.given("w", torch.randn(4, 6))
+    large = write("large", aten.exp.default, w)
+    few = write("few", aten.sum.default, large)
+    y = write("y", aten.mm.default, x, large)
+    total = write("total", aten.mm.default, write("xt", aten.permute.default, x, [1, 0]), y)
+    z = write("z", aten.mul.Tensor, total, few)
+    text = program(write, {x: (Mark(0),)}, (z,))
+    assert text.splitlines()[0] == "full length: large, few"

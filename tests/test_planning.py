@@ -203,6 +203,24 @@ def test_a_sequence_is_cut_in_four_unless_it_is_short(tokens, longest, interpret
     assert {*chunks_of(planned(64, 4, 2, tokens, torch.float32, chunk_size=100))} == {100}
 
 
+@pytest.mark.parametrize("tokens", (1024, 8192))
+def test_a_chunk_of_logits_is_a_small_part_of_them(tokens, interpreted):
+    """Even of a short sequence, and with several tensors as wide as logits."""
+    weight, other = torch.nn.Parameter(torch.randn(4096, 64)), torch.nn.Parameter(torch.randn(4096, 64))
+
+    def distilled(h):
+        ours, theirs = (h @ weight.T).log_softmax(-1), (h @ other.T).log_softmax(-1)
+        middle = (ours.exp() + theirs.exp()).log()
+        return (ours.exp() * (ours - middle) + theirs.exp() * (theirs - middle)).sum()
+
+    (region,) = explain(distilled, torch.randn(2, tokens, 64, requires_grad=True)).regions
+    found = region.streamed.forward
+    sweep, chunk = found.program.sweeps[-1], found.chunks[-1]
+    work = chunk_length.sweep_work(sweep, region.streamed.analysis)
+    assert work.single >= 2 * 4096 * 4 and work.widest >= 2 * work.single
+    assert 32 <= chunk <= tokens * work.single / (chunk_length.PART * work.widest)
+
+
 def test_chunks_on_a_cpu_stay_in_its_cache(interpreted):
     """The same on every machine."""
     report = planned(512, 8, 4, 8192, torch.float32)

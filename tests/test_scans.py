@@ -223,8 +223,8 @@ ascending: 3 ops; reads x, w; writes y; carries state
 returns y
 """
 BACKWARD = """
-full length: turned
 ascending: 2 ops; reads x, w; carries state; saves states of state
+full length: turned
 descending: 8 ops; reads x, w, dy, turned; writes dx; carries drows; restores states of state; adds up dw
 returns dx, dw
 """
@@ -251,7 +251,7 @@ def test_sweeps_that_share_states_share_the_length_of_chunks():
         program, sweeps=tuple(replace(s, saved_states=(), restored_states=()) for s in program.sweeps)
     )
     assert chunk_lengths(apart, analysis, DEFAULT) == tuple(
-        chunk_length(s, analysis, DEFAULT) for s in program.sweeps
+        chunk_length(s, program, analysis, DEFAULT) for s in program.sweeps
     )
 
 

@@ -48,6 +48,7 @@ from .facts import (
 from .programs import (
     SHORTEST_CHUNK,
     Direction,
+    Fusion,
     Plan,
     Program,
     Sweep,
@@ -80,6 +81,7 @@ from .values import (
     tensor_operands,
     total_dtype,
     value_of,
+    viewed,
 )
 
 __all__ = [
@@ -101,6 +103,7 @@ __all__ = [
     "FILLED",
     "FUTURE",
     "Fact",
+    "Fusion",
     "HERE",
     "KeyMask",
     "Kind",
@@ -150,5 +153,6 @@ __all__ = [
     "tensor_operands",
     "total_dtype",
     "value_of",
+    "viewed",
     "where_of",
 ]

@@ -20,6 +20,7 @@ class BindingRole(enum.Enum):
     SCALAR = "scalar"  # an integer: a `Scalar`, or a size of the model
     WRITE = "write"  # like ROWS, of a buffer that the body fills
     APPEND = "append"  # like KEYS, of a buffer that the body fills and reads
+    RESULT = "result"  # like WHOLE, of memory that the body fills
     TOTAL = "total"  # an accumulator
     KEYTOTAL = "keytotal"  # the key range of an accumulator
     CARRY = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.fx import Node
 
@@ -106,12 +106,30 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """Nodes at full length that one compiled function computes.
+
+    results  those of ``nodes`` that something else reads: tensors in memory of their own
+    """
+
+    nodes: tuple[Node, ...]
+    results: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a program runs on a device.
 
-    chunks   tokens per chunk of every sweep
-    kernels  attention node → the kernel that computes it
+    chunks       tokens per chunk of every sweep
+    kernels      attention node → the kernel that computes it
+    full_length  for each step of the program's ``full_length``, in order: a node by itself, or several
+                 together
     """
 
     chunks: tuple[int, ...]
-    kernels: Mapping[Node, ChosenKernel] = field(default_factory=dict)
+    kernels: Mapping[Node, ChosenKernel]
+    full_length: tuple[tuple[Node | Fusion, ...], ...]
+
+    @property
+    def fusions(self) -> tuple[Fusion, ...]:
+        return tuple(part for parts in self.full_length for part in parts if isinstance(part, Fusion))

@@ -52,6 +52,13 @@ def is_view(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
+def viewed(node: Node) -> Node:
+    """What a view is of, through views of views; any other node itself."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def bytes_of(value: torch.Tensor) -> int:
     count = 1
     for size in value.shape:

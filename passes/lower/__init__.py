@@ -8,16 +8,40 @@ length.
 
 from __future__ import annotations
 
-from torch.fx import Graph, GraphModule, Node
+from typing import Any
 
-from ..ir import Analysis, Body, Plan, Program, Sweep, origin_metadata
-from .reading import Draft
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..ir import (
+    Analysis,
+    Binding,
+    BindingRole,
+    Body,
+    Fusion,
+    Plan,
+    Program,
+    Sweep,
+    is_tensor,
+    is_view,
+    origin_metadata,
+    value_of,
+    viewed,
+)
+from ..rules import for_any_layout
+from .reading import Draft, Inputs
 from .writer import Writer
 
 
 def lower(program: Program, analysis: Analysis, plan: Plan) -> tuple[Body, ...]:
     """One body per sweep."""
     return tuple(body_of(sweep, analysis, plan) for sweep in program.sweeps)
+
+
+def lower_fusions(plan: Plan) -> dict[Fusion, Body]:
+    """One body for each of a plan's fusions."""
+    return {fusion: fused_body(fusion) for fusion in plan.fusions}
 
 
 def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
@@ -34,9 +58,33 @@ def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
             last = next(reversed(draft.graph.nodes))
             Writer(draft, node).store()
             note_origin(draft.graph, last, node)
-    draft.graph.output(())
-    bindings = tuple(binding for binding, _ in draft.bindings.values())
-    return Body(GraphModule({}, draft.graph), bindings, tuple(draft.used))
+    return draft.body(draft.used)
+
+
+def fused_body(fusion: Fusion) -> Body:
+    """The same nodes at full length, whose results are written into memory that is handed in."""
+    inputs, values = Inputs(), dict[Node, Node]()
+
+    def read(node: Node) -> Any:
+        if isinstance(value_of(node), (int, float)):
+            return value_of(node)
+        if node not in values and is_view(node) and viewed(node) in values:
+            write(node)
+        role = BindingRole.WHOLE if is_tensor(node) else BindingRole.SCALAR
+        return values[node] if node in values else inputs.bind(Binding(role, node, node.name))
+
+    def write(node: Node) -> None:
+        args: Any = map_arg(node.args, read)
+        kwargs: Any = map_arg(node.kwargs, read)
+        values[node] = inputs.graph.call_function(for_any_layout(node.target), args, kwargs)
+        values[node].meta.update(origin_metadata(node))
+
+    for node in fusion.nodes:
+        write(node)
+    for node in fusion.results:
+        memory = inputs.bind(Binding(BindingRole.RESULT, node, node.name))
+        inputs.graph.call_function(torch.ops.aten.copy_.default, (memory, values[node]))
+    return inputs.body()
 
 
 def note_origin(graph: Graph, last: Node, node: Node) -> None:

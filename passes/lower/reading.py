@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..ir import (
     Analysis,
     Binding,
     BindingRole,
+    Body,
     ChosenKernel,
     Edge,
     Kind,
@@ -33,25 +34,12 @@ from ..ir import (
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
 
-class Draft:
-    """A chunk body in the making: its graph, its inputs, and the values that it has of the nodes of a sweep.
+class Inputs:
+    """The graph of a body in the making, and its inputs so far."""
 
-    values      node of the sweep → its value in the body
-    appended    node → the buffer of keys that its rows were appended to
-    final_rows  key accumulator → the chunk's own rows of it
-    inlined     call, as text → its value, of graphs that operators are written out as
-    """
-
-    def __init__(self, sweep: Sweep, analysis: Analysis, kernels: Mapping[Node, ChosenKernel]):
-        self.sweep, self.analysis, self.kernels = sweep, analysis, kernels
+    def __init__(self) -> None:
         self.graph = Graph()
-        self.inside = frozenset(sweep.nodes)
         self.bindings: dict[tuple, tuple[Binding, Node]] = {}
-        self.values: dict[Node, Node] = {}
-        self.appended: dict[Node, Node] = {}
-        self.final_rows: dict[Node, Node] = {}
-        self.used: dict[ChosenKernel, None] = {}
-        self.inlined: dict[str, Node] = {}
 
     def bind(self, binding: Binding) -> Node:
         """The input of the body for a binding; its name is made unique."""
@@ -80,14 +68,40 @@ class Draft:
         with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
             return self.graph.placeholder(name)
 
-    def scalar(self, name: str) -> Node:
-        """``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key range, ``length`` T."""
-        return self.bind(Binding(BindingRole.SCALAR, None, name))
-
     def symbol(self, size: torch.SymInt) -> Node:
         """A size that is neither rows nor keys but no constant either: handed in by the driver."""
         name = "size_" + "".join(c if c.isalnum() else "_" for c in str(size.node.expr))
         return self.bind(Binding(BindingRole.SCALAR, None, name, size=size))
+
+    def body(self, kernels: Iterable[ChosenKernel] = ()) -> Body:
+        """The finished body, which returns nothing."""
+        self.graph.output(())
+        bindings = tuple(binding for binding, _ in self.bindings.values())
+        return Body(GraphModule({}, self.graph), bindings, tuple(kernels))
+
+
+class Draft(Inputs):
+    """A chunk body in the making, and the values that it has of the nodes of a sweep.
+
+    values      node of the sweep → its value in the body
+    appended    node → the buffer of keys that its rows were appended to
+    final_rows  key accumulator → the chunk's own rows of it
+    inlined     call, as text → its value, of graphs that operators are written out as
+    """
+
+    def __init__(self, sweep: Sweep, analysis: Analysis, kernels: Mapping[Node, ChosenKernel]):
+        super().__init__()
+        self.sweep, self.analysis, self.kernels = sweep, analysis, kernels
+        self.inside = frozenset(sweep.nodes)
+        self.values: dict[Node, Node] = {}
+        self.appended: dict[Node, Node] = {}
+        self.final_rows: dict[Node, Node] = {}
+        self.used: dict[ChosenKernel, None] = {}
+        self.inlined: dict[str, Node] = {}
+
+    def scalar(self, name: str) -> Node:
+        """``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key range, ``length`` T."""
+        return self.bind(Binding(BindingRole.SCALAR, None, name))
 
 
 class Reading:

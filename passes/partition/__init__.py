@@ -26,6 +26,7 @@ from . import assembly
 from .assembly import Assembly
 from .full_length import FullLength, find_full_length
 from .levels import Levels, levels_of, sink
+from .placement import placed_late
 from .problem import Problem
 
 MOST_SWEEPS = 6
@@ -54,7 +55,7 @@ def partition(
     best = search(problem, choices)
     if best is not None:
         check_appended(best, analysis)
-        return best
+        return placed_late(best)
     raise refuse(
         choices[0].streamed[0],
         f"This region would need more than {MOST_SWEEPS} sweeps over its tokens",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from ..ir import SHORTEST_CHUNK, Analysis, Program, Sweep, hint
 from ..rules import block_of
+from ..width import widens
 from .choices import Choices
 from .cost_model import Cost, Work, work_of
 from .devices import REFERENCE_CPU, Device
@@ -19,6 +20,7 @@ LONGER = (0.03, 0.02, 0.01, 0.005)  # the same, where memory is to spare
 FULL = 0.9  # of their rate: products are to reach it where the sequence is long enough and memory allows
 SHARE = 64  # the widest moment of a chunk takes at most one part in so many of the device's memory
 FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this: fewer would save nothing
+PART = 8  # logits: the widest moment of a chunk takes at most one part in so many of them all
 
 
 def chunk_lengths(
@@ -27,7 +29,8 @@ def chunk_lengths(
     """Tokens per chunk of every sweep, a multiple of the blocks that its functions map; the same for those
     that save states of a scan and those that restore them."""
     block = math.lcm(*(block_of(n) for s in program.sweeps for n in s.nodes))
-    lengths = [-(-chunk_length(s, analysis, choices, device) // block) * block for s in program.sweeps]
+    found = [chunk_length(s, program, analysis, choices, device) for s in program.sweeps]
+    lengths = [-(-length // block) * block for length in found]
     shared = min(
         (c for s, c in zip(program.sweeps, lengths) if s.saved_states or s.restored_states), default=0
     )
@@ -36,14 +39,16 @@ def chunk_lengths(
     )
 
 
-def chunk_length(sweep: Sweep, analysis: Analysis, choices: Choices, device: Device = REFERENCE_CPU) -> int:
+def chunk_length(
+    sweep: Sweep, program: Program, analysis: Analysis, choices: Choices, device: Device = REFERENCE_CPU
+) -> int:
     """Tokens per chunk: the user's word, or the shortest whose products run at ``FULL`` and that takes
     ``SLACK`` longer than the best.
 
     Where no length reaches ``FULL``, the best there is counts in its place. Considered are multiples of the
     device's tile whose widest moment fits into its ``SHARE`` of memory and into ``choices.chunk_bytes``, up
-    to a quarter of the sequence. A smaller ``choices.slack`` makes chunks longer, but no value so large that
-    the allocator maps it afresh for every chunk.
+    to a quarter of the sequence, and for logits up to their ``PART``. A smaller ``choices.slack`` makes
+    chunks longer, but no value so large that the allocator maps it afresh for every chunk.
     """
     if choices.chunk_size is not None:
         return choices.chunk_size
@@ -52,6 +57,8 @@ def chunk_length(sweep: Sweep, analysis: Analysis, choices: Choices, device: Dev
     if choices.chunk_bytes is not None:
         most_bytes = min(most_bytes, choices.chunk_bytes)
     longest = min(max(SHORT, hint(analysis.length) // FEWEST), most_bytes // work.widest)
+    if choices.slack is None and widens(sweep, program, analysis):
+        longest = min(longest, work.tokens * work.single // (PART * work.widest))
     costs = {c: work.cost(c, device) for c in lengths_up_to(longest, device.tile)}
     found = shortest(costs, SLACK)
     if choices.slack is None:

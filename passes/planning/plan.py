@@ -1,4 +1,5 @@
-"""Plan a program for a device: the chunk length of every sweep, and the kernel of every attention."""
+"""Plan a program for a device: the chunk length of every sweep, the kernel of every attention, and what is
+computed together at full length."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from ..kernels.simulated_device import device_type
 from .choices import DEFAULT, Choices
 from .chunk_length import chunk_lengths
 from .devices import REFERENCE_CPU, Device
+from .fusions import fusions
 
 CPU = Target("cpu")
 
@@ -30,7 +32,7 @@ def plan(
     device   what chunk lengths are chosen for
     """
     kernels = {n: chosen(n, target) for n in nodes_of(program) if takes_kernel(n)}
-    return Plan(chunk_lengths(program, analysis, choices, device), kernels)
+    return Plan(chunk_lengths(program, analysis, choices, device), kernels, fusions(program))
 
 
 def nodes_of(program: Program) -> Iterable[Node]:

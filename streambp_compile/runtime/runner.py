@@ -27,6 +27,7 @@ from ..passes.ir import (
     BindingRole,
     Body,
     Direction,
+    Fusion,
     Mark,
     Plan,
     Program,
@@ -192,11 +193,13 @@ class Runner:
         plan: Plan,
         bodies: tuple[Body, ...],
         compiled: tuple[Callable, ...],
+        fused: Mapping[Fusion, tuple[Body, Callable]],
     ):
+        """``fused``: the body of each fusion of the plan, and that body compiled."""
         self.program, self.analysis, self.plan = program, analysis, plan
-        self.bodies, self.compiled = bodies, compiled
+        self.bodies, self.compiled, self.fused = bodies, compiled, fused
         self.constants = {n: constant_of(n) for n in program.inputs if n.op == "get_attr"}
-        self.last_read = last_reads(program)
+        self.last_read = last_reads(program, plan)
 
     def __call__(self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset()) -> list[object]:
         """Outputs of the program. Inputs in ``owned`` may be overwritten; the dictionary is emptied on the
@@ -205,15 +208,39 @@ class Runner:
         values = {n: inputs[n] if n in inputs else self.constants[n] for n in self.program.inputs}
         inputs.clear()
         call = Call(values, {}, sizes, sizes(self.analysis.length), owned)
-        for step, nodes in enumerate(self.program.full_length):
-            for node in nodes:
-                values[node] = self.at_full_length(node, values)
+        for step, parts in enumerate(self.plan.full_length):
+            for part in parts:
+                if isinstance(part, Fusion):
+                    self.together(part, call)
+                else:
+                    values[part] = self.at_full_length(part, values)
+                self.release(part, values)
             if step < len(self.program.sweeps):
                 with within(InSweep(self.program, step)):
                     self.sweep(step, call)
-                for node in self.last_read[step]:
-                    values.pop(node, None)
+                self.release(step, values)
         return [values[o] if isinstance(o, Node) else o for o in self.program.outputs]
+
+    def release(self, part: object, values: dict[Node, Any]) -> None:
+        """Drop the values that nothing reads after a part."""
+        for node in self.last_read.get(part, ()):
+            values.pop(node, None)
+
+    def together(self, fusion: Fusion, call: Call) -> None:
+        """What one compiled function computes at full length; its results are among the values afterwards."""
+        body, compiled = self.fused[fusion]
+        with within(fusion.nodes[0]):
+            for node in fusion.results:
+                call.values[node] = self.memory_of(node, call.sizes)
+            with noting(lambda: f"streambp: this happened at full length{lines_of(fusion.nodes)}"):
+                compiled([self.input(binding, call) for binding in body.bindings])
+
+    def memory_of(self, node: Node, sizes: Sizes) -> torch.Tensor:
+        fake = value_of(node)
+        shape = [sizes(s) for s in fake.shape]
+        return torch.empty_strided(
+            shape, layout_of(fake).strides(shape), dtype=fake.dtype, device=fake.device
+        )
 
     def at_full_length(self, node: Node, values: Mapping[Node, Any]) -> Any:
         args: Any = map_arg(node.args, values.__getitem__)
@@ -274,15 +301,20 @@ class Runner:
     def source(self, binding: Binding, sweep: Sweep, call: Call) -> Any:
         """What a binding is cut from: a value laid out as the body expects, a buffer to fill, saved
         states."""
-        role, sizes = binding.role, call.sizes
-        if role is BindingRole.SCALAR:
-            if binding.source is not None:
-                return call.values[binding.source]
-            return None if binding.size is None else sizes(binding.size)
+        role = binding.role
         if role is BindingRole.CARRY and binding.source in sweep.restored_states:
             return call.states[binding.node]
         if role in ACCUMULATORS or role is BindingRole.CARRY or role in FILLED:
             return self.buffer(binding, call)
+        return self.input(binding, call)
+
+    def input(self, binding: Binding, call: Call) -> Any:
+        """What a body reads of a binding: a number, or a value laid out as the body expects."""
+        role = binding.role
+        if role is BindingRole.SCALAR:
+            if binding.source is not None:
+                return call.values[binding.source]
+            return None if binding.size is None else call.sizes(binding.size)
         fake, value = source_value(binding), call.values[binding.node]
         if role is BindingRole.WHOLE:
             return value if Layout.of(fake) is None else laid_out(value, layout_of(fake))
@@ -410,14 +442,19 @@ def cut(binding: Binding, source: Any, chunk: Chunk) -> Any:
     )
 
 
-def last_reads(program: Program) -> tuple[tuple[Node, ...], ...]:
-    """For each sweep, the values that nothing after it reads."""
-    last: dict[Node, int] = {}
-    for step, nodes in enumerate(program.full_length):
-        last.update((a, step) for n in nodes for a in n.all_input_nodes)
+def last_reads(program: Program, plan: Plan) -> dict[object, tuple[Node, ...]]:
+    """For each part at full length, and each sweep by its number, the values that nothing after it reads."""
+    last: dict[Node, object] = {}  # a part, or the number of a sweep
+    for step, parts in enumerate(plan.full_length):
+        for part in parts:
+            nodes = part.nodes if isinstance(part, Fusion) else (part,)
+            last.update((n, part) for n in (part.results if isinstance(part, Fusion) else nodes))
+            last.update((a, part) for n in nodes for a in n.all_input_nodes)
         if step < len(program.sweeps):
             last.update((a, step) for n in program.sweeps[step].nodes for a in n.all_input_nodes)
-    for output in program.outputs:
-        if isinstance(output, Node):
-            last[output] = len(program.sweeps)
-    return tuple(tuple(n for n, at in last.items() if at == step) for step in range(len(program.sweeps)))
+    found: dict[object, tuple[Node, ...]] = {}
+    returned = {o for o in program.outputs if isinstance(o, Node)}
+    for node, reader in last.items():
+        if node not in returned:
+            found[reader] = (*found.get(reader, ()), node)
+    return found

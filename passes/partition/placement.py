@@ -1,0 +1,76 @@
+"""When values at full length are computed: as late as they are read, where less memory is held then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Node
+
+from ..ir import Program, bytes_of, is_tensor, is_view, value_of, viewed
+from ..rules import is_random
+
+
+def placed_late(program: Program) -> Program:
+    """The same program, whose values at full length wait for the sweep that reads them.
+
+    Values of weights alone always wait: the weights are there in any case. Others wait where what they are
+    computed from takes no more memory than they do.
+    """
+    latest = latest_steps(program)
+    steps = {n: step for step, nodes in enumerate(program.full_length) for n in nodes}
+    held = Held(program, latest)
+    for node in reversed(steps):
+        readers = [steps[u] for u in node.users if u in steps]
+        late = min([*readers, held.read_by_sweep(node)])
+        if late > steps[node] and not is_random(node) and held.may_wait(node):
+            steps[node] = late
+    count = len(program.full_length)
+    moved = tuple(tuple(n for n in steps if steps[n] == step) for step in range(count))
+    return replace(program, full_length=moved)
+
+
+def latest_steps(program: Program) -> dict[Node, int]:
+    """The last step at which each value at full length may be computed."""
+    first: dict[Node, int] = first_sweeps(program)
+    found: dict[Node, int] = {}
+    for node in (n for nodes in reversed(program.full_length) for n in reversed(nodes)):
+        readers = [found[u] for u in node.users if u in found]
+        found[node] = min([*readers, first.get(node, len(program.sweeps))])
+    return found
+
+
+def first_sweeps(program: Program) -> dict[Node, int]:
+    """The first sweep that reads each value."""
+    found: dict[Node, int] = {}
+    for at, sweep in reversed(list(enumerate(program.sweeps))):
+        found.update((a, at) for n in sweep.nodes for a in n.all_input_nodes)
+    return found
+
+
+class Held:
+    """What is held in memory longer because a value waits.
+
+    roots  value at full length → values that something reads earlier than it may be computed, or that sweeps
+           add up: they are held until it is
+    """
+
+    def __init__(self, program: Program, latest: dict[Node, int]):
+        self.first, self.last = first_sweeps(program), len(program.sweeps)
+        inputs = set(program.inputs)
+        self.roots: dict[Node, frozenset[Node]] = {}
+        for node in (n for nodes in program.full_length for n in nodes):
+            found: set[Node] = set()
+            for a in map(viewed, node.all_input_nodes):
+                if latest.get(a, -1) >= latest[node]:
+                    found |= self.roots[a]
+                elif a not in inputs:
+                    found.add(a)
+            self.roots[node] = frozenset(found)
+
+    def read_by_sweep(self, node: Node) -> int:
+        return self.first.get(node, self.last)
+
+    def may_wait(self, node: Node) -> bool:
+        """Is what it waits with no larger than itself? A view holds what it is of, early or late."""
+        longer = sum(bytes_of(value_of(n)) for n in self.roots[node] if is_tensor(n))
+        return is_view(node) or is_tensor(node) and longer <= bytes_of(value_of(node))

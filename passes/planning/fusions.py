@@ -1,0 +1,110 @@
+"""Which values at full length are computed together, by one compiled function, as Inductor fuses them.
+
+Operator by operator, each would be written to memory and read again. For a few numbers that does not matter,
+and compiling them would take longer than they do; for what is as large as a weight (a normalised or masked
+one, and its gradient) it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from ..ir import Fusion, Program, bytes_of, is_tensor, is_view, value_of, viewed
+from ..rules import CostClass, cost_of, is_random
+
+LARGE = 1  # bytes: values that are smaller cost too little to compile them
+WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
+
+Part = Node | Fusion
+
+
+def fusions(program: Program) -> tuple[tuple[Part, ...], ...]:
+    """What is computed at full length, step by step: nodes one by one, or several together."""
+    return tuple(
+        parts_of_step(nodes, read_outside(program, step)) for step, nodes in enumerate(program.full_length)
+    )
+
+
+def read_outside(program: Program, step: int) -> set[Node]:
+    """Values that something else than this step's computations at full length reads."""
+    others = (
+        *program.full_length[:step],
+        *program.full_length[step + 1 :],
+        *(s.nodes for s in program.sweeps),
+    )
+    found = {a for nodes in others for n in nodes for a in n.all_input_nodes}
+    return found | {o for o in program.outputs if isinstance(o, Node)}
+
+
+def parts_of_step(nodes: Sequence[Node], outside: set[Node]) -> tuple[Part, ...]:
+    """One step's nodes in an order of execution, with fusions where they are worth compiling."""
+    if not any(is_large(n) for n in nodes):
+        return tuple(nodes)
+    fusible = fusible_nodes(nodes, outside)
+    while True:
+        parts = alternating(nodes, fusible)
+        odd = {n for part in parts for n in results_of(part, nodes, outside) if not has_memory(n)}
+        if not odd.intersection(fusible):
+            break
+        fusible -= odd
+    found: list[Part] = []
+    for part in parts:
+        together = fusible.issuperset(part) and sum(map(has_memory, part)) > 1 and any(map(is_large, part))
+        found += [Fusion(tuple(part), results_of(part, nodes, outside))] if together else part
+    return tuple(found)
+
+
+def fusible_nodes(nodes: Sequence[Node], outside: set[Node]) -> set[Node]:
+    """Nodes that Inductor fuses with their neighbours; views and constants only where nothing else reads
+    them. A fusion makes other views again."""
+    found: set[Node] = set()
+    inside = set(nodes)
+    for node in reversed(nodes):
+        if node.op != "call_function" or is_random(node) or not all(map(is_readable, node.all_input_nodes)):
+            continue
+        if has_memory(node):
+            if cost_of(node) is CostClass.FUSED:
+                found.add(node)
+        elif node not in outside and node.users and found.issuperset(u for u in node.users if u in inside):
+            found.add(node)
+    return found
+
+
+def alternating(nodes: Sequence[Node], fusible: set[Node]) -> list[list[Node]]:
+    """The nodes in an order of execution: all that are ready of one kind, then of the other."""
+    parts: list[list[Node]] = []
+    waiting, kind = list(nodes), False
+    while waiting:
+        left, part = set(waiting), []
+        for node in waiting:
+            operands = map(viewed, node.all_input_nodes) if kind else node.all_input_nodes
+            if (node in fusible) is kind and left.isdisjoint(operands):
+                part.append(node)
+                left.discard(node)
+        parts += [part] if part else []
+        waiting, kind = [n for n in waiting if n in left], not kind
+    return parts
+
+
+def results_of(part: Sequence[Node], nodes: Sequence[Node], outside: set[Node]) -> tuple[Node, ...]:
+    """What others read of a part."""
+    own, step = set(part), set(nodes)
+    return tuple(n for n in part if n in outside or any(u in step and u not in own for u in n.users))
+
+
+def is_readable(node: Node) -> bool:
+    """Can a compiled function take the value, or an item of it?"""
+    values = value_of(node) if isinstance(value_of(node), (tuple, list)) else (value_of(node),)
+    return all(isinstance(v, (torch.Tensor, torch.SymInt, int, float)) for v in values)
+
+
+def has_memory(node: Node) -> bool:
+    """Is it one tensor in memory of its own?"""
+    return is_tensor(node) and not is_view(node) and cost_of(node) not in WITHOUT_MEMORY
+
+
+def is_large(node: Node) -> bool:
+    return has_memory(node) and bytes_of(value_of(node)) >= LARGE
