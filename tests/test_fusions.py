@@ -9,6 +9,7 @@ from graphs import Written
 from torch import nn
 
 from benchmarks.memory import peak
+from benchmarks.objectives import error_of
 from streambp_compile import explain
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import Fusion, Mark
@@ -91,6 +92,14 @@ def test_everything_fused_is_exact(interpreted, monkeypatch):
     model = Cosines()
     step = torch.compile(model, backend="streambp", options={"chunk_size": 32})
     check_exact(model, step, inputs_of(2, 100))
+
+
+@pytest.mark.inductor
+def test_parts_of_what_was_made_otherwise_than_traced(fresh_dynamo):
+    """When traced, the last scores are a part of all scores; when run, they are all that exists. And rows of
+    the hidden states are picked beside them."""
+    error, _ = error_of("reward model, one row of all")
+    assert error < 1e-12
 
 
 def weights_and_rows():

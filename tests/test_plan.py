@@ -183,6 +183,20 @@ def test_the_command_line_answers_for_a_gpu_that_is_not_there(tmp_path, capsys):
     assert any("128 positions" in note for note in found["notes"])
 
 
+def test_the_command_line_writes_a_page_of_the_whole_step(tmp_path, capsys):
+    """All layers, each in the chain; and rounded layer inputs in a column that says what they are."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    page = tmp_path / "page.html"
+    asked = [str(tmp_path), "--tokens", "300", "--gpu", "a100-40", "--no-checkpointing", "--lossy", "--json"]
+    assert main([*asked, "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    default, rounded = found["plans"]
+    assert rounded["name"] == "streambp, 8 bits" and rounded["peak"] <= default["peak"]
+    assert any("gradients are not exact" in note for note in found["notes"])
+    text = page.read_text(encoding="utf-8")
+    assert "StreamedRegion" not in text and text.count("region 0") > 0
+
+
 def test_names_of_models(tmp_path):
     pytest.importorskip("transformers")
     assert source_of("Qwen3Config").title == "Qwen3Config (qwen3)"
@@ -202,6 +216,8 @@ def test_names_of_models(tmp_path):
         (["json:nothing"], "no function 'nothing'"),
         (["qwen3", "--memory", "much"], "memory must be a size"),
         (["qwen3", "--batch", "0"], "batch must be at least 1"),
+        (["qwen3", "--html", "page.pdf"], "name of a page ends in .html; got page.pdf"),
+        (["qwen3", "--html", "a.html", "--compare", "h100,h200,t4"], "one GPU, or two side by side; got 3"),
     ],
 )
 def test_a_question_that_makes_no_sense_is_one_sentence(arguments, message, capsys):

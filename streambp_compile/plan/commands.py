@@ -10,7 +10,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from ..page.files import save
 from ..passes.phases import summary
 from .budgets import CLOSE, all_plans, fastest_within, frontier, longest
 from .fake_steps import simulating
@@ -18,7 +20,7 @@ from .fronts import Front, draw, text_of_front, values_of_front
 from .options import bytes_of_text, memory_of, parser, settings_of
 from .progress import Progress
 from .tables import Answer, Longest, text_of, text_of_longest, values_of, values_of_longest
-from .whole_model import Prediction, Setting, Streaming, checkpointing
+from .whole_model import Prediction, Setting, Streaming, checkpointing, report_of
 
 ESTIMATES = "Seconds are estimates by the device's data sheet, without optimizer and communication"
 ROUND = 256  # lengths that are tried are multiples of so many tokens
@@ -32,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     answer, text, values = WAYS[asked]
     try:
         with quiet():
-            answers = [answer(chosen, setting, progress) for setting in settings_of(chosen)]
+            settings = settings_of(chosen)
+            check_page(chosen, settings)
+            answers = [answer(chosen, setting, progress) for setting in settings]
+            if chosen.html:
+                save_page(chosen.html, settings, progress)
         if chosen.pareto and asked == "pareto":
             draw(answers, chosen.pareto)
     except ValueError as error:
@@ -46,6 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print("\n\n".join(map(text, answers)))
     return 0
+
+
+def check_page(chosen: Chosen, settings: Sequence[Setting]) -> None:
+    """Raise ValueError for a page that cannot be written, before anything takes time."""
+    if chosen.html and len(settings) > 2:
+        raise ValueError(
+            f"A page shows one GPU, or two side by side; got {len(settings)}. Name two with --compare."
+        )
+    if chosen.html and not chosen.html.endswith(".html"):
+        raise ValueError(f"The name of a page ends in .html; got {chosen.html}")
+
+
+def save_page(path: str, settings: Sequence[Setting], progress: Progress) -> None:
+    """Write what `Report.save` does, for the step of each setting."""
+    reports = []
+    for setting in settings:
+        with simulating(setting.device):
+            reports.append(report_of(setting, progress))
+            _ = reports[-1].timeline  # simulated by the kernels of this device
+    save(reports, [setting.device.name for setting in settings], Path(path))
 
 
 @contextlib.contextmanager
@@ -73,6 +99,9 @@ def answered(chosen: Chosen, setting: Setting, progress: Progress) -> Answer:
         columns.append(streaming.default)
         if chosen.offload:
             columns.append(streaming.offloaded)
+        if chosen.lossy:
+            columns.append(streaming.rounded)
+            notes.append("With layer inputs in 8 bits, gradients are not exact")
         if chosen.budget:
             total = bytes_of_text("budget", chosen.budget)
             columns.append(within(streaming, total, reserve))
@@ -113,6 +142,8 @@ def longest_that_fits(chosen: Chosen, setting: Setting, progress: Progress) -> L
     ways: list[Callable[[Setting], Prediction]] = [lambda s: Streaming(s, progress).default]
     if chosen.offload:
         ways.append(lambda s: Streaming(s, progress).offloaded)
+    if chosen.lossy:
+        ways.append(lambda s: Streaming(s, progress).rounded)
     notes = [ESTIMATES, f"The longest takes at least {1 - CLOSE:.0%} of what a step may take"]
     with simulating(setting.device):
         beaten = None if chosen.no_checkpointing else beside(setting, progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -61,16 +61,27 @@ def parser() -> argparse.ArgumentParser:
         help="devices that share weights, gradients and state (FSDP2, ZeRO-3)",
     )
     add("--chunk-size", type=int, help="tokens per chunk; by default each sweep chooses")
+    add_questions(add)
+    return found
+
+
+def add_questions(add: Callable) -> None:
+    """Options that say what is asked, and in what form the answer comes."""
     add("--offload", action="store_true", help="also with layer inputs in host memory")
+    add("--lossy", action="store_true", help="also with layer inputs in 8 bits: gradients are not exact")
     add("--budget", help="also the fastest plan with which training takes no more than this, such as 60GiB")
     add("--longest", action="store_true", help="the longest sequence that fits, instead of --tokens")
     add(
         "--pareto", nargs="?", const="", metavar="FILE", help="peak against time for all plans; drawn to FILE"
     )
+    add(
+        "--html",
+        metavar="FILE",
+        help="also write the page of the whole step's report; of two GPUs, both side by side",
+    )
     add("--compare", metavar="GPUS", help="the same for several GPUs, separated by commas")
     add("--no-checkpointing", action="store_true", help="without the column of plain checkpointing")
     add("--json", action="store_true", help="values instead of a table, in bytes and seconds")
-    return found
 
 
 def tokens_of(text: str) -> int:

@@ -14,6 +14,8 @@ from ..chain_plan import ChainPlan, Costs, may_leave
 from ..config import Config
 from ..passes.planning.cost_model import Cost
 from ..passes.planning.devices import Device
+from ..report import Report
+from ..runtime.memory_simulation import simulate
 from .fake_steps import FakeStep, StreamedStep, checkpointed_step, fake_device
 from .layer_stacks import Stack, checkpointed, stack_of
 from .plan_levels import Level, levels_of
@@ -63,6 +65,12 @@ class Setting:
     @functools.cached_property
     def state(self) -> State:
         return state_of(self.model()[0], self.stack, self.optimizer, self.shards)
+
+    @property
+    def config(self) -> Config:
+        """The options of a step that streams."""
+        name = self.device.name if self.device.kind == "cuda" else None
+        return Config(device=name, chunk_size=self.chunk_size)
 
     def depths(self) -> tuple[int, ...]:
         return (0,) if self.stack is None else self.stack.depths()
@@ -126,12 +134,10 @@ class Streaming:
 
     def __init__(self, setting: Setting, progress: Progress):
         self.setting, self.progress = setting, progress
-        name = setting.device.name if setting.device.kind == "cuda" else None
-        config = Config(device=name, chunk_size=setting.chunk_size)
         self.steps = []
         for layers in setting.depths():
             progress(f"compiling {layers} layers" if layers else "compiling")
-            self.steps.append(StreamedStep(setting.step(layers), config))
+            self.steps.append(StreamedStep(setting.step(layers), setting.config))
         self.deepest = self.steps[-1]
         self.missing = setting.periods_missing()
 
@@ -156,6 +162,12 @@ class Streaming:
         """Layer inputs wait in host memory."""
         growth = self.growth(offloading)
         return self.predicted("streambp, offload", offloading, growth, (("offload", True),))
+
+    @functools.cached_property
+    def rounded(self) -> Prediction:
+        """Layer inputs wait in 8 bits a number: gradients are not exact."""
+        growth = self.growth(rounding)
+        return self.predicted("streambp, 8 bits", rounding, growth, (("lossy", True),))
 
     def shorter(self, part: int) -> Prediction:
         """Offloaded, with chunks whose widest moment takes one part of what it takes by default."""
@@ -224,6 +236,23 @@ def plan_of(step: StreamedStep) -> ChainPlan:
 
 def offloading(step: StreamedStep) -> ChainPlan:
     return plan_of(step).offloading(may_leave(step.plans.costs))
+
+
+def rounding(step: StreamedStep) -> ChainPlan:
+    return plan_of(step).compressing(may_leave(step.plans.costs))
+
+
+def report_of(setting: Setting, progress: Progress) -> Report:
+    """The report of a step of the whole model, all layers compiled and simulated.
+
+    Raises ValueError if nothing streams.
+    """
+    layers = 0 if setting.stack is None else setting.stack.depth
+    progress(f"compiling all {layers} layers" if layers else "compiling")
+    step = StreamedStep(setting.step(layers), setting.config)
+    progress("simulating the whole step")
+    step.report.peak = simulate(*step.report.steps[0])
+    return step.report
 
 
 def signature(costs: Costs) -> tuple:
