@@ -23,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.processes import last_answer  # noqa: E402
+from benchmarks.processes import first_line, last_answer  # noqa: E402
 from benchmarks.tables import MIB, markdown  # noqa: E402
-from benchmarks.zoo import bare, first_line, gradients, hugging_face, largest_error  # noqa: E402
+from benchmarks.zoo import bare, gradients, hugging_face, largest_error  # noqa: E402
 
 SIZES = dict(
     vocab_size=8192,

@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.processes import last_answer  # noqa: E402
-from benchmarks.zoo import Row, bare, exactness, first_line, hugging_face, interpret_bodies, remarks  # noqa: E402
+from benchmarks.processes import first_line, last_answer  # noqa: E402
+from benchmarks.zoo import Row, bare, exactness, hugging_face, interpret_bodies, remarks  # noqa: E402
 
 
 def answers(config, length: int) -> dict:

@@ -19,16 +19,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.processes import first_line, last_answer  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 MIB = 2**20
 LENGTH, CHUNK = 53, 16  # of the exactness check
 EXACT = 1e-9  # the largest error that passes
+LIMIT = 3600.0  # seconds for one row
 HALF = 0.5  # of one logits tensor: what the peak of a loss has to stay under
 BOUNDED = ("cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distillation, forward KL")
 
@@ -92,7 +97,7 @@ def measure(name: str, chosen: argparse.Namespace) -> dict:
 
     torch.set_num_threads(chosen.threads)
     error, sweeps = error_of(name)
-    answer: dict = {"error": error, "sweeps": sweeps, "peak": {}, "seconds": {}, "failed": {}}
+    answer: dict = {"error": error, "sweeps": sweeps, "peak": {}, "seconds": {}, "errors": {}}
     torch.manual_seed(0)
     objective = OBJECTIVES[name]
     heads = Heads(chosen.width, chosen.vocabulary)
@@ -132,9 +137,7 @@ def measure(name: str, chosen: argparse.Namespace) -> dict:
                 step(hidden).backward()
             answer["peak"][method] = peak(lambda step=step: step(hidden).backward())
         except Exception as failure:  # noqa: BLE001 (a method that fails, whatever the reason, is an entry of the table)
-            answer["failed"][method] = (
-                f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:80]}"
-            )
+            answer["errors"][method] = first_line(failure)[:100]
             del methods[method]
     for number in range(chosen.rounds):
         for method in list(methods) if number % 2 == 0 else reversed(list(methods)):
@@ -142,6 +145,16 @@ def measure(name: str, chosen: argparse.Namespace) -> dict:
             methods[method](hidden).backward()
             answer["seconds"].setdefault(method, []).append(time.perf_counter() - start)
     return answer
+
+
+def serve(chosen: argparse.Namespace) -> None:
+    """One row's answer as the last line of stdout."""
+    try:
+        answer = measure(chosen.one, chosen)
+    except Exception as error:  # noqa: BLE001 (the table says what broke)
+        traceback.print_exc()
+        answer = {"failed": first_line(error)}
+    print("\n" + json.dumps(answer))
 
 
 def failures(answers: dict[str, dict], logits: float) -> list[str]:
@@ -152,9 +165,9 @@ def failures(answers: dict[str, dict], logits: float) -> list[str]:
     found = []
     for name, answer in answers.items():
         peak = answer.get("peak", {}).get("streambp")
-        failed = answer.get("failed", {}).get("streambp")
+        failed = answer.get("errors", {}).get("streambp")
         if "error" not in answer or failed:
-            found.append(f"{name}: {answer.get('crash', failed)}")
+            found.append(f"{name}: {answer.get('failed', failed)}")
         elif not answer["error"] <= EXACT:
             found.append(f"{name}: an error of {answer['error']:.0e}")
         elif peak is not None and peak >= HALF * logits * MIB:
@@ -164,12 +177,12 @@ def failures(answers: dict[str, dict], logits: float) -> list[str]:
 
 def line(name: str, answer: dict, logits: float) -> list[str]:
     if "error" not in answer:
-        return [name, answer["crash"], *[""] * 9]
+        return [name, answer["failed"], *[""] * 9]
     seconds = {m: statistics.median(s) for m, s in answer["seconds"].items()}
 
     def against(method: str) -> str:
-        if method in answer["failed"]:
-            return answer["failed"][method]
+        if method in answer["errors"]:
+            return answer["errors"][method]
         return (
             f"{seconds['streambp'] / seconds[method]:.2f}"
             if method in seconds and "streambp" in seconds
@@ -192,7 +205,6 @@ def line(name: str, answer: dict, logits: float) -> list[str]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT))
     from benchmarks.losses import OBJECTIVES
 
     methods = ("streambp", "eager", "inductor", "chunker", "linear")
@@ -219,7 +231,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.one:
-        print("\n" + json.dumps(measure(chosen.one, chosen)))
+        serve(chosen)
         return
     unknown = [n for n in chosen.only if n not in OBJECTIVES]
     if unknown:
@@ -246,21 +258,8 @@ def main() -> None:
             f"--{k}={getattr(chosen, k)}"
             for k in ("tokens", "vocabulary", "width", "batch", "rounds", "threads")
         ]
-        child = subprocess.run(
-            [sys.executable, __file__, "--one", name, "--methods", ",".join(chosen.methods), *flags],
-            capture_output=True,
-            text=True,
-        )
-        answer = (
-            json.loads(child.stdout.strip().splitlines()[-1])
-            if child.returncode == 0
-            else {
-                "crash": child.stderr.strip().splitlines()[-1]
-                if child.stderr.strip()
-                else f"status {child.returncode}"
-            }
-        )
-        answers[name] = answer
+        command = [sys.executable, __file__, "--one", name, "--methods", ",".join(chosen.methods), *flags]
+        answer = answers[name] = last_answer(command, LIMIT)
         rows.append(line(name, answer, logits))
         print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     text = "\n".join(

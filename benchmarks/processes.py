@@ -114,6 +114,6 @@ def send(stream: TextIO, answer: dict) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """``ValueError: the first line of its message``."""
+    """``ValueError: the first line of its message``, cut where that is very long."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

@@ -37,6 +37,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.processes import first_line, last_answer  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 LENGTH, CHUNK = 77, 24  # of the exactness check: neither divides the other
 HALF = 0.5  # of checkpointing's peak: what a row should stay under
@@ -745,11 +749,6 @@ def interpret_bodies() -> None:
     internals.inductor.compile_fx_inner = interpreted
 
 
-def first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
-
-
 def serve(name: str, chosen: argparse.Namespace) -> None:
     """One row's answer as the last line of stdout."""
     import traceback
@@ -771,8 +770,6 @@ def serve(name: str, chosen: argparse.Namespace) -> None:
 
 def run(name: str, chosen: argparse.Namespace) -> dict:
     """A row in a process of its own, stopped after ``--limit`` seconds."""
-    from benchmarks.processes import last_answer
-
     command = [sys.executable, str(Path(__file__).resolve()), "--row", name, "--tokens", str(chosen.tokens)]
     command += ["--interpret"] if chosen.interpret else []
     start = time.perf_counter()
@@ -938,7 +935,6 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     chosen = arguments()
-    sys.path.insert(0, str(ROOT))
     if chosen.row:
         serve(chosen.row, chosen)
         return 0

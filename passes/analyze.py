@@ -200,6 +200,13 @@ class Reader:
             )
         labels = self.labelling(node, operands, signature)
         self.check_matrices(node, operands, signature, labels)
+        sizes = self.sizes_where_shared(node, operands, signature, labels.row)
+        if len(sizes) > 1 or sizes and any(signature.offsets.get(labels.row, ())):
+            raise refuse(
+                node,
+                "This operation cuts or pads a dimension that holds more than the tokens of one sequence",
+                "Reshape it first, so that the tokens have a dimension of their own",
+            )
         low = self.alignment.low(node) if node in self.alignment.from_features else None
         if low is None:
             low = self.first_row(node, operands, signature, labels.row)
@@ -211,13 +218,26 @@ class Reader:
         ]
         kind = labels.kind
         halos = [e for e in edges if e.role is Role.HALO and e.reach.lo != e.reach.hi]
-        if halos and labels.row in signature.reach:
-            kind = Kind.ALL  # a scan along tokens that share their dimension
+        if (halos or sizes) and labels.row in signature.reach:
+            kind = Kind.ALL  # rows that are moved within a dimension are no tokens that are
         if kind is Kind.ALL:
             edges = [e if e.role is Role.WHOLE else Edge(e.operand, Role.HALO, EVERYWHERE) for e in edges]
         facts = tuple(self.output_fact(node, o, labels, low) for o in outputs_of(node))
         several = isinstance(value_of(node), (tuple, list))
         self.enter(node, facts if several else facts[0], tuple(edges), kind)
+
+    def sizes_where_shared(
+        self, node: Node, operands: tuple[Node, ...], signature: Signature, row: Label
+    ) -> set[int]:
+        """The sizes of the dimensions of a label of rows, where tokens share them: with other sequences, or
+        because each has several rows."""
+        slots = [*zip(map(slot_of, operands), signature.operands)]
+        slots += [((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs)]
+        found = [(slot, labels.index(row)) for slot, labels in slots if row in labels]
+        marks = [self.propagation.marks.get(slot, {}).get(dim) for slot, dim in found]
+        if all(mark is None or mark.outer == mark.inner == 1 for mark in marks):
+            return set()
+        return {shape_of(node, None if output == -1 else output)[dim] for (node, output), dim in found}
 
     def check_matrices(
         self, node: Node, operands: tuple[Node, ...], signature: Signature, labels: Labelling

@@ -31,6 +31,8 @@ from .ir import (
     draws_random,
     hint,
     is_tensor,
+    part_nodes,
+    part_results,
     parts_of,
     shape_of,
     takes_kernel,
@@ -189,14 +191,14 @@ def verify_step(plan: Plan, nodes: Sequence[Node], step: int) -> None:
     waiting = set(nodes)
     for part in plan.full_length[step]:
         fused = isinstance(part, Fusion)
-        own = part.nodes if isinstance(part, Fusion) else (part,)
+        own = part_nodes(part)
         for node in own:
             check(node in waiting, f"{node} is computed twice, or not in step {step}")
             operands = node.all_input_nodes
             ready = waiting.isdisjoint(map(viewed, operands) if fused else operands)
             check(ready, f"{node} is computed before what it reads")
             waiting.discard(node)
-        hidden = set(own).difference(part.results if isinstance(part, Fusion) else own)
+        hidden = set(own).difference(part_results(part))
         for node in waiting:
             check(hidden.isdisjoint(node.all_input_nodes), f"{node} reads from inside a compiled function")
     check(not waiting, f"{waiting} are never computed")

@@ -21,6 +21,7 @@ from .passes.ir import (
     CannotStream,
     Condition,
     EveryRowHasVisibleKey,
+    Layout,
     Mark,
     MaskedOutsideBand,
     PositionsIncrease,
@@ -42,7 +43,8 @@ from .runtime.gradient_ownership import is_handed_over, ours_alone, sole_owners
 from .runtime.mask_guards import Guard
 from .runtime.opaque_calls import Driver, boxed, driver_of, one_call
 from .runtime.places import InRegion, within
-from .runtime.runner import Layout, cannot_tell, lines_of, noting
+from .runtime.runner import lines_of, noting
+from .runtime.sizes import cannot_tell
 from .target_device import planned_for, target_of
 
 HELP = {

@@ -32,7 +32,7 @@ from .runtime.mask_guards import Question, answered, rounds
 from .runtime.offload import Offloading
 from .runtime.places import InLink, within
 from .runtime.rematerialisation import Again, Leave, Recipe, saved_as
-from .runtime.runner import Sizes
+from .runtime.sizes import Sizes
 
 
 @dataclass(frozen=True)

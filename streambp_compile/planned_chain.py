@@ -18,7 +18,7 @@ from .passes.planning.chunk_length import LONGER, sweep_work, time_and_width
 from .passes.split import Region
 from .pipeline import StreamedRegion
 from .runtime.memory_simulation import simulate
-from .runtime.runner import Sizes
+from .runtime.sizes import Sizes
 
 Links = Sequence[tuple[CompiledRegion, Region]]
 Lengths = tuple[int, ...]

@@ -95,17 +95,18 @@ def test_everything_fused_is_exact(interpreted, monkeypatch):
 
 
 @pytest.mark.inductor
-def test_parts_of_what_was_made_otherwise_than_traced(fresh_dynamo):
+def test_parts_of_what_was_made_otherwise_than_traced(fresh_dynamo, monkeypatch):
     """When traced, the last scores are a part of all scores; when run, they are all that exists. And rows of
     the hidden states are picked beside them."""
+    monkeypatch.setattr(fusions, "LARGE", 1)
     error, _ = error_of("reward model, one row of all")
     assert error < 1e-12
 
 
-def weights_and_rows():
-    """``a = |w|; b = a @ a; c = a + b; d = b.T; y = x @ c`` and ``x @ d``, with ``w`` of 4 MiB."""
+def weights_and_rows(width):
+    """``a = |w|; e = exp(a); b = a @ e; s = sin(a + b); y = x @ s; z = x @ s.T``, with ``w`` a square."""
     write = Written()
-    x, w = write.given("x", torch.randn(5, 1024)), write.given("w", torch.randn(1024, 1024))
+    x, w = write.given("x", torch.randn(5, width)), write.given("w", torch.randn(width, width))
     a = write("a", aten.abs.default, w)
     e = write("e", aten.exp.default, a)
     b = write("b", aten.mm.default, a, e)
@@ -116,8 +117,8 @@ def weights_and_rows():
     return write, {x: (Mark(0),)}, outputs
 
 
-def planned():
-    write, seeds, outputs = weights_and_rows()
+def planned(width=1024):
+    write, seeds, outputs = weights_and_rows(width)
     analysis = analyze(write.graph, 5, seeds)
     program = partition(write.graph, analysis, outputs)
     return program, plan(program, analysis)
@@ -131,6 +132,11 @@ def test_products_part_fusions_and_views_stay_outside():
     verify_plan(found, program)
     for fusion in found.fusions:
         verify_fused_body(fused_body(fusion), fusion)
+
+
+def test_small_values_are_not_worth_compiling():
+    _, found = planned(width=64)
+    assert not found.fusions and len(found.full_length[0]) == 6
 
 
 def test_a_fusion_that_hides_a_value_is_illegal():

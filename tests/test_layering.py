@@ -53,7 +53,9 @@ PASSES = {m for m in MODULES if m.startswith("streambp_compile.passes.") and m.c
 PASSES -= {f"streambp_compile.passes.{name}" for name in ("ir", *SPOKEN, *PARTS)}
 
 
-DRIVERS = tuple(f"streambp_compile.{name}" for name in ("pipeline", "runtime.runner", "runtime.places"))
+DRIVERS = tuple(
+    f"streambp_compile.{name}" for name in ("pipeline", "runtime.runner", "runtime.places", "runtime.sizes")
+)
 
 
 def floor(module: str) -> int:

@@ -113,13 +113,13 @@ def test_no_logits_at_full_length(name):
 
 
 def test_rows_over_their_bound_fail():
-    good = dict(error=1e-15, sweeps=1, peak=dict(streambp=99 * 2**20), failed={})
+    good = dict(error=1e-15, sweeps=1, peak=dict(streambp=99 * 2**20), errors={})
     answers = {
         "good": good,
         "wide": dict(good, peak=dict(streambp=150 * 2**20)),
         "wrong": dict(good, error=float("nan")),
-        "crashed": dict(crash="status 1"),
-        "failed": dict(good, failed=dict(streambp="KeyError: mm")),
+        "crashed": dict(failed="status 1"),
+        "failed": dict(good, errors=dict(streambp="KeyError: mm")),
     }
     assert failures(answers, logits=200.0) == [
         "wide: a peak of 150 MiB, 0.75 of its logits",

@@ -1,6 +1,7 @@
 """The planner: what a few layers say of a whole model, what training keeps, and what the command answers."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -194,7 +195,10 @@ def test_the_command_line_writes_a_page_of_the_whole_step(tmp_path, capsys):
     assert rounded["name"] == "streambp, 8 bits" and rounded["peak"] <= default["peak"]
     assert any("gradients are not exact" in note for note in found["notes"])
     text = page.read_text(encoding="utf-8")
-    assert "StreamedRegion" not in text and text.count("region 0") > 0
+    (shown,) = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["reports"]
+    repeated = max(set(shown["chain"]), key=shown["chain"].count)
+    assert shown["chain"].count(repeated) == TINY["num_hidden_layers"]
+    assert shown["memory"]["bytes"] == default["peak"]
 
 
 def test_names_of_models(tmp_path):

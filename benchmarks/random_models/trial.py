@@ -10,6 +10,8 @@ import traceback
 import warnings
 from pathlib import Path
 
+from benchmarks.processes import first_line
+
 EXACT, FACTOR = 1e-9, 8
 SLOW = "The analysis has taken"  # what a busy machine makes it say
 DEFECTS = ("An internal error occurred", "reached its limit")
@@ -49,11 +51,6 @@ def attempt(seed: int) -> dict:
     finally:
         del sys.modules[module.__name__]
         path.unlink(missing_ok=True)
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 class Trial:

@@ -45,6 +45,7 @@ from .facts import (
     is_row_wise,
     parts_of,
 )
+from .layouts import Layout, has_gaps, layout_of
 from .programs import (
     SHORTEST_CHUNK,
     Direction,
@@ -52,6 +53,8 @@ from .programs import (
     Plan,
     Program,
     Sweep,
+    part_nodes,
+    part_results,
 )
 from .refusals import (
     CannotStream,
@@ -109,6 +112,7 @@ __all__ = [
     "Kind",
     "Label",
     "Labels",
+    "Layout",
     "Mark",
     "MaskedOutsideBand",
     "OF_ROWS",
@@ -135,15 +139,19 @@ __all__ = [
     "bytes_of",
     "copied",
     "draws_random",
+    "has_gaps",
     "hint",
     "is_equal",
     "is_row_wise",
     "is_tensor",
     "is_view",
+    "layout_of",
     "metadata_for",
     "op_name",
     "origin_metadata",
     "origin_of",
+    "part_nodes",
+    "part_results",
     "parts_of",
     "rank_of",
     "refuse",

@@ -116,6 +116,16 @@ class Fusion:
     results: tuple[Node, ...]
 
 
+def part_nodes(part: Node | Fusion) -> tuple[Node, ...]:
+    """The nodes of what is computed at once."""
+    return part.nodes if isinstance(part, Fusion) else (part,)
+
+
+def part_results(part: Node | Fusion) -> tuple[Node, ...]:
+    """Those that others may read."""
+    return part.results if isinstance(part, Fusion) else (part,)
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a program runs on a device.

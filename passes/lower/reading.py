@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -238,6 +239,23 @@ class Reading:
     def adds_up(self, node: Node) -> bool:
         """Is a node a sum over chunks?"""
         return self.analysis.kinds[node] is Kind.SUM
+
+    def makes_keys(self, node: Node, operand: Node) -> bool:
+        """Has a node a column per key, of an operand that counts no keys (scores of blocks, repeated for each
+        key of a block)?"""
+        made, read = self.fact(node), self.fact(operand)
+        return isinstance(made, Tokens) and made.keys is not None and read.keys is None
+
+    def key_columns(self, node: Node, value: Node) -> Node:
+        """The columns of the chunk's keys, of a value that has all columns of a node."""
+        call, mark = self.graph.call_function, self.fact(node).keys
+        first = call(operator.sub, (self.scalar("first"), self.scalar("offset")))
+        keys = call(streambp.rows_at.default, (value, mark.dim, first, self.scalar("keys")))
+        extra = hint(value_of(node).shape[mark.dim]) - hint(self.analysis.length)
+        if not extra:
+            return keys
+        beyond = call(aten.slice.Tensor, (value, mark.dim, -extra, sys.maxsize))
+        return call(aten.cat.default, ([keys, beyond], mark.dim))
 
     def carries_keys(self, node: Node, dim: int) -> bool:
         fact = self.fact(node)

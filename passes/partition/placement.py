@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch.fx import Node
@@ -16,12 +17,13 @@ def placed_late(program: Program) -> Program:
     Values of weights alone always wait: the weights are there in any case. Others wait where what they are
     computed from takes no more memory than they do.
     """
-    latest = latest_steps(program)
+    first = first_sweeps(program)
+    latest = latest_steps(program, first)
     steps = {n: step for step, nodes in enumerate(program.full_length) for n in nodes}
     held = Held(program, latest)
     for node in reversed(steps):
         readers = [steps[u] for u in node.users if u in steps]
-        late = min([*readers, held.read_by_sweep(node)])
+        late = min([*readers, first.get(node, len(program.sweeps))])
         if late > steps[node] and not is_random(node) and held.may_wait(node):
             steps[node] = late
     count = len(program.full_length)
@@ -29,9 +31,8 @@ def placed_late(program: Program) -> Program:
     return replace(program, full_length=moved)
 
 
-def latest_steps(program: Program) -> dict[Node, int]:
-    """The last step at which each value at full length may be computed."""
-    first: dict[Node, int] = first_sweeps(program)
+def latest_steps(program: Program, first: Mapping[Node, int]) -> dict[Node, int]:
+    """The last step at which each value at full length may be computed, from `first_sweeps`."""
     found: dict[Node, int] = {}
     for node in (n for nodes in reversed(program.full_length) for n in reversed(nodes)):
         readers = [found[u] for u in node.users if u in found]
@@ -54,8 +55,7 @@ class Held:
            add up: they are held until it is
     """
 
-    def __init__(self, program: Program, latest: dict[Node, int]):
-        self.first, self.last = first_sweeps(program), len(program.sweeps)
+    def __init__(self, program: Program, latest: Mapping[Node, int]):
         inputs = set(program.inputs)
         self.roots: dict[Node, frozenset[Node]] = {}
         for node in (n for nodes in program.full_length for n in nodes):
@@ -66,9 +66,6 @@ class Held:
                 elif a not in inputs:
                     found.add(a)
             self.roots[node] = frozenset(found)
-
-    def read_by_sweep(self, node: Node) -> int:
-        return self.first.get(node, self.last)
 
     def may_wait(self, node: Node) -> bool:
         """Is what it waits with no larger than itself? A view holds what it is of, early or late."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from ..ir import Fusion, Program, bytes_of, hint, is_tensor, is_view, value_of, viewed
+from ..ir import Fusion, Program, bytes_of, has_gaps, is_tensor, is_view, value_of, viewed
 from ..rules import CostClass, cost_of, is_random
 
-LARGE = 1  # bytes: values that are smaller cost too little to compile them
+LARGE = 1 << 20  # bytes: values that are smaller cost too little to compile them
 WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
 
 Part = Node | Fusion
@@ -100,19 +100,8 @@ def is_readable(node: Node) -> bool:
     something larger lies otherwise where that was made otherwise than it was traced."""
     value = value_of(node)
     if isinstance(value, torch.Tensor):
-        return has_no_gaps(value)
+        return not has_gaps(value)
     return isinstance(value, (torch.SymInt, int, float))
-
-
-def has_no_gaps(value: torch.Tensor) -> bool:
-    """Does a tensor, before it was expanded, fill its memory?"""
-    pairs = zip(map(hint, value.stride()), map(hint, value.shape))
-    expected = 1
-    for stride, size in sorted(pair for pair in pairs if pair[0] != 0 and pair[1] != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def has_memory(node: Node) -> bool:

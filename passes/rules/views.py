@@ -17,7 +17,12 @@ VIEW, FUSED = CostClass.VIEW, CostClass.FUSED
 
 def emit_view(body, node: Node):
     """A chunk of a batch is not contiguous, so what was a view of the whole may have to copy."""
-    return body.reshaped(body.read(node.args[0]), body.sizes(node))
+    x = node.args[0]
+    if body.makes_keys(node, x):
+        sizes = body.sizes(node)
+        sizes[body.fact(node).keys.dim] = -1  # a column for every key of the sequence
+        return body.key_columns(node, body.reshaped(body.read(x), sizes))
+    return body.reshaped(body.read(x), body.sizes(node))
 
 
 @rule(

@@ -94,9 +94,23 @@ class Blocked:
         entered = node in self.starts or self.pads(node)
         if not entered and not any(a in self.inside and not self.leaves(a) for a in self.read_by(node)):
             return
+        if any(map(self.has_only_tokens, self.read_by(node))):
+            return  # rows read what was made of blocks, as they read a weight
         self.inside.add(node)
         if not entered and not self.crops(node) and self.lets_meet(node):
+            if self.tokens % self.length == 0 and any(map(self.is_attention, self.between(node))):
+                raise NoBlockFunction(f"blocks are the tokens of another sequence, for {node}")
             self.exchange.add(node)
+
+    def has_only_tokens(self, node: Node) -> bool:
+        """Has a value a row per token, and nothing that counts blocks?"""
+        value = self.trace.values.get(node)
+        return (
+            node not in self.inside
+            and value is not None
+            and bool(self.axis.marks.get(node))
+            and not (self.marks.of(value))
+        )
 
     def pads(self, node: Node) -> bool:
         """Does it add zero rows behind the tokens, up to full blocks?"""
@@ -147,6 +161,15 @@ class Blocked:
         return (
             node not in self.starts and mark is not None and mark.inner == self.length and self.is_rows(node)
         )
+
+    def is_attention(self, value: Node) -> bool:
+        """Does a captured node let blocks attend to one another?"""
+        signature = self.marks.signatures.get(value)
+        if signature is None or signature.rows is None:
+            return False
+        query, labels = tensor_operands(value)[0], signature.operands[0]
+        mark = self.marks.of(query).get(labels.index(signature.rows))
+        return mark is not None and mark.inner == 1
 
     def lets_meet(self, node: Node) -> bool:
         """Does a node let blocks meet? So does what only follows from such values, and is small."""
@@ -225,8 +248,8 @@ class Blocked:
     def check(self, wanted: list[Node]) -> None:
         """Raises `NoBlockFunction` where values that must exist at full length are wide, or no rows come
         out."""
-        if not any(map(self.leaves, wanted)):
-            raise NoBlockFunction("no rows of tokens come out")
+        if not wanted:
+            raise NoBlockFunction("nobody reads what is made of the blocks")
         for node in wanted:
             if not self.leaves(node) and bytes_of(fake_of(node)) > self.small():
                 raise NoBlockFunction(f"{node} is wide, and blocks exchange it")

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from ..passes.split import Region
-from ..runtime.runner import Sizes
+from ..runtime.sizes import Sizes
 from .regions import is_dense, same_layout, written_buffers
 from .token_axes import fake_of, storage_of
 

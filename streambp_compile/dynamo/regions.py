@@ -12,10 +12,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
-from ..passes.ir import Refusal, bytes_of, is_view, where_of
+from ..passes.ir import Layout, Refusal, bytes_of, is_view, where_of
 from ..passes.rules.forward import mutated, slice_of
 from ..passes.split import Region, Traits
-from ..runtime.runner import Layout
 from .token_axes import Axis, fake_of, is_parameter, storage_of
 
 # An output is lazy if it is this many times wider than what its region reads. What leaves a graph at a break

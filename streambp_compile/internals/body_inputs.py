@@ -15,8 +15,19 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from ..passes.ir import ACCUMULATORS, BLOCKS, OF_ROWS, Binding, BindingRole, Body, blocks_of, total_dtype
-from ..runtime.runner import Layout, layout_of, source_value
+from ..passes.ir import (
+    ACCUMULATORS,
+    BLOCKS,
+    OF_ROWS,
+    Binding,
+    BindingRole,
+    Body,
+    Layout,
+    blocks_of,
+    layout_of,
+    total_dtype,
+)
+from ..runtime.runner import source_value
 
 POSITIONS = ("first", "offset")  # integers that are no size of anything, and zero in the first chunk
 

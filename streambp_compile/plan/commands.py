@@ -22,6 +22,7 @@ from .progress import Progress
 from .tables import Answer, Longest, text_of, text_of_longest, values_of, values_of_longest
 from .whole_model import Prediction, Setting, Streaming, checkpointing, report_of
 
+INEXACT = "With layer inputs in 8 bits, gradients are not exact"
 ESTIMATES = "Seconds are estimates by the device's data sheet, without optimizer and communication"
 ROUND = 256  # lengths that are tried are multiples of so many tokens
 Chosen = argparse.Namespace
@@ -65,12 +66,13 @@ def check_page(chosen: Chosen, settings: Sequence[Setting]) -> None:
 
 
 def save_page(path: str, settings: Sequence[Setting], progress: Progress) -> None:
-    """Write what `Report.save` does, for the step of each setting."""
+    """Write what `Report.save` does, for the step of each setting. Timelines are made here, while kernels
+    are those of the setting's device."""
     reports = []
     for setting in settings:
         with simulating(setting.device):
             reports.append(report_of(setting, progress))
-            _ = reports[-1].timeline  # simulated by the kernels of this device
+            reports[-1].timeline  # noqa: B018 (made once, when first asked for)
     save(reports, [setting.device.name for setting in settings], Path(path))
 
 
@@ -101,7 +103,7 @@ def answered(chosen: Chosen, setting: Setting, progress: Progress) -> Answer:
             columns.append(streaming.offloaded)
         if chosen.lossy:
             columns.append(streaming.rounded)
-            notes.append("With layer inputs in 8 bits, gradients are not exact")
+            notes.append(INEXACT)
         if chosen.budget:
             total = bytes_of_text("budget", chosen.budget)
             columns.append(within(streaming, total, reserve))
@@ -145,6 +147,7 @@ def longest_that_fits(chosen: Chosen, setting: Setting, progress: Progress) -> L
     if chosen.lossy:
         ways.append(lambda s: Streaming(s, progress).rounded)
     notes = [ESTIMATES, f"The longest takes at least {1 - CLOSE:.0%} of what a step may take"]
+    notes += [INEXACT] if chosen.lossy else []
     with simulating(setting.device):
         beaten = None if chosen.no_checkpointing else beside(setting, progress)
         if isinstance(beaten, str):

@@ -7,12 +7,10 @@ memory beyond them exists for one chunk at a time.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -28,105 +26,27 @@ from ..passes.ir import (
     Body,
     Direction,
     Fusion,
+    Layout,
     Mark,
     Plan,
     Program,
-    Size,
     Sweep,
     blocks_of,
-    hint,
+    layout_of,
+    part_nodes,
+    part_results,
     total_dtype,
     value_of,
     where_of,
 )
 from ..passes.rules import for_any_layout
 from .places import InSweep, within
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A dense memory layout: dimensions from outermost to innermost."""
-
-    order: tuple[int, ...]
-
-    @staticmethod
-    def of(value: torch.Tensor) -> Layout | None:
-        """The layout of a (fake) tensor, or None if it is not dense (expanded, or cut from something
-        wider)."""
-        sizes, strides = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
-        order = tuple(
-            sorted(range(len(sizes)), key=lambda d: (-strides[d] if sizes[d] != 1 else -(1 << 62), d))
-        )
-        layout = Layout(order)
-        return (
-            layout
-            if all(a == b or s == 1 for a, b, s in zip(layout.strides(sizes), strides, sizes))
-            else None
-        )
-
-    def strides(self, sizes) -> list:
-        result, step = [1] * len(sizes), 1
-        for dim in reversed(self.order):
-            result[dim] = step
-            step = step * sizes[dim]
-        return result
-
-
-def layout_of(value: torch.Tensor) -> Layout:
-    return Layout.of(value) or Layout(tuple(range(value.dim())))
+from .sizes import Sizes
 
 
 def source_value(binding: Binding) -> torch.Tensor:
     """The fake value behind a binding."""
     return value_of(binding.node, binding.output)
-
-
-class Sizes:
-    """Sizes of this call, told from the sizes of its inputs."""
-
-    def __init__(self, inputs: Mapping[Node, Any], fake_of: Callable[[Node], object] = value_of):
-        self.known: dict[object, int] = {}
-        for node, value in inputs.items():
-            fake = fake_of(node)
-            if isinstance(fake, torch.Tensor):
-                for size, actual in zip(fake.shape, value.shape):
-                    self.learn(size, actual)
-            elif isinstance(fake, torch.SymInt):
-                self.learn(fake, value)
-
-    def learn(self, size: Size, actual: int) -> None:
-        if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
-            part, factor, rest = parted(size.node.expr)
-            self.known[part] = (actual - rest) // factor
-
-    def __call__(self, size: Size) -> int:
-        if isinstance(size, int):
-            return size
-        expr = size.node.expr
-        return self.known[expr] if expr in self.known else int(expr.subs(self.known))
-
-
-@functools.lru_cache(4096)
-def parted(expr) -> tuple[object, int, int]:
-    """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found
-    in other sizes: of ``2 (h // 4) (w // 4) + 1`` the product."""
-    rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
-    factor, part = product.as_coeff_Mul()
-    return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
-
-
-def cannot_tell(inputs: Sequence[object], sizes: Iterable[Size]) -> list[Size]:
-    """The sizes that those of the inputs, given as fake values, do not tell."""
-    sizes_of = (v.shape if isinstance(v, torch.Tensor) else [v] for v in inputs)
-    given = {
-        parted(s.node.expr)[0]: sympy.Dummy(integer=True, positive=True)  # no number: some divide by it
-        for v in sizes_of
-        for s in v
-        if isinstance(s, torch.SymInt) and not s.node.expr.is_number
-    }
-    known = set(given.values())
-    wanted = {s.node.expr: s for s in sizes if isinstance(s, torch.SymInt)}
-    return [s for expr, s in wanted.items() if expr not in given and expr.subs(given).free_symbols - known]
 
 
 @dataclass(frozen=True)
@@ -231,16 +151,10 @@ class Runner:
         body, compiled = self.fused[fusion]
         with within(fusion.nodes[0]):
             for node in fusion.results:
-                call.values[node] = self.memory_of(node, call.sizes)
+                fake = value_of(node)
+                call.values[node] = memory_like(fake, [call.sizes(s) for s in fake.shape])
             with noting(lambda: f"streambp: this happened at full length{lines_of(fusion.nodes)}"):
                 compiled([self.input(binding, call) for binding in body.bindings])
-
-    def memory_of(self, node: Node, sizes: Sizes) -> torch.Tensor:
-        fake = value_of(node)
-        shape = [sizes(s) for s in fake.shape]
-        return torch.empty_strided(
-            shape, layout_of(fake).strides(shape), dtype=fake.dtype, device=fake.device
-        )
 
     def at_full_length(self, node: Node, values: Mapping[Node, Any]) -> Any:
         args: Any = map_arg(node.args, values.__getitem__)
@@ -333,8 +247,7 @@ class Runner:
             return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
         mark = binding.tokens
         shape[mark.dim] = mark.outer * call.length * mark.inner
-        strides = layout_of(fake).strides(shape)
-        return torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device)
+        return memory_like(fake, shape)
 
     def finished(self, binding: Binding, buffer: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """A filled buffer without the rows that do not count."""
@@ -410,6 +323,12 @@ def aligned(value: torch.Tensor, mark: Mark, shift: int, length: int) -> torch.T
     return full.flatten(mark.dim, mark.dim + 2)
 
 
+def memory_like(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Memory of a shape, laid out as a fake tensor is."""
+    strides = layout_of(fake).strides(shape)
+    return torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device)
+
+
 def laid_out(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The value in exactly this dense layout; a copy only if it is laid out otherwise."""
     strides = layout.strides(value.shape)
@@ -447,9 +366,8 @@ def last_reads(program: Program, plan: Plan) -> dict[object, tuple[Node, ...]]:
     last: dict[Node, object] = {}  # a part, or the number of a sweep
     for step, parts in enumerate(plan.full_length):
         for part in parts:
-            nodes = part.nodes if isinstance(part, Fusion) else (part,)
-            last.update((n, part) for n in (part.results if isinstance(part, Fusion) else nodes))
-            last.update((a, part) for n in nodes for a in n.all_input_nodes)
+            last.update((n, part) for n in part_results(part))
+            last.update((a, part) for n in part_nodes(part) for a in n.all_input_nodes)
         if step < len(program.sweeps):
             last.update((a, step) for n in program.sweeps[step].nodes for a in n.all_input_nodes)
     found: dict[object, tuple[Node, ...]] = {}

@@ -1,0 +1,61 @@
+"""Symbolic sizes as numbers: what the inputs of a call tell of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ..passes.ir import Size, value_of
+
+
+class Sizes:
+    """Sizes of this call, told from the sizes of its inputs."""
+
+    def __init__(self, inputs: Mapping[Node, Any], fake_of: Callable[[Node], object] = value_of):
+        self.known: dict[object, int] = {}
+        for node, value in inputs.items():
+            fake = fake_of(node)
+            if isinstance(fake, torch.Tensor):
+                for size, actual in zip(fake.shape, value.shape):
+                    self.learn(size, actual)
+            elif isinstance(fake, torch.SymInt):
+                self.learn(fake, value)
+
+    def learn(self, size: Size, actual: int) -> None:
+        if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+            part, factor, rest = parted(size.node.expr)
+            self.known[part] = (actual - rest) // factor
+
+    def __call__(self, size: Size) -> int:
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        return self.known[expr] if expr in self.known else int(expr.subs(self.known))
+
+
+@functools.lru_cache(4096)
+def parted(expr) -> tuple[object, int, int]:
+    """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found
+    in other sizes: of ``2 (h // 4) (w // 4) + 1`` the product."""
+    rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
+    factor, part = product.as_coeff_Mul()
+    return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
+
+
+def cannot_tell(inputs: Sequence[object], sizes: Iterable[Size]) -> list[Size]:
+    """The sizes that those of the inputs, given as fake values, do not tell."""
+    sizes_of = (v.shape if isinstance(v, torch.Tensor) else [v] for v in inputs)
+    given = {
+        parted(s.node.expr)[0]: sympy.Dummy(integer=True, positive=True)  # no number: some divide by it
+        for v in sizes_of
+        for s in v
+        if isinstance(s, torch.SymInt) and not s.node.expr.is_number
+    }
+    known = set(given.values())
+    wanted = {s.node.expr: s for s in sizes if isinstance(s, torch.SymInt)}
+    return [s for expr, s in wanted.items() if expr not in given and expr.subs(given).free_symbols - known]
