@@ -44,7 +44,7 @@ from .ir import (
 from .key_ranges import key_ranges
 from .mask_analysis.evaluation import evaluate
 from .phases import check_time
-from .rules import merge_of, rule_of, scan_of
+from .rules import block_of, merge_of, rule_of, scan_of
 from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, outputs_of, product, slot_of
 
 
@@ -201,7 +201,8 @@ class Reader:
         labels = self.labelling(node, operands, signature)
         self.check_matrices(node, operands, signature, labels)
         sizes = self.sizes_where_shared(node, operands, signature, labels.row)
-        if len(sizes) > 1 or sizes and any(signature.offsets.get(labels.row, ())):
+        moved = any(signature.offsets.get(labels.row, ())) or block_of(node) > 1
+        if len(sizes) > 1 or sizes and moved:
             raise refuse(
                 node,
                 "This operation cuts or pads a dimension that holds more than the tokens of one sequence",

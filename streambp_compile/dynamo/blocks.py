@@ -54,6 +54,7 @@ class Blocked:
     inside    nodes between those reshapes, both included
     calls     nodes that are no value of their own: their results are
     exchange  those of them that let blocks meet, and what follows from these for a block alone
+    readers   rows of tokens that read what is made of blocks, as they read a weight
     """
 
     def __init__(self, module: GraphModule, trace: Trace, axis: Axis, splits: list[Split]):
@@ -67,6 +68,7 @@ class Blocked:
         self.marks = TokenPropagation(trace.graph, seeds, trace.known)
         self.inside: set[Node] = set()
         self.exchange: set[Node] = set()
+        self.readers: set[Node] = set()
         self.laid_out: list[Node] = []
         self.graph_values = {trace.values[n]: n for n in reversed(module.graph.nodes) if n in trace.values}
         self.calls = {n for n in module.graph.nodes if n.op != "output" and n not in trace.values}
@@ -95,7 +97,8 @@ class Blocked:
         if not entered and not any(a in self.inside and not self.leaves(a) for a in self.read_by(node)):
             return
         if any(map(self.has_only_tokens, self.read_by(node))):
-            return  # rows read what was made of blocks, as they read a weight
+            self.readers.add(node)
+            return
         self.inside.add(node)
         if not entered and not self.crops(node) and self.lets_meet(node):
             if self.tokens % self.length == 0 and any(map(self.is_attention, self.between(node))):
@@ -246,10 +249,10 @@ class Blocked:
         )
 
     def check(self, wanted: list[Node]) -> None:
-        """Raises `NoBlockFunction` where values that must exist at full length are wide, or no rows come
-        out."""
-        if not wanted:
-            raise NoBlockFunction("nobody reads what is made of the blocks")
+        """Raises `NoBlockFunction` where values that must exist at full length are wide, or no tokens read
+        what is made of the blocks: then blocks are the tokens of another sequence."""
+        if not self.readers and not any(map(self.leaves, wanted)):
+            raise NoBlockFunction("no rows of tokens come out")
         for node in wanted:
             if not self.leaves(node) and bytes_of(fake_of(node)) > self.small():
                 raise NoBlockFunction(f"{node} is wide, and blocks exchange it")
