@@ -126,6 +126,49 @@ def two_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return mixed.flatten(1, 2)[:, :length]
 
 
+def keys_of_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Attention to the means of earlier blocks, rows whose queries are not cut into blocks (the compressed
+    keys of native sparse attention, arXiv 2502.11089)."""
+    length, full = q.shape[1], q.shape[1] // BLOCK * BLOCK
+    keys, values = (x[:, :full].unflatten(1, (-1, BLOCK)).mean(2) for x in (k, v))
+    ends = (torch.arange(full // BLOCK) + 1) * BLOCK
+    hidden = ends > torch.arange(length)[:, None]
+    scores = (q @ keys.transpose(1, 2) * scale[0]).masked_fill(hidden, -1e9)
+    return scores.softmax(-1) @ values + v
+
+
+def blocks_beside_keys(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """The means of blocks stand in front of the keys of an attention."""
+    length = q.shape[1]
+    keys, values = (torch.cat((x.unflatten(1, (-1, BLOCK)).mean(2), x), 1) for x in (k, v))
+    places = torch.arange(length)
+    ends = torch.cat(((torch.arange(length // BLOCK) + 1) * BLOCK, places))
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=ends <= places[:, None]) * scale[0]
+
+
+def gates_of_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Each row attends to its own block and to the two earlier ones that it likes best (MoBA, arXiv
+    2502.13189)."""
+    length = q.shape[1]
+    places = torch.arange(length)
+    likes = q.detach() @ k.detach().unflatten(1, (-1, BLOCK)).mean(2).transpose(1, 2)
+    own = places[:, None] // BLOCK == torch.arange(length // BLOCK)
+    later = places[:, None] // BLOCK < torch.arange(length // BLOCK)
+    best = likes.masked_fill(own | later, -torch.inf).topk(2, -1).indices
+    chosen = torch.zeros_like(likes).scatter(-1, best, 1.0).masked_fill(later, 0.0) + own
+    seen = (chosen > 0).repeat_interleave(BLOCK, -1) & (places <= places[:, None])
+    return ((q @ k.transpose(1, 2) * scale[0]).masked_fill(~seen, -torch.inf)).softmax(-1) @ v
+
+
+def attention_of_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Means of blocks attend to one another, and come back to the rows of the blocks behind (an hourglass,
+    arXiv 2110.13711)."""
+    q, k, v = (blocks(x) for x in (q, k, v))
+    short = [x.mean(2) for x in (q, k, v)]
+    mixed = F.scaled_dot_product_attention(*short, is_causal=True) * scale[0]
+    return (F.pad(mixed, (0, 0, 1, -1))[:, :, None] + v).flatten(1, 2)
+
+
 def check(mix, lengths, chunk: int = 12, strict: bool = True, layers: int = 1) -> None:
     """Gradients are eager's, whatever the length; every region streams."""
     model = Mixing(WIDTH, *(MixingLayer(mix, WIDTH, weight=(HEADS,)) for _ in range(layers))).double()
@@ -146,6 +189,10 @@ MIXERS = {
         block_means,
         flat,
         two_blocks,
+        keys_of_blocks,
+        blocks_beside_keys,
+        gates_of_blocks,
+        attention_of_blocks,
     )
 }
 

@@ -89,6 +89,38 @@ def compiled(model: nn.Module):
     return torch.compile(model, backend="streambp", options={"chunk_size": 16})
 
 
+def narrow(x: Tensor) -> Tensor:
+    """``[B, T, d]`` → ``[B, 8 T, d / 8]``: eight rows for each token."""
+    return x.reshape(x.shape[0], -1, WIDTH // 8)
+
+
+SHARED = {
+    "padded": lambda x: F.pad(narrow(x), (0, 0, 1, -1)),
+    "padded, then cut": lambda x: F.pad(narrow(x), (0, 0, 5, 0))[:, :-5],
+    "by a whole token": lambda x: F.pad(narrow(x), (0, 0, 8, -8)),
+    "ahead": lambda x: F.pad(narrow(x)[:, 2:], (0, 0, 0, 2)),
+    "joined": lambda x: joined(narrow(x)),
+    "differences": lambda x: F.pad(narrow(x)[:, 1:] - narrow(x)[:, :-1], (0, 0, 1, 0)),
+    "sums": lambda x: narrow(x).cumsum(1) / 100,
+    "rolled": lambda x: narrow(x).roll(3, 1),
+    "sequences in one": lambda x: F.pad(x.flatten(0, 1), (0, 0, 1, -1)),
+    "sequences in one, joined": lambda x: joined(x.flatten(0, 1)[None]),
+    "convolution": lambda x: F.conv1d(
+        narrow(x).transpose(1, 2), torch.ones(WIDTH // 8, 1, 3).to(x), padding=1, groups=WIDTH // 8
+    ).transpose(1, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+@pytest.mark.parametrize("name", representatives(SHARED, {"padded", "padded, then cut", "sequences in one"}))
+def test_rows_that_share_the_dimension_of_the_tokens_are_no_tokens(name, interpreted):
+    """A shift by a row is no shift by a token there, and chunks at any place must not be told otherwise."""
+    mix = SHARED[name]
+    model, ids = Mixed(lambda: Shift(lambda x: mix(x).reshape_as(x))).double(), ids_of(2, LENGTH)
+    step = compiled(model)
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
 CHOSEN = {"one padding", "joined", "ahead", "both ways", "depthwise, cut behind", "dense", "both sides"}
 
 

@@ -20,7 +20,7 @@ from ..passes.kernels.blocks import Along
 from ..passes.kernels.blocks import Axis as Place
 from ..passes.rules import form_of, windows_of
 from ..passes.rules.facets import Form
-from ..passes.rules.forward import mutated
+from ..passes.rules.forward import Part, mutated, part_of
 from ..passes.token_propagation import TokenPropagation
 from .aten import inserted
 from .block_functions import BlockGraph, NoBlockFunction, register
@@ -179,6 +179,8 @@ class Blocked:
         if not all(map(self.maps_blocks, self.between(node))):
             return True
         read = [a for a in self.read_by(node) if a in self.inside or self.mark_of(a) is not None]
+        if part_of(node) is Part.ATTENTION and not self.exchange.isdisjoint(read):
+            return True  # its keys are of all blocks
         return bool(read) and self.exchange.issuperset(read) and bytes_of(fake_of(node)) <= self.small()
 
     def small(self) -> int:
@@ -251,7 +253,7 @@ class Blocked:
     def check(self, wanted: list[Node]) -> None:
         """Raises `NoBlockFunction` where values that must exist at full length are wide, or no tokens read
         what is made of the blocks: then blocks are the tokens of another sequence."""
-        if not self.readers and not any(map(self.leaves, wanted)):
+        if not self.readers and not any(map(self.leaves, self.inside)):
             raise NoBlockFunction("no rows of tokens come out")
         for node in wanted:
             if not self.leaves(node) and bytes_of(fake_of(node)) > self.small():

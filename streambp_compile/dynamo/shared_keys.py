@@ -83,18 +83,20 @@ def attention_with_more_keys(
     more_mask: Tensor | None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` over keys of the sequence and more, both with their columns of the
-    mask."""
-    query, key, value, more_key, more_value = map(as_autocast, (query, key, value, more_key, more_value))
+    mask; with or without a dimension of heads."""
+    given = map(as_autocast, (query, key, value, more_key, more_value))
+    flat = query.dim() == 3
+    query, key, value, more_key, more_value = (t.unsqueeze(1) if flat else t for t in given)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         more_key, more_value = (t.repeat_interleave(groups, 1) for t in (more_key, more_value))
     masks = [
-        None if m is None else score_mask(m, query, k, False, False)
+        None if m is None else score_mask(m, query, k, flat, False)
         for m, k in ((attn_mask, key), (more_mask, more_key))
     ]
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     out = Joined.apply(query, key, value, masks[0], more_key, more_value, masks[1], scale)
-    return out.contiguous()
+    return (out.squeeze(1) if flat else out).contiguous()
 
 
 def torch_attention_with_more_keys(
@@ -144,12 +146,13 @@ def own_keys(node: Node) -> OwnKeys | None:
     that cannot be told."""
     given = arguments(node)
     query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
-    if given["dropout_p"] or given["is_causal"] or fake_of(query).dim() != 4:
+    if given["dropout_p"] or given["is_causal"]:
         return None
     operands = [fake_of(n) for n in (query, key, value)]
     if not is_fusible(*operands, None if mask is None else fake_of(mask), given["enable_gqa"]):
         return None
-    found = [origin_of_rows(n, 2) for n in (key, value)]
+    rows = fake_of(query).dim() - 2
+    found = [origin_of_rows(n, rows) for n in (key, value)]
     if any(parts is None for parts in found):
         return None
     owns = [own_part(parts, query) for parts in found]
@@ -168,7 +171,7 @@ def own_part(parts: Parts, query: Node) -> OwnKeys | None:
     made_of = inputs_of(query)
     related = [p is not None and not made_of.isdisjoint(inputs_of(p)) for p in parts.pieces]
     if sum(related) > 1:
-        rows = set(same_rows(query, 2))
+        rows = set(same_rows(query, fake_of(query).dim() - 2))
         related = [p is not None and not rows.isdisjoint(same_rows(p, parts.dim)) for p in parts.pieces]
         if not are_fewer(parts, related):
             return None
@@ -176,7 +179,7 @@ def own_part(parts: Parts, query: Node) -> OwnKeys | None:
         return None
     at = related.index(True)
     before, behind = parts.sizes[:at], parts.sizes[at + 1 :]
-    rows = fake_of(query).shape[2]
+    rows = fake_of(query).shape[-2]
     if not all(isinstance(s, int) for s in (*before, *behind)) or not is_equal(parts.sizes[at], rows):
         return None
     return OwnKeys(sum(before), sum(behind))
