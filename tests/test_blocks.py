@@ -13,7 +13,7 @@ from benchmarks.zoo import ROWS
 from streambp_compile import NotStreamed, explain
 from streambp_compile.dynamo.block_functions import NoBlockFunction, for_any_count
 from streambp_compile.passes.ir import blocks_of
-from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along
+from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along, padded_rows
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10
@@ -146,6 +146,19 @@ def blocks_beside_keys(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=ends <= places[:, None]) * scale[0]
 
 
+def fused_keys_of_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """The same by torch's attention, of weighted sums of rows."""
+    length, full = q.shape[1], q.shape[1] // BLOCK
+    weights = torch.linspace(0, 1, BLOCK, dtype=q.dtype) * scale[0]
+    keys, values = (
+        torch.einsum("bcld,l->bcd", x.narrow(1, 0, full * BLOCK).unflatten(1, (full, BLOCK)), weights).tanh()
+        for x in (k, v)
+    )
+    places = torch.arange(full)
+    seen = ((places + 1) * BLOCK <= torch.arange(length)[:, None]) | (places == 0)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+
+
 def gates_of_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     """Each row attends to its own block and to the two earlier ones that it likes best (MoBA, arXiv
     2502.13189)."""
@@ -190,6 +203,7 @@ MIXERS = {
         flat,
         two_blocks,
         keys_of_blocks,
+        fused_keys_of_blocks,
         blocks_beside_keys,
         gates_of_blocks,
         attention_of_blocks,
@@ -211,9 +225,15 @@ MIXERS = {
                 ("retention", 43),
                 ("two_blocks", 43),
                 ("two_blocks", 40),
+                ("keys_of_blocks", 40),
+                ("fused_keys_of_blocks", 40),
+                ("blocks_beside_keys", 40),
+                ("attention_of_blocks", 40),
             )
         ),
         ("flat", 40),
+        ("gates_of_blocks", 40),
+        ("keys_of_blocks", 43),
     ],
 )
 def test_blocks_stream(name, length):
@@ -230,6 +250,23 @@ def test_states_of_many_blocks_are_no_sequence_of_their_own():
 @pytest.mark.slow
 def test_other_lengths_need_no_other_plan():
     check(state_space, [43, 61, 24], layers=2)
+
+
+@pytest.mark.parametrize("mix", [fused_keys_of_blocks, pytest.param(keys_of_blocks, marks=pytest.mark.slow)])
+def test_rows_behind_the_last_full_block_are_left_out(mix):
+    """Of 35 tokens, the last chunk has three, and no block."""
+    check(mix, [43, 35, 40, 61], chunk=16, layers=2)
+
+
+def test_many_blocks_are_read_by_rows_that_stream():
+    """More blocks than four times the features: scores of rows and blocks are no values at full length."""
+    check(gates_of_blocks, [1024], chunk=128)
+
+
+def test_a_short_block_is_filled_up_by_its_last_row():
+    x = torch.arange(1.0, 7).view(1, 3, 2)
+    assert padded_rows(x, 1, 5)[0, 3:].tolist() == [[0, 0]] * 2
+    assert padded_rows(x, 1, 5, True)[0, 3:].tolist() == [[5, 6]] * 2
 
 
 def test_gradients_are_block_functions_of_their_own():

@@ -134,6 +134,14 @@ def hidden_memory(layer, x):
     return merged(F.scaled_dot_product_attention(*with_memory(layer, x), mask))
 
 
+def without_heads(layer, x):
+    q, k, v = layer.qkv(x).chunk(3, -1)
+    more = [p.expand(x.shape[0], -1, -1) for p in (layer.key, layer.value)]
+    keys, values = (torch.cat(pair, 1) for pair in zip(more, (k, v)))
+    own = torch.ones(x.shape[1], x.shape[1] + MORE, dtype=torch.bool).tril(MORE)
+    return F.scaled_dot_product_attention(q, keys, values, own)
+
+
 def one_piece(layer, x):
     """Nothing is put before the sequence's own keys."""
     q, k, v = map(heads, layer.qkv(x).chunk(3, -1))
@@ -144,7 +152,7 @@ def one_piece(layer, x):
 
 CASES = {f.__name__: f for f in (memory_keys, memory_before_positions, memory_behind, memory_without_a_mask)}
 CASES |= {f.__name__: f for f in (memory_that_is_projected, zero_key, grouped_heads, earlier_segment)}
-CASES |= {f.__name__: f for f in (hidden_memory, one_piece)}
+CASES |= {f.__name__: f for f in (hidden_memory, one_piece, without_heads)}
 CASES |= {f.__name__: f for f in (prefix_of_two_layers, prefix_behind_two_layers)}
 WITH_INPUT = (earlier_segment, prefix_of_two_layers, prefix_behind_two_layers)
 

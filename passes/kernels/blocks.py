@@ -43,6 +43,8 @@ class BlockFunction:
     result    the axis of the result
     shape     of the result; the size of its axis says nothing
     width     bytes per token that are alive at the widest moment inside
+    full      only full blocks have a result; a short last one is filled up with its last row, so that its
+              numbers are as harmless as those of a row, and what is made of it is dropped
     """
 
     module: GraphModule
@@ -52,6 +54,11 @@ class BlockFunction:
     shape: tuple[int, ...]
     dtype: torch.dtype
     width: int = 0
+    full: bool = False
+
+    def blocks_in(self, rows):
+        """How many blocks so many rows give."""
+        return rows // self.length if self.full else blocks_in(rows, self.length)
 
     def rows_of(self, operands: list[Tensor]) -> int:
         """The number of tokens."""
@@ -72,13 +79,17 @@ def over_blocks(operands: list[Tensor], function: str) -> Tensor:
     found = FUNCTIONS[function]
     rows = found.rows_of(operands)
     count = blocks_in(rows, found.length)
-    given = [
-        padded_rows(x, axis.dim, count * found.length) if axis.along is Along.ROWS else x
-        for x, axis in zip(operands, found.operands)
-    ]
+    given = []
+    for x, axis in zip(operands, found.operands):
+        if axis.along is Along.ROWS:
+            x = padded_rows(x, axis.dim, count * found.length, found.full)
+        elif axis.along is Along.BLOCKS and found.full:
+            x = padded_rows(x, axis.dim, count)
+        given.append(x)
     result = found.module(count, *given)
-    if found.result.along is Along.ROWS:
-        result = result.narrow(found.result.dim, 0, rows)
+    if found.result.along is not Along.WHOLE:
+        size = rows if found.result.along is Along.ROWS else found.blocks_in(rows)
+        result = result.narrow(found.result.dim, 0, size)
     return result.clone(memory_format=torch.contiguous_format)
 
 
@@ -87,14 +98,17 @@ def over_blocks_meta(operands: list[Tensor], function: str) -> Tensor:
     rows, shape = found.rows_of(operands), list(found.shape)
     if found.result.along is not Along.WHOLE:
         per_row = found.result.along is Along.ROWS
-        shape[found.result.dim] = rows if per_row else blocks_in(rows, found.length)
+        shape[found.result.dim] = rows if per_row else found.blocks_in(rows)
     return operands[0].new_empty(shape, dtype=found.dtype)
 
 
-def padded_rows(x: Tensor, dim: int, size: int) -> Tensor:
-    """A copy with zero rows behind, up to ``size``."""
+def padded_rows(x: Tensor, dim: int, size: int, repeated: bool = False) -> Tensor:
+    """A copy with zero rows behind, up to ``size``; or with its last row, repeated."""
+    rows = x.shape[dim]
     out = x.new_zeros(shape_with(x, dim, size))
-    out.narrow(dim, 0, x.shape[dim]).copy_(x)
+    out.narrow(dim, 0, rows).copy_(x)
+    if repeated and rows:
+        out.narrow(dim, rows, size - rows).copy_(x.narrow(dim, rows - 1, 1))
     return out
 
 
@@ -106,7 +120,7 @@ def shape_with(x: Tensor, dim: int, size) -> list:
 
 define("over_blocks(Tensor[] operands, str function) -> Tensor", over_blocks, over_blocks_meta)
 define(
-    "padded_rows(Tensor x, int dim, SymInt size) -> Tensor",
+    "padded_rows(Tensor x, int dim, SymInt size, bool repeated=False) -> Tensor",
     padded_rows,
-    lambda x, dim, size: x.new_empty(shape_with(x, dim, size)),
+    lambda x, dim, size, repeated=False: x.new_empty(shape_with(x, dim, size)),
 )

@@ -133,11 +133,12 @@ class Assembly:
         return operand in kept or not again or self.is_statistic(operand)
 
     def is_row_chain(self, node: Node) -> bool:
-        """Is it cheap to compute again: a chain of ops on own rows? Attention and what was added up are
-        kept."""
+        """Is it cheap to compute again: a chain of ops on own rows? Attention is kept, and rows of an op that
+        adds up as well."""
         source = node.args[0] if is_item(node) else node
         beyond = (e for e in self.problem.edges(source) if e.role in (Role.KEYS, Role.HALO))
-        return self.kinds[node] is Kind.ROWS and not any(self.in_sweep(e.operand) for e in beyond)
+        rows = self.kinds[source] is self.kinds[node] is Kind.ROWS
+        return rows and not any(self.in_sweep(e.operand) for e in beyond)
 
     def is_statistic(self, node: Node) -> bool:
         """A few numbers per token, computed from many: kept rather than computed again."""

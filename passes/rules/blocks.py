@@ -29,22 +29,26 @@ def emit_over_blocks(body, node: Node):
     found, call = function_of(node), body.graph.call_function
     count = body.scalar(f"blocks_{found.length}")
     first = call(operator.floordiv, (body.scalar("first"), found.length))
+    made = call(operator.floordiv, (body.scalar("rows"), found.length)) if found.full else count
     given = []
     for edge, axis in zip(body.edges(node), found.operands):
         value = body.operand(edge)
         if axis.along is Along.ROWS:
             check_whole(body, node, edge.operand)
-            value = call(
-                streambp.padded_rows.default, (value, axis.dim, call(operator.mul, (count, found.length)))
-            )
+            size = call(operator.mul, (count, found.length))
+            value = call(streambp.padded_rows.default, (value, axis.dim, size, found.full))
         elif axis.along is Along.BLOCKS:
-            value = call(streambp.rows_at.default, (value, axis.dim, first, count))
+            value = call(streambp.rows_at.default, (value, axis.dim, first, made))
+            if found.full:
+                value = call(streambp.padded_rows.default, (value, axis.dim, count))
         given.append(value)
     result = inlined(body, found, [count, *given])
     if found.result.along is Along.ROWS:
         return call(streambp.rows_at.default, (result, found.result.dim, 0, body.scalar("rows")))
     if found.result.along is Along.WHOLE:
         return body.added(node, result)
+    if found.full:
+        result = call(streambp.rows_at.default, (result, found.result.dim, 0, made))
     call(streambp.write_rows_.default, (result, found.result.dim, first, body.total(node)))
     return body.total(node)
 

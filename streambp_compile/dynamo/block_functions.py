@@ -36,8 +36,8 @@ class BlockGraph:
     operands  where the placeholders have rows or blocks
     """
 
-    def __init__(self, marks: TokenPropagation, length: int, count: int):
-        self.marks, self.length, self.blocks = marks, length, count
+    def __init__(self, marks: TokenPropagation, length: int, count: int, full: bool):
+        self.marks, self.length, self.blocks, self.full = marks, length, count, full
         self.graph, self.values = Graph(), dict[Node, Node]()
         self.count = self.graph.placeholder("count")
         self.operands: list[Axis] = []
@@ -82,7 +82,9 @@ class BlockGraph:
         module, dtype = GraphModule({}, self.graph), value_of(value).dtype
         operands = tuple(self.operands)
         width = most_alive(list(self.values)) // (self.blocks * self.length)
-        return BlockFunction(module, self.length, operands, place, tuple(shape), dtype, width), mark
+        return BlockFunction(
+            module, self.length, operands, place, tuple(shape), dtype, width, self.full
+        ), mark
 
     def copied(self, value: Node) -> Node:
         if value not in self.values:
@@ -112,7 +114,9 @@ def register(found: BlockFunction, fakes: Sequence[torch.Tensor]) -> str:
         f"{shape_at(x, axis, found, 2)}{x.dtype}{x.device}{x.requires_grad}"
         for x, axis in zip(fakes, found.operands)
     ]
-    text = f"{found.module.code}{found.operands}{found.result}{found.length}{found.dtype}{described}"
+    text = (
+        f"{found.module.code}{found.operands}{found.result}{found.length}{found.full}{found.dtype}{described}"
+    )
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     if name not in FUNCTIONS:
         wanted = [i for i, x in enumerate(fakes) if x.requires_grad and x.dtype.is_floating_point]
@@ -145,6 +149,7 @@ def gradient(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int) -
         tuple(map(hint, fakes[wanted].shape)),
         fakes[wanted].dtype,
         most_alive(list(traces[0].graph.nodes)) // tokens,
+        found.full,
     )
 
 

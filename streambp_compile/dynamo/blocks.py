@@ -15,8 +15,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import internals
-from ..passes.ir import Mark, ancestors, bytes_of, draws_random, hint, shape_of, tensor_operands
-from ..passes.kernels.blocks import Along
+from ..passes.ir import Mark, ancestors, bytes_of, draws_random, hint, is_equal, shape_of, tensor_operands
+from ..passes.kernels.blocks import Along, blocks_in
 from ..passes.kernels.blocks import Axis as Place
 from ..passes.rules import form_of, windows_of
 from ..passes.rules.facets import Form
@@ -52,6 +52,7 @@ class Blocked:
 
     marks     where blocks go, as tokens do: a mark's ``inner`` of a block's length is a row per token
     inside    nodes between those reshapes, both included
+    full      whether a last block that is not full is left out
     calls     nodes that are no value of their own: their results are
     exchange  those of them that let blocks meet, and what follows from these for a block alone
     readers   rows of tokens that read what is made of blocks, as they read a weight
@@ -61,7 +62,9 @@ class Blocked:
         self.module, self.trace, self.axis = module, trace, axis
         self.length, self.count = splits[0].length, splits[0].count
         self.tokens = hint(axis.length)
-        if {s.count for s in splits} != {-(-self.tokens // self.length)}:
+        self.full = any(self.is_cut(s.node.args[0], s.mark.dim) for s in splits)
+        expected = self.tokens // self.length if self.full else blocks_in(self.tokens, self.length)
+        if {s.count for s in splits} != {expected}:
             raise NoBlockFunction("these are not blocks of all tokens")
         self.starts = {s.node for s in splits}
         seeds = {trace.values[s.node]: (s.mark,) for s in splits}
@@ -100,7 +103,7 @@ class Blocked:
             self.readers.add(node)
             return
         self.inside.add(node)
-        if not entered and not self.crops(node) and self.lets_meet(node):
+        if not entered and not self.crops(node) and (self.has_other_tokens(node) or self.lets_meet(node)):
             if self.tokens % self.length == 0 and any(map(self.is_attention, self.between(node))):
                 raise NoBlockFunction(f"blocks are the tokens of another sequence, for {node}")
             self.exchange.add(node)
@@ -114,6 +117,30 @@ class Blocked:
             and bool(self.axis.marks.get(node))
             and not (self.marks.of(value))
         )
+
+    def is_cut(self, node: Node, dim: int) -> bool:
+        """Are these the rows of all tokens but the last few, which are no full block?"""
+        value, (source, *_) = self.trace.values.get(node), (*node.all_input_nodes, None)
+        (mark, *others) = self.axis.marks.get(node, (None,))
+        if mark is None or others or self.axis.marks.get(source) != (mark,) or mark.outer != 1:
+            return False
+        if form_of(value) is not Form.SLICE or value.args[0] is not self.trace.values[source]:
+            return False
+        old, new = (fake_of(n).shape[mark.dim] for n in (source, node))
+        windows = list(windows_of(value))
+        return (
+            mark.dim == dim
+            and is_equal(old, self.axis.length * mark.inner)
+            and not is_equal(old, new)
+            and len(windows) == 1
+            and windows[0][0] == dim
+            and windows[0][1].by == windows[0][1].low == 0
+        )
+
+    def has_other_tokens(self, node: Node) -> bool:
+        """Has a value a row for each token, and blocks in another dimension?"""
+        blocks = self.marks.of(self.trace.values[node])
+        return bool(blocks) and any(mark.dim not in blocks for mark in self.axis.marks.get(node, ()))
 
     def pads(self, node: Node) -> bool:
         """Does it add zero rows behind the tokens, up to full blocks?"""
@@ -259,7 +286,8 @@ class Blocked:
             if not self.leaves(node) and bytes_of(fake_of(node)) > self.small():
                 raise NoBlockFunction(f"{node} is wide, and blocks exchange it")
         for node in self.exchange:
-            if bytes_of(fake_of(node)) > self.small() and not self.is_view(node):
+            held = not self.axis.marks.get(node) and not self.is_view(node)
+            if held and bytes_of(fake_of(node)) > self.small():  # what has a row per token may still stream
                 raise NoBlockFunction(f"{node} is wide, and made of values that blocks exchange")
 
     def check_writes(self) -> None:
@@ -280,7 +308,7 @@ class Blocked:
         """The name of the function that makes a value, its operands, and the dimensions of its result that
         are one of the value's: the first of them, and how many more."""
         value = self.trace.values[node.args[0] if self.crops(node) else node]
-        graph = BlockGraph(self.marks, self.length, self.count)
+        graph = BlockGraph(self.marks, self.length, self.count, self.full)
         boundary = list(self.boundary(value))
         operands = [self.operand(graph, *pair) for pair in boundary]
         if not any(place.along is Along.ROWS for place in graph.operands):
@@ -326,8 +354,7 @@ class Blocked:
 
     def operand(self, graph: BlockGraph, value: Node, node: Node) -> Node:
         """An operand of a function: what is read, with a dimension for its rows, or blocks, alone."""
-        source = next(a for a in node.all_input_nodes if self.is_padded(node, a)) if self.pads(node) else node
-        found = self.marks.of(value)
+        source, found = self.rows_behind(node), self.marks.of(value)
         if not found:
             if self.axis.marks.get(node):
                 raise NoBlockFunction(f"{node} has tokens, and no blocks")
@@ -336,7 +363,7 @@ class Blocked:
         mark = next(iter(found.values()))
         if len(found) > 1 or not self.has_full_rows(value):
             raise NoBlockFunction(f"{node} has neither rows nor blocks alone")
-        along = Along.ROWS if self.is_rows(source) else Along.BLOCKS
+        along = Along.ROWS if source is not node or self.is_rows(source) else Along.BLOCKS
         graph.read(value, Place(along, mark.dim + (mark.outer != 1)), mark)
         inner = mark.inner // (self.length if along is Along.ROWS else 1)
         if mark.outer == inner == 1:
@@ -345,6 +372,14 @@ class Blocked:
         with self.module.graph.inserting_after(source):
             self.laid_out.append(inserted(source, torch.Tensor.unflatten, (source, mark.dim, sizes)))
         return self.laid_out[-1]
+
+    def rows_behind(self, node: Node) -> Node:
+        """A row per token, of what was padded to full blocks, or cut to them; else the node itself."""
+        if self.pads(node):
+            return next(a for a in node.all_input_nodes if self.is_padded(node, a))
+        mark = self.mark_of(node)
+        is_cut = self.full and mark is not None and self.is_cut(node, mark.dim)
+        return node.all_input_nodes[0] if is_cut else node
 
     def replace(self, node: Node, name: str, operands: list[Node], dim: int, more: int) -> Node:
         with self.module.graph.inserting_before(node):
