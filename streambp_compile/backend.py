@@ -50,6 +50,7 @@ from .dynamo.shared_keys import part_shared_keys
 from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
+from .dynamo.windows import write_windows
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .passes.ir import CannotStream, Refusal, bytes_of, copied, hint, where_of
@@ -376,6 +377,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (merge_unrolled, "joining the pieces of a loss"),
     (distribute_loops, "reading loops over blocks of tokens"),
     (look_back, "rewriting short convolutions"),
+    (write_windows, "writing windows of tokens as blocks"),
     (over_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),
     (select_rows_first, "moving row selections in front of the head"),

@@ -85,6 +85,9 @@ class Part(enum.Enum):
     EXPAND = "dimensions of size one are repeated"
     NORM = "each row is normalised over its last dimensions"
     COUNT = "consecutive numbers"
+    WINDOWS = "consecutive rows, one window behind another"
+    MEAN_OF_WINDOWS = "the mean of each window along the last dimension"
+    MAXIMUM_OF_WINDOWS = "the largest number of each window along the last dimension"
     TRIANGLE = "entries on one side of a diagonal of a matrix are zero"
 
 
@@ -122,6 +125,9 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     **dict.fromkeys((aten.expand, aten.expand_as), Part.EXPAND),
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), Part.NORM),
     aten.arange: Part.COUNT,
+    aten.unfold: Part.WINDOWS,
+    aten.avg_pool1d: Part.MEAN_OF_WINDOWS,
+    aten.max_pool1d: Part.MAXIMUM_OF_WINDOWS,
     **dict.fromkeys((aten.tril, aten.triu), Part.TRIANGLE),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), Part.ALONG),
 }
@@ -158,6 +164,9 @@ DEFERRED = set(Part) - {
     Part.NORM,
     Part.COUNT,
     Part.TRIANGLE,
+    Part.WINDOWS,
+    Part.MEAN_OF_WINDOWS,
+    Part.MAXIMUM_OF_WINDOWS,
 }
 
 

@@ -1,0 +1,167 @@
+"""Windows of consecutive tokens, each a few tokens behind the one before it: pooling, strided filters,
+``unfold``.
+
+Windows as long as their step are blocks of tokens, and longer ones are blocks side by side; windows at every
+token are rows beside their neighbours. Written so, before autograd sees them, blocks.py and the passes stream
+them. Gradients come from autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ..passes.ir import arguments, hint
+from ..passes.rules import windows_of
+from ..passes.rules.forward import Part, part_of
+from .aten import inserted
+from .rewrites import MOST_TAPS, single
+from .token_axes import Trace, axes_of, fake_of
+
+Made = Callable[..., Tensor]  # from windows ``[..., n, ..., size]``, and more operands
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """What a node makes of windows along a dimension of a value.
+
+    around  rows of zeros that it puts before and behind by itself
+    made    a function of the windows and ``more`` operands
+    """
+
+    source: Node
+    dim: int
+    size: int
+    step: int
+    around: tuple[int, int]
+    made: Made
+    more: tuple = ()
+
+
+def write_windows(module: GraphModule) -> GraphModule:
+    """Write windows of tokens as reshapes and slices."""
+    found = [(node, w) for node in module.graph.nodes if (w := windowed(node)) is not None]
+    if found:
+        fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
+        trace = Trace(module, fakes)
+        axes = axes_of(trace, fakes)
+        for node, given in found:
+            padded = zeros_around(given.source, given.dim, trace) if given.step == 1 else None
+            rows = given.source if padded is None else padded[0]
+            marks = [m for axis in axes for m in axis.marks.get(rows, ()) if m.dim == given.dim]
+            if any(m.outer == m.inner == 1 for m in marks):
+                write(node, given, padded or (rows, 0, 0))
+    return module
+
+
+def write(node: Node, given: Windowed, padded: tuple[Node, int, int]) -> None:
+    """Write a node's windows; of rows that have so many zeros before and behind."""
+    source, before, behind = padded[0], padded[1] + given.around[0], padded[2] + given.around[1]
+    if given.step == 1 and before + behind == given.size - 1:
+        cut, how = neighbours, (range(before, before - given.size, -1),)
+    elif given.around == (0, 0):
+        source, cut, how = given.source, windows, (given.size, given.step)
+    else:
+        return
+    with node.graph.inserting_before(node):
+        rows = inserted(node, cut, (source, given.dim, *how))
+        node.replace_all_uses_with(inserted(node, given.made, (rows, *given.more)))
+    node.graph.erase_node(node)
+
+
+def zeros_around(node: Node, dim: int, trace: Trace) -> tuple[Node, int, int] | None:
+    """For rows between zeros: those rows, and how many zeros there are before and behind."""
+    for at, window in windows_of(trace.values.get(node)):
+        source = next((n for n, value in trace.values.items() if value is window.source), None)
+        if at == dim and source is not None and window.low == window.by:
+            all_rows, rows = (hint(fake_of(n).shape[dim]) for n in (node, source))
+            if window.high - window.low == rows:
+                return source, window.by, all_rows - rows - window.by
+    return None
+
+
+def windowed(node: Node) -> Windowed | None:
+    """What a node makes of windows that this file can write, if it does."""
+    part = part_of(node)
+    if part is Part.WINDOWS:
+        given = arguments(node)
+        dim = given["dimension"] % fake_of(given["self"]).dim()
+        found = Windowed(given["self"], dim, given["size"], given["step"], (0, 0), torch.clone)
+    elif part in (Part.MEAN_OF_WINDOWS, Part.MAXIMUM_OF_WINDOWS):
+        found = pooled(arguments(node), part is Part.MEAN_OF_WINDOWS)
+    elif part is Part.CONVOLUTION:
+        found = filtered(arguments(node))
+    else:
+        return None
+    if found is None or not all(isinstance(n, int) for n in (found.size, found.step)):
+        return None
+    short = 1 < found.size <= MOST_TAPS if found.step == 1 else found.size % found.step == 0
+    return found if short else None
+
+
+def pooled(given: dict, is_mean: bool) -> Windowed | None:
+    """Pooling; what it puts around is zero for a mean alone."""
+    size, padding = single(given["kernel_size"]), single(given["padding"])
+    counts_zeros = is_mean and given["count_include_pad"]
+    if given["ceil_mode"] or single(given.get("dilation", 1)) != 1 or padding and not counts_zeros:
+        return None
+    source, step = given["self"], single(given["stride"]) or size
+    made = mean_of_windows if is_mean else maximum_of_windows
+    return Windowed(source, fake_of(source).dim() - 1, size, step, (padding, padding), made)
+
+
+def filtered(given: dict) -> Windowed | None:
+    """A strided convolution, dense or depthwise. Short filters at every token are written elsewhere."""
+    source, weight, groups = given["input"], fake_of(given["weight"]), single(given["groups"])
+    plain = single(given["padding"]) in (0, "valid") and single(given["dilation"]) == 1
+    if not plain or single(given["stride"]) == 1 or fake_of(source).dim() != 3:
+        return None
+    if groups != 1 and not groups == weight.shape[0] == fake_of(source).shape[1]:
+        return None
+    more = (given["weight"], given.get("bias"))
+    return Windowed(
+        source, 2, hint(weight.shape[-1]), single(given["stride"]), (0, 0), filter_of_windows, more
+    )
+
+
+def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    """``x.unfold(dim, size, step)``: windows stand at ``dim``, their rows behind all dimensions."""
+    if step == 1:
+        count = x.shape[dim] - size + 1
+        return torch.stack([x.narrow(dim, i, count) for i in range(size)], -1)
+    blocks, beside = x.shape[dim] // step, size // step
+    found = x.narrow(dim, 0, blocks * step).unflatten(dim, (blocks, step)).movedim(dim + 1, -1)
+    if beside == 1:
+        return found
+    count = blocks - beside + 1
+    return torch.cat([found.narrow(dim, i, count) for i in range(beside)], -1)
+
+
+def neighbours(x: Tensor, dim: int, distances: Sequence[int]) -> Tensor:
+    """For each row those so many rows before it (negative: behind it), in a last dimension; zeros where there
+    are none."""
+    others = [0, 0] * (x.dim() - 1 - dim)
+    return torch.stack([F.pad(x, (*others, by, -by)) for by in distances], -1)
+
+
+def mean_of_windows(rows: Tensor) -> Tensor:
+    return rows.mean(-1)
+
+
+def maximum_of_windows(rows: Tensor) -> Tensor:
+    """Of equal numbers the first has the gradient, as in pooling."""
+    return rows.max(-1).values
+
+
+def filter_of_windows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution of ``[B, C, n, K]`` by ``[O, C or 1, K]``."""
+    if weight.shape[1] == 1 < weight.shape[0] == rows.shape[1]:
+        made = (rows * weight[:, 0, None]).sum(-1)
+    else:
+        made = torch.einsum("bcnk,ock->bon", rows, weight)
+    return made if bias is None else made + bias[:, None]

@@ -1,0 +1,115 @@
+"""Windows of consecutive tokens, as pooling, strided filters and ``unfold`` make them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Mixing, MixingLayer, gradients, ids_of, worst_error
+from selection import representatives
+from torch import Tensor
+
+from streambp_compile.dynamo.windows import filter_of_windows, maximum_of_windows, mean_of_windows, windows
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+EXACT = 1e-10
+WIDTH, SIZE, STEP = 16, 8, 4
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+def read_keys(made, step: int = SIZE):
+    """Attention of all rows to what is made of windows of keys, and of values, that end before them."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        keys, values = (made(x, scale) for x in (k, v))
+        ends = torch.arange(keys.shape[1]) * step + SIZE
+        hidden = ends > torch.arange(q.shape[1])[:, None]
+        scores = (q @ turned(keys) * scale[0]).masked_fill(hidden, -1e9)
+        return scores.softmax(-1) @ values + v
+
+    return mix
+
+
+def over_neighbours(pad):
+    """Attention of each row to itself and the three before it."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        k, v = (pad(x).unfold(1, 4, 1) for x in (k, v))
+        scores = torch.einsum("btd,btdw->btw", q, k) * scale[0]
+        return torch.einsum("btw,btdw->btd", scores.softmax(-1), v)
+
+    return mix
+
+
+def filters(channels: int, scale: Tensor) -> Tensor:
+    count = WIDTH * channels * SIZE
+    return torch.linspace(-1, 1, count, dtype=scale.dtype).view(WIDTH, channels, SIZE).sin() * scale[0] / 4
+
+
+MIXERS = {
+    "means": read_keys(lambda x, scale: turned(F.avg_pool1d(turned(x), SIZE))),
+    "maxima": read_keys(lambda x, scale: turned(F.max_pool1d(turned(x).relu(), SIZE))),
+    "filters": read_keys(lambda x, scale: turned(F.conv1d(turned(x), filters(WIDTH, scale), stride=SIZE))),
+    "depthwise": read_keys(
+        lambda x, scale: turned(
+            F.conv1d(turned(x), filters(1, scale), scale[:1].expand(WIDTH), stride=SIZE, groups=WIDTH)
+        )
+    ),
+    "unfold": read_keys(lambda x, scale: x.unfold(1, SIZE, SIZE).mean(-1)),
+    "overlapping": read_keys(lambda x, scale: x.unfold(1, SIZE, STEP).amax(-1), STEP),
+    "overlapping means": read_keys(lambda x, scale: turned(F.avg_pool1d(turned(x), SIZE, STEP)), STEP),
+    "neighbours": over_neighbours(lambda x: F.pad(x, (0, 0, 3, 0))),
+    "neighbours behind joined zeros": over_neighbours(
+        lambda x: torch.cat((torch.zeros_like(x[:, :3]), x), 1)
+    ),
+    "smoothed": lambda q, k, v, scale: q * turned(F.avg_pool1d(turned(v), 3, 1, 1)) * scale[0] + k,
+}
+
+
+@pytest.mark.parametrize("name", representatives(MIXERS, {"filters", "overlapping", "neighbours"}))
+def test_windows_stream(name):
+    """All of it, for lengths that are whole windows and others: a warning is an error here."""
+    model = Mixing(WIDTH, MixingLayer(MIXERS[name], WIDTH, weight=(2,))).double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    for length in (43, 40):
+        ids = ids_of(2, length)
+        assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
+@pytest.mark.parametrize("dim, size, step", [(1, 8, 8), (1, 8, 4), (2, 9, 3), (1, 3, 1), (2, 4, 2)])
+def test_windows_are_those_of_unfold(dim, size, step):
+    x = torch.randn(2, 27, 13)
+    torch.testing.assert_close(windows(x, dim, size, step), x.unfold(dim, size, step), rtol=0, atol=0)
+
+
+def test_what_is_made_of_windows_is_what_torch_makes():
+    x, dense, single = torch.randn(2, 6, 29), torch.randn(4, 6, 8), torch.randn(6, 1, 8)
+    rows, bias = windows(x, 2, 8, 4), torch.randn(4)
+    torch.testing.assert_close(mean_of_windows(rows), F.avg_pool1d(x, 8, 4))
+    torch.testing.assert_close(maximum_of_windows(rows), F.max_pool1d(x, 8, 4))
+    torch.testing.assert_close(filter_of_windows(rows, dense, bias), F.conv1d(x, dense, bias, stride=4))
+    torch.testing.assert_close(
+        filter_of_windows(rows, single, None), F.conv1d(x, single, stride=4, groups=6), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: F.avg_pool1d(x, 4, ceil_mode=True),
+        lambda x: F.avg_pool1d(x, 4, padding=2),
+        lambda x: F.avg_pool1d(x, 3, 1, 1, count_include_pad=False)[..., ::4],
+        lambda x: F.max_pool1d(x, 4, padding=1),
+        lambda x: F.max_pool1d(x, 4, dilation=2),
+        lambda x: F.max_pool1d(x, 5, 3),
+    ],
+)
+def test_other_pooling_is_left_alone_and_exact(pool):
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        return q * pool(turned(v)).mean(-1)[:, None] * scale[0] + k
+
+    model, ids = Mixing(WIDTH, MixingLayer(mix, WIDTH, weight=(2,))).double(), ids_of(2, 40)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
