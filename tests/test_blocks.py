@@ -182,6 +182,12 @@ def attention_of_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tenso
     return (F.pad(mixed, (0, 0, 1, -1))[:, :, None] + v).flatten(1, 2)
 
 
+def back_to_rows(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Each row reads the sum of all blocks before its own."""
+    before = F.pad(blocks(v).sum(2).cumsum(1), (0, 0, 1, -1))
+    return before.repeat_interleave(BLOCK, 1).tanh() * q * scale[0] + k
+
+
 def check(mix, lengths, chunk: int = 12, strict: bool = True, layers: int = 1) -> None:
     """Gradients are eager's, whatever the length; every region streams."""
     model = Mixing(WIDTH, *(MixingLayer(mix, WIDTH, weight=(HEADS,)) for _ in range(layers))).double()
@@ -207,6 +213,7 @@ MIXERS = {
         blocks_beside_keys,
         gates_of_blocks,
         attention_of_blocks,
+        back_to_rows,
     )
 }
 
@@ -233,6 +240,7 @@ MIXERS = {
         ),
         ("flat", 40),
         ("gates_of_blocks", 40),
+        ("back_to_rows", 40),
         ("keys_of_blocks", 43),
     ],
 )

@@ -55,6 +55,7 @@ class Blocked:
     full      whether a last block that is not full is left out
     calls     nodes that are no value of their own: their results are
     exchange  those of them that let blocks meet, and what follows from these for a block alone
+    rowless   nodes inside that read nothing but what blocks exchanged: made once more for each reader
     readers   rows of tokens that read what is made of blocks, as they read a weight
     """
 
@@ -72,6 +73,7 @@ class Blocked:
         self.inside: set[Node] = set()
         self.exchange: set[Node] = set()
         self.readers: set[Node] = set()
+        self.rowless: set[Node] = set()
         self.laid_out: list[Node] = []
         self.graph_values = {trace.values[n]: n for n in reversed(module.graph.nodes) if n in trace.values}
         self.calls = {n for n in module.graph.nodes if n.op != "output" and n not in trace.values}
@@ -103,6 +105,8 @@ class Blocked:
             self.readers.add(node)
             return
         self.inside.add(node)
+        if not (entered or self.crops(node) or any(map(self.gives_rows, self.read_by(node)))):
+            self.rowless.add(node)
         if not entered and not self.crops(node) and (self.has_other_tokens(node) or self.lets_meet(node)):
             if self.tokens % self.length == 0 and any(map(self.is_attention, self.between(node))):
                 raise NoBlockFunction(f"blocks are the tokens of another sequence, for {node}")
@@ -136,6 +140,12 @@ class Blocked:
             and windows[0][0] == dim
             and windows[0][1].by == windows[0][1].low == 0
         )
+
+    def gives_rows(self, node: Node) -> bool:
+        """Does a value that blocks read come from the rows of tokens, block by block?"""
+        if node in self.inside:
+            return node not in self.exchange and node not in self.rowless
+        return self.mark_of(node) is not None and self.is_rows(node)
 
     def has_other_tokens(self, node: Node) -> bool:
         """Has a value a row for each token, and blocks in another dimension?"""
@@ -188,9 +198,8 @@ class Blocked:
     def leaves(self, node: Node) -> bool:
         """Are these rows of tokens again, with nothing of blocks?"""
         mark = self.mark_of(node)
-        return (
-            node not in self.starts and mark is not None and mark.inner == self.length and self.is_rows(node)
-        )
+        apart = node in self.starts or node in self.rowless
+        return not apart and mark is not None and mark.inner == self.length and self.is_rows(node)
 
     def is_attention(self, value: Node) -> bool:
         """Does a captured node let blocks attend to one another?"""
@@ -208,6 +217,8 @@ class Blocked:
         read = [a for a in self.read_by(node) if a in self.inside or self.mark_of(a) is not None]
         if part_of(node) is Part.ATTENTION and not self.exchange.isdisjoint(read):
             return True  # its keys are of all blocks
+        if node in self.rowless and self.is_rows(node):
+            return False  # a row for each token of a block
         return bool(read) and self.exchange.issuperset(read) and bytes_of(fake_of(node)) <= self.small()
 
     def small(self) -> int:
