@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from graphs import joint_of
 from models import Plain, gradients, ids_of, worst_error
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from streambp_compile import NotStreamed, Report, StreamHint, explain, internals
@@ -151,6 +152,19 @@ def test_a_body_is_compiled_again_where_its_indices_would_overflow(monkeypatch):
         (1, True),
         (2**20, False),
     ]
+
+
+def test_transposed_rows_are_added_where_they_belong():
+    """On several threads; with Inductor's own kernel, the heap is overwritten."""
+
+    def added(x):
+        places = torch.arange(2)[:, None], torch.arange(40)
+        return torch.zeros(2, 40, 16).index_put(places, x.transpose(1, 2) * 2, accumulate=True)
+
+    x = torch.randn(2, 16, 40)
+    torch.testing.assert_close(
+        internals.compile_function(added, [FakeTensorMode().from_tensor(x)])(x), added(x)
+    )
 
 
 def test_a_body_that_cannot_be_compiled_again_runs_operator_by_operator(monkeypatch, interpreted):

@@ -88,9 +88,14 @@ def test_what_is_made_of_windows_is_what_torch_makes():
     rows, bias = windows(x, 2, 8, 4), torch.randn(4)
     torch.testing.assert_close(mean_of_windows(rows), F.avg_pool1d(x, 8, 4))
     torch.testing.assert_close(maximum_of_windows(rows), F.max_pool1d(x, 8, 4))
-    torch.testing.assert_close(filter_of_windows(rows, dense, bias), F.conv1d(x, dense, bias, stride=4))
     torch.testing.assert_close(
-        filter_of_windows(rows, single, None), F.conv1d(x, single, stride=4, groups=6), rtol=1e-5, atol=1e-5
+        filter_of_windows(rows, dense, bias, x.dtype), F.conv1d(x, dense, bias, stride=4)
+    )
+    torch.testing.assert_close(
+        filter_of_windows(rows, single, None, x.dtype),
+        F.conv1d(x, single, stride=4, groups=6),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -113,3 +118,40 @@ def test_other_pooling_is_left_alone_and_exact(pool):
     model, ids = Mixing(WIDTH, MixingLayer(mix, WIDTH, weight=(2,))).double(), ids_of(2, 40)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
+def written_windows(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    v = v * 1
+    windows = v.unfold(1, SIZE, SIZE)
+    windows.mul_(scale[0])
+    return v + q * windows.mean(-1)[:, :1] + k
+
+
+def written_rows(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    v = v * 1
+    windows = v.unfold(1, 4, 1)
+    v.mul_(scale[0])
+    return v + q * windows.mean(-1)[:, :1] + k
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+@pytest.mark.parametrize("mix", [written_windows, written_rows])
+def test_windows_share_memory_with_rows_that_are_written(mix):
+    model, ids = Mixing(WIDTH, MixingLayer(mix, WIDTH, weight=(2,))).double(), ids_of(2, 40)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
+@pytest.mark.parametrize("channels, groups", [(32, 1), (1, 32)])
+def test_filters_under_autocast(channels, groups):
+    """In the dtype of autocast, no worse than eager; errors are those against float32."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 32, 40)
+    weight, bias = torch.randn(32, channels, 8) / 8, torch.randn(32)
+    truth = F.conv1d(x, weight, bias, stride=8, groups=groups)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = F.conv1d(x, weight, bias, stride=8, groups=groups)
+        made = filter_of_windows(windows(x, 2, 8, 8), weight, bias, eager.dtype)
+    assert made.dtype is torch.bfloat16
+    error, usual = ((y - truth).abs().max() for y in (made, eager))
+    assert error < 1.5 * usual

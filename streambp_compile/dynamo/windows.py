@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..passes.ir import arguments, hint
+from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules import windows_of
-from ..passes.rules.forward import Part, part_of
+from ..passes.rules.forward import Part, mutated, part_of
 from .aten import inserted
 from .rewrites import MOST_TAPS, single
-from .token_axes import Trace, axes_of, fake_of
+from .token_axes import Trace, axes_of, fake_of, storage_of
 
 Made = Callable[..., Tensor]  # from windows ``[..., n, ..., size]``, and more operands
 
@@ -31,7 +31,7 @@ class Windowed:
     """What a node makes of windows along a dimension of a value.
 
     around  rows of zeros that it puts before and behind by itself
-    made    a function of the windows and ``more`` operands
+    made    a function of the windows and ``more`` operands; None where the windows are the result
     """
 
     source: Node
@@ -39,7 +39,7 @@ class Windowed:
     size: int
     step: int
     around: tuple[int, int]
-    made: Made
+    made: Made | None = None
     more: tuple = ()
 
 
@@ -54,7 +54,7 @@ def write_windows(module: GraphModule) -> GraphModule:
             padded = zeros_around(given.source, given.dim, trace) if given.step == 1 else None
             rows = given.source if padded is None else padded[0]
             marks = [m for axis in axes for m in axis.marks.get(rows, ()) if m.dim == given.dim]
-            if any(m.outer == m.inner == 1 for m in marks):
+            if any(m.outer == m.inner == 1 for m in marks) and not is_shared_view(node, given):
                 write(node, given, padded or (rows, 0, 0))
     return module
 
@@ -62,16 +62,26 @@ def write_windows(module: GraphModule) -> GraphModule:
 def write(node: Node, given: Windowed, padded: tuple[Node, int, int]) -> None:
     """Write a node's windows; of rows that have so many zeros before and behind."""
     source, before, behind = padded[0], padded[1] + given.around[0], padded[2] + given.around[1]
-    if given.step == 1 and before + behind == given.size - 1:
+    same = is_equal(fake_of(node).shape[given.dim], fake_of(source).shape[given.dim])
+    if given.step == 1 and same and before + behind == given.size - 1:
         cut, how = neighbours, (range(before, before - given.size, -1),)
     elif given.around == (0, 0):
         source, cut, how = given.source, windows, (given.size, given.step)
     else:
         return
     with node.graph.inserting_before(node):
-        rows = inserted(node, cut, (source, given.dim, *how))
-        node.replace_all_uses_with(inserted(node, given.made, (rows, *given.more)))
+        new = inserted(node, cut, (source, given.dim, *how))
+        if given.made is not None:
+            new = inserted(node, given.made, (new, *given.more))
+        node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def is_shared_view(node: Node, given: Windowed) -> bool:
+    """Are windows a view of memory that is written into? What is written here may be a copy."""
+    own = storage_of(given.source)
+    written = [target for n in node.graph.nodes if (target := mutated(n)) is not None]
+    return given.made is None and any(storage_of(target) == own for target in written)
 
 
 def zeros_around(node: Node, dim: int, trace: Trace) -> tuple[Node, int, int] | None:
@@ -91,11 +101,11 @@ def windowed(node: Node) -> Windowed | None:
     if part is Part.WINDOWS:
         given = arguments(node)
         dim = given["dimension"] % fake_of(given["self"]).dim()
-        found = Windowed(given["self"], dim, given["size"], given["step"], (0, 0), torch.clone)
+        found = Windowed(given["self"], dim, given["size"], given["step"], (0, 0))
     elif part in (Part.MEAN_OF_WINDOWS, Part.MAXIMUM_OF_WINDOWS):
         found = pooled(arguments(node), part is Part.MEAN_OF_WINDOWS)
     elif part is Part.CONVOLUTION:
-        found = filtered(arguments(node))
+        found = filtered(arguments(node), fake_of(node).dtype)
     else:
         return None
     if found is None or not all(isinstance(n, int) for n in (found.size, found.step)):
@@ -115,7 +125,7 @@ def pooled(given: dict, is_mean: bool) -> Windowed | None:
     return Windowed(source, fake_of(source).dim() - 1, size, step, (padding, padding), made)
 
 
-def filtered(given: dict) -> Windowed | None:
+def filtered(given: dict, dtype: torch.dtype) -> Windowed | None:
     """A strided convolution, dense or depthwise. Short filters at every token are written elsewhere."""
     source, weight, groups = given["input"], fake_of(given["weight"]), single(given["groups"])
     plain = single(given["padding"]) in (0, "valid") and single(given["dilation"]) == 1
@@ -123,10 +133,9 @@ def filtered(given: dict) -> Windowed | None:
         return None
     if groups != 1 and not groups == weight.shape[0] == fake_of(source).shape[1]:
         return None
-    more = (given["weight"], given.get("bias"))
-    return Windowed(
-        source, 2, hint(weight.shape[-1]), single(given["stride"]), (0, 0), filter_of_windows, more
-    )
+    size, step = hint(weight.shape[-1]), single(given["stride"])
+    more = (given["weight"], given.get("bias"), dtype)
+    return Windowed(source, 2, size, step, (0, 0), filter_of_windows, more)
 
 
 def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
@@ -158,10 +167,15 @@ def maximum_of_windows(rows: Tensor) -> Tensor:
     return rows.max(-1).values
 
 
-def filter_of_windows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution of ``[B, C, n, K]`` by ``[O, C or 1, K]``."""
+def filter_of_windows(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A convolution of ``[B, C, n, K]`` by ``[O, C or 1, K]``, as autocast computes it.
+
+    Half precision is added up in float32, as the kernels do.
+    """
+    sum_dtype = torch.promote_types(dtype, torch.float32)
+    rows, weight = rows.to(dtype), weight.to(dtype)
     if weight.shape[1] == 1 < weight.shape[0] == rows.shape[1]:
-        made = (rows * weight[:, 0, None]).sum(-1)
+        made = (rows.to(sum_dtype) * weight[:, 0, None].to(sum_dtype)).sum(-1)
     else:
-        made = torch.einsum("bcnk,ock->bon", rows, weight)
-    return made if bias is None else made + bias[:, None]
+        made = torch.einsum("bcnk,ock->bon", rows, weight).to(sum_dtype)
+    return (made if bias is None else made + bias[:, None].to(dtype)).to(dtype)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import torch
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.codegen.cpp import CppKernelProxy, CppTile2DKernel, CppVecKernel
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx_inner as inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
@@ -27,6 +30,28 @@ def rewrite(module: GraphModule) -> None:
     mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
     with V.set_fake_mode(mode):
         joint_graph_passes(module)
+
+
+class Tile2DKernel(CppTile2DKernel):
+    """Atomic additions to transposed tiles write where they should.
+
+    Up to torch 2.13, Inductor adds the offset within a tile twice to their index, and writes behind the end
+    of the tensor (pytorch issue 191837): in gradients of gathers and of overlapping windows, on a CPU with
+    several threads.
+    """
+
+    def store(self, name, index, value, mode=None):
+        atomic = mode == "atomic_add" and (inductor_config.cpp.dynamic_threads or self.num_threads > 1)
+        if atomic and not self.need_vec_transpose(self.rename_indexing(index)):
+            CppVecKernel.store(self, name, index, value, mode)
+        else:
+            super().store(name, index, value, mode)
+
+
+def compile_fx_inner(*args, **kwargs) -> Callable:
+    """Inductor's function of that name, with `Tile2DKernel`."""
+    with mock.patch.object(CppKernelProxy, "tile2d_kernel_cls", Tile2DKernel):
+        return inner(*args, **kwargs)
 
 
 def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
