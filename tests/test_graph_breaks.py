@@ -56,6 +56,23 @@ def test_a_library_that_is_imported_after_the_backend_breaks_no_graph(monkeypatc
         step(ids).backward()
 
 
+def test_a_compiled_step_with_its_backward(interpreted):
+    """Dynamo breaks at the backward, and traces what Python code runs in it: none of ours."""
+    model, ids = Plain(layers=1).double(), ids_of(2, 32)
+
+    def loss():
+        return model(ids, ids)
+
+    def step():
+        loss().backward()
+
+    torch._dynamo.utils.counters.clear()
+    found = gradients(model, torch.compile(step, backend="streambp", options={"chunk_size": 16}))
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert len(breaks) == 1 and "Tensor.backward()" in next(iter(breaks))
+    assert worst_error(found, gradients(model, loss)) < EXACT
+
+
 class Model(torch.nn.Module):
     """A layer, a head, and a loss behind whatever happens between the two."""
 

@@ -83,7 +83,10 @@ def ignore_library_logging_from_now_on() -> None:
         callback_handler.register_start_callback(before_tracing)
 
 
+@torch._dynamo.disable
 def before_tracing(args: CallbackArgs) -> None:
+    """Dynamo itself must not trace this: it would wait for the lock under which it calls it. It would, where
+    `loss.backward()` is called in a compiled function."""
     ignore_library_logging()
 
 

@@ -76,6 +76,7 @@ def saved_as(recipes: Sequence[tuple[torch.Tensor, Again]], leave: Leave | None 
         left = leave(kept) if again is None and leave is not None else None
         return again or left or kept
 
+    @torch.compiler.disable  # Dynamo would trace it where a compiled function calls `loss.backward()`
     def unpack(kept: object) -> torch.Tensor:
         return kept if isinstance(kept, torch.Tensor) else kept.restored()
 
