@@ -5,6 +5,7 @@ goes into code generation otherwise. Tests marked ``inductor`` compile them all 
 kind, and ``--inductor`` compiles those of every test, as ``make test-all`` does for files of whole models.
 """
 
+import math
 import os
 import sys
 from importlib.util import find_spec
@@ -61,6 +62,14 @@ def two_threads():
 @pytest.fixture(autouse=True)
 def same_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_hint_at_time(monkeypatch):
+    """How busy the machine is decides no test: many make every warning an error."""
+    from streambp_compile.passes import phases
+
+    monkeypatch.setattr(phases, "SLOW", math.inf)
 
 
 @pytest.fixture

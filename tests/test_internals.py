@@ -154,8 +154,16 @@ def test_a_body_is_compiled_again_where_its_indices_would_overflow(monkeypatch):
     ]
 
 
-def test_transposed_rows_are_added_where_they_belong():
-    """On several threads; with Inductor's own kernel, the heap is overwritten."""
+@pytest.fixture
+def several_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_transposed_rows_are_added_where_they_belong(several_threads):
+    """With Inductor's own kernel, the heap is overwritten."""
 
     def added(x):
         places = torch.arange(2)[:, None], torch.arange(40)

@@ -88,6 +88,7 @@ class Part(enum.Enum):
     WINDOWS = "consecutive rows, one window behind another"
     MEAN_OF_WINDOWS = "the mean of each window along the last dimension"
     MAXIMUM_OF_WINDOWS = "the largest number of each window along the last dimension"
+    REPEATED = "each row along the last dimension, several times one behind the other"
     TRIANGLE = "entries on one side of a diagonal of a matrix are zero"
 
 
@@ -128,6 +129,7 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     aten.unfold: Part.WINDOWS,
     aten.avg_pool1d: Part.MEAN_OF_WINDOWS,
     aten.max_pool1d: Part.MAXIMUM_OF_WINDOWS,
+    **dict.fromkeys((aten.upsample_nearest1d, aten._upsample_nearest_exact1d), Part.REPEATED),
     **dict.fromkeys((aten.tril, aten.triu), Part.TRIANGLE),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), Part.ALONG),
 }
@@ -167,6 +169,7 @@ DEFERRED = set(Part) - {
     Part.WINDOWS,
     Part.MEAN_OF_WINDOWS,
     Part.MAXIMUM_OF_WINDOWS,
+    Part.REPEATED,
 }
 
 

@@ -44,7 +44,10 @@ class Windowed:
 
 
 def write_windows(module: GraphModule) -> GraphModule:
-    """Write windows of tokens as reshapes and slices."""
+    """Write windows of tokens as reshapes and slices, and their way back to tokens as repeated rows."""
+    for node in list(module.graph.nodes):
+        if part_of(node) is Part.REPEATED:
+            write_repeated(node)
     found = [(node, w) for node in module.graph.nodes if (w := windowed(node)) is not None]
     if found:
         fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
@@ -75,6 +78,17 @@ def write(node: Node, given: Windowed, padded: tuple[Node, int, int]) -> None:
             new = inserted(node, given.made, (new, *given.more))
         node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def write_repeated(node: Node) -> None:
+    """Nearest neighbours at a whole multiple of the length: every row so many times."""
+    source = arguments(node)["input"]
+    rows, length = (fake_of(n).shape[-1] for n in (source, node))
+    times = hint(length) // hint(rows)
+    if is_equal(rows * times, length):
+        with node.graph.inserting_before(node):
+            node.replace_all_uses_with(inserted(node, torch.repeat_interleave, (source, times, -1)))
+        node.graph.erase_node(node)
 
 
 def is_shared_view(node: Node, given: Windowed) -> bool:
