@@ -18,6 +18,7 @@ from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along, padded_rows
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10
 WIDTH, HEADS, BLOCK = 16, 2, 8
+MANY = 13 * BLOCK  # so many blocks that they may be a sequence of their own
 
 
 def blocks(x: Tensor, pad: int = 0) -> Tensor:
@@ -182,6 +183,13 @@ def attention_of_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tenso
     return (F.pad(mixed, (0, 0, 1, -1))[:, :, None] + v).flatten(1, 2)
 
 
+def repeated_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Means of blocks attend to one another; each comes back to all rows of the block behind."""
+    short = blocks(v).mean(2)
+    mixed = F.scaled_dot_product_attention(short, short, short, is_causal=True)
+    return k + q * scale[0] * F.pad(mixed, (0, 0, 1, -1)).repeat_interleave(BLOCK, 1)
+
+
 def back_to_rows(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     """Each row reads the sum of all blocks before its own."""
     before = F.pad(blocks(v).sum(2).cumsum(1), (0, 0, 1, -1))
@@ -213,6 +221,7 @@ MIXERS = {
         blocks_beside_keys,
         gates_of_blocks,
         attention_of_blocks,
+        repeated_blocks,
         back_to_rows,
     )
 }
@@ -236,11 +245,15 @@ MIXERS = {
                 ("fused_keys_of_blocks", 40),
                 ("blocks_beside_keys", 40),
                 ("attention_of_blocks", 40),
+                ("attention_of_blocks", MANY),
+                ("keys_of_blocks", MANY),
+                ("blocks_beside_keys", MANY),
             )
         ),
         ("flat", 40),
         ("gates_of_blocks", 40),
         ("back_to_rows", 40),
+        ("repeated_blocks", MANY),
         ("keys_of_blocks", 43),
     ],
 )

@@ -48,6 +48,28 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class Hourglass(nn.Module):
+    """Layers of tokens, layers of a token for each four, and back (arXiv 2110.13711)."""
+
+    def __init__(self, linear: bool):
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(VOCABULARY, WIDTH), linear
+        self.layers = nn.ModuleList(Block(True, False) for _ in range(4))
+        if linear:
+            self.shorten, self.lengthen = nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(ids))
+        before = F.pad(x, (0, 0, 3, -3)).unflatten(1, (-1, 4))
+        short = self.shorten(before.flatten(2)) if self.linear else before.mean(2)
+        for layer in self.layers[1:3]:
+            short = layer(short)
+        back = self.lengthen(short).view_as(x) if self.linear else short.repeat_interleave(4, 1)
+        x = self.layers[3](x + back)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 class Translator(nn.Module):
     """The first layer looks the bias up for all of them; its index is counted in place."""
 
@@ -369,3 +391,14 @@ def test_several_rows_for_each_token_are_a_sequence_of_their_own():
     assert [r.times for r in report.regions if r.streamed is not None and "causal, proved" in str(r)] and sum(
         r.streamed is None for r in report.regions
     ) == 1
+
+
+@pytest.mark.parametrize("linear", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_hourglass_streams(linear):
+    model = Hourglass(linear).double()
+    report = explain(model, ids_of(2, 64))
+    assert all(region.streamed for region in report.regions)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    for length in (64, 96):
+        ids = ids_of(2, length)
+        assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT

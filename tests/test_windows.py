@@ -77,6 +77,32 @@ def test_windows_stream(name):
         assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+def back_to_rows(made: Tensor, back) -> Tensor:
+    """What is made of windows attends, and comes back to the rows of the windows behind."""
+    mixed = turned(F.scaled_dot_product_attention(made, made, made, is_causal=True))
+    return turned(back(F.pad(mixed, (1, -1))))
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        lambda x: F.interpolate(x, scale_factor=SIZE),
+        pytest.param(
+            lambda x: F.interpolate(x, scale_factor=SIZE, mode="nearest-exact"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_nearest_neighbours_are_the_way_back(back):
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        return k + q * scale[0] * back_to_rows(turned(F.avg_pool1d(turned(v), SIZE)), back)
+
+    model = Mixing(WIDTH, MixingLayer(mix, WIDTH, weight=(2,))).double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    for length in (40, 96):
+        ids = ids_of(2, length)
+        assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
 @pytest.mark.parametrize("dim, size, step", [(1, 8, 8), (1, 8, 4), (2, 9, 3), (1, 3, 1), (2, 4, 2)])
 def test_windows_are_those_of_unfold(dim, size, step):
     x = torch.randn(2, 27, 13)

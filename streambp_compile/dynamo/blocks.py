@@ -108,8 +108,6 @@ class Blocked:
         if not (entered or self.crops(node) or any(map(self.gives_rows, self.read_by(node)))):
             self.rowless.add(node)
         if not entered and not self.crops(node) and (self.has_other_tokens(node) or self.lets_meet(node)):
-            if self.tokens % self.length == 0 and any(map(self.is_attention, self.between(node))):
-                raise NoBlockFunction(f"blocks are the tokens of another sequence, for {node}")
             self.exchange.add(node)
 
     def has_only_tokens(self, node: Node) -> bool:
@@ -200,15 +198,6 @@ class Blocked:
         mark = self.mark_of(node)
         apart = node in self.starts or node in self.rowless
         return not apart and mark is not None and mark.inner == self.length and self.is_rows(node)
-
-    def is_attention(self, value: Node) -> bool:
-        """Does a captured node let blocks attend to one another?"""
-        signature = self.marks.signatures.get(value)
-        if signature is None or signature.rows is None:
-            return False
-        query, labels = tensor_operands(value)[0], signature.operands[0]
-        mark = self.marks.of(query).get(labels.index(signature.rows))
-        return mark is not None and mark.inner == 1
 
     def lets_meet(self, node: Node) -> bool:
         """Does a node let blocks meet? So does what only follows from such values, and is small."""

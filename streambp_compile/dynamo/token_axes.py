@@ -78,9 +78,12 @@ def joined(axes: Sequence[Axis]) -> Axis | None:
 
 
 def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
-    """The axis of a region: of the tokens that attend in it; else of those that see one another, or that most
-    of its values carry, with no rows beside them."""
+    """The axis of a region: of the tokens that come in blocks to it, or leave it so; of those that attend in
+    it; else of those that see one another, or that most of its values carry, with no rows beside them."""
     nodes = set(region.nodes)
+    calls = [n for n in region.nodes if n.target is torch.ops.streambp.over_blocks.default]
+    of_blocks = {v for n in calls for v in (n, *n.all_input_nodes)}
+    parted = [a for a in axes if not of_blocks.isdisjoint(a.marks)]
     fitting = [a for a in axes if not nodes.isdisjoint(a.attending)] or [
         a for a in axes if not nodes.isdisjoint(a.mixing)
     ]
@@ -89,7 +92,7 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
         values = [n for n in (*region.inputs, *region.nodes) if n in axis.marks]
         return sum(bytes_of(fake_of(n)) for n in values if not has_more_rows(n, axis))
 
-    return max(fitting[:1] or axes, key=carried, default=None)
+    return max(parted or fitting[:1] or axes, key=carried, default=None)
 
 
 def has_more_rows(node: Node, axis: Axis) -> bool:
