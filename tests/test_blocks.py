@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Mixing, MixingLayer, gradients, ids_of, worst_error
+from selection import representatives
 from torch import Tensor
 
 from benchmarks.zoo import ROWS
@@ -303,6 +304,38 @@ def test_gradients_are_block_functions_of_their_own():
 
 def test_a_chunk_holds_whole_blocks():
     assert [blocks_of("blocks_8", rows) for rows in (1, 8, 9, 24)] == [1, 1, 2, 3]
+
+
+def rows_of_blocks(x: Tensor) -> Tensor:
+    """All blocks of all sequences in one dimension."""
+    return x.view(-1, BLOCK, x.shape[2])
+
+
+def short_filter(x: Tensor) -> Tensor:
+    weight = torch.linspace(-1, 1, 3, dtype=x.dtype).expand(x.shape[2], 1, 3)
+    return F.conv1d(x.transpose(1, 2), weight, padding=1, groups=x.shape[2]).transpose(1, 2)
+
+
+MOVED = {
+    "behind": lambda x: F.pad(blocks(x), (0, 0, 1, -1)),
+    "ahead, merged": lambda x: F.pad(rows_of_blocks(x), (0, 0, -2, 2)),
+    "rolled": lambda x: torch.roll(rows_of_blocks(x), 1, 1),
+    "transposed": lambda x: F.pad(rows_of_blocks(x).transpose(1, 2), (1, -1)).transpose(1, 2),
+    "filtered": lambda x: short_filter(rows_of_blocks(x)),
+    "sums ahead": lambda x: rows_of_blocks(x).flip(1).cumsum(1).flip(1),
+    "products ahead": lambda x: rows_of_blocks(x.sigmoid()).flip(1).cumprod(1).flip(1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+@pytest.mark.parametrize("name", representatives(MOVED, {"behind", "ahead, merged", "sums ahead"}))
+def test_rows_moved_inside_blocks_have_gradients(name):
+    """Operators that normalisation writes are differentiated, or no part of a block function."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        return k + q * MOVED[name](v).reshape(v.shape) * scale[0]
+
+    check(mix, [40, MANY], strict=False)
 
 
 def test_wide_values_that_blocks_exchange_run_unchunked():

@@ -120,12 +120,21 @@ def register(found: BlockFunction, fakes: Sequence[torch.Tensor]) -> str:
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     if name not in FUNCTIONS:
         wanted = [i for i, x in enumerate(fakes) if x.requires_grad and x.dtype.is_floating_point]
+        if wanted:
+            check_differentiable(found.module)
         try:
             grads = {f"{name}_{i}": gradient(found, fakes, i) for i in wanted}
         except (RuntimeError, NotImplementedError) as error:  # an op inside has none
             raise NoBlockFunction(f"there is no gradient: {error}") from error
         FUNCTIONS.update({name: found, **grads})
     return name
+
+
+def check_differentiable(module: GraphModule) -> None:
+    """Raises `NoBlockFunction` for an operator without a gradient: autograd would take it for zero."""
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and not internals.has_gradient(node.target):
+            raise NoBlockFunction(f"{node.target} has no gradient")
 
 
 def shape_at(x: torch.Tensor, axis: Axis, found: BlockFunction, count: int) -> list[int]:
@@ -288,3 +297,27 @@ def gradients(ctx, grad: torch.Tensor):
 
 
 torch.library.register_autograd("streambp::over_blocks", gradients, setup_context=keep_operands)
+
+
+def keep_shift(ctx, inputs: tuple, output: torch.Tensor) -> None:
+    _, ctx.dim, ctx.by = inputs
+
+
+def shifted_back(ctx, grad: torch.Tensor):
+    return torch.ops.streambp.shifted(grad, ctx.dim, -ctx.by), None, None
+
+
+torch.library.register_autograd("streambp::shifted", shifted_back, setup_context=keep_shift)
+
+
+def keep_scan(ctx, inputs: tuple, output: torch.Tensor) -> None:
+    _, ctx.dim, ctx.kind = inputs
+
+
+def scanned_back(ctx, grad: torch.Tensor):
+    if ctx.kind != "cumsum":
+        raise NotImplementedError(f"a reverse {ctx.kind} has no gradient")
+    return grad.cumsum(ctx.dim), None, None
+
+
+torch.library.register_autograd("streambp::reverse_scan", scanned_back, setup_context=keep_scan)

@@ -19,6 +19,7 @@ from .aten_graphs import (
     capture,
     captured_after,
     decompositions,
+    has_gradient,
     inline_numbers,
     known_number,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "generated",
     "generated_line",
     "graph_break",
+    "has_gradient",
     "graph_is_kept",
     "guard_of",
     "ignore_library_logging",

@@ -125,3 +125,9 @@ def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:
         names.append(node.name)
         node = node.prev
     return newest, names
+
+
+def has_gradient(op: torch._ops.OpOverload) -> bool:
+    """Does autograd know an operator? It takes what it does not know for constant, and only warns."""
+    keys = ("Autograd", "CompositeImplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
