@@ -393,7 +393,8 @@ def test_several_rows_for_each_token_are_a_sequence_of_their_own():
     ) == 1
 
 
-@pytest.mark.parametrize("linear", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("linear", [False, True])
 def test_an_hourglass_streams(linear):
     model = Hourglass(linear).double()
     report = explain(model, ids_of(2, 64))

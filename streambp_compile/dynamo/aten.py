@@ -41,7 +41,9 @@ def to_aten(module: GraphModule) -> GraphModule:
             check_time()
             if is_switch(node):
                 replay(node)
-            elif is_translatable(node):
+                continue
+            write_sizes(node)
+            if is_translatable(node):
                 translate(node, spelled)
     for node in reversed(module.graph.nodes):
         if has_unread_items(node):
@@ -50,6 +52,26 @@ def to_aten(module: GraphModule) -> GraphModule:
             module.graph.erase_node(node)
     module.recompile()
     return module
+
+
+def write_sizes(node: Node) -> None:
+    """Write a whole shape that a call reads (``x.view(y.shape)``) as its numbers."""
+
+    def numbers(operand: Node) -> Node | tuple:
+        sizes = fake_of(operand)
+        if not isinstance(sizes, torch.Size):
+            return operand
+        return tuple(s if isinstance(s, int) else size_at(operand, i) for i, s in enumerate(sizes))
+
+    if node.op in ("call_function", "call_method") and node.target is not operator.getitem:
+        with node.graph.inserting_before(node):
+            node.args, node.kwargs = map_arg((node.args, node.kwargs), numbers)
+
+
+def size_at(shape: Node, dim: int) -> Node:
+    found = shape.graph.call_function(operator.getitem, (shape, dim))
+    found.meta = {**shape.meta, "example_value": fake_of(shape)[dim]}
+    return found
 
 
 def has_unread_items(node: Node) -> bool:

@@ -9,7 +9,7 @@ values are small, a state per block, and exist at full length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -87,8 +87,9 @@ class Blocked:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def read_by(self, node: Node) -> list[Node]:
-        """The values that a node reads; the result of a call reads what the call does."""
-        found = [self.read_by(a) if a in self.calls else [a] for a in node.all_input_nodes]
+        """The values that a node reads; the result of a call reads what the call does, a size reads none."""
+        operands = [a for a in node.all_input_nodes if not is_size(a)]
+        found = [self.read_by(a) if a in self.calls else [a] for a in operands]
         return list(dict.fromkeys(a for group in found for a in group))
 
     def readers_of(self, node: Node) -> list[Node]:
@@ -256,6 +257,7 @@ class Blocked:
         wanted = [n for n in self.module.graph.nodes if n in self.inside and self.is_wanted(n)]
         self.check(wanted)
         self.check_writes()
+        self.check_gradients()
         try:
             new: dict[Node, Node] = {}
             for node, (name, operands, *dims) in [(node, self.function(node)) for node in wanted]:
@@ -300,6 +302,22 @@ class Blocked:
             same = [n for n in self.inside if n < node and storage_of(n) == storage_of(target)]
             if same != [target] or list(target.users) != [node]:
                 raise NoBlockFunction(f"{node} writes into a value that others read")
+
+    def check_gradients(self) -> None:
+        """Raises `NoBlockFunction` where gradients are not those of the operators: the gradient of a block
+        function is derived from what was captured, which has neither detached values nor a user's backward."""
+        for node in {*self.inside, *self.calls}:
+            read = self.read_by(node)
+            if isinstance(node.target, internals.HigherOrderOperator) and not self.inside.isdisjoint(read):
+                raise NoBlockFunction(f"{node} may have a backward of its own")
+            stops = wants_gradient(read) and is_real(node) and not wants_gradient([node])
+            if node in self.inside and stops and not self.is_made_of_nothing(node):
+                raise NoBlockFunction(f"{node} stops gradients")
+
+    def is_made_of_nothing(self, node: Node) -> bool:
+        """Does a node take sizes alone from what it reads (``zeros_like``)?"""
+        made = self.between(node)
+        return bool(made) and not any(value.all_input_nodes for value in made)
 
     def is_view(self, node: Node) -> bool:
         return all(getattr(v.target, "is_view", False) for v in self.between(node))
@@ -388,3 +406,17 @@ class Blocked:
                 new = inserted(node, torch.flatten, (new, dim, dim + more))
         node.replace_all_uses_with(new)
         return new
+
+
+def wants_gradient(nodes: Iterable[Node]) -> bool:
+    return any(isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad for n in nodes)
+
+
+def is_size(node: Node) -> bool:
+    return isinstance(fake_of(node), (int, torch.SymInt, torch.Size)) or node.target == "size"
+
+
+def is_real(node: Node) -> bool:
+    """Is a value made of numbers that may have gradients?"""
+    fake = fake_of(node)
+    return isinstance(fake, torch.Tensor) and (fake.is_floating_point() or fake.is_complex())
