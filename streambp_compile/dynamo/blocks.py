@@ -304,9 +304,12 @@ class Blocked:
                 raise NoBlockFunction(f"{node} writes into a value that others read")
 
     def check_gradients(self) -> None:
-        """Raises `NoBlockFunction` where gradients are not those of the operators: the gradient of a block
-        function is derived from what was captured, which has neither detached values nor a user's backward."""
-        for node in {*self.inside, *self.calls}:
+        """Raises `NoBlockFunction` where gradients are not those of the operators.
+
+        The gradient of a block function is derived from what was captured, which has neither detached values
+        nor a user's backward.
+        """
+        for node in self.module.graph.nodes:
             read = self.read_by(node)
             if isinstance(node.target, internals.HigherOrderOperator) and not self.inside.isdisjoint(read):
                 raise NoBlockFunction(f"{node} may have a backward of its own")
