@@ -101,6 +101,16 @@ def states_out(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return torch.cat(found, 2) * state.mean().cos()
 
 
+def detached(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """No gradient goes through the means of a block's values."""
+    state, found = torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype), []
+    for rows, keys, values in zip(q.split(BLOCK, 2), k.split(BLOCK, 2), v.split(BLOCK, 2)):
+        values = values * values.mean(2, keepdim=True).detach()
+        found.append(rows @ state + (rows @ keys.mT).tril() @ values)
+        state = state + keys.mT @ values
+    return torch.cat(found, 2)
+
+
 class InHeads(nn.Module):
     """``mix`` with tokens behind the heads."""
 
@@ -146,6 +156,7 @@ def test_loops_stream(mix):
         (block_before, 64),
         (two_blocks_before, 96),
         (exchanged_states, 96),
+        (detached, 64),
     ],
 )
 def test_gradients_of_other_loops_are_exact(mix, length):

@@ -181,6 +181,11 @@ def is_filled(node: Node) -> bool:
 FILLS = (aten.ones, aten.zeros, aten.full)
 
 
+def is_detached(node: Node) -> bool:
+    """Is it another value without that value's gradient, in any spelling?"""
+    return node.target in (aten.detach.default, torch.detach, torch.Tensor.detach, "detach")
+
+
 def is_along_last(node: Node) -> bool:
     """Is every dimension that an op names the last one, counted from behind, so that it stays that in a
     value of more dimensions?"""

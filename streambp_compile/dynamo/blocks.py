@@ -20,11 +20,12 @@ from ..passes.kernels.blocks import Along, blocks_in
 from ..passes.kernels.blocks import Axis as Place
 from ..passes.rules import form_of, windows_of
 from ..passes.rules.facets import Form
-from ..passes.rules.forward import Part, mutated, part_of
+from ..passes.rules.forward import Part, is_detached, mutated, part_of
 from ..passes.token_propagation import TokenPropagation
 from .aten import inserted
 from .block_functions import BlockGraph, NoBlockFunction, register
 from .block_splits import Split, may_split, split_of
+from .regions import is_switch
 from .token_axes import Axis, Trace, axes_of, fake_of, storage_of
 
 streambp = torch.ops.streambp
@@ -311,11 +312,22 @@ class Blocked:
         """
         for node in self.module.graph.nodes:
             read = self.read_by(node)
-            if isinstance(node.target, internals.HigherOrderOperator) and not self.inside.isdisjoint(read):
+            if self.hides_gradients(node) and not self.inside.isdisjoint(read):
                 raise NoBlockFunction(f"{node} may have a backward of its own")
             stops = wants_gradient(read) and is_real(node) and not wants_gradient([node])
             if node in self.inside and stops and not self.is_made_of_nothing(node):
                 raise NoBlockFunction(f"{node} stops gradients")
+
+    def hides_gradients(self, node: Node) -> bool:
+        """Is it, or a function that is mapped there, more than operators with their own gradients?"""
+        if isinstance(node.target, internals.HigherOrderOperator):
+            return True
+        mapped = self.module.get_submodule(node.target).modules() if node.op == "call_module" else ()
+        nodes = [n for m in mapped if isinstance(m, GraphModule) for n in m.graph.nodes]
+        return any(
+            is_switch(n) or is_detached(n) or isinstance(n.target, internals.HigherOrderOperator)
+            for n in nodes
+        )
 
     def is_made_of_nothing(self, node: Node) -> bool:
         """Does a node take sizes alone from what it reads (``zeros_like``)?"""
