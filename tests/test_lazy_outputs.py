@@ -12,6 +12,7 @@ from models import Plain, ids_of, worst_error
 from selection import representatives
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import peak
 from streambp_compile.lazy.outputs import LazyOutput
@@ -308,10 +309,55 @@ class Squares(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * gradient.unsqueeze(-1)
 
 
+class Tripled(torch.autograd.Function):
+    """Its forward calls what is recorded elsewhere; its backward is not the derivative of that."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits * 1.5
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.mark_dirty(logits)
+        return logits.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 @pytest.mark.parametrize(
-    "then", [Squares.apply, lambda x: Squares.apply(x[:, 1:] / 0.7)], ids=["logits", "scaled"]
+    "then",
+    [
+        Squares.apply,
+        lambda x: Squares.apply(x[:, 1:] / 0.7),
+        lambda x: Tripled.apply(x).logsumexp(-1),
+        lambda x: Squares.apply(x) + x.logsumexp(-1),
+    ],
+    ids=["logits", "scaled", "recorded operators", "two readers"],
 )
 def test_custom_autograd_functions(model, then):
+    ours, truth = outcome(model, model.step, then), outcome(model, model, then)
+    torch.testing.assert_close(ours[0], truth[0], rtol=EXACT, atol=1e-12)
+    assert worst_error(ours[1], truth[1]) < EXACT
+
+
+def test_custom_functions_that_write_into_logits(model):
+    with pytest.raises(RuntimeError, match="changes logits of shape .* in place"):
+        InPlace.apply(model.step(IDS) * 1.0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_under_a_checkpoint(model, reentrant):
+    def then(x):
+        return checkpoint(lambda logits: logits.logsumexp(-1), x, use_reentrant=reentrant)
+
     ours, truth = outcome(model, model.step, then), outcome(model, model, then)
     torch.testing.assert_close(ours[0], truth[0], rtol=EXACT, atol=1e-12)
     assert worst_error(ours[1], truth[1]) < EXACT

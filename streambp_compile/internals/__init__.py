@@ -75,7 +75,7 @@ from .fake_tensors import (
 )
 from .inductor import compile_function, compile_graph, compile_plainly, rewrite
 from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
-from .running_step import assert_on_device, graph_is_kept
+from .running_step import apart_from_checkpoint, assert_on_device, graph_is_kept, in_custom_forward
 from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
 from .size_guards import guard_of
 from .structured_trace import trace_artifact
@@ -93,6 +93,7 @@ __all__ = [
     "PADDINGS",
     "TorchDispatchMode",
     "aot_autograd",
+    "apart_from_checkpoint",
     "apart_from_ddp",
     "assert_on_device",
     "before_autograd",
@@ -124,6 +125,7 @@ __all__ = [
     "ignore_library_logging",
     "ignore_library_logging_from_now_on",
     "outside_of_metrics",
+    "in_custom_forward",
     "index_by_tensors",
     "inline_numbers",
     "known_number",

@@ -5,7 +5,10 @@ Tested with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+from torch.utils import checkpoint
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
@@ -16,3 +19,22 @@ def assert_on_device(condition: torch.Tensor, text: str) -> None:
 def graph_is_kept() -> bool:
     """Does the running backward keep its graph (``retain_graph=True``), and so the saved values?"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def in_custom_forward() -> bool:
+    """Does the forward of a `torch.autograd.Function` run? It switches both modes of gradients off, as
+    inference mode alone does besides (torch/csrc/autograd/python_function.cpp)."""
+    either = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled()
+    return not either and not torch.is_inference_mode_enabled()
+
+
+def apart_from_checkpoint() -> contextlib.AbstractContextManager:
+    """Inside, a checkpoint that is being recorded keeps what autograd keeps, and computes none of it again.
+
+    What streams is recomputed by chunks in any case. A checkpoint would count what its second run keeps, and
+    stop where that is less (torch/utils/checkpoint.py).
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or hooks[0].__module__ != checkpoint.__name__:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)

@@ -312,14 +312,15 @@ def sources(expression: Expression) -> list[Source]:
 def whole(results: Sequence[Expression]) -> list[torch.Tensor]:
     """Evaluate as eager does. Logits are computed at full length, once for all that is made of them."""
     known: dict[Expression, object] = {}
-    for node in ordered(results):
-        if node.cached is not None:
-            known[node] = node.cached
-        elif isinstance(node, Op):
-            known[node] = node.evaluate(known)
-        else:
-            node.check()
-            known[node] = node.tensor if isinstance(node, Given) else node.evaluate()
+    with internals.apart_from_checkpoint():
+        for node in ordered(results):
+            if node.cached is not None:
+                known[node] = node.cached
+            elif isinstance(node, Op):
+                known[node] = node.evaluate(known)
+            else:
+                node.check()
+                known[node] = node.tensor if isinstance(node, Given) else node.evaluate()
     return [known[r] for r in results]
 
 
@@ -335,9 +336,9 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
     if text not in first.compiled:
         first.compiled[text] = first.compile(written.module())
     grad = any(isinstance(r.fake, torch.Tensor) and r.fake.requires_grad for r in results)
-    device = results[0].fake.device.type
+    plain = torch.autocast(results[0].fake.device.type, enabled=False)
     try:
-        with torch.set_grad_enabled(grad), torch.autocast(device, enabled=False):
+        with internals.apart_from_checkpoint(), torch.set_grad_enabled(grad), plain:
             values = [
                 v.to(r.fake.dtype) if isinstance(r.fake, torch.Tensor) else v
                 for v, r in zip(first.compiled[text](*written.inputs), results)

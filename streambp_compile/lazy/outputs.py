@@ -135,7 +135,8 @@ class LazyOutput(torch.Tensor):
             refuse_uncomputed(func, args, kwargs)
         if first is not None and in_place(func):
             return changed(first, func, args, kwargs)
-        result = record(func, args, kwargs)
+        # Autograd gives what a custom forward returns a history of its own, which no expression has.
+        result = None if internals.in_custom_forward() else record(func, args, kwargs)
         if result is not None:
             return iter(result) if func == torch.Tensor.__iter__ else result
         args, kwargs = values((args, kwargs))
@@ -203,9 +204,21 @@ class Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        with torch.enable_grad():
-            value = value_of(ctx.holder[0], False)
-        return None, *torch.autograd.grad(value, ctx.inputs, values(gradient), allow_unused=True)
+        expression, gradient = ctx.holder[0], values(gradient)
+
+        def gradients() -> tuple[torch.Tensor | None, ...]:
+            with torch.enable_grad():
+                value = value_of(expression, False)
+            return torch.autograd.grad(value, ctx.inputs, gradient, retain_graph=True, allow_unused=True)
+
+        try:
+            return None, *gradients()
+        except (
+            RuntimeError
+        ):  # this backward has been through the value, for another reader, and freed its graph
+            for node in ordered([expression]):
+                node.cached = None
+            return None, *gradients()
 
 
 def roots(expression: Expression) -> list[torch.Tensor]:
@@ -338,7 +351,16 @@ def in_place(function: Callable) -> bool:
 
 
 def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -> object:
-    """An operation in place: the same object stands for another value from now on."""
+    """An operation in place: the same object stands for another value from now on.
+
+    Raises RuntimeError in the forward of an autograd function, whose gradient would be that of other logits.
+    """
+    if internals.in_custom_forward() and target.expression.fake.requires_grad:
+        raise RuntimeError(
+            f"A torch.autograd.Function changes logits of shape {tuple(target.shape)} in place, and these "
+            "logits are computed when they are read. Return a new tensor from its forward, or call "
+            "logits.retain_grad() before."
+        )
     name = function.__name__
     plain = f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_")
     unshared = target.cached is None and [r for r in target.family if r() is not None] == [
