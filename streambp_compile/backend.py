@@ -214,6 +214,7 @@ class Chain:
             given = zip(self.placeholders, self.example_inputs)
             self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in given]
             cut = self.cut()
+        self.hint_at_head_apart(cut)
         built: dict[str, CompiledRegion] = {}
 
         def compiled(region: Region) -> CompiledRegion:
@@ -340,6 +341,23 @@ class Chain:
                     "at full length because they leave it there. Remove the break, so that the head "
                     "streams with its loss. Torch's advice for this break: "
                     f"{broken.remedy.rstrip('.') or 'none'}"
+                )
+
+    def hint_at_head_apart(self, cut: Cut) -> None:
+        """Tell that hidden states leave for a head that FSDP2 keeps from Dynamo."""
+        returned = [fake_of(n) for n in outputs_of(self.module) if isinstance(n, Node)]
+        for head in internals.heads_apart(self.example_inputs) if cut.axes else ():
+            hidden = (v for v in returned if isinstance(v, torch.Tensor) and v.shape[-1:] == (head.takes,))
+            taken = max(map(bytes_of, hidden), default=0)
+            if taken and head.makes >= WIDER * head.takes:
+                kept = (
+                    "" if head.kept else " and pass reshard_after_forward=False to fully_shard for that group"
+                )
+                self.hint(
+                    "FSDP2 gathers the weight of the head in a group of its own, where Dynamo does not trace "
+                    f"the forward of a torch.nn module, so that the logits take "
+                    f"{mebibytes(taken * head.makes // head.takes)} at full length. Write "
+                    f'head.forward = torch.compile(head.forward, backend="streambp"){kept}'
                 )
 
     def hint_at_freed_weights(self, cost: int, engine: internals.Engine) -> None:

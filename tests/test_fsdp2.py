@@ -10,12 +10,8 @@ from benchmarks.setups.measurement import Way, measured
 from benchmarks.zoo import interpret_bodies
 
 CHOSEN = {"FSDP2, compiled after sharding"}
-WITHOUT_HEAD = {
-    "FSDP2, layers compiled one by one",
-    "FSDP2, loss outside, all resharded",
-    "FSDP2, head in a group of its own",
-    "FSDP2, head in a group that is kept",
-}
+HEAD_APART = {"FSDP2, head in a group of its own", "FSDP2, head in a group that is kept"}
+WITHOUT_HEAD = HEAD_APART | {"FSDP2, layers compiled one by one", "FSDP2, loss outside, all resharded"}
 
 
 IN_FLOAT32 = "FSDP2, mixed precision"  # of a model in float64
@@ -33,6 +29,7 @@ def test_layers_stream_with_the_collectives_of_eager(name, ranks):
         assert row.error < (1e-5 if name == IN_FLOAT32 else 1e-12)
         assert row.layers and (row.head or name in WITHOUT_HEAD)
         assert row.collectives == row.expected
+        assert any("head in a group of its own" in note for note in row.notes) is (name in HEAD_APART)
 
 
 def logits_read_late() -> tuple[float, list[str]]:

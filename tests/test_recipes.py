@@ -79,12 +79,19 @@ def head_and_loss() -> bool:
     given = dict(torch=torch, functools=functools, cross_entropy=F.cross_entropy)
     joined = ran(SHARDED, 1, **given)["HeadAndLoss"](decoder.WIDTH, decoder.VOCABULARY, bias=False).double()
     model, ids = decoder.decoder(), decoder.ids_of(LENGTH)
-    names = ran(SHARDED, 2, model=model, **given)
+    names = ran(SHARDED, 3, model=model, **given)
     hidden = model.hidden(ids)
     model.head.weight.data.copy_(joined.weight)
     loss = names["loss_of"](hidden, ids)
     torch.testing.assert_close(loss, joined(hidden, ids))
     return streams(lambda: names["loss_of"](model.hidden(ids), ids).backward())
+
+
+def compiled_head() -> bool:
+    model, ids = decoder.decoder(), decoder.ids_of(LENGTH)
+    ran(SHARDED, 2, torch=torch, head=model.head)
+    hidden = model.hidden(ids)
+    return streams(lambda: decoder.next_token_loss(model.head(hidden), ids).backward())
 
 
 def split_layers() -> bool:
@@ -95,7 +102,8 @@ def split_layers() -> bool:
 
 
 @pytest.mark.parametrize(
-    "recipe", [in_short, a_plugin, pytest.param(head_and_loss, marks=pytest.mark.slow), split_layers]
+    "recipe",
+    [in_short, a_plugin, pytest.param(head_and_loss, marks=pytest.mark.slow), compiled_head, split_layers],
 )
 def test_recipes_of_one_process(recipe, interpreted):
     assert recipe()

@@ -12,6 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._dynamo.backends.distributed import DDPOptimizer
@@ -86,27 +87,63 @@ def is_fsdp_hook(hook: Callable) -> bool:
     return isinstance(getattr(hook, "__self__", None), fsdp_state_type())
 
 
-def fsdp_groups() -> Iterator:
-    """All groups of parameters that FSDP2 gathers together."""
+def fsdp_states() -> Iterator:
+    """The states of all modules that `fully_shard` was called for."""
     for found in list(composable._module_state_mapping.values()):
         state = found() if isinstance(found, weakref.ref) else found
         if isinstance(state, fsdp_state_type()):
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # up to torch 2.11
-                groups = filter(None, [state._fsdp_param_group])
-            yield from groups
+            yield state
+
+
+def groups_of(state: object) -> Sequence:
+    """The groups of parameters that FSDP2 gathers together for a module."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # up to torch 2.11
+        groups = [g for g in [state._fsdp_param_group] if g is not None]
+    return groups
+
+
+def is_gathered_by(group: object, weight: object) -> bool:
+    return any(getattr(p, "_unsharded_param", None) is weight for p in group.fsdp_params)
 
 
 def freed_by(weight: torch.Tensor) -> Engine | None:
     """What frees this gathered weight when the forward of its module ends, if anything does."""
     if hasattr(weight, "ds_status"):  # DeepSpeed has gathered it
         return None if weight.ds_persist else Engine.ZERO3
-    kept = (
-        not group._reshard_after_forward
-        or all(getattr(p, "_unsharded_param", None) is not weight for p in group.fsdp_params)
-        for group in fsdp_groups()
+    groups = (group for state in fsdp_states() for group in groups_of(state))
+    freed = any(group._reshard_after_forward and is_gathered_by(group, weight) for group in groups)
+    return Engine.FSDP2 if freed else None
+
+
+@dataclass(frozen=True)
+class HeadApart:
+    """A linear layer that FSDP2 gathers in a group without the module that calls it.
+
+    Dynamo leaves a graph there to run the hooks of the group, and traces no forward that is torch.nn's own.
+
+    takes, makes  features
+    kept          does the gathered weight stay until the backward?
+    """
+
+    takes: int
+    makes: int
+    kept: bool
+
+
+def heads_apart(weights: Sequence[object]) -> Iterator[HeadApart]:
+    """Those of the model that has one of these weights, if nobody compiled their forward by itself."""
+    owners = (
+        state
+        for state in fsdp_states()
+        if any(is_gathered_by(group, weight) for group in groups_of(state) for weight in weights)
     )
-    return None if all(kept) else Engine.FSDP2
+    owner = next(owners, None)
+    for group in (g for state in owner._state_ctx.all_states for g in groups_of(state)) if owner else ():
+        for module in group.modules:
+            own = "forward" not in vars(module) and type(module).forward is torch.nn.Linear.forward
+            if isinstance(module, torch.nn.Linear) and own:
+                yield HeadApart(module.in_features, module.out_features, not group._reshard_after_forward)
 
 
 def is_sharded(value: object) -> bool:
