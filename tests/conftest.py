@@ -5,6 +5,7 @@ goes into code generation otherwise. Tests marked ``inductor`` compile them all 
 kind, and ``--inductor`` compiles those of every test, as ``make test-all`` does for files of whole models.
 """
 
+import contextlib
 import math
 import os
 import sys
@@ -81,7 +82,7 @@ def fresh_dynamo():
 
 
 @pytest.fixture
-def interpreted(request, monkeypatch, fresh_dynamo):
+def interpreted(request, fresh_dynamo):
     """Chunk bodies run node by node, not compiled: for what is about their analysis.
 
     Without effect in tests marked ``inductor``, and under ``--inductor``.
@@ -89,13 +90,27 @@ def interpreted(request, monkeypatch, fresh_dynamo):
     if request.config.getoption("--inductor") or request.node.get_closest_marker("inductor"):
         yield
         return
+    with interpreting():
+        yield
+
+
+@pytest.fixture(scope="module")
+def interpreted_together():
+    """`interpreted`, for a file whose tests share what was compiled."""
+    with interpreting():
+        yield
+
+
+@contextlib.contextmanager
+def interpreting():
     from benchmarks import zoo
     from streambp_compile import internals
 
-    monkeypatch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)
-    monkeypatch.setattr(internals.chunk_bodies, "COMPILED", INTERPRETED)
-    zoo.interpret_bodies()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)
+        patch.setattr(internals.chunk_bodies, "COMPILED", INTERPRETED)
+        zoo.interpret_bodies()
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -274,7 +274,8 @@ def test_other_lengths_need_no_other_plan():
     check(state_space, [43, 61, 24], layers=2)
 
 
-@pytest.mark.parametrize("mix", [fused_keys_of_blocks, pytest.param(keys_of_blocks, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", [fused_keys_of_blocks, keys_of_blocks])
 def test_rows_behind_the_last_full_block_are_left_out(mix):
     """Of 35 tokens, the last chunk has three, and no block."""
     check(mix, [43, 35, 40, 61], chunk=16, layers=2)

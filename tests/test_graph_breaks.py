@@ -139,7 +139,7 @@ def test_a_break_before_the_loss(between, chunk, interpreted):
 @pytest.mark.parametrize(
     "loss", [shifted_loss, changed_in_place, pytest.param(read_twice, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("backend", ["streambp", "aot_eager"])
+@pytest.mark.parametrize("backend", ["streambp", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_loss_that_is_compiled_apart(loss, backend, interpreted):
     model = Model(None).double()
     logits_of = torch.compile(model.logits, backend="streambp", options={"chunk_size": 7})

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.memory import peak
 from streambp_compile.lazy.outputs import LazyOutput
 
+pytestmark = pytest.mark.usefixtures("interpreted_together")
 EXACT = 1e-10
 VOCABULARY = 1024
 
@@ -37,7 +38,7 @@ def model():
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = Head().double()
-    made.step = torch.compile(made.forward, backend="streambp", options={"chunk_size": 8})
+    made.step = torch.compile(made.forward, backend="streambp", options={"chunk_size": 5})
     yield made
     torch._dynamo.reset()
 

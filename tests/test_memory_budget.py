@@ -77,6 +77,7 @@ def test_layer_inputs_leave_for_a_smaller_budget(model):
     assert peak(lambda: compiled(model, ids).backward()) <= budget
 
 
+@pytest.mark.slow
 def test_the_backward_of_a_kept_graph_brings_inputs_back_twice(model):
     ids = ids_of(1, LENGTH)
     expected = gradients(model, loss_of(model, ids))
@@ -162,6 +163,7 @@ def test_layer_inputs_in_8_bits_take_a_quarter_and_say_so(model):
     assert abs(peak(lambda: compiled(model, ids).backward()) - report.peak.bytes) <= 0.02 * report.peak.bytes
 
 
+@pytest.mark.slow
 def test_layer_inputs_are_rounded_only_where_a_budget_asks_for_it(model):
     model, ids = model.float(), ids_of(1, LENGTH)
     default = predicted(model, ids).peak.bytes

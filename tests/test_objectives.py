@@ -46,21 +46,18 @@ CHOSEN = {  # one of each kind of graph
     "cross-entropy, padded labels (Hugging Face)",
     "[B, V, T], padded labels",
     "teacher inside, top-k",
-    "residual heads with one vocabulary (Medusa)",
     "metrics beside the loss",
     "GRPO",
     "GSPO, token level",
     "PPO, value head, entropy",
     "DPO",
-    "DPO, reference computed inside",
     "distillation, JSD",
-    "distillation, top-k of the teacher",
     "multi-token prediction heads",
     "reward model, last token",
     "discounted returns, summed from the end",
     "actor and critic, one-step advantages",
 }
-COMPILED = {"cross-entropy, padded labels (Hugging Face)", "GRPO"}
+COMPILED = {"GRPO"}
 
 
 @pytest.mark.parametrize("name", representatives(OBJECTIVES, CHOSEN, COMPILED))

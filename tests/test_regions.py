@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Plain, gradients, ids_of, worst_error
+from selection import representatives
 from torch import Tensor, nn
 
 from streambp_compile import NotStreamed, explain
@@ -49,7 +50,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", representatives(PARTS, {"slices", "turned"}))
 def test_parts_of_something_wider_cross_a_cut(part, grad, interpreted):
     model, ids = Windowed(PARTS[part]).double(), torch.randint(VOCAB, (2, 61))
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})

@@ -326,7 +326,7 @@ def test_the_operator_is_a_scan_of_flipped_rows(kind):
     [
         (lambda s: s.cumsum(-2), "scans the rows of a matrix"),
         pytest.param(lambda s: s.cumsum(-1), None, marks=pytest.mark.slow),
-        (lambda s: s.logcumsumexp(-1), None),
+        pytest.param(lambda s: s.logcumsumexp(-1), None, marks=pytest.mark.slow),
     ],
     ids=["rows", "keys", "keys in log space"],
 )

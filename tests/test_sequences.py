@@ -276,7 +276,7 @@ ODD = [
     pytest.param(Preference, lambda: (ids_of(2, 61), ids_of(2, 45)), 7, marks=pytest.mark.slow),
     (Captions, lambda: (torch.randn(2, 3, 32, 24, dtype=torch.float64), ids_of(2, 45)), 4),
     pytest.param(Latents, lambda: (ids_of(2, 61),), 4, marks=pytest.mark.slow),
-    (Prefix, lambda: (ids_of(2, 61),), 3),
+    pytest.param(Prefix, lambda: (ids_of(2, 61),), 3, marks=pytest.mark.slow),
     pytest.param(Shared, lambda: (ids_of(3, 61), ids_of(3, 45)), 4, marks=pytest.mark.slow),
     pytest.param(Shared, lambda: (ids_of(3, 61), ids_of(3, 61)), 2, marks=pytest.mark.slow),
 ]
@@ -345,7 +345,7 @@ def twice(index, table):
 @pytest.mark.parametrize(
     "write",
     [
-        after_a_view,
+        pytest.param(after_a_view, marks=pytest.mark.slow),
         pytest.param(between, marks=pytest.mark.slow),
         by_item,
         pytest.param(twice, marks=pytest.mark.slow),

@@ -223,9 +223,8 @@ class Torch(nn.Module):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-@pytest.mark.parametrize(
-    "more", [{"add_zero_attn": True}, pytest.param({"add_bias_kv": True}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"add_zero_attn": True}, {"add_bias_kv": True}], ids=str)
 def test_keys_that_torch_adds(more):
     check(Torch(**more).double(), *((torch.randint(VOCABULARY, (2, n)),) for n in (17, 20)), chunk=7)
 

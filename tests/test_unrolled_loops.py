@@ -180,6 +180,7 @@ def test_iterations_that_do_different_things_stay_as_they_are():
         check(mix, 64, strict=False)
 
 
+@pytest.mark.slow
 def test_blocks_written_into_a_value_that_is_read_before():
     """Nothing of it may be erased or taken for a value of one time."""
 
@@ -211,6 +212,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+@pytest.mark.slow
 def test_the_place_in_a_block_is_no_token():
     model, ids = model_of(Decaying(), softmax_attention, Decaying()), ids_of(2, 4 * BLOCK)
     truth = gradients(model, lambda: model(ids))
