@@ -214,7 +214,6 @@ class Chain:
             given = zip(self.placeholders, self.example_inputs)
             self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in given]
             cut = self.cut()
-        self.hint_at_head_apart(cut)
         built: dict[str, CompiledRegion] = {}
 
         def compiled(region: Region) -> CompiledRegion:
@@ -232,7 +231,7 @@ class Chain:
         parts = (later, self.placeholders, cut, outputs_of(self.module))
         links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut.axes)
         self.record(links, [a.length for a in cut.axes], call)
-        return call
+        return self.watched(call)
 
     def record(self, links: Links, lengths: Sequence[object], call: Callable) -> None:
         """Add the chain to the report, and that to the structured trace."""
@@ -343,22 +342,34 @@ class Chain:
                     f"{broken.remedy.rstrip('.') or 'none'}"
                 )
 
-    def hint_at_head_apart(self, cut: Cut) -> None:
-        """Tell that hidden states leave for a head that FSDP2 keeps from Dynamo."""
-        returned = [fake_of(n) for n in outputs_of(self.module) if isinstance(n, Node)]
-        for head in internals.heads_apart(self.example_inputs) if cut.axes else ():
-            hidden = (v for v in returned if isinstance(v, torch.Tensor) and v.shape[-1:] == (head.takes,))
-            taken = max(map(bytes_of, hidden), default=0)
-            if taken and head.makes >= WIDER * head.takes:
-                kept = (
-                    "" if head.kept else " and pass reshard_after_forward=False to fully_shard for that group"
-                )
-                self.hint(
-                    "FSDP2 gathers the weight of the head in a group of its own, where Dynamo does not trace "
-                    f"the forward of a torch.nn module, so that the logits take "
-                    f"{mebibytes(taken * head.makes // head.takes)} at full length. Write "
-                    f'head.forward = torch.compile(head.forward, backend="streambp"){kept}'
-                )
+    def watched(self, call: Callable) -> Callable:
+        """Tell, when the first gradient of hidden states arrives, that a head made it which FSDP2 keeps from
+        Dynamo. Whether the head's own forward was called is not known before."""
+        heads = [h for h in internals.heads_apart(self.example_inputs) if h.makes >= WIDER * h.takes]
+        if not heads:
+            return call
+
+        def tell(gradient: torch.Tensor) -> None:
+            for head in [h for h in heads if h.is_differentiated() and h.takes == gradient.shape[-1]]:
+                heads.clear()
+                self.hint_at_head_apart(head, bytes_of(gradient) * head.makes // head.takes)
+
+        def run(*args: object) -> Sequence[object]:
+            results = call(*args)
+            for value in results if heads else ():
+                if isinstance(value, torch.Tensor) and value.requires_grad and value.ndim > 1:
+                    value.register_hook(tell)
+            return results
+
+        return run
+
+    def hint_at_head_apart(self, head: internals.HeadApart, cost: int) -> None:
+        kept = "" if head.kept else " and pass reshard_after_forward=False to fully_shard for that group"
+        self.hint(
+            "FSDP2 gathers the weight of the head in a group of its own, where Dynamo does not trace the "
+            f"forward of a torch.nn module, so that the logits take {mebibytes(cost)} at full length. Write "
+            f'head.forward = torch.compile(head.forward, backend="streambp"){kept}'
+        )
 
     def hint_at_freed_weights(self, cost: int, engine: internals.Engine) -> None:
         """Tell that an engine leaves no weights for logits that are read later."""

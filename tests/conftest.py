@@ -97,8 +97,10 @@ def interpreted(request, fresh_dynamo):
 @pytest.fixture(scope="module")
 def interpreted_together():
     """`interpreted`, for a file whose tests share what was compiled."""
+    torch._dynamo.reset()
     with interpreting():
         yield
+    torch._dynamo.reset()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,11 @@ from benchmarks.setups.measurement import Way, measured
 from benchmarks.zoo import interpret_bodies
 
 CHOSEN = {"FSDP2, compiled after sharding"}
-HEAD_APART = {"FSDP2, head in a group of its own", "FSDP2, head in a group that is kept"}
+HEAD_APART = {
+    "FSDP2, head in a group of its own",
+    "FSDP2, head in a group of its own, loss outside",
+    "FSDP2, head in a group that is kept",
+}
 WITHOUT_HEAD = HEAD_APART | {"FSDP2, layers compiled one by one", "FSDP2, loss outside, all resharded"}
 
 

@@ -91,6 +91,7 @@ SETUPS = {
     "FSDP2, head in a group of its own": functools.partial(fsdp2, head={}),
     "FSDP2, head in a group that is kept": functools.partial(fsdp2, head=KEPT),
     "FSDP2, head in a group that is kept, forward compiled": functools.partial(fsdp2, head=KEPT, traced=True),
+    "FSDP2, head in a group of its own, loss outside": functools.partial(fsdp2, head={}, loss="outside"),
     "FSDP2, head with its loss in a group of its own": functools.partial(
         fsdp2, head={}, model={"joined": True}
     ),

@@ -27,6 +27,7 @@ from .body_inputs import BodyInputs
 from .chunk_bodies import body_options, compile_body
 from .distributed import (
     Engine,
+    HeadApart,
     apart_from_ddp,
     freed_by,
     heads_apart,
@@ -117,6 +118,7 @@ __all__ = [
     "floats_are_tensors",
     "forget_dynamic_sizes",
     "freed_by",
+    "HeadApart",
     "heads_apart",
     "generated",
     "generated_line",

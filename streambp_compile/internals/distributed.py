@@ -124,14 +124,21 @@ class HeadApart:
 
     takes, makes  features
     kept          does the gathered weight stay until the backward?
+    group         gathers the weight; held weakly, as compiled code outlives models
     """
 
     takes: int
     makes: int
     kept: bool
+    group: weakref.ref
+
+    def is_differentiated(self) -> bool:
+        """Has the backward of this step gone through the head?"""
+        group = self.group()
+        return group is not None and group._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
 
 
-def heads_apart(weights: Sequence[object]) -> Iterator[HeadApart]:
+def heads_apart(weights: Sequence[object]) -> list[HeadApart]:
     """Those of the model that has one of these weights, if nobody compiled their forward by itself."""
     owners = (
         state
@@ -139,11 +146,17 @@ def heads_apart(weights: Sequence[object]) -> Iterator[HeadApart]:
         if any(is_gathered_by(group, weight) for group in groups_of(state) for weight in weights)
     )
     owner = next(owners, None)
-    for group in (g for state in owner._state_ctx.all_states for g in groups_of(state)) if owner else ():
-        for module in group.modules:
-            own = "forward" not in vars(module) and type(module).forward is torch.nn.Linear.forward
-            if isinstance(module, torch.nn.Linear) and own:
-                yield HeadApart(module.in_features, module.out_features, not group._reshard_after_forward)
+    return [
+        HeadApart(
+            module.in_features, module.out_features, not group._reshard_after_forward, weakref.ref(group)
+        )
+        for state in (owner._state_ctx.all_states if owner else ())
+        for group in groups_of(state)
+        for module in group.modules
+        if isinstance(module, torch.nn.Linear)
+        and type(module).forward is torch.nn.Linear.forward
+        and "forward" not in vars(module)
+    ]
 
 
 def is_sharded(value: object) -> bool:
