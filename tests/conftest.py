@@ -5,7 +5,6 @@ goes into code generation otherwise. Tests marked ``inductor`` compile them all 
 kind, and ``--inductor`` compiles those of every test, as ``make test-all`` does for files of whole models.
 """
 
-import contextlib
 import math
 import os
 import sys
@@ -82,37 +81,33 @@ def fresh_dynamo():
 
 
 @pytest.fixture
-def interpreted(request, fresh_dynamo):
+def interpreted(request, monkeypatch, fresh_dynamo):
     """Chunk bodies run node by node, not compiled: for what is about their analysis.
 
     Without effect in tests marked ``inductor``, and under ``--inductor``.
     """
     if request.config.getoption("--inductor") or request.node.get_closest_marker("inductor"):
-        yield
         return
-    with interpreting():
-        yield
+    interpret(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def interpreted_together():
     """`interpreted`, for a file whose tests share what was compiled."""
     torch._dynamo.reset()
-    with interpreting():
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
         yield
     torch._dynamo.reset()
 
 
-@contextlib.contextmanager
-def interpreting():
+def interpret(patch: pytest.MonkeyPatch) -> None:
     from benchmarks import zoo
     from streambp_compile import internals
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)
-        patch.setattr(internals.chunk_bodies, "COMPILED", INTERPRETED)
-        zoo.interpret_bodies()
-        yield
+    patch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)
+    patch.setattr(internals.chunk_bodies, "COMPILED", INTERPRETED)
+    zoo.interpret_bodies()
 
 
 @pytest.fixture(scope="session")
