@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch.fx import Graph, Node
 
 from .ir import HERE, Analysis, Edge, Kind, Reach, Role, Tokens, bytes_of, is_tensor, value_of
 from .phases import check_time
-from .rules import block_of, is_product, scan_of
+from .rules import block_of, indices_of, is_product, scan_of
 
 MOST_COPIES = 8  # different shifts of one value; more are a long filter, and cost more than they save
 
@@ -32,7 +33,7 @@ def copy_shifted(graph: Graph, analysis: Analysis) -> Analysis:
         facts=copies.facts,
         edges=copies.edges,
         kinds=copies.kinds,
-        shifted_copies=frozenset(copies.made.values()),
+        shifted_copies=frozenset((*copies.made.values(), *copies.clamped)),
     )
 
 
@@ -40,6 +41,7 @@ class Copies:
     """Copies of nodes for shifts: a copy's row of token t is the node's row of token t + shift.
 
     made     node and shift → its copy
+    clamped  the indices of copies, within their tables; rows before and behind all tokens have none
     readers  node, operand, and the copy that it shall read instead
     """
 
@@ -47,6 +49,7 @@ class Copies:
         self.graph, self.analysis = graph, analysis
         self.facts, self.edges, self.kinds = dict(analysis.facts), dict(analysis.edges), dict(analysis.kinds)
         self.made: dict[tuple[Node, int], Node] = {}
+        self.clamped: list[Node] = []
         self.readers: list[tuple[Node, Node, Node]] = []
         self.widest = max((bytes_of(value_of(n)) for n in graph.nodes if self.is_input(n)), default=0)
 
@@ -111,13 +114,16 @@ class Copies:
             return False
         plain = all(isinstance(f, Tokens) and f.keys is None for f in facts)
         edges = self.analysis.edges[node]
+        plain &= all(isinstance(size, int) for limits in indices_of(node).values() for size in limits)
         return plain and all(shift_of(e) is not None or e.role is Role.WHOLE for e in edges)
 
     def copied(self, node: Node, by: int, before: Node) -> Node:
         """A node at a shift, written in front of its first reader."""
         if (node, by) in self.made:
             return self.made[node, by]
-        edges = tuple(self.moved(e, by, before) for e in self.analysis.edges[node])
+        edges = tuple(
+            self.allowed(e, self.moved(e, by, before), by, node, before) for e in self.analysis.edges[node]
+        )
         operands = {old.operand: new.operand for old, new in zip(self.analysis.edges[node], edges)}
         with self.graph.inserting_before(before):
             copy = self.graph.node_copy(node, lambda a: operands.get(a, a))
@@ -138,6 +144,19 @@ class Copies:
             return Edge(self.copied(edge.operand, at, before), Role.ROWS)
         reach = Reach(at, at)
         return Edge(edge.operand, Role.ROWS if reach == HERE else Role.HALO, reach)
+
+    def allowed(self, old: Edge, new: Edge, by: int, node: Node, before: Node) -> Edge:
+        """An edge of a copy; where it is an index, to one that no row finds beyond its table."""
+        limits, shift = indices_of(node).get(old.operand), shift_of(old)
+        if limits is None or shift is None or not shift + by:
+            return new
+        with self.graph.inserting_before(before):
+            clamped = self.graph.call_function(torch.ops.aten.clamp.default, (new.operand, *limits))
+        clamped.meta = dict(old.operand.meta)
+        self.facts[clamped] = moved(self.facts[old.operand], shift + by)
+        self.edges[clamped], self.kinds[clamped] = (new,), Kind.ROWS
+        self.clamped.append(clamped)
+        return Edge(clamped, Role.ROWS)
 
 
 def shift_of(edge: Edge) -> int | None:

@@ -110,12 +110,14 @@ class Trial:
         truth = gradients(self.truth, lambda **b: self.truth(**b), self.batch(length, torch.float64))
         if not all(t.isfinite().all() for t in truth):
             return []
-        ours = gradients(self.model, self.compiled, batch)
         if not low:
-            error = largest_error(ours, truth)
+            error = largest_error(gradients(self.model, self.compiled, batch), truth)
             return [] if error <= EXACT else [f"wrong: {error:.0e} at {length} tokens"]
-        error = total_error(ours, truth)
-        bound = 3 * total_error(gradients(self.model, self.stepped, batch), truth)
+        try:
+            bound = 3 * total_error(gradients(self.model, self.stepped, batch), truth)
+        except RuntimeError:  # eager itself cannot: the lowest float32, written into bfloat16 scores
+            return []
+        error = total_error(gradients(self.model, self.compiled, batch), truth)
         if bound != bound:  # eager itself has no finite gradients in this precision
             return []
         unit = torch.finfo(torch.bfloat16 if self.settings.autocast else self.dtype).eps

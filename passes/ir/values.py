@@ -71,6 +71,12 @@ def op_name(node: Node) -> str:
     return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
 
 
+def is_tangent(node: Node) -> bool:
+    """Is this input of a joint graph the gradient of an output? By the name that AOTAutograd gives it, as its
+    own partitioners tell (torch/_functorch/partitioners.py, `_is_tangent`)."""
+    return node.op == "placeholder" and node.target.startswith("tangents")
+
+
 def is_tensor(node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 

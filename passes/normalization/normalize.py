@@ -112,10 +112,11 @@ def normalize(module: GraphModule) -> GraphModule:
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:
-    """A size asked of an intermediate value is asked of an input that has it, so that nothing must exist for
-    its size alone."""
+    """A size, or number of elements, asked of an intermediate value is asked of inputs that have it, so that
+    nothing must exist for its size alone."""
     sizes = SizeNodes(graph)
-    for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
+    asking = (aten.sym_size.int, aten.sym_numel.default)
+    for node in (n for target in asking for n in graph.find_nodes(op="call_function", target=target)):
         if isinstance(value_of(node), torch.SymInt) and node.args[0].op != "placeholder":
             replacement = sizes.written(value_of(node), node)
             if replacement is not None:

@@ -8,20 +8,20 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import value_of
+from ..ir import is_tangent, value_of
 
 aten = torch.ops.aten
 
 
 class SizeNodes:
-    """Which inputs have which sizes."""
+    """Which inputs have which sizes. No size is read from a tangent: a forward has none."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self.known: dict[object, tuple[Node, int]] = {}
         self.symbols: dict[object, Node] = {}
         for node in graph.find_nodes(op="placeholder"):
-            value = value_of(node)
+            value = None if is_tangent(node) else value_of(node)
             if isinstance(value, torch.SymInt):
                 self.symbols.setdefault(value.node.expr, node)
             elif isinstance(value, torch.Tensor):

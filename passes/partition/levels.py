@@ -86,6 +86,8 @@ class Order:
     def earliest(self, node: Node, level: dict[Node, int]) -> int:
         """The first sweep that satisfies all edges of a node, or the number of sweeps."""
         at = max((self.satisfied(node, e, level) for e in self.problem.edges(node)), default=0)
+        numbers = (level[a] for a in node.all_input_nodes if a in self.choice.nodes)  # which have no edges
+        at = max((at, *numbers))
         while at < len(self.directions) and not self.goes_along(node, at):
             at += 1
         return at

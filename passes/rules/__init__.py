@@ -34,6 +34,7 @@ from .facets import CostClass, Form, Linear, Merge, Scan, Windows
 from .signatures import broadcast
 
 MaskTransfer = Callable[[Node, Known], Abstract]  # (node, what is known so far) → its abstract value
+Indices = dict[Node, tuple[int, int]]  # index operand → the least and the greatest that is allowed
 Bounded = Callable[[Node, Known], bool]  # (node, what is known of those before it) → is it bounded?
 
 
@@ -63,6 +64,7 @@ class Rule:
     any_layout  the op that gives the same values whatever the layout of its operand
     block       node → tokens per block, where rows of a block belong together: chunks hold whole blocks
     width       node → bytes per token that are alive at the widest moment inside
+    indices     node → its operands that are indices, each with the least and the greatest that is allowed
     """
 
     signature: Callable[[Node], Signature]
@@ -86,6 +88,7 @@ class Rule:
     any_layout: torch._ops.OpOverload | None = None
     block: Callable[[Node], int] | None = None
     width: Callable[[Node], int] | None = None
+    indices: Callable[[Node], Indices] | None = None
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
@@ -237,6 +240,12 @@ def inner_width(node: Node) -> int:
     """Bytes per token of the widest value inside a node, where that is known to be wider than its result."""
     found = find_rule(node)
     return 0 if found is None or found.width is None else found.width(node)
+
+
+def indices_of(node: Node) -> Indices:
+    """The operands of a node that are indices, and what is allowed of each."""
+    found = find_rule(node)
+    return {} if found is None or found.indices is None else found.indices(node)
 
 
 def is_random(node: Node) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import Label, Labels, Signature, Tokens, shape_of, value_of
-from . import is_zeros, rule
+from . import Indices, is_zeros, rule
 from .facets import CostClass, Form
 from .mask_domain import layout
 from .mask_domain.bounded import always, if_operands_are
@@ -15,7 +15,29 @@ from .signatures import aligned, all_at_once, argument
 FUSED = CostClass.FUSED
 
 
-@rule("aten::embedding", cost=CostClass.KERNEL, linear="weight", bounded=always)
+def into_rows(node: Node) -> Indices:
+    """Of a look-up of rows."""
+    return {node.args[1]: (0, shape_of(node.args[0])[0] - 1)}
+
+
+def into_weight(node: Node) -> Indices:
+    return {node.args[1]: (0, node.args[2] - 1)}
+
+
+def along_dim(node: Node) -> Indices:
+    """Of ``gather`` and ``scatter``."""
+    sizes = shape_of(node.args[0])
+    return {node.args[2]: (0, sizes[node.args[1]] - 1 if sizes else 0)}
+
+
+def into_dims(node: Node) -> Indices:
+    """Of ``x[i, :, j]``, where the last row is also -1."""
+    sizes = shape_of(node.args[0])
+    given = ((ix, size) for ix, size in zip(node.args[1], sizes) if isinstance(ix, Node))
+    return {ix: (-size, size - 1) for ix, size in given if value_of(ix).dtype in (torch.int64, torch.int32)}
+
+
+@rule("aten::embedding", cost=CostClass.KERNEL, linear="weight", bounded=always, indices=into_rows)
 def embedding(node: Node) -> Signature:
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
     return Signature((("v", "d"), index), ((*index, "d"),), contracts="all")
@@ -35,6 +57,7 @@ def emit_embedding_backward(body, node: Node):
     cost=CostClass.SCATTER,
     linear="grad_output",
     keep=True,
+    indices=into_weight,
 )
 def embedding_backward(node: Node) -> Signature:
     index = tuple(f"i{i}" for i in range(len(shape_of(node.args[1]))))
@@ -42,7 +65,7 @@ def embedding_backward(node: Node) -> Signature:
     return Signature(((*index, "d"), index), ((None, "d"),), contracts="all" if counts else "sum")
 
 
-@rule("aten::index_select", cost=FUSED, linear="self")
+@rule("aten::index_select", cost=FUSED, linear="self", indices=along_dim)
 def index_select(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     dim = node.args[1] % rank
@@ -88,6 +111,7 @@ def before_dims(body, mask: Node, count: int) -> Node:
     form=Form.LOOK_UP,
     mask=layout.looked_up,
     bounded=if_operands_are,
+    indices=into_dims,
 )
 def index(node: Node) -> Signature:
     """``x[i, :, j]``: the index tensors broadcast together; their dims come where the first index was, or in
@@ -113,7 +137,7 @@ def index(node: Node) -> Signature:
     return Signature(tuple(operands), (outputs,), contracts="picked" if picks else "all")
 
 
-@rule("aten::gather", cost=FUSED, linear="self", bounded=if_operands_are)
+@rule("aten::gather", cost=FUSED, linear="self", bounded=if_operands_are, indices=along_dim)
 def gather(node: Node) -> Signature:
     table, rows = shape_of(node.args[0]), shape_of(node)
     dim = node.args[1] % max(len(rows), 1)
@@ -154,10 +178,19 @@ def scattered(node: Node) -> Signature:
     )
 
 
-rule("aten::scatter.value", cost=FUSED, linear="self + value", writes=0)(scattered)
-rule("aten::scatter.src", cost=FUSED, linear="self + src", writes=0, form=Form.SCATTER)(scattered)
-rule("aten::scatter_reduce.two", cost=FUSED, writes=0)(scattered)
-rule("aten::scatter_add", emit=emit_scatter, cost=FUSED, linear="self + src", writes=0)(scattered)
+rule("aten::scatter.value", cost=FUSED, linear="self + value", writes=0, indices=along_dim)(scattered)
+rule(
+    "aten::scatter.src",
+    cost=FUSED,
+    linear="self + src",
+    writes=0,
+    form=Form.SCATTER,
+    indices=along_dim,
+)(scattered)
+rule("aten::scatter_reduce.two", cost=FUSED, writes=0, indices=along_dim)(scattered)
+rule("aten::scatter_add", emit=emit_scatter, cost=FUSED, linear="self + src", writes=0, indices=along_dim)(
+    scattered
+)
 
 
 def emit_index_put(body, node: Node):
