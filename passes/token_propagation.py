@@ -252,7 +252,10 @@ def product(sizes) -> int:
 
 
 def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | None:
-    """Where a token dimension goes in a reshape: the place with the same rows before it and after it."""
+    """Where a token dimension goes in a reshape: the place with the same rows before it and after it. An empty
+    value has no such place: all are alike."""
+    if 0 in old:
+        return None
     length = old[mark.dim] // (mark.outer * mark.inner)
     before = product(old[: mark.dim]) * mark.outer
     after = mark.inner * product(old[mark.dim + 1 :])

@@ -95,8 +95,11 @@ def traced(function, *inputs) -> GraphModule:
     return make_fx(function, decomposition_table=internals.decompositions(), tracing_mode="fake")(*inputs)
 
 
-def joint_of(function, *inputs) -> tuple[GraphModule, int, int]:
-    """AOTAutograd's joint graph of a function, with its numbers of forward outputs and tangents."""
+def joint_of(function, *inputs, dynamic: bool = False) -> tuple[GraphModule, int, int]:
+    """AOTAutograd's joint graph of a function, with its numbers of forward outputs and tangents.
+
+    dynamic  sizes of inputs are symbols
+    """
     found = {}
 
     def keep(joint, joint_inputs, *, num_fwd_outputs, **kwargs):
@@ -106,9 +109,14 @@ def joint_of(function, *inputs) -> tuple[GraphModule, int, int]:
     def as_is(module, _inputs):
         return module
 
-    aot_function(function, as_is, as_is, partition_fn=keep, decompositions=internals.decompositions())(
-        *inputs
-    )
+    aot_function(
+        function,
+        as_is,
+        as_is,
+        partition_fn=keep,
+        decompositions=internals.decompositions(),
+        dynamic=dynamic,
+    )(*inputs)
     return found["joint"], found["outputs"], found["tangents"]
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from graphs import joint_of, traced
 
 from streambp_compile import internals
+from streambp_compile.passes.ir import is_tangent
 from streambp_compile.passes.normalization.normalize import normalize
 
 streambp = torch.ops.streambp
@@ -52,6 +53,19 @@ def test_the_given_graph_is_left_alone_and_a_normal_one_stays_as_it_is():
     once = normalize(given)
     assert str(given.graph) == before
     assert str(normalize(once).graph) == str(once.graph)
+
+
+def test_sizes_are_asked_of_inputs_that_a_forward_has():
+    """The gradient of flat rows has their number as its own size; a mean asks for a number of elements."""
+
+    def flat(x, w):
+        y = (x @ w).flatten(0, 1)
+        return y / (x @ w).square().cos().numel() * y.shape[0]
+
+    given = torch.randn(2, 6, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    graph = normalize(joint_of(flat, *given, dynamic=True)[0]).graph
+    sizes = [n for n in graph.nodes if "sym_" in str(n.target)]
+    assert sizes and all(n.args[0].op == "placeholder" and not is_tangent(n.args[0]) for n in sizes)
 
 
 @pytest.mark.parametrize(

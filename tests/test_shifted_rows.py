@@ -142,6 +142,37 @@ def test_lengths_share_a_graph(name, interpreted):
     assert len(graphs) == 2
 
 
+LOOK_UPS = {
+    "positions": lambda table, ids: F.embedding(torch.arange(ids.shape[1]), table),
+    "positions, by index": lambda table, ids: table[torch.arange(ids.shape[1])],
+    "counted from one": lambda table, ids: F.embedding(ids.clamp(min=1) - 1, table),
+}
+
+
+class LookedUp(nn.Module):
+    """A convolution over rows that are looked up: those before the first have no index of their own."""
+
+    def __init__(self, look_up):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.look_up, self.table = look_up, nn.Parameter(torch.randn(max(LENGTH, VOCABULARY), WIDTH))
+        self.filter = Convolution(kernel_size=3, padding=2, cut=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.look_up(self.table, ids)
+        x = x + self.filter(x).tanh()
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("name", representatives(LOOK_UPS, {"positions", "counted from one"}))
+def test_rows_before_the_first_look_nothing_up(name, interpreted):
+    model, ids = LookedUp(LOOK_UPS[name]).double(), ids_of(2, LENGTH)
+    step = compiled(model)
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+    with torch.no_grad():
+        torch.testing.assert_close(step(ids), model(ids), rtol=EXACT, atol=0)
+
+
 BEYOND = ("padded, then cut", "depthwise, cut behind", "dilated")
 
 

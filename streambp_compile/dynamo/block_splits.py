@@ -46,6 +46,8 @@ def split_of(node: Node, axis: Axis) -> Split | None:
     if len(marks) != 1:
         return None
     mark, (old, new) = marks[0], (list(map(hint, fake_of(n).shape)) for n in (source, node))
+    if 0 in old:
+        return None
     rows = old[mark.dim] // (mark.outer * mark.inner)
     after, before = mark.inner * math.prod(old[mark.dim + 1 :]), mark.outer * math.prod(old[: mark.dim])
     for d in range(1, len(new)):
