@@ -252,8 +252,8 @@ def product(sizes) -> int:
 
 
 def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | None:
-    """Where a token dimension goes in a reshape: the place with the same rows before it and after it. An empty
-    value has no such place: all are alike."""
+    """Where a token dimension goes in a reshape: the place with the same rows before it and after it. In an
+    empty value all places are alike, and none is it."""
     if 0 in old:
         return None
     length = old[mark.dim] // (mark.outer * mark.inner)

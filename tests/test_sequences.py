@@ -4,7 +4,7 @@ each streams along its own."""
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCABULARY, Layer, gradients, ids_of, worst_error
+from models import VOCABULARY, Layer, Plain, gradients, ids_of, worst_error
 from torch import Tensor, nn
 
 from streambp_compile import explain
