@@ -676,7 +676,7 @@ def largest_error(found: list, expected: list) -> float:
     norms = [e.double().norm().item() for e in expected]
     least = 1e-6 * max(norms)
     return max(
-        (f.double() - e.double()).norm().item() / max(norm, least)
+        (f.double() - e.double()).norm().item() / (max(norm, least) or 1.0)  # all may be zero
         for f, e, norm in zip(found, expected, norms, strict=True)
     )
 
