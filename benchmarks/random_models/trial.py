@@ -176,9 +176,10 @@ def kept_by(region) -> list[str]:
                 not isinstance(fact, Tokens)
                 or not is_tensor(node)
                 or not value_of(node).dtype.is_floating_point
+                or views(node)
             ):
                 continue
-            if fact.keys is not None and fact.rows is not None and not views(node):
+            if fact.keys is not None and fact.rows is not None:
                 found.append(f"over its bound: {node.target} has a row and a column per token")
             if bytes_of(value_of(node)) > bound:
                 found.append(
