@@ -24,7 +24,17 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..ir import CannotStream, Refusal, Signature, arguments, is_view, tensor_operands, value_of, where_of
+from ..ir import (
+    CannotStream,
+    Refusal,
+    Signature,
+    Size,
+    arguments,
+    is_view,
+    tensor_operands,
+    value_of,
+    where_of,
+)
 from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
 from ..kernels import blocks as _blocks  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
@@ -34,7 +44,7 @@ from .facets import CostClass, Form, Linear, Merge, Scan, Windows
 from .signatures import broadcast
 
 MaskTransfer = Callable[[Node, Known], Abstract]  # (node, what is known so far) → its abstract value
-Indices = dict[Node, tuple[int, int]]  # index operand → the least and the greatest that is allowed
+Indices = dict[Node, tuple[Size, Size]]  # index operand → the least and the greatest that is allowed
 Bounded = Callable[[Node, Known], bool]  # (node, what is known of those before it) → is it bounded?
 
 

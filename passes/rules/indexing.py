@@ -16,8 +16,8 @@ FUSED = CostClass.FUSED
 
 
 def into_rows(node: Node) -> Indices:
-    """Of a look-up of rows."""
-    return {node.args[1]: (0, shape_of(node.args[0])[0] - 1)}
+    """Of a look-up of rows. Sizes that change are symbols here, as limits must hold at every length."""
+    return {node.args[1]: (0, value_of(node.args[0]).shape[0] - 1)}
 
 
 def into_weight(node: Node) -> Indices:
@@ -26,13 +26,13 @@ def into_weight(node: Node) -> Indices:
 
 def along_dim(node: Node) -> Indices:
     """Of ``gather`` and ``scatter``."""
-    sizes = shape_of(node.args[0])
+    sizes = value_of(node.args[0]).shape
     return {node.args[2]: (0, sizes[node.args[1]] - 1 if sizes else 0)}
 
 
 def into_dims(node: Node) -> Indices:
     """Of ``x[i, :, j]``, where the last row is also -1."""
-    sizes = shape_of(node.args[0])
+    sizes = value_of(node.args[0]).shape
     given = ((ix, size) for ix, size in zip(node.args[1], sizes) if isinstance(ix, Node))
     return {ix: (-size, size - 1) for ix, size in given if value_of(ix).dtype in (torch.int64, torch.int32)}
 
