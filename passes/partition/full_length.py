@@ -74,13 +74,15 @@ class Search:
                 self.take(edge.operand)
 
     def take(self, node: Node) -> None:
-        """The node at full length, with what it is computed from as far as that is early."""
+        """The node at full length, with what it is computed from as far as that is early, and all results of
+        what has several."""
         stack = [node]
         while stack:
             node = stack.pop()
             if node not in self.found and node not in self.problem.inputs:
                 self.found.add(node)
                 stack += [a for a in node.all_input_nodes if a in self.early and self.is_computed(a)]
+                stack += [u for u in node.users if is_item(u) and u in self.problem.all_needed]
 
     def is_computed(self, node: Node) -> bool:
         return self.problem.has_tokens(node) or is_item(node) or not is_tensor(node)
