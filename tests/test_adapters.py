@@ -31,8 +31,9 @@ class Prompted(LlamaLike):
         return F.cross_entropy(logits.view(-1, VOCABULARY), labels[:, 1:].reshape(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:streambp cannot stream a region")
-@pytest.mark.parametrize("looked_up", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("looked_up", [True, False])
 def test_layers_and_head_stream_behind_learned_rows(looked_up, interpreted):
     model, ids = Prompted(looked_up).double(), ids_of(2, 61)
     report = explain(model, ids, streambp_options={"chunk_size": 16})

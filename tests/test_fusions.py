@@ -94,6 +94,7 @@ def test_everything_fused_is_exact(interpreted, monkeypatch):
     check_exact(model, step, inputs_of(2, 100))
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_parts_of_what_was_made_otherwise_than_traced(fresh_dynamo, monkeypatch):
     """When traced, the last scores are a part of all scores; when run, they are all that exists. And rows of

@@ -29,7 +29,7 @@ NOISY = {
 }
 
 
-@pytest.mark.parametrize("name", representatives(NOISY, {"uniform_", "bounds that are tensors"}))
+@pytest.mark.parametrize("name", representatives(NOISY, {"bounds that are tensors"}))
 def test_the_same_numbers_in_chunks_of_any_length(name, interpreted):
     model, ids, found = Plain(layers=1).double(), ids_of(length=30), []
 

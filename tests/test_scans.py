@@ -188,7 +188,8 @@ class Behind(Scanned):
         return F.cross_entropy(self.head(x.cumsum(1).tanh() + x).flatten(0, 1), ids[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("chunk", [7, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [7, 16])
 def test_rows_that_do_not_count_are_no_part_of_a_sum(chunk, interpreted):
     model = Behind(None).double()
     streamed = step(model, chunk)

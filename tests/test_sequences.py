@@ -274,7 +274,12 @@ class Shifted(nn.Module):
 ODD = [
     (Shifted, lambda: (ids_of(2, 61),), 4),
     pytest.param(Preference, lambda: (ids_of(2, 61), ids_of(2, 45)), 7, marks=pytest.mark.slow),
-    (Captions, lambda: (torch.randn(2, 3, 32, 24, dtype=torch.float64), ids_of(2, 45)), 4),
+    pytest.param(
+        Captions,
+        lambda: (torch.randn(2, 3, 32, 24, dtype=torch.float64), ids_of(2, 45)),
+        4,
+        marks=pytest.mark.slow,
+    ),
     pytest.param(Latents, lambda: (ids_of(2, 61),), 4, marks=pytest.mark.slow),
     pytest.param(Prefix, lambda: (ids_of(2, 61),), 3, marks=pytest.mark.slow),
     pytest.param(Shared, lambda: (ids_of(3, 61), ids_of(3, 45)), 4, marks=pytest.mark.slow),

@@ -194,9 +194,7 @@ def test_more_keys_in_other_chunks(name, chunk):
     check(Layer(CASES[name]).double(), given(CASES[name], 17), chunk=chunk)
 
 
-@pytest.mark.parametrize(
-    "name", quick_of([n for n in CASES if n not in WITHOUT_CAUSALITY], (*QUICK, "prefix_of_two_layers"))
-)
+@pytest.mark.parametrize("name", quick_of([n for n in CASES if n not in WITHOUT_CAUSALITY]))
 def test_only_visible_keys_are_read(name):
     report = explain(Layer(CASES[name]).double(), *given(CASES[name], 17), streambp_options={"chunk_size": 7})
     reaches = {

@@ -139,7 +139,7 @@ def time_first(ids, w):
     return F.cross_entropy((x @ w.table.t())[:-1].reshape(-1, VOCAB), ids.t()[1:].reshape(-1))
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def multi_head_attention_forward(ids, w):
     x = F.embedding(ids, w.table).transpose(0, 1)
     mask = torch.full((TOKENS, TOKENS), INF, dtype=x.dtype).triu(1)
@@ -304,7 +304,7 @@ def grouped_heads_features_first(ids, w):
     return loss_of(x + merged(F.scaled_dot_product_attention(heads(x @ w.mix), k, v, is_causal=True)), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def value_residual(ids, w):
     x = F.embedding(ids, w.table)
     first = x @ w.mix
@@ -612,7 +612,7 @@ def normalised_over_tokens(ids, w):
     return loss_of((x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-3).sqrt(), ids, w)
 
 
-@idiom("streams")
+@idiom("streams", "sibling")
 def shifted_by_padding(ids, w):
     x = F.embedding(ids, w.table)
     x = x + (x - F.pad(x, (0, 0, 1, -1))) @ w.mix
@@ -640,7 +640,7 @@ def features_padded(ids, w):
     return loss_of(x + F.pad(x @ w.mix, (1, 0))[..., :-1], ids, w)
 
 
-@idiom("streams", "compiled")
+@idiom("streams", "compiled", "sibling")
 def squeezed_gate(ids, w):
     """Run node by node, ``squeeze`` would drop the rows of a chunk of one; compiled code knows which
     dimensions it drops."""

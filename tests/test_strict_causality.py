@@ -96,7 +96,7 @@ def test_what_is_nan_in_eager_is_nan(name):
     "name",
     [
         "far below the diagonal",
-        "softmax, then zeros",
+        pytest.param("softmax, then zeros", marks=pytest.mark.slow),
         pytest.param("above the diagonal", marks=pytest.mark.slow),
     ],
 )

@@ -138,7 +138,7 @@ def check(mix, length: int, strict: bool = True, layers: int = 1) -> None:
 @pytest.mark.parametrize(
     "mix",
     [
-        linear_attention,
+        pytest.param(linear_attention, marks=pytest.mark.slow),
         delta_rule,
         pytest.param(split_rows, marks=pytest.mark.slow),
         pytest.param(states_out, marks=pytest.mark.slow),

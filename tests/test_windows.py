@@ -67,7 +67,7 @@ MIXERS = {
 }
 
 
-@pytest.mark.parametrize("name", representatives(MIXERS, {"filters", "neighbours"}))
+@pytest.mark.parametrize("name", representatives(MIXERS, {"filters"}))
 def test_windows_stream(name):
     """All of it, for lengths that are whole windows and others: a warning is an error here."""
     model = Mixing(WIDTH, MixingLayer(MIXERS[name], WIDTH, weight=(2,))).double()
