@@ -4,7 +4,7 @@
 #   make demo QUICK=1 the same on 2048 tokens
 #   make test         the tests; chunk bodies mostly run node by node
 #   make test-quick   some of every module
-#   make test-all     all tests, and those of whole models again with every chunk body compiled
+#   make test-all     all tests; chunk bodies of whole models are compiled
 #   make lint         formatting and static checks
 #
 #   make test-trainers   the tests with PEFT, Accelerate, TRL, Lightning and DeepSpeed, in an environment of their own
@@ -56,8 +56,8 @@ test-quick: venv
 	$(PYTEST) -m "quick and not slow" tests
 
 test-all: venv
-	$(PYTEST) tests
-	$(PYTEST) --inductor -m "not inductor" -k "not sweeps" tests/test_gradients.py tests/test_objectives.py
+	$(PYTEST) -m "inductor or not models" tests
+	$(PYTEST) --inductor -m "models and not inductor" tests
 
 $(RUN_CUDA): pyproject.toml tests/cuda/build tests/cuda/pretend_gpu.c
 	test -x $(VENV_CUDA)/bin/python || $(PYTHON) -m venv $(VENV_CUDA)

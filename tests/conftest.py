@@ -2,7 +2,7 @@
 
 Chunk bodies run node by node where a test, or its file, asks for the fixture `interpreted`: most of the time
 goes into code generation otherwise. Tests marked ``inductor`` compile them all the same, one or two of each
-kind, and ``--inductor`` compiles those of every test, as ``make test-all`` does for files of whole models.
+kind, and ``--inductor`` compiles those of every test, as ``make test-all`` does for those of whole models.
 """
 
 import math
@@ -48,10 +48,16 @@ QUICK = {
 }
 
 
+# Files of tests that train whole models; those of their sweeps need no compiled code.
+MODELS = {"test_gradients.py", "test_objectives.py"}
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name in QUICK:
             item.add_marker("quick")
+        if item.path.name in MODELS and item.originalname != "test_sweeps":
+            item.add_marker("models")
 
 
 @pytest.fixture(autouse=True, scope="session")
