@@ -14,9 +14,21 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from .ir import HERE, Analysis, Edge, Kind, Reach, Role, Tokens, bytes_of, is_tensor, value_of
+from .ir import (
+    HERE,
+    Analysis,
+    Edge,
+    Kind,
+    Reach,
+    Role,
+    Tokens,
+    bytes_of,
+    is_tensor,
+    tensor_operands,
+    value_of,
+)
 from .phases import check_time
-from .rules import block_of, indices_of, is_product, scan_of
+from .rules import block_of, indices_of, is_built_in, is_product, scan_of
 
 MOST_COPIES = 8  # different shifts of one value; more are a long filter, and cost more than they save
 
@@ -114,8 +126,16 @@ class Copies:
             return False
         plain = all(isinstance(f, Tokens) and f.keys is None for f in facts)
         edges = self.analysis.edges[node]
-        plain &= all(isinstance(size, int) for limits in indices_of(node).values() for size in limits)
+        plain &= self.allows_any_rows(node)
         return plain and all(shift_of(e) is not None or e.role is Role.WHOLE for e in edges)
+
+    def allows_any_rows(self, node: Node) -> bool:
+        """May a node be computed of rows before and behind all tokens? Their integers are no index that it
+        allows: limits must be known, and be the same at every length."""
+        limits = indices_of(node)
+        if any(not isinstance(size, int) for pair in limits.values() for size in pair):
+            return False
+        return is_built_in(node) or all(is_float(a) or a in limits for a in tensor_operands(node))
 
     def copied(self, node: Node, by: int, before: Node) -> Node:
         """A node at a shift, written in front of its first reader."""
@@ -165,6 +185,10 @@ def shift_of(edge: Edge) -> int | None:
         return 0
     constant = edge.role is Role.HALO and edge.reach.lo == edge.reach.hi
     return int(edge.reach.lo) if constant else None
+
+
+def is_float(node: Node) -> bool:
+    return not is_tensor(node) or value_of(node).dtype.is_floating_point
 
 
 def moved(fact: object, by: int) -> Tokens:

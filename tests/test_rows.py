@@ -27,6 +27,7 @@ from streambp_compile.passes.rules import (
     cost_of,
     filling_of,
     for_any_layout,
+    indices_of,
     is_random,
     linear_of,
     merge_of,
@@ -304,6 +305,28 @@ def test_windows_are_moved_rows(function):
 @pytest.mark.parametrize("name", rows_with("nonnegative"))
 def test_nothing_of_a_nonnegative_op_is_negative(name):
     assert all((output >= 0).all() for output in sample_of(name, 0, 0).outputs)
+
+
+@pytest.mark.parametrize("name,number", sampled("indices"))
+def test_limits_of_indices_are_what_an_op_allows(name, number):
+    """At both limits it runs; beyond the greater it raises, or adds nothing to zeros."""
+    sample = sample_of(name, number, 0)
+    places = [n for n in sample.graph.nodes if n.op == "placeholder"]
+
+    def result(node: Node, index: int) -> torch.Tensor:
+        values = dict(zip(places, sample.operands))
+        values[node] = torch.full_like(values[node], index)
+        args = tree_map(lambda a: values.get(a, a) if isinstance(a, Node) else a, sample.node.args)
+        return sample.target(*args, **sample.node.kwargs)
+
+    for node, (least, greatest) in indices_of(sample.node).items():
+        result(node, least)
+        result(node, greatest)
+        if name == "aten::embedding_dense_backward":
+            assert not result(node, greatest + 1).any()
+        else:
+            with pytest.raises((IndexError, RuntimeError)):
+                result(node, greatest + 1)
 
 
 @pytest.mark.parametrize("name", rows_with("any_layout"))

@@ -252,6 +252,11 @@ def inner_width(node: Node) -> int:
     return 0 if found is None or found.width is None else found.width(node)
 
 
+def is_built_in(node: Node) -> bool:
+    """Is a node an op of torch or of this package, whose rows are complete?"""
+    return getattr(node.target, "namespace", "aten") in ("aten", "prims", "streambp")
+
+
 def indices_of(node: Node) -> Indices:
     """The operands of a node that are indices, and what is allowed of each."""
     found = find_rule(node)

@@ -219,6 +219,7 @@ def emit_index_put(body, node: Node):
     linear="self + values",
     writes=0,
     form=Form.PUT_ROWS,
+    indices=into_dims,
 )
 def index_put(node: Node) -> Signature:
     """Accumulating rows into zeros: over tokens it adds up, and among tokens it puts rows where they
