@@ -60,6 +60,7 @@ def check_exact(model, step, given):
         torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_arithmetic_on_weights_is_exact_and_holds_little(fresh_dynamo):
     model = Cosines()

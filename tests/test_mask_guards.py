@@ -410,7 +410,7 @@ def packed(ids: Tensor, lengths) -> tuple[Tensor, Tensor]:
     [
         ((20, 30, 11), 1, True, lambda s, t, q, k: (s == t) & (k <= q)),
         ((LENGTH,), 1, True, lambda s, t, q, k: ~((s - t != 0) | (q < k))),
-        ((20, 30, 11), -1, False, lambda s, t, q, k: (s == t) & (k <= q)),
+        pytest.param((20, 30, 11), -1, False, lambda s, t, q, k: (s == t) & (k <= q), marks=pytest.mark.slow),
     ],
 )
 def test_packed_sequences_prune_while_positions_increase(lengths, steps, kept, spelled):

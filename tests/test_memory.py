@@ -53,7 +53,7 @@ def test_peak_of_a_step(fresh_dynamo):
 @pytest.mark.parametrize(
     "kind, length",
     [
-        (Plain, 1000),
+        pytest.param(Plain, 1000, marks=pytest.mark.slow),
         pytest.param(Plain, 3000, marks=pytest.mark.slow),
         pytest.param(LlamaLike, 1000, marks=pytest.mark.slow),
         pytest.param(LlamaLike, 3000, marks=pytest.mark.slow),

@@ -145,6 +145,7 @@ def test_a_simulation_counts_what_comes_back_ahead(device, alive):
         assert ledger.held == alive * size and back.device.type == device
 
 
+@pytest.mark.slow
 def test_layer_inputs_in_8_bits_take_a_quarter_and_say_so(model):
     model, ids = model.float(), ids_of(1, LENGTH)
     default = predicted(model, ids)

@@ -48,7 +48,6 @@ CHOSEN = {  # one of each kind of graph
     "teacher inside, top-k",
     "metrics beside the loss",
     "GRPO",
-    "GSPO, token level",
     "PPO, value head, entropy",
     "DPO",
     "distillation, JSD",
@@ -57,10 +56,9 @@ CHOSEN = {  # one of each kind of graph
     "discounted returns, summed from the end",
     "actor and critic, one-step advantages",
 }
-COMPILED = {"GRPO"}
 
 
-@pytest.mark.parametrize("name", representatives(OBJECTIVES, CHOSEN, COMPILED))
+@pytest.mark.parametrize("name", representatives(OBJECTIVES, CHOSEN))
 def test_objective(name):
     torch.manual_seed(0)
     model, ids, batch = Trained(name).double(), ids_of(4, LENGTH), Batch(4, LENGTH, WIDTH, VOCABULARY)

@@ -94,11 +94,8 @@ def test_what_is_nan_in_eager_is_nan(name):
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     "name",
-    [
-        "far below the diagonal",
-        pytest.param("softmax, then zeros", marks=pytest.mark.slow),
-        pytest.param("above the diagonal", marks=pytest.mark.slow),
-    ],
+    ["far below the diagonal", "softmax, then zeros", "above the diagonal"],
 )
+@pytest.mark.slow
 def test_rows_without_keys_compiled_by_inductor(name):
     assert not check(MIXERS[name], 4)
