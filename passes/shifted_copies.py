@@ -23,6 +23,7 @@ from .ir import (
     Role,
     Tokens,
     bytes_of,
+    is_floating,
     is_tensor,
     tensor_operands,
     value_of,
@@ -135,7 +136,7 @@ class Copies:
         limits = indices_of(node)
         if any(not isinstance(size, int) for pair in limits.values() for size in pair):
             return False
-        return is_built_in(node) or all(is_float(a) or a in limits for a in tensor_operands(node))
+        return is_built_in(node) or all(is_floating(a) or a in limits for a in tensor_operands(node))
 
     def copied(self, node: Node, by: int, before: Node) -> Node:
         """A node at a shift, written in front of its first reader."""
@@ -185,10 +186,6 @@ def shift_of(edge: Edge) -> int | None:
         return 0
     constant = edge.role is Role.HALO and edge.reach.lo == edge.reach.hi
     return int(edge.reach.lo) if constant else None
-
-
-def is_float(node: Node) -> bool:
-    return not is_tensor(node) or value_of(node).dtype.is_floating_point
 
 
 def moved(fact: object, by: int) -> Tokens:

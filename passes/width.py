@@ -21,10 +21,10 @@ from .ir import (
     Sweep,
     Tokens,
     hint,
+    is_floating,
     is_tensor,
     is_view,
     shape_of,
-    value_of,
 )
 
 # What rows alone make can be computed again, so it is kept only if it is hardly wider than hidden states:
@@ -89,10 +89,6 @@ def table_and_rows(edges: Iterable[Edge]) -> tuple[list[Node], list[Node]]:
     for edge in edges:
         (table if edge.role is Role.WHOLE else rows).append(edge.operand)
     return table, rows
-
-
-def is_floating(node: Node) -> bool:
-    return is_tensor(node) and value_of(node).dtype.is_floating_point
 
 
 def keys_and_results(program: Program, analysis: Analysis) -> Iterator[Node]:

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Mixing, MixingLayer, gradients, ids_of, worst_error
+from models import Mixing, MixingLayer, Tripled, gradients, ids_of, worst_error
 from selection import representatives
 from torch import Tensor
 
@@ -337,18 +337,6 @@ def test_rows_moved_inside_blocks_have_gradients(name):
         return k + q * MOVED[name](v).reshape(v.shape) * scale[0]
 
     check(mix, [40, MANY], strict=False)
-
-
-class Tripled(torch.autograd.Function):
-    """Its backward is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1.5
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 3 * grad
 
 
 def without_gradients(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Plain, ids_of, worst_error
+from models import Plain, Tripled, ids_of, worst_error
 from selection import representatives
 from torch import nn
 from torch._dynamo.utils import counters
@@ -308,18 +308,6 @@ class Squares(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return 2 * ctx.saved_tensors[0] * gradient.unsqueeze(-1)
-
-
-class Tripled(torch.autograd.Function):
-    """Its forward calls what is recorded elsewhere; its backward is not the derivative of that."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        return logits * 1.5
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 3 * gradient
 
 
 class InPlace(torch.autograd.Function):

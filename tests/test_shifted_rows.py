@@ -177,7 +177,8 @@ BEYOND = ("padded, then cut", "depthwise, cut behind", "dilated")
 
 
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
-@pytest.mark.parametrize("name", representatives(BEYOND, set()))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BEYOND)
 def test_texts_shorter_than_what_a_row_looks_back(name, interpreted):
     model = Mixed(MIXERS[name]).double()
     step = compiled(model)

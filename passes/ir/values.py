@@ -81,6 +81,10 @@ def is_tensor(node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 
 
+def is_floating(node: Node) -> bool:
+    return is_tensor(node) and value_of(node).dtype.is_floating_point
+
+
 def arguments(node: Node) -> dict[str, Any]:
     """Arguments by their schema names, defaults filled in."""
     found = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import arguments, copied, is_tensor, metadata_for, op_name, shape_of, value_of
+from ..ir import arguments, copied, is_floating, metadata_for, op_name, shape_of, value_of
 from ..mask_analysis.domains import Affine, Band
 from ..mask_analysis.evaluation import evaluate
 from ..rules import filling_of, form_of, is_zeros
@@ -196,7 +196,7 @@ def turn_scans(graph: Graph) -> None:
     def flipped(node: Node) -> list[int] | None:
         return sorted(d % len(shape_of(node)) for d in node.args[1]) if form_of(node) is Form.FLIP else None
 
-    floats = [n for n in graph.nodes if is_tensor(n) and value_of(n).dtype.is_floating_point]
+    floats = [n for n in graph.nodes if is_floating(n)]
     for node in floats:
         if flipped(node) and flipped(node) == flipped(node.args[0]):
             node.replace_all_uses_with(node.args[0].args[0])

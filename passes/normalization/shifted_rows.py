@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import arguments, hint, is_equal, is_tensor, metadata_for, shape_of, value_of
+from ..ir import arguments, hint, is_equal, is_floating, metadata_for, shape_of, value_of
 from ..rules import form_of, windows_of
 from ..rules.facets import Form, Window
 from .writing import Writing
@@ -24,7 +24,7 @@ def shift_rows(graph: Graph) -> None:
     """Replace paddings, slices and joins with zeros that together move rows of wide values and keep their
     number."""
     for node in list(graph.nodes):
-        if not is_tensor(node) or not value_of(node).dtype.is_floating_point:
+        if not is_floating(node):
             continue
         joined = joined_rows(graph, node) if form_of(node) is Form.JOINED else None
         if joined is not None:
