@@ -10,8 +10,9 @@ is compiled once and takes three training steps, two at one length and one somet
 without gradients as well. Chunk bodies run node by node (``--inductor`` compiles them). *Exact*: in float64,
 every gradient within 1e-9 of eager's; in lower precision, all gradients together no further from the truth in
 float64 than three times eager's distance, and a few units in the last place. *Bound*: nothing that a streamed
-region keeps at full length is wider per token than eight times the widest of its inputs and outputs, and
-nothing has a row and a column per token. Refused regions are exact, and are counted by their messages.
+region keeps at full length is wider per token than eight times the widest of its inputs, outputs and rows
+looked up for token ids, and nothing has a row and a column per token. Refused regions are exact, and are
+counted by their messages. What eager itself cannot run is passed over.
 """
 
 from __future__ import annotations
