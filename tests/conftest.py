@@ -5,6 +5,7 @@ goes into code generation otherwise. Tests marked ``inductor`` compile them all 
 kind, and ``--inductor`` compiles those of every test, as ``make test-all`` does for those of whole models.
 """
 
+import gc
 import math
 import os
 import sys
@@ -48,16 +49,24 @@ QUICK = {
 }
 
 
-# Files of tests that train whole models; those of their sweeps need no compiled code.
+# Files of tests that train whole models, but for tests that read a report and run nothing.
 MODELS = {"test_gradients.py", "test_objectives.py"}
+REPORTS = {"test_sweeps", "test_no_logits_at_full_length"}
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name in QUICK:
             item.add_marker("quick")
-        if item.path.name in MODELS and item.originalname != "test_sweeps":
+        if item.path.name in MODELS and item.originalname not in REPORTS:
             item.add_marker("models")
+
+
+def pytest_collection_finish():
+    """What is imported stays: the collector need not visit it again and again while tests trace graphs."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True, scope="session")
