@@ -90,6 +90,7 @@ class Part(enum.Enum):
     MAXIMUM_OF_WINDOWS = "the largest number of each window along the last dimension"
     REPEATED = "each row along the last dimension, several times one behind the other"
     TRIANGLE = "entries on one side of a diagonal of a matrix are zero"
+    DIAGONAL = "a matrix with ones on its diagonal, else zeros"
 
 
 PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
@@ -113,6 +114,7 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
         (aten.log_sigmoid, aten.multiply, aten.subtract, aten.divide, aten.negative), Part.POINTWISE
     ),
     **dict.fromkeys((aten.absolute, aten.where, aten.full), Part.POINTWISE),
+    **dict.fromkeys((aten.__and__, aten.__or__, aten.__xor__), Part.POINTWISE),
     aten.scaled_dot_product_attention: Part.ATTENTION,
     aten.stack: Part.STACK,
     **dict.fromkeys(
@@ -131,6 +133,7 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     aten.max_pool1d: Part.MAXIMUM_OF_WINDOWS,
     **dict.fromkeys((aten.upsample_nearest1d, aten._upsample_nearest_exact1d), Part.REPEATED),
     **dict.fromkeys((aten.tril, aten.triu), Part.TRIANGLE),
+    aten.eye: Part.DIAGONAL,
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), Part.ALONG),
 }
 
@@ -178,7 +181,14 @@ def is_filled(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in FILLS
 
 
-FILLS = (aten.ones, aten.zeros, aten.full)
+# The number each fills its result with; None: its argument says which.
+FILLS: dict[torch._ops.OpOverloadPacket, float | None] = {aten.ones: 1, aten.zeros: 0, aten.full: None}
+
+
+def filling_of(node: Node) -> float:
+    """The number that a node fills its result with, where `is_filled` holds."""
+    known = FILLS[node.target.overloadpacket]
+    return arguments(node)["fill_value"] if known is None else known
 
 
 def is_detached(node: Node) -> bool:

@@ -223,7 +223,7 @@ def counted(node: Node, rows: Rows, like: Node) -> Node:
 
     def place(at: int | None) -> object:
         base, by = (end, at or 0) if at is None or at < 0 else (first, at)
-        return sum_of(base, by, like) if by else base
+        return sum_of(base, by, like)
 
     names = ("layout", "device", "pin_memory")
     kwargs = {name: given[name] for name in names if given.get(name) is not None}
@@ -233,6 +233,8 @@ def counted(node: Node, rows: Rows, like: Node) -> Node:
 
 def sum_of(size: object, by: int, like: Node) -> object:
     """A size and so many more: a number, or a node that has it."""
+    if not by:
+        return size
     if isinstance(size, Node):
         return inserted(like, operator.add, (size, by), as_written=True)
     return size + by
