@@ -28,6 +28,7 @@ from .dynamo.blocks import over_blocks
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
 from .dynamo.indexed_rows import index_rows
+from .dynamo.leading_columns import move_leading_columns
 from .dynamo.padded_masks import pad_before_masks
 from .dynamo.python_floats import floats_as_tensors
 from .dynamo.regions import (
@@ -412,6 +413,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (index_rows, "reading row indices"),
     (select_rows_first, "moving row selections in front of the head"),
     (part_shared_keys, "parting the keys of attention"),
+    (move_leading_columns, "moving columns behind attention scores"),
     (pad_before_masks, "reading masks with more columns"),
     (one_attention, "reading calls of attention"),
 )

@@ -208,6 +208,21 @@ def is_along_last(node: Node) -> bool:
     return bool(named) and all(dims == [-1] for dims in named)
 
 
+# Of a dimension that they read, these read all numbers, in whatever order.
+ORDERLESS = {aten.softmax, aten.log_softmax, aten.logsumexp, aten.amax, aten.amin, aten.sum, aten.mean}
+ORDERLESS |= {aten.var, aten.std, aten.norm, aten.linalg_vector_norm}
+
+
+def is_orderless_along(node: Node, dim: int, rank: int) -> bool:
+    """Does an op take all numbers along a dimension of its first operand, of so many dimensions, in any
+    order?"""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket not in ORDERLESS:
+        return False
+    named = arguments(node).get("dim")
+    dims = [named] if isinstance(named, int) else named
+    return not dims or dim in {d % rank for d in dims}
+
+
 def takes_lengths(target: torch._ops.OpOverload, name: str) -> bool:
     """Is an argument a length or a bound of rows, which may change from call to call? Its type in the
     schema says it."""
