@@ -32,7 +32,8 @@ from .ir import (
 )
 from .mask_analysis.domains import EMPTY, Abstract, Band, is_empty_outside, is_zero_outside, stored_mask
 from .phases import check_time
-from .rules import rule_of
+from .rules import form_of, rule_of
+from .rules.facets import Form
 from .rules.scans import state_of_no_rows
 from .token_propagation import has_tensors
 
@@ -119,7 +120,8 @@ def proofs_of_scores(
         operands = exits(node, facts, signatures[node])
         if operands is None:
             continue
-        bands = ((facts[a], band) for a in operands if isinstance(band := masks.get(a), Band))
+        origins = [unfolded(a, facts, masks) for a in operands]
+        bands = ((facts[a], band) for a in origins if isinstance(band := masks.get(a), Band))
         fact, band = next(((f, b) for f, b in bands if ignores_outside(b, node)), (None, None))
         if band is None or not isinstance(fact, Tokens) or fact.keys is None:
             found.append((UNPROVED, EVERYWHERE))
@@ -184,6 +186,24 @@ def is_cheap_to_check(mask: Node, entries: int, checkable: Container[Node]) -> b
         and all(n in checkable for n in given)
         and all(is_tensor(n) and math.prod(shape_of(n)) <= TEMPORARY * size for n in computed)
     )
+
+
+def unfolded(node: Node, facts: Facts, masks: Mapping[Node, Abstract]) -> Node:
+    """The score matrix with a band that a view or copy has all entries of.
+
+    A band is of two dimensions and gets lost where rows are folded with heads; which entries belong to which
+    row and key does not.
+    """
+    start = node
+    while not isinstance(masks.get(node), Band):
+        source = node.args[0] if is_view(node) or form_of(node) is Form.COPY else None
+        if not isinstance(source, Node) or math.prod(shape_of(source)) != math.prod(shape_of(node)):
+            return start
+        fact = facts.get(source)
+        if not isinstance(fact, Tokens) or fact.keys is None:
+            return start
+        node = source
+    return node
 
 
 def has_keys(node: Node, facts: Facts) -> bool:

@@ -399,13 +399,8 @@ def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
         for d in propagation.of(a)
     ):
         return False
-    pairs = [
-        a
-        for a in operands
-        if len(propagation.of(a)) == 2 and all(is_all(a, mark, length) for mark in propagation.of(a).values())
-    ]
     return (
-        bool(pairs)
+        any(is_pair(a, propagation, length) for a in operands)
         and is_tensor(node)
         and len(propagation.of(node)) == 1
         and value_of(node).dtype.is_floating_point
@@ -435,6 +430,17 @@ def is_all(node: Node, mark: Mark, length: int) -> bool:
     """Are these rows the tokens, no fewer and no more? Several rows for each token (states and actions in
     turn) are another sequence."""
     return mark.inner == 1 and shape_of(node)[mark.dim] == length * mark.outer
+
+
+def is_pair(node: Node, propagation: TokenPropagation, length: int) -> bool:
+    """Are these probabilities of rows and keys? The keys are the tokens; rows may have heads folded behind
+    each token, as products of all heads with shared keys have them."""
+    marks = propagation.of(node)
+    return (
+        len(marks) == 2
+        and any(is_all(node, mark, length) for mark in marks.values())
+        and all(shape_of(node)[d] == length * mark.outer * mark.inner for d, mark in marks.items())
+    )
 
 
 def crosses(node: Node, propagation: TokenPropagation, other: TokenPropagation) -> bool:
