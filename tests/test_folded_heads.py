@@ -37,7 +37,7 @@ def keys_for_groups_of_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def absorbed_latent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Latent attention with its projections absorbed (arXiv 2405.04434): the latent is key and value, beside a
+    """Latent attention with absorbed projections (arXiv 2405.04434): the latent is key and value, beside a
     key for positions."""
     latent, turned = k[..., :6], k[..., 6:8]
     q = q.unflatten(-1, (HEADS, 4))

@@ -348,6 +348,57 @@ PROVED += [
 ]
 
 
+def blocks(n: int = 9, size: int = 3) -> tuple[Tensor, Tensor]:
+    """The blocks that positions are in, as a column and a row."""
+    found = torch.arange(n).div(size, rounding_mode="floor")
+    return found[:, None], found[None, :]
+
+
+# Blocks of positions, and masks of several heads
+PROVED += [
+    ("blocks, not later", lambda: (lambda q, k: k <= q)(*blocks()), (), (-INF, 2), False, False),
+    ("blocks, earlier", lambda: (lambda q, k: k < q)(*blocks()), (), (-INF, -1), False, False),
+    ("blocks, from a row's own on", lambda: (lambda q, k: q <= k)(*blocks()), (), (-2, INF), False, False),
+    ("blocks, later", lambda: (lambda q, k: q < k)(*blocks()), (), (1, INF), False, False),
+    ("same block", lambda: (lambda q, k: k == q)(*blocks()), (), (-2, 2), False, False),
+    ("other block", lambda: (lambda q, k: k != q)(*blocks()), (), (-2, 2), True, False),
+    ("same block, causal", lambda: (lambda q, k: k == q)(*blocks()) & lower(9), (), (-2, 0), False, False),
+    (
+        "blocks of later positions",
+        lambda: (torch.arange(1, 10) // 3)[:, None] >= (torch.arange(9)[None] // 3),
+        (),
+        (-INF, 3),
+        False,
+        False,
+    ),
+    (
+        "decays without what is no number",
+        lambda: (lambda q, k: (0.9 ** (q - k)).masked_fill(k > q, 0.0).nan_to_num())(*positions(9)),
+        (),
+        CAUSAL,
+        0.0,
+        False,
+    ),
+    (
+        "infinities replaced",
+        lambda s: (lambda x: torch.where(x == INF, 1e4, x))(s.exp().tril()),
+        (scores(),),
+        CAUSAL,
+        0.0,
+        False,
+    ),
+    ("masks of two heads", lambda: torch.stack([lower(9), window(9, 3)]), (), CAUSAL, False, False),
+    (
+        "additive masks of two heads",
+        lambda: torch.cat([additive(lower(9), -INF)[None], additive(window(9, 3), -INF)[None]]),
+        (),
+        CAUSAL,
+        -INF,
+        False,
+    ),
+]
+
+
 @pytest.mark.parametrize(
     "function, inputs, bounds, outside, exact", [p[1:] for p in PROVED], ids=[p[0] for p in PROVED]
 )
@@ -415,7 +466,22 @@ OPEN = [
     ),
     ("as integers", lambda: lower(9).long() - 1, ()),
     ("as floats", lambda: (1.0 - lower(9).float()) * LOW, ()),
-    ("blocks", lambda: torch.arange(9)[:, None] // 3 >= torch.arange(9) // 3, ()),
+    ("zeros replaced", lambda s: (lambda x: torch.where(x < INF, 1e4, x))(s.exp().tril()), (scores(),)),
+    ("blocks of two sizes", lambda: torch.arange(9)[:, None] // 3 >= torch.arange(9) // 2, ()),
+    ("blocks of steps", lambda: torch.arange(0, 18, 2)[:, None] // 3 >= torch.arange(9) // 3, ()),
+    (
+        "blocks, rounded to zero",
+        lambda: (lambda q, k: k <= q)(
+            *(torch.arange(-4, 5).div(3, rounding_mode="trunc").view(s) for s in ((9, 1), (1, 9)))
+        ),
+        (),
+    ),
+    ("masks of heads that look both ways", lambda: torch.stack([lower(9), lower(9).t()]), ()),
+    (
+        "masks of heads, of which one is stored",
+        lambda m: torch.stack([lower(9), m]),
+        (keeps(81)[0].view(9, 9),),
+    ),
     ("probabilities less one", lambda s: s.masked_fill(~lower(9), -INF).softmax(-1) - 1, (scores(),)),
     ("negative scale", lambda: additive(lower(9), -INF) * -1.0, ()),
     ("half offsets", lambda: torch.arange(9)[:, None] + 0.5 > torch.arange(9), ()),

@@ -15,6 +15,8 @@ from ..rules.facets import Form
 from .domains import Abstract, Affine, Indicator
 from .operands import as_band, is_bounded
 
+SAME_ENTRIES = (Form.ALIAS, Form.COPY, Form.RESHAPE, Form.UNSQUEEZE, Form.SQUEEZE)
+
 
 def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[Node, Abstract]:
     """The abstract value of every node of the graph (``None`` where nothing is known).
@@ -78,6 +80,11 @@ class Evaluation:
         while form_of(arg) is Form.EXPAND:
             arg = arg.args[0]
         return arg
+
+    def floor_division_behind(self, arg: Node) -> Node | None:
+        while form_of(arg) in SAME_ENTRIES:
+            arg = arg.args[0]
+        return arg if form_of(arg) is Form.FLOOR_DIVIDE else None
 
     def masks_nothing(self, node: Node) -> bool:
         """Are the numbers of a node far from the lowest of their dtype?"""

@@ -54,6 +54,10 @@ class Known(Protocol):
         """What an operand repeats along dimensions of size one, or the operand itself."""
         ...
 
+    def floor_division_behind(self, arg: Node) -> Node | None:
+        """The floor division whose entries an operand has, in whatever shape."""
+        ...
+
 
 def is_bounded(number: float) -> bool:
     """Far from the lowest number of every dtype."""

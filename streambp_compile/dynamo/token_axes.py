@@ -252,7 +252,7 @@ class Trace:
             or n in propagation.missing
             and touches(n, propagation)
             and is_tensor(n)
-            and value_of(n).dtype.is_floating_point
+            and (value_of(n).dtype.is_floating_point or value_of(n).is_complex())
         }
         attending = {origin_of(n) for n in chosen.attends | crossing}
         mixing, attending = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from ...ir import DocumentMask, op_name, shape_of
+from ...ir import DocumentMask, op_name, shape_of, value_of
 from ...mask_analysis.domains import (
     Abstract,
     Affine,
@@ -79,12 +79,11 @@ def of_scores(name: str, band: Band, const: float) -> Band | None:
     """Masked scores, or an additive mask, compared with the number that they are filled with."""
     if band.outside == -math.inf and const == -math.inf and name in ("eq", "ne"):
         return replace(band, outside=name == "eq", zero_inside=False)
-    if const != 0:
-        return None
-    if band.zero_inside and name in ("eq", "ne"):
+    if const == 0 and band.zero_inside and name in ("eq", "ne"):
         return replace(band, outside=name == "ne", zero_inside=False)
     if is_zero_outside(band) and band.key_masks == () and not band.zero_inside:
-        return replace(band, outside=name in ("eq", "le", "ge"), key_masks=None)  # where a ReLU is zero
+        outside = getattr(operator, name)(0.0, const)  # where a ReLU is zero, where a product overflows
+        return replace(band, outside=outside, key_masks=None)
     return None
 
 
@@ -129,13 +128,54 @@ def band_of(name: str, row: int, key: int, bound: float) -> Band:
     return Band(row, key, bound + (name == "gt"), math.inf, False, ())
 
 
-def document_mask(node: Node, name: str, known: Known) -> DocumentMask | None:
+@dataclass(frozen=True)
+class Blocks:
+    """``(position + start) // size``: the blocks of tokens that positions are in."""
+
+    start: float
+    size: int
+
+
+def block_of_positions(node: Node, known: Known) -> Blocks | None:
+    """What a value of every row, or every key, is, if it is the number of a block of positions."""
+    quotient = known.floor_division_behind(node)
+    if quotient is None or value_of(quotient).dtype.is_floating_point:
+        return None
+    position, size = known(quotient.args[0]), known(quotient.args[1])
+    if not isinstance(position, Affine) or not is_constant(size) or size.const < 1:
+        return None
+    floors = quotient.kwargs.get("rounding_mode", "floor") == "floor"
+    by_one = [slope for _, slope in position.slopes] == [1]
+    nothing_else = math.prod(shape_of(quotient)) == max(shape_of(quotient))  # positions do not start again
+    return Blocks(position.const, int(size.const)) if floors and by_one and nothing_else else None
+
+
+def of_blocks(name: str, row: Blocks, key: Blocks, node: Node) -> Band:
+    """Blocks of rows compared with blocks of keys: a band, of which some entries are hidden.
+
+    Tokens of one block are less than its size apart.
+    """
+    ahead, apart = row.start - key.start, row.size - 1
+    lo, hi = {
+        "ge": (-math.inf, ahead + apart),
+        "gt": (-math.inf, ahead - 1),
+        "le": (ahead - apart, math.inf),
+        "lt": (ahead + 1, math.inf),
+    }.get(name, (ahead - apart, ahead + apart))
+    rank = len(shape_of(node))
+    return Band(rank - 2, rank - 1, lo, hi, name == "ne", None)
+
+
+def document_mask(node: Node, name: str, known: Known) -> DocumentMask | Band | None:
     """A comparison of a value of every row with one of every key."""
     found = token_pair(node, known)
     if found is None:
         return None
     pair, row_is_first = found
+    name = name if row_is_first else MIRRORED[name]
+    row, key = (block_of_positions(side, known) for side in pair)
+    if row is not None and key is not None and row.size == key.size:
+        return of_blocks(name, row, key, node)
     if name in ("eq", "ne"):
         return DocumentMask(equal=(pair,), negated=name == "ne")
-    name = name if row_is_first else MIRRORED[name]
     return DocumentMask(ordered=(pair,), negated=name in ("le", "lt"))

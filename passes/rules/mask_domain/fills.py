@@ -52,6 +52,8 @@ def chosen(node: Node, known: Known) -> Abstract:
             return band
     if is_zero_outside(inside) and is_zero_outside(filling) and have_same_axes(inside, filling):
         return hull(inside, filling)
+    if is_visible_mask(condition) and is_zero_outside(filling) and have_same_axes(condition, filling):
+        return hull(replace(condition, outside=0.0, key_masks=(), zero_inside=False), filling)
     mask, scores, masked_scores = node.args[:3]
     found = []
     if is_constant(filling):

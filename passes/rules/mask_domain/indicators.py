@@ -66,6 +66,9 @@ class Instead:
     def repeated_by(self, arg: Node) -> Node:
         return self.known.repeated_by(arg)
 
+    def floor_division_behind(self, arg: Node) -> Node | None:
+        return self.known.floor_division_behind(arg)
+
 
 @dataclass(frozen=True)
 class Operand:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from ...mask_analysis.domains import (
     Band,
     Difference,
     Distance,
+    have_same_axes,
     is_constant,
     is_empty_outside,
     is_zero_outside,
@@ -148,10 +150,23 @@ def joined(node: Node, known: Known) -> Abstract:
         sink = is_empty_outside(scores) and any(p in known.bounded for p in parts[1:])
         # columns behind the keys are always read; a sink is visible to every row
         return replace(scores, key_masks=() if sink else scores.key_masks, zero_inside=False)
+    if isinstance(scores, Band) and dim not in (scores.row, scores.key):
+        return functools.reduce(beside, map(known, parts))
     values = [value for part in parts if isinstance(value := known(part), Affine)]
     if len(values) < len(parts):
         return None
     return joined_ranges(node, parts, values, dim)
+
+
+def beside(left: Abstract, right: Abstract) -> Band | None:
+    """Masks of different heads, joined along heads: what either leaves visible. What hides entries inside is
+    known only where it is the same of both."""
+    if left == right or not isinstance(left, Band) or not isinstance(right, Band):
+        return left if isinstance(left, Band) and left == right else None
+    if not have_same_axes(left, right) or left.outside != right.outside or left.assumes or right.assumes:
+        return None
+    lo, hi, zero = min(left.lo, right.lo), max(left.hi, right.hi), left.zero_inside and right.zero_inside
+    return replace(left, lo=lo, hi=hi, key_masks=None, zero_inside=zero)
 
 
 def joined_ranges(node: Node, parts: Sequence[Node], values: Sequence[Affine], dim: int) -> Affine | None:
