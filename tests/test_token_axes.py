@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Mixing, MixingLayer, gradients, ids_of, worst_error
 from torch import nn
 
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
-from streambp_compile.report import Report
+from streambp_compile.report import NotStreamed, Report
 
 WIDTH, VOCABULARY = 32, 11
 
@@ -68,3 +69,28 @@ def test_tables_for_the_longest_sequence_stream_at_lengths_that_change(interpret
         found = torch.autograd.grad(step(ids), list(model.parameters()))
         for ours, theirs in zip(found, truth, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def long_convolution(x: torch.Tensor) -> torch.Tensor:
+    """Every token with all before it, by complex numbers."""
+    size = 2 * x.shape[1]
+    filters = torch.exp(-torch.arange(x.shape[1], dtype=x.dtype))[:, None]
+    product = torch.fft.rfft(x, n=size, dim=1) * torch.fft.rfft(filters, n=size, dim=0)
+    return torch.fft.irfft(product, n=size, dim=1)[:, : x.shape[1]]
+
+
+def test_an_unknown_mixer_of_complex_numbers_is_cut_off(interpreted):
+    """A transform of all tokens runs unchunked, a layer at a time; the head behind it streams."""
+    report = Report()
+
+    def backend(graph, inputs):
+        return Chain(graph, inputs, Config(chunk_size=5), report).compiled()
+
+    model = Mixing(16, *(MixingLayer(long_convolution, 16, parts=1) for _ in range(2))).double()
+    step, ids = torch.compile(model, backend=backend), ids_of(2, 24)
+    truth = gradients(model, lambda: model(ids))
+    with pytest.warns(NotStreamed, match="_fft_r2c"):
+        found = gradients(model, lambda: step(ids))
+    assert worst_error(found, truth) < 1e-10
+    whole = [report.regions[i].refusal is not None for i in report.order]
+    assert whole.count(True) == 2 and not whole[-1]
