@@ -731,6 +731,21 @@ def test_an_idiom_without_gradients_is_exact(name, interpreted):
     assert abs(got - loss) <= 1e-10 * abs(loss)
 
 
+def test_every_token_of_a_long_text_sees_itself(interpreted):
+    """An identity of more than 255 tokens: its indices do not fit into a byte."""
+    w, ids = Weights(), torch.randint(VOCAB, (1, 260))
+
+    def step(ids):
+        at = torch.arange(ids.shape[1])
+        mask = (at[:, None] >= at) & (ids != 0)[:, None, None] | torch.eye(ids.shape[1], dtype=torch.bool)
+        x = F.embedding(ids, w.table)
+        return loss_of(x + attend(x, w, attn_mask=mask), ids, w)
+
+    compiled = torch.compile(step, backend="streambp", options={"chunk_size": 100, "strict": True})
+    found, expected = (torch.autograd.grad(f(ids), (w.table, w.qkv)) for f in (compiled, step))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+
+
 def test_dropout_is_differentiated_with_its_own_bits(fresh_dynamo):
     """Compiled for real: the slope along a direction, same seed on both sides, is what the gradient says."""
 

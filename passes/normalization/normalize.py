@@ -83,6 +83,16 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
+def eye(rows: int, columns: int | None = None, *, dtype=None, layout=None, device=None, pin_memory=None):
+    """Ones where the indices are equal. Torch's decomposition counts in the smallest unsigned dtype, in which
+    no device has a range of more than 255 numbers."""
+    if layout not in (None, torch.strided):
+        return NotImplemented
+    columns = rows if columns is None else columns
+    equal = torch.arange(rows, device=device)[:, None] == torch.arange(columns, device=device)
+    return equal.to(torch.get_default_dtype() if dtype is None else dtype)
+
+
 def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: float) -> tuple:
     """The statistics of half-precision rows in float32 on every device; torch rounds them on a CPU alone.
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from ..passes.normalization.normalize import layer_norm, mean, repeat, stack, var, var_mean
+from ..passes.normalization.normalize import eye, layer_norm, mean, repeat, stack, var, var_mean
 from ..passes.normalization.random_numbers import normal, normal_around, randn, uniform
 from ..passes.rules import kept
 from .fake_tensors import stand_in
@@ -35,6 +35,7 @@ def decompositions() -> dict:
     table[aten.mean.default] = mean
     table[aten.repeat.default] = repeat
     table[aten.stack.default] = stack
+    table[aten.eye.default] = table[aten.eye.m] = eye
     table[aten.uniform.default] = uniform
     table[aten.normal_functional.default] = normal
     table[aten.randn.default] = randn
