@@ -94,3 +94,31 @@ def test_an_unknown_mixer_of_complex_numbers_is_cut_off(interpreted):
     assert worst_error(found, truth) < 1e-10
     whole = [report.regions[i].refusal is not None for i in report.order]
     assert whole.count(True) == 2 and not whole[-1]
+
+
+def wasserstein(hidden, weight, teacher):
+    p = F.linear(hidden, weight).softmax(-1)
+    return (p.cumsum(-1) - teacher.softmax(-1).cumsum(-1)).abs().sum(-1).mean()
+
+
+def ordinal(hidden, weight, teacher):
+    return (F.linear(hidden.cumsum(-1), weight) - teacher).square().mean()
+
+
+@pytest.mark.parametrize("loss", [wasserstein, pytest.param(ordinal, marks=pytest.mark.slow)])
+def test_scans_over_classes_or_features_do_not_make_tokens_of_them(loss, interpreted):
+    """A head by itself has no attention that would show the tokens."""
+    tokens, classes = 24, 91
+    hidden = torch.randn(2, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+    weight = nn.Parameter(torch.randn(classes, WIDTH, dtype=torch.float64))
+    teacher = torch.randn(2, tokens, classes, dtype=torch.float64)
+    report = Report()
+
+    def backend(graph, inputs):
+        return Chain(graph, inputs, Config(chunk_size=5, strict=True), report).compiled()
+
+    step = torch.compile(loss, backend=backend)
+    truth, found = (torch.autograd.grad(f(hidden, weight, teacher), (hidden, weight)) for f in (loss, step))
+    assert {region.analysis.length for region in report.regions} == {tokens}
+    for ours, theirs in zip(found, truth):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -184,9 +184,11 @@ class Trace:
         by_attention = frozenset(n for n in mixers if attends(n, propagation, length))
         if not width:
             return []
-        evidence = frozenset(n for n in mixers if not is_linear_layer(n, propagation, self.weights))
+        feature = is_feature(propagation, self.weights)
+        telling = by_attention if feature else mixers
+        evidence = frozenset(n for n in telling if not is_linear_layer(n, propagation, self.weights))
         lost = lost_bytes(propagation) / width
-        return [Candidate(mixers, by_attention, evidence, width, lost, length, propagation)]
+        return [Candidate(mixers, by_attention, evidence, feature, width, lost, length, propagation)]
 
     def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
         """Queries of attention, or its scores, and their dimension of rows."""
@@ -282,6 +284,7 @@ class Candidate:
     mixers: frozenset[Node]
     attends: frozenset[Node]
     evidence: frozenset[Node]
+    feature: bool
     bytes: int
     lost: float
     length: int
@@ -293,7 +296,8 @@ class Candidate:
 
 
 def preferred(found: Sequence[Candidate]) -> Candidate | None:
-    """The most mixers; of those that carry about as many bytes and lose about as few, the most rows.
+    """The most mixers; of those that lose about as few bytes, that no weight has, and that carry about as
+    many, the most rows.
 
     In a head without attention the batch carries the same values as the tokens do, and a few numbers per
     sequence besides; features and
@@ -304,6 +308,7 @@ def preferred(found: Sequence[Candidate]) -> Candidate | None:
     for good in (
         lambda c, rivals: len(c.evidence) == max(len(r.evidence) for r in rivals),
         lambda c, rivals: c.lost <= 2 * min(r.lost for r in rivals) + 1 / 8,
+        lambda c, rivals: c.feature == min(r.feature for r in rivals),
         lambda c, rivals: 2 * c.bytes >= max(r.bytes for r in rivals),
     ):
         found = [c for c in found if good(c, found)]
@@ -424,6 +429,17 @@ def is_linear_layer(node: Node, propagation: TokenPropagation, weights: Containe
     """May this mixer be a square weight in a residual block, so that what it mixes may be features?"""
     pairs = [a for a in tensor_operands(node) if len(propagation.of(a)) == 2]
     return bool(pairs) and all(a in weights for a in pairs)
+
+
+def is_feature(propagation: TokenPropagation, weights: Container[Node]) -> bool:
+    """Do products read or make this dimension by a weight, so that a scan along it (a cumulative probability)
+    tells nothing? A weight that mixes tokens has them twice."""
+    return any(
+        a in weights and len(propagation.of(a)) == 1
+        for n in propagation.met()
+        if is_product(n)
+        for a in tensor_operands(n)
+    )
 
 
 def is_all(node: Node, mark: Mark, length: int) -> bool:
