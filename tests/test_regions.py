@@ -147,3 +147,22 @@ def test_noise_on_embeddings_is_drawn_once(interpreted):
             weight.sub_(direction, alpha=distance)
     slope = (weight.grad * direction).sum().item()
     assert abs((values[0] - values[1]) / 2e-6 - slope) < 1e-6 * abs(slope)
+
+
+def test_a_view_beside_its_detached_whole_streams(interpreted):
+    """Hidden states that leave as ``[T, B, d]`` with a gradient, and once more without."""
+    ids, model = ids_of(2, 20), Plain(width=16, heads=2, layers=1).double()
+
+    def loss(ids):
+        x = model.norm(model.layers[0](model.embed(ids)))
+        entropy = F.cross_entropy(model.head(x).flatten(0, 1), ids.flatten())
+        return entropy, x.transpose(0, 1), x.detach()
+
+    def total(function):
+        entropy, turned, detached = function(ids)
+        weight = torch.linspace(0, 1, turned.numel(), dtype=turned.dtype).view_as(turned)
+        return entropy + (turned * weight).sum() / 100 + detached.sum()
+
+    step = torch.compile(loss, backend="streambp", options={"chunk_size": 7, "strict": True})
+    truth, found = (gradients(model, lambda f=f: total(f)) for f in (loss, step))
+    assert worst_error(found, truth) < 1e-10

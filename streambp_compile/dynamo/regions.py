@@ -365,9 +365,10 @@ def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[No
     shared, inside = {storage_of(n) for n in region.inputs if wants_gradient(n)}, set(region.nodes)
     buffers = {storage_of(n) for n in written_buffers(region)}
     shared |= buffers
+    parted = buffers | views_returned(region)
     results = []
     for node in region.outputs:
-        storage = storage_of(node) if wants_gradient(node) or storage_of(node) in buffers else None
+        storage = storage_of(node) if wants_gradient(node) or storage_of(node) in parted else None
         read = any(u not in inside and u.op != "output" for u in node.users)
         if read and not is_dense(fake_of(node)):
             results.append(graph.call_method("contiguous", (values[node],)))
@@ -379,6 +380,20 @@ def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[No
             )
             shared.add(storage)
     return results
+
+
+def views_returned(region: Region) -> set[int | None]:
+    """Memory of which differentiable outputs are views, and no output is the whole.
+
+    If another output shared it, even a detached one, AOTAutograd would return the whole too, and ask for its
+    gradient in place of theirs.
+    """
+    owners: dict[int | None, Node] = {}
+    for node in region.nodes:
+        owners.setdefault(storage_of(node), node)
+    return {
+        storage_of(n) for n in region.outputs if wants_gradient(n) and owners.get(storage_of(n)) is not n
+    } - {storage_of(n) for n in region.outputs if owners.get(storage_of(n)) is n}
 
 
 def is_dense(fake: object) -> bool:
