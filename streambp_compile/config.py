@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,17 +23,17 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 def budget_of(given: object) -> int | float:
     """A memory budget in bytes, or as a share of free memory. Raises ValueError."""
     number: object = given
-    if isinstance(given, str):
-        digits, unit = re.findall(r"^\s*([\d.]*)\s*(\w*)", given)[0]
+    if isinstance(given, str) and (read := re.fullmatch(r"\s*([\d.]+)\s*(\w*)\s*", given)):
+        digits, unit = read.groups()
         with contextlib.suppress(KeyError, ValueError):
             number = int(float(digits) * UNITS[unit.upper()]) if unit else float(digits)
     if isinstance(number, float) and 0 < number <= 1:
         return number
-    if isinstance(number, int | float) and not isinstance(number, bool) and number > 1:
+    if isinstance(number, int | float) and not isinstance(number, bool) and 1 < number < math.inf:
         return int(number)
     raise ValueError(
         "memory_budget must be a number of bytes, a text such as '60GiB' or '400MiB', or a share of the "
-        "device's free memory such as 0.8"
+        f"device's free memory such as 0.8; got {given!r}"
     )
 
 
@@ -82,7 +83,7 @@ class Config:
             raise ValueError(f"analysis_seconds must be a positive number of seconds; got {seconds!r}")
         if self.memory_budget is not None:
             budget_of(self.memory_budget)
-        if self.offload not in (None, True, False):
+        if self.offload is not None and not isinstance(self.offload, bool):
             raise ValueError(f"offload must be None, True or False; got {self.offload!r}")
         if not isinstance(self.lossy, bool):
             raise ValueError(f"lossy must be True or False; got {self.lossy!r}")

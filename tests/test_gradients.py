@@ -350,6 +350,8 @@ def test_no_grad(trained_before):
         ({"chunk_size": 0}, "chunk_size must be"),
         ({"chunk_size": True}, "chunk_size must be"),
         ({"strict": 1}, "strict must be"),
+        ({"offload": 1}, "offload must be"),
+        ({"device": torch.device("cpu")}, "known devices are CPU, B200"),
     ],
 )
 @pytest.mark.quick

@@ -253,9 +253,11 @@ def known(name: str, memory: int | None = None) -> Device | None:
     return min(rows, key=misfit, default=None)
 
 
-def named(name: str) -> Device:
+def named(name: object) -> Device:
     """The device of that name. Raises ValueError that lists the names there are."""
-    found = REFERENCE_CPU if name.lower() == "cpu" else known(name)
+    found = None
+    if isinstance(name, str):
+        found = REFERENCE_CPU if name.lower() == "cpu" else known(name)
     if found is None:
         raise ValueError(
             f"Unknown device {name!r}; known devices are CPU, {', '.join(row.name for row in KNOWN)}"
