@@ -55,7 +55,7 @@ from .dynamo.unrolled_losses import merge_unrolled
 from .dynamo.windows import write_windows
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
-from .passes.ir import CannotStream, Refusal, bytes_of, copied, hint, where_of
+from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, where_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
 from .pipeline import outputs_of
@@ -171,8 +171,9 @@ class Chain:
         whole = RegionReport(self.given, refusal=refusal)
         self.report.add(self.given, [whole], (), call, self.example_inputs)
         values = (fake_of(n) for n in self.given.graph.nodes if n.op != "placeholder")
-        largest = max((bytes_of(v) for v in values if isinstance(v, torch.Tensor)), default=None)
-        self.refuse(refusal, largest)
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        known = refusal.reason != UNKNOWN_SIZE.reason
+        self.refuse(refusal, max(map(bytes_of, tensors), default=None) if known else None)
         return call
 
     def rewritten(self) -> GraphModule:

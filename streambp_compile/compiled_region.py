@@ -482,10 +482,11 @@ def refusal_of(error: Exception, doing: str, what: str, module: GraphModule) -> 
     doing  the stage, if the error does not know it
     what   "region" or "graph": what runs unchunked
     """
+    first = next(filter(None, map(where_of, module.graph.nodes)), "")
     if isinstance(error, CannotStream) and not isinstance(error, Abandoned):
-        return error.refusal
+        return replace(error.refusal, where=error.refusal.where or first)
     refusal = error.refusal if isinstance(error, Abandoned) else abandoned(doing, error).refusal
-    return replace(refusal, op=what, where=next(filter(None, map(where_of, module.graph.nodes)), ""))
+    return replace(refusal, op=what, where=first)
 
 
 def run_forward(region: StreamedRegion, outputs: Sequence[object], returned: int | None = None) -> Driver:

@@ -216,3 +216,17 @@ def test_decompositions_of_ours_lay_values_out_as_the_ops_do(layout, op):
     ours = make_fx(op, decomposition_table=internals.decompositions())(x)(x)
     torch.testing.assert_close(ours, op(x))
     assert ours.stride() == op(x).stride()
+
+
+@pytest.mark.quick
+def test_a_length_that_the_compiler_must_not_know_is_refused_by_name():
+    x, weight = torch.randn(2, 20, 8, requires_grad=True), torch.randn(30, 8)
+
+    def function(x):
+        return (x @ weight.t()).logsumexp(-1).mean()
+
+    (truth,) = torch.autograd.grad(function(x), x)
+    torch._dynamo.decorators.mark_unbacked(x, 1)
+    with pytest.warns(NotStreamed, match="A size is known only while the graph runs"):
+        value = torch.compile(function, backend="streambp")(x)
+    torch.testing.assert_close(torch.autograd.grad(value, x)[0], truth)

@@ -123,7 +123,9 @@ def test_ways_to_say_a_budget(given, found):
     assert budget_of(given) == found
 
 
-@pytest.mark.parametrize("given", ["much", "5 parsec", "80%", "60 GiB/s", -1, 0, True, [], "", 0.0, float("inf")])
+@pytest.mark.parametrize(
+    "given", ["much", "5 parsec", "80%", "60 GiB/s", -1, 0, True, [], "", 0.0, float("inf")]
+)
 def test_what_is_no_budget(given):
     with pytest.raises(ValueError, match="memory_budget must be"):
         Config.of(None, {"memory_budget": given})

@@ -63,6 +63,7 @@ from .refusals import (
     where_of,
 )
 from .values import (
+    UNKNOWN_SIZE,
     Size,
     ancestors,
     arguments,
@@ -90,6 +91,7 @@ from .values import (
 )
 
 __all__ = [
+    "UNKNOWN_SIZE",
     "ACCUMULATORS",
     "BLOCKS",
     "Analysis",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .refusals import CannotStream, Refusal
+
 Size = int | torch.SymInt
 
 
@@ -32,9 +34,20 @@ def symbols_in(size: Size) -> list[torch.SymInt]:
     ]
 
 
+UNKNOWN_SIZE = Refusal(
+    "sizes",
+    "A size is known only while the graph runs, and not from the sizes of inputs",
+    "Use mark_dynamic in place of mark_unbacked, and torch.nonzero_static in place of torch.nonzero",
+)
+
+
 def hint(size: Size) -> int:
-    """The size as a number: itself, or the length at which the graph was traced."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """The size as a number: itself, or the length at which the graph was traced. Raises `CannotStream`."""
+    if isinstance(size, int):
+        return size
+    if size.node.hint is None:
+        raise CannotStream(UNKNOWN_SIZE)
+    return int(size.node.hint)
 
 
 def is_equal(a: Size, b: Size) -> bool:
