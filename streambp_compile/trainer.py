@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from .config import Config
+from .report import StreamHint
+from .tiled_heads import trace_formulas
 
 Target = TypeVar("Target")
 MODELS = ("model", "ref_model")  # attributes of trainers that hold a model
@@ -22,7 +25,8 @@ def enable(target: Target, **options: Any) -> Target:
     options  the ``options=`` of the backend, such as ``chunk_size``
 
     Names of parameters and checkpoints stay as they are, and the model may be wrapped, sharded or given
-    adapters before or after. A call with ``past_key_values`` (generation) runs eagerly.
+    adapters before or after. A call with ``past_key_values`` (generation) runs eagerly. A head that a trainer
+    computes in tiles of its own (TRL) streams by its formula.
 
     Returns the target. Raises ValueError for an unknown option, TypeError where no model is found.
     """
@@ -41,11 +45,26 @@ def enable(target: Target, **options: Any) -> Target:
 def unless_generating(model: nn.Module, options: dict[str, Any]) -> Callable:
     """What a module calls in place of its ``forward`` and hooks, as after `torch.nn.Module.compile`."""
     compiled = torch.compile(model._call_impl, backend="streambp", options=options)
+    traced = functools.cache(functools.partial(trace_heads, model))
 
     @functools.wraps(model._call_impl)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None:
             return model._call_impl(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            traced()  # when it is called: a trainer may give the model its forward after `enable`
         return compiled(*args, **kwargs)
 
     return call
+
+
+def trace_heads(model: nn.Module) -> None:
+    """Trace the tiled heads of a trainer by their formulas, and tell of those that are not known."""
+    for name in trace_formulas(model):
+        warnings.warn(
+            f"streambp: The forward that a trainer gave this model calls {name}, which breaks the graph, so "
+            "that a head in it runs eagerly. Use a version of the trainer that docs/trainers.md names, or a "
+            "loss of the logits.",
+            StreamHint,
+            stacklevel=2,
+        )

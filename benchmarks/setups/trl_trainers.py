@@ -161,7 +161,4 @@ SETUPS = {
     ),
 }
 
-OWN_HEAD = "(TRL's own head runs eagerly, in tiles, and holds no logits)"
-WITH_LOGITS = {"TRL, ORPO", "TRL, CPO", "TRL, SFT, label smoothing"}
-REASONS = {name: OWN_HEAD for name in SETUPS if name not in WITH_LOGITS}
-REASONS["TRL, reward"] = "(a score per sequence: there are no logits)"
+REASONS = {"TRL, reward": "(a score per sequence: there are no logits)"}

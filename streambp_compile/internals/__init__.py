@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-from .associative_scans import trace_scans_as
+from .associative_scans import is_traced_for, trace_scans_as
 from .aten_graphs import (
     LIFTS,
     before_autograd,
@@ -140,6 +140,7 @@ __all__ = [
     "is_fsdp_hook",
     "is_hook",
     "is_sharded",
+    "is_traced_for",
     "is_traceable_wrapper_subclass",
     "is_transform",
     "is_unbacked",

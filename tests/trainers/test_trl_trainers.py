@@ -18,5 +18,5 @@ def test_trainers(name):
     row = measured(trl_trainers.SETUPS[name], lengths=(64,))
     assert row.error < SINGLE
     assert row.layers
-    assert row.head == (name in trl_trainers.WITH_LOGITS)
+    assert row.head == (name not in trl_trainers.REASONS)
     assert row.notes == ()
