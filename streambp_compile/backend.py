@@ -87,6 +87,7 @@ def streambp(
 internals.ignore_library_logging_from_now_on()
 internals.keep_ddp_graphs_whole(__package__)
 internals.trace_scans_as(scan_in_blocks, __package__)
+internals.trace_methods_of_attributes()
 
 COMPILED_AUTOGRAD = (
     "Compiled autograd traces the backward of streamed regions into graphs of its own. Gradients stay exact, "

@@ -56,6 +56,18 @@ def test_a_library_that_is_imported_after_the_backend_breaks_no_graph(monkeypatc
         step(ids).backward()
 
 
+def test_a_question_for_the_module_of_a_parameter_breaks_no_graph():
+    """PEFT asks it in every DoRA layer; Dynamo knows the text, and not its methods."""
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+
+    def product(x):
+        return x if type(weight).__module__.startswith("torchao.") else x @ weight
+
+    x = torch.ones(2, 3)
+    internals.trace_methods_of_attributes()  # as the backend does when it is imported
+    torch.testing.assert_close(torch.compile(product, backend="eager", fullgraph=True)(x), product(x))
+
+
 def test_a_compiled_step_with_its_backward(interpreted):
     """Dynamo breaks at the backward, and traces what Python code runs in it: none of ours."""
     model, ids = Plain(layers=1).double(), ids_of(2, 32)

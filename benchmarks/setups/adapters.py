@@ -92,5 +92,3 @@ SETUPS = {
         checkpoints=False,  # which PEFT refuses
     ),
 }
-
-REASONS = {"PEFT, DoRA": "(PEFT breaks the graph in every layer)"}

@@ -61,6 +61,7 @@ from .dynamo import (
     replaying,
     set_grad_enabled,
     symbolic_functions,
+    trace_methods_of_attributes,
     without_compiled_autograd,
 )
 from .fake_tensors import (
@@ -159,6 +160,7 @@ __all__ = [
     "stand_in_whole",
     "symbolic_functions",
     "trace_artifact",
+    "trace_methods_of_attributes",
     "trace_scans_as",
     "tracing_of",
     "as_these",

@@ -6,6 +6,7 @@ Tested with torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from torch._dynamo.callback import CallbackArgs
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters, get_metrics_context
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._functorch import predispatch
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
@@ -88,6 +91,26 @@ def before_tracing(args: CallbackArgs) -> None:
     """Dynamo itself must not trace this: it would wait for the lock under which it calls it. It would, where
     `loss.backward()` is called in a compiled function."""
     ignore_library_logging()
+
+
+def trace_methods_of_attributes() -> None:
+    """Keep graphs whole where a method of a text is called that is an attribute of a class of torch.
+
+    Dynamo knows such a text, and not its methods. ``type(weight).__module__.startswith("torchao.")`` is how
+    PEFT asks in every DoRA layer whether a weight is quantised.
+    """
+    before = GetAttrVariable.call_method
+    if hasattr(before, "__wrapped__"):
+        return
+
+    @functools.wraps(before)
+    def call_method(self, tx, name: str, args: list, kwargs: dict) -> object:
+        value = self.as_python_constant() if self.is_python_constant() else None
+        if isinstance(value, str):
+            return ConstantVariable.create(value).call_method(tx, name, args, kwargs)
+        return before(self, tx, name, args, kwargs)
+
+    GetAttrVariable.call_method = call_method
 
 
 @contextlib.contextmanager
