@@ -101,4 +101,7 @@ SETUPS = {
     "FSDP2, tied weights": functools.partial(fsdp2, model={"tied": True}),
 }
 
-REASONS = {"FSDP2, layers compiled one by one": "(head and loss are not compiled)"}
+REASONS = {
+    "FSDP2, layers compiled one by one": "(head and loss are not compiled: compile them as one function "
+    "more, docs/trainers.md)"
+}
