@@ -159,7 +159,7 @@ def verify_sweep(sweep: Sweep, ready: set[Node], analysis: Analysis) -> None:
         check_read(node, (e.operand for e in edges), ready | inside)
         for edge in (e for e in edges if e.operand in inside and e.operand not in ready):
             operand, own_rows = edge.operand, edge.role is Role.ROWS and edge.reach == HERE
-            check(operand not in sweep.sums, f"{node} reads the unfinished sum {operand}")
+            check(operand not in sweep.summed, f"{node} reads the unfinished sum {operand}")
             if edge.role in (Role.KEYS, Role.HALO):
                 appended = operand in sweep.appended and edge.role is Role.KEYS
                 check(appended, f"{node} reads {operand} beyond its chunk")
@@ -167,7 +167,7 @@ def verify_sweep(sweep: Sweep, ready: set[Node], analysis: Analysis) -> None:
                 final = sweep.keysums_final and (own_rows or edge.role is Role.CARRY)
                 check(final, f"{node} reads {operand} before it is final")
         inside.add(node)
-    check(inside.issuperset((*sweep.writes, *sweep.sums, *sweep.keysums)), "a sweep writes what it lacks")
+    check(inside.issuperset((*sweep.writes, *sweep.summed, *sweep.keysums)), "a sweep writes what it lacks")
     check(set(sweep.writes).issuperset(sweep.appended), "a sweep appends what it does not write")
     descends = sweep.direction is Direction.DESCENDING
     check(not sweep.keysums_final or descends, "key sums are final in descending sweeps alone")

@@ -148,3 +148,14 @@ def test_statistics_of_a_layer_norm_have_the_precision_that_a_gpu_gives_them(dty
     out, mean, deviation = graph(x)
     assert out.dtype == dtype and mean.dtype == deviation.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(out, torch.native_layer_norm(x, (16,), weight, None, 1e-5)[0])
+
+
+def test_transposed_gradients_of_one_weight_are_added_before_they_are_transposed():
+    def tied(x, weight):
+        return torch.nn.functional.linear(torch.nn.functional.linear(x, weight).tanh(), weight)
+
+    given = (torch.randn(6, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True))
+    module = normalize(joint_of(tied, *given)[0])
+    products = {n for n in module.graph.nodes if n.target is torch.ops.aten.mm.default}
+    added = [n for n in module.graph.nodes if n.target is torch.ops.aten.add.Tensor]
+    assert any(products.issuperset(n.all_input_nodes) for n in added)

@@ -52,6 +52,7 @@ CHOSEN = {  # one of each kind of graph
     "DPO",
     "distillation, JSD",
     "multi-token prediction heads",
+    "residual heads with one vocabulary (Medusa)",
     "reward model, last token",
     "discounted returns, summed from the end",
     "actor and critic, one-step advantages",

@@ -102,6 +102,31 @@ def test_a_separable_loss_is_one_sweep_and_one_that_looks_at_its_sum_is_two():
     assert program(*head(separable=False)) == SUMMED.strip()
 
 
+SHARED = """
+ascending: 9 ops; reads x, w, v; adds up second, both
+full length: twice
+returns both, twice
+"""
+
+
+def test_sums_that_are_only_added_to_one_another_share_an_accumulator():
+    write = Written()
+    x, w, v = (
+        write.given("x", torch.randn(LENGTH, 8)),
+        write.given("w", torch.randn(8, 8)),
+        write.given("v", torch.randn(8, 8)),
+    )
+    turned = write("turned", aten.permute.default, x, [1, 0])
+    first, second, third, fourth = (
+        write(name, aten.mm.default, turned, write(f"{name}_rows", aten.mm.default, x, weight))
+        for name, weight in (("first", w), ("second", v), ("third", w), ("fourth", v))
+    )
+    both = write("both", aten.add.Tensor, write("one", aten.add.Tensor, first, third), fourth)
+    twice = write("twice", aten.add.Tensor, second, second)
+    write.graph.output((both, twice))
+    assert program(write, {x: (Mark(0),)}, (both, twice)) == SHARED.strip()
+
+
 def test_only_what_the_outputs_need_is_run():
     write, seeds, y, (dx, dw) = causal_layer()
     assert "dw" not in program(write, seeds, (dx,))

@@ -41,6 +41,24 @@ def test_square_weights_do_not_make_tokens_of_features(tokens, interpreted):
     assert {region.analysis.length for region in report.regions} == {tokens}
 
 
+def test_square_weights_of_heads_do_not_make_a_second_sequence_of_features(interpreted):
+    """A head behind a residual block has no attention that could tell features from tokens."""
+    report, square = Report(), torch.randn(40, WIDTH, requires_grad=True)
+    table = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+
+    def loss(x, labels):
+        moved = x + F.silu(x @ square[:WIDTH])
+        first, second = (F.cross_entropy((h @ table.T).flatten(0, 1), labels) for h in (x, moved))
+        return first + second
+
+    def backend(graph, inputs):
+        return Chain(graph, inputs, Config(chunk_size=5, strict=True), report).compiled()
+
+    x = torch.randn(2, 24, WIDTH, requires_grad=True)
+    torch.compile(loss, backend=backend)(x, torch.randint(VOCABULARY, (48,)))
+    assert [region.analysis.length for region in report.regions] == [24]
+
+
 TABLE_LENGTH = 64
 
 

@@ -32,6 +32,7 @@ class Sweep:
     writes           token values written row by row into full-length buffers (outputs and kept values)
     appended         those of ``writes`` that later rows of the same sweep read as keys
     sums             values added up over chunks
+    joined           what is added up over chunks in the accumulator of one of ``sums`` → that one
     keysums          values added up per key
     keysums_final    the rows of ``keysums`` at a chunk's own tokens are final when the chunk is reached
     in_place         output → the input whose buffer it takes over
@@ -54,6 +55,13 @@ class Sweep:
     scans: tuple[Node, ...] = ()
     saved_states: tuple[Node, ...] = ()
     restored_states: tuple[Node, ...] = ()
+    joined: tuple[tuple[Node, Node], ...] = ()
+
+    @property
+    def summed(self) -> tuple[Node, ...]:
+        """The nodes of which a chunk adds a part to some accumulator."""
+        totals = {total for _, total in self.joined}
+        return (*(n for n in self.sums if n not in totals), *(n for n, _ in self.joined))
 
     def __str__(self) -> str:
         """``descending, keys [-inf,0]: 41 ops; reads x, w; writes dx over dy; adds up dw``."""

@@ -184,7 +184,7 @@ class Reading:
 
     def read_whole(self, node: Node) -> Node:
         """A value as it is."""
-        if node in self.draft.inside and node not in self.sweep.sums:
+        if node in self.draft.inside and node not in self.sweep.summed:
             return self.draft.values[node]
         if not is_tensor(node):
             return self.draft.bind(Binding(BindingRole.SCALAR, node, node.name))

@@ -80,6 +80,7 @@ class Writer(Rows):
 
         filling  what it is before the first chunk
         """
+        node = dict(self.sweep.joined).get(node, node)
         return self.draft.bind(Binding(BindingRole.TOTAL, node, node.name, filling=filling))
 
     def is_read(self, node: Node, output: int) -> bool:

@@ -25,6 +25,7 @@ from ..rules.scans import is_reversible
 from .constant_slices import shorten_constants
 from .shifted_rows import shift_rows
 from .size_nodes import SizeNodes
+from .transposed_sums import add_before_transposing
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -116,6 +117,7 @@ def normalize(module: GraphModule) -> GraphModule:
     fuse_attention(result.graph)
     drop_proved_masks(result.graph)
     group_heads(result.graph)
+    add_before_transposing(result.graph)
     result.graph.eliminate_dead_code()
     result.recompile()
     return result

@@ -28,6 +28,7 @@ from .full_length import FullLength, find_full_length
 from .levels import Levels, levels_of, sink
 from .placement import placed_late
 from .problem import Problem
+from .shared_totals import shared_totals
 
 MOST_SWEEPS = 6
 ENOUGH_SWEEPS = 4  # a program that holds a wide value is not given up for one of more sweeps than these
@@ -55,7 +56,7 @@ def partition(
     best = search(problem, choices)
     if best is not None:
         check_appended(best, analysis)
-        return placed_late(best)
+        return shared_totals(placed_late(best))
     raise refuse(
         choices[0].streamed[0],
         f"This region would need more than {MOST_SWEEPS} sweeps over its tokens",

@@ -94,7 +94,7 @@ def lengths_up_to(longest: int, tile: int) -> Iterator[int]:
 
 
 def sweep_work(sweep: Sweep, analysis: Analysis) -> Work:
-    return work_of(sweep.nodes, sweep.writes, sweep.sums, sweep.keysums, sweep.keys, analysis)
+    return work_of(sweep.nodes, sweep.writes, sweep.summed, sweep.keysums, sweep.keys, analysis)
 
 
 def program_cost(program: Program, analysis: Analysis, chunks: tuple[int, ...], device: Device) -> list[Cost]:

@@ -138,7 +138,7 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
     main = preferred(found)
     chosen = [] if main is None else [main]
     while found:
-        left = [replace(c, mixers=c.attends - {n for other in chosen for n in other.mixers}) for c in found]
+        left = [replace(c, mixers=attending_alone(c, chosen)) for c in found]
         found = [c for c in left if c.mixers and c not in chosen]
         chosen += [preferred(found)] if found else []
     born: list[Candidate] = []
@@ -293,6 +293,20 @@ class Candidate:
     @functools.cached_property
     def rows(self) -> Rows:
         return Rows(self.propagation, self.length)
+
+
+def attending_alone(candidate: Candidate, chosen: Sequence[Candidate]) -> frozenset[Node]:
+    """The attention of a candidate that no chosen sequence has.
+
+    A square weight that is applied to rows of a chosen sequence mixes their features.
+    """
+    taken = {n for other in chosen for n in other.mixers}
+    features = {
+        n
+        for n in candidate.attends - candidate.evidence
+        if any(touches(n, other.propagation) for other in chosen)
+    }
+    return candidate.attends - taken - features
 
 
 def preferred(found: Sequence[Candidate]) -> Candidate | None:

@@ -1,0 +1,72 @@
+"""Sums over chunks that are only added to one another share an accumulator.
+
+The gradient of a weight that several layers of a region share is a sum of products. Each by itself would take
+as much memory as the weight does, for the whole sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from ..ir import Program, Sweep, is_tensor, shape_of, value_of
+from ..rules import find_rule
+
+aten = torch.ops.aten
+
+
+def shared_totals(program: Program) -> Program:
+    """The same program, whose sums of sums are accumulators themselves."""
+    added = [n for nodes in program.full_length for n in nodes if n.target is aten.add.Tensor]
+    returned = {o for o in program.outputs if isinstance(o, Node)}
+    sweeps, whole = [], set[Node]()
+    for sweep in program.sweeps:
+        joined = joined_sums(sweep, added, returned)
+        totals = dict.fromkeys(joined.values())
+        whole.update(sums_below(totals, sweep.sums))
+        sums = (*(n for n in sweep.sums if n not in joined), *totals)
+        sweeps.append(replace(sweep, sums=sums, joined=tuple(joined.items())))
+    left = tuple(tuple(n for n in nodes if n not in whole) for nodes in program.full_length)
+    return replace(program, sweeps=tuple(sweeps), full_length=left)
+
+
+def joined_sums(sweep: Sweep, added: Collection[Node], returned: Collection[Node]) -> Mapping[Node, Node]:
+    """Of each sum of a sweep that nothing but a sum of sums reads, that sum."""
+    terms = {n: [n] for n in sweep.sums if adds_from_zero(n)}
+    own = set(terms)
+    for node in added:
+        operands = node.all_input_nodes
+        alike = all(a in terms and is_alike(a, node) and list(a.users) == [node] for a in operands)
+        if (
+            alike
+            and len(node.args) == len(operands) == 2
+            and not node.kwargs
+            and returned.isdisjoint(operands)
+        ):
+            terms[node] = [n for a in operands for n in terms.pop(a)]
+    return {n: total for total, summed in terms.items() for n in summed if total not in own}
+
+
+def adds_from_zero(node: Node) -> bool:
+    """Is it one sum, that begins with nothing?"""
+    rule = find_rule(node)
+    return is_tensor(node) and rule is not None and rule.merge is None
+
+
+def is_alike(node: Node, other: Node) -> bool:
+    return shape_of(node) == shape_of(other) and value_of(node).dtype == value_of(other).dtype
+
+
+def sums_below(totals: Collection[Node], sums: Collection[Node]) -> set[Node]:
+    """The sums of sums that the totals are, and those inside them."""
+    found: set[Node] = set()
+    stack = list(totals)
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in sums:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
