@@ -41,6 +41,7 @@ from .pipeline import StreamedRegion, outputs_of, stream, unit
 from .report import NotStreamed, RegionReport, StreamHint, mebibytes
 from .runtime.gradient_ownership import is_handed_over, ours_alone, sole_owners
 from .runtime.mask_guards import Guard
+from .runtime.memory_simulation import bytes_of_chunk
 from .runtime.opaque_calls import Driver, boxed, driver_of, one_call
 from .runtime.places import InRegion, within
 from .runtime.runner import lines_of, noting
@@ -264,6 +265,7 @@ class CompiledRegion:
             target_of(self.device(), device.capability),
             device,
             [i for i, (_, n) in enumerate(self.flat) if n is not None and n.op != "placeholder"],
+            bytes_of_chunk,
         )
         self.check_width(region)
         return region

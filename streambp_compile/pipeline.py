@@ -40,6 +40,7 @@ from .passes.planning.choices import Choices
 from .passes.planning.devices import REFERENCE_CPU, Device
 from .passes.planning.kept_values import KeptValue, worth_keeping
 from .passes.planning.plan import CPU, plan
+from .passes.planning.shorter_chunks import shorter_chunks
 from .passes.rules import is_product, is_random
 from .passes.shifted_copies import copy_shifted
 from .passes.token_propagation import Signatures, TokenPropagation
@@ -54,6 +55,7 @@ from .passes.verify import (
 from .runtime.runner import Runner
 
 CompileBody = Callable[[Body, int], Callable]
+BytesHeld = Callable[[Body, Callable, int], int]
 InputMarks = Mapping[int, tuple[Mark, ...]]
 
 
@@ -157,22 +159,22 @@ def stream(
     target: Target = CPU,
     device: Device = REFERENCE_CPU,
     movable: Sequence[int] = (),
+    held: BytesHeld | None = None,
 ) -> StreamedRegion:
     """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
 
     input_marks  input position → token marks of that input
     tangent_of   for each tangent, the forward output it is the gradient of
-    checkable    positions of inputs that may be masks: the result may have conditions on them, which its
-                 caller checks at every call
+    checkable    positions of inputs that may be masks; the caller checks the result's conditions on them
     target       the device that chunk bodies are written for
     device       what chunk lengths are chosen for
     movable      positions of inputs that a caller may hand over, so that gradients are written over them
+    held         tells the bytes that a compiled body takes for so many tokens; None: as the cost model says
     Raises `CannotStream`.
     """
     region, analysis = followed(joint, length, input_marks, forward_outputs, tangents, tangent_of, checkable)
-    given_up = [region.primals[i] for i in movable]
-    programs = assigned(region, analysis, choices.keep, device, given_up)
-    how = (analysis, choices, compile_body, target, device)
+    programs = assigned(region, analysis, choices.keep, device, [region.primals[i] for i in movable])
+    how = (analysis, choices, compile_body, target, device, held)
     return StreamedRegion(
         region.module,
         analysis,
@@ -223,6 +225,7 @@ def schedule(
     compile_body: CompileBody,
     target: Target,
     device: Device,
+    held: BytesHeld | None = None,
 ) -> Schedule:
     """Chunk lengths, compiled chunk bodies and the runner of one direction."""
     with phase("choosing chunk lengths"):
@@ -237,7 +240,18 @@ def schedule(
     with phase("compiling chunk bodies"), untimed():
         compiled = tuple(map(compile_body, bodies, planned.chunks))
         functions = {fusion: (body, compile_body(body, 1)) for fusion, body in fused.items()}
+        if held is not None:
+            taken = functools.partial(bytes_taken, held, bodies, compiled)
+            chunks = shorter_chunks(program, analysis, choices, device, planned.chunks, taken)
+            planned = replace(planned, chunks=chunks)
     return Schedule(program, planned, bodies, Runner(program, analysis, planned, bodies, compiled, functions))
+
+
+def bytes_taken(
+    held: BytesHeld, bodies: Sequence[Body], compiled: Sequence[Callable], at: int, tokens: int
+) -> int:
+    """Bytes that the compiled body of one sweep takes for a chunk of so many tokens."""
+    return held(bodies[at], compiled[at], tokens)
 
 
 def directions(programs: Programs) -> tuple[Program, ...]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import LlamaLike
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streambp_compile import explain, internals
 from streambp_compile.backend import Chain
@@ -16,6 +17,7 @@ from streambp_compile.passes.planning import chunk_length, cost_model
 from streambp_compile.passes.planning.choices import DEFAULT, Choices
 from streambp_compile.passes.planning.cost_model import Cost, Work
 from streambp_compile.passes.planning.devices import KNOWN, REFERENCE_CPU, derived, known, named
+from streambp_compile.passes.planning.shorter_chunks import shorter_chunks
 from streambp_compile.plan.fake_steps import on_device
 from streambp_compile.planned_chain import longer_of
 from streambp_compile.report import Report
@@ -219,6 +221,48 @@ def test_a_chunk_of_logits_is_a_small_part_of_them(tokens, interpreted):
     work = chunk_length.sweep_work(sweep, region.streamed.analysis)
     assert work.single >= 2 * 4096 * 4 and work.widest >= 2 * work.single
     assert 32 <= chunk <= tokens * work.single / (chunk_length.PART * work.widest)
+
+
+@pytest.fixture(scope="module")
+def heads_that_agree(interpreted_together):
+    """Three heads of one hidden state, two of which are compared; the report at the default chunk length."""
+
+    def loss(h, *weights):
+        first, second, third = ((h @ weight.T).log_softmax(-1) for weight in weights)
+        return ((first.exp() - second.exp()) * (first - second)).sum() - third[..., 0].sum()
+
+    with FakeTensorMode():
+        weights = [torch.nn.Parameter(torch.empty(4096, 256)) for _ in range(3)]
+        return explain(loss, torch.empty(2, 2048, 256, requires_grad=True), *weights)
+
+
+def test_heads_and_their_gradients_take_less_than_half_of_the_logits(heads_that_agree):
+    """Bodies that run node by node hold more than the model of what is fused says, as some kernels do."""
+    (region,) = heads_that_agree.regions
+    modelled = chunk_length.chunk_lengths(
+        region.forward.program, region.analysis, DEFAULT, region.streamed.device
+    )
+    assert region.forward.chunks < modelled
+    assert heads_that_agree.peak.bytes < 2 * 2048 * 4096 * 4 / 2
+
+
+@pytest.mark.parametrize(
+    "held, chosen, found",
+    [
+        (1 << 10, {}, 96),
+        (1 << 18, {}, 48),
+        (1 << 24, {}, 16),  # no fewer rows than the shortest chunk of one sequence has
+        (1 << 24, {"chunk_size": 96}, 96),
+        (1 << 24, {"chunk_bytes": 1 << 20}, 96),
+    ],
+)
+def test_a_chunk_is_as_short_as_its_compiled_body_asks_for(held, chosen, found, heads_that_agree):
+    (region,) = heads_that_agree.regions
+    program, device = region.forward.program, region.streamed.device
+    chunks = shorter_chunks(
+        program, region.analysis, Choices(**chosen), device, (96,), lambda at, tokens: tokens * held
+    )
+    assert chunks == (found,)
 
 
 def test_chunks_on_a_cpu_stay_in_its_cache(interpreted):

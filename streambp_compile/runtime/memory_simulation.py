@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import internals
+from ..passes.ir import Body
 from ..passes.kernels.attention import STAND_INS, scratch_of
 from ..passes.kernels.operators import KERNELS
 from ..passes.kernels.simulated_device import device_type
@@ -161,6 +162,29 @@ def simulate(
                 with within(InBackward()):
                     torch.autograd.backward(ends, [torch.zeros_like(o) for o in ends])
     return Peak(ledger.peak, bool(ends))
+
+
+def bytes_of_chunk(body: Body, compiled: Callable, tokens: int) -> int:
+    """The most bytes that a compiled chunk body takes inside, beside its inputs, for a chunk of so many
+    tokens; 0 where an operator in it has no fake form."""
+    symbolic = internals.BodyInputs(body, tokens).values
+    with (
+        internals.disable_current_modes(),
+        internals.FakeTensorMode(allow_non_fake_inputs=True),
+        internals.outside_of_metrics(),
+    ):
+        inputs = [internals.stand_in(v) for v in symbolic]
+        ledger = Ledger(main_device(inputs))
+        for value in inputs:
+            if isinstance(value, torch.Tensor):
+                ledger.know(value)
+        try:
+            with ledger, internals.without_kernels():
+                compiled(inputs)
+        except Exception:
+            internals.log.debug("simulating a chunk failed", exc_info=True)
+            return 0
+    return ledger.peak
 
 
 def without_data(call: Callable) -> Callable:
