@@ -33,7 +33,7 @@ def shared_totals(program: Program) -> Program:
     return replace(program, sweeps=tuple(sweeps), full_length=left)
 
 
-def joined_sums(sweep: Sweep, added: Collection[Node], returned: Collection[Node]) -> Mapping[Node, Node]:
+def joined_sums(sweep: Sweep, added: Collection[Node], returned: set[Node]) -> Mapping[Node, Node]:
     """Of each sum of a sweep that nothing but a sum of sums reads, that sum."""
     terms = {n: [n] for n in sweep.sums if adds_from_zero(n)}
     own = set(terms)

@@ -6,6 +6,7 @@ logits of several heads that one kernel writes at a time above all, is known whe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -49,7 +50,7 @@ def shorter_chunks(
     if any(choice is not None for choice in chosen):
         return chunks
     return tuple(
-        shorter(sweep, program, analysis, device, chunk, lambda tokens, at=at: held(at, tokens))
+        shorter(sweep, program, analysis, device, chunk, functools.partial(held, at))
         for at, (sweep, chunk) in enumerate(zip(program.sweeps, chunks))
     )
 
