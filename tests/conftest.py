@@ -116,9 +116,13 @@ def interpreted_together():
     torch._dynamo.reset()
 
 
-def interpret(patch: pytest.MonkeyPatch) -> None:
+def interpret(patch: pytest.MonkeyPatch, traced: bool = False) -> None:
+    """Run bodies node by node: as they were lowered, or as traced for Inductor with symbolic sizes."""
     from benchmarks import zoo
     from streambp_compile import internals
+
+    if not traced:
+        patch.setattr(internals.chunk_bodies, "function_of", as_lowered)
 
     patch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)
     patch.setattr(internals.chunk_bodies, "COMPILED", INTERPRETED)
@@ -133,3 +137,10 @@ def ranks():
     group = Ranks(2)
     yield group
     group.close()
+
+
+def as_lowered(body, inputs):
+    from torch._dynamo.utils import counters
+
+    counters["streambp"]["bodies"] += 1
+    return torch.fx.Interpreter(body.graph).boxed_run

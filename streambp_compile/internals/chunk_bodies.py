@@ -131,23 +131,27 @@ def compile_once(body: Body, inputs: BodyInputs, again: bool = False) -> list[Ar
         f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}", []
     )
     if again or not artifacts:
-        with tracing(
-            TracingContext(inputs.mode)
-        ):  # a body's sizes are its own, not those of the graph around it
-            with inputs.mode:
-                table = {**select_decomp_table(), torch.ops.aten.mm.default: product}
-                traced = make_fx(
-                    body.graph,
-                    decomposition_table=table,
-                    tracing_mode="symbolic",
-                    _allow_non_fake_inputs=True,
-                )(*inputs.values)
-            examples = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
-            rewrite(traced)
-            counters["streambp"]["bodies"] += 1
-            run = inductor.compile_fx_inner(traced, examples)
+        run = function_of(body, inputs)
         fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
         if fixed:
             raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
         artifacts.append(Artifact(run, guard_of(inputs)))
     return artifacts
+
+
+def function_of(body: Body, inputs: BodyInputs) -> Callable:
+    """A body's text as a function of the list of inputs: traced with symbolic sizes, compiled by Inductor."""
+    counters["streambp"]["bodies"] += 1
+    # A body's sizes are its own, not those of the graph around it.
+    with tracing(TracingContext(inputs.mode)):
+        with inputs.mode:
+            table = {**select_decomp_table(), torch.ops.aten.mm.default: product}
+            traced = make_fx(
+                body.graph,
+                decomposition_table=table,
+                tracing_mode="symbolic",
+                _allow_non_fake_inputs=True,
+            )(*inputs.values)
+        examples = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
+        rewrite(traced)
+        return inductor.compile_fx_inner(traced, examples)
