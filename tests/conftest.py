@@ -121,7 +121,7 @@ def interpret(patch: pytest.MonkeyPatch, traced: bool = False) -> None:
     from benchmarks import zoo
     from streambp_compile import internals
 
-    if not traced:
+    if not traced and not os.environ.get("TRACED"):
         patch.setattr(internals.chunk_bodies, "function_of", as_lowered)
 
     patch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)

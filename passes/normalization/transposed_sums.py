@@ -23,8 +23,10 @@ def add_before_transposing(graph: Graph) -> None:
         if len(node.args) != 2 or node.kwargs or not all(isinstance(a, Node) for a in node.args):
             continue
         (left, dims), (right, other) = map(untransposed, node.args)
+        if not all(is_product(n) or n in sums for n in (left, right)):
+            continue
         same = value_of(left).shape == value_of(right).shape and value_of(left).dtype == value_of(right).dtype
-        if dims != other or not same or not all(is_product(n) or n in sums for n in (left, right)):
+        if dims != other or not same:
             continue
         sums.add(node)
         if (left, right) == node.args:

@@ -1,7 +1,8 @@
 """Sums over chunks that are only added to one another share an accumulator.
 
 The gradient of a weight that several layers of a region share is a sum of products. Each by itself would take
-as much memory as the weight does, for the whole sweep.
+as much memory as the weight does, for the whole sweep. This holds of matrix products only, whose part each
+chunk adds to the accumulator: functions of blocks write rows into theirs, and maxima are merged.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from ..ir import Program, Sweep, is_tensor, shape_of, value_of
-from ..rules import find_rule
+from ..ir import Program, Sweep, shape_of, value_of
+from ..rules import is_product
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def shared_totals(program: Program) -> Program:
 
 def joined_sums(sweep: Sweep, added: Collection[Node], returned: set[Node]) -> Mapping[Node, Node]:
     """Of each sum of a sweep that nothing but a sum of sums reads, that sum."""
-    terms = {n: [n] for n in sweep.sums if adds_from_zero(n)}
+    terms = {n: [n] for n in sweep.sums if is_product(n)}
     own = set(terms)
     for node in added:
         operands = node.all_input_nodes
@@ -48,12 +49,6 @@ def joined_sums(sweep: Sweep, added: Collection[Node], returned: set[Node]) -> M
         ):
             terms[node] = [n for a in operands for n in terms.pop(a)]
     return {n: total for total, summed in terms.items() for n in summed if total not in own}
-
-
-def adds_from_zero(node: Node) -> bool:
-    """Is it one sum, that begins with nothing?"""
-    rule = find_rule(node)
-    return is_tensor(node) and rule is not None and rule.merge is None
 
 
 def is_alike(node: Node, other: Node) -> bool:
