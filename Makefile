@@ -4,7 +4,8 @@
 #   make demo QUICK=1 the same on 2048 tokens
 #   make test         the tests; chunk bodies mostly run node by node
 #   make test-quick   some of every module
-#   make test-all     all tests; chunk bodies of whole models are compiled
+#   make test-compiled   whole models once more, with chunk bodies that Inductor compiles
+#   make test-all     all tests, the slow ones too; chunk bodies of whole models are compiled
 #   make lint         formatting and static checks
 #
 #   make test-trainers   the tests with PEFT, Accelerate, TRL, Lightning and DeepSpeed, in an environment of their own
@@ -33,7 +34,7 @@ STAMP_TRAINERS := $(VENV_TRAINERS)/installed
 RUN_CUDA := $(VENV_CUDA)/bin/python-gpu
 STRUCTURES := out/structures
 
-.PHONY: venv demo test test-quick test-all test-cuda test-trainers lint types clean
+.PHONY: venv demo test test-quick test-compiled test-all test-cuda test-trainers lint types clean
 
 venv: $(STAMP)
 
@@ -54,6 +55,9 @@ test: venv
 
 test-quick: venv
 	$(PYTEST) -m "quick and not slow" tests
+
+test-compiled: venv
+	$(PYTEST) --inductor -m "models and not inductor and not slow" tests
 
 test-all: venv
 	$(PYTEST) -m "inductor or not models" tests

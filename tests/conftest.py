@@ -2,7 +2,7 @@
 
 Chunk bodies run node by node where a test, or its file, asks for the fixture `interpreted`: most of the time
 goes into code generation otherwise. Tests marked ``inductor`` compile them all the same, one or two of each
-kind, and ``--inductor`` compiles those of every test, as ``make test-all`` does for those of whole models.
+kind, and ``--inductor`` compiles those of every test, as ``make test-compiled`` does for whole models.
 """
 
 import gc
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-# Traced bodies by their text, as `internals.chunk_bodies.COMPILED` holds those that Inductor compiled.
+# Bodies by their text, as `internals.chunk_bodies.COMPILED` holds those that Inductor compiled.
 INTERPRETED: dict = {}
 
 collect_ignore = (
@@ -116,14 +116,12 @@ def interpreted_together():
     torch._dynamo.reset()
 
 
-def interpret(patch: pytest.MonkeyPatch, traced: bool = False) -> None:
-    """Run bodies node by node: as they were lowered, or as traced for Inductor with symbolic sizes."""
+def interpret(patch: pytest.MonkeyPatch) -> None:
+    """Run bodies node by node as they were lowered: most of the time goes into tracing them for Inductor."""
     from benchmarks import zoo
     from streambp_compile import internals
 
-    if not traced and not os.environ.get("TRACED"):
-        patch.setattr(internals.chunk_bodies, "function_of", as_lowered)
-
+    patch.setattr(internals.chunk_bodies, "function_of", as_lowered)
     patch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)
     patch.setattr(internals.chunk_bodies, "COMPILED", INTERPRETED)
     zoo.interpret_bodies()
@@ -140,6 +138,7 @@ def ranks():
 
 
 def as_lowered(body, inputs):
+    """In place of `internals.chunk_bodies.function_of`."""
     from torch._dynamo.utils import counters
 
     counters["streambp"]["bodies"] += 1

@@ -197,7 +197,14 @@ def both(model: Model, **options) -> tuple[object, float]:
 
 @pytest.mark.parametrize(
     "said",
-    (dict(), dict(window=(20, 20), width=12), dict(causal=False), dict(causal=False, window=(5, 9))),
+    (
+        dict(),
+        dict(window=(20, 20), width=12),
+        *(
+            pytest.param(said, marks=pytest.mark.slow)
+            for said in (dict(causal=False), dict(causal=False, window=(5, 9)))
+        ),
+    ),
     ids=str,
 )
 def test_dense_calls_stream_and_are_exact(said, interpreted):

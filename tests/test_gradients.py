@@ -1,6 +1,6 @@
 """Whole models: streamed gradients equal eager ones, whatever surrounds the compiled function.
 
-`make test` compiles the bodies of tests marked ``inductor``, `make test-all` those of all.
+`make test` compiles the bodies of tests marked ``inductor``, `make test-compiled` those of all.
 """
 
 import logging

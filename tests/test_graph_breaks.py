@@ -149,7 +149,7 @@ def test_a_break_before_the_loss(between, chunk, interpreted):
 
 
 @pytest.mark.parametrize(
-    "loss", [shifted_loss, changed_in_place, pytest.param(read_twice, marks=pytest.mark.slow)]
+    "loss", [changed_in_place, *(pytest.param(f, marks=pytest.mark.slow) for f in (shifted_loss, read_twice))]
 )
 @pytest.mark.parametrize("backend", ["streambp", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_loss_that_is_compiled_apart(loss, backend, interpreted):

@@ -100,6 +100,7 @@ def test_another_length_has_a_plan_of_its_own(model):
         assert peak(lambda: compiled(model, ids).backward()) <= budget
 
 
+@pytest.mark.slow
 def test_a_budget_below_all_plans_is_an_error_that_names_the_least(model):
     with pytest.raises(
         Exception, match="memory_budget allows .* and the leanest plan for 600 tokens takes"

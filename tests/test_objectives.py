@@ -130,6 +130,7 @@ HEADS = ["cross-entropy, padded labels (Hugging Face)", "GRPO", "DPO", "distilla
 
 @pytest.mark.parametrize("name", representatives(HEADS, {"DPO"}))
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_peak_of_a_head(name):
     """Far under one logits tensor; at most six chunks of it at the default chunk length."""
     tokens, width, vocabulary = 2048, 128, 32768

@@ -54,6 +54,7 @@ def streaming():
         yield Streaming(setting(), silent)
 
 
+@pytest.mark.slow
 def test_three_layers_tell_the_peak_of_six(streaming):
     assert streaming.setting.depths() == (2, 3)
     model, ids = Causal(), ids_of(1, LENGTH)
@@ -184,6 +185,7 @@ def test_the_command_line_answers_for_a_gpu_that_is_not_there(tmp_path, capsys):
     assert any("128 positions" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_a_page_of_the_whole_step(tmp_path, capsys):
     """All layers, each in the chain; and rounded layer inputs in a column that says what they are."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))

@@ -295,6 +295,7 @@ def test_memory_to_spare_makes_chunks_longer(interpreted):
     assert costs[0] > 0 and len(costs[1]) == len(chunk_length.LONGER)
 
 
+@pytest.mark.slow
 def test_fake_arguments_are_explained_without_being_computed(interpreted):
     mode = internals.FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):

@@ -90,7 +90,12 @@ def check(loss, numbers, dynamic=None, lengths=(TOKENS,)) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "loss", [temperature, mixture, functions, in_place, pytest.param(whole_numbers, marks=pytest.mark.slow)]
+    "loss",
+    [
+        mixture,
+        in_place,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (temperature, functions, whole_numbers)),
+    ],
 )
 def test_a_third_value_compiles_nothing(loss, interpreted):
     constant, symbolic, again = check(loss, (1.25, 1.5, 1.75))

@@ -746,6 +746,7 @@ def test_every_token_of_a_long_text_sees_itself(interpreted):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_dropout_is_differentiated_with_its_own_bits(fresh_dynamo):
     """Compiled for real: the slope along a direction, same seed on both sides, is what the gradient says."""
 

@@ -79,7 +79,7 @@ def check(mix, chunk: int) -> list[str]:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("chunk", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MIXERS)
 def test_rows_without_keys_are_exact_and_stream(name, chunk):
     assert not check(MIXERS[name], chunk)
