@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import LlamaLike, Plain, ids_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
@@ -134,25 +133,3 @@ def test_a_check_of_a_stored_mask_takes_no_memory_of_its_size():
         assert guard.answers((mask, keep)).tolist() == [False, True]
         keep[1, 0] = False
         assert guard.answers((mask, keep)).tolist() == [False, False]
-
-
-def test_a_view_that_the_graph_expands_stays_expanded(interpreted):
-    """The probability of all earlier tokens in each row: one index for all rows. A copy of it would have a
-    row and a column per token."""
-    tokens, width, vocabulary = 256, 16, 320
-    weight, ids = torch.randn(vocabulary, width, dtype=torch.float64), torch.randint(vocabulary, (2, tokens))
-    weight.requires_grad_()
-    hidden = torch.randn(2, tokens, width, dtype=torch.float64, requires_grad=True)
-
-    def loss(h):
-        logits = h @ weight.t()
-        p = logits.softmax(-1).gather(-1, ids.unsqueeze(1).expand(-1, tokens, -1))
-        earlier = -(torch.log1p(-0.5 * p) * torch.ones(tokens, tokens).tril(-1)).mean()
-        return earlier + F.cross_entropy(logits.flatten(0, 1), ids.flatten())
-
-    step = torch.compile(loss, backend="streambp", options={"chunk_size": 16, "strict": True})
-    truth, found = (torch.autograd.grad(f(hidden), (hidden, weight)) for f in (loss, step))
-    for ours, theirs in zip(found, truth):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
-    report = explain(loss, hidden, streambp_options={"chunk_size": 16})
-    assert report.peak.bytes < 2 * tokens * tokens * 8 / 2

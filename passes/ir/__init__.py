@@ -45,7 +45,7 @@ from .facts import (
     is_row_wise,
     parts_of,
 )
-from .layouts import Layout, has_gaps, layout_of, layout_read
+from .layouts import Layout, has_gaps, layout_of
 from .programs import (
     SHORTEST_CHUNK,
     Direction,
@@ -152,7 +152,6 @@ __all__ = [
     "is_tensor",
     "is_view",
     "layout_of",
-    "layout_read",
     "metadata_for",
     "op_name",
     "origin_metadata",

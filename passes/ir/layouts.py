@@ -1,26 +1,20 @@
-"""How tensors lie in memory."""
+"""How dense tensors lie in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
 
-from .values import hint, is_view
+from .values import hint
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A memory layout without gaps.
-
-    order     dimensions from outermost to innermost
-    repeated  dimensions of stride 0, whose entries are one in memory
-    """
+    """A dense memory layout: dimensions from outermost to innermost."""
 
     order: tuple[int, ...]
-    repeated: frozenset[int] = frozenset()
 
     @staticmethod
     def of(value: torch.Tensor) -> Layout | None:
@@ -39,9 +33,6 @@ class Layout:
     def strides(self, sizes) -> list:
         result, step = [1] * len(sizes), 1
         for dim in reversed(self.order):
-            if dim in self.repeated:
-                result[dim] = 0
-                continue
             result[dim] = step
             step = step * sizes[dim]
         return result
@@ -50,16 +41,6 @@ class Layout:
 def layout_of(value: torch.Tensor) -> Layout:
     """The layout that a value is given where it gets memory of its own."""
     return Layout.of(value) or Layout(tuple(range(value.dim())))
-
-
-def layout_read(node: Node, value: torch.Tensor) -> Layout:
-    """The layout in which chunk bodies read the (fake) value of a node. What the graph itself expands stays
-    expanded: a copy would take what its shape says."""
-    layout = layout_of(value)
-    if not is_view(node):  # an input may be expanded in one call and stored in the next
-        return layout
-    repeated = (d for d, s in enumerate(value.stride()) if hint(s) == 0 and hint(value.shape[d]) != 1)
-    return replace(layout, repeated=frozenset(repeated))
 
 
 def has_gaps(value: torch.Tensor) -> bool:

@@ -18,7 +18,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from ..passes.ir import (
     ACCUMULATORS,
     BLOCKS,
-    FILLED,
     OF_ROWS,
     Binding,
     BindingRole,
@@ -26,7 +25,6 @@ from ..passes.ir import (
     Layout,
     blocks_of,
     layout_of,
-    layout_read,
     total_dtype,
 )
 from ..runtime.runner import source_value
@@ -111,9 +109,8 @@ class BodyInputs:
         mark, of_rows = binding.mark, binding.role in OF_ROWS
         length = self.symbol("length", self.hints["length"])
         full[mark.dim] = mark.outer * length * mark.inner
-        layout = layout_of(value) if binding.role in FILLED else layout_read(binding.node, value)
         summed = binding.role is BindingRole.KEYTOTAL
-        strides = contiguous_strides(full) if summed else layout.strides(full)
+        strides = contiguous_strides(full) if summed else layout_of(value).strides(full)
         name = "rows" if of_rows else "keys"
         count = self.symbol(name, self.hints[name])
         if binding.columns is not None:

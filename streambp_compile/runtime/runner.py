@@ -33,7 +33,6 @@ from ..passes.ir import (
     Sweep,
     blocks_of,
     layout_of,
-    layout_read,
     part_nodes,
     part_results,
     total_dtype,
@@ -235,7 +234,7 @@ class Runner:
             return value if Layout.of(fake) is None else laid_out(value, layout_of(fake))
         if role is BindingRole.ROWS:
             value = aligned(value, binding.tokens, -binding.low, call.length)
-        return laid_out(value, layout_read(binding.node, fake))
+        return laid_out(value, layout_of(fake))
 
     def buffer(self, binding: Binding, call: Call) -> torch.Tensor:
         """Memory that a sweep writes: the sum (or the state) of no rows, or a row for every token."""
@@ -331,17 +330,11 @@ def memory_like(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def laid_out(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The value in exactly this layout; a copy only if it is laid out otherwise."""
+    """The value in exactly this dense layout; a copy only if it is laid out otherwise."""
     strides = layout.strides(value.shape)
     if all(a == b or s == 1 for a, b, s in zip(value.stride(), strides, value.shape)):
         return value
-    once = value
-    for dim in layout.repeated:
-        once = once[(slice(None),) * dim + (slice(1),)]
-    memory = torch.empty_strided(
-        once.shape, layout.strides(once.shape), dtype=value.dtype, device=value.device
-    )
-    return memory.copy_(once).expand(value.shape)
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def cut(binding: Binding, source: Any, chunk: Chunk) -> Any:
