@@ -18,7 +18,7 @@ from ..passes.ir import is_equal
 from ..passes.rules.forward import TO_THE_END, Slice, is_orderless_along, slice_of
 from .aten import inserted
 from .attention import erase_unread
-from .row_slices import Parts, Rows, Sliced, operand_dim, parts_at, sliced
+from .row_slices import Parts, Rows, Sliced, columns_of, operand_dim, sliced
 from .token_axes import fake_of
 
 aten = torch.ops.aten
@@ -32,12 +32,6 @@ def move_leading_columns(module: GraphModule) -> GraphModule:
         if readers is not None:
             Move(count, readers).write()
     return module
-
-
-def columns_of(node: Node) -> Parts | None:
-    """The parts that ``cat`` or padding puts together along a value's last dimension."""
-    fake = fake_of(node) if node.op == "call_function" else None
-    return parts_at(node, fake.dim() - 1) if isinstance(fake, torch.Tensor) and fake.dim() > 1 else None
 
 
 MOST = 1  # columns behind a matrix that the analysis follows (passes/rules/views.py, `cat`)

@@ -21,9 +21,9 @@ from .aten import inserted
 from .attention import erase_unread
 from .row_slices import (
     Parts,
+    columns_of,
     may_be_repeated,
     operand_dim,
-    parts_at,
     repeated,
     sum_of,
 )
@@ -44,7 +44,7 @@ class Padding:
 def pad_before_masks(module: GraphModule) -> GraphModule:
     """Compute masks with extra columns from padded positions."""
     for node in list(module.graph.nodes):
-        parts = columns_of(node) if node.op == "call_function" else None
+        parts = columns_of(node)
         found = None if parts is None else padding_of(parts)
         if found is None or not is_mask(node, found[0]):
             continue
@@ -56,14 +56,6 @@ def pad_before_masks(module: GraphModule) -> GraphModule:
                 node.replace_all_uses_with(padded.filled(made, source))
         erase_unread(module.graph, [node] if padded.is_thin else [made])
     return module
-
-
-def columns_of(node: Node) -> Parts | None:
-    """The parts that ``pad`` or ``cat`` puts together along a value's last dimension."""
-    fake = fake_of(node)
-    if part_of(node) not in (Part.PAD, Part.JOIN) or not isinstance(fake, torch.Tensor) or fake.dim() < 2:
-        return None
-    return parts_at(node, fake.dim() - 1)
 
 
 def padding_of(parts: Parts) -> tuple[Node, Padding] | None:

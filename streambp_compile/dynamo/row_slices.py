@@ -69,6 +69,12 @@ def parts_at(node: Node, dim: int) -> Parts | None:
     return Parts(node, dim, pieces, tuple(fake_of(p).shape[dim] for p in pieces))
 
 
+def columns_of(node: Node) -> Parts | None:
+    """The parts that ``cat`` or padding puts together along a value's last dimension."""
+    fake = fake_of(node) if node.op == "call_function" else None
+    return parts_at(node, fake.dim() - 1) if isinstance(fake, torch.Tensor) and fake.dim() > 1 else None
+
+
 def padded_parts(node: Node, dim: int) -> Parts | None:
     """What is padded with a number along this dimension alone, and its padding."""
     given, source = arguments(node), node.args[0]
