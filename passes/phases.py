@@ -17,6 +17,7 @@ import torch
 from .ir import CannotStream, Refusal
 
 SLOW = 10.0  # seconds of analysis after which the user is told what takes so long
+BETWEEN_CHECKS = 0.01  # seconds: reading the clock of a thread is a system call, too slow for loops
 
 
 class Abandoned(CannotStream):
@@ -34,8 +35,13 @@ class Timer:
     def __init__(self, limit: float, tell: Callable[[str], None]):
         self.limit, self.tell = limit, tell
         self.started, self.worked, self.told = time.monotonic(), time.thread_time(), False
+        self.checked = self.started
 
     def check(self) -> None:
+        now = time.monotonic()
+        if now - self.checked < BETWEEN_CHECKS:
+            return
+        self.checked = now
         if time.thread_time() - self.worked > self.limit:
             raise Abandoned(
                 Refusal(
@@ -44,7 +50,7 @@ class Timer:
                     'Raise the limit with options={"analysis_seconds": ...}, or report this model',
                 )
             )
-        if not self.told and time.monotonic() - self.started > SLOW:
+        if not self.told and now - self.started > SLOW:
             self.told = True
             self.tell(
                 f"The analysis has taken {SLOW:g} seconds and is still {PHASE.get()}. It stops after "

@@ -49,7 +49,7 @@ from .dynamo.regions import (
 from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
 from .dynamo.shared_keys import part_shared_keys
-from .dynamo.token_axes import Axis, axis_of, fake_of, find_axes, joined
+from .dynamo.token_axes import Axis, axis_of, capturing_once, fake_of, find_axes, joined
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
 from .dynamo.windows import write_windows
@@ -212,7 +212,7 @@ class Chain:
         the way."""
         if any(map(internals.is_sharded, map(fake_of, self.given.graph.nodes))):
             raise CannotStream(SHARDED)
-        with time_limit(self.config.analysis_seconds, self.hint):
+        with time_limit(self.config.analysis_seconds, self.hint), capturing_once():
             self.module = self.rewritten()
             self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
             given = zip(self.placeholders, self.example_inputs)

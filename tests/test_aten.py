@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from streambp_compile import internals
+from streambp_compile.dynamo import aten
 from streambp_compile.dynamo.aten import to_aten
 from streambp_compile.dynamo.token_axes import fake_of, storage_of
 from streambp_compile.passes.ir import copied, where_of
@@ -193,3 +194,20 @@ def test_equal_calls_are_traced_once(monkeypatch):
     module = to_aten(graph_of(function, X))
     assert operators_of(module) == ["aten.silu.default", "aten.mul.Tensor"] * 5
     assert len(traced) == 2
+
+
+def test_equal_calls_of_several_graphs_are_traced_once(monkeypatch):
+    """But for calls with symbols: those of another graph may have the same names and other ranges."""
+    traced = []
+    before = aten.spelled
+    monkeypatch.setattr(aten, "spelled", lambda *given: traced.append(given[0].name) or before(*given))
+    monkeypatch.setattr(aten.Spellings, "everywhere", {})
+
+    def calls_traced(dynamic):
+        traced.clear()
+        to_aten(graph_of(lambda x: F.softplus(x).tanh().sum(), torch.randn(2, 24, 8), dynamic=dynamic))
+        return len(traced)
+
+    first = calls_traced(dynamic=False)
+    assert first > 0 and calls_traced(dynamic=False) == 0
+    assert [calls_traced(dynamic=True) for _ in range(2)] == [first, first]

@@ -8,6 +8,7 @@ from torch import nn
 
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
+from streambp_compile.dynamo import capture, token_axes
 from streambp_compile.report import NotStreamed, Report
 
 WIDTH, VOCABULARY = 32, 11
@@ -140,3 +141,47 @@ def test_scans_over_classes_or_features_do_not_make_tokens_of_them(loss, interpr
     assert {region.analysis.length for region in report.regions} == {tokens}
     for ours, theirs in zip(found, truth):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+class Heads(nn.Module):
+    """Products with weights, whose features are parted into heads."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.out(mixed).square().mean()
+
+
+def test_a_graph_that_no_rewrite_changes_is_captured_once(interpreted, monkeypatch):
+    """Features that are parted into heads are no tokens parted into blocks, which ask for a capture of their
+    own."""
+    captured = []
+    monkeypatch.setattr(
+        token_axes, "Captured", lambda *given: captured.append(given) or capture.Captured(*given)
+    )
+    model, x = Heads(), torch.randn(2, 40, 32)
+    torch.compile(model, backend="streambp", options={"strict": True})(x).backward()
+    assert len(captured) == 1
+
+
+def test_a_capture_is_made_again_after_a_change():
+    def capture_twice(change):
+        module = torch.fx.symbolic_trace(lambda x: (x * 2).relu())
+        with token_axes.capturing_once():
+            first = token_axes.traced(module, fakes)
+            change(module.graph)
+            return first, token_axes.traced(module, fakes)
+
+    def rewritten(graph):
+        product = next(n for n in graph.nodes if n.op == "call_function")
+        product.args = (product.args[0], 3)
+
+    fakes = [torch.randn(2, 8)]
+    first, again = capture_twice(lambda graph: None)
+    assert first is again
+    first, again = capture_twice(rewritten)
+    assert first is not again

@@ -15,8 +15,9 @@ operations on tensor subclasses, functions of the user that are allowed in the g
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -30,12 +31,13 @@ from .regions import is_switch
 from .token_axes import fake_of
 
 RESULTS = "results of a call"  # in the meta of a call, what makes them
+REMEMBERED = 4096  # calls of constant sizes whose operators are kept from graph to graph
 OWN = __name__.partition(".")[0]
 
 
 def to_aten(module: GraphModule) -> GraphModule:
     """Replace the nodes of a Dynamo graph by the ATen operators that they call."""
-    spelled: dict[str, Spelled | torch._ops.OpOverload | None] = {}
+    spelled = Spellings()
     with internals.replaying(module) as replay:
         for node in list(module.graph.nodes):
             check_time()
@@ -98,7 +100,7 @@ def inserted(
     with internals.faked(fake_of(like)):
         node.meta["example_value"] = function(*fakes[0], **fakes[1])
         if not as_written and is_translatable(node):
-            translate(node, {})
+            translate(node, Spellings())
     return node
 
 
@@ -154,7 +156,30 @@ class Spelled:
     results: tuple[Node | None, ...] = ()
 
 
-def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | None]) -> None:
+class Spellings:
+    """What calls became: those whose sizes are numbers in any graph, others in this one.
+
+    A symbol of another graph may have the same name and another range.
+    """
+
+    everywhere: ClassVar[dict[tuple, Spelled | torch._ops.OpOverload | None]] = {}
+
+    def __init__(self):
+        self.here: dict[tuple, Spelled | torch._ops.OpOverload | None] = {}
+
+    def of(self, node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOverload | None:
+        """The operators of a call, which are traced once for all calls that are equal."""
+        text, known = call_text(node, operands), self.here
+        if not any(internals.has_symbols(fake_of(n)) for n in operands):
+            known = self.everywhere
+            if len(known) >= REMEMBERED:
+                known.clear()
+        if text not in known:
+            known[text] = spelled(node, operands)
+        return known[text]
+
+
+def translate(node: Node, known: Spellings) -> None:
     """Replace one node by ATen operators, if it can be said in them; ``known`` has what equal calls
     became."""
     args, kwargs = node.args, node.kwargs
@@ -162,14 +187,11 @@ def translate(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | Non
         node.args, node.kwargs = args, kwargs
 
 
-def translated(node: Node, known: dict[str, Spelled | torch._ops.OpOverload | None]) -> bool:
+def translated(node: Node, known: Spellings) -> bool:
     """Replace one node by ATen operators. Returns whether that was possible."""
     operands = sorted(node.all_input_nodes, key=lambda n: isinstance(fake_of(n), torch.Tensor))  # sizes first
-    text = call_text(node, operands)
     with internals.without_guards([*map(fake_of, operands), fake_of(node)]):
-        if text not in known:
-            known[text] = spelled(node, operands)
-        found = known[text]
+        found = known.of(node, operands)
         if isinstance(found, torch._ops.OpOverload):
             node.op, node.target = "call_function", found
         if not isinstance(found, Spelled):
@@ -213,12 +235,12 @@ def read_results(node: Node, results: tuple[Node | None, ...]) -> None:
             item.replace_all_uses_with(made)
 
 
-def call_text(node: Node, operands: Sequence[Node]) -> str:
-    """All that the operators of a call depend on."""
+def call_text(node: Node, operands: Sequence[Node]) -> tuple[Callable | str, str]:
+    """All that the operators of a call depend on: its target, and the rest as text."""
     index = {n: f"%{i}" for i, n in enumerate(operands)}
     args = map_arg((node.args, node.kwargs), lambda n: Named(index[n]))
-    target = node.target if isinstance(node.target, str) else id(node.target)
-    return f"{target} {args} {[internals.describe(fake_of(n)) for n in operands]} {internals.modes_text()}"
+    described = [internals.describe(fake_of(n)) for n in operands]
+    return node.target, f"{args} {described} {are_items(node.users)} {internals.modes_text()}"
 
 
 class Named(str):
@@ -307,10 +329,14 @@ def makes_items(node: Node, result: object) -> bool:
         or len(result) != len(wanted)
     ):
         return False
-    read = all(u.target is operator.getitem and isinstance(u.args[1], int) for u in node.users)
-    return read and all(
+    return are_items(node.users) and all(
         w is None if r is None else isinstance(r, Node) and has_value(r, w) for r, w in zip(result, wanted)
     )
+
+
+def are_items(readers: Iterable[Node]) -> bool:
+    """Does each reader take one of several results?"""
+    return all(u.target is operator.getitem and isinstance(u.args[1], int) for u in readers)
 
 
 def has_value(node: Node, wanted: object) -> bool:

@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.fx import Node
 
-from ..passes.ir import Mark, hint
+from ..passes.ir import Mark, hint, is_equal
 from ..passes.rules import form_of
 from ..passes.rules.facets import Form
-from ..passes.rules.forward import Part, part_of
-from .token_axes import Axis, fake_of
+from ..passes.rules.forward import Part, is_pointwise, part_of
+from .token_axes import Axis, fake_of, is_parameter, storage_of
 
 
 def may_split(node: Node) -> bool:
-    """May a node part the tokens into blocks: a reshape that does more than join dimensions?"""
+    """May a node part the tokens into blocks: a reshape that does more than join dimensions, and than part
+    features into heads?"""
     if not reshapes(node):
         return False
     old, new = (list(map(hint, fake_of(n).shape)) for n in (node.args[0], node))
     ends = {math.prod(old[d:]) for d in range(len(old) + 1)}
-    return any(math.prod(new[d:]) not in ends for d in range(len(new)))
+    parted = [math.prod(new[d:]) for d in range(len(new)) if math.prod(new[d:]) not in ends]
+    return bool(parted) and not (max(parted) < old[-1] and has_features_last(node.args[0]))
+
+
+def has_features_last(node: Node) -> bool:
+    """Is the last dimension one of a weight, and so none of tokens: of a product with it, or of what is made
+    of that number by number or cut from it?"""
+    while part_of(node) is not Part.HEAD:
+        source = node.args[0] if node.args else None
+        if node.target is operator.getitem and isinstance(source, Node) and source.args:
+            source = source.args[0]  # of one that was cut into several
+        if not isinstance(source, Node) or not (is_cut(node, source) or is_number_by_number(node, source)):
+            return False
+        node = source
+    weight = node.args[1]
+    while isinstance(weight, Node) and part_of(weight) in (Part.COPY, Part.MOVE):
+        weight = weight.args[0]
+    return isinstance(weight, Node) and is_parameter(fake_of(weight))
+
+
+def is_cut(node: Node, source: Node) -> bool:
+    """Has a value the dimensions of another, in the same memory?"""
+    part, whole = fake_of(node), fake_of(source)
+    if not isinstance(part, Tensor) or not isinstance(whole, Tensor) or part.dim() != whole.dim():
+        return False
+    return all(map(is_equal, part.stride(), whole.stride())) and storage_of(node) == storage_of(source)
+
+
+def is_number_by_number(node: Node, source: Node) -> bool:
+    """Is each number of a value made of the number of another in the same place?"""
+    made, given = fake_of(node), fake_of(source)
+    if not isinstance(given, Tensor) or not is_pointwise(node) or made.dim() != given.dim():
+        return False
+    return all(map(is_equal, made.shape, given.shape))
 
 
 def reshapes(node: Node) -> bool:

@@ -24,7 +24,7 @@ from .block_functions import BlockGraph, NoBlockFunction, register
 from .block_splits import may_split, split_of
 from .block_values import Blocked
 from .regions import is_switch
-from .token_axes import Trace, axes_of, fake_of, storage_of
+from .token_axes import axes_of, fake_of, storage_of, traced
 
 streambp = torch.ops.streambp
 
@@ -34,8 +34,9 @@ def over_blocks(module: GraphModule) -> GraphModule:
     if not any(may_split(node) for node in module.graph.nodes):
         return module
     placeholders = module.graph.find_nodes(op="placeholder")
-    trace = Trace(module, [fake_of(n) for n in placeholders])
-    for axis in axes_of(trace, [fake_of(n) for n in placeholders]):
+    fakes = [fake_of(n) for n in placeholders]
+    trace = traced(module, fakes)
+    for axis in axes_of(trace, fakes):
         splits = [s for node in module.graph.nodes if (s := split_of(node, axis)) is not None]
         for length in dict.fromkeys(s.length for s in splits):
             try:

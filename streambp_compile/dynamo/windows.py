@@ -21,7 +21,7 @@ from ..passes.rules import windows_of
 from ..passes.rules.forward import Part, mutated, part_of
 from .aten import inserted
 from .rewrites import MOST_TAPS, single
-from .token_axes import Trace, axes_of, fake_of, storage_of
+from .token_axes import Trace, axes_of, fake_of, storage_of, traced
 
 Made = Callable[..., Tensor]  # from windows ``[..., n, ..., size]``, and more operands
 
@@ -51,7 +51,7 @@ def write_windows(module: GraphModule) -> GraphModule:
     found = [(node, w) for node in module.graph.nodes if (w := windowed(node)) is not None]
     if found:
         fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
-        trace = Trace(module, fakes)
+        trace = traced(module, fakes)
         axes = axes_of(trace, fakes)
         for node, given in found:
             padded = zeros_around(given.source, given.dim, trace) if given.step == 1 else None

@@ -145,10 +145,11 @@ def replaying(module: GraphModule):
 
 
 def modes_text() -> str:
-    """The switches that a function may ask for: gradients, and autocast of each kind of device."""
+    """The switches that a function may ask for: gradients, autocast of each kind of device, what numbers are
+    by default."""
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-    return f"{torch.is_grad_enabled()} {autocast}"
+    return f"{torch.is_grad_enabled()} {autocast} {torch.get_default_dtype()}"
 
 
 def is_transform(node: Node) -> bool:

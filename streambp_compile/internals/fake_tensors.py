@@ -38,6 +38,12 @@ def describe(value: object) -> str:
     return str(value)
 
 
+def has_symbols(value: object) -> bool:
+    """Is a size of a tensor, or a number, a symbol?"""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes)
+
+
 def parts_of(value: object) -> list[object]:
     """The plain tensors that AOTAutograd makes of a tensor subclass, in its order; any other value is
     itself."""
