@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -318,7 +318,8 @@ class Chain:
             for n in regions[-1].outputs
             if n in axis.marks and bytes_of(fake_of(n)) >= WIDER * widest_input(regions[-1], axis)
         ]
-        if len(kept) > 1:
+        told = self.hint_at_break_inside(returned.intersection(axis.marks).difference(logits), broken)
+        if len(kept) > 1 and not told:
             cost = sum(bytes_of(fake_of(n)) for n in kept)
             self.hint(
                 f"The compiled function returns {len(kept)} values of its layers, which keep "
@@ -345,6 +346,21 @@ class Chain:
                     "streams with its loss. Torch's advice for this break: "
                     f"{broken.remedy.rstrip('.') or 'none'}"
                 )
+
+    def hint_at_break_inside(self, rows: Iterable[Node], broken: internals.GraphBreak | None) -> bool:
+        """Tell what a break inside a layer keeps until the backward: more than one value of its tokens, where
+        a layer that is whole keeps its input. Returns whether it does."""
+        handed = [n for n in rows if fake_of(n).requires_grad]
+        if broken is None or len(handed) < 2 or internals.are_saved_tensors_packed():
+            return False
+        self.hint(
+            f"The graph breaks at {broken.where} ({broken.reason}) inside a layer, which hands over "
+            f"{len(handed)} values of its tokens there. They take "
+            f"{mebibytes(sum(bytes_of(fake_of(n)) for n in handed))} and stay until the backward. Remove the "
+            "break, or turn on gradient checkpointing for the layers. Torch's advice for this break: "
+            f"{broken.remedy.rstrip('.') or 'none'}"
+        )
+        return True
 
     def watched(self, call: Callable) -> Callable:
         """Tell, when the first gradient of hidden states arrives, that a head made it which FSDP2 keeps from

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from models import Plain, gradients, ids_of, worst_error
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import peak
 from streambp_compile import NotStreamed, StreamHint, explain, internals
@@ -178,3 +179,30 @@ def test_a_break_inside_a_layer_leaves_tensors(interpreted):
     found, truth = (gradients(model, lambda: f(ids)) for f in (step, model))
     assert worst_error(found, truth) < EXACT
     assert set(seen) == {torch.Tensor}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_break_inside_a_layer_is_named_with_its_cost(checkpointed, interpreted):
+    """Rows that an expert takes are counted while the layer runs; what the break hands over is kept."""
+    width, tokens = 16, 24
+    inner, expert = torch.nn.Linear(width, width).double(), torch.nn.Linear(width, width).double()
+    x = torch.randn(2, tokens, width, dtype=torch.float64, requires_grad=True)
+
+    def layer(x):
+        h = inner(x.cumsum(1))
+        rows = (x.detach().sum(-1) > 0).flatten().nonzero().flatten()
+        taken = expert(h.flatten(0, 1)[rows])
+        return torch.zeros_like(x).flatten(0, 1).index_add(0, rows, taken).view_as(x) + h
+
+    def loss(x):
+        kept = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        return kept.square().sum() + x.sin().sum()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (found,) = torch.autograd.grad(torch.compile(loss, backend="streambp")(x), x)
+    (truth,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(found, truth, rtol=EXACT, atol=EXACT)
+    texts = [str(w.message) for w in caught if issubclass(w.category, StreamHint)]
+    told = [t for t in texts if "inside a layer" in t]
+    assert not told if checkpointed else told and "test_graph_breaks.py" in told[0]

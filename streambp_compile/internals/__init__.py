@@ -79,7 +79,13 @@ from .fake_tensors import (
 )
 from .inductor import compile_function, compile_graph, compile_plainly, rewrite
 from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
-from .running_step import apart_from_checkpoint, assert_on_device, graph_is_kept, in_custom_forward
+from .running_step import (
+    apart_from_checkpoint,
+    are_saved_tensors_packed,
+    assert_on_device,
+    graph_is_kept,
+    in_custom_forward,
+)
 from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
 from .size_guards import guard_of
 from .structured_trace import trace_artifact
@@ -98,6 +104,7 @@ __all__ = [
     "TorchDispatchMode",
     "aot_autograd",
     "apart_from_checkpoint",
+    "are_saved_tensors_packed",
     "apart_from_ddp",
     "assert_on_device",
     "before_autograd",

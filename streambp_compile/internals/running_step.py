@@ -28,6 +28,11 @@ def in_custom_forward() -> bool:
     return not either and not torch.is_inference_mode_enabled()
 
 
+def are_saved_tensors_packed() -> bool:
+    """Does somebody (a checkpoint, an offloader) decide what becomes of tensors that autograd saves?"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def apart_from_checkpoint() -> contextlib.AbstractContextManager:
     """Inside, a checkpoint that is being recorded keeps what autograd keeps, and computes none of it again.
 
