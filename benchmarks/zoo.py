@@ -12,9 +12,9 @@ takes a mask. It must stay under 1e-9, or under 1e-5 where the model itself comp
 rotary tables and the loss of Hugging Face) or an op of it has no float64. Where such a model is so badly
 conditioned that eager's own gradients move further than that when its weights are rounded to float32, the
 error must stay under that movement, and the notes say so. *Streamed*: regions streamed of all regions,
-occurrences counted. *Keys*: which keys a row of attention reads, and whether the masks prove it. *Peak*:
-allocator events of one float32 step at ``--tokens`` tokens, two sequences; as a part of eager's with every
-layer checkpointed.
+occurrences counted, with those that hold no more than what enters and leaves them. *Keys*: which keys a row
+of attention reads, and whether the masks prove it. *Peak*: allocator events of one float32 step at
+``--tokens`` tokens, two sequences; as a part of eager's with every layer checkpointed.
 
 A row fails that is not exact, or whose peak is half of checkpointing's or more, whatever the report says.
 Such rows are listed at the end, and their number is the exit status.
@@ -600,7 +600,7 @@ def exactness(row: Row) -> dict:
         error=error,
         noise=noise,
         regions=sum(r.times for r in report.regions),
-        streamed=sum(r.times for r in report.regions if r.streamed is not None or r.joint is None),
+        streamed=sum(r.times for r in report.regions if r.streamed is not None or r.has_nothing_to_stream),
         keys=keys_of(report),
         reasons=list(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, NotStreamed))),
         note="; ".join(filter(None, (note, graphs))),

@@ -233,7 +233,9 @@ class CompiledRegion:
             if defect := isinstance(refused, Abandoned):
                 internals.log.debug("streaming a region failed", exc_info=True)
             self.report.refusal = refusal_of(refused, "", "region", self.module)
-            if defect or not (isinstance(refused, NothingToStream) or self.is_fragment(graph_module)):
+            free = isinstance(refused, NothingToStream) or self.is_fragment(graph_module)
+            self.report.costs_nothing = free and not defect
+            if not self.report.costs_nothing:
                 self.refuse(self.report.refusal, self.whole_cost(graph_module))
             if self.written_out():
                 raise TraceAgain from None

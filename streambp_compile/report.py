@@ -61,6 +61,7 @@ class RegionReport:
     split     its part of the model's graph, in torch functions
     joint     its joint forward-backward graph (forward alone under ``no_grad``), in ATen operations
     streamed  analysis and schedules, or None with a ``refusal``
+    costs_nothing  it runs unchunked, but holds no more than what enters and leaves it
     times     number of its occurrences in the model
     recomputable  its outputs are recomputed in the backward of the next region, not kept
     """
@@ -72,6 +73,12 @@ class RegionReport:
     joint: GraphModule | None = None
     streamed: StreamedRegion | None = None
     refusal: Refusal | None = None
+    costs_nothing: bool = False
+
+    @property
+    def has_nothing_to_stream(self) -> bool:
+        """Does it hold no more, unchunked, than what enters and leaves it, or compute nothing at all?"""
+        return self.streamed is None and (self.costs_nothing or self.joint is None and self.refusal is None)
 
     @property
     def analysis(self) -> Analysis | None:
@@ -106,7 +113,8 @@ class RegionReport:
     def __str__(self) -> str:
         lines = [f"{self.name}  ×{self.times}{', recomputed in the backward' * self.recomputable}"]
         if self.refusal is not None:
-            return "\n".join([*lines, f"  runs unchunked: {self.refusal}"])
+            kind = "has nothing to stream" if self.costs_nothing else "runs unchunked"
+            return "\n".join([*lines, f"  {kind}: {self.refusal}"])
         if self.streamed is None:
             return "\n".join([*lines, "  nothing to run"])
         forward = "forward and gradients together" if self.streamed.fused else "forward"
@@ -280,8 +288,10 @@ class Report:
     def __str__(self) -> str:
         streamed = sum(r.times for r in self.regions if r.streamed is not None)
         total = sum(r.times for r in self.regions)
+        idle = sum(r.times for r in self.regions if r.has_nothing_to_stream)
         head = (
-            f"streambp: {streamed} of {total} regions streamed, {len(self.regions)} distinct, "
+            f"streambp: {streamed} of {total} regions streamed, "
+            f"{f'{idle} with nothing to stream, ' if idle else ''}{len(self.regions)} distinct, "
             f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} "
             f"graph{'s' * (len(self.split) != 1)}"
         )
