@@ -2,9 +2,9 @@
 #
 #   make demo         one step on 8192 tokens beside gradient checkpointing, then training; results in out/
 #   make demo QUICK=1 the same on 2048 tokens
-#   make test         the tests; chunk bodies mostly run node by node
+#   make test         the tests; chunk bodies mostly run node by node, most whole models wait for test-compiled
 #   make test-quick   some of every module
-#   make test-compiled   whole models once more, with chunk bodies that Inductor compiles
+#   make test-compiled   whole models, with chunk bodies that Inductor compiles
 #   make test-all     all tests, the slow ones too; chunk bodies of whole models are compiled
 #   make lint         formatting and static checks
 #
@@ -51,7 +51,7 @@ demo: venv
 PYTEST = $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 
 test: venv
-	$(PYTEST) -m "not slow" tests
+	$(PYTEST) -m "not slow and (inductor or quick or not models)" tests
 
 test-quick: venv
 	$(PYTEST) -m "quick and not slow" tests
