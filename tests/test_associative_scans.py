@@ -91,7 +91,9 @@ def test_scans_stream(mix, length, interpreted):
     check(mix, length)
 
 
-@pytest.mark.parametrize("mix, length", [(recurrence, 12), (backwards, 20)])
+@pytest.mark.parametrize(
+    "mix, length", [(recurrence, 12), pytest.param(backwards, 20, marks=pytest.mark.slow)]
+)
 def test_gradients_of_other_scans_are_exact(mix, length, interpreted):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotStreamed)

@@ -93,8 +93,7 @@ def check(loss, numbers, dynamic=None, lengths=(TOKENS,)) -> list[int]:
     "loss",
     [
         mixture,
-        in_place,
-        *(pytest.param(f, marks=pytest.mark.slow) for f in (temperature, functions, whole_numbers)),
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (in_place, temperature, functions, whole_numbers)),
     ],
 )
 def test_a_third_value_compiles_nothing(loss, interpreted):
@@ -106,7 +105,7 @@ def test_what_takes_numbers_only_has_them_as_constants(interpreted):
     assert check(as_constant, (0.25, 0.5, 0.75)) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("loss", [temperature, mixture])
+@pytest.mark.parametrize("loss", [temperature, pytest.param(mixture, marks=pytest.mark.slow)])
 def test_all_sizes_and_numbers_symbolic_from_the_start(loss, interpreted):
     seen = check(loss, (1.25, 1.5), dynamic=True, lengths=(TOKENS, 24))
     assert seen[0] == seen[1], "neither another number nor another length compiles anything"

@@ -81,7 +81,7 @@ def assert_equal_to_eager(function, *shape: int, chunk: int) -> None:
         torch.testing.assert_close(ours, theirs, **EXACT)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, LENGTH])
+@pytest.mark.parametrize("chunk", [1, 5, pytest.param(LENGTH, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.quick
 def test_reductions_merge(name, chunk):

@@ -151,7 +151,7 @@ def test_loops_stream(mix):
 @pytest.mark.parametrize(
     "mix, length",
     [
-        (linear_attention, 70),
+        pytest.param(linear_attention, 70, marks=pytest.mark.slow),
         (linear_attention, 32),
         (block_before, 64),
         (two_blocks_before, 96),
