@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -15,6 +15,7 @@ from .ir import (
     DocumentMask,
     EveryRowHasVisibleKey,
     Fact,
+    KeyMask,
     Kind,
     Mark,
     MaskedOutsideBand,
@@ -142,14 +143,17 @@ def proof_of(band: Abstract, is_cheap: IsCheap) -> Proof:
     ]
     if band.visibility_masks:
         needed.append(EveryRowHasVisibleKey(band.visibility_masks, reach))
-    for condition in needed:
-        if isinstance(condition, PositionsIncrease):
-            cheap = all(is_cheap(node, 0) for node in condition.nodes)
-        else:
-            cheap = all(is_cheap(mask.node, mask.entries) for mask in condition.key_masks)
-        if not cheap:
-            return UNPROVED
-    return Proof(reach, tuple(needed))
+    cheap = all(is_cheap(node, entries) for condition in needed for node, entries in read_by(condition))
+    return Proof(reach, tuple(needed)) if cheap else UNPROVED
+
+
+def read_by(condition: Condition) -> Iterator[tuple[Node, int]]:
+    """What a check of a condition reads, and how many entries one mask has, if it is stored."""
+    if isinstance(condition, PositionsIncrease):
+        yield from ((node, 0) for node in condition.nodes)
+        return
+    for mask in condition.key_masks:
+        yield from ((node, mask.entries if isinstance(mask, KeyMask) else 0) for node in mask.nodes)
 
 
 def conditions_of(proofs: Iterable[Proof]) -> tuple[Condition, ...]:

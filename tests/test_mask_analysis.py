@@ -1,6 +1,7 @@
 """Bands against brute force: where one says a mask is empty, the mask itself is."""
 
 import contextlib
+import functools
 import itertools
 import math
 import random
@@ -43,11 +44,23 @@ def visible_by(abstract: Band, real: Tensor, environment) -> Tensor:
     """Which entries the masks beside a band leave visible, in the band and outside."""
     left = torch.ones(real.shape, dtype=torch.bool)
     for key_mask in abstract.key_masks:
+        if isinstance(key_mask, DocumentMask):
+            shown = by_comparisons(key_mask, environment)
+            shown = shown if shown.shape == real.shape else shown.reshape(-1, *shown.shape[-2:]).all(0)
+            left = left & (shown if abstract.row < abstract.key else shown.mT)
+            continue
         shown = visible(environment[key_mask.node], key_mask.masked_value)
         in_place = (key_mask.row, key_mask.key) in ((abstract.row, abstract.key), (None, abstract.key))
         fits = shown.dim() == real.dim() and all(a in (1, b) for a, b in zip(shown.shape, real.shape))
         left = left & (shown if in_place and fits else shown_by_all(shown, key_mask, abstract, real))
     return left
+
+
+def by_comparisons(mask: DocumentMask, environment) -> Tensor:
+    """Where the comparisons of a document mask hold."""
+    found = [environment[row] == environment[key] for row, key in mask.equal]
+    found += [environment[row] >= environment[key] for row, key in mask.ordered]
+    return functools.reduce(torch.logical_and, found)
 
 
 def shown_by_all(shown: Tensor, key_mask: KeyMask, abstract: Band, real: Tensor) -> Tensor:
@@ -82,6 +95,8 @@ def check(abstract, real: Tensor, environment) -> None:
         )
         assert all(not (claimed & (row != key)).any() for row, key in equal), abstract
         assert all(not (claimed & (key > row)).any() for row, key in ordered), abstract
+        if abstract.key_masks == ():
+            assert (claimed == by_comparisons(abstract, environment)).all(), abstract
     if isinstance(abstract, Difference):
         row, key = environment[abstract.row], environment[abstract.key]
         assert ((real == 0) == (row == key)).all(), abstract
@@ -218,6 +233,14 @@ PROVED = [
     ("q - k >= 0", lambda: (lambda q, k: (q - k) >= 0)(*positions(9)), (), CAUSAL, False, True),
     ("later rows", lambda: (lambda q, k: k <= q + 3)(*positions(5, 8)), (), (-INF, 3), False, True),
     ("tril", lambda: lower(9), (), CAUSAL, False, True),
+    (
+        "positions to the end",
+        lambda: torch.arange(9)[2:, None] >= torch.arange(9)[None, :],
+        (),
+        (-INF, 2),
+        False,
+        True,
+    ),
     ("tril, cut", lambda: lower(12)[None, None, 3:9, :9], (), (-INF, 3), False, True),
     ("not triu", lambda: ~torch.ones(9, 9, dtype=torch.bool).triu(1), (), CAUSAL, False, True),
     ("window", lambda: window(9, 4), (), (-3, 0), False, True),
@@ -345,6 +368,57 @@ PROVED += [
         0.0,
         False,
     ),
+]
+
+
+def packed(n: int = 9) -> Tensor:
+    """Sequence ids of two rows of packed sequences."""
+    return torch.stack([torch.arange(n) // 4, torch.arange(n) // 3])
+
+
+def same_document(ids: Tensor) -> Tensor:
+    return ids[:, None, :, None] == ids[:, None, None, :]
+
+
+# Documents and paddings, masked by the lowest number
+PROVED += [
+    (name, function, (inputs,), bounds, "min", False)
+    for name, function, inputs, bounds in (
+        ("documents", lambda d: additive(same_document(d) & lower(9)), packed(), CAUSAL),
+        ("documents in a window", lambda d: additive(same_document(d) & window(9, 3)), packed(), (-2, 0)),
+        ("documents multiplied", lambda d: (1 - same_document(d).float().tril()) * LOW, packed(), CAUSAL),
+        ("documents added", lambda d: additive(same_document(d)) + additive(lower(9)), packed(), CAUSAL),
+        (
+            "documents clamped",
+            lambda d: (additive(same_document(d), -INF) + additive(lower(9))).clamp(LOW, 0.0),
+            packed(),
+            CAUSAL,
+        ),
+        (
+            "the lower of two masks",
+            lambda d: torch.minimum(additive(same_document(d)), additive(lower(9))),
+            packed(),
+            CAUSAL,
+        ),
+        (
+            "documents that one sequence alone pads",
+            lambda d: additive(same_document(d) & (d < 2)[:, None, None] & lower(9)),
+            packed()[:1],
+            CAUSAL,
+        ),
+        (
+            "positions and documents",
+            lambda d: additive((d[:, None, :, None] >= d[:, None, None]) & same_document(d) & lower(9)),
+            packed(),
+            CAUSAL,
+        ),
+        (
+            "padding multiplied",
+            lambda keep: (1.0 - keep.float()[:, None, None, :] * lower(9).float()) * LOW,
+            keeps().long(),
+            CAUSAL,
+        ),
+    )
 ]
 
 

@@ -15,6 +15,7 @@ from streambp_compile import StreamHint, explain
 from streambp_compile.passes.ir import (
     EVERYWHERE,
     PAST,
+    DocumentMask,
     EveryRowHasVisibleKey,
     KeyMask,
     MaskedOutsideBand,
@@ -56,6 +57,51 @@ def test_every_row_has_a_visible_key(band):
         }
         found.add(expected)
     assert len(found) == (1 if band.lo == 1 else 2)
+
+
+def document_mask(equal: int, ordered: int) -> DocumentMask:
+    """Comparisons of so many pairs of values."""
+    pairs = (("row", "key"),) * (equal + ordered)
+    return DocumentMask(pairs[:equal], pairs[equal:], key_masks=())
+
+
+@pytest.mark.parametrize("band", [PAST, EVERYWHERE, Reach(-1, 0), Reach(-2, 1)], ids=str)
+@pytest.mark.quick
+def test_every_row_has_a_visible_key_of_its_document(band):
+    """Against brute force, for all ids and paddings of four tokens: never too generous, and exact where a
+    document's tokens follow one another."""
+    found = set()
+    for ids, keep in itertools.product(
+        itertools.product(range(3), repeat=4), itertools.product((True, False), repeat=4)
+    ):
+        ids, keep = torch.tensor([ids]), torch.tensor([keep])
+        values = [ids[:, None, :, None], ids[:, None, None, :]]
+        for pairs, shown in (
+            (document_mask(1, 0), ids[0, :, None] == ids[0]),
+            (document_mask(0, 1), ids[0, :, None] >= ids[0]),
+        ):
+            condition = EveryRowHasVisibleKey((pairs, key_mask(None, 1, False)), band)
+            held = bool(holds(condition, [*values, keep]))
+            expected = bool((band_matrix(band, 4) & shown & keep).any(-1).all())
+            assert expected or not held
+            rises = bool((ids[:, 1:] >= ids[:, :-1]).all())
+            assert held == expected or not rises or band.hi > 0
+            found.add(held)
+            assert holds(EveryRowHasVisibleKey((pairs,), band), values)
+    assert found == {True, False}
+
+
+def test_documents_of_rows_that_are_not_those_of_keys_count_for_nothing():
+    condition = EveryRowHasVisibleKey((document_mask(1, 0),), PAST)
+    ids = torch.tensor([0, 0, 1, 1])
+    assert holds(condition, [ids[:, None], ids])
+    assert not holds(condition, [ids[:, None] + 1, ids])
+
+
+def test_a_padding_mask_of_other_numbers_than_zeros_and_ones_does_not_count():
+    condition = EveryRowHasVisibleKey((key_mask(None, 1, False),), PAST)
+    assert holds(condition, [torch.tensor([[1, 1, 0]])])
+    assert not holds(condition, [torch.tensor([[1, 2, 0]])])
 
 
 def test_a_stored_mask_beside_a_padding():
@@ -210,6 +256,16 @@ def added(layer, scores, keep):
     return scores + layer.triangle[:length, :length]
 
 
+def packed_and_causal(layer, scores, ids):
+    same = (ids[:, :, None] == ids[:, None, :])[:, None]
+    return scores + torch.zeros_like(scores).masked_fill(~(same & causal(scores)), LOWEST)
+
+
+def padding_times_causal(layer, scores, keep):
+    seen = keep[:, None, None, :] * causal(scores).long()
+    return scores + (1.0 - seen.to(scores.dtype)) * LOWEST
+
+
 def padded(side: str) -> Tensor:
     keep = torch.ones(2, LENGTH, dtype=torch.bool)
     keep[1, slice(None, 9) if side == "left" else slice(-9, None)] = False
@@ -253,6 +309,45 @@ def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
             worst_error(gradients(model, lambda: step(ids, keep)), gradients(model, lambda: model(ids, keep)))
             < EXACT
         )
+
+
+@pytest.mark.parametrize(
+    "hide, good, bad",
+    [
+        (packed_and_causal, torch.arange(2 * LENGTH).view(2, -1) // 20, None),
+        (padding_times_causal, torch.ones(2, LENGTH, dtype=torch.long), padded("left").long()),
+    ],
+    ids=["packed", "multiplied"],
+)
+def test_packed_and_padded_sequences_prune_until_a_row_sees_no_key(hide, good, bad):
+    model, ids = Model(hide).double(), ids_of(2, LENGTH)
+    report = str(explain(model, ids, good, streambp_options={"chunk_size": 16}))
+    assert (
+        "causal, proved" in report
+        and "every row has a visible key up to its own position" in report
+        and "not proved" not in report
+    )
+    step = compiled(model)
+    for given, told in [(good, False)] + ([] if bad is None else [(bad, True)]):
+        assert bool(hints(lambda: step(ids, given))) == told
+        truth = gradients(model, lambda: model(ids, given))
+        assert worst_error(gradients(model, lambda: step(ids, given)), truth) < EXACT
+
+
+def by_positions(layer, scores, keep):
+    """As Hugging Face writes it: slices of positions and a look-up by them."""
+    index = torch.arange(scores.shape[-1])
+    row, key = index[None, None, :, None], index[None, None, None, :]
+    batch = torch.arange(scores.shape[0])[:, None, None, None]
+    return scores.masked_fill(~((key <= row) & keep[batch, key]), LOWEST)
+
+
+def test_a_length_that_is_a_symbol_is_no_less_causal():
+    model, ids, keep = Model(by_positions).double(), ids_of(2, LENGTH), padded("right")
+    for given in (ids, keep):
+        torch._dynamo.mark_dynamic(given, 1)
+    report = str(explain(model, ids, keep, streambp_options={"chunk_size": 16}))
+    assert "causal, proved" in report and "not proved" not in report
 
 
 STORED = [

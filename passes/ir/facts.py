@@ -203,8 +203,8 @@ class Edge:
 class KeyMask:
     """A mask that is only known when the graph runs: a padding mask, or a stored attention mask.
 
-    node          a boolean tensor, or (``masked_value`` is None) an additive mask, which masks an entry where
-                  its number is nearly the lowest of its dtype
+    node          a boolean tensor, one of zeros and ones, or (``masked_value`` is None) an additive mask,
+                  which masks an entry where its number is nearly the lowest of its dtype
     row           its dimension of rows (queries); None for a padding mask, which is the same for every row
     key           its dimension of keys
     masked_value  the boolean value that masks a key
@@ -216,6 +216,11 @@ class KeyMask:
     masked_value: bool | None
 
     @property
+    def by_row(self) -> bool:
+        """Does it hide other keys from each row?"""
+        return self.row is not None
+
+    @property
     def entries(self) -> int:
         """Entries of one stored mask; a padding mask has none."""
         return 0 if self.row is None else shape_of(self.node)[self.row] * shape_of(self.node)[self.key]
@@ -224,6 +229,10 @@ class KeyMask:
     def batch(self) -> int:
         """How many masks the tensor holds."""
         return math.prod(size for d, size in enumerate(shape_of(self.node)) if d not in (self.row, self.key))
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.node,)
 
 
 def band_text(band: Reach) -> str:
@@ -243,15 +252,15 @@ class EveryRowHasVisibleKey:
     a softmax over a row that has none reads all keys alike.
     """
 
-    key_masks: tuple[KeyMask, ...]
+    key_masks: tuple[KeyMask | DocumentMask, ...]
     band: Reach
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(mask.node for mask in self.key_masks)
+        return tuple(node for mask in self.key_masks for node in mask.nodes)
 
     def __str__(self) -> str:
-        names = ", ".join(node.name for node in self.nodes)
+        names = ", ".join(dict.fromkeys(node.name for node in self.nodes))
         return f"every row has a visible key {band_text(self.band)} (mask: {names})"
 
 
@@ -281,14 +290,25 @@ class DocumentMask:
     Wherever it is true, all its comparisons hold (with ``negated``: wherever it is false). Other masks may
     remove more entries.
 
-    equal    pairs (value of the row, value of the key), each ``[.., T]`` but for dimensions of one, that are
-             equal
-    ordered  pairs of which the key's value is at most the row's
+    equal      pairs (value of the row, value of the key), each ``[.., T]`` but for dimensions of one, that
+               are equal
+    ordered    pairs of which the key's value is at most the row's
+    key_masks  the masks that hide other entries, and nothing else does; ``None`` where it is unknown
     """
 
     equal: tuple[Pair, ...] = ()
     ordered: tuple[Pair, ...] = ()
     negated: bool = False
+    key_masks: tuple[KeyMask | DocumentMask, ...] | None = None
+
+    @property
+    def by_row(self) -> bool:
+        return True
+
+    @property
+    def batch(self) -> int:
+        """How many masks the tensors hold."""
+        return max(math.prod(shape_of(node)[:-2]) for node in self.nodes)
 
     @property
     def nodes(self) -> tuple[Node, ...]:

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from ..ir import DocumentMask, KeyMask, shape_of
 
-KeyMasks = tuple[KeyMask, ...]
+KeyMasks = tuple[KeyMask | DocumentMask, ...]
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def band_of_key_masks(node: Node, outside: object, groups: Iterable[KeyMasks | N
     rank, key_masks = len(shape_of(node)), merged(groups)
     if not key_masks:
         return None
-    stored = tuple(mask for mask in key_masks if mask.row is not None)
+    stored = tuple(mask for mask in key_masks if isinstance(mask, KeyMask) and mask.by_row)
     hi = 0 if stored else math.inf
     return Band(rank - 2, rank - 1, -math.inf, hi, outside, key_masks, assumes=stored)
 
@@ -268,10 +268,13 @@ def stored_mask(node: Node) -> Band | None:
 
 
 def document_band(mask: DocumentMask, node: Node) -> Band | None:
-    """A document mask as a causal band, if its positions are assumed to increase."""
-    if mask.negated or not mask.ordered:
+    """A document mask as a band of which it hides entries: a causal one, if it has positions, which are
+    assumed to increase."""
+    key_masks = merged(((replace(mask, key_masks=()),), mask.key_masks))
+    if mask.negated or not (mask.ordered or key_masks):
         return None
-    return replace(full_band(node), hi=0, outside=False, assumes=(mask,))
+    hi, assumes = (0, (mask,)) if mask.ordered else (math.inf, ())
+    return replace(full_band(node), hi=hi, outside=False, key_masks=key_masks, assumes=assumes)
 
 
 def full_band(node: Node) -> Band:

@@ -13,7 +13,7 @@ from ..phases import check_time
 from ..rules import find_rule, form_of, functional
 from ..rules.facets import Form
 from .domains import Abstract, Affine, Indicator
-from .operands import as_band, is_bounded
+from .operands import as_band, is_bounded, numbers_of
 
 SAME_ENTRIES = (Form.ALIAS, Form.COPY, Form.RESHAPE, Form.UNSQUEEZE, Form.SQUEEZE)
 
@@ -39,6 +39,7 @@ class Evaluation:
         self.values: dict[Node, Abstract] = {}
         self.bounded: set[Node] = set()
         self.nonnegative: set[Node] = set()
+        self.integral: set[Node] = set()
         self.indicators: dict[Node, Indicator] = {}
 
     def visit(self, node: Node) -> None:
@@ -55,11 +56,13 @@ class Evaluation:
             self.bounded.add(node)
         if rule is not None and rule.nonnegative:
             self.nonnegative.add(node)
+        if self.has_integers(node):
+            self.integral.add(node)
 
     def computes_exactly(self, node: Node, value: Abstract) -> bool:
         """Are all numbers that a node reads and makes numbers of the dtype that it computes in? A number
         that is read may be rounded: kernels differ in that, and `Indicator` allows for it."""
-        numbers = [a for a in node.args if isinstance(a, (int, float, Node))]
+        numbers = [a for a in numbers_of(node) if isinstance(a, (int, float, Node))]
         values = [value_of(a) if isinstance(a, Node) else a for a in numbers]
         dtype = value_of(node).dtype
         if isinstance(value, Affine) and not has_number(dtype, value.const):
@@ -97,6 +100,12 @@ class Evaluation:
             return is_bounded(value.const)
         rule = find_rule(node) if node.op == "call_function" else None
         return rule is not None and rule.bounded is not None and rule.bounded(node, self)
+
+    def has_integers(self, node: Node) -> bool:
+        dtype = value_of(node).dtype
+        if not dtype.is_floating_point:
+            return not dtype.is_complex
+        return form_of(node) in (*SAME_ENTRIES, Form.CAST, Form.EXPAND) and node.args[0] in self.integral
 
 
 WIDE_ENOUGH = 32  # bits of a dtype that counts the tokens of any sequence

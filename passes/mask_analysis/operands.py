@@ -36,6 +36,7 @@ class Known(Protocol):
 
     bounded     floating-point nodes whose numbers are far from the lowest of their dtype
     nonnegative nodes of which no number is negative
+    integral    nodes of which every number is an integer, and so finite
     indicators  matrices of two numbers; their abstract value says what that is as a band
     """
 
@@ -48,6 +49,9 @@ class Known(Protocol):
     @property
     def nonnegative(self) -> Container[Node]: ...
 
+    @property
+    def integral(self) -> Container[Node]: ...
+
     def __call__(self, arg: object) -> Abstract: ...
 
     def repeated_by(self, arg: Node) -> Node:
@@ -57,6 +61,16 @@ class Known(Protocol):
     def floor_division_behind(self, arg: Node) -> Node | None:
         """The floor division whose entries an operand has, in whatever shape."""
         ...
+
+
+NUMBERS = {"Tensor", "number", "float", "Optional[number]", "Optional[float]"}
+
+
+def numbers_of(node: Node) -> list[object]:
+    """The arguments that hold numbers of a tensor: tensors and scalars, no dimensions, sizes or indices."""
+    schema = node.target._schema.arguments
+    given = {**dict(zip((a.name for a in schema), node.args)), **node.kwargs}
+    return [given[a.name] for a in schema if a.name in given and str(a.type) in NUMBERS]
 
 
 def is_bounded(number: float) -> bool:

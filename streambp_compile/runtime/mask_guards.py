@@ -18,7 +18,16 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
-from ..passes.ir import Condition, KeyMask, MaskedOutsideBand, PositionsIncrease, Reach, ancestors, value_of
+from ..passes.ir import (
+    Condition,
+    DocumentMask,
+    EveryRowHasVisibleKey,
+    KeyMask,
+    PositionsIncrease,
+    Reach,
+    ancestors,
+    value_of,
+)
 from ..report import StreamHint
 
 
@@ -58,9 +67,7 @@ class Guard:
             )
 
         self.answers_of = answers
-        if any(
-            s.row is not None for c in conditions if not isinstance(c, PositionsIncrease) for s in c.key_masks
-        ):
+        if any(reads_stored_mask(c) for c in conditions):
             self.answers_of = compiled(answers, [value_of(placeholders[i]) for i in read])
 
     def answers(self, given: Sequence[object]) -> Tensor:
@@ -76,6 +83,12 @@ class Guard:
         """The first condition that the inputs of a call do not satisfy, if any. Synchronises."""
         question = Question(self, tuple(self.reads), 0)
         return answered([question], inputs)[question.key]
+
+
+def reads_stored_mask(condition: Condition) -> bool:
+    """Is a mask with a row and a column per token read?"""
+    masks = () if isinstance(condition, PositionsIncrease) else condition.key_masks
+    return any(isinstance(mask, KeyMask) and mask.by_row for mask in masks)
 
 
 def compiled(function: Callable, examples: Sequence[object]) -> Callable:
@@ -122,10 +135,15 @@ def text_of(module: GraphModule) -> str:
 def describe(condition: Condition) -> str:
     """A condition without the names of its nodes."""
     if isinstance(condition, PositionsIncrease):
-        mask = condition.document_mask
-        return f"{type(condition).__name__} {len(mask.equal)} {len(mask.ordered)}"
-    key_masks = [(mask.row, mask.key, mask.masked_value) for mask in condition.key_masks]
+        return f"{type(condition).__name__} {describe_mask(condition.document_mask)}"
+    key_masks = [describe_mask(mask) for mask in condition.key_masks]
     return f"{type(condition).__name__} {key_masks} {condition.band}"
+
+
+def describe_mask(mask: KeyMask | DocumentMask) -> tuple:
+    if isinstance(mask, DocumentMask):
+        return len(mask.equal), len(mask.ordered)
+    return mask.row, mask.key, mask.masked_value
 
 
 # One call of a chain of regions
@@ -196,18 +214,56 @@ def holds(condition: Condition, masks: Sequence[Tensor]) -> Tensor:
     if isinstance(condition, PositionsIncrease):
         equal = 2 * len(condition.document_mask.equal)
         return positions_increase(masks[:equal], masks[equal:])
-    masks = [by_query(mask, key_mask) for mask, key_mask in zip(masks, condition.key_masks)]
-    visible_keys = [visible(mask, k.masked_value) for mask, k in zip(masks, condition.key_masks)]
-    if isinstance(condition, MaskedOutsideBand):
-        return (allowed(visible_keys[0], condition.band) | ~visible_keys[0]).all()
-    # numbers so large that the lowest ones may not vanish beside them do not count
-    found = [(m < far(m)).all() for m, k in zip(masks, condition.key_masks) if k.masked_value is None]
-    joint = functools.reduce(both_visible, visible_keys)
-    if all(key_mask.row is None for key_mask in condition.key_masks):
-        found.append(every_row_sees(joint, condition.band))
+    if isinstance(condition, EveryRowHasVisibleKey):
+        return every_row_has_visible_key(condition, masks)
+    (stored,) = condition.key_masks
+    shown = visible(by_query(masks[0], stored), stored.masked_value)
+    return (allowed(shown, condition.band) | ~shown).all()
+
+
+def every_row_has_visible_key(condition: EveryRowHasVisibleKey, values: Sequence[Tensor]) -> Tensor:
+    """Do masks leave every row a key inside a band? Of document masks it must be in the run of tokens that
+    ends with the row: to search whole documents would take an entry for every row and key."""
+    given, found, keys_seen, runs = iter(values), [], [], []
+    for mask in condition.key_masks:
+        own = [next(given) for _ in mask.nodes]
+        if isinstance(mask, DocumentMask):
+            starts, same_values = starts_of_runs(mask, own)
+            runs.append(starts)
+            found.append(same_values)
+            continue
+        entries = by_query(own[0], mask)
+        keys_seen.append(visible(entries, mask.masked_value))
+        if mask.masked_value is None:  # the lowest numbers may not vanish beside ones that are so large
+            found.append((entries < far(entries)).all())
+        elif entries.dtype is not torch.bool:
+            found.append(((entries == 0) | (entries == 1)).all())
+    band, first = condition.band, None
+    if runs:
+        band, first = Reach(band.lo, min(band.hi, 0)), functools.reduce(torch.maximum, runs)
+        keys_seen = keys_seen or [torch.ones_like(first, dtype=torch.bool)[:, None]]
+    joint = functools.reduce(both_visible, keys_seen)
+    if any(mask.by_row for mask in condition.key_masks if isinstance(mask, KeyMask)):
+        inside = allowed(joint, band) & joint
+        if first is not None:
+            inside = inside & (torch.arange(joint.shape[-1], device=joint.device) >= first[..., None])
+        found.append(inside.any(-1).all())
     else:
-        found.append((allowed(joint, condition.band) & joint).any(-1).all())
+        found.append(every_row_sees(joint, band, first))
     return torch.stack(found).all()
+
+
+def starts_of_runs(mask: DocumentMask, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Where the runs of tokens start at whose end a row sees all their keys, ``[masks, rows]``; and whether
+    rows and keys have the same values, which do not overflow."""
+    pairs = pairs_of(values)
+    count = len(mask.equal)
+    ends = [keys[..., 1:] != keys[..., :-1] for _, keys in pairs[:count]]
+    ends += [keys[..., 1:] < keys[..., :-1] for _, keys in pairs[count:]]
+    starts = torch.nn.functional.pad(functools.reduce(torch.logical_or, ends), (1, 0))
+    index = torch.arange(starts.shape[-1], device=starts.device)
+    first = torch.where(starts, index, 0).cummax(-1).values
+    return first.reshape(-1, first.shape[-1]), torch.stack(consistent(pairs, count)).all()
 
 
 LARGEST_POSITION = 2**62  # differences of 64-bit positions below it do not overflow
@@ -219,25 +275,35 @@ def positions_increase(equal: Sequence[Tensor], ordered: Sequence[Tensor]) -> Te
     Those of ``equal`` must never return to a value that they left. Each value comes twice: for the rows
     ``[.., T, 1]``, and for the keys ``[.., 1, T]`` or ``[T]``.
     """
-    given = (*equal, *ordered)
-    pairs = [
-        (rows.squeeze(-1), keys if keys.dim() == 1 else keys.squeeze(-2))
-        for rows, keys in zip(given[::2], given[1::2])
-    ]
-    same_values = torch.stack([(rows == keys).all() for rows, keys in pairs]).all()
+    pairs = pairs_of((*equal, *ordered))
     # neighbours are compared: differences of unsigned or boolean values would wrap
     steps = [(keys[..., :-1], keys[..., 1:]) for _, keys in pairs]
     documents, positions = steps[: len(equal) // 2], steps[len(equal) // 2 :]
-    no_start = torch.zeros((), dtype=torch.bool, device=same_values.device)
+    no_start = torch.zeros((), dtype=torch.bool, device=pairs[0][0].device)
     starts = functools.reduce(torch.logical_or, [after > before for before, after in documents], no_start)
     never_return = [(after >= before).all() for before, after in documents]
     increase = torch.stack([((after > before) | starts).all() for before, after in positions]).any()
-    no_overflow = [
-        ((keys > -LARGEST_POSITION) & (keys < LARGEST_POSITION)).all()
-        for _, keys in pairs[len(documents) :]
-        if may_overflow(keys)
+    return torch.stack([increase, *never_return, *consistent(pairs, len(documents))]).all()
+
+
+def pairs_of(values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Values of rows and of keys, each ``[.., T]``, from ``[.., T, 1]`` and ``[.., 1, T]`` or ``[T]``."""
+    return [
+        (rows.squeeze(-1), keys if keys.dim() == 1 else keys.squeeze(-2))
+        for rows, keys in zip(values[::2], values[1::2])
     ]
-    return torch.stack([same_values, increase, *never_return, *no_overflow]).all()
+
+
+def consistent(pairs: Sequence[tuple[Tensor, Tensor]], documents: int) -> list[Tensor]:
+    """Are values of rows those of keys, and no differences of positions beyond 64 bits?
+
+    documents  how many pairs come before those of positions
+    """
+    found = [(rows == keys).all() for rows, keys in pairs]
+    for _, keys in pairs[documents:]:
+        if may_overflow(keys):
+            found.append(((keys > -LARGEST_POSITION) & (keys < LARGEST_POSITION)).all())
+    return found
 
 
 def may_overflow(positions: Tensor) -> bool:
@@ -268,13 +334,22 @@ def allowed(like: Tensor, band: Reach) -> Tensor:
     return functools.reduce(torch.logical_and, inside, torch.ones((), dtype=torch.bool, device=like.device))
 
 
-def every_row_sees(keys: Tensor, band: Reach) -> Tensor:
-    """Is one of the keys that the band allows visible, for each row? ``keys``: ``[masks, 1, keys]``."""
+def every_row_sees(keys: Tensor, band: Reach, start: Tensor | None) -> Tensor:
+    """Is one of the keys that the band allows visible, for each row?
+
+    keys   ``[masks, 1, keys]``
+    start  ``[masks, rows]``: the first key that counts, by which the band is narrowed; None: all do
+    """
     count, length = torch.nn.functional.pad(keys.cumsum(-1), (1, 0)), keys.shape[-1]
     rows = torch.arange(length, device=keys.device)
     first = (rows + max(band.lo, -length)).clamp(0, length).long()
     last = (rows + min(band.hi, length) + 1).clamp(0, length).long()
-    return (count[..., last] > count[..., first]).all()
+    if start is None:
+        return (count[..., last] > count[..., first]).all()
+    first = torch.maximum(first, start)
+    shape = (max(len(keys), len(start)), length)
+    count = count.squeeze(1).expand(shape[0], -1)
+    return (count.gather(1, last.expand(shape)) > count.gather(1, first.expand(shape))).all()
 
 
 def visible(mask: Tensor, masked_value: bool | None) -> Tensor:

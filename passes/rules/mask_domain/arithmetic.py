@@ -17,6 +17,8 @@ from ...mask_analysis.domains import (
     Band,
     Difference,
     Distance,
+    Indicator,
+    as_key_mask,
     band_of_key_masks,
     full_band,
     have_same_axes,
@@ -39,7 +41,7 @@ from ...mask_analysis.operands import (
     token_pair,
     without_zero_slopes,
 )
-from .indicators import Numbers, entrywise
+from .indicators import Instead, Numbers, entrywise
 from .logic import conjoined, disjoined
 
 
@@ -127,6 +129,9 @@ def multiplied(node: Node, known: Known) -> Abstract:
     """Scaled positions, and masked scores or zeros times anything that keeps them so; of booleans, both."""
     if is_boolean(node):
         return conjoined(node, known)
+    padded = indicator_with_padding(node, known)
+    if padded is not None:
+        return padded
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
     for scale, other in ((a, b), (b, a)):
         if is_constant(scale) and isinstance(other, Affine):
@@ -136,6 +141,24 @@ def multiplied(node: Node, known: Known) -> Abstract:
             return band
         if is_empty_outside(band) and is_constant(other) and stays_lowest(other.const, node):
             return band
+    return None
+
+
+def indicator_with_padding(node: Node, known: Known) -> Indicator | None:
+    """A matrix that is zero outside a band, times the zeros and ones of a padding mask.
+
+    The numbers of the padding mask are checked when the graph runs: they matter inside the band alone.
+    """
+    for first, second in (node.args[:2], node.args[1::-1]):
+        if not (isinstance(first, Node) and second in known.integral and known(second) is None):
+            continue
+        indicator = known.indicators.get(first)
+        if indicator is None or not indicator.hidden.is_exactly(0):
+            continue
+        mask = broadcast_value(first, node, Instead(known, first, indicator.mask))
+        if isinstance(mask, Band):
+            key_masks = merged((mask.key_masks, as_key_mask(second, node, mask, False)))
+            return replace(indicator, mask=replace(mask, key_masks=key_masks))
     return None
 
 
@@ -171,6 +194,21 @@ def at_least(node: Node, known: Known) -> Abstract:
         value, least = broadcast_value(band, node, known), broadcast_value(other, node, known)
         if is_empty_outside(value) and is_constant(least):
             return replace(value, outside="min") if lowest(least.const, node) in EMPTY else None
+    return None
+
+
+@entrywise(lambda node: min, 2)
+def at_most(node: Node, known: Known) -> Abstract:
+    """``minimum(scores, mask)``: what either empties is empty; of booleans, both."""
+    if is_boolean(node):
+        return conjoined(node, known)
+    a, b = (broadcast_value(x, node, known) for x in node.args[:2])
+    for band, other, arg in ((a, b, node.args[1]), (b, a, node.args[0])):
+        if is_empty_outside(band) and is_empty_outside(other) and have_same_axes(band, other):
+            return intersection(band, other)
+        if is_empty_outside(band):
+            hidden = merged((band.key_masks, hiding_masks(arg, node, band, known)))
+            return replace(band, key_masks=hidden, zero_inside=False)
     return None
 
 

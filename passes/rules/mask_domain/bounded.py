@@ -9,20 +9,13 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ...ir import tensor_operands
-from ...mask_analysis.operands import Known, is_bounded
-
-# types of arguments that hold numbers of a tensor
-NUMBERS = {"Tensor", "number", "float", "Optional[number]", "Optional[float]"}
+from ...mask_analysis.operands import Known, is_bounded, numbers_of
 
 
 def if_operands_are(node: Node, known: Known) -> bool:
     """All tensors and numbers that the op reads are bounded."""
-    schema = node.target._schema.arguments
-    given = {**dict(zip((a.name for a in schema), node.args)), **node.kwargs}
-    numbers = [given[a.name] for a in schema if a.name in given and str(a.type) in NUMBERS]
-    return all(a in known.bounded for a in tensor_operands(node)) and all(
-        is_bounded(n) for n in numbers if isinstance(n, (int, float))
-    )
+    numbers = [n for n in numbers_of(node) if isinstance(n, (int, float))]
+    return all(a in known.bounded for a in tensor_operands(node)) and all(map(is_bounded, numbers))
 
 
 def always(node: Node, known: Known) -> bool:

@@ -91,14 +91,15 @@ def of_difference(name: str, value: Difference, const: float) -> DocumentMask | 
     """The difference of two per-token values compared with a number."""
     pair = (value.row, value.key)
     if name in ("eq", "ne"):
-        return DocumentMask(equal=(pair,), negated=name == "ne") if const == 0 else None
+        return DocumentMask(equal=(pair,), negated=name == "ne", key_masks=()) if const == 0 else None
     if value.sign < 0:
         name, const = MIRRORED[name], -const
     if value.sign == 0:
         return None
     negated = name in ("le", "lt")  # of "row - key is at least ``least``"
     least = math.floor(const) + 1 if name in ("le", "gt") else math.ceil(const)
-    return DocumentMask(ordered=(pair,), negated=negated) if least >= 0 else None
+    key_masks = None if least else ()
+    return DocumentMask(ordered=(pair,), negated=negated, key_masks=key_masks) if least >= 0 else None
 
 
 def of_positions(name: str, a: Affine, b: Affine, node: Node) -> Abstract:
@@ -177,5 +178,6 @@ def document_mask(node: Node, name: str, known: Known) -> DocumentMask | Band | 
     if row is not None and key is not None and row.size == key.size:
         return of_blocks(name, row, key, node)
     if name in ("eq", "ne"):
-        return DocumentMask(equal=(pair,), negated=name == "ne")
-    return DocumentMask(ordered=(pair,), negated=name in ("le", "lt"))
+        return DocumentMask(equal=(pair,), negated=name == "ne", key_masks=())
+    key_masks = () if name in ("ge", "lt") else None  # a larger value of the row is not all that is ordered
+    return DocumentMask(ordered=(pair,), negated=name in ("le", "lt"), key_masks=key_masks)

@@ -60,6 +60,10 @@ class Instead:
     def nonnegative(self) -> Container[Node]:
         return self.known.nonnegative
 
+    @property
+    def integral(self) -> Container[Node]:
+        return self.known.integral
+
     def __call__(self, arg: object) -> Abstract:
         return self.value if arg is self.arg else self.known(arg)
 
@@ -137,10 +141,10 @@ def combined(node: Node, args: Sequence[object], known: Known, function: Numbers
         return None
     if len(masks) == 1 or masks[0].exact and masks.count(masks[0]) == len(masks):
         return result_of(node, masks[0], visible, hidden)
-    if len(found) > 2 or not have_same_axes(*masks):
+    if len(masks) > 2 or not have_same_axes(*masks):
         return None
-    a, b = found  # one of two masks may hide what the other shows
-    crossed = [image(function, pair, node) for pair in ([a.visible, b.hidden], [a.hidden, b.visible])]
+    hiding = [o for o in found if o.mask is not None]  # one of two masks may hide what the other shows
+    crossed = [image(function, [o.hidden if o is one else o.visible for o in found], node) for one in hiding]
     alike = hidden.low == hidden.high and crossed == [hidden, hidden]
     return result_of(node, intersection(*masks), visible, hidden) if alike else None
 

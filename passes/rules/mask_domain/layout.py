@@ -109,7 +109,7 @@ def sliced(node: Node, known: Known) -> Abstract:
         return without_zero_slopes(Affine(value.const + value.slope(dim) * start, value.slopes), node)
     if isinstance(value, Band) and dim in (value.row, value.key):
         shift = 0 if not start else start if dim == value.row else -start
-        if shift and (value.assumes or any(s.entries for s in value.key_masks or ())):
+        if shift and (value.assumes or any(s.by_row for s in value.key_masks or ())):
             return None  # a stored mask is checked as it is stored
         all_see = value.key_masks == () and value.lo == -math.inf  # the first key, whichever that is
         kept = dim == value.row or is_zero_outside(value) or all_see or shape_of(node) == shape

@@ -84,7 +84,7 @@ def exclusive(node: Node, known: Known) -> Abstract:
     if not is_boolean(node):
         return pair and Difference(*pair[0], sign=0)
     if pair is not None:
-        return DocumentMask(equal=(pair[0],), negated=True)
+        return DocumentMask(equal=(pair[0],), negated=True, key_masks=())
     left, right = conjunction(node, a, b.negation()), conjunction(node, a.negation(), b)
     return disjunction(node, Operand(None, left), Operand(None, right))
 
@@ -115,9 +115,10 @@ def conjunction(node: Node, a: Operand, b: Operand) -> Abstract:
     for this, other in ((a, b), (b, a)):
         if is_visible_mask(this.value):
             return restricted(this.value, other, node)
-    for this in (a, b):
+    for this, other in ((a, b), (b, a)):
         if isinstance(this.value, DocumentMask) and not this.value.negated:
-            return this.value
+            hiding = (this.value.key_masks, other.key_mask(node, full_band(node)))
+            return replace(this.value, key_masks=merged(hiding))
     if a.value is b.value is None:
         return band_of_key_masks(node, False, [x.key_mask(node, full_band(node)) for x in (a, b)])
     return None
@@ -145,9 +146,10 @@ def bands(a: Band, b: Band) -> Band | None:
 def documents(a: DocumentMask, b: DocumentMask) -> DocumentMask | None:
     """Both of two document masks. Of their negations, what both say holds."""
     if a.negated != b.negated:
-        return b if a.negated else a
+        return replace(b if a.negated else a, key_masks=None)
     if not a.negated:
-        return DocumentMask(a.equal + b.equal, a.ordered + b.ordered)
+        key_masks = merged((a.key_masks, b.key_masks))
+        return DocumentMask(a.equal + b.equal, a.ordered + b.ordered, key_masks=key_masks)
     equal, ordered = (tuple(p for p in x if p in y) for x, y in ((a.equal, b.equal), (a.ordered, b.ordered)))
     return DocumentMask(equal, ordered, negated=True) if equal or ordered else None
 
