@@ -169,14 +169,19 @@ class Spellings:
 
     def of(self, node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOverload | None:
         """The operators of a call, which are traced once for all calls that are equal."""
-        text, known = call_text(node, operands), self.here
-        if not any(internals.has_symbols(fake_of(n)) for n in operands):
-            known = self.everywhere
-            if len(known) >= REMEMBERED:
-                known.clear()
-        if text not in known:
-            known[text] = spelled(node, operands)
-        return known[text]
+        text = call_text(node, operands)
+        known = self.here.get(text, self.everywhere.get(text))
+        if known is not None or text in self.here:
+            return known
+        found = self.here[text] = spelled(node, operands)
+        if found is not None and not any(internals.has_symbols(fake_of(n)) for n in operands):
+            if len(self.everywhere) >= REMEMBERED:
+                self.everywhere.clear()
+            self.everywhere[text] = found
+        if isinstance(found, Spelled):
+            for traced in found.graph.nodes:  # whose fake values would keep all of this compilation alive
+                traced.meta.clear()
+        return found
 
 
 def translate(node: Node, known: Spellings) -> None:
