@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch.fx import Node
 
+from . import internals
 from .chain_plan import ChainPlan, Costs, Longer, NoPlan, find_plan
 from .compiled_region import CompiledRegion
 from .dynamo.token_axes import Axis, fake_of
@@ -63,9 +64,11 @@ class PlannedChain:
 
     def call_by(self, plan: ChainPlan) -> Callable:
         if plan not in self.calls:
-            self.calls[plan] = self.link(self.by(plan), plan)
+            with internals.OneAtATime():
+                self.calls[plan] = self.link(self.by(plan), plan)
         return self.calls[plan]
 
+    @internals.OneAtATime()
     def plan(self, inputs: Sequence[object], lengths: Lengths) -> ChainPlan:
         """The fastest plan within the budget for inputs (fake or real) of these lengths.
 

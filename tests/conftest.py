@@ -5,6 +5,7 @@ goes into code generation otherwise. Tests marked ``inductor`` compile them all 
 kind, and ``--inductor`` compiles those of every test, as ``make test-compiled`` does for whole models.
 """
 
+import copy
 import gc
 import math
 import os
@@ -142,4 +143,5 @@ def as_lowered(body, inputs):
     from torch._dynamo.utils import counters
 
     counters["streambp"]["bodies"] += 1
-    return torch.fx.Interpreter(body.graph).boxed_run
+    interpreter = torch.fx.Interpreter(body.graph)
+    return lambda args: copy.copy(interpreter).boxed_run(args)  # of its own for each of several threads

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from ..passes.normalization.normalize import eye, layer_norm, mean, repeat, stack, var, var_mean
 from ..passes.normalization.random_numbers import normal, normal_around, randn, uniform
 from ..passes.rules import kept
+from .dynamo import OneAtATime
 from .fake_tensors import stand_in
 
 aten = torch.ops.aten
@@ -54,6 +55,7 @@ def decompositions() -> dict:
     return table
 
 
+@OneAtATime()
 def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
     """The forward of a function on fake inputs, as one ATen graph in the spelling of the rules.
 
@@ -67,6 +69,7 @@ def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
         )(*numbers)
 
 
+@OneAtATime()
 def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
     """A function of fakes as the ATen ops that it calls, above autograd and autocast, in the active mode.
 

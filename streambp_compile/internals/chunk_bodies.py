@@ -23,7 +23,7 @@ from ..passes.kernels.simulated_device import device_type
 from ..passes.phases import summary
 from . import inductor
 from .body_inputs import BodyInputs
-from .dynamo import NO_DEFECTS
+from .dynamo import NO_DEFECTS, OneAtATime
 from .fake_tensors import describe
 from .inductor import rewrite
 from .size_guards import guard_of, places_of
@@ -64,21 +64,31 @@ class CompiledBody:
         self.artifacts = self.compiled({})
 
     def __call__(self, args: list) -> object:
-        for artifact in self.artifacts:
-            if artifact.holds(args):
-                return artifact.run(args)
-        with (
-            disable_current_modes()
-        ):  # a memory simulation is to count what bodies allocate, not what compiling them does
-            sizes = self.sizes(args)
-            log.debug("compiling a chunk body again, for sizes %s", sizes)
+        artifact = self.fitting(args)
+        if artifact is None:
             try:
-                self.artifacts = self.compiled(sizes)
+                artifact = self.compiled_for(args)
             except NO_DEFECTS:
                 raise
             except Exception as error:
                 return self.uncompiled(args, error)
-        return self.artifacts[-1].run(args)
+        return artifact.run(args)
+
+    def fitting(self, args: list) -> Artifact | None:
+        return next((a for a in self.artifacts if a.holds(args)), None)
+
+    def compiled_for(self, args: list) -> Artifact:
+        """An artifact for the sizes of a call, unless another thread compiled one meanwhile.
+
+        A memory simulation is to count what bodies allocate, not what compiling them does.
+        """
+        with OneAtATime(), disable_current_modes():
+            if (known := self.fitting(args)) is not None:
+                return known
+            sizes = self.sizes(args)
+            log.debug("compiling a chunk body again, for sizes %s", sizes)
+            self.artifacts = self.compiled(sizes)
+            return self.artifacts[-1]
 
     def uncompiled(self, args: list, error: Exception) -> object:
         log.debug("a chunk body runs without compilation", exc_info=True)

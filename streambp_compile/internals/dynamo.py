@@ -17,6 +17,7 @@ from torch._dynamo import callback_handler, compiled_autograd
 from torch._dynamo import config as dynamo_config
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.callback import CallbackArgs
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters, get_metrics_context
@@ -58,6 +59,19 @@ NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, Ski
 
 
 ONCE = ("info_once", "warning_once", "warning_advice")  # what transformers adds to logging.Logger
+
+
+class OneAtATime(contextlib.ContextDecorator):
+    """Around what is traced or compiled while a step runs, when Dynamo has let go of its lock: the same lock.
+
+    Tracing patches `torch.nn.Module`, and compiling the options of Inductor, for all threads.
+    """
+
+    def __enter__(self) -> None:
+        compile_lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        compile_lock.release()
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager:

@@ -23,6 +23,8 @@ from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .dynamo import OneAtATime
+
 
 def rewrite(module: GraphModule) -> None:
     """Inductor's passes over a joint graph: they make random numbers from seeds, and a scatter into a
@@ -54,6 +56,7 @@ def compile_fx_inner(*args, **kwargs) -> Callable:
         return inner(*args, **kwargs)
 
 
+@OneAtATime()
 def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
     """Inductor on the graph of an unchunked region; ops that only the rules kept are decomposed now."""
     examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
@@ -66,6 +69,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     return compile_fx_inner(plain, inputs, **kwargs)
 
 
+@OneAtATime()
 def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | None = None) -> Callable:
     """The whole graph as ``backend="inductor"`` compiles it, after an internal error."""
     patches = list_mode_options(mode) if mode else {}
@@ -73,6 +77,7 @@ def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | N
         return compile_fx(module, list(inputs), inner_compile=compile_fx_inner)
 
 
+@OneAtATime()
 def compile_function(function: Callable, examples: Sequence[object]) -> Callable:
     """Inductor on a function without gradients; ``examples`` are fakes of its arguments, whose symbols stay
     free or are guarded with theirs."""

@@ -5,6 +5,8 @@ Tested with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -16,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from ..passes.ir import draws_random
+from .dynamo import OneAtATime
 from .inductor import rewrite
 
 
@@ -38,9 +41,12 @@ def effects_inside():
     return functorch_config.patch(unlift_effect_tokens=True)
 
 
-def tracing_of(mode: FakeTensorMode | None):
-    """A tracing context for compiling outside of Dynamo with fake tensors that Dynamo made."""
-    return tracing(TracingContext(mode))
+@contextlib.contextmanager
+def tracing_of(mode: FakeTensorMode | None) -> Iterator[None]:
+    """A tracing context for compiling outside of Dynamo with fake tensors that Dynamo made, by one thread at
+    a time."""
+    with OneAtATime(), tracing(TracingContext(mode)):
+        yield
 
 
 def floats_are_tensors():

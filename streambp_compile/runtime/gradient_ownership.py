@@ -73,7 +73,7 @@ def plain_references() -> int:
     graph = Graph()
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 2)),))
     # The first call of all may be one without gradients, or under compiled autograd, which counts otherwise.
-    with torch.enable_grad(), internals.without_compiled_autograd():
+    with internals.OneAtATime(), torch.enable_grad(), internals.without_compiled_autograd():
         compiled = internals.aot_autograd(
             fw_compiler=lambda m, _: driver_of(m), bw_compiler=lambda m, _: driver_of(m), partition_fn=cut
         )(GraphModule({}, graph), [torch.ones(2, requires_grad=True)])

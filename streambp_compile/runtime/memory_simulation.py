@@ -129,6 +129,7 @@ def main_device(values: Sequence[object]) -> str:
     return next(iter(types - {"cpu"}), "cpu")
 
 
+@internals.OneAtATime()
 def simulate(
     call: Callable,
     fakes: Sequence[object],
@@ -159,7 +160,8 @@ def simulate(
             ends = [o for o in ends if o.numel() == 1][:1] or (ends if any_output else [])
             ledger.forward_ended()
             if ends:
-                with within(InBackward()):
+                # In this thread: it holds the lock under which the backward may have to compile.
+                with within(InBackward()), torch.autograd.set_multithreading_enabled(False):
                     torch.autograd.backward(ends, [torch.zeros_like(o) for o in ends])
     return Peak(ledger.peak, bool(ends))
 
