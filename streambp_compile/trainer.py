@@ -16,6 +16,8 @@ from .tiled_heads import trace_formulas
 
 Target = TypeVar("Target")
 MODELS = ("model", "ref_model")  # attributes of trainers that hold a model
+# Arguments that bring earlier tokens; transformers renamed all others to ``cache`` in version 5.
+CACHES = ("past_key_values", "cache", "cache_params")
 
 
 def enable(target: Target, **options: Any) -> Target:
@@ -25,8 +27,9 @@ def enable(target: Target, **options: Any) -> Target:
     options  the ``options=`` of the backend, such as ``chunk_size``
 
     Names of parameters and checkpoints stay as they are, and the model may be wrapped, sharded or given
-    adapters before or after. A call with ``past_key_values`` (generation) runs eagerly. A head that a trainer
-    computes in tiles of its own (TRL) streams by its formula.
+    adapters before or after. A call with a cache of earlier tokens (generation: ``past_key_values``,
+    ``cache`` or ``cache_params``) runs eagerly. A head that a trainer computes in tiles of its own (TRL)
+    streams by its formula.
 
     Returns the target. Raises ValueError for an unknown option, TypeError where no model is found.
     """
@@ -45,14 +48,15 @@ def enable(target: Target, **options: Any) -> Target:
 def unless_generating(model: nn.Module, options: dict[str, Any]) -> Callable:
     """What a module calls in place of its ``forward`` and hooks, as after `torch.nn.Module.compile`."""
     compiled = torch.compile(model._call_impl, backend="streambp", options=options)
-    traced = functools.cache(functools.partial(trace_heads, model))
+    traced = functools.cache(lambda code: trace_heads(model))
 
     @functools.wraps(model._call_impl)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None:
+        if any(kwargs.get(name) is not None for name in CACHES):
             return model._call_impl(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            traced()  # when it is called: a trainer may give the model its forward after `enable`
+            # When it is called: a trainer may give the model a forward after `enable`, or for each call.
+            traced(getattr(vars(model).get("forward"), "__code__", None))
         return compiled(*args, **kwargs)
 
     return call

@@ -3,6 +3,7 @@
 import types
 
 import pytest
+import torch
 from models import Plain, gradients, ids_of, worst_error
 
 from streambp_compile.trainer import enable
@@ -24,11 +25,13 @@ def test_models_of_a_trainer_are_found(interpreted):
     assert trainer.model._compiled_call_impl and trainer.ref_model._compiled_call_impl
 
 
-def test_calls_with_a_cache_are_left_alone(interpreted):
-    model = Plain()
-    model.forward = lambda past_key_values: past_key_values
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "cache_params"])
+def test_calls_with_a_cache_are_left_alone(name, interpreted):
+    model, x = Plain(), torch.ones(3)
+    model.forward = lambda x, **given: x + torch.compiler.is_compiling()
     enable(model)
-    assert model(past_key_values="a cache") == "a cache"
+    assert torch.equal(model(x, **{name: object()}), x)
+    assert torch.equal(model(x, **{name: None}), x + 1)
 
 
 def test_mistakes_are_named():
