@@ -9,6 +9,7 @@ formula is traced in its place, and streams. Eager calls, and those of other bac
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,12 +43,7 @@ def log_probabilities(
     weight      ``[V, H]``, with its bias ``[V]``
     chunk_size  words in a tile of TRL's own, of no use here
     """
-    bias = None if bias is None else bias.to(hidden.dtype)
-    logits = F.linear(hidden, weight.to(hidden.dtype), bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    if final_logit_softcapping is not None:
-        logits = final_logit_softcapping * torch.tanh(logits / final_logit_softcapping)
-    logits = logits * (1 / temperature)
+    logits = logits_of(hidden, weight, bias, temperature, logit_scale, final_logit_softcapping)
     log_p = F.log_softmax(logits, -1)
     found = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     wanted: dict[str, Callable[[], Tensor]] = {
@@ -59,36 +55,91 @@ def log_probabilities(
     return found.float(), *(value() if name in outputs else None for name, value in wanted.items())
 
 
+def divergences(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    student_bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    beta: float,
+    temperature: float = 1.0,
+    student_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_final_logit_softcapping: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What TRL's distillation knows of each token: the generalised Jensen-Shannon divergence of a student's
+    words from a teacher's (https://arxiv.org/abs/2306.13649), and the student's entropy without gradient,
+    each ``[N]`` in nats, in float32.
+
+    hidden  ``[N, H]``, of another H for the teacher
+    weight  ``[V, H]``, with its bias ``[V]``
+    beta    0 is the forward KL divergence, 1 the reverse one
+    """
+    scale, cap = student_logit_scale, student_final_logit_softcapping
+    log_p = logits_of(student_hidden, student_weight, student_bias, temperature, scale, cap).log_softmax(-1)
+    scale, cap = teacher_logit_scale, teacher_final_logit_softcapping
+    log_q = logits_of(teacher_hidden, teacher_weight, teacher_bias, temperature, scale, cap).log_softmax(-1)
+    log_q = log_q.detach()
+    p, q = log_p.exp(), log_q.exp()
+    entropy = -(p * log_p).sum(-1).detach()
+    if beta == 0:
+        found = q * (log_q - log_p)
+    elif beta == 1:
+        found = p * (log_p - log_q)
+    else:
+        log_m = torch.logaddexp(log_p + math.log(1 - beta), log_q + math.log(beta))
+        found = beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)
+    return found.sum(-1).float(), entropy.float()
+
+
+def logits_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, scale: float, cap: float | None
+) -> Tensor:
+    """Logits ``[N, V]`` in float32 or wider, scaled, capped and divided by the temperature."""
+    logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return logits * (1 / temperature)
+
+
 @dataclass(frozen=True)
 class TiledHead:
     """A head that a library computes in tiles.
 
     name      of its autograd function, with its module
     formula   what it computes, a function of the same arguments
-    example   makes arguments on which the two are compared
+    examples  makes arguments on which the two are compared, once and again
     switches  functions that the forward asks what the tiles need → what they answer the formula
     """
 
     name: str
     formula: Callable
-    example: Callable[[], tuple]
+    examples: Callable[[], Sequence[tuple]]
     switches: Mapping[str, object] = field(default_factory=dict)
 
 
-def three_of_five_words() -> tuple:
-    """Arguments of `log_probabilities`: a tile of two words, a softcap, a scale and a temperature."""
+def head_of_five_words(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states of three tokens, a weight and a bias."""
     hidden, weight = (
-        torch.linspace(-1, 1, rows * 4, device="cpu", dtype=torch.float32).sin().view(rows, 4)
+        torch.linspace(-1, width, rows * width, device="cpu", dtype=torch.float32).sin().view(rows, width)
         for rows in (3, 5)
     )
+    return hidden.requires_grad_(), weight.requires_grad_(), weight.detach()[:, 0].requires_grad_()
+
+
+def three_targets() -> list[tuple]:
+    """Arguments of `log_probabilities`: a tile of two words, a softcap, a scale and a temperature."""
     targets = torch.tensor([0, 4, 2], device="cpu")
-    given = (
-        hidden.requires_grad_(),
-        weight.requires_grad_(),
-        weight.detach()[:, 0].requires_grad_(),
-        targets,
-    )
-    return (*given, 0.7, 2, 3.0, 1.5, PER_TOKEN)
+    return [(*head_of_five_words(4), targets, 0.7, 2, 3.0, 1.5, PER_TOKEN)]
+
+
+def three_divergences() -> list[tuple]:
+    """Arguments of `divergences`: all kinds of them, with another softcap and scale of the teacher."""
+    teacher = [t.detach() for t in head_of_five_words(3)]
+    return [(*head_of_five_words(4), *teacher, beta, 0.7, 1.5, 3.0, 0.8, 2.0) for beta in (0.0, 0.3, 1.0)]
 
 
 HEADS = (
@@ -96,7 +147,13 @@ HEADS = (
     TiledHead(
         "trl.kernels.chunked_logprob.ChunkedLogProbFunction",
         log_probabilities,
-        three_of_five_words,
+        three_targets,
+        {"_use_triton": False},
+    ),
+    TiledHead(
+        "trl.kernels.chunked_divergence.ChunkedDivergenceFunction",
+        divergences,
+        three_divergences,
         {"_use_triton": False},
     ),
 )
@@ -125,14 +182,37 @@ def trace_formulas(model: nn.Module) -> list[str]:
 
 
 def given_forwards(model: nn.Module) -> Iterator[types.FunctionType]:
-    """The Python functions that were set as the ``forward`` of single modules, and what those wrap."""
+    """The Python functions that were set as the ``forward`` of single modules, and what those lead to."""
     for module in model.modules():
-        forward = vars(module).get("forward")
-        while forward is not None:
-            function = getattr(forward, "__func__", forward)
-            if isinstance(function, types.FunctionType):
-                yield function
-            forward = getattr(function, "__wrapped__", None)
+        yield from reached(vars(module).get("forward"))
+
+
+def reached(forward: object) -> Iterator[types.FunctionType]:
+    """A Python function, what it wraps, and functions of its package that it holds or calls by name."""
+    waiting, seen = [forward], set()
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        yield function
+        named = map(function.__globals__.get, function.__code__.co_names)
+        others = (*named, *map(contents, function.__closure__ or ()))
+        waiting += [f for f in others if package_of(f) == package_of(function)]
+        waiting.append(getattr(function, "__wrapped__", None))
+
+
+def contents(cell: types.CellType) -> object:
+    """What a function holds in a cell of its closure; None of one that is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def package_of(value: object) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
 
 
 def qualified(function: type) -> str:
@@ -146,7 +226,8 @@ def known(function: type[torch.autograd.Function]) -> TiledHead | None:
         return None
     try:
         with torch.enable_grad():
-            results = [values_and_gradients(call, head.example()) for call in (function.apply, head.formula)]
+            calls = (function.apply, head.formula)
+            results = [[values_and_gradients(call, given) for given in head.examples()] for call in calls]
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     except Exception:
         internals.log.debug("%s does not compute its formula", head.name, exc_info=True)
