@@ -175,6 +175,29 @@ def test_transposed_rows_are_added_where_they_belong(several_threads):
     )
 
 
+@pytest.mark.quick
+def test_code_that_fixes_a_size_is_code_for_that_size(monkeypatch):
+    """Where a size of a call equals a constant of the graph, tracing takes it for that constant. Not more
+    often than so many times."""
+    compiled, said = [], []
+
+    def with_sizes_fixed_above_100(module, inputs):
+        compiled.append(None if inputs[2].shape[0] <= 100 else int(inputs[2].shape[0]))
+        return torch.fx.Interpreter(module).boxed_run
+
+    monkeypatch.setattr(internals.inductor, "compile_fx_inner", with_sizes_fixed_above_100)
+    monkeypatch.setattr(internals.chunk_bodies, "COMPILED", {})
+    run = internals.compile_body(doubling_body(4), 64, tell=said.append)
+    most = internals.chunk_bodies.MOST_ARTIFACTS
+    rows = [50, 128, 60, 128, *range(129, 129 + most)]
+    for n in rows:
+        x, y = torch.rand(n, 4), torch.empty(n, 4)
+        run([n, n, x, y])
+        assert torch.equal(y, 2 * x)
+    assert compiled == [None, *range(128, 127 + most)]
+    assert len(said) == 2 and f"{most} ranges of sizes have code of their own" in said[0]
+
+
 def test_a_body_that_cannot_be_compiled_again_runs_operator_by_operator(monkeypatch, interpreted):
     """Its first artifact fits no call, and no second one is to be had."""
     once = internals.chunk_bodies.compile_once

@@ -29,6 +29,7 @@ from .inductor import rewrite
 from .size_guards import guard_of, places_of
 
 log = logging.getLogger(__name__)
+MOST_ARTIFACTS = 8  # of one body: what still meets other sizes then would be compiled for every call
 PANEL_COLUMNS_PER_ROW = 8  # a weight with fewer columns than this for every row is multiplied as a whole
 
 
@@ -54,6 +55,10 @@ class Artifact:
 COMPILED: dict[
     str, list[Artifact]
 ] = {}  # by the text of a body and its inputs: one artifact per range of sizes
+
+
+class TooManySizes(Exception):
+    """A body met sizes for which it has no code, too often to be compiled once more."""
 
 
 class CompiledBody:
@@ -86,6 +91,8 @@ class CompiledBody:
             if (known := self.fitting(args)) is not None:
                 return known
             sizes = self.sizes(args)
+            if len(self.artifacts) >= MOST_ARTIFACTS:
+                raise TooManySizes(f"{MOST_ARTIFACTS} ranges of sizes have code of their own")
             log.debug("compiling a chunk body again, for sizes %s", sizes)
             self.artifacts = self.compiled(sizes)
             return self.artifacts[-1]
@@ -129,7 +136,8 @@ def compile_body(
     mode  `torch.compile`'s mode, as Inductor options
     tell  is told where sizes of a call find no compiled code
 
-    Returns a function of the list of inputs. Raises if Inductor fixed a size that must stay free.
+    Returns a function of the list of inputs. Raises if Inductor fixed a size that must stay free: code for
+    the sizes of one call, compiled when none fits them, may hold for these alone.
     """
     return CompiledBody(body, chunk, mode, tell)
 
@@ -143,7 +151,7 @@ def compile_once(body: Body, inputs: BodyInputs, again: bool = False) -> list[Ar
     if again or not artifacts:
         run = function_of(body, inputs)
         fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
-        if fixed:
+        if fixed and not again:  # code for one call may hold for its sizes alone
             raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
         artifacts.append(Artifact(run, guard_of(inputs)))
     return artifacts
