@@ -78,7 +78,7 @@ class Recipe:
     rows             makes a data set of sequences of so many tokens
     options          of the config
     given            further arguments of the trainer
-    beside           the argument that takes another model, if any
+    reference        is the trainer given a reference model?
     """
 
     trainer: type
@@ -86,7 +86,7 @@ class Recipe:
     rows: Callable[[int], list[dict]]
     options: dict[str, object] = field(default_factory=dict)
     given: dict[str, object] = field(default_factory=dict)
-    beside: str | None = None
+    reference: bool = False
 
     def __call__(self, model: nn.Module, way: Way, length: int) -> None:
         """Train in two steps."""
@@ -96,7 +96,7 @@ class Recipe:
                 args=self.arguments(folder, gradient_checkpointing=way is Way.CHECKPOINTED),
                 train_dataset=Dataset.from_list(self.rows(length)),
                 processing_class=tokenizer(),
-                **({self.beside: llama()} if self.beside else {}),
+                **(dict(ref_model=llama()) if self.reference else {}),
                 **self.given,
             )
             if way is Way.STREAMED:
@@ -121,30 +121,20 @@ def setup(
     config: type,
     rows: Callable,
     given: dict | None = None,
-    beside: str | None = None,
+    reference: bool = False,
     build: Callable[[], nn.Module] = llama,
     **options: object,
 ) -> functools.partial:
     """A setup, by a `Recipe` and a function that makes the model."""
-    recipe = Recipe(trainer, config, rows, options, given or {}, beside)
+    recipe = Recipe(trainer, config, rows, options, given or {}, reference)
     return functools.partial(trained_by, train=recipe, build=build)
 
 
 sft = functools.partial(setup, trl.SFTTrainer, trl.SFTConfig, texts)
-dpo = functools.partial(setup, trl.DPOTrainer, trl.DPOConfig, chosen_and_rejected, beside="ref_model")
+dpo = functools.partial(setup, trl.DPOTrainer, trl.DPOConfig, chosen_and_rejected, reference=True)
 online = dict(num_generations=2, max_completion_length=24)
 grpo = functools.partial(
     setup, trl.GRPOTrainer, trl.GRPOConfig, prompts, {"reward_funcs": number_of_words}, **online
-)
-# A student that is its teacher would have nothing to learn.
-distillation = functools.partial(
-    setup,
-    trl.DistillationTrainer,
-    trl.DistillationConfig,
-    prompts,
-    beside="teacher_model",
-    build=functools.partial(llama, num_hidden_layers=1),
-    max_completion_length=24,
 )
 SETUPS = {
     "TRL, SFT": sft(),
@@ -155,7 +145,7 @@ SETUPS = {
     "TRL, DPO": dpo(),
     "TRL, DPO, IPO loss": dpo(loss_type="ipo"),
     "TRL, DPO, padding-free": dpo(padding_free=True),
-    "TRL, KTO": setup(trl.KTOTrainer, trl.KTOConfig, rated, beside="ref_model"),
+    "TRL, KTO": setup(trl.KTOTrainer, trl.KTOConfig, rated, reference=True),
     "TRL, ORPO": setup(orpo.ORPOTrainer, orpo.ORPOConfig, chosen_and_rejected),
     "TRL, CPO": setup(cpo.CPOTrainer, cpo.CPOConfig, chosen_and_rejected),
     "TRL, GRPO": grpo(),
@@ -163,8 +153,6 @@ SETUPS = {
     "TRL, RLOO": setup(
         trl.RLOOTrainer, trl.RLOOConfig, prompts, {"reward_funcs": number_of_words}, beta=0.0, **online
     ),
-    "TRL, distillation": distillation(beta=0.5),
-    "TRL, distillation, reverse KL": distillation(beta=1.0),
     "TRL, reward": setup(
         trl.RewardTrainer,
         trl.RewardConfig,
