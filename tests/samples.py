@@ -109,6 +109,7 @@ def i(bound, *shape):
 
 
 BOOL = torch.bool
+LOWEST = torch.finfo(torch.float64).min
 PLACE = {"dtype": torch.float64, "device": torch.device("cpu")}
 
 SAMPLES = {
@@ -172,7 +173,7 @@ SAMPLES = {
         )
     },
     **{n: [call(n, t(2, 3, 1), t(3, 4))] for n in ("aten::maximum", "aten::minimum")},
-    **{n: [call(n, t(2, 3), 0.25)] for n in ("aten::clamp_min", "aten::clamp_max")},
+    **{n: [call(n, t(2, 3), b) for b in (0.25, LOWEST)] for n in ("aten::clamp_min", "aten::clamp_max")},
     "aten::log1p": [call("aten::log1p", lambda: x(3, 4).abs())],
     "aten::pow.Tensor_Tensor": [call("aten::pow.Tensor_Tensor", lambda: x(3, 1).abs(), t(3, 4))],
     "aten::pow.Tensor_Scalar": [call("aten::pow.Tensor_Scalar", t(3, 4), 2)],
