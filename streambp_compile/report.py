@@ -289,9 +289,9 @@ class Report:
         streamed = sum(r.times for r in self.regions if r.streamed is not None)
         total = sum(r.times for r in self.regions)
         idle = sum(r.times for r in self.regions if r.has_nothing_to_stream)
+        others = f", {idle} with nothing to stream" if idle else ""
         head = (
-            f"streambp: {streamed} of {total} regions streamed, "
-            f"{f'{idle} with nothing to stream, ' if idle else ''}{len(self.regions)} distinct, "
+            f"streambp: {streamed} of {total} regions streamed{others}, {len(self.regions)} distinct, "
             f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} "
             f"graph{'s' * (len(self.split) != 1)}"
         )
