@@ -30,6 +30,7 @@ from .dynamo.higher_order import fold_maps, inline_checkpoints
 from .dynamo.indexed_rows import index_rows
 from .dynamo.leading_columns import move_leading_columns
 from .dynamo.padded_masks import pad_before_masks
+from .dynamo.picked_rows import depends_on_data, write_picked_rows
 from .dynamo.python_floats import floats_as_tensors
 from .dynamo.regions import (
     WIDER,
@@ -88,6 +89,7 @@ internals.ignore_library_logging_from_now_on()
 internals.keep_ddp_graphs_whole(__package__)
 internals.trace_scans_as(scan_in_blocks, __package__)
 internals.trace_methods_of_attributes()
+internals.capture_picked_rows(__package__)
 
 COMPILED_AUTOGRAD = (
     "Compiled autograd traces the backward of streamed regions into graphs of its own. Gradients stay exact, "
@@ -165,6 +167,8 @@ class Chain:
             raise
         except Exception as error:
             internals.log.debug("a graph could not be cut into regions", exc_info=True)
+            if any(map(depends_on_data, self.given.graph.nodes)):
+                internals.break_at_picked_rows()
             refusal = refusal_of(error, "linking regions", "graph", self.given)
             if self.config.strict:
                 raise NotStreamed(str(refusal)) from error
@@ -172,7 +176,7 @@ class Chain:
         whole = RegionReport(self.given, refusal=refusal)
         self.report.add(self.given, [whole], (), call, self.example_inputs)
         values = (fake_of(n) for n in self.given.graph.nodes if n.op != "placeholder")
-        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        tensors = [v for v in values if isinstance(v, torch.Tensor) and not internals.is_unbacked(v)]
         known = refusal.reason != UNKNOWN_SIZE.reason
         self.refuse(refusal, max(map(bytes_of, tensors), default=None) if known else None)
         return call
@@ -187,6 +191,8 @@ class Chain:
         for rewrite, doing in () if self.transformed else REWRITES:
             with phase(doing):
                 module = rewrite(module)
+        if any(map(depends_on_data, module.graph.nodes)):
+            internals.break_at_picked_rows()
         return module
 
     def cut(self) -> Cut:
@@ -422,6 +428,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (inline_checkpoints, "inlining activation checkpoints"),
     (flash_attn_as_attention, "reading calls of flash_attn"),
     (fold_maps, "folding calls of torch.vmap"),
+    (write_picked_rows, "reading rows that a mask picks"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
     (merge_unrolled, "joining the pieces of a loss"),
     (distribute_loops, "reading loops over blocks of tokens"),

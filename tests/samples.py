@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_map
 
 from streambp_compile.passes.ir import tensor_operands
 from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction
+from streambp_compile.passes.kernels.picked_rows import FUNCTIONS as PICKED
+from streambp_compile.passes.kernels.picked_rows import Picked, PickedFunction
 from streambp_compile.passes.rules import overload, rule_of
 
 streambp = torch.ops.streambp
@@ -82,6 +84,20 @@ def over_blocks(result):
     return call("streambp::over_blocks", [t(2, 6, 3), t(3)], f"sample {result}")
 
 
+def of_picked_rows(op, *results):
+    """What mixes the features of the rows that a mask of tokens and slots picks."""
+
+    def body(count, rows, slots, weight):
+        made = (rows.sum(1) * slots * weight.sum())[:, None].expand(-1, 4)
+        return [made if how.dims else made.sum(0) for how in results]
+
+    places = (Picked((0,)), Picked((0, 1)), Picked(()))
+    name = f"sample {op} {results}"
+    PICKED[name] = PickedFunction(torch.fx.symbolic_trace(body), places, results)
+    mask = t(6, 2, dtype=BOOL)
+    return call(f"streambp::{op}", [mask, t(6, 3), t(6, 2), t(3, 4)], name)
+
+
 def call(name, *args, **kwargs):
     """A sample: arguments are values, or functions that make them anew."""
 
@@ -142,6 +158,8 @@ SAMPLES = {
         call("aten::native_dropout_backward", t(3, 4), t(3, 4, dtype=BOOL), 2.0)
     ],
     "streambp::over_blocks": [over_blocks(name) for name in ("rows", "sums")],
+    "streambp::picked_rows": [of_picked_rows("picked_rows", Picked((0,), (6, 4), torch.float64))],
+    "streambp::picked_sums": [of_picked_rows("picked_sums", Picked((), (4,), torch.float64))],
     "streambp::seed": [call("streambp::seed", torch.device("cpu"))],
     "streambp::uniform": [call("streambp::uniform", i(1 << 40), [2, 5, 3], 1, torch.float64)],
     "aten::resolve_conj": [call("aten::resolve_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],
@@ -469,6 +487,7 @@ SAMPLES = {
     # written in other ops before rules are asked: refused where they are not
     "aten::rand": [],
     "aten::_grouped_mm": [],
+    "aten::nonzero": [],
     **{
         f"aten::_scaled_dot_product_{kernel}{way}": []
         for kernel in (

@@ -6,6 +6,8 @@ A trailing underscore marks an op that adds into its last arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,20 +19,29 @@ LIBRARY = torch.library.Library("streambp", "DEF")
 KERNELS: dict[torch._ops.OpOverload, object] = {}  # operators whose kernels call torch's operators
 
 
-def define(schema: str, kernel, meta, composed: bool = True) -> None:
+SCRATCH: dict[torch._ops.OpOverload, Callable[..., int]] = {}  # bytes that a call takes beside its results
+
+
+def define(
+    schema: str, kernel, meta, composed: bool = True, scratch: Callable[..., int] | None = None
+) -> None:
     """Register an operator.
 
     kernel    what runs
     meta      the same for tensors without data
     composed  the kernel calls torch's operators, so that it can be traced and simulated
+    scratch   of one that cannot: bytes that a call takes beside its results, at most
     """
     tags = (torch.Tag.needs_exact_strides,) if hasattr(torch.Tag, "needs_exact_strides") else ()
     LIBRARY.define(schema, tags=tags)
     name = schema.partition("(")[0]
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     LIBRARY.impl(name, meta, "Meta")
+    op = getattr(torch.ops.streambp, name).default
     if composed:
-        KERNELS[getattr(torch.ops.streambp, name).default] = kernel
+        KERNELS[op] = kernel
+    if scratch is not None:
+        SCRATCH[op] = scratch
 
 
 def to_extreme(grad: Tensor, x: Tensor, dim: int, largest: bool) -> Tensor:

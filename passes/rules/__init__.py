@@ -38,6 +38,7 @@ from ..ir import (
 from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
 from ..kernels import blocks as _blocks  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
+from ..kernels import picked_rows as _picked_rows  # noqa: F401  registers torch.ops.streambp
 from ..mask_analysis.domains import Abstract
 from ..mask_analysis.operands import Known
 from .facets import CostClass, Form, Linear, Merge, Scan, Windows
@@ -312,6 +313,7 @@ for _family in (
     "creation",
     "attention",
     "blocks",
+    "picked_rows",
 ):
     BUILT_IN.append(_family)
     importlib.import_module(f"{__name__}.{_family}")

@@ -59,8 +59,10 @@ class Form(enum.Enum):
     COUNT = "count"  # how often each number occurs: a histogram
     RUNNING_SUM = "running sum"
     LOOK_UP = "look up"  # rows picked by index tensors
+    LOOK_UP_ALONG = "look up along"  # rows picked along a dimension by an index
     PUT_ROWS = "put rows"  # rows written, or added, at index tensors
     ADD_ROWS = "add rows"  # rows added along a dimension at an index
+    PLACES = "places"  # where a mask is true, as many rows as there are such places
     CREATED = (
         "created"  # a constant, or nothing in particular, that is also given a tensor or strides to be like
     )

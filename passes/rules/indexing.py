@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Label, Labels, Signature, Tokens, shape_of, value_of
+from ..ir import Label, Labels, Signature, Tokens, refuse, shape_of, value_of
 from . import Indices, is_zeros, rule
 from .facets import CostClass, Form
 from .mask_domain import layout
@@ -65,7 +65,7 @@ def embedding_backward(node: Node) -> Signature:
     return Signature(((*index, "d"), index), ((None, "d"),), contracts="all" if counts else "sum")
 
 
-@rule("aten::index_select", cost=FUSED, linear="self", indices=along_dim)
+@rule("aten::index_select", cost=FUSED, linear="self", form=Form.LOOK_UP_ALONG, indices=along_dim)
 def index_select(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     dim = node.args[1] % rank
@@ -241,6 +241,16 @@ def index_put(node: Node) -> Signature:
     index_labels = tuple(("i", j) for j in range(index_rank))
     labels = tuple(("written", i) if i in used else ("x", i) for i in range(rank))
     return Signature((labels, *[index_labels] * len(used), (*before, *index_labels, *after)), (labels,))
+
+
+@rule("aten::nonzero", form=Form.PLACES)
+def nonzero(node: Node) -> Signature:
+    """Written as ``streambp::picked_rows``, with what is done to the rows, before it comes here."""
+    raise refuse(
+        node,
+        "How many rows this operation picks depends on the data",
+        "Compute each picked row by itself, and put the rows back by the same index or mask",
+    )
 
 
 @rule("aten::nonzero_static")

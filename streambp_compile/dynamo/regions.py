@@ -283,12 +283,13 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
     around them."""
     graph = Graph()
     values: dict[Node, Node] = {}
-    inputs = []
+    inputs, storages = [], written_storages(region)
     for i, node in enumerate(region.inputs):
         if node.op == "get_attr":
             continue
         values[node] = graph.placeholder(f"in_{i}")
-        inputs.append(fresh(fake_of(node), computed=node.op != "placeholder"))
+        written = storage_of(node) in storages and wants_gradient(node)
+        inputs.append(fresh(fake_of(node), computed=node.op != "placeholder", written=written))
         values[node].meta["example_value"] = inputs[-1]
     buffers = written_buffers(region)
     values.update({n: graph.call_method("clone", (values[n],)) for n in buffers})
@@ -404,13 +405,17 @@ def wants_gradient(node: Node) -> bool:
     return isinstance(fake_of(node), torch.Tensor) and fake_of(node).requires_grad
 
 
-def fresh(fake: object, computed: bool):
+def fresh(fake: object, computed: bool, written: bool = False):
     """A leaf of the same description: a region's inputs have no history. What another region computes
-    is dense."""
+    is dense.
+
+    written  the region writes into it, and gradients go through that: it is no leaf, because AOTAutograd
+             hides from autograd what is written into one
+    """
     if not isinstance(fake, torch.Tensor):
         return fake
     dense = is_dense(fake) or not computed
-    if isinstance(fake, torch.nn.Parameter) or dense and fake.is_leaf:
+    if isinstance(fake, torch.nn.Parameter) or dense and fake.is_leaf and not written:
         return fake
     with fake.fake_mode, torch.no_grad():
         leaf = (
@@ -418,7 +423,11 @@ def fresh(fake: object, computed: bool):
             if dense
             else fake.contiguous()
         )
-    return leaf.requires_grad_(fake.requires_grad)
+    leaf.requires_grad_(fake.requires_grad)
+    if not written:
+        return leaf
+    with fake.fake_mode, torch.enable_grad():
+        return leaf.clone()
 
 
 def region_text(module: GraphModule, inputs: Sequence[object], axis: Axis | None, region: Region) -> str:

@@ -80,6 +80,7 @@ from .fake_tensors import (
 )
 from .inductor import compile_function, compile_graph, compile_plainly, rewrite
 from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
+from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
 from .running_step import (
     apart_from_checkpoint,
     are_saved_tensors_packed,
@@ -155,6 +156,9 @@ __all__ = [
     "is_traced_for",
     "is_traceable_wrapper_subclass",
     "is_transform",
+    "break_at_picked_rows",
+    "capture_picked_rows",
+    "capture_with_picked_rows",
     "is_unbacked",
     "keep_ddp_graphs_whole",
     "keep_inputs_partition",

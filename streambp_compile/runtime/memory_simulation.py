@@ -16,7 +16,7 @@ import torch
 from .. import internals
 from ..passes.ir import Body
 from ..passes.kernels.attention import STAND_INS, scratch_of
-from ..passes.kernels.operators import KERNELS
+from ..passes.kernels.operators import KERNELS, SCRATCH
 from ..passes.kernels.simulated_device import device_type
 from .places import InBackward, within
 
@@ -75,7 +75,7 @@ class Ledger(internals.TorchDispatchMode):
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
                 self.count(value)
-        self.use(scratch_of(func, args))
+        self.use(SCRATCH[func](*args) if func in SCRATCH else scratch_of(func, args))
         return result
 
     def use(self, scratch: int) -> None:

@@ -1,0 +1,101 @@
+"""Functions of the rows that a mask picks: an expert, applied to the tokens that a router sends to it.
+
+How many rows are picked depends on the data. Each picked row is mapped by itself, and comes back to its own
+place, so that the whole is a function of rows like any other: a chunk picks among its own rows. A
+`PickedFunction` is the graph of what happens to picked rows, for any number of them. Its operators apply it;
+its gradients are such functions again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .operators import define
+
+
+@dataclass(frozen=True)
+class Picked:
+    """How an operand is read, or a result written, at the places where the mask is true.
+
+    dims    for each of its leading dimensions, the dimension of the mask that it is; none of a value that is
+            read whole (a weight), or of a result that is added up over all picked rows (its gradient)
+    shape   of a result; the sizes of its leading dimensions say nothing
+    dtype   of a result
+    added   several picked rows may come to one place, and are added up there; otherwise the last one stays
+    """
+
+    dims: tuple[int, ...]
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    added: bool = True
+
+
+@dataclass(frozen=True)
+class PickedFunction:
+    """A function of the rows at which a mask is true.
+
+    module    ``(number of picked rows, *operands) → list of results``; picked rows are the first dimension
+    operands  how each operand behind the mask is read
+    results   how each result is written
+    width     bytes per picked row that are alive at the widest moment inside
+    """
+
+    module: GraphModule
+    operands: tuple[Picked, ...]
+    results: tuple[Picked, ...]
+    width: int = 0
+
+
+FUNCTIONS: dict[str, PickedFunction] = {}
+"""By the name that calls give."""
+
+
+def over_picked(operands: list[Tensor], function: str) -> list[Tensor]:
+    """A function of picked rows.
+
+    operands  the mask (booleans), then those of the function
+    Returns its results: zero where nothing was picked.
+    """
+    found, mask = FUNCTIONS[function], operands[0]
+    places = mask.nonzero().unbind(1)
+    given = [picked_rows(x, how, places) for x, how in zip(operands[1:], found.operands)]
+    rows = found.module(places[0].shape[0], *given)
+    return [put_rows(mask, x, how, places) for x, how in zip(rows, found.results)]
+
+
+def picked_rows(x: Tensor, how: Picked, places: tuple[Tensor, ...]) -> Tensor:
+    return x[tuple(places[d] for d in how.dims)] if how.dims else x
+
+
+def put_rows(mask: Tensor, rows: Tensor, how: Picked, places: tuple[Tensor, ...]) -> Tensor:
+    if not how.dims:
+        return rows.contiguous()
+    out = rows.new_zeros(result_shape(mask, how))
+    return out.index_put_(tuple(places[d] for d in how.dims), rows, accumulate=how.added)
+
+
+def result_shape(mask: Tensor, how: Picked) -> list:
+    return [*(mask.shape[d] for d in how.dims), *how.shape[len(how.dims) :]]
+
+
+def over_picked_meta(operands: list[Tensor], function: str) -> list[Tensor]:
+    mask = operands[0]
+    return [mask.new_empty(result_shape(mask, how), dtype=how.dtype) for how in FUNCTIONS[function].results]
+
+
+def scratch(operands: list[Tensor], function: str) -> int:
+    """Bytes inside a call that picks every row once."""
+    found, mask = FUNCTIONS[function], operands[0]
+    picking = min((how.dims for how in (*found.operands, *found.results) if how.dims), key=len)
+    return found.width * math.prod(mask.shape[d] for d in picking)
+
+
+# Two names for one kernel: results that have a row per token, and results that are sums over tokens.
+SCHEMA = "(Tensor[] operands, str function) -> Tensor[]"
+for _name in ("picked_rows", "picked_sums"):
+    define(f"{_name}{SCHEMA}", over_picked, over_picked_meta, composed=False, scratch=scratch)

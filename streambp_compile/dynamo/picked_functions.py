@@ -1,0 +1,157 @@
+"""Functions of picked rows: the proof that no row sees another, and their gradients.
+
+A gradient is traced for three numbers of rows; sizes that differ between the traces are that number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .. import internals
+from ..passes.ir import Mark, tensor_operands
+from ..passes.kernels.picked_rows import FUNCTIONS, Picked, PickedFunction
+from ..passes.token_propagation import Signatures, TokenPropagation
+from .block_functions import COUNTS, check_differentiable, for_any_count, most_alive
+
+streambp = torch.ops.streambp
+
+
+class NotRowByRow(Exception):
+    """Why picked rows are no function of rows."""
+
+
+def register(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> str:
+    """Enter a function into the table under a name of its contents, with its gradients: those of rows, and
+    those that are sums over rows.
+
+    fakes  the operands
+    """
+    described = [f"{tuple(x.shape)}{x.dtype}{x.device}{x.requires_grad}" for x in fakes]
+    text = f"{found.module.code}{found.operands}{found.results}{described}"
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if name not in FUNCTIONS:
+        check_differentiable(found.module)
+        found = replace(found, width=width_if_row_by_row(found, fakes))
+        real = [i for i, x in enumerate(fakes) if x.requires_grad and x.dtype.is_floating_point]
+        for kind, wanted in (
+            ("rows", [i for i in real if found.operands[i].dims]),
+            ("sums", [i for i in real if not found.operands[i].dims]),
+        ):
+            if wanted:
+                FUNCTIONS[f"{name}_{kind}"] = gradient(found, fakes, wanted)
+        WANTED[name] = tuple(real)
+        FUNCTIONS[name] = found
+    return name
+
+
+WANTED: dict[str, tuple[int, ...]] = {}
+"""Name of a function → the operands that have gradients."""
+
+
+def example_of(how: Picked, fake: torch.Tensor, count: int) -> torch.Tensor:
+    """An operand as the graph of a function reads it, of so many picked rows."""
+    shape = [count, *fake.shape[len(how.dims) :]] if how.dims else list(fake.shape)
+    return torch.empty([int(s) for s in shape], dtype=fake.dtype, device=fake.device)
+
+
+def width_if_row_by_row(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> int:
+    """Bytes per picked row that are alive at the widest moment.
+
+    Raises `NotRowByRow` where a row of the result depends on other picked rows.
+    """
+    with internals.FakeTensorMode(allow_non_fake_inputs=True):
+        given = [example_of(how, x, COUNTS[-1]) for how, x in zip(found.operands, fakes)]
+        table = internals.decompositions()
+
+        def run(*operands: torch.Tensor) -> torch.Tensor:
+            return found.module(COUNTS[-1], *operands)[0]
+
+        module = internals.make_fx(run, decomposition_table=table)(*given)
+    places = zip(module.graph.find_nodes(op="placeholder"), found.operands)
+    marks = {n: (Mark(0),) for n, how in places if how.dims}
+    spread = TokenPropagation(module.graph, marks, Signatures(module.graph))
+    for node in spread.met():
+        if node in spread.missing or node in spread.lost:
+            raise NotRowByRow(f"what {node.target} does to rows is unknown")
+        if node in spread.signatures and mixes_rows(node, spread):
+            raise NotRowByRow(f"{node.target} lets picked rows see one another")
+    result = module.graph.find_nodes(op="output")[0].args[0]
+    if spread.of(result) != {0: Mark(0)}:
+        raise NotRowByRow("the result has no row for each picked row")
+    return most_alive(list(module.graph.nodes)) // COUNTS[-1]
+
+
+def mixes_rows(node: Node, spread: TokenPropagation) -> bool:
+    """Does a row of a node's result read other rows than its own?"""
+    signature = spread.signatures[node]
+    if signature.reshape:
+        return False
+    results = {label for labels in signature.outputs for label in labels}
+    return any(
+        labels[dim] in signature.reach or labels[dim] not in results or labels[dim] is None
+        for operand, labels in zip(tensor_operands(node), signature.operands)
+        for dim in spread.of(operand)
+    )
+
+
+def gradient(found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Sequence[int]) -> PickedFunction:
+    """The gradients of some operands, as a function of that of the result and of all operands."""
+    (result,) = found.results
+    traces = [traced(found, fakes, wanted, count) for count in COUNTS]
+    try:
+        module = for_any_count(traces)
+    except Exception as error:
+        raise NotRowByRow(f"the gradient differs with the number of rows: {error}") from error
+    return PickedFunction(
+        module,
+        (Picked(result.dims), *found.operands),
+        tuple(Picked(found.operands[i].dims, tuple(fakes[i].shape), fakes[i].dtype) for i in wanted),
+        most_alive(list(traces[0].graph.nodes)) // COUNTS[0],
+    )
+
+
+def traced(
+    found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Sequence[int], count: int
+) -> GraphModule:
+    """The gradients for so many rows."""
+    (result,) = found.results
+
+    def run(grad: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+        with torch.enable_grad():
+            given = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(operands)]
+            (rows,) = found.module(count, *given)
+            return list(torch.autograd.grad(rows, [given[i] for i in wanted], grad, materialize_grads=True))
+
+    with internals.FakeTensorMode(allow_non_fake_inputs=True):
+        shape = [count, *(int(s) for s in result.shape[len(result.dims) :])]
+        grad = torch.empty(shape, dtype=result.dtype, device=fakes[0].device)
+        operands = [example_of(how, x, count) for how, x in zip(found.operands, fakes)]
+        module = internals.make_fx(run, decomposition_table=internals.decompositions())(grad, *operands)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def keep_operands(ctx, inputs: tuple, output: list[torch.Tensor]) -> None:
+    operands, ctx.function = inputs
+    ctx.save_for_backward(*operands)
+
+
+def gradients(ctx, grads: list[torch.Tensor]):
+    """The gradients of a function of picked rows are two of them: one for rows, one for sums."""
+    mask, *operands = ctx.saved_tensors
+    found, given = FUNCTIONS[ctx.function], [mask, grads[0], *operands]
+    wanted = WANTED[ctx.function]
+    results: list[torch.Tensor | None] = [None] * (len(operands) + 1)
+    for kind, call in (("rows", streambp.picked_rows), ("sums", streambp.picked_sums)):
+        places = [i for i in wanted if bool(found.operands[i].dims) == (kind == "rows")]
+        for i, value in zip(places, call(given, f"{ctx.function}_{kind}") if places else ()):
+            results[i + 1] = value
+    return results, None
+
+
+torch.library.register_autograd("streambp::picked_rows", gradients, setup_context=keep_operands)

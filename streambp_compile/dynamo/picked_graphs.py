@@ -1,0 +1,193 @@
+"""What a traced graph does to the rows that a mask picks, as a graph for any number of such rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from .. import internals
+from ..passes.ir import arguments, draws_random, is_tensor
+from ..passes.kernels.picked_rows import Picked, PickedFunction
+from ..passes.rules import form_of, functional
+from ..passes.rules.facets import Form
+from ..passes.rules.forward import written_argument
+from .picked_functions import NotRowByRow
+
+aten = torch.ops.aten
+PROBED = 7  # picked places of which it is computed which coordinate a value holds
+
+
+class PickedGraph:
+    """What is done to picked rows, read from a trace.
+
+    inputs    placeholder → the node of Dynamo's graph
+    mask      the mask, in the trace
+    operands  values of the trace that the rows are made of
+    base      the value into which rows are put
+    result    how they are
+    """
+
+    def __init__(self, trace: GraphModule, inputs: dict[Node, Node]):
+        self.trace, self.inputs = trace, inputs
+        self.nodes = [n for n in trace.graph.nodes if n.op != "output"]
+        self.picked = self.made_of_picked()
+        self.mask = self.the_mask()
+        with internals.disable_current_modes():
+            self.coordinates = self.read_coordinates()
+        self.graph, self.values = Graph(), dict[Node, Node]()
+        self.count = self.graph.placeholder("count")
+        self.operands: list[Node] = []
+        self.how: list[Picked] = []
+        last = self.nodes[-1]
+        self.base, rows, self.result = self.put(last)
+        self.write(rows, last)
+
+    def made_of_picked(self) -> set[Node]:
+        """All that depends on which rows are picked."""
+        found: set[Node] = set()
+        for node in self.nodes:
+            if node.op == "get_attr" or node.op == "call_function" and draws_random(node):
+                raise NotRowByRow(f"{node} is a constant tensor, or draws random numbers")
+            if self.picks_places(node) or not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def picks_places(self, node: Node) -> bool:
+        return form_of(node) is Form.PLACES or bool(self.masks_of(node))
+
+    @staticmethod
+    def masks_of(node: Node) -> list[Node]:
+        """Masks by which a node picks rows, or puts them, without their places."""
+        if form_of(node) not in (Form.LOOK_UP, Form.PUT_ROWS):
+            return []
+        return [i for i in node.args[1] if i is not None and i.meta["val"].dtype is torch.bool]
+
+    def the_mask(self) -> Node:
+        masks = [n.args[0] for n in self.nodes if form_of(n) is Form.PLACES]
+        masks += [mask for n in self.nodes for mask in self.masks_of(n)]
+        if len(set(masks)) != 1 or masks[0].meta["val"].dtype is not torch.bool:
+            raise NotRowByRow("rows are picked by several masks, or by numbers")
+        return masks[0]
+
+    def read_coordinates(self) -> dict[Node, int]:
+        """Which dimension of the mask a value of the picked places is: computed on an example."""
+        rank = self.mask.meta["val"].dim()
+        example = torch.arange(PROBED * rank).view(PROBED, rank)
+        values: dict[Node, object] = {}
+        for node in self.nodes:
+            if form_of(node) is Form.PLACES:
+                values[node] = example
+            elif (
+                node.op == "call_function"
+                and node.all_input_nodes
+                and set(node.all_input_nodes) <= set(values)
+            ):
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+        columns = example.unbind(1)
+        found = ((n, v) for n, v in values.items() if isinstance(v, torch.Tensor) and v.dtype is torch.int64)
+        return {n: d for n, v in found for d, column in enumerate(columns) if torch.equal(v, column)}
+
+    def dims(self, indices: Sequence[Node | None]) -> tuple[int, ...]:
+        """The dimensions of the mask that some indices are, of the leading dimensions of a value."""
+        given = list(indices)
+        while given and given[-1] is None:
+            given.pop()
+        if given == [self.mask]:
+            return tuple(range(self.mask.meta["val"].dim()))
+        if not given or any(i not in self.coordinates for i in given):
+            raise NotRowByRow("an index is no place where the mask is true")
+        return tuple(self.coordinates[i] for i in given)
+
+    def put(self, node: Node) -> tuple[Node, Node, Picked]:
+        """The value into which the last node puts rows, the rows, and how."""
+        given, form = arguments(node), form_of(node)
+        if form is Form.PUT_ROWS:
+            base, rows, added = given["self"], given["values"], bool(given["accumulate"])
+            dims = self.dims(given["indices"])
+        elif form is Form.ADD_ROWS and given["dim"] == 0 and given["alpha"] == 1:
+            base, rows, added = given["self"], given["source"], True
+            dims = self.dims([given["index"]])
+        else:
+            raise NotRowByRow(f"{node.target} does not put rows back")
+        if base in self.picked or rows not in self.picked:
+            raise NotRowByRow("no picked rows are put into a value of known size")
+        value = base.meta["val"]
+        return base, rows, Picked(dims, tuple(value.shape), value.dtype, added)
+
+    def write(self, rows: Node, last: Node) -> None:
+        """Copy what makes the rows, for any number of them."""
+        self.check_writes(last)
+        value = self.copied(rows)
+        tail = list(self.result.shape[len(self.result.dims) :])
+        if list(rows.meta["val"].shape[1:]) != tail:
+            value = self.graph.call_function(aten.expand.default, (value, [self.count, *tail]))
+        self.graph.output([value])
+
+    def check_writes(self, last: Node) -> None:
+        """Raises `NotRowByRow` where a picked value is written into that is also read as it was before."""
+        for node in self.picked - {last}:
+            written = written_argument(node) if node.op == "call_function" and is_tensor(node) else None
+            if written is not None and (written not in self.picked or set(written.users) != {node}):
+                raise NotRowByRow(f"{node} writes into a value that others read")
+
+    def copied(self, node: Node) -> Node:
+        if node not in self.picked:
+            return self.operand(node, Picked(()))
+        if node not in self.values:
+            self.values[node] = self.copy(node)
+        return self.values[node]
+
+    def copy(self, node: Node) -> Node:
+        form = form_of(node)
+        if node in self.coordinates:
+            raise NotRowByRow("the place of a row is used as a number")
+        if form is Form.LOOK_UP and node.args[0] not in self.picked:
+            return self.looked_up(*node.args)
+        if form is Form.LOOK_UP_ALONG and node.args[0] not in self.picked and node.args[1] == 0:
+            return self.operand(node.args[0], Picked(self.dims([node.args[2]])))
+        if isinstance(node.meta["val"], torch.SymInt) and is_count(node):
+            return self.count
+        args, kwargs = map_arg((node.args, node.kwargs), self.copied)
+        target = node.target if written_argument(node) is None else functional(node.target)
+        if target is None:
+            raise NotRowByRow(f"{node.target} has no form that writes into nothing")
+        return self.graph.call_function(target, args, kwargs)
+
+    def looked_up(self, source: Node, indices: Sequence[Node | None]) -> Node:
+        """Rows of a value, picked along its leading dimensions, or along those behind (``x[None, rows]``)."""
+        ahead = next(i for i, index in enumerate(indices) if index is not None)
+        how, rank = Picked(self.dims(indices[ahead:])), source.meta["val"].dim()
+        if not ahead:
+            return self.operand(source, how)
+        last = ahead + len(how.dims)
+        order = [*range(ahead, last), *range(ahead), *range(last, rank)]
+        with self.trace.graph.inserting_after(source):
+            moved = self.trace.graph.call_function(aten.permute.default, (source, order))
+        moved.meta["val"] = source.meta["val"].permute(order)
+        rows = self.operand(moved, how)
+        back = [*range(1, ahead + 1), 0, *range(ahead + 1, rank - len(how.dims) + 1)]
+        return self.graph.call_function(aten.permute.default, (rows, back))
+
+    def operand(self, value: Node, how: Picked) -> Node:
+        if value is self.mask:
+            raise NotRowByRow("the mask is used as a number")
+        for known, given, place in zip(self.operands, self.how, self.graph.find_nodes(op="placeholder")[1:]):
+            if (known, given) == (value, how):
+                return place
+        self.operands.append(value)
+        self.how.append(how)
+        after = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(after):
+            return self.graph.placeholder(f"operand_{len(self.operands)}")
+
+    def function(self) -> PickedFunction:
+        return PickedFunction(GraphModule({}, self.graph), tuple(self.how), (self.result,))
+
+
+def is_count(node: Node) -> bool:
+    """Is a size the number of picked rows itself?"""
+    return node.meta["val"].node.expr.is_Symbol

@@ -1,0 +1,198 @@
+"""Rows that a mask picks (``x[mask]``, ``torch.where(mask)``), which are computed by themselves and put
+back: experts in a Python loop.
+
+How many rows are picked is not known before the graph runs. What maps each picked row by itself, and puts it
+back to its place, becomes a call of ``streambp::picked_rows`` (passes/kernels/picked_rows.py), whose operands
+and results have a row per token. What does anything else with picked rows breaks the graph, as it does by
+default.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from .. import internals
+from ..passes.kernels.picked_rows import Picked
+from ..passes.rules import find_rule
+from ..passes.rules.forward import is_detached, mutated
+from .aten import inserted
+from .picked_functions import NotRowByRow, register
+from .picked_graphs import PickedGraph
+from .regions import is_switch
+from .token_axes import fake_of, storage_of
+
+aten, streambp = torch.ops.aten, torch.ops.streambp
+
+
+def write_picked_rows(module: GraphModule) -> GraphModule:
+    """Write what is done to picked rows as calls of ``streambp::picked_rows``."""
+    if not any(map(depends_on_data, module.graph.nodes)):
+        return module
+    with internals.replaying(module) as replay:
+        modes: dict[Node, str] = {}
+        for node in list(module.graph.nodes):
+            if is_switch(node):
+                replay(node)
+            modes[node] = internals.modes_text()
+            if puts_back(node):
+                try:
+                    PutBack(node, modes).rewrite()
+                except NotRowByRow as reason:
+                    internals.log.debug("picked rows at %s stay as they are: %s", node, reason)
+    erase_unread(module.graph)
+    module.recompile()
+    return module
+
+
+def depends_on_data(node: Node) -> bool:
+    """Is a value, or its size, known only when the graph runs?"""
+    values = fake_of(node)
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return any(internals.is_unbacked(v) for v in values if v is not None)
+
+
+def puts_back(node: Node) -> bool:
+    """Does a node make a value of known size from picked rows? A check of a size makes nothing."""
+    makes = isinstance(fake_of(node), torch.Tensor) or mutated(node) is not None
+    read = any(map(depends_on_data, node.all_input_nodes))
+    return makes and read and not depends_on_data(node)
+
+
+def erase_unread(graph: Graph) -> None:
+    """Erase values that depend on data, and checks of them, which nobody reads any more."""
+    for node in reversed(graph.nodes):
+        read = any(map(depends_on_data, node.all_input_nodes))
+        checks = read and fake_of(node) is None and mutated(node) is None and node.op == "call_function"
+        if not node.users and (depends_on_data(node) or checks):
+            graph.erase_node(node)
+
+
+class PutBack:
+    """A node that puts rows back, with all that was made of picked rows on the way.
+
+    nodes   what depends on the data, in order, and the node itself
+    inputs  what that reads of others
+    """
+
+    def __init__(self, node: Node, modes: dict[Node, str]):
+        self.node, self.modes = node, modes
+        self.graph = node.graph
+        found, stack = {node}, list(node.all_input_nodes)
+        while stack:
+            each = stack.pop()
+            if each not in found and depends_on_data(each):
+                found.add(each)
+                stack += each.all_input_nodes
+        self.nodes = [n for n in self.graph.nodes if n in found]
+        self.inputs = [n for n in self.graph.nodes if n not in found and not found.isdisjoint(n.users)]
+
+    def rewrite(self) -> None:
+        """Write the node as a function of rows. Raises `NotRowByRow`."""
+        self.check()
+        trace = internals.capture_with_picked_rows(self.computed, list(map(fake_of, self.inputs)))
+        self.before, self.values = trace.graph, dict[Node, Node]()
+        rows = PickedGraph(trace, dict(zip(trace.graph.find_nodes(op="placeholder"), self.inputs)))
+        with self.graph.inserting_before(self.node):
+            operands = [self.kept(self.outside(rows, n)) for n in rows.operands]
+            name = register(rows.function(), list(map(fake_of, operands)))
+            mask, base = self.outside(rows, rows.mask), self.outside(rows, rows.base)
+            made = inserted(self.value_like(), streambp.picked_rows.default, ([mask, *operands], name))
+            put = inserted(self.value_like(), operator.getitem, (made, 0))
+            new = self.put_into(base, put, mask, rows.result)
+        self.node.replace_all_uses_with(new)
+        self.graph.erase_node(self.node)
+
+    def check(self) -> None:
+        """Raises `NotRowByRow` where computing all of it here, by other operators, would not be the same."""
+        last = self.modes[self.node]
+        for node in self.nodes:
+            fake = fake_of(node)
+            real = isinstance(fake, torch.Tensor) and fake.is_floating_point()
+            if real and self.modes[node] != last:
+                raise NotRowByRow(f"{node} is computed under other switches")
+            apart = is_detached(node) or node.target is getattr  # ``x.data``
+            if apart or isinstance(node.target, internals.HigherOrderOperator):
+                raise NotRowByRow(f"{node} may have a backward of its own")
+        if any(not isinstance(fake_of(n), torch.Tensor) for n in self.inputs):
+            raise NotRowByRow("it reads a size")
+        self.check_writes()
+
+    def check_writes(self) -> None:
+        """Raises `NotRowByRow` where an input is written into after it was read."""
+        memory = {storage_of(n) for n in self.inputs}
+        first, inside = self.nodes[0], set(self.nodes)
+        for node in self.graph.nodes:
+            written = mutated(node)
+            if first < node < self.node and node not in inside and written is not None:
+                if storage_of(written) in memory:
+                    raise NotRowByRow(f"{node} writes into a value that picked rows are read from")
+            if node in inside and node is not self.node and written is not None and written not in inside:
+                raise NotRowByRow(f"{node} writes into a value beside the picked rows")
+
+    def computed(self, *given: torch.Tensor) -> torch.Tensor:
+        """What the node makes, or what it has written into."""
+        values = dict(zip(self.inputs, given))
+        for node in self.nodes:
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "call_method":
+                values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+            elif node.op == "call_function":
+                values[node] = node.target(*args, **kwargs)
+            else:
+                raise NotRowByRow(f"{node} is neither an operator nor a method")
+        written = mutated(self.node)
+        return values[self.node] if written is None else values[written]
+
+    def value_like(self) -> Node:
+        """A picked value, with the user's line and whether gradients are wanted."""
+        rows = [n for n in self.nodes[:-1] if isinstance(fake_of(n), torch.Tensor)]
+        return max(rows, key=lambda n: (fake_of(n).requires_grad, n is rows[-1]))
+
+    def outside(self, rows: PickedGraph, value: Node) -> Node:
+        """A value of the trace that no picked row is in, in the graph."""
+        if value in rows.inputs:
+            return rows.inputs[value]
+        if value not in self.values:
+            rule = find_rule(value)
+            sized = rule is None or rule.shape_arg is not None
+            if sized and any(internals.has_symbols(fake_of(n)) for n in self.inputs):
+                raise NotRowByRow(f"{value} names sizes that change")
+            args, kwargs = map_arg((value.args, value.kwargs), lambda n: self.outside(rows, n))
+            self.values[value] = inserted(self.value_like(), value.target, args, kwargs)
+        return self.values[value]
+
+    def kept(self, operand: Node) -> Node:
+        """An operand as autograd may keep it: a copy of what the node writes into."""
+        written = mutated(self.node)
+        if written is None or storage_of(operand) != storage_of(written):
+            return operand
+        return inserted(self.value_like(), torch.clone, (operand,))
+
+    def put_into(self, base: Node, put: Node, mask: Node, how: Picked) -> Node:
+        """The rows that were put back, in the value that they were put into."""
+        in_place, like = mutated(self.node) is not None, self.value_like()
+        if how.added:
+            return (
+                self.written(aten.add_.Tensor, base, put)
+                if in_place
+                else inserted(like, torch.add, (base, put))
+            )
+        for dim in reversed(range(fake_of(mask).dim())):
+            if dim not in how.dims:
+                mask = inserted(like, torch.any, (mask, dim))
+        order = sorted(how.dims)
+        mask = inserted(like, torch.permute, (mask, [order.index(d) for d in how.dims]))
+        for _ in range(fake_of(base).dim() - len(how.dims)):
+            mask = inserted(like, torch.unsqueeze, (mask, -1))
+        new = inserted(like, torch.where, (mask, put, base))
+        return self.written(aten.copy_.default, base, new) if in_place else new
+
+    def written(self, target: torch._ops.OpOverload, base: Node, value: Node) -> Node:
+        """An operator that writes into a value; Dynamo has written into its fake already."""
+        node = self.graph.call_function(target, (base, value))
+        node.meta = {**self.value_like().meta, "example_value": fake_of(base)}
+        return node

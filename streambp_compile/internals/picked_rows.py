@@ -1,0 +1,75 @@
+"""Rows that a mask picks, in a graph of Dynamo's: how many depends on the data.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from types import CodeType
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import tls
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from .distributed import defined_in
+from .dynamo import OneAtATime
+from .fake_tensors import stand_in
+
+BROKEN_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""Functions that pick rows in a way that no graph of ours can hold: Dynamo breaks their graphs, as it does by
+default."""
+
+
+def capture_picked_rows(package: str) -> None:
+    """Have Dynamo keep ``torch.where(mask)`` and ``x[mask]`` in its graphs, for the backends of a package."""
+    before = OutputGraph.__init__
+    if hasattr(before, "__wrapped__"):
+        return
+
+    @functools.wraps(before)
+    def init(self, code_options, compiler_fn, *args, f_code: CodeType, **kwargs) -> None:
+        given = functools.partial(before, self, code_options, compiler_fn, *args, f_code=f_code, **kwargs)
+        captured = defined_in(compiler_fn, package) and f_code not in BROKEN_THERE
+        if not captured or dynamo_config.capture_dynamic_output_shape_ops:
+            return given()
+        with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+            given()
+        self.picking_rows = f_code
+
+    OutputGraph.__init__ = init
+
+
+def break_at_picked_rows() -> None:
+    """Have Dynamo trace this function again, with a graph break where a mask picks rows. Does nothing where
+    Dynamo is not tracing, or keeps such rows at the user's wish.
+
+    Raises Dynamo's restart.
+    """
+    output = getattr(getattr(tls, "current_tx", None), "output", None)
+    function = getattr(output, "picking_rows", None)
+    if function is not None:
+        BROKEN_THERE.add(function)
+        raise TensorifyScalarRestartAnalysis
+
+
+@OneAtATime()
+def capture_with_picked_rows(function: Callable, fakes: Sequence[object]) -> GraphModule:
+    """A function in which masks pick rows, as an ATen graph. All sizes are numbers, but for how many are
+    picked."""
+    environment = ShapeEnv(allow_dynamic_output_shape_ops=True)
+    with (
+        torch.no_grad(),
+        unset_fake_temporarily(),
+        FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True),
+    ):
+        numbers = [stand_in(value) for value in fakes]
+        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*numbers)

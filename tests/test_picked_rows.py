@@ -1,0 +1,220 @@
+"""Rows that a mask picks: experts in a Python loop, and what else is done to picked rows."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Layer, Plain, gradients, ids_of, worst_error
+from selection import representatives
+from torch import Tensor, nn
+
+from streambp_compile import explain
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+EXACT = 1e-10
+WIDTH, EXPERTS = 32, 3
+
+
+def places(x, gates, chosen, e, f, out):
+    rows, slot = torch.where(chosen == e)
+    out.index_add_(0, rows, f(x[rows]) * gates[rows, slot, None])
+
+
+def of_functional_sum(x, gates, chosen, e, f, out):
+    rows, slot = (chosen == e).nonzero(as_tuple=True)
+    return out.index_add(0, rows, f(x.index_select(0, rows)) * gates[rows, slot].unsqueeze(-1))
+
+
+def slots_first(x, gates, chosen, e, f, out):
+    """As transformers writes it: a one-hot mask of ``[experts, slots, tokens]``."""
+    mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    slot, rows = torch.where(mask[e] == 1)
+    current = x[None, rows].reshape(-1, x.shape[-1])
+    out.index_add_(0, rows, f(current) * gates[rows, slot, None])
+
+
+def assigned(x, gates, chosen, e, f, out):
+    mask = chosen[:, 0] == e
+    out[mask] = f(x[mask]) * gates[mask, 0, None]
+
+
+def added(x, gates, chosen, e, f, out):
+    mask = chosen[:, 0] == e
+    out[mask] += f(x[mask]) * gates[:, :1][mask]
+
+
+def squeezed(x, gates, chosen, e, f, out):
+    rows = torch.nonzero((chosen == e).any(-1)).squeeze(-1)
+    weight = (gates * (chosen == e)).sum(-1)
+    out[rows] = out[rows] + f(x[rows]) * weight[rows][:, None]
+
+
+def put(x, gates, chosen, e, f, out):
+    rows = (chosen == e).any(-1).nonzero().flatten()
+    return torch.index_put(out, (rows,), f(x[rows]), accumulate=True)
+
+
+SPELLINGS = {f.__name__: f for f in (places, of_functional_sum, slots_first, assigned, added, squeezed, put)}
+
+
+class Experts(nn.Module):
+    """A linear layer for each expert, applied by ``apply`` to the tokens that chose it."""
+
+    def __init__(self, apply, flat: bool = True):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(EXPERTS)
+        )
+        self.apply_to, self.flat = apply, flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        x = x.reshape(-1, WIDTH) if self.flat else x
+        gates, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            made = self.apply_to(x, gates, chosen, e, expert, out)
+            out = out if made is None else made
+        return out.view(shape)
+
+
+class Mixture(Plain):
+    """Attention, then experts, in every layer."""
+
+    def __init__(self, apply, flat: bool = True):
+        super().__init__(width=WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(Layer(WIDTH, 4), Residual(Experts(apply, flat))) for _ in range(2)
+        )
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(F.layer_norm(x, x.shape[-1:]))
+
+
+def error_of(model: nn.Module, *lengths: int, **options) -> float:
+    """The largest error over calls of these lengths, one after the other."""
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16, **options})
+    worst = 0.0
+    for length in lengths:
+        ids = ids_of(2, length)
+        expected = gradients(model, lambda: model(ids, ids))
+        worst = max(worst, worst_error(gradients(model, lambda: step(ids, ids)), expected))
+    return worst
+
+
+@pytest.mark.parametrize("name", representatives(SPELLINGS, {"places", "added"}))
+def test_experts_in_a_loop_stream(name):
+    """All of them, at two lengths: a warning is an error here."""
+    assert error_of(Mixture(SPELLINGS[name]).double(), 43, 40) < EXACT
+
+
+def test_masks_over_batch_and_tokens_stream():
+    def apply(x, gates, chosen, e, f, out):
+        mask = chosen[..., 0] == e
+        out[mask] = f(x[mask]) * gates[..., 0][mask][:, None]
+
+    assert error_of(Mixture(apply, flat=False).double(), 43) < EXACT
+
+
+@pytest.mark.inductor
+def test_experts_in_a_loop_stream_in_compiled_bodies():
+    assert error_of(Mixture(places).double(), 43) < EXACT
+
+
+def test_an_expert_that_nobody_chooses():
+    model = Mixture(places).double()
+    with torch.no_grad():
+        for _, experts in model.layers:
+            experts.inner.gate.weight[0] = 0
+            experts.inner.gate.weight[1:] *= 100
+            experts.inner.gate.weight[2] = experts.inner.gate.weight[1]
+    assert error_of(model, 43) < EXACT
+
+
+def test_all_layers_and_the_head_are_streamed():
+    model, ids = Mixture(places), ids_of(2, 64)
+    report = explain(model, ids, ids)
+    assert all(r.streamed for r in report.regions)
+
+
+def test_autocast_rounds_as_eager_does():
+    def cast(x, gates, chosen, e, f, out):
+        rows, slot = torch.where(chosen == e)
+        out.index_add_(0, rows, (f(x[rows]) * gates[rows, slot, None]).to(out.dtype))
+
+    model, ids = Mixture(cast), ids_of(2, 43)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+
+    def run(called):
+        with torch.autocast("cpu", torch.bfloat16):
+            return called(ids, ids)
+
+    truth = gradients(model.double(), lambda: model(ids, ids))
+    rounded = worst_error(gradients(model.float(), lambda: run(model)), truth)
+    assert worst_error(gradients(model, lambda: run(step)), truth) < 2 * rounded
+
+
+def mixing(x, gates, chosen, e, f, out):
+    mask = chosen[:, 0] == e
+    rows = f(x[mask])
+    out[mask] = rows * rows.mean(0)
+
+
+def detached(x, gates, chosen, e, f, out):
+    mask = chosen[:, 0] == e
+    out[mask] = f(x[mask].detach())
+
+
+def numbered(x, gates, chosen, e, f, out):
+    rows = torch.where(chosen[:, 0] == e)[0]
+    out.index_add_(0, rows, f(x[rows]) * rows[:, None])
+
+
+def branching(x, gates, chosen, e, f, out):
+    rows = torch.where(chosen[:, 0] == e)[0]
+    if rows.numel() == 0:
+        return
+    out.index_add_(0, rows, f(x[rows]))
+
+
+def written(x, gates, chosen, e, f, out):
+    rows = torch.where(chosen[:, 0] == e)[0]
+    before = out[rows].clone()
+    out.mul_(2)
+    out.index_add_(0, rows, f(x[rows]) + before)
+
+
+def dropped(x, gates, chosen, e, f, out):
+    rows = torch.where(chosen[:, 0] == e)[0]
+    out.index_add_(0, rows, f(x[rows]).clone().requires_grad_() * x[rows].relu_())
+
+
+OTHERS = {f.__name__: f for f in (mixing, detached, numbered, branching, written, dropped)}
+
+
+@pytest.mark.parametrize("name", representatives(OTHERS, {"mixing"}))
+def test_what_is_no_function_of_rows_stays_exact(name):
+    """The graph breaks there, as it does by default."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert error_of(Mixture(OTHERS[name]).double(), 43) < EXACT
+
+
+def test_a_loss_of_picked_rows_is_exact():
+    class Masked(Plain):
+        def loss(self, x, labels):
+            mask = labels > 100
+            return F.cross_entropy(self.head(self.norm(x))[mask], labels[mask])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert error_of(Masked(width=WIDTH).double(), 43) < EXACT
