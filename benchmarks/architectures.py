@@ -767,6 +767,20 @@ class MaskedExperts(Experts):
         return out
 
 
+class LoopedExperts(Experts):
+    """A loop over experts, each of which computes the tokens that chose it, and adds them back."""
+
+    def forward(self, x):
+        flat = x.view(-1, WIDTH)
+        weights, chosen = self.route(flat)
+        out = torch.zeros_like(flat)
+        for i in range(self.count):
+            tokens, slot = torch.where(chosen == i)
+            made = F.silu(flat[tokens] @ self.up[i]) @ self.down[i]
+            out.index_add_(0, tokens, made * weights[tokens, slot, None])
+        return out.view_as(x)
+
+
 class OneHotExperts(Experts):
     """The einsum style of GShard: choices as one-hot vectors, with the balance loss of Switch beside the
     output."""
@@ -894,6 +908,7 @@ ARCHITECTURES: dict[str, Callable[[], Decoder]] = {
     "token-wise": lambda: Decoder(lambda i: TokenWise()),
     "sorted experts": lambda: Decoder(lambda i: Block(feed_forward=SortedExperts())),
     "masked experts": lambda: Decoder(lambda i: Block(feed_forward=MaskedExperts())),
+    "looped experts": lambda: Decoder(lambda i: Block(feed_forward=LoopedExperts())),
     "one-hot experts": Balanced,
     "convolution": lambda: Decoder(lambda i: Block(Convolution())),
     "token shift": lambda: Decoder(lambda i: Block(Attention(), Shift())),

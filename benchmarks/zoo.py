@@ -534,6 +534,7 @@ OWN = (
     "token-wise",
     "sorted experts",
     "masked experts",
+    "looped experts",
     "one-hot experts",
     "convolution",
     "token shift",

@@ -371,7 +371,7 @@ def scattered(y: Tensor, rows: Tensor) -> None:
 
 @pytest.mark.parametrize("write", [overwritten, added_to, scattered])
 def test_inputs_that_are_written_into_pass_gradients_on(write):
-    """Hidden states that another function computed: what follows a graph break in a layer gets such inputs."""
+    """Hidden states that another function computed: a layer with a graph break gets such inputs."""
     x, weight = torch.randn(2, 43, 8).double().requires_grad_(), torch.randn(8, 8).double().requires_grad_()
 
     def gradients_by(called):

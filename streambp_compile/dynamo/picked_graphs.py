@@ -23,15 +23,15 @@ PROBED = 7  # picked places of which it is computed which coordinate a value hol
 class PickedGraph:
     """What is done to picked rows, read from a trace.
 
-    inputs    placeholder → the node of Dynamo's graph
-    mask      the mask, in the trace
-    operands  values of the trace that the rows are made of
-    base      the value into which rows are put
-    result    how they are
+    placeholders  of the trace
+    mask          the mask
+    operands      values of the trace that the rows are made of
+    base          the value into which rows are put
+    result        how they are
     """
 
-    def __init__(self, trace: GraphModule, inputs: dict[Node, Node]):
-        self.trace, self.inputs = trace, inputs
+    def __init__(self, trace: GraphModule):
+        self.trace, self.placeholders = trace, trace.graph.find_nodes(op="placeholder")
         self.nodes = [n for n in trace.graph.nodes if n.op != "output"]
         self.picked = self.made_of_picked()
         self.mask = self.the_mask()

@@ -10,6 +10,7 @@ default.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -19,7 +20,7 @@ from .. import internals
 from ..passes.kernels.picked_rows import Picked
 from ..passes.rules import find_rule
 from ..passes.rules.forward import is_detached, mutated
-from .aten import inserted
+from .aten import Named, inserted
 from .picked_functions import NotRowByRow, register
 from .picked_graphs import PickedGraph
 from .regions import is_switch
@@ -34,13 +35,14 @@ def write_picked_rows(module: GraphModule) -> GraphModule:
         return module
     with internals.replaying(module) as replay:
         modes: dict[Node, str] = {}
+        known: dict[str, Known] = {}
         for node in list(module.graph.nodes):
             if is_switch(node):
                 replay(node)
             modes[node] = internals.modes_text()
             if puts_back(node):
                 try:
-                    PutBack(node, modes).rewrite()
+                    PutBack(node, modes, known).rewrite()
                 except NotRowByRow as reason:
                     internals.log.debug("picked rows at %s stay as they are: %s", node, reason)
     erase_unread(module.graph)
@@ -71,6 +73,14 @@ def erase_unread(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+@dataclass(frozen=True)
+class Known:
+    """What was read of the rows at a node, and the name of their function."""
+
+    rows: PickedGraph
+    name: str = ""
+
+
 class PutBack:
     """A node that puts rows back, with all that was made of picked rows on the way.
 
@@ -78,8 +88,8 @@ class PutBack:
     inputs  what that reads of others
     """
 
-    def __init__(self, node: Node, modes: dict[Node, str]):
-        self.node, self.modes = node, modes
+    def __init__(self, node: Node, modes: dict[Node, str], known: dict[str, Known]):
+        self.node, self.modes, self.known = node, modes, known
         self.graph = node.graph
         found, stack = {node}, list(node.all_input_nodes)
         while stack:
@@ -93,18 +103,32 @@ class PutBack:
     def rewrite(self) -> None:
         """Write the node as a function of rows. Raises `NotRowByRow`."""
         self.check()
-        trace = internals.capture_with_picked_rows(self.computed, list(map(fake_of, self.inputs)))
-        self.before, self.values = trace.graph, dict[Node, Node]()
-        rows = PickedGraph(trace, dict(zip(trace.graph.find_nodes(op="placeholder"), self.inputs)))
+        text = self.text()
+        found = self.known.get(text)
+        if found is None:
+            trace = internals.capture_with_picked_rows(self.computed, list(map(fake_of, self.inputs)))
+            found = Known(PickedGraph(trace))
+        rows = found.rows
+        self.values = dict(zip(rows.placeholders, self.inputs))
         with self.graph.inserting_before(self.node):
-            operands = [self.kept(self.outside(rows, n)) for n in rows.operands]
-            name = register(rows.function(), list(map(fake_of, operands)))
-            mask, base = self.outside(rows, rows.mask), self.outside(rows, rows.base)
+            operands = [self.kept(self.outside(n)) for n in rows.operands]
+            name = found.name or register(rows.function(), list(map(fake_of, operands)))
+            self.known[text] = Known(rows, name)
+            mask, base = self.outside(rows.mask), self.outside(rows.base)
             made = inserted(self.value_like(), streambp.picked_rows.default, ([mask, *operands], name))
             put = inserted(self.value_like(), operator.getitem, (made, 0))
             new = self.put_into(base, put, mask, rows.result)
         self.node.replace_all_uses_with(new)
         self.graph.erase_node(self.node)
+
+    def text(self) -> str:
+        """All that the function depends on; equal texts, equal functions."""
+        index = {n: f"%{i}" for i, n in enumerate((*self.inputs, *self.nodes))}
+        given = [f"{internals.describe(fake_of(n))}{fake_of(n).requires_grad}" for n in self.inputs]
+        calls = [
+            f"{n.op} {n.target} {map_arg((n.args, n.kwargs), lambda a: Named(index[a]))}" for n in self.nodes
+        ]
+        return "\n".join([*given, *calls, self.modes[self.node]])
 
     def check(self) -> None:
         """Raises `NotRowByRow` where computing all of it here, by other operators, would not be the same."""
@@ -152,16 +176,14 @@ class PutBack:
         rows = [n for n in self.nodes[:-1] if isinstance(fake_of(n), torch.Tensor)]
         return max(rows, key=lambda n: (fake_of(n).requires_grad, n is rows[-1]))
 
-    def outside(self, rows: PickedGraph, value: Node) -> Node:
+    def outside(self, value: Node) -> Node:
         """A value of the trace that no picked row is in, in the graph."""
-        if value in rows.inputs:
-            return rows.inputs[value]
         if value not in self.values:
             rule = find_rule(value)
             sized = rule is None or rule.shape_arg is not None
             if sized and any(internals.has_symbols(fake_of(n)) for n in self.inputs):
                 raise NotRowByRow(f"{value} names sizes that change")
-            args, kwargs = map_arg((value.args, value.kwargs), lambda n: self.outside(rows, n))
+            args, kwargs = map_arg((value.args, value.kwargs), self.outside)
             self.values[value] = inserted(self.value_like(), value.target, args, kwargs)
         return self.values[value]
 
