@@ -176,7 +176,14 @@ def emit_skewed(body, node: Node):
     return body.zero_unless(call(aten.logical_and.default, bounds), moved, node)
 
 
-@rule("streambp::skewed", emit=emit_skewed, cost=FUSED, linear="x", bounded=if_operands_are)
+@rule(
+    "streambp::skewed",
+    emit=emit_skewed,
+    cost=FUSED,
+    linear="x",
+    form=Form.SKEWED,
+    bounded=if_operands_are,
+)
 def skewed(node: Node) -> Signature:
     _, dim, _, _, _, rows = node.args
     rank = len(shape_of(node))
