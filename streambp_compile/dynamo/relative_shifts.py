@@ -16,6 +16,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -118,8 +119,14 @@ def constant(size: Size) -> int | None:
     """The number that a size is at every length."""
     if isinstance(size, int):
         return size
-    expr = size.node.expr.expand()
+    expr = size.node.expr.replace(lambda e: type(e).__name__ == "FloorDiv", divided).expand()
     return int(expr) if expr.is_Integer else None
+
+
+def divided(division: sympy.Expr) -> sympy.Expr:
+    """A division without a remainder, carried out: ``T * T // T`` is T, as a view with a -1 in it has it."""
+    quotient = sympy.cancel(division.args[0] / division.args[1])
+    return quotient if quotient.as_numer_denom()[1] == 1 else division
 
 
 def same(a: Size, b: Size) -> bool:
