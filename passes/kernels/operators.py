@@ -55,8 +55,8 @@ def skewed(x: Tensor, dim: int, columns: int, offset: int, step: int, rows: int)
     ``j + step * i + offset`` of ``x``; zero where there is none. Rows run along ``dim``, columns behind them.
     """
     x = shifted(x, dim, -rows) if rows else x
-    given, counted = x.shape[dim + 1], {"dtype": torch.int64, "device": x.device}
-    at = torch.arange(columns, **counted) + step * torch.arange(x.shape[dim], **counted)[:, None] + offset
+    given, made = x.shape[dim + 1], torch.arange(columns, device=x.device)
+    at = made + step * torch.arange(x.shape[dim], device=x.device)[:, None] + offset
     at = at.view(*at.shape, *[1] * (x.dim() - dim - 2))
     index = at.clamp(0, given - 1).expand(skewed_shape(x, dim, columns))
     return torch.where((at >= 0) & (at < given), x.gather(dim + 1, index), 0).contiguous()

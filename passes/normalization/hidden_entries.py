@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import arguments, is_equal, value_of
-from ..mask_analysis.domains import EMPTY, Abstract, Band, Indicator, is_zero_outside
+from ..ir import Size, arguments, is_equal, value_of
+from ..mask_analysis.domains import EMPTY, Abstract, Band, Indicator
 from ..mask_analysis.evaluation import evaluate
 from ..mask_analysis.operands import broadcast_value
 from ..phases import check_time
@@ -66,38 +66,43 @@ def is_zero(node: Node, masks: Mapping[Node, Abstract]) -> bool:
     x, dim, offset = given["x"], given["dim"], given["offset"]
     if given["step"] != 1 or not isinstance(offset, int):
         return False
-    low, made = offset - given["rows"], value_of(node).shape[dim + 1]
-    read = Band(dim, dim + 1, low, low + made - 1 if isinstance(made, int) else math.inf, 0.0, ())
-    band = masks.get(x)
-    return is_zero_outside(band) and is_beside(read, band)
+    low = offset - given["rows"]
+    read = Band(dim, dim + 1, low, low + last_of(value_of(node).shape[dim + 1]), 0.0, ())
+    return is_constant_at(read, masks.get(x), (0.0,))
 
 
 def is_hidden(node: Node, masks: Mapping[Node, Abstract]) -> bool:
     """Does nothing depend on the entries that are not zero, because a mask replaces them?"""
     given = arguments(node)
-    dim, offset, read = given["dim"], given["offset"], value_of(given["x"]).shape[given["dim"] + 1]
+    dim, offset = given["dim"], given["offset"]
     if given["step"] != -1 or not isinstance(offset, int):
         return False
-    high = read - 1 - offset if isinstance(read, int) else math.inf
+    high = last_of(value_of(given["x"]).shape[dim + 1]) - offset
     found, stack = {node}, [(node, Band(dim, dim + 1, -offset, high, 0.0, ()))]
     while stack:
         check_time()
         value, entries = stack.pop()
-        band = masks.get(value)
-        known = isinstance(band, Band) and is_beside(entries, band)
-        if known and (is_zero_outside(band) or band.outside == -math.inf):
+        if is_constant_at(entries, masks.get(value), (0.0, -math.inf)):
             continue
-        for user in value.users:
-            rule = find_rule(user) if user.op == "call_function" else None
-            if known and band.outside in EMPTY and rule is not None and rule.visible_only:
-                continue
-            moved = entries_in(user, value, entries)
-            if moved is None:
-                return False
-            if user not in found:
-                found.add(user)
-                stack.append((user, moved))
+        empty = is_constant_at(entries, masks.get(value), EMPTY)
+        users = [user for user in value.users if not (empty and reads_visible_only(user))]
+        moved = {user: entries_in(user, value, entries) for user in users}
+        if None in moved.values():
+            return False
+        stack += [(user, band) for user, band in moved.items() if user not in found and band is not None]
+        found.update(moved)
     return True
+
+
+def last_of(size: Size) -> float:
+    """The last column of so many; of a number that may change, none is the last."""
+    return size - 1 if isinstance(size, int) else math.inf
+
+
+def reads_visible_only(node: Node) -> bool:
+    """Do masked scores not count in a node's result?"""
+    rule = find_rule(node) if node.op == "call_function" else None
+    return rule is not None and rule.visible_only
 
 
 def entries_in(user: Node, value: Node, entries: Band) -> Band | None:
@@ -114,16 +119,17 @@ def entries_in(user: Node, value: Node, entries: Band) -> Band | None:
     return moved if isinstance(moved, Band) else None
 
 
-def is_beside(entries: Band, band: Band) -> bool:
-    """Are entries outside of a band, which no condition on a call must hold for?"""
-    if band.assumes or band.visibility_masks != ():
+def is_constant_at(entries: Band, band: Abstract, fillings: tuple[object, ...]) -> bool:
+    """Are these entries outside of a band, filled with one of some numbers, under no condition on a call?"""
+    if not isinstance(band, Band) or band.assumes or band.visibility_masks != ():
         return False
     low, high = entries.lo, entries.hi
     if (band.row, band.key) == (entries.key, entries.row):
         low, high = -high, -low
     elif (band.row, band.key) != (entries.row, entries.key):
         return False
-    return low > band.hi or high < band.lo
+    filled = not isinstance(band.outside, bool) and band.outside in fillings
+    return filled and (low > band.hi or high < band.lo)
 
 
 def drop(graph: Graph, node: Node) -> None:

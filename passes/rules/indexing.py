@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from ..ir import Label, Labels, Reach, Role, Signature, Tokens, shape_of, value_of
+from ..ir import Label, Labels, Reach, Role, Signature, Tokens, hint, refuse, shape_of, value_of
 from . import Indices, is_zeros, rule
 from .facets import CostClass, Form
 from .mask_domain import layout
@@ -160,6 +160,7 @@ def emit_skewed(body, node: Node):
     moves them."""
     dim, _, offset, step, rows = node.args[1:]
     edge, call, sizes = body.edges(node)[0], body.graph.call_function, body.sizes(node)
+    check_columns(body, node, (node, edge.operand), dim + 1)
     value, given = body.operand(edge), body.sizes(edge.operand)[dim + 1]
     if rows and edge.role is Role.ROWS:
         value = body.fill_outside(node, value, 0, source=edge.operand)
@@ -174,6 +175,17 @@ def emit_skewed(body, node: Node):
     bounds = (call(aten.ge.Scalar, (at, 0)), call(aten.le.Scalar, (at, last)))
     moved = call(aten.gather.default, (value, dim + 1, index))
     return body.zero_unless(call(aten.logical_and.default, bounds), moved, node)
+
+
+def check_columns(body, node: Node, values: tuple[Node, ...], dim: int) -> None:
+    """Refuse columns beside the keys: where they are is not told from the place of a key."""
+    length = hint(body.analysis.length)
+    if any(body.carries_keys(value, dim) and shape_of(value)[dim] != length for value in values):
+        raise refuse(
+            node,
+            "The attention keys are shifted against the token sequence",
+            "Attend over all tokens, and slice the result afterwards",
+        )
 
 
 @rule(
