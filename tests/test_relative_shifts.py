@@ -173,3 +173,16 @@ def test_two_shifts_are_the_view(rows, columns):
 def test_gradients_of_a_shift(step, offset, rows):
     x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda x: skewed(x, 1, 6, offset, step, rows), (x,))
+
+
+def shared_positions(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """The same numbers count tokens for the mask, and relative positions."""
+    at = torch.arange(q.shape[1])
+    r = ((q.shape[1] - 1 - at)[:, None] * torch.linspace(0.01, 1, WIDTH, dtype=q.dtype)).sin() @ weight
+    scores = q @ k.mT + music_transformer((q @ r.mT).unsqueeze(1)).squeeze(1)
+    return torch.where(at <= at[:, None], scores, INF).softmax(-1) @ v
+
+
+def test_relative_positions_are_no_keys_though_counted_with_them():
+    model = model_of(shared_positions)
+    assert_exact(model, torch.compile(model, backend="streambp", options={"chunk_size": 16}))

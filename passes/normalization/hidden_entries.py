@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import Size, arguments, is_equal, value_of
+from ..ir import Size, arguments, is_equal, is_view, value_of
 from ..mask_analysis.domains import EMPTY, Abstract, Band, Indicator
 from ..mask_analysis.evaluation import evaluate
 from ..mask_analysis.operands import broadcast_value
@@ -24,7 +24,6 @@ from ..rules.facets import Form
 from .writing import Writing
 
 aten = torch.ops.aten
-SAME_ENTRIES = (Form.ALIAS, Form.COPY, Form.CAST, Form.RESHAPE, Form.EXPAND, Form.UNSQUEEZE, Form.SQUEEZE)
 
 
 def drop_hidden_shifts(graph: Graph) -> None:
@@ -112,8 +111,10 @@ def entries_in(user: Node, value: Node, entries: Band) -> Band | None:
     known, rule = Placed(value, entries), find_rule(user)
     if isinstance(user.target, torch._ops.OpOverload) and torch.Tag.pointwise in user.target.tags:
         moved = broadcast_value(value, user, known)
-    elif rule is not None and rule.mask is not None and form_of(user) in SAME_ENTRIES:
-        moved = broadcast_value(value, user, known) if form_of(user) is Form.CAST else rule.mask(user, known)
+    elif form_of(user) is Form.CAST:
+        moved = entries
+    elif rule is not None and rule.mask is not None and (is_view(user) or form_of(user) is Form.COPY):
+        moved = rule.mask(user, known)
     else:
         return None
     return moved if isinstance(moved, Band) else None

@@ -160,9 +160,11 @@ def emit_skewed(body, node: Node):
     moves them."""
     dim, _, offset, step, rows = node.args[1:]
     edge, call, sizes = body.edges(node)[0], body.graph.call_function, body.sizes(node)
-    check_columns(body, node, (node, edge.operand), dim + 1)
+    check_columns(body, node, edge.operand, dim + 1)
     value, given = body.operand(edge), body.sizes(edge.operand)[dim + 1]
-    if rows and edge.role is Role.ROWS:
+    if rows and not body.carries_tokens(node, dim):
+        value = call(torch.ops.streambp.shifted.default, (value, dim, -rows))
+    elif rows and edge.role is Role.ROWS:
         value = body.fill_outside(node, value, 0, source=edge.operand)
     at = call(aten.view.default, (call(aten.mul.Scalar, (body.positions(node, dim), step)), [-1, 1]))
     at = call(aten.add.Tensor, (at, body.positions(node, dim + 1)))
@@ -177,10 +179,12 @@ def emit_skewed(body, node: Node):
     return body.zero_unless(call(aten.logical_and.default, bounds), moved, node)
 
 
-def check_columns(body, node: Node, values: tuple[Node, ...], dim: int) -> None:
-    """Refuse columns beside the keys: where they are is not told from the place of a key."""
+def check_columns(body, node: Node, operand: Node, dim: int) -> None:
+    """Refuse columns of which some are no keys, or that are keys before the shift and behind it: a chunk has
+    some of the keys, and would not find those that a shift reads."""
+    counted = [value for value in (node, operand) if body.carries_keys(value, dim)]
     length = hint(body.analysis.length)
-    if any(body.carries_keys(value, dim) and shape_of(value)[dim] != length for value in values):
+    if len(counted) > 1 or any(shape_of(value)[dim] != length for value in counted):
         raise refuse(
             node,
             "The attention keys are shifted against the token sequence",

@@ -20,7 +20,8 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..passes.ir import Size, arguments, is_equal
+from .. import internals
+from ..passes.ir import Size, ancestors, arguments, is_equal
 from ..passes.rules import filling_of
 from ..passes.rules.forward import Part, mutated, part_of, slice_of
 from .aten import inserted
@@ -89,9 +90,22 @@ def write_relative_shifts(module: GraphModule) -> GraphModule:
         axes = axes_of(traced(module, fakes), fakes)
         for node, layout in found.items():
             marks = [m for axis in axes for m in axis.marks.get(layout.source, ()) if m.dim == layout.dim]
-            if any(m.outer == m.inner == 1 for m in marks):
+            if any(m.outer == m.inner == 1 for m in marks) and not internals.is_unbacked(fake_of(node)):
+                count_apart(layout.source)
                 write(node, layout)
     return module
+
+
+def count_apart(scores: Node) -> None:
+    """Give each reader of the numbers that relative positions are made of numbers of its own: those that are
+    read as tokens, by a mask, would make keys of relative positions."""
+    for node in ancestors([scores]):
+        if part_of(node) is not Part.COUNT:
+            continue
+        for user in list(node.users)[1:]:
+            with node.graph.inserting_before(user):
+                copy = node.graph.node_copy(node)
+            user.replace_input_with(node, copy)
 
 
 def relative_shifts(graph: Graph) -> dict[Node, Layout]:
@@ -136,7 +150,8 @@ def same(a: Size, b: Size) -> bool:
 def size_of(value: object) -> Size | None:
     """A size, or the size that a node has."""
     size = fake_of(value) if isinstance(value, Node) else value
-    return size if isinstance(size, (int, torch.SymInt)) else None
+    known = isinstance(size, int) or isinstance(size, torch.SymInt) and size.node.hint is not None
+    return size if known else None
 
 
 # Padding, views and slices as maps of places
@@ -175,8 +190,8 @@ def remade_rows(source: Node | None, new: Sequence[Size]) -> Layout | None:
     """A matrix of which a view makes other rows and columns."""
     old = fake_of(source).shape if source is not None else ()
     before = next((i for i, pair in enumerate(zip(old, new)) if not is_equal(*pair)), len(old))
-    behind = zip(reversed(old[before:]), reversed(new[before:]))
-    after = next((i for i, pair in enumerate(behind) if not is_equal(*pair)), 0)
+    behind = list(zip(reversed(old[before:]), reversed(new[before:])))
+    after = next((i for i, pair in enumerate(behind) if not is_equal(*pair)), len(behind))
     return rows_along(source, before) if len(old) - before - after == 2 else None
 
 
@@ -239,10 +254,10 @@ def viewed_as(given: Layout, value: Node, new: Sequence[Size]) -> Layout | None:
     """Other dimensions for the same places in the same order."""
     old, count = fake_of(value).shape, len(given.dims)
     before, behind = math.prod(old[: given.at]), math.prod(old[given.at + count :])
-    first = next((i for i in range(len(new)) if same(math.prod(new[:i]), before)), None)
-    ends = (i for i in range(len(new), 0, -1) if same(math.prod(new[i:]), behind))
-    last = next(ends, None)
-    if first is None or last is None or last <= first:
+    starts = [i for i in range(len(new)) if same(math.prod(new[:i]), before)]
+    first = starts[-1] if starts else len(new)  # dimensions of size one count no places
+    last = next((i for i in range(first + 1, len(new) + 1) if same(math.prod(new[i:]), behind)), None)
+    if last is None:
         return None
     sizes = new[first:last]
     if is_run(given.dims):
