@@ -186,3 +186,35 @@ def shared_positions(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
 def test_relative_positions_are_no_keys_though_counted_with_them():
     model = model_of(shared_positions)
     assert_exact(model, torch.compile(model, backend="streambp", options={"chunk_size": 16}))
+
+
+class Conformer(torch.nn.Module):
+    """The encoder of Wav2Vec2-Conformer, relative positions and gated convolutions and all."""
+
+    def __init__(self):
+        super().__init__()
+        models = pytest.importorskip("transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer")
+        sizes = dict(hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=32)
+        dropouts = ("hidden_dropout", "attention_dropout", "activation_dropout", "conformer_conv_dropout")
+        config = models.Wav2Vec2ConformerConfig(
+            **sizes,
+            **dict.fromkeys((*dropouts, "layerdrop"), 0.0),
+            position_embeddings_type="relative",
+            conv_depthwise_kernel_size=7,
+            max_source_positions=64,
+        )
+        self.embed, self.head = torch.nn.Embedding(256, WIDTH), torch.nn.Linear(WIDTH, 256)
+        self.encoder = models.Wav2Vec2ConformerEncoder(config)
+
+    def forward(self, ids):
+        hidden = self.encoder(self.embed(ids)).last_hidden_state
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.slow
+def test_conformers_of_hugging_face_stream():
+    model, ids = Conformer().double(), ids_of(2, 43)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    wanted, found = (gradients(model, lambda f=f: f(ids)) for f in (model, step))
+    moving = {name for name, grad in wanted.items() if grad.norm() > 1e-12}  # biases of keys have none
+    assert worst_error(*({n: g[n] for n in moving} for g in (found, wanted))) < EXACT
