@@ -27,7 +27,7 @@ from ..passes.rules.forward import Part, mutated, part_of, slice_of
 from .aten import inserted
 from .attention import erase_unread
 from .row_slices import sum_of
-from .token_axes import axes_of, fake_of, storage_of, traced
+from .token_axes import Axis, axes_of, fake_of, storage_of, traced
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -88,24 +88,33 @@ def write_relative_shifts(module: GraphModule) -> GraphModule:
     if found:
         fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
         axes = axes_of(traced(module, fakes), fakes)
-        for node, layout in found.items():
-            marks = [m for axis in axes for m in axis.marks.get(layout.source, ()) if m.dim == layout.dim]
-            if any(m.outer == m.inner == 1 for m in marks) and not internals.is_unbacked(fake_of(node)):
-                count_apart(layout.source)
-                write(node, layout)
+        found = {node: layout for node, layout in found.items() if has_rows_of_tokens(layout, axes)}
+        count_apart(module.graph, [layout.source for layout in found.values()])
+        erase_unread(module.graph, [node for node, layout in found.items() if write(node, layout)])
     return module
 
 
-def count_apart(scores: Node) -> None:
+def has_rows_of_tokens(layout: Layout, axes: Sequence[Axis]) -> bool:
+    marks = [m for axis in axes for m in axis.marks.get(layout.source, ()) if m.dim == layout.dim]
+    known = not internals.is_unbacked(fake_of(layout.source))
+    return known and any(m.outer == m.inner == 1 for m in marks)
+
+
+def count_apart(graph: Graph, scores: Sequence[Node]) -> None:
     """Give each reader of the numbers that relative positions are made of numbers of its own: those that are
     read as tokens, by a mask, would make keys of relative positions."""
-    for node in ancestors([scores]):
-        if part_of(node) is not Part.COUNT:
+    written = written_storages(graph)
+    for node in ancestors(scores):
+        if part_of(node) is not Part.COUNT or storage_of(node) in written:
             continue
         for user in list(node.users)[1:]:
-            with node.graph.inserting_before(user):
-                copy = node.graph.node_copy(node)
+            with graph.inserting_before(user):
+                copy = graph.node_copy(node)
             user.replace_input_with(node, copy)
+
+
+def written_storages(graph: Graph) -> set[int | None]:
+    return {storage_of(target) for n in graph.nodes if (target := mutated(n)) is not None}
 
 
 def relative_shifts(graph: Graph) -> dict[Node, Layout]:
@@ -116,8 +125,7 @@ def relative_shifts(graph: Graph) -> dict[Node, Layout]:
         if layout is not None:
             layouts[node] = layout
     shifts = {n: a for n, a in layouts.items() if a.step is not None and a.fits(fake_of(n).shape)}
-    targets = [t for n in graph.nodes if (t := mutated(n)) is not None] if shifts else []
-    written = set(map(storage_of, targets))
+    written = written_storages(graph) if shifts else set()
     return {
         node: layout
         for node, layout in shifts.items()
@@ -315,16 +323,16 @@ def shifts_of(layout: Layout) -> list[Shift] | None:
     return found if all(abs(shift.rows) < 2 for shift in found) else None
 
 
-def write(node: Node, layout: Layout) -> None:
-    """Write a value as a relative shift of its source."""
+def write(node: Node, layout: Layout) -> bool:
+    """Write a value as a relative shift of its source. False where it cannot be."""
     source, dim, fake = layout.source, layout.dim, fake_of(node)
     shifts = shifts_of(layout)
     if not shifts:
-        return
+        return False
     with node.graph.inserting_before(node):
         sizes = [(written(s.columns, layout, node), written(s.offset, layout, node)) for s in shifts]
         if any(None in pair for pair in sizes):
-            return
+            return False
         calls = [(source, dim, *pair, s.step, s.rows) for pair, s in zip(sizes, shifts)]
         new, *others = [inserted(node, streambp.skewed.default, call) for call in calls]
         for other in others:
@@ -332,7 +340,7 @@ def write(node: Node, layout: Layout) -> None:
         if fake.dtype != fake_of(new).dtype:
             new = inserted(node, aten.to.dtype, (new, fake.dtype))
     node.replace_all_uses_with(new)
-    erase_unread(node.graph, [node])
+    return True
 
 
 def written(size: Size, layout: Layout, like: Node) -> Node | int | None:
