@@ -185,6 +185,45 @@ class RelativeBias(Attention):
         return scores.softmax(-1) @ value
 
 
+class RelativeShift(Attention):
+    """Transformer-XL: scores of relative positions, shifted by a view of padded rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.relative = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.content, self.position = (nn.Parameter(torch.zeros(HEADS, 1, HEAD)) for _ in range(2))
+
+    def mix(self, query, key, value):
+        batch, count, length, _ = query.shape
+        behind = torch.arange(length - 1, -1, -1, device=query.device, dtype=query.dtype)
+        rates = 10000 ** (-torch.arange(0, WIDTH, 2, device=query.device, dtype=query.dtype) / WIDTH)
+        angles = torch.outer(behind, rates)
+        relative = self.relative(torch.cat([angles.sin(), angles.cos()], dim=-1))
+        relative = relative.view(length, count, -1).transpose(0, 1)
+        scores = (query + self.position) @ relative.mT
+        padded = F.pad(scores, (1, 0)).view(batch, count, length + 1, length)
+        scores = (query + self.content) @ key.mT + padded[:, :, 1:].view_as(scores)
+        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        return (scores / HEAD**0.5).masked_fill(later, float("-inf")).softmax(-1) @ value
+
+
+class RelativeShiftBothWays(Attention):
+    """The Conformer's: every query sees every key, and there are as many positions on either side."""
+
+    def __init__(self):
+        super().__init__()
+        self.relative = nn.Embedding(2 * LONGEST - 1, WIDTH)
+
+    def mix(self, query, key, value):
+        batch, count, length, _ = query.shape
+        behind = torch.arange(LONGEST + length - 2, LONGEST - length - 1, -1, device=query.device)
+        scores = query @ self.relative(behind).view(-1, count, HEAD).permute(1, 2, 0)
+        zeros = torch.zeros(batch, count, length, 1, device=scores.device, dtype=scores.dtype)
+        padded = torch.cat([zeros, scores], dim=-1).view(batch, count, -1, length)
+        shifted = padded[:, :, 1:].view_as(scores)[..., : scores.size(-1) // 2 + 1]
+        return ((query @ key.mT + shifted) / HEAD**0.5).softmax(-1) @ value
+
+
 class Sinks(Attention):
     """A learned score per head that takes its part of the softmax and gives nothing (gpt-oss)."""
 
@@ -881,6 +920,8 @@ ARCHITECTURES: dict[str, Callable[[], Decoder]] = {
     "added triangle": blocks(ComputedTriangle),
     "alibi": blocks(Alibi, positions=False),
     "relative bias": blocks(RelativeBias, positions=False),
+    "relative shift": blocks(RelativeShift, positions=False),
+    "relative shift both ways": blocks(RelativeShiftBothWays, positions=False),
     "sinks": blocks(Sinks),
     "window": blocks(Window),
     "chunked": blocks(Chunked),

@@ -507,6 +507,8 @@ OWN = (
     "added triangle",
     "alibi",
     "relative bias",
+    "relative shift",
+    "relative shift both ways",
     "sinks",
     "window",
     "chunked",

@@ -47,6 +47,7 @@ from .dynamo.regions import (
     wide_between,
     widest_input,
 )
+from .dynamo.relative_shifts import write_relative_shifts
 from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
 from .dynamo.shared_keys import part_shared_keys
@@ -434,6 +435,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (distribute_loops, "reading loops over blocks of tokens"),
     (look_back, "rewriting short convolutions"),
     (write_windows, "writing windows of tokens as blocks"),
+    (write_relative_shifts, "reading relative shifts of attention scores"),
     (over_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),
     (select_rows_first, "moving row selections in front of the head"),

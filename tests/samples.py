@@ -235,10 +235,17 @@ SAMPLES = {
             "aten::sigmoid_backward",
         )
     },
+    "aten::glu": [call("aten::glu", t(3, 4, 6)), call("aten::glu", t(3, 4, 6), 1)],
     "aten::fill.Scalar": [call("aten::fill.Scalar", t(3, 4), 2.0)],
     "aten::full_like": [call("aten::full_like", t(3, 4), 2.0)],
     # products of groups, and the gradient of an extreme
     "streambp::shifted": [call("streambp::shifted", t(2, 5, 3), 1, by) for by in (1, -2)],
+    "streambp::skewed": [
+        call("streambp::skewed", t(2, 4, 5), 1, 4, 3, -1, 0),
+        call("streambp::skewed", t(2, 4, 5), 1, 6, -3, 1, 0),
+        call("streambp::skewed", t(4, 4, 2), 0, 4, -2, -1, 1),
+        call("streambp::skewed", t(4, 4, 2), 0, 5, 1, 1, -1),
+    ],
     "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],
     "streambp::grouped_outer": [call("streambp::grouped_outer", t(6, 4), t(6, 5), i(3, 6), 3)],
     "streambp::to_extreme": [

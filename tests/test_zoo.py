@@ -9,7 +9,7 @@ from benchmarks.architectures import ARCHITECTURES
 EXACT = dict(
     error=1e-12, streamed=3, regions=3, keys=["causal, proved"], reasons=[], note="", peak=1, eager=4
 )
-PLAIN = ("nanogpt", "packed", "value residual", "one-hot experts")
+PLAIN = ("nanogpt", "packed", "value residual", "one-hot experts", "relative shift")
 
 
 @pytest.mark.parametrize("name", representatives(PLAIN, {"nanogpt"}))

@@ -61,6 +61,22 @@ def shifted(x: Tensor, dim: int, by: int) -> Tensor:
     return out
 
 
+def skewed(x: Tensor, dim: int, columns: int, offset: int, step: int, rows: int) -> Tensor:
+    """The relative shift of attention scores: entry (i, j) is that of row ``i + rows`` and column
+    ``j + step * i + offset`` of ``x``; zero where there is none. Rows run along ``dim``, columns behind them.
+    """
+    x = shifted(x, dim, -rows) if rows else x
+    given, made = x.shape[dim + 1], torch.arange(columns, device=x.device)
+    at = made + step * torch.arange(x.shape[dim], device=x.device)[:, None] + offset
+    at = at.view(*at.shape, *[1] * (x.dim() - dim - 2))
+    index = at.clamp(0, given - 1).expand(skewed_shape(x, dim, columns))
+    return torch.where((at >= 0) & (at < given), x.gather(dim + 1, index), 0).contiguous()
+
+
+def skewed_shape(x: Tensor, dim: int, columns: int) -> list[int]:
+    return [*x.shape[: dim + 1], columns, *x.shape[dim + 2 :]]
+
+
 def reverse_scan(x: Tensor, dim: int, kind: str) -> Tensor:
     """``cumsum`` (or another scan of ATen) from the last row to the first."""
     return getattr(aten, kind)(x.flip(dim), dim).flip(dim).contiguous()
@@ -191,6 +207,11 @@ define(
     "shifted(Tensor x, int dim, int by) -> Tensor",
     shifted,
     lambda x, dim, by: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+define(
+    "skewed(Tensor x, int dim, SymInt columns, SymInt offset, int step, int rows) -> Tensor",
+    skewed,
+    lambda x, dim, columns, offset, step, rows: x.new_empty(skewed_shape(x, dim, columns)),
 )
 define(
     "grouped_mm(Tensor rows, Tensor weight, Tensor groups) -> Tensor",

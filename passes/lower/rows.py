@@ -105,8 +105,10 @@ class Rows(Reading):
             if dim == fact.rows.dim:
                 place, full = self.places_of_rows(fact, sizes[dim], device)
             elif fact.keys is not None and dim == fact.keys.dim:
-                first = call(operator.sub, (self.scalar("first"), self.scalar("offset")))
-                place, full = self.counted(self.scalar("keys"), device, first), self.scalar("length")
+                place, full = (
+                    self.counted(self.scalar("keys"), device, self.first_key()),
+                    self.scalar("length"),
+                )
             else:
                 place = self.counted(sizes[dim], device)
             place = call(aten.view.default, (place, [-1] + [1] * (rank - dim - 1)))
@@ -115,6 +117,18 @@ class Rows(Reading):
             total = place
         assert total is not None, f"{node} has no dimensions"
         return total
+
+    def first_key(self) -> Node:
+        """The token of the first key of the chunk."""
+        return self.graph.call_function(operator.sub, (self.scalar("first"), self.scalar("offset")))
+
+    def positions(self, node: Node, dim: int) -> Node:
+        """Positions along a dimension of a value: of the chunk's rows, or keys, among all of them; or of all
+        there is."""
+        size, device = self.sizes(node)[dim], value_of(node).device
+        if self.carries_tokens(node, dim):
+            return self.places_of_rows(self.fact(node), size, device)[0]
+        return self.counted(size, device, self.first_key() if self.carries_keys(node, dim) else None)
 
     def counted(self, count: int | Node, device: torch.device, first: Node | None = None) -> Node:
         """``first, first + 1, …``, so many."""

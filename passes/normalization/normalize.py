@@ -23,6 +23,7 @@ from ..rules import filling_of, form_of, is_zeros
 from ..rules.facets import Form
 from ..rules.scans import is_reversible
 from .constant_slices import shorten_constants
+from .hidden_entries import drop_hidden_shifts
 from .shifted_rows import shift_rows
 from .size_nodes import SizeNodes
 from .transposed_sums import add_before_transposing
@@ -117,6 +118,7 @@ def normalize(module: GraphModule) -> GraphModule:
     fuse_attention(result.graph)
     drop_proved_masks(result.graph)
     group_heads(result.graph)
+    drop_hidden_shifts(result.graph)
     add_before_transposing(result.graph)
     result.graph.eliminate_dead_code()
     result.recompile()

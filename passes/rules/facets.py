@@ -41,6 +41,7 @@ class Form(enum.Enum):
     SLICE = "slice"
     JOINED = "joined"  # values behind one another
     FLIP = "flip"
+    SKEWED = "skewed"  # columns of each row moved by its place: ``streambp.skewed``
     SUM = "sum"
     LARGEST = "largest"  # without the places
     LEAST = "least"

@@ -82,6 +82,7 @@ class Part(enum.Enum):
     ATTENTION = "scaled dot-product attention"
     MOVE = "dimensions change places"
     RESHAPE = "dimensions of size one come in, or one dimension becomes several"
+    SHAPED_AS = "the same values in the shape of another value"
     EXPAND = "dimensions of size one are repeated"
     NORM = "each row is normalised over its last dimensions"
     COUNT = "consecutive numbers"
@@ -125,6 +126,7 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     ),
     **dict.fromkeys((aten.transpose, aten.permute), Part.MOVE),
     **dict.fromkeys((aten.unflatten, aten.unsqueeze), Part.RESHAPE),
+    **dict.fromkeys((aten.view_as, aten.reshape_as), Part.SHAPED_AS),
     **dict.fromkeys((aten.expand, aten.expand_as), Part.EXPAND),
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), Part.NORM),
     aten.arange: Part.COUNT,

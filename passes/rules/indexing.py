@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Node
 
-from ..ir import Label, Labels, Signature, Tokens, refuse, shape_of, value_of
+from ..ir import Label, Labels, Reach, Role, Signature, Tokens, hint, refuse, shape_of, value_of
 from . import Indices, is_zeros, rule
 from .facets import CostClass, Form
 from .mask_domain import layout
@@ -13,6 +15,7 @@ from .mask_domain.bounded import always, if_operands_are
 from .signatures import aligned, all_at_once, argument
 
 FUSED = CostClass.FUSED
+aten = torch.ops.aten
 
 
 def into_rows(node: Node) -> Indices:
@@ -150,6 +153,59 @@ def gather(node: Node) -> Signature:
     return Signature(
         (labels, tuple(range(len(rows)))), (tuple(range(len(rows))),), contracts="all", offsets=shifts
     )
+
+
+def emit_skewed(body, node: Node):
+    """Rows and keys are counted from the first of all. Written out, so that the kernel that reads the scores
+    moves them."""
+    dim, _, offset, step, rows = node.args[1:]
+    edge, call, sizes = body.edges(node)[0], body.graph.call_function, body.sizes(node)
+    check_columns(body, node, edge.operand, dim + 1)
+    value, given = body.operand(edge), body.sizes(edge.operand)[dim + 1]
+    if rows and not body.carries_tokens(node, dim):
+        value = call(torch.ops.streambp.shifted.default, (value, dim, -rows))
+    elif rows and edge.role is Role.ROWS:
+        value = body.fill_outside(node, value, 0, source=edge.operand)
+    at = call(aten.view.default, (call(aten.mul.Scalar, (body.positions(node, dim), step)), [-1, 1]))
+    at = call(aten.add.Tensor, (at, body.positions(node, dim + 1)))
+    at = call(aten.add.Scalar, (at, body.read_int(offset) if isinstance(offset, Node) else offset))
+    if body.carries_keys(edge.operand, dim + 1):
+        at = call(aten.sub.Scalar, (at, body.first_key()))
+    at = call(aten.view.default, (at, [*sizes[dim : dim + 2], *[1] * (len(sizes) - dim - 2)]))
+    last = call(operator.sub, (given, 1)) if isinstance(given, Node) else given - 1
+    index = call(aten.expand.default, (call(aten.clamp.default, (at, 0, last)), sizes))
+    bounds = (call(aten.ge.Scalar, (at, 0)), call(aten.le.Scalar, (at, last)))
+    moved = call(aten.gather.default, (value, dim + 1, index))
+    return body.zero_unless(call(aten.logical_and.default, bounds), moved, node)
+
+
+def check_columns(body, node: Node, operand: Node, dim: int) -> None:
+    """Refuse columns of which some are no keys, or that are keys before the shift and behind it: a chunk has
+    some of the keys, and would not find those that a shift reads."""
+    counted = [value for value in (node, operand) if body.carries_keys(value, dim)]
+    length = hint(body.analysis.length)
+    if len(counted) > 1 or any(shape_of(value)[dim] != length for value in counted):
+        raise refuse(
+            node,
+            "The attention keys are shifted against the token sequence",
+            "Attend over all tokens, and slice the result afterwards",
+        )
+
+
+@rule(
+    "streambp::skewed",
+    emit=emit_skewed,
+    cost=FUSED,
+    linear="x",
+    form=Form.SKEWED,
+    bounded=if_operands_are,
+)
+def skewed(node: Node) -> Signature:
+    _, dim, _, _, _, rows = node.args
+    rank = len(shape_of(node))
+    read, made = (tuple((name, i) if i == dim + 1 else i for i in range(rank)) for name in ("read", "made"))
+    reach = {dim: Reach(rows, rows)} if rows else {}
+    return Signature((read,), (made,), contracts="all", reach=reach, placed=frozenset({dim}))
 
 
 def emit_scatter(body, node: Node):

@@ -6,11 +6,14 @@ those that lack the tag.
 
 from typing import Any
 
+from torch.fx import Node
+
+from ..ir import Signature, shape_of
 from . import rule
 from .facets import CostClass, Form
 from .mask_domain import arithmetic, comparisons, fills, layout, logic, normalization
 from .mask_domain.bounded import if_nonnegative, if_operands_are
-from .signatures import broadcast
+from .signatures import argument, broadcast
 
 FUSED, VIEW = CostClass.FUSED, CostClass.VIEW
 
@@ -109,6 +112,17 @@ rule(
     "aten::native_dropout_backward",
     **GRADIENT,
 )(broadcast)
+
+# Features of which one half gates the other
+
+
+@rule("aten::glu", cost=FUSED, bounded=if_operands_are)
+def glu(node: Node) -> Signature:
+    rank = len(shape_of(node))
+    dim = argument(node, 1, "dim", -1) % rank
+    given, made = (tuple(half if i == dim else i for i in range(rank)) for half in ("halves", None))
+    return Signature((given,), (made,), contracts="all")
+
 
 # Constants in the shape of an operand
 
