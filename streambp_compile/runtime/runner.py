@@ -247,7 +247,8 @@ class Runner:
             return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
         mark = binding.tokens
         shape[mark.dim] = mark.outer * call.length * mark.inner
-        return memory_like(fake, shape)
+        memory = memory_like(fake, shape)
+        return memory if binding.columns is None else memory.zero_()  # no chunk writes keys beyond its range
 
     def finished(self, binding: Binding, buffer: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """A filled buffer without the rows that do not count."""
