@@ -207,6 +207,34 @@ def test_frozen_tables():
     check(model, (33, 41))
 
 
+def detached(table, length):
+    with torch.no_grad():
+        return cut(table, length)
+
+
+def test_parts_without_gradients():
+    """A part that is taken under ``no_grad`` has none."""
+    check(Model(gating, part=detached), (33,))
+
+
+def test_masks_that_are_passed_in():
+    """The gradient of a table is zero where a mask hides keys, which is checked in each call."""
+
+    class Masked(Model):
+        def forward(self, ids, mask):
+            self.layers[0].mixer = lambda q, k, v, table: joined(
+                scores(q, k, table).masked_fill(~mask, INF).softmax(-1) @ split(v)
+            )
+            return super().forward(ids)
+
+    model = Masked(bias, layers=1).double()
+    step = compiled(model)
+    ids, everything = torch.randint(VOCABULARY, (2, 33)), torch.ones(33, 33, dtype=torch.bool)
+    for mask in (causal(33), everything, causal(33)):
+        found, truth = (gradients(model, lambda: f(ids, mask)) for f in (step, model))
+        assert worst_error(found, truth) < EXACT
+
+
 def test_memory():
     """A training step holds the gradient of a table, and no other matrix."""
     length = 512

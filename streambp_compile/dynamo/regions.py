@@ -35,13 +35,20 @@ def early_views(graph: Graph, axis: Axis | None) -> tuple[Node, ...]:
     they read. And ``table[:, :tokens]`` of a table that is as long as the longest sequence, where the number
     of tokens is a symbol: only this part has a row for each token. And ``table[:tokens, :tokens]`` of a
     weight for each pair of positions: only this part of its gradient has a row and a column for each token.
+    Views that the model takes without gradients stay where they are.
     """
     found: dict[Node, None] = {}
+    detached, with_gradients = set[Node](), True
     for node in graph.nodes:
+        if is_gradient_switch(node):
+            with_gradients = bool(node.args[0])
+        detached |= set() if with_gradients else {node}
         if is_item_of_weight(node) or is_part_of_table(node, axis) or is_part_of_pairs(node, axis):
             steps = steps_from_input(node)
             seen = {*steps, *(a for s in steps for a in s.all_input_nodes)}
-            if not any(mutated(user) in seen for s in seen for user in s.users):
+            if detached.isdisjoint(steps) and not any(
+                mutated(user) in seen for s in seen for user in s.users
+            ):
                 found.update(dict.fromkeys(steps))
     return tuple(found)
 
