@@ -507,6 +507,7 @@ OWN = (
     "added triangle",
     "alibi",
     "relative bias",
+    "learned bias",
     "sinks",
     "window",
     "chunked",

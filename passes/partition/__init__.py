@@ -105,11 +105,12 @@ def check_domains(problem: Problem, choice: FullLength) -> None:
     for node in choice.streamed:
         is_output = node in problem.outputs
         if is_output and problem.is_matrix(node) and not problem.is_table(node):
-            raise refuse(
-                node,
-                "A [tokens, tokens] matrix is an output of this region",
-                "Build masks where they are used, from positions and padding",
+            remedy = (
+                "Give a weight for pairs of positions one row and one column for each token"
+                if node in problem.gradients
+                else "Build masks where they are used, from positions and padding"
             )
+            raise refuse(node, "A [tokens, tokens] matrix is an output of this region", remedy)
         filled = is_output and fills_with_zeros(node) or node in problem.analysis.shifted_copies
         if problem.has_padding(node) and tensor_operands(node) and not filled:
             raise refuse(
