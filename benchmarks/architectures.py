@@ -17,6 +17,7 @@ from torch import nn
 
 VOCAB, WIDTH, HEADS, LAYERS, LONGEST = 1024, 64, 4, 2, 4096
 HEAD = WIDTH // HEADS
+PAIRS = 2048  # positions of weights that have an entry for each pair of them
 SEPARATOR = 3  # ends a document of a packed sequence
 
 
@@ -222,6 +223,20 @@ class RelativeShiftBothWays(Attention):
         padded = torch.cat([zeros, scores], dim=-1).view(batch, count, -1, length)
         shifted = padded[:, :, 1:].view_as(scores)[..., : scores.size(-1) // 2 + 1]
         return ((query @ key.mT + shifted) / HEAD**0.5).softmax(-1) @ value
+
+
+class LearnedBias(Attention):
+    """A learned number for each pair of positions, added to the scores of all heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(0.02 * torch.randn(PAIRS, PAIRS))
+
+    def mix(self, query, key, value):
+        length = query.size(2)
+        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        scores = query @ key.mT / HEAD**0.5 + self.bias[:length, :length]
+        return scores.masked_fill(later, float("-inf")).softmax(-1) @ value
 
 
 class Sinks(Attention):
@@ -922,6 +937,7 @@ ARCHITECTURES: dict[str, Callable[[], Decoder]] = {
     "relative bias": blocks(RelativeBias, positions=False),
     "relative shift": blocks(RelativeShift, positions=False),
     "relative shift both ways": blocks(RelativeShiftBothWays, positions=False),
+    "learned bias": blocks(LearnedBias, positions=False),
     "sinks": blocks(Sinks),
     "window": blocks(Window),
     "chunked": blocks(Chunked),

@@ -509,6 +509,7 @@ OWN = (
     "relative bias",
     "relative shift",
     "relative shift both ways",
+    "learned bias",
     "sinks",
     "window",
     "chunked",

@@ -86,6 +86,7 @@ def key_ranges(
     ]
     if scores:
         found = proofs_of_scores(scores, facts, signatures, masks, is_cheap)
+        found += proofs_of_outputs(graph, facts, masks, is_cheap)
         proofs += [proof for proof, _ in found]
         reaches = [*ranges.values(), *(reach for _, reach in found)]  # fused attention reads the same keys
         joined = functools.reduce(Reach.join, reaches) if reaches else EVERYWHERE
@@ -129,6 +130,27 @@ def proofs_of_scores(
         else:
             proof = proof_of(band, is_cheap)
             found.append((proof, along(proof.reach, band, fact.rows, fact.keys)))
+    return found
+
+
+def proofs_of_outputs(
+    graph: Graph, facts: Facts, masks: Mapping[Node, Abstract], is_cheap: IsCheap
+) -> list[tuple[Proof, Reach]]:
+    """The same for every matrix of rows and keys that is an output (the gradient of a table): what no chunk
+    writes is to be zero."""
+    found = []
+    output = next((n for n in reversed(graph.nodes) if n.op == "output"), None)
+    for node in () if output is None else output.all_input_nodes:
+        fact = facts.get(node)
+        if node.op == "placeholder" or not isinstance(fact, Tokens) or fact.keys is None:
+            continue
+        source = unfolded(node, facts, masks)
+        band, whole = masks.get(source), facts[source]
+        if is_zero_outside(band) and isinstance(whole, Tokens) and whole.keys is not None:
+            proof = proof_of(band, is_cheap)
+            found.append((proof, along(proof.reach, band, whole.rows, whole.keys)))
+        else:
+            found.append((UNPROVED, EVERYWHERE))
     return found
 
 

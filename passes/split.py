@@ -70,14 +70,14 @@ class Region:
 def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], bool]) -> tuple[Region, ...]:
     """Regions in execution order.
 
-    state  true for nodes that only switch a mode (autocast, gradients): they belong to no region, the builder
-           replays them
+    state  true for nodes that only switch a mode (autocast, gradients), which the builder replays, and for
+           those that run before all regions: they belong to none
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not state(n)]
     flow = networkx.DiGraph()
     flow.add_nodes_from(graph.nodes)
     flow.add_edges_from((operand, n) for n in graph.nodes for operand in n.all_input_nodes)
-    cheap = cheap_nodes(traits, flow)
+    cheap = {n for n in cheap_nodes(traits, flow) if not (state(n) and traits[n].grad)}
     body = deferred(
         [n for n in nodes if n not in cheap],
         {n: traits[n].bytes for n in nodes},

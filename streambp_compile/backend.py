@@ -228,7 +228,7 @@ class Chain:
         built: dict[str, CompiledRegion] = {}
 
         def compiled(region: Region) -> CompiledRegion:
-            module, inputs = build_region(self.module, region)
+            module, inputs = build_region(self.module, region, cut.views)
             own = axis_of(region, cut.axes)
             text = region_text(module, inputs, own, region)
             if text not in built:
@@ -287,7 +287,7 @@ class Chain:
             node: Later(
                 region,
                 functools.partial(self.outside_tracing, compiled, region),
-                self.recordable(region),
+                self.recordable(region, cut.views),
                 returned,
                 functools.cache(functools.partial(self.hint_at_freed_weights, bytes_of(fake_of(node)))),
             )
@@ -300,7 +300,7 @@ class Chain:
         with internals.tracing_of(internals.detect_fake_mode([fake_of(n) for n in region.inputs])):
             return compiled(region).call
 
-    def recordable(self, region: Region) -> LazyRegion:
+    def recordable(self, region: Region, views: Sequence[Node]) -> LazyRegion:
         """A lazy region for what will be done to its output outside: each such expression is a function
         of its own to this backend."""
         config = self.config
@@ -311,7 +311,7 @@ class Chain:
             )
 
         return LazyRegion(
-            functools.cache(lambda: build_region(self.module, region)[0]), config, compile_expression
+            functools.cache(lambda: build_region(self.module, region, views)[0]), config, compile_expression
         )
 
     def hint_at_outputs(

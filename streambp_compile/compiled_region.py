@@ -29,6 +29,7 @@ from .passes.ir import (
     bytes_of,
     is_tensor,
     value_of,
+    viewed,
     where_of,
 )
 from .passes.kernels.products import scale_
@@ -186,10 +187,11 @@ class CompiledRegion:
             return CompiledRegion(*parts, may_check, self.unfit, choices)
 
     def is_graph_input(self, placeholder: Node) -> bool:
-        """Is an input of the joint graph one of the whole graph, which is alive in any case?"""
+        """Is an input of the joint graph one of the whole graph, or a view of one, which is alive in any
+        case?"""
         sources = dict(zip(self.streamed.placeholders, (node for _, node in self.flat)))
         source = sources.get(placeholder)
-        return source is not None and source.op == "placeholder"
+        return source is not None and viewed(source).op == "placeholder"
 
     def input_marks(self) -> dict[int, tuple[Mark, ...]]:
         return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}

@@ -326,14 +326,20 @@ def partitioned(
     if both is not None:
         return Programs(both, fused=True)
     given = sums_of_forward(region.graph, forward)
-    backward = partition(region.graph, analysis, region.backward, given=given, movable=region.tangents)
+    backward = partition_backward(region, analysis, given)
     if keep:
         kept = worth_keeping(backward, region.tangents, analysis, device)[:keep]
         given = given.union(n for value in kept for n in value.nodes)
-        backward = partition(region.graph, analysis, region.backward, given=given, movable=region.tangents)
+        backward = partition_backward(region, analysis, given)
     saved = saved_values(region, backward, given)
     handed_on = tuple(n for n in saved if n not in region.primals)
     return Programs(returning(region, analysis, forward, handed_on), backward, saved)
+
+
+def partition_backward(region: Joint, analysis: Analysis, given: Iterable[Node]) -> Program:
+    """The program of the gradients, which may be written over incoming ones."""
+    outputs = region.backward
+    return partition(region.graph, analysis, outputs, given, movable=region.tangents, gradients=outputs)
 
 
 def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tuple[Node, ...]:
@@ -418,7 +424,8 @@ def in_one_sweep(
     if not is_linear(region.graph, region.tangents[0], region.backward):
         return None
     try:
-        both = partition(region.graph, analysis, (*region.forward, *region.backward), movable=movable)
+        outputs = (*region.forward, *region.backward)
+        both = partition(region.graph, analysis, outputs, movable=movable, gradients=region.backward)
     except Abandoned:
         raise
     except CannotStream:

@@ -45,7 +45,7 @@ from .facts import (
     is_row_wise,
     parts_of,
 )
-from .layouts import Layout, has_gaps, layout_of
+from .layouts import Layout, has_gaps, layout_of, strides_of_part
 from .programs import (
     SHORTEST_CHUNK,
     Direction,
@@ -162,6 +162,7 @@ __all__ = [
     "rank_of",
     "refuse",
     "shape_of",
+    "strides_of_part",
     "symbols_in",
     "takes_kernel",
     "tensor_operands",

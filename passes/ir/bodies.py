@@ -55,7 +55,7 @@ class Binding:
     low      the token of row 0 of the source, after any shift
     output   of a source with several outputs: which one
     size     for a scalar that is a size of the model: the symbol
-    columns  for rows of a stored matrix: its dimension of keys, cut like keys
+    columns  for rows of a matrix at full length: its dimension of keys, cut like keys
     state_rows  for a state: its number of rows
     filling  for a state or an accumulator: what it is before the first row
     """

@@ -43,6 +43,14 @@ def layout_of(value: torch.Tensor) -> Layout:
     return Layout.of(value) or Layout(tuple(range(value.dim())))
 
 
+def strides_of_part(value: torch.Tensor, sizes: Sequence[int]) -> list:
+    """The strides of a matrix of these sizes as chunks read it: its own where it is part of a wider one, so
+    that it is not copied, else those of the layout that it is given."""
+    own = list(value.stride())
+    constant = all(isinstance(stride, int) and stride > 0 for stride in own)
+    return own if constant and has_gaps(value) else layout_of(value).strides(sizes)
+
+
 def has_gaps(value: torch.Tensor) -> bool:
     """Is a (fake) tensor, before it was expanded, part of something larger?"""
     pairs = [(hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride())]

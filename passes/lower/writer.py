@@ -296,12 +296,12 @@ class Writer(Rows):
     def store(self) -> None:
         """Write the node's rows into their buffer, or over the input whose buffer they take."""
         node, target = self.node, dict(self.sweep.in_place).get(self.node)
-        mark, value = self.fact(node).rows, self.draft.values[node]
+        fact, value = self.fact(node), self.draft.values[node]
+        mark = fact.rows
         if target is not None:
-            fact = self.fact(target)
-            binding = Binding(BindingRole.ROWS, target, target.name, mark, fact.lo, columns=fact.keys)
+            binding = Binding(BindingRole.ROWS, target, target.name, mark, self.fact(target).lo)
         else:
-            binding = Binding(BindingRole.WRITE, node, node.name, mark, self.fact(node).lo)
+            binding = Binding(BindingRole.WRITE, node, node.name, mark, fact.lo, columns=fact.keys)
         if mark.outer != 1 or mark.inner != 1:
             value = self.reshaped(value, self.unflattened(node, mark))
         self.graph.call_function(aten.copy_.default, (self.draft.bind(binding), value))

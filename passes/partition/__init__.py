@@ -41,13 +41,16 @@ def partition(
     outputs: Iterable[object],
     given: Iterable[Node] = (),
     movable: Iterable[Node] = (),
+    gradients: Iterable[object] = (),
 ) -> Program:
     """The sweeps that compute ``outputs`` from the placeholders and ``given``.
 
-    movable  inputs that this program may overwrite (incoming gradients)
+    movable    inputs that this program may overwrite (incoming gradients)
+    gradients  outputs that are gradients of inputs
     Raises `CannotStream` where no six sweeps do.
     """
-    problem = Problem(graph, analysis, tuple(outputs), frozenset(given), frozenset(movable))
+    wanted = (tuple(outputs), frozenset(given), frozenset(movable), frozenset(gradients))
+    problem = Problem(graph, analysis, *wanted)
     choices = [find_full_length(problem)]
     if choices[0].has_scans:
         choices.append(find_full_length(problem, carry_all=True))
@@ -101,12 +104,13 @@ def check_domains(problem: Problem, choice: FullLength) -> None:
     zeros."""
     for node in choice.streamed:
         is_output = node in problem.outputs
-        if is_output and problem.is_matrix(node):
-            raise refuse(
-                node,
-                "A [tokens, tokens] matrix is an output of this region",
-                "Build masks where they are used, from positions and padding",
+        if is_output and problem.is_matrix(node) and not problem.is_table(node):
+            remedy = (
+                "Give a weight for pairs of positions one row and one column for each token"
+                if node in problem.gradients
+                else "Build masks where they are used, from positions and padding"
             )
+            raise refuse(node, "A [tokens, tokens] matrix is an output of this region", remedy)
         filled = is_output and fills_with_zeros(node) or node in problem.analysis.shifted_copies
         if problem.has_padding(node) and tensor_operands(node) and not filled:
             raise refuse(

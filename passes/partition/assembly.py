@@ -212,6 +212,7 @@ class Assembly:
         fact, value, other = self.problem.analysis.facts[out], value_of(out), value_of(source)
         return (
             isinstance(fact, Tokens)
+            and fact.keys is None
             and self.problem.analysis.facts[source] == fact
             and (fact.lo, fact.hi) == (0, 0)
             and other.dtype == value.dtype

@@ -19,6 +19,7 @@ from ..ir import (
     Tokens,
     bytes_of,
     hint,
+    is_equal,
     is_row_wise,
     is_view,
     parts_of,
@@ -36,8 +37,9 @@ NARROW = (
 class Problem:
     """A graph, what is known of it, and what is wanted of it.
 
-    given    nodes whose values come from outside, beside placeholders and constants
-    movable  inputs that the program may overwrite
+    given      nodes whose values come from outside, beside placeholders and constants
+    movable    inputs that the program may overwrite
+    gradients  outputs that are gradients of inputs
     """
 
     graph: Graph
@@ -45,6 +47,7 @@ class Problem:
     outputs: tuple[object, ...]
     given: frozenset[Node]
     movable: frozenset[Node]
+    gradients: frozenset[object] = frozenset()
 
     @functools.cached_property
     def inputs(self) -> frozenset[Node]:
@@ -83,6 +86,16 @@ class Problem:
         """Has a row and a column per token."""
         facts = parts_of(self.analysis.facts.get(node))
         return any(isinstance(f, Tokens) and f.keys is not None for f in facts)
+
+    def is_table(self, node: Node) -> bool:
+        """Is this the gradient of a table over pairs of positions, with a row and a column for each token and
+        no others? It takes as much memory as the table does."""
+        fact = self.analysis.facts.get(node)
+        if node not in self.gradients or not isinstance(fact, Tokens) or fact.keys is None:
+            return False
+        columns = value_of(node).shape[fact.keys.dim]
+        whole = (fact.lo, fact.hi) == (0, 0) and fact.keys.outer == fact.keys.inner == 1
+        return whole and is_equal(columns, self.analysis.length)
 
     def has_padding(self, node: Node) -> bool:
         """Has rows before the first token, or after the last."""

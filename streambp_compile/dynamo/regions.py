@@ -33,14 +33,22 @@ def early_views(graph: Graph, axis: Axis | None) -> tuple[Node, ...]:
 
     ``weight[3]`` of weights that all layers have in one tensor: regions are then equal but for which weight
     they read. And ``table[:, :tokens]`` of a table that is as long as the longest sequence, where the number
-    of tokens is a symbol: only this part has a row for each token.
+    of tokens is a symbol: only this part has a row for each token. And ``table[:tokens, :tokens]`` of a
+    weight for each pair of positions: only this part of its gradient has a row and a column for each token.
+    Views that the model takes without gradients stay where they are.
     """
     found: dict[Node, None] = {}
+    detached, with_gradients = set[Node](), True
     for node in graph.nodes:
-        if is_item_of_weight(node) or is_part_of_table(node, axis):
+        if is_gradient_switch(node):
+            with_gradients = bool(node.args[0])
+        detached |= set() if with_gradients else {node}
+        if is_item_of_weight(node) or is_part_of_table(node, axis) or is_part_of_pairs(node, axis):
             steps = steps_from_input(node)
             seen = {*steps, *(a for s in steps for a in s.all_input_nodes)}
-            if not any(mutated(user) in seen for s in seen for user in s.users):
+            if detached.isdisjoint(steps) and not any(
+                mutated(user) in seen for s in seen for user in s.users
+            ):
                 found.update(dict.fromkeys(steps))
     return tuple(found)
 
@@ -75,6 +83,19 @@ def is_part_of_table(node: Node, axis: Axis | None) -> bool:
         return False
     rows, tokens = (fake_of(n).shape[part.dim] for n in (table, node))
     return isinstance(rows, int) and not isinstance(tokens, int)
+
+
+def is_part_of_pairs(node: Node, axis: Axis | None) -> bool:
+    """Are these the rows, or the columns, of tokens of a weight that has an entry for each pair of
+    positions?"""
+    table, marks = node.args[0] if node.args else None, axis.marks.get(node, ()) if axis else ()
+    if len(marks) != 2 or not isinstance(table, Node) or not wants_gradient(table):
+        return False
+    part = slice_of(node, fake_of(table).dim())
+    if part is None or part.lost or part.dim not in {mark.dim for mark in marks}:
+        return False
+    steps = steps_from_input(node)
+    return bool(steps) and is_parameter(fake_of(steps[0].args[0])) and all(map(wants_gradient, steps))
 
 
 def weight_updates(graph: Graph) -> tuple[Node, ...]:
@@ -278,9 +299,14 @@ def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list[object]]:
+def build_region(
+    module: GraphModule, region: Region, views: Container[Node] = ()
+) -> tuple[GraphModule, list[object]]:
     """A module of its own for a region, with the modes (autocast, gradients) that held at its nodes replayed
-    around them."""
+    around them.
+
+    views  views of inputs that are taken before all regions
+    """
     graph = Graph()
     values: dict[Node, Node] = {}
     inputs, storages = [], written_storages(region)
@@ -288,8 +314,9 @@ def build_region(module: GraphModule, region: Region) -> tuple[GraphModule, list
         if node.op == "get_attr":
             continue
         values[node] = graph.placeholder(f"in_{i}")
+        given = node.op == "placeholder" or node in views
         written = storage_of(node) in storages and wants_gradient(node)
-        inputs.append(fresh(fake_of(node), computed=node.op != "placeholder", written=written))
+        inputs.append(fresh(fake_of(node), computed=not given, written=written))
         values[node].meta["example_value"] = inputs[-1]
     buffers = written_buffers(region)
     values.update({n: graph.call_method("clone", (values[n],)) for n in buffers})

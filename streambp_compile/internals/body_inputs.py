@@ -25,6 +25,7 @@ from ..passes.ir import (
     Layout,
     blocks_of,
     layout_of,
+    strides_of_part,
     total_dtype,
 )
 from ..runtime.runner import source_value
@@ -106,11 +107,13 @@ class BodyInputs:
 
     def part(self, binding: Binding, value: torch.Tensor, full: list) -> tuple[list, list]:
         """Sizes and strides of what a chunk sees of a value with tokens: its rows, or keys."""
-        mark, of_rows = binding.mark, binding.role in OF_ROWS
+        mark, role, of_rows = binding.mark, binding.role, binding.role in OF_ROWS
         length = self.symbol("length", self.hints["length"])
         full[mark.dim] = mark.outer * length * mark.inner
-        summed = binding.role is BindingRole.KEYTOTAL
+        summed = role is BindingRole.KEYTOTAL
         strides = contiguous_strides(full) if summed else layout_of(value).strides(full)
+        if binding.columns is not None and role is BindingRole.ROWS:
+            strides = strides_of_part(value, full)
         name = "rows" if of_rows else "keys"
         count = self.symbol(name, self.hints[name])
         if binding.columns is not None:

@@ -35,6 +35,7 @@ from ..passes.ir import (
     layout_of,
     part_nodes,
     part_results,
+    strides_of_part,
     total_dtype,
     value_of,
     where_of,
@@ -234,6 +235,8 @@ class Runner:
             return value if Layout.of(fake) is None else laid_out(value, layout_of(fake))
         if role is BindingRole.ROWS:
             value = aligned(value, binding.tokens, -binding.low, call.length)
+            if binding.columns is not None:
+                return strided(value, strides_of_part(fake, value.shape))
         return laid_out(value, layout_of(fake))
 
     def buffer(self, binding: Binding, call: Call) -> torch.Tensor:
@@ -247,7 +250,8 @@ class Runner:
             return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
         mark = binding.tokens
         shape[mark.dim] = mark.outer * call.length * mark.inner
-        return memory_like(fake, shape)
+        memory = memory_like(fake, shape)
+        return memory if binding.columns is None else memory.zero_()  # no chunk writes keys beyond its range
 
     def finished(self, binding: Binding, buffer: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """A filled buffer without the rows that do not count."""
@@ -331,7 +335,11 @@ def memory_like(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def laid_out(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The value in exactly this dense layout; a copy only if it is laid out otherwise."""
-    strides = layout.strides(value.shape)
+    return strided(value, layout.strides(value.shape))
+
+
+def strided(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The value with exactly these strides; a copy only if it has others."""
     if all(a == b or s == 1 for a, b, s in zip(value.stride(), strides, value.shape)):
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

@@ -47,9 +47,9 @@ def chosen(node: Node, known: Known) -> Abstract:
         return inside if condition.const else filling
     if is_boolean(node):
         return chosen_mask(node, *(operand(x, node, known) for x in node.args[:3]))
-    for zero, band in ((inside, filling), (filling, inside)):
+    for zero, band, negated in ((inside, filling, True), (filling, inside, False)):
         if zero == Affine(0.0) and is_zero_outside(band):
-            return band
+            return narrowed(band, visible_where(node.args[0], node, known, negated))
     if is_zero_outside(inside) and is_zero_outside(filling) and have_same_axes(inside, filling):
         return hull(inside, filling)
     if is_visible_mask(condition) and is_zero_outside(filling) and have_same_axes(condition, filling):
@@ -63,6 +63,14 @@ def chosen(node: Node, known: Known) -> Abstract:
         found.append(emptied(masked_scores, visible, inside.const, node, known))
     bands = [band for band in found if band is not None]
     return next((band for band in bands if is_empty_outside(band)), bands[0] if bands else None)
+
+
+def narrowed(band: Band, mask: Band | None) -> Band:
+    """What is zero outside a band, and is filled with zeros where a mask does not leave it (``tril`` of
+    ``triu``)."""
+    if mask is None or mask.assumes or not have_same_axes(band, mask):
+        return band
+    return intersection(band, replace(mask, outside=0.0, key_masks=(), zero_inside=False))
 
 
 def chosen_mask(node: Node, condition: Operand, inside: Operand, filling: Operand) -> Abstract:
