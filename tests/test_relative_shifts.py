@@ -128,6 +128,7 @@ def test_relative_shifts_stream(name):
     assert_exact(model, torch.compile(model, backend="streambp", options={"chunk_size": 16}))
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_relative_shifts_compile():
     model = model_of(relative(nemo))

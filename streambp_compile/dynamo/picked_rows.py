@@ -97,8 +97,8 @@ class PutBack:
             if each not in found and depends_on_data(each):
                 found.add(each)
                 stack += each.all_input_nodes
-        self.nodes = [n for n in self.graph.nodes if n in found]
-        self.inputs = [n for n in self.graph.nodes if n not in found and not found.isdisjoint(n.users)]
+        self.nodes = sorted(found)
+        self.inputs = sorted({a for n in found for a in n.all_input_nodes} - found)
 
     def rewrite(self) -> None:
         """Write the node as a function of rows. Raises `NotRowByRow`."""
@@ -147,15 +147,15 @@ class PutBack:
 
     def check_writes(self) -> None:
         """Raises `NotRowByRow` where an input is written into after it was read."""
-        memory = {storage_of(n) for n in self.inputs}
-        first, inside = self.nodes[0], set(self.nodes)
-        for node in self.graph.nodes:
+        memory, inside = {storage_of(n) for n in self.inputs}, set(self.nodes)
+        node = self.nodes[0]
+        while node is not self.node:
             written = mutated(node)
-            if first < node < self.node and node not in inside and written is not None:
-                if storage_of(written) in memory:
-                    raise NotRowByRow(f"{node} writes into a value that picked rows are read from")
-            if node in inside and node is not self.node and written is not None and written not in inside:
+            if written is not None and node in inside and written not in inside:
                 raise NotRowByRow(f"{node} writes into a value beside the picked rows")
+            if written is not None and node not in inside and storage_of(written) in memory:
+                raise NotRowByRow(f"{node} writes into a value that picked rows are read from")
+            node = node.next
 
     def computed(self, *given: torch.Tensor) -> torch.Tensor:
         """What the node makes, or what it has written into."""
@@ -197,12 +197,10 @@ class PutBack:
     def put_into(self, base: Node, put: Node, mask: Node, how: Picked) -> Node:
         """The rows that were put back, in the value that they were put into."""
         in_place, like = mutated(self.node) is not None, self.value_like()
+        if how.added and in_place:
+            return self.written(aten.add_.Tensor, base, put)
         if how.added:
-            return (
-                self.written(aten.add_.Tensor, base, put)
-                if in_place
-                else inserted(like, torch.add, (base, put))
-            )
+            return inserted(like, torch.add, (base, put))
         for dim in reversed(range(fake_of(mask).dim())):
             if dim not in how.dims:
                 mask = inserted(like, torch.any, (mask, dim))

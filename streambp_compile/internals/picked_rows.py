@@ -14,6 +14,7 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import tls
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule
@@ -38,14 +39,20 @@ def capture_picked_rows(package: str) -> None:
     @functools.wraps(before)
     def init(self, code_options, compiler_fn, *args, f_code: CodeType, **kwargs) -> None:
         given = functools.partial(before, self, code_options, compiler_fn, *args, f_code=f_code, **kwargs)
-        captured = defined_in(compiler_fn, package) and f_code not in BROKEN_THERE
+        captured = defined_in(compiler_fn, package) and written_by_user(f_code) not in BROKEN_THERE
         if not captured or dynamo_config.capture_dynamic_output_shape_ops:
             return given()
         with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
             given()
-        self.picking_rows = f_code
+        self.picking_rows = written_by_user(f_code)
 
     OutputGraph.__init__ = init
+
+
+def written_by_user(code: CodeType) -> CodeType:
+    """The function that a piece of code is, or goes on with after a graph break."""
+    resumed = ContinueExecutionCache.generated_code_metadata.get(code)
+    return code if resumed is None else resumed.code
 
 
 def break_at_picked_rows() -> None:
