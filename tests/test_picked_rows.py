@@ -179,6 +179,14 @@ def numbered(x, gates, chosen, e, f, out):
     out.index_add_(0, rows, f(x[rows]) * rows[:, None])
 
 
+def shifted(x, gates, chosen, e, f, out):
+    """Rows of the tokens before those that were picked."""
+    out, x = out.view(2, -1, WIDTH), x.view(2, -1, WIDTH)
+    rows, place = torch.where(chosen[:, 0].view(2, -1) == e)
+    gates = gates.view(2, -1, 2)[rows, place, :1]
+    out[rows, place] = f(x[rows, (place - 1).clamp(min=0)]) * gates
+
+
 def branching(x, gates, chosen, e, f, out):
     rows = torch.where(chosen[:, 0] == e)[0]
     if rows.numel() == 0:
@@ -198,10 +206,10 @@ def dropped(x, gates, chosen, e, f, out):
     out.index_add_(0, rows, f(x[rows]).clone().requires_grad_() * x[rows].relu_())
 
 
-OTHERS = {f.__name__: f for f in (mixing, detached, numbered, branching, written, dropped)}
+OTHERS = {f.__name__: f for f in (mixing, detached, numbered, shifted, branching, written, dropped)}
 
 
-@pytest.mark.parametrize("name", representatives(OTHERS, {"mixing"}))
+@pytest.mark.parametrize("name", representatives(OTHERS, {"mixing", "shifted"}))
 def test_what_is_no_function_of_rows_stays_exact(name):
     """The graph breaks there, as it does by default."""
     with warnings.catch_warnings():

@@ -18,6 +18,7 @@ from .picked_functions import NotRowByRow
 
 aten = torch.ops.aten
 PROBED = 7  # picked places of which it is computed which coordinate a value holds
+FAR = 1 << 40  # such places lie so far apart that no arithmetic makes one coordinate of another
 
 
 class PickedGraph:
@@ -75,7 +76,8 @@ class PickedGraph:
     def read_coordinates(self) -> dict[Node, int]:
         """Which dimension of the mask a value of the picked places is: computed on an example."""
         rank = self.mask.meta["val"].dim()
-        example = torch.arange(PROBED * rank).view(PROBED, rank)
+        drawn = torch.Generator().manual_seed(0)
+        example = torch.randint(FAR, (PROBED, rank), generator=drawn)
         values: dict[Node, object] = {}
         for node in self.nodes:
             if form_of(node) is Form.PLACES:
