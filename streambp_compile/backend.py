@@ -48,6 +48,7 @@ from .dynamo.regions import (
     widest_input,
 )
 from .dynamo.relative_shifts import write_relative_shifts
+from .dynamo.returned_views import part_returned_views, with_returned_views
 from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
 from .dynamo.shared_keys import part_shared_keys
@@ -221,6 +222,7 @@ class Chain:
             raise CannotStream(SHARDED)
         with time_limit(self.config.analysis_seconds, self.hint), capturing_once():
             self.module = self.rewritten()
+            views = {} if self.transformed else part_returned_views(self.module)
             self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
             given = zip(self.placeholders, self.example_inputs)
             self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in given]
@@ -241,6 +243,7 @@ class Chain:
         later = self.computed_later(cut, compiled)
         parts = (later, self.placeholders, cut, outputs_of(self.module))
         links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut.axes)
+        call = with_returned_views(call, views, self.placeholders, outputs_of(self.module))
         self.record(links, [a.length for a in cut.axes], call)
         return self.watched(call)
 

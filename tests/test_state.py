@@ -386,3 +386,30 @@ def test_inputs_that_are_written_into_pass_gradients_on(write):
         found = gradients_by(torch.compile(write, backend="streambp", options=OPTIONS))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT)
+
+
+def of_input(y: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return y.view(-1, 8), (y + weight.sum()).sum()
+
+
+def of_output(y: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    made = y * 3 + weight.sum()
+    return made[:, 3:].transpose(0, 1), made, made.sum()
+
+
+@pytest.mark.parametrize("function", [of_input, of_output])
+def test_what_is_written_into_a_returned_view_is_written_into_its_base(function):
+    x, weight = torch.randn(2, 43, 8).double().requires_grad_(), torch.randn(8, 8).double().requires_grad_()
+
+    def gradients_by(called):
+        y = x * 2
+        view, *others = called(y, weight)
+        view.mul_(2).add_(1)
+        loss = sum(other.sin().sum() for other in (y, *others))
+        return loss, *torch.autograd.grad(loss, (x, weight))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = gradients_by(torch.compile(function, backend="streambp", options=OPTIONS))
+    for a, b in zip(found, gradients_by(function), strict=True):
+        torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT)
