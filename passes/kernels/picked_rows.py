@@ -63,12 +63,12 @@ def over_picked(operands: list[Tensor], function: str) -> list[Tensor]:
     """
     found, mask = FUNCTIONS[function], operands[0]
     places = mask.nonzero().unbind(1)
-    given = [picked_rows(x, how, places) for x, how in zip(operands[1:], found.operands)]
+    given = [look_up_rows(x, how, places) for x, how in zip(operands[1:], found.operands)]
     rows = found.module(places[0].shape[0], *given)
     return [put_rows(mask, x, how, places) for x, how in zip(rows, found.results)]
 
 
-def picked_rows(x: Tensor, how: Picked, places: tuple[Tensor, ...]) -> Tensor:
+def look_up_rows(x: Tensor, how: Picked, places: tuple[Tensor, ...]) -> Tensor:
     return x[tuple(places[d] for d in how.dims)] if how.dims else x
 
 

@@ -34,7 +34,7 @@ def picked(node: Node) -> Signature:
 
 
 def width(node: Node) -> int:
-    """Bytes for each row of the mask's first tokens, if all its entries are picked."""
+    """Bytes per picked row, which are no more than the tokens where each is picked once."""
     return function_of(node).width
 
 

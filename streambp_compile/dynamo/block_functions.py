@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -191,10 +191,7 @@ def traced(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int, cou
     shape[found.result.dim] = count * unit[found.result.along]
 
     def run(grad: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            given = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(operands)]
-            result = found.module(count, *given)
-            return torch.autograd.grad(result, given[wanted], grad, materialize_grads=True)[0]
+        return gradients_at(lambda *given: found.module(count, *given), operands, [wanted], grad)[0]
 
     with internals.FakeTensorMode(allow_non_fake_inputs=True):
         grad = torch.empty(shape, dtype=found.dtype, device=fakes[0].device)
@@ -205,6 +202,19 @@ def traced(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int, cou
         module = internals.make_fx(run, decomposition_table=internals.decompositions())(grad, *operands)
     module.graph.eliminate_dead_code()
     return module
+
+
+def gradients_at(
+    function: Callable[..., torch.Tensor],
+    operands: Sequence[torch.Tensor],
+    wanted: Sequence[int],
+    grad: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The gradients of some operands of a function, from that of its result."""
+    with torch.enable_grad():
+        given = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(operands)]
+        read = [given[i] for i in wanted]
+        return list(torch.autograd.grad(function(*given), read, grad, materialize_grads=True))
 
 
 def for_any_count(traces: Sequence[GraphModule]) -> GraphModule:

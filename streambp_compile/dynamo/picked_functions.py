@@ -16,7 +16,7 @@ from .. import internals
 from ..passes.ir import Mark, tensor_operands
 from ..passes.kernels.picked_rows import FUNCTIONS, Picked, PickedFunction
 from ..passes.token_propagation import Signatures, TokenPropagation
-from .block_functions import COUNTS, check_differentiable, for_any_count, most_alive
+from .block_functions import COUNTS, check_differentiable, for_any_count, gradients_at, most_alive
 
 streambp = torch.ops.streambp
 
@@ -122,10 +122,7 @@ def traced(
     (result,) = found.results
 
     def run(grad: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
-        with torch.enable_grad():
-            given = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(operands)]
-            (rows,) = found.module(count, *given)
-            return list(torch.autograd.grad(rows, [given[i] for i in wanted], grad, materialize_grads=True))
+        return gradients_at(lambda *given: found.module(count, *given)[0], operands, wanted, grad)
 
     with internals.FakeTensorMode(allow_non_fake_inputs=True):
         shape = [count, *(int(s) for s in result.shape[len(result.dims) :])]

@@ -45,7 +45,7 @@ def write_picked_rows(module: GraphModule) -> GraphModule:
                     PutBack(node, modes, known).rewrite()
                 except NotRowByRow as reason:
                     internals.log.debug("picked rows at %s stay as they are: %s", node, reason)
-    erase_unread(module.graph)
+    erase_rows_unread(module.graph)
     module.recompile()
     return module
 
@@ -64,7 +64,7 @@ def puts_back(node: Node) -> bool:
     return makes and read and not depends_on_data(node)
 
 
-def erase_unread(graph: Graph) -> None:
+def erase_rows_unread(graph: Graph) -> None:
     """Erase values that depend on data, and checks of them, which nobody reads any more."""
     for node in reversed(graph.nodes):
         read = any(map(depends_on_data, node.all_input_nodes))

@@ -33,7 +33,7 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlaceMap:
     """Where the entries of a value come from: places in the rows of a matrix, laid one behind the other.
 
     source  the value that holds the matrix, with rows along ``dim`` and columns behind them
@@ -88,22 +88,22 @@ def write_relative_shifts(module: GraphModule) -> GraphModule:
     if found:
         fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
         axes = axes_of(traced(module, fakes), fakes)
-        found = {node: layout for node, layout in found.items() if has_rows_of_tokens(layout, axes)}
-        count_apart(module.graph, [layout.source for layout in found.values()])
-        erase_unread(module.graph, [node for node, layout in found.items() if write(node, layout)])
+        found = {node: place_map for node, place_map in found.items() if has_rows_of_tokens(place_map, axes)}
+        count_apart(module.graph, [place_map.source for place_map in found.values()])
+        erase_unread(module.graph, [node for node, place_map in found.items() if write(node, place_map)])
     return module
 
 
-def has_rows_of_tokens(layout: Layout, axes: Sequence[Axis]) -> bool:
-    marks = [m for axis in axes for m in axis.marks.get(layout.source, ()) if m.dim == layout.dim]
-    known = not internals.is_unbacked(fake_of(layout.source))
+def has_rows_of_tokens(place_map: PlaceMap, axes: Sequence[Axis]) -> bool:
+    marks = [m for axis in axes for m in axis.marks.get(place_map.source, ()) if m.dim == place_map.dim]
+    known = not internals.is_unbacked(fake_of(place_map.source))
     return known and any(m.outer == m.inner == 1 for m in marks)
 
 
 def count_apart(graph: Graph, scores: Sequence[Node]) -> None:
     """Give each reader of the numbers that relative positions are made of numbers of its own: those that are
     read as tokens, by a mask, would make keys of relative positions."""
-    written = written_storages(graph)
+    written = mutated_storages(graph)
     for node in ancestors(scores):
         if part_of(node) is not Part.COUNT or storage_of(node) in written:
             continue
@@ -113,23 +113,23 @@ def count_apart(graph: Graph, scores: Sequence[Node]) -> None:
             user.replace_input_with(node, copy)
 
 
-def written_storages(graph: Graph) -> set[int | None]:
+def mutated_storages(graph: Graph) -> set[int | None]:
     return {storage_of(target) for n in graph.nodes if (target := mutated(n)) is not None}
 
 
-def relative_shifts(graph: Graph) -> dict[Node, Layout]:
+def relative_shifts(graph: Graph) -> dict[Node, PlaceMap]:
     """Values that are relative shifts of others, and that more than other such values read."""
-    layouts: dict[Node, Layout] = {}
+    place_maps: dict[Node, PlaceMap] = {}
     for node in graph.nodes:
-        layout = layout_of(node, layouts) if is_one_tensor(node) else None
-        if layout is not None:
-            layouts[node] = layout
-    shifts = {n: a for n, a in layouts.items() if a.step is not None and a.fits(fake_of(n).shape)}
-    written = written_storages(graph) if shifts else set()
+        place_map = place_map_of(node, place_maps) if is_one_tensor(node) else None
+        if place_map is not None:
+            place_maps[node] = place_map
+    shifts = {n: a for n, a in place_maps.items() if a.step is not None and a.fits(fake_of(n).shape)}
+    written = mutated_storages(graph) if shifts else set()
     return {
-        node: layout
-        for node, layout in shifts.items()
-        if storage_of(layout.source) not in written and not all(user in shifts for user in node.users)
+        node: place_map
+        for node, place_map in shifts.items()
+        if storage_of(place_map.source) not in written and not all(user in shifts for user in node.users)
     }
 
 
@@ -165,8 +165,8 @@ def size_of(value: object) -> Size | None:
 # Padding, views and slices as maps of places
 
 
-def layout_of(node: Node, known: dict[Node, Layout]) -> Layout | None:
-    """The layout of a value, from that of its operand, or from a matrix that begins here."""
+def place_map_of(node: Node, known: dict[Node, PlaceMap]) -> PlaceMap | None:
+    """The place_map of a value, from that of its operand, or from a matrix that begins here."""
     for padded in paddings(node):
         source = padded.source
         for given in filter(None, (known.get(source), rows_along(source, padded.dim - 1))):
@@ -186,15 +186,15 @@ def layout_of(node: Node, known: dict[Node, Layout]) -> Layout | None:
     return None if cut is None else sliced(given, *cut, fake_of(node).shape)
 
 
-def rows_along(source: Node, dim: int) -> Layout | None:
+def rows_along(source: Node, dim: int) -> PlaceMap | None:
     """A matrix as it is: rows along a dimension, columns behind."""
     if dim < 0:
         return None
     rows, columns = fake_of(source).shape[dim : dim + 2]
-    return Layout(source, dim, 0, columns, dim, 0, ((rows, columns), (columns, 1)))
+    return PlaceMap(source, dim, 0, columns, dim, 0, ((rows, columns), (columns, 1)))
 
 
-def remade_rows(source: Node | None, new: Sequence[Size]) -> Layout | None:
+def remade_rows(source: Node | None, new: Sequence[Size]) -> PlaceMap | None:
     """A matrix of which a view makes other rows and columns."""
     old = fake_of(source).shape if source is not None else ()
     before = next((i for i, pair in enumerate(zip(old, new)) if not is_equal(*pair)), len(old))
@@ -231,7 +231,7 @@ def paddings(node: Node) -> Iterator[Padded]:
             yield Padded(pieces[own[0]], dim, sum(sizes[: own[0]]), sum(sizes[own[0] + 1 :]))
 
 
-def with_padding(given: Layout, padded: Padded) -> Layout | None:
+def with_padding(given: PlaceMap, padded: Padded) -> PlaceMap | None:
     """Zeros around each row; or before and behind all rows."""
     at, rows, width = padded.dim - given.at, given.rows, given.width
     more = padded.before + padded.behind
@@ -258,7 +258,7 @@ def is_run(dims: Sequence[tuple[Size, Size]]) -> bool:
     return all(same(stride, end) for (_, stride), end in zip(dims, ends))
 
 
-def viewed_as(given: Layout, value: Node, new: Sequence[Size]) -> Layout | None:
+def viewed_as(given: PlaceMap, value: Node, new: Sequence[Size]) -> PlaceMap | None:
     """Other dimensions for the same places in the same order."""
     old, count = fake_of(value).shape, len(given.dims)
     before, behind = math.prod(old[: given.at]), math.prod(old[given.at + count :])
@@ -297,7 +297,7 @@ def first_taken(node: Node) -> tuple[int, Size] | None:
     return dim, start + source.shape[dim] if constant(start) is not None and start < 0 else start
 
 
-def sliced(given: Layout, dim: int, start: Size, new: Sequence[Size]) -> Layout | None:
+def sliced(given: PlaceMap, dim: int, start: Size, new: Sequence[Size]) -> PlaceMap | None:
     """Some of the places along a dimension."""
     at = dim - given.at
     if not 0 <= at < len(given.dims):
@@ -310,27 +310,27 @@ def sliced(given: Layout, dim: int, start: Size, new: Sequence[Size]) -> Layout 
 # Writing
 
 
-def shifts_of(layout: Layout) -> list[Shift] | None:
+def shifts_of(place_map: PlaceMap) -> list[Shift] | None:
     """The rows of the matrix that a value reads, each moved; None if it reads more than its neighbours."""
-    step, (columns, _) = layout.step, layout.dims[1]
-    given = fake_of(layout.source).shape[layout.dim + 1]
-    before, behind = (layout.rows - 1, 0) if step == -1 else (0, layout.rows - 1)
+    step, (columns, _) = place_map.step, place_map.dims[1]
+    given = fake_of(place_map.source).shape[place_map.dim + 1]
+    before, behind = (place_map.rows - 1, 0) if step == -1 else (0, place_map.rows - 1)
     found = []
     for rows in (-2, -1, 0, 1, 2):
-        offset = layout.offset - layout.front - rows * layout.width
+        offset = place_map.offset - place_map.front - rows * place_map.width
         if offset + columns - 1 + behind >= 0 and offset - before < given:  # symbols: Dynamo guards on it
             found.append(Shift(columns, offset, step, rows))
     return found if all(abs(shift.rows) < 2 for shift in found) else None
 
 
-def write(node: Node, layout: Layout) -> bool:
+def write(node: Node, place_map: PlaceMap) -> bool:
     """Write a value as a relative shift of its source. False where it cannot be."""
-    source, dim, fake = layout.source, layout.dim, fake_of(node)
-    shifts = shifts_of(layout)
+    source, dim, fake = place_map.source, place_map.dim, fake_of(node)
+    shifts = shifts_of(place_map)
     if not shifts:
         return False
     with node.graph.inserting_before(node):
-        sizes = [(written(s.columns, layout, node), written(s.offset, layout, node)) for s in shifts]
+        sizes = [(written(s.columns, place_map, node), written(s.offset, place_map, node)) for s in shifts]
         if any(None in pair for pair in sizes):
             return False
         calls = [(source, dim, *pair, s.step, s.rows) for pair, s in zip(sizes, shifts)]
@@ -343,16 +343,16 @@ def write(node: Node, layout: Layout) -> bool:
     return True
 
 
-def written(size: Size, layout: Layout, like: Node) -> Node | int | None:
+def written(size: Size, place_map: PlaceMap, like: Node) -> Node | int | None:
     """A number, or a node, for what is a number more than so many rows or columns of the source."""
     known = constant(size)
     if known is not None:
         return known
-    for dim in (layout.dim, layout.dim + 1):
+    for dim in (place_map.dim, place_map.dim + 1):
         for times in (1, -1, 2):
-            rest = constant(size - times * fake_of(layout.source).shape[dim])
+            rest = constant(size - times * fake_of(place_map.source).shape[dim])
             if rest is not None:
-                count = inserted(like, aten.sym_size.int, (layout.source, dim), as_written=True)
+                count = inserted(like, aten.sym_size.int, (place_map.source, dim), as_written=True)
                 if times != 1:
                     count = inserted(like, operator.mul, (count, times), as_written=True)
                 return sum_of(count, rest, like)
