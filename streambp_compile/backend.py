@@ -29,6 +29,7 @@ from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_checkpoints
 from .dynamo.indexed_rows import index_rows
 from .dynamo.leading_columns import move_leading_columns
+from .dynamo.masked_values import choose_masked_values
 from .dynamo.padded_masks import pad_before_masks
 from .dynamo.picked_rows import depends_on_data, write_picked_rows
 from .dynamo.python_floats import floats_as_tensors
@@ -434,6 +435,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (fold_maps, "folding calls of torch.vmap"),
     (write_picked_rows, "reading rows that a mask picks"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
+    (choose_masked_values, "reading values written under a mask"),
     (merge_unrolled, "joining the pieces of a loss"),
     (distribute_loops, "reading loops over blocks of tokens"),
     (look_back, "rewriting short convolutions"),

@@ -206,10 +206,18 @@ def dropped(x, gates, chosen, e, f, out):
     out.index_add_(0, rows, f(x[rows]).clone().requires_grad_() * x[rows].relu_())
 
 
-OTHERS = {f.__name__: f for f in (mixing, detached, numbered, shifted, branching, written, dropped)}
+def listed(x, gates, chosen, e, f, out):
+    """A Python list of numbers that depend on how many rows there are: no graph can hold it."""
+    rows = torch.where(chosen[:, 0] == e)[0]
+    sizes = torch.unique_consecutive(rows // 16, return_counts=True)[1]
+    for part in rows.split(sizes.tolist()):
+        out.index_add_(0, part, f(x[part]))
 
 
-@pytest.mark.parametrize("name", representatives(OTHERS, {"mixing", "shifted"}))
+OTHERS = {f.__name__: f for f in (mixing, detached, numbered, shifted, branching, written, dropped, listed)}
+
+
+@pytest.mark.parametrize("name", representatives(OTHERS, {"mixing", "shifted", "listed"}))
 def test_what_is_no_function_of_rows_stays_exact(name):
     """The graph breaks there, as it does by default."""
     with warnings.catch_warnings():

@@ -12,10 +12,10 @@ from types import CodeType
 
 import torch
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.resume_execution import ContinueExecutionCache
-from torch._dynamo.symbolic_convert import tls
+from torch._dynamo.symbolic_convert import InstructionTranslator, tls
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -47,6 +47,31 @@ def capture_picked_rows(package: str) -> None:
         self.picking_rows = written_by_user(f_code)
 
     OutputGraph.__init__ = init
+    InstructionTranslator.run = traced_again_where_it_failed(InstructionTranslator.run)
+
+
+def traced_again_where_it_failed(before: Callable[[InstructionTranslator], None]) -> Callable:
+    """A function of Dynamo's that traces, and that traces again, with a graph break where rows are picked,
+    after an error.
+
+    Code behind picked rows may need their number (a loop over it, a comparison), which no graph knows. By
+    default Dynamo runs such code between two graphs. An error of another cause comes again.
+    """
+
+    @functools.wraps(before)
+    def run(self: InstructionTranslator) -> None:
+        try:
+            before(self)
+        except (RestartAnalysis, SkipFrame):
+            raise
+        except Exception:
+            function = getattr(self.output, "picking_rows", None)
+            if function is None or not self.output.shape_env.unbacked_symint_counter:
+                raise
+            BROKEN_THERE.add(function)
+            raise TensorifyScalarRestartAnalysis from None
+
+    return run
 
 
 def written_by_user(code: CodeType) -> CodeType:
