@@ -25,7 +25,10 @@ from .ir import (
     is_tensor,
     is_view,
     shape_of,
+    tensor_operands,
+    value_of,
 )
+from .rules import inner_width
 
 # What rows alone make can be computed again, so it is kept only if it is hardly wider than hidden states:
 # twice, as a short convolution over an expanded state is. An MLP is 2.5 to 4 times as wide, logits 8 and
@@ -40,8 +43,19 @@ LOGITS = 8
 
 def widens(sweep: Sweep, program: Program, analysis: Analysis) -> bool:
     """Does a sweep compute logits, or what else is far wider than all that its region takes and returns?"""
-    own = max((width(n, analysis) for n in sweep.nodes), default=0)
+    own = max((max(width(n, analysis), numbers_inside(n, analysis)) for n in sweep.nodes), default=0)
     return own > LOGITS * widest_needed(program, analysis) > 0
+
+
+def numbers_inside(node: Node, analysis: Analysis) -> int:
+    """Numbers per token that are alive at the widest moment inside a node, where that is known to be more
+    than its result."""
+    inside = inner_width(node, hint(analysis.length))
+    return (
+        inside // max(value_of(a).dtype.itemsize for a in tensor_operands(node) if is_floating(a))
+        if inside
+        else 0
+    )
 
 
 def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:

@@ -90,9 +90,14 @@ def over_picked_meta(operands: list[Tensor], function: str) -> list[Tensor]:
 
 def scratch(operands: list[Tensor], function: str) -> int:
     """Bytes inside a call that picks every row once."""
-    found, mask = FUNCTIONS[function], operands[0]
+    found = FUNCTIONS[function]
+    return found.width * most_rows(operands[0], found)
+
+
+def most_rows(mask: Tensor, found: PickedFunction) -> int:
+    """Rows that there are to pick."""
     picking = min((how.dims for how in (*found.operands, *found.results) if how.dims), key=len)
-    return found.width * math.prod(mask.shape[d] for d in picking)
+    return math.prod(mask.shape[d] for d in picking)
 
 
 # Two names for one kernel: results that have a row per token, and results that are sums over tokens.

@@ -26,6 +26,7 @@ from ..ir import (
     shape_of,
     value_of,
 )
+from ..rules import inner_width
 
 FEW_BYTES = 16  # per token: four numbers in float32
 NARROW = (
@@ -116,12 +117,16 @@ class Problem:
 
     def is_small(self, node: Node) -> bool:
         """Few bytes per token, at any length: what has a column per key never is."""
-        if self.is_matrix(node):
+        if self.is_matrix(node) or self.is_wide_inside(node):
             return False
         value = value_of(node)
         values = value if isinstance(value, (tuple, list)) else (value,)
         total = sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor))
         return total <= self.small_bytes * hint(self.analysis.length)
+
+    def is_wide_inside(self, node: Node) -> bool:
+        """Does computing it at full length take far more than the few bytes of its result?"""
+        return inner_width(node, hint(self.analysis.length)) > self.small_bytes
 
     def may_exist(self, node: Node) -> bool:
         """May its value exist at full length?"""
@@ -133,6 +138,7 @@ class Problem:
         early: set[Node] = set()
         for node in self.needed:
             cheap = not self.has_tokens(node) or self.is_small(node) or is_view(node)
+            cheap = cheap and not self.is_wide_inside(node)
             if node in self.inputs or cheap and all(a in early for a in node.all_input_nodes):
                 early.add(node)
         return frozenset(early)

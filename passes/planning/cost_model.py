@@ -160,6 +160,7 @@ def work_of(
 ) -> Work:
     """The work of a sweep that computes ``nodes``, given in graph order."""
     length, moments = hint(analysis.length), Moments(nodes, analysis)
+    inner = max((inner_width(n, length) for n in nodes), default=0)
     written = [n for n in writes if n not in moments.widths and is_tensor(n)]
     products = {n: rule_of(n).signature(n) for n in nodes if is_product(n)}
     fused = [n for n, signature in products.items() if signature.rows is not None]
@@ -187,8 +188,8 @@ def work_of(
         prefix=sum(bytes_of(value_of(n)) for n in key_edges) + 2 * per_key,
         keys=keys,
         kernels=len(moments.steps) + len(written),
-        widest=max(moments.widest(), *map(inner_width, nodes), 1),
-        single=moments.single,
+        widest=max(moments.widest(), inner, 1),
+        single=max(moments.single, inner),
     )
 
 

@@ -74,7 +74,7 @@ class Rule:
     windows     node → dimensions along which its rows are those of an operand, moved, and zero elsewhere
     any_layout  the op that gives the same values whatever the layout of its operand
     block       node → tokens per block, where rows of a block belong together: chunks hold whole blocks
-    width       node → bytes per token that are alive at the widest moment inside
+    width       node, tokens → bytes per token that are alive at the widest moment inside
     indices     node → its operands that are indices, each with the least and the greatest that is allowed
     """
 
@@ -98,7 +98,7 @@ class Rule:
     windows: Callable[[Node], Windows] | None = None
     any_layout: torch._ops.OpOverload | None = None
     block: Callable[[Node], int] | None = None
-    width: Callable[[Node], int] | None = None
+    width: Callable[[Node, int], int] | None = None
     indices: Callable[[Node], Indices] | None = None
 
 
@@ -247,10 +247,11 @@ def block_of(node: Node) -> int:
     return 1 if found is None or found.block is None else found.block(node)
 
 
-def inner_width(node: Node) -> int:
-    """Bytes per token of the widest value inside a node, where that is known to be wider than its result."""
+def inner_width(node: Node, length: int) -> int:
+    """Bytes per token, of so many, that are alive at the widest moment inside a node, where that is known
+    to be more than its result."""
     found = find_rule(node)
-    return 0 if found is None or found.width is None else found.width(node)
+    return 0 if found is None or found.width is None else found.width(node, length)
 
 
 def is_built_in(node: Node) -> bool:

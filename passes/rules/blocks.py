@@ -84,7 +84,7 @@ def inlined(body, found: BlockFunction, given: list[Node]) -> Node:
     emit=emit_over_blocks,
     cost=CostClass.KERNEL,
     block=lambda node: function_of(node).length,
-    width=lambda node: function_of(node).width,
+    width=lambda node, length: function_of(node).width,
 )
 def over_blocks(node: Node) -> Signature:
     found = function_of(node)

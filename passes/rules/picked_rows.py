@@ -7,7 +7,7 @@ import operator
 from torch.fx import Node
 
 from ..ir import Signature, shape_of, tensor_operands, value_of
-from ..kernels.picked_rows import FUNCTIONS, PickedFunction
+from ..kernels.picked_rows import FUNCTIONS, PickedFunction, most_rows
 from . import rule
 from .facets import CostClass
 
@@ -33,9 +33,9 @@ def picked(node: Node) -> Signature:
     )
 
 
-def width(node: Node) -> int:
-    """Bytes per picked row, which are no more than the tokens where each is picked once."""
-    return function_of(node).width
+def width(node: Node, length: int) -> int:
+    """Bytes per token, if every row is picked once: of a mask ``[B, T]``, B rows per token."""
+    return most_rows(node.args[0][0].meta["val"], function_of(node)) * function_of(node).width // length
 
 
 rule("streambp::picked_rows", cost=CostClass.KERNEL, width=width)(picked)

@@ -31,6 +31,7 @@ from .regions import is_switch
 from .token_axes import fake_of
 
 RESULTS = "results of a call"  # in the meta of a call, what makes them
+OF_ONE_NODE = ("example_value", "unbacked_bindings")  # in the meta of a node, what is true of its value alone
 REMEMBERED = 4096  # calls of constant sizes whose operators are kept from graph to graph
 OWN = __name__.partition(".")[0]
 
@@ -94,7 +95,7 @@ def inserted(
     kwargs = kwargs or {}
     create = like.graph.call_method if isinstance(target, str) else like.graph.call_function
     node = create(target, args, kwargs)
-    node.meta = {k: v for k, v in like.meta.items() if k != "example_value"}
+    node.meta = {k: v for k, v in like.meta.items() if k not in OF_ONE_NODE}
     fakes = map_arg((args, kwargs), fake_of)
     function = getattr(torch.Tensor, target) if isinstance(target, str) else target
     with internals.faked(fake_of(like)):

@@ -37,7 +37,7 @@ def register(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> str:
     if name not in FUNCTIONS:
         check_differentiable(found.module)
         found = replace(found, width=width_if_row_by_row(found, fakes))
-        real = [i for i, x in enumerate(fakes) if x.requires_grad and x.dtype.is_floating_point]
+        real = with_gradients(found, fakes)
         for kind, wanted in (
             ("rows", [i for i in real if found.operands[i].dims]),
             ("sums", [i for i in real if not found.operands[i].dims]),
@@ -47,6 +47,21 @@ def register(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> str:
         WANTED[name] = tuple(real)
         FUNCTIONS[name] = found
     return name
+
+
+def with_gradients(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> list[int]:
+    """The operands that want gradients and get some: none of those that are detached inside, or compared."""
+    wanted = [i for i, x in enumerate(fakes) if x.requires_grad and x.dtype.is_floating_point]
+    with internals.FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        given = [example_of(how, x, COUNTS[-1]) for how, x in zip(found.operands, fakes)]
+        given = [x.requires_grad_(i in wanted) for i, x in enumerate(given)]
+        result = found.module(COUNTS[-1], *given)[0]
+        if not result.requires_grad:
+            return []
+        grads = torch.autograd.grad(
+            result, [given[i] for i in wanted], torch.empty_like(result), allow_unused=True
+        )
+    return [i for i, grad in zip(wanted, grads) if grad is not None]
 
 
 WANTED: dict[str, tuple[int, ...]] = {}
@@ -111,8 +126,15 @@ def gradient(found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Seque
         module,
         (Picked(result.dims), *found.operands),
         tuple(Picked(found.operands[i].dims, tuple(fakes[i].shape), fakes[i].dtype) for i in wanted),
-        most_alive(list(traces[0].graph.nodes)) // COUNTS[0],
+        more_alive(traces),
     )
+
+
+def more_alive(traces: Sequence[GraphModule]) -> int:
+    """Bytes that one more row takes at the widest moment. What has no rows (the gradient of a weight) is left
+    out."""
+    alive = [most_alive(list(trace.graph.nodes)) for trace in traces]
+    return max(0, alive[-1] - alive[0]) // (COUNTS[-1] - COUNTS[0])
 
 
 def traced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,11 +10,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import arguments, draws_random, is_tensor
+from ..passes.ir import ancestors, arguments, draws_random, is_tensor
 from ..passes.kernels.picked_rows import Picked, PickedFunction
 from ..passes.rules import form_of, functional
 from ..passes.rules.facets import Form
-from ..passes.rules.forward import written_argument
+from ..passes.rules.forward import Part, part_of, written_argument
 from .picked_functions import NotRowByRow
 
 aten = torch.ops.aten
@@ -21,28 +22,68 @@ PROBED = 7  # picked places of which it is computed which coordinate a value hol
 FAR = 1 << 40  # such places lie so far apart that no arithmetic makes one coordinate of another
 
 
+def last_of_picked(trace: GraphModule) -> list[Node]:
+    """Where values of a known size are made of picked rows: rows are put back, or reduced to one value."""
+    return [
+        n
+        for n in trace.graph.nodes
+        if n.op == "call_function"
+        and is_tensor(n)
+        and not is_unknown(n)
+        and any(map(is_unknown, rows_in(n)))
+        and form_of(n) is not Form.CREATED
+    ]
+
+
+def is_unknown(node: Node) -> bool:
+    return internals.is_unbacked(node.meta["val"])
+
+
+def rows_in(node: Node) -> list[Node]:
+    return [i for i in node.all_input_nodes if is_tensor(i)]
+
+
+def masks_of(node: Node) -> list[Node]:
+    """Masks by which a node picks rows, or puts them, without their places."""
+    if form_of(node) not in (Form.LOOK_UP, Form.PUT_ROWS):
+        return []
+    return [i for i in node.args[1] if i is not None and i.meta["val"].dtype is torch.bool]
+
+
+def mask_of(nodes: Sequence[Node]) -> Node:
+    """The one mask by which all these nodes pick rows."""
+    masks = [n.args[0] for n in nodes if form_of(n) is Form.PLACES]
+    masks += [mask for n in nodes for mask in masks_of(n)]
+    if len(set(masks)) != 1 or masks[0].meta["val"].dtype is not torch.bool:
+        raise NotRowByRow("rows are picked by several masks, or by numbers")
+    return masks[0]
+
+
 class PickedGraph:
     """What is done to picked rows, read from a trace.
 
-    placeholders  of the trace
-    mask          the mask
-    operands      values of the trace that the rows are made of
-    base          the value into which rows are put
-    result        how they are
+    last      the node of the trace that puts rows back, or reduces them
+    mask      the mask
+    operands  values of the trace that the rows are made of
+    base      the value into which rows are put; None where they are reduced
+    result    how they are put there, or among zeros of which the sum is taken
+    within    dimensions of a picked row over which it is reduced first
+    mean_of   numbers of a picked row of which the mean is taken, with those of all others; None of a sum
     """
 
-    def __init__(self, trace: GraphModule):
-        self.trace, self.placeholders = trace, trace.graph.find_nodes(op="placeholder")
-        self.nodes = [n for n in trace.graph.nodes if n.op != "output"]
+    def __init__(self, trace: GraphModule, last: Node):
+        self.trace, self.last = trace, last
+        self.within: list[int] = []
+        self.mean_of: int | None = None
+        self.nodes = sorted({n for n in ancestors([last]) if n.op != "output"})
         self.picked = self.made_of_picked()
-        self.mask = self.the_mask()
+        self.mask = mask_of(self.nodes)
         with internals.disable_current_modes():
             self.coordinates = self.read_coordinates()
         self.graph, self.values = Graph(), dict[Node, Node]()
         self.count = self.graph.placeholder("count")
         self.operands: list[Node] = []
         self.how: list[Picked] = []
-        last = self.nodes[-1]
         self.base, rows, self.result = self.put(last)
         self.write(rows, last)
 
@@ -57,21 +98,7 @@ class PickedGraph:
         return found
 
     def picks_places(self, node: Node) -> bool:
-        return form_of(node) is Form.PLACES or bool(self.masks_of(node))
-
-    @staticmethod
-    def masks_of(node: Node) -> list[Node]:
-        """Masks by which a node picks rows, or puts them, without their places."""
-        if form_of(node) not in (Form.LOOK_UP, Form.PUT_ROWS):
-            return []
-        return [i for i in node.args[1] if i is not None and i.meta["val"].dtype is torch.bool]
-
-    def the_mask(self) -> Node:
-        masks = [n.args[0] for n in self.nodes if form_of(n) is Form.PLACES]
-        masks += [mask for n in self.nodes for mask in self.masks_of(n)]
-        if len(set(masks)) != 1 or masks[0].meta["val"].dtype is not torch.bool:
-            raise NotRowByRow("rows are picked by several masks, or by numbers")
-        return masks[0]
+        return form_of(node) is Form.PLACES or bool(masks_of(node))
 
     def read_coordinates(self) -> dict[Node, int]:
         """Which dimension of the mask a value of the picked places is: computed on an example."""
@@ -104,9 +131,11 @@ class PickedGraph:
             raise NotRowByRow("an index is no place where the mask is true")
         return tuple(self.coordinates[i] for i in given)
 
-    def put(self, node: Node) -> tuple[Node, Node, Picked]:
-        """The value into which the last node puts rows, the rows, and how."""
+    def put(self, node: Node) -> tuple[Node | None, Node, Picked]:
+        """The value into which the last node puts rows, if it does, the rows, and how."""
         given, form = arguments(node), form_of(node)
+        if part_of(node) in (Part.TOTAL, Part.MEAN):
+            return None, *self.reduced(node, given)
         if form is Form.PUT_ROWS:
             base, rows, added = given["self"], given["values"], bool(given["accumulate"])
             dims = self.dims(given["indices"])
@@ -120,12 +149,32 @@ class PickedGraph:
         value = base.meta["val"]
         return base, rows, Picked(dims, tuple(value.shape), value.dtype, added)
 
+    def reduced(self, node: Node, given: dict) -> tuple[Node, Picked]:
+        """The rows of which the last node takes the sum or the mean, and how they are put among zeros."""
+        rows, value = given["self"], given["self"].meta["val"]
+        dims = {d % value.dim() for d in given.get("dim") or range(value.dim())}
+        if 0 not in dims or given.get("keepdim") or any(map(internals.is_unbacked, value.shape[1:])):
+            raise NotRowByRow(f"{node.target} reduces something else than picked rows")
+        self.within = sorted(dims - {0})
+        if part_of(node) is Part.MEAN:
+            self.mean_of = math.prod(value.shape[d] for d in self.within)
+        tail = [n for d, n in enumerate(value.shape) if d not in dims]
+        mask, dtype = self.mask.meta["val"], node.meta["val"].dtype
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        return rows, Picked(tuple(range(mask.dim())), (*mask.shape, *tail), wide, added=False)
+
     def write(self, rows: Node, last: Node) -> None:
         """Copy what makes the rows, for any number of them."""
         self.check_writes(last)
         value = self.copied(rows)
+        if self.base is None:
+            how = {"dtype": self.result.dtype}
+            if self.within:
+                value = self.graph.call_function(aten.sum.dim_IntList, (value, self.within), how)
+            else:
+                value = self.graph.call_function(aten.to.dtype, (value, self.result.dtype))
         tail = list(self.result.shape[len(self.result.dims) :])
-        if list(rows.meta["val"].shape[1:]) != tail:
+        if self.base is not None and list(rows.meta["val"].shape[1:]) != tail:
             value = self.graph.call_function(aten.expand.default, (value, [self.count, *tail]))
         self.graph.output([value])
 

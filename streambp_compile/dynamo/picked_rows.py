@@ -10,29 +10,34 @@ default.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
+from ..passes.ir import is_tensor
 from ..passes.kernels.picked_rows import Picked
 from ..passes.rules import find_rule
-from ..passes.rules.forward import is_detached, mutated
+from ..passes.rules.forward import WRITING, mutated
 from .aten import Named, inserted
 from .picked_functions import NotRowByRow, register
-from .picked_graphs import PickedGraph
+from .picked_graphs import PickedGraph, is_count, is_unknown, last_of_picked, mask_of
+from .picked_losses import Rows, picked_loss
 from .regions import is_switch
 from .token_axes import fake_of, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
+OPERATORS = frozenset(filter(callable, vars(operator).values())) - WRITING
+"""Python's, but for those that write into their first argument."""
 
 
 def write_picked_rows(module: GraphModule) -> GraphModule:
     """Write what is done to picked rows as calls of ``streambp::picked_rows``."""
     if not any(map(depends_on_data, module.graph.nodes)):
         return module
+    unify_masks(module.graph)
     with internals.replaying(module) as replay:
         modes: dict[Node, str] = {}
         known: dict[str, Known] = {}
@@ -48,6 +53,27 @@ def write_picked_rows(module: GraphModule) -> GraphModule:
     erase_rows_unread(module.graph)
     module.recompile()
     return module
+
+
+def unify_masks(graph: Graph) -> None:
+    """Write masks that are computed twice by Python's operators (``x[:, 1:][mask[:, 1:]]``) once."""
+    written = {storage_of(value) for node in graph.nodes if (value := mutated(node)) is not None}
+    known: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        if not is_mask(node) or node.op != "call_function" or node.target not in OPERATORS:
+            continue
+        if all(map(is_mask, node.all_input_nodes)) and storage_of(node) not in written:
+            first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def is_mask(node: Node) -> bool:
+    """Is it a tensor of booleans, or of integers, that a mask may be made of?"""
+    value = fake_of(node)
+    whole = isinstance(value, torch.Tensor) and not internals.is_unbacked(value)
+    return whole and not value.is_floating_point() and not value.is_complex()
 
 
 def depends_on_data(node: Node) -> bool:
@@ -73,16 +99,17 @@ def erase_rows_unread(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Known:
-    """What was read of the rows at a node, and the name of their function."""
+    """What was read at a node: its trace, the functions of rows in it, and their names if they have some."""
 
-    rows: PickedGraph
-    name: str = ""
+    trace: GraphModule
+    rows: list[PickedGraph]
+    names: list[str] = field(default_factory=list)
 
 
 class PutBack:
-    """A node that puts rows back, with all that was made of picked rows on the way.
+    """A node that puts rows back, or reduces them, with all that was made of picked rows on the way.
 
     nodes   what depends on the data, in order, and the node itself
     inputs  what that reads of others
@@ -98,28 +125,72 @@ class PutBack:
                 found.add(each)
                 stack += each.all_input_nodes
         self.nodes = sorted(found)
+        self.names: list[str] = []
         self.inputs = sorted({a for n in found for a in n.all_input_nodes} - found)
 
     def rewrite(self) -> None:
         """Write the node as a function of rows. Raises `NotRowByRow`."""
         self.check()
+        if self.ignores_rows():
+            return
         text = self.text()
         found = self.known.get(text)
         if found is None:
             trace = internals.capture_with_picked_rows(self.computed, list(map(fake_of, self.inputs)))
-            found = Known(PickedGraph(trace))
-        rows = found.rows
-        self.values = dict(zip(rows.placeholders, self.inputs))
+            found = Known(trace, [PickedGraph(trace, n) for n in last_of_picked(trace)])
+        last = found.trace.graph.output_node().args[0]
+        if mutated(self.node) is not None and [rows.last for rows in found.rows] != [last]:
+            raise NotRowByRow("it writes something else than picked rows")
+        self.values = dict(zip(found.trace.graph.find_nodes(op="placeholder"), self.inputs))
         with self.graph.inserting_before(self.node):
-            operands = [self.kept(self.outside(n)) for n in rows.operands]
-            name = found.name or register(rows.function(), list(map(fake_of, operands)))
-            self.known[text] = Known(rows, name)
-            mask, base = self.outside(rows.mask), self.outside(rows.base)
-            made = inserted(self.value_like(), streambp.picked_rows.default, ([mask, *operands], name))
-            put = inserted(self.value_like(), operator.getitem, (made, 0))
-            new = self.put_into(base, put, mask, rows.result)
+            self.mask = self.outside(mask_of(list(found.trace.graph.nodes)))
+            for i, rows in enumerate(found.rows):
+                self.values[rows.last] = self.called(rows, found.names[i : i + 1])
+            new = self.outside(last)
+        found.names = [*self.names]
+        self.known[text] = found
         self.node.replace_all_uses_with(new)
         self.graph.erase_node(self.node)
+
+    def ignores_rows(self) -> bool:
+        """Write a loss that can ignore rows as the loss of all of them. False if it is another node."""
+        value = fake_of(self.node)
+        if not isinstance(value, torch.Tensor) or value.dim() or mutated(self.node) is not None:
+            return False
+        trace = internals.capture_with_picked_rows(
+            self.computed, list(map(fake_of, self.inputs)), as_written=True
+        )
+        loss = picked_loss(trace)
+        if loss is None:
+            return False
+        self.values = dict(zip(trace.graph.find_nodes(op="placeholder"), self.inputs))
+        with self.graph.inserting_before(self.node):
+            mask, ignored = self.outside(loss.rows.mask), loss.others["ignore_index"]
+            labels = inserted(self.node, torch.where, (mask, self.mapped(loss.labels), ignored))
+            rows = inserted(self.node, torch.flatten, (self.mapped(loss.rows), 0, -2))
+            others = map_arg(loss.others, self.outside)
+            labels = inserted(self.node, torch.flatten, (labels,))
+            new = inserted(self.node, loss.operator, (rows, labels), others)
+        self.node.replace_all_uses_with(new)
+        self.graph.erase_node(self.node)
+        return True
+
+    def mapped(self, rows: Rows) -> Node:
+        """What is done to picked rows, done to all of them."""
+        value = self.outside(rows.source)
+        for each in rows.maps:
+            value = inserted(self.node, each.target, (value, *each.args[1:]), each.kwargs)
+        return value
+
+    def called(self, rows: PickedGraph, known: list[str]) -> Node:
+        """What a node of the trace makes of picked rows, as a call of their function."""
+        base = None if rows.base is None else self.outside(rows.base)
+        operands = [self.kept(self.outside(n)) for n in rows.operands]
+        name = known[0] if known else register(rows.function(), list(map(fake_of, operands)))
+        self.names.append(name)
+        made = inserted(self.value_like(), streambp.picked_rows.default, ([self.mask, *operands], name))
+        put = inserted(self.value_like(), operator.getitem, (made, 0))
+        return self.reduced(put, rows) if base is None else self.put_into(base, put, self.mask, rows.result)
 
     def text(self) -> str:
         """All that the function depends on; equal texts, equal functions."""
@@ -138,7 +209,7 @@ class PutBack:
             real = isinstance(fake, torch.Tensor) and fake.is_floating_point()
             if real and self.modes[node] != last:
                 raise NotRowByRow(f"{node} is computed under other switches")
-            apart = is_detached(node) or node.target is getattr  # ``x.data``
+            apart = node.target is getattr  # ``x.data``
             if apart or isinstance(node.target, internals.HigherOrderOperator):
                 raise NotRowByRow(f"{node} may have a backward of its own")
         if any(not isinstance(fake_of(n), torch.Tensor) for n in self.inputs):
@@ -178,14 +249,31 @@ class PutBack:
 
     def outside(self, value: Node) -> Node:
         """A value of the trace that no picked row is in, in the graph."""
-        if value not in self.values:
+        if value not in self.values and isinstance(value.meta["val"], torch.SymInt) and is_count(value):
+            self.values[value] = inserted(self.value_like(), torch.sum, (self.mask,))
+        elif value not in self.values:
+            if is_unknown(value) and is_tensor(value):
+                raise NotRowByRow(f"{value} is made of picked rows")
             rule = find_rule(value)
             sized = rule is None or rule.shape_arg is not None
             if sized and any(internals.has_symbols(fake_of(n)) for n in self.inputs):
                 raise NotRowByRow(f"{value} names sizes that change")
             args, kwargs = map_arg((value.args, value.kwargs), self.outside)
-            self.values[value] = inserted(self.value_like(), value.target, args, kwargs)
+            counted = isinstance(value.target, torch._ops.OpOverload) and any(
+                map(is_unknown, value.all_input_nodes)
+            )
+            target = value.target.overloadpacket if counted else value.target  # a count is a tensor now
+            self.values[value] = inserted(self.value_like(), target, args, kwargs)
         return self.values[value]
+
+    def reduced(self, put: Node, rows: PickedGraph) -> Node:
+        """The sum or the mean of rows that were put among zeros, one for each token."""
+        like, dtype = self.value_like(), rows.last.meta["val"].dtype
+        total = inserted(like, torch.sum, (put, list(rows.result.dims)))
+        if rows.mean_of is not None:
+            count = inserted(like, torch.sum, (self.mask,))
+            total = inserted(like, torch.div, (total, inserted(like, torch.mul, (count, rows.mean_of))))
+        return total if fake_of(total).dtype == dtype else inserted(like, torch.Tensor.to, (total, dtype))
 
     def kept(self, operand: Node) -> Node:
         """An operand as autograd may keep it: a copy of what the node writes into."""

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .aten_graphs import decompositions
 from .distributed import defined_in
 from .dynamo import OneAtATime
 from .fake_tensors import stand_in
@@ -94,9 +95,14 @@ def break_at_picked_rows() -> None:
 
 
 @OneAtATime()
-def capture_with_picked_rows(function: Callable, fakes: Sequence[object]) -> GraphModule:
-    """A function in which masks pick rows, as an ATen graph. All sizes are numbers, but for how many are
-    picked."""
+def capture_with_picked_rows(
+    function: Callable, fakes: Sequence[object], *, as_written: bool = False
+) -> GraphModule:
+    """A function in which masks pick rows, as an ATen graph in which losses are written out. All sizes are
+    numbers, but for how many are picked.
+
+    as_written  above autograd and autocast, with losses and other compositions as the user called them
+    """
     environment = ShapeEnv(allow_dynamic_output_shape_ops=True)
     with (
         torch.no_grad(),
@@ -104,4 +110,23 @@ def capture_with_picked_rows(function: Callable, fakes: Sequence[object]) -> Gra
         FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True),
     ):
         numbers = [stand_in(value) for value in fakes]
-        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*numbers)
+        if as_written:
+            return make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*numbers)
+        return make_fx(function, written_out(), tracing_mode="fake", _allow_non_fake_inputs=True)(*numbers)
+
+
+def masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    x, mask = torch.broadcast_tensors(x, mask)
+    return x[mask]
+
+
+@functools.cache
+def written_out() -> dict:
+    """Decompositions of losses that reduce to one number, and of what picks numbers by a mask."""
+    losses = {
+        op: written
+        for op, written in decompositions().items()
+        if isinstance(op, torch._ops.OpOverload)
+        and any(argument.name == "reduction" for argument in op._schema.arguments)
+    }
+    return {**losses, torch.ops.aten.masked_select.default: masked_select}
