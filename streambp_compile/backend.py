@@ -354,8 +354,7 @@ class Chain:
                 self.hint(
                     f"The graph breaks at {broken.where} ({broken.reason}), and the logits take {size} "
                     "at full length because they leave it there. Remove the break, so that the head "
-                    "streams with its loss. Torch's advice for this break: "
-                    f"{broken.remedy.rstrip('.') or 'none'}"
+                    f"streams with its loss. {advice(broken)}"
                 )
 
     def hint_at_break_inside(self, rows: Iterable[Node], broken: internals.GraphBreak | None) -> bool:
@@ -368,8 +367,7 @@ class Chain:
             f"The graph breaks at {broken.where} ({broken.reason}) inside a layer, which hands over "
             f"{len(handed)} values of its tokens there. They take "
             f"{mebibytes(sum(bytes_of(fake_of(n)) for n in handed))} and stay until the backward. Remove the "
-            "break, or turn on gradient checkpointing for the layers. Torch's advice for this break: "
-            f"{broken.remedy.rstrip('.') or 'none'}"
+            f"break, or turn on gradient checkpointing for the layers. {advice(broken)}"
         )
         return True
 
@@ -426,6 +424,13 @@ class Chain:
         if self.config.strict:
             raise NotStreamed(str(refusal))
         warn_refused(refusal, cost)
+
+
+def advice(broken: internals.GraphBreak) -> str:
+    """What to do about a graph break: torch's words, but for picked rows, which graphs keep already."""
+    if broken.is_of_unknown_size:
+        return "Let the loss ignore labels, or multiply by the mask, in place of picking rows by it"
+    return f"Torch's advice for this break: {broken.remedy.rstrip('.') or 'none'}"
 
 
 # What is rewritten before autograd sees it, in this order, and what that is called when it fails.

@@ -9,6 +9,7 @@ from models import Layer, Plain, gradients, ids_of, worst_error
 from selection import representatives
 from torch import Tensor, nn
 
+from benchmarks.memory import peak
 from streambp_compile import explain
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -225,12 +226,133 @@ def test_what_is_no_function_of_rows_stays_exact(name):
         assert error_of(Mixture(OTHERS[name]).double(), 43) < EXACT
 
 
-def test_a_loss_of_picked_rows_is_exact():
-    class Masked(Plain):
+class Head(Plain):
+    """A loss of the hidden states that a mask picks."""
+
+    def __init__(self, reduce, **given):
+        super().__init__(width=WIDTH, **given)
+        self.reduce = reduce
+
+    def loss(self, x, labels):
+        return self.reduce(self.head, self.norm(x), labels > 100, labels)
+
+
+def picked_logits(head, x, mask, y):
+    return F.cross_entropy(head(x)[mask], y[mask])
+
+
+def picked_states(head, x, mask, y):
+    return F.cross_entropy(head(x[mask]), y[mask])
+
+
+def by_place(head, x, mask, y):
+    rows = torch.where(mask)
+    return F.cross_entropy(head(x[rows]), y[rows])
+
+
+def as_transformers_did(head, x, mask, y):
+    logits = head(x)[:, :-1][mask[:, 1:]].contiguous()
+    return nn.CrossEntropyLoss()(logits.view(-1, logits.shape[-1]) / 0.7, y[:, 1:][mask[:, 1:]].view(-1))
+
+
+def of_one_sequence(head, x, mask, y):
+    mask = mask.flatten()
+    loss = F.cross_entropy(
+        head(x).flatten(0, 1)[mask], y.flatten()[mask], label_smoothing=0.1, reduction="sum"
+    )
+    return loss / mask.sum()
+
+
+def of_classes(head, x, mask, y):
+    weight = torch.linspace(0.5, 2, head.weight.shape[0], dtype=x.dtype)
+    return F.nll_loss(head(x).log_softmax(-1)[mask], y[mask], weight)
+
+
+def two_masks(head, x, mask, y):
+    return F.cross_entropy(head(x)[mask], y[mask]) + F.cross_entropy(head(x)[~mask], y[~mask])
+
+
+def counted(head, x, mask, y):
+    rows = head(x)[mask]
+    return -rows.log_softmax(-1).gather(-1, y[mask][:, None]).sum() / rows.shape[0]
+
+
+def distilled(head, x, mask, y):
+    teacher = head(x.flip(1))[mask].detach()
+    return F.kl_div(head(x)[mask].log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
+def compared(head, x, mask, y):
+    rows = x[mask]
+    right = (head(rows).argmax(-1) == y[mask]).to(x.dtype).mean()
+    return rows.square().mean() * (1 + right)
+
+
+def pooled(head, x, mask, y):
+    return head(x[mask].mean(0)).logsumexp(-1)
+
+
+def each_sequence(head, x, mask, y):
+    return sum(head(x[i][mask[i]]).square().mean() for i in range(2))
+
+
+def selected(head, x, mask, y):
+    losses = F.cross_entropy(head(x).transpose(1, 2), y, reduction="none")
+    return losses.masked_select(mask).mean()
+
+
+LOSSES = {
+    f.__name__: f
+    for f in (picked_logits, picked_states, by_place, as_transformers_did, of_one_sequence, of_classes)
+    + (two_masks, counted, distilled, compared, pooled, each_sequence, selected)
+}
+
+
+@pytest.mark.parametrize("name", representatives(LOSSES, {"picked_logits", "picked_states", "compared"}))
+def test_losses_of_picked_rows_stream(name):
+    """A warning is an error here. The mask is the same for both lengths, but for what it picks."""
+    assert error_of(Head(LOSSES[name]).double(), 43, 40) < EXACT
+
+
+def test_what_has_no_gradient_in_eager_code_has_none():
+    """Targets are detached: the weight that made them gets no gradient, and not one of zeros."""
+
+    class Student(Head):
+        def __init__(self):
+            super().__init__(None)
+            self.teacher = nn.Linear(WIDTH, WIDTH)
+
         def loss(self, x, labels):
             mask = labels > 100
-            return F.cross_entropy(self.head(self.norm(x))[mask], labels[mask])
+            return F.mse_loss(self.head(x)[mask], self.head(self.teacher(x))[mask].detach())
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert error_of(Masked(width=WIDTH).double(), 43) < EXACT
+    model, ids = Student(), ids_of(2, 43)
+    torch.compile(model, backend="streambp", options={"chunk_size": 16})(ids, ids).backward()
+    assert model.teacher.weight.grad is None
+
+
+@pytest.mark.parametrize("reduce", (picked_logits, picked_states), ids=lambda f: f.__name__)
+def test_no_logits_of_all_tokens_exist(reduce):
+    """A step takes less than half of the logits of all tokens."""
+    model, ids = Head(reduce, vocabulary=4096), ids_of(2, 1024)
+    step = torch.compile(model, backend="streambp")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step(ids, ids).backward()
+    logits = 2 * 1024 * 4096 * 4
+    assert peak(lambda: step(ids, ids).backward()) < logits / 2
+
+
+def test_a_reduction_that_is_no_sum_stays_exact():
+    """The graph breaks there, and the message does not advise what this backend does already."""
+
+    def largest(head, x, mask, y):
+        return head(x)[mask].amax(0).sum()
+
+    model = Head(largest)
+    model.head = nn.Linear(WIDTH, 4 * WIDTH)  # not so wide that it is computed later
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert error_of(model.double(), 43) < EXACT
+    texts = [str(w.message) for w in found if "graph breaks" in str(w.message)]
+    assert texts and not any("capture_dynamic_output_shape_ops" in text for text in texts)

@@ -160,7 +160,6 @@ def work_of(
 ) -> Work:
     """The work of a sweep that computes ``nodes``, given in graph order."""
     length, moments = hint(analysis.length), Moments(nodes, analysis)
-    inner = max((inner_width(n, length) for n in nodes), default=0)
     written = [n for n in writes if n not in moments.widths and is_tensor(n)]
     products = {n: rule_of(n).signature(n) for n in nodes if is_product(n)}
     fused = [n for n, signature in products.items() if signature.rows is not None]
@@ -188,8 +187,8 @@ def work_of(
         prefix=sum(bytes_of(value_of(n)) for n in key_edges) + 2 * per_key,
         keys=keys,
         kernels=len(moments.steps) + len(written),
-        widest=max(moments.widest(), inner, 1),
-        single=max(moments.single, inner),
+        widest=moments.widest(),
+        single=moments.single,
     )
 
 
@@ -253,7 +252,8 @@ class Moments:
         inside = set(nodes)
         self.widths: dict[Node, int] = {}
         self.steps: list[tuple[Node | None, tuple[Node, ...], tuple[Node, ...]]] = []
-        self.single = 1  # bytes per token of the widest value by itself
+        # bytes per token of the widest value by itself, or of all that is alive inside a node
+        self.single = max((inner_width(n, length) for n in nodes), default=0) or 1
         holds: dict[Node, tuple[Node, ...]] = {}  # the values in memory that a read of this one reads
         given: dict[Node, tuple[Node, ...]] = {}  # the inputs of the sweep that it reads
         for node in nodes:

@@ -210,6 +210,11 @@ class GraphBreak:
     reason: str
     remedy: str
 
+    @property
+    def is_of_unknown_size(self) -> bool:
+        """Does Dynamo advise to keep values in the graph whose sizes depend on the data?"""
+        return "capture_dynamic_output_shape_ops" in self.remedy
+
 
 def graph_break(module: GraphModule) -> GraphBreak | None:
     """The break that ends this Dynamo graph before the function ends, if any."""
