@@ -164,6 +164,43 @@ def test_autocast_rounds_as_eager_does():
     assert worst_error(gradients(model, lambda: run(step)), truth) < 2 * rounded
 
 
+class Dropout(Experts):
+    """Experts with dropout inside."""
+
+    def __init__(self):
+        super().__init__(places)
+        for expert in self.experts:
+            expert.insert(2, nn.Dropout(0.3))
+
+
+def test_dropout_of_picked_rows():
+    """Random bits are not eager's. They are the same in chunks of any length, and the gradient is that of the
+    loss: the slope between two steps with the same bits."""
+
+    model, ids = Plain(width=WIDTH).double(), ids_of(2, 43)
+    model.layers = nn.ModuleList(
+        nn.Sequential(Layer(WIDTH, 4), Residual(Dropout())) for _ in range(2)
+    ).double()
+
+    def run(step):
+        torch.manual_seed(3)
+        return step(ids, ids)
+
+    steps = [torch.compile(model, backend="streambp", options={"chunk_size": n}) for n in (16, 43)]
+    short, long = (gradients(model, lambda: run(step)) for step in steps)
+    assert worst_error(short, long) < EXACT
+    direction, size = {n: torch.randn_like(g) for n, g in short.items()}, 1e-6
+    with torch.no_grad():
+        losses = []
+        for sign in (1, -2):
+            for name, parameter in model.named_parameters():
+                parameter += sign * size * direction[name]
+            losses.append(run(steps[0]))
+    slope = (losses[0] - losses[1]) / (2 * size)
+    assert torch.isclose(slope, sum((short[n] * direction[n]).sum() for n in short), rtol=1e-5)
+    assert not torch.isclose(losses[0], steps[0](ids, ids), rtol=1e-7)  # other bits: something is dropped
+
+
 def mixing(x, gates, chosen, e, f, out):
     mask = chosen[:, 0] == e
     rows = f(x[mask])

@@ -93,6 +93,7 @@ class Part(enum.Enum):
     TRIANGLE = "entries on one side of a diagonal of a matrix are zero"
     DIAGONAL = "a matrix with ones on its diagonal, else zeros"
     MASKED_SCATTER = "values put one after the other where a mask is true"
+    DROPOUT = "numbers are dropped at random"
 
 
 PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
@@ -137,6 +138,7 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     **dict.fromkeys((aten.upsample_nearest1d, aten._upsample_nearest_exact1d), Part.REPEATED),
     **dict.fromkeys((aten.tril, aten.triu), Part.TRIANGLE),
     aten.eye: Part.DIAGONAL,
+    **dict.fromkeys((aten.dropout, aten.native_dropout), Part.DROPOUT),
     **dict.fromkeys((aten.masked_scatter, aten.masked_scatter_), Part.MASKED_SCATTER),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), Part.ALONG),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -91,7 +92,8 @@ class PickedGraph:
         """All that depends on which rows are picked."""
         found: set[Node] = set()
         for node in self.nodes:
-            if node.op == "get_attr" or node.op == "call_function" and draws_random(node):
+            random = node.op == "call_function" and draws_random(node) and part_of(node) is not Part.DROPOUT
+            if node.op == "get_attr" or random:
                 raise NotRowByRow(f"{node} is a constant tensor, or draws random numbers")
             if self.picks_places(node) or not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
@@ -196,6 +198,8 @@ class PickedGraph:
         form = form_of(node)
         if node in self.coordinates:
             raise NotRowByRow("the place of a row is used as a number")
+        if node.target is operator.getitem and part_of(node.args[0]) is Part.DROPOUT:
+            return self.dropped(node.args[0], node.args[1])
         if form is Form.LOOK_UP and node.args[0] not in self.picked:
             return self.looked_up(*node.args)
         if form is Form.LOOK_UP_ALONG and node.args[0] not in self.picked and node.args[1] == 0:
@@ -207,6 +211,20 @@ class PickedGraph:
         if target is None:
             raise NotRowByRow(f"{node.target} has no form that writes into nothing")
         return self.graph.call_function(target, args, kwargs)
+
+    def dropped(self, node: Node, result: int) -> Node:
+        """Picked rows after dropout. What is dropped is drawn for all rows, and picked as they are."""
+        rows, rate = node.args[:2]
+        if result != 0:
+            raise NotRowByRow("what dropout has dropped is read")
+        value, mask = rows.meta["val"], self.mask.meta["val"]
+        shape, how = [*mask.shape, *value.shape[1:]], {"dtype": value.dtype, "device": value.device}
+        with self.trace.graph.inserting_before(node):
+            ones = self.trace.graph.call_function(aten.ones.default, (shape,), how)
+            scale = self.trace.graph.call_function(aten.dropout.default, (ones, rate, True))
+        ones.meta["val"] = scale.meta["val"] = self.mask.meta["val"].new_empty(shape, dtype=value.dtype)
+        picked = self.operand(scale, Picked(tuple(range(mask.dim()))))
+        return self.graph.call_function(aten.mul.Tensor, (self.copied(rows), picked))
 
     def looked_up(self, source: Node, indices: Sequence[Node | None]) -> Node:
         """Rows of a value, picked along its leading dimensions, or along those behind (``x[None, rows]``)."""
