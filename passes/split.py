@@ -186,7 +186,7 @@ def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Nod
 
 def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
     """Is memory that is made here seen, up to the last write into it, by the next writer alone (``x = a + b;
-    x += c``)?
+    x += c``), or through the next view of it (``x.mT.mul_(c)``)?
 
     Such writes are as good as values of their own.
     """
@@ -197,7 +197,8 @@ def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
         return False
     last = max(place[n] for n in writes)
     return all(
-        list(a.users) == [b] and writers.get(b) is a for a, b in zip(nodes[:last], nodes[1 : last + 1])
+        list(a.users) == [b] and (writers.get(b) is a or is_view(b) and b.args[0] is a)
+        for a, b in zip(nodes[:last], nodes[1 : last + 1])
     )
 
 

@@ -21,7 +21,7 @@ class Padded(nn.Module):
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         x, mask = self.embed(ids), self.mask(ids, lengths)
-        seen = mask[:, None, None, :] | ~mask[:, None, :, None]
+        seen = mask[:, None] if mask.dim() == 3 else mask[:, None, None, :] | ~mask[:, None, :, None]
         for mix, out in zip(self.mix, self.out):
             q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in mix(x).chunk(3, -1))
             x = x + out(F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2))
@@ -41,7 +41,14 @@ def written_twice(ids: Tensor, lengths: Tensor) -> Tensor:
     return mask < 0
 
 
-MASKS = {f.__name__: f for f in (ends_written, written_twice)}
+def view_written(ids: Tensor, lengths: Tensor) -> Tensor:
+    distance = (torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1])).float()
+    distance = (distance * distance)[None].expand(2, -1, -1).contiguous().transpose(1, 2)
+    distance.mul_(0.5).sub_(lengths[:, None, None])
+    return distance < 0
+
+
+MASKS = {f.__name__: f for f in (ends_written, written_twice, view_written)}
 
 
 @pytest.mark.parametrize("name", MASKS)
