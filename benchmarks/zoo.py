@@ -26,6 +26,7 @@ import argparse
 import copy
 import functools
 import json
+import math
 import re
 import sys
 import time
@@ -50,8 +51,8 @@ HALF = 0.5  # of checkpointing's peak: what a row should stay under
 class Row:
     """A model to build.
 
-    kind     dense, moe, recurrent (hybrids as well), encoder (encoder-decoders as well), or own (not of
-             Hugging Face)
+    kind     dense, moe, recurrent (hybrids as well), encoder (encoder-decoders as well), speech, vision, or
+             own (not of Hugging Face)
     build    length in tokens → model, the arguments of one batch, and a function from both to the loss
     exact    the largest error that passes
     unrolls  its graph grows with the length, so that no long step can be measured
@@ -324,6 +325,72 @@ def images(config, length: int) -> dict:
     )
 
 
+def frames(config, length: int) -> dict:
+    """Features of frames, the second sequence padded, and a text of a sixth of their number."""
+    import torch
+
+    make = torch.Generator().manual_seed(2)
+    mask = texts(config, length)["attention_mask"]
+    return dict(
+        input_features=torch.randn(2, length, config.feature_projection_input_dim, generator=make),
+        attention_mask=mask,
+        labels=torch.randint(3, config.vocab_size, (2, max(3, length // 6)), generator=make),
+    )
+
+
+def waves(config, length: int) -> dict:
+    """Samples of sound, as many as make that many frames, and a text of a sixth of the frames."""
+    import torch
+
+    make, step = torch.Generator().manual_seed(2), math.prod(config.conv_stride)
+    return dict(
+        input_values=torch.randn(2, length * step + step // 2, generator=make),
+        labels=torch.randint(3, config.vocab_size, (2, max(3, length // 6)), generator=make),
+    )
+
+
+def codes(config, length: int) -> dict:
+    """Codes of sound, in each of several books."""
+    import torch
+
+    make, books = torch.Generator().manual_seed(2), config.num_codebooks
+    ids = torch.randint(0, config.vocab_size - 2, (2, length, books), generator=make)
+    return dict(input_ids=ids.transpose(1, 2).reshape(2 * books, length), labels=ids)
+
+
+def documents(config, length: int) -> dict:
+    """Words with their places on a page, and a picture of the page."""
+    import torch
+
+    make = torch.Generator().manual_seed(2)
+    corner = torch.randint(0, 500, (2, length, 2), generator=make)
+    size = torch.randint(1, 400, (2, length, 2), generator=make)
+    return dict(
+        texts(config, length),
+        bbox=torch.cat((corner, corner + size), -1),
+        pixel_values=torch.randn(2, 3, config.input_size, config.input_size, generator=make),
+        labels=torch.randint(0, 2, (2, length), generator=make),
+    )
+
+
+def pictures(config, length: int) -> dict:
+    """A square image, of the size that the model is made for."""
+    import torch
+
+    make, side = torch.Generator().manual_seed(2), config.image_size
+    return dict(pixel_values=torch.randn(2, 3, side, side, generator=make), labels=torch.tensor([0, 1]))
+
+
+def sized(family: str, head: str, **given) -> Callable:
+    """A vision model that is built for images of about so many patches as there shall be tokens."""
+
+    def build(length: int):
+        side = dict(image_size=round(length**0.5) * 4, patch_size=4)
+        return hugging_face(family, head, batch=pictures, **side, **given)(length)
+
+    return build
+
+
 DENSE = {
     "apertus": {},
     "arcee": {},
@@ -482,6 +549,47 @@ ROWS |= {
     "BART": Row("encoder", hugging_face("bart", "BartForConditionalGeneration", batch=translations)),
     "ViT": Row(
         "encoder", hugging_face("vit", "ViTForImageClassification", batch=images, patch_size=4, image_size=36)
+    ),
+}
+
+# Sound: the loss of connectionist temporal classification (it breaks the graph, so that it reads logits). Two
+# of the layers in front of the frames, not seven.
+CTC = dict(apply_spec_augment=False, ctc_zero_infinity=True, ctc_loss_reduction="mean")
+FRAMES = dict(conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 4), num_feat_extract_layers=2)
+NEIGHBOURS = dict(num_conv_pos_embeddings=32, num_conv_pos_embedding_groups=4)
+ROWS |= {
+    "Wav2Vec2-BERT": Row(
+        "speech",
+        hugging_face(
+            "wav2vec2-bert", "Wav2Vec2BertForCTC", batch=frames, feature_projection_input_dim=40, **CTC
+        ),
+    ),
+    "WavLM": Row("speech", hugging_face("wavlm", "WavLMForCTC", batch=waves, **CTC, **FRAMES, **NEIGHBOURS)),
+    "MusicGen": Row(
+        "speech",
+        hugging_face(
+            "musicgen_decoder",
+            "MusicgenForCausalLM",
+            batch=codes,
+            num_codebooks=2,
+            audio_channels=1,
+            pad_token_id=1023,
+        ),
+    ),
+    "DINOv2": Row("vision", sized("dinov2", "Dinov2ForImageClassification")),
+    "LayoutLMv3": Row(
+        "vision",
+        hugging_face(
+            "layoutlmv3",
+            "LayoutLMv3ForTokenClassification",
+            batch=documents,
+            hidden_size=256,
+            coordinate_size=32,
+            shape_size=64,
+            input_size=32,
+            patch_size=4,
+            num_labels=2,
+        ),
     ),
 }
 

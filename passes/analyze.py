@@ -218,8 +218,8 @@ class Reader:
             for i, (operand, dims) in enumerate(zip(operands, signature.operands))
         ]
         kind = labels.kind
-        halos = [e for e in edges if e.role is Role.HALO and e.reach.lo != e.reach.hi]
-        if (halos or sizes) and labels.row in signature.reach:
+        halos = any(e.role is Role.HALO and e.reach.lo != e.reach.hi for e in edges)
+        if (halos and not rule_of(node).around or sizes) and labels.row in signature.reach:
             kind = Kind.ALL  # rows that are moved within a dimension are no tokens that are
         if kind is Kind.ALL:
             edges = [e if e.role is Role.WHOLE else Edge(e.operand, Role.HALO, EVERYWHERE) for e in edges]

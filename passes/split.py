@@ -186,7 +186,7 @@ def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Nod
 
 def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
     """Is memory that is made here seen, up to the last write into it, by the next writer alone (``x = a + b;
-    x += c``)?
+    x += c``), or through the next view of it (``x.mT.mul_(c)``)?
 
     Such writes are as good as values of their own.
     """
@@ -197,7 +197,8 @@ def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
         return False
     last = max(place[n] for n in writes)
     return all(
-        list(a.users) == [b] and writers.get(b) is a for a, b in zip(nodes[:last], nodes[1 : last + 1])
+        list(a.users) == [b] and (writers.get(b) is a or is_view(b) and b.args[0] is a)
+        for a, b in zip(nodes[:last], nodes[1 : last + 1])
     )
 
 
@@ -340,7 +341,7 @@ def prelude_cut(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cuts: Sequence[int]
 ) -> list[int]:
     """Part an embedding from the first layer where this makes that layer equal to the next one, and the
-    embedding can be recomputed, or is of no tokens yet (pixels)."""
+    embedding can be recomputed, or is of no tokens yet (pixels, whatever is added to their patches)."""
     if len(cuts) < 2:
         return []
     following = shape_of_piece(body[cuts[0] + 1 : cuts[1] + 1])
@@ -350,10 +351,16 @@ def prelude_cut(
         and widths[place] == widths[cuts[0]]
         and shape_of_piece(body[place + 1 : cuts[0] + 1]) == following
     )
-    tokens = any(
-        traits[a].tokens and a.op == "placeholder" for n in body[: place + 1] for a in n.all_input_nodes
-    )
-    return [place] if equal and (not tokens or again(body[: place + 1], traits)) else []
+    before = body[: place + 1]
+    tokens = any(traits[a].tokens and a.op == "placeholder" for n in before for a in n.all_input_nodes)
+    born = any(makes_tokens(n, traits) for n in before)
+    return [place] if equal and (born or not tokens or again(before, traits)) else []
+
+
+def makes_tokens(node: Node, traits: Mapping[Node, Traits]) -> bool:
+    """Is it a costly op on values without tokens, such as the filter that makes patches of an image?"""
+    costly = not traits[node].recomputable and traits[node].matrix and traits[node].bytes > 0
+    return costly and not any(traits[a].tokens for a in node.all_input_nodes)
 
 
 def again(piece: Sequence[Node], traits: Mapping[Node, Traits]) -> bool:

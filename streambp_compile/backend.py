@@ -57,6 +57,7 @@ from .dynamo.token_axes import Axis, axis_of, capturing_once, fake_of, find_axes
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
 from .dynamo.windows import write_windows
+from .dynamo.written_values import read_from_writers
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, where_of
@@ -441,6 +442,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (write_picked_rows, "reading rows that a mask picks"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
     (choose_masked_values, "reading values written under a mask"),
+    (read_from_writers, "reading values that are written into"),
     (merge_unrolled, "joining the pieces of a loss"),
     (distribute_loops, "reading loops over blocks of tokens"),
     (look_back, "rewriting short convolutions"),

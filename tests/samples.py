@@ -246,6 +246,15 @@ SAMPLES = {
         call("streambp::skewed", t(4, 4, 2), 0, 4, -2, -1, 1),
         call("streambp::skewed", t(4, 4, 2), 0, 5, 1, 1, -1),
     ],
+    "streambp::filtered": [
+        call("streambp::filtered", t(2, 4, 7), t(6, 2, 3), 1, 1, 2),
+        call("streambp::filtered", t(2, 3, 9), t(3, 1, 4), 4, 2, 3),
+        call("streambp::filtered", t(2, 3, 6), t(2, 3, 2), 1, 1, 1),
+    ],
+    "streambp::filter_grad": [
+        call("streambp::filter_grad", t(2, 4, 7), t(2, 6, 7), t(6, 2, 3), 1, 1, 2),
+        call("streambp::filter_grad", t(2, 3, 9), t(2, 3, 9), t(3, 1, 4), 4, 2, 3),
+    ],
     "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],
     "streambp::grouped_outer": [call("streambp::grouped_outer", t(6, 4), t(6, 5), i(3, 6), 3)],
     "streambp::to_extreme": [

@@ -141,6 +141,19 @@ def test_small_values_are_not_worth_compiling():
     assert not found.fusions and len(found.full_length[0]) == 6
 
 
+def test_what_is_not_worth_compiling_waits_for_the_views_that_it_reads():
+    """A view that others read stays outside of functions, which make it again; single nodes cannot."""
+    write = Written()
+    weight, few = write.given("weight", torch.randn(1024, 512)), write.given("few", torch.randn(4, 3))
+    large = write("large", aten.mm.default, weight, write("turned", aten.t.default, weight))
+    doubled = write("doubled", aten.mul.Tensor, few, 2.0)
+    seen = write("seen", aten.view.default, doubled, [12])
+    less = write("less", aten.neg.default, seen)
+    nodes = [n for n in write.graph.nodes if n.op == "call_function"]
+    order = list(fusions.parts_of_step(nodes, {large, seen, less}))
+    assert order.index(doubled) < order.index(seen) < order.index(less)
+
+
 def test_a_fusion_that_hides_a_value_is_illegal():
     program, found = planned()
     first, *others = found.full_length[0]

@@ -253,3 +253,38 @@ def test_parts_are_not_copied():
     with torch.no_grad():
         step(ids)
         assert peak(lambda: step(ids)) < length * length * 4 / 2
+
+
+FLAT = {
+    "rows of a table": lambda table, pairs: (
+        table.mT[pairs.flatten()].view(*pairs.shape, HEADS).permute(2, 0, 1)
+    ),
+    "columns of a table": lambda table, pairs: table[:, pairs.view(-1)].view(HEADS, *pairs.shape),
+    "columns, selected": lambda table, pairs: table.index_select(1, pairs.flatten()).view(-1, *pairs.shape),
+}
+
+
+class FlatLookUps(nn.Module):
+    """A bias by distance, looked up for all pairs in one row, and shared by all layers."""
+
+    def __init__(self, look_up):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.mix = nn.ModuleList([nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2)])
+        self.table, self.look_up = nn.Parameter(torch.randn(HEADS, 9)), look_up
+
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1])
+        distance = (places[:, None] - places).clamp(-4, 4) + 4
+        x, bias = self.embed(ids), self.look_up(self.table, distance)
+        for mix in self.mix:
+            q, k, v = map(split, mix(x).chunk(3, -1))
+            x = x + joined((q @ k.mT + bias).softmax(-1) @ v)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_pairs_that_are_looked_up_in_one_row(name):
+    model, ids = FlatLookUps(FLAT[name]).double(), torch.randint(VOCABULARY, (2, 45))
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT

@@ -32,7 +32,8 @@ WRITERS = {
     "aten::index_add",
 }
 COUNTED = (prims.iota.default, torch.ops.streambp.uniform.default, torch.ops.streambp.skewed.default)
-WIDER_THAN_NEEDED = {*WRITERS, "aten::cat"}  # a value joined to empty ones is still itself
+FILTERS = {"streambp::filtered", "streambp::filter_grad"}  # channels of a group stay together
+WIDER_THAN_NEEDED = {*WRITERS, *FILTERS, "aten::cat"}  # a value joined to empty ones is still itself
 
 
 def moved_rows(before, after, dim):

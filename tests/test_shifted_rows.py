@@ -77,6 +77,10 @@ CONVOLUTIONS = {
     "both sides": dict(kernel_size=5, groups=WIDTH, padding=2),
     "same": dict(kernel_size=3, padding="same"),
     "one tap": dict(kernel_size=1),
+    "long, in groups": dict(kernel_size=24, groups=4, padding=12, cut=True),
+    "long, depthwise": dict(kernel_size=31, groups=WIDTH, padding=15),
+    "long, ahead of all": dict(kernel_size=20, before=19),
+    "few groups, dilated": dict(kernel_size=3, groups=2, dilation=2, before=4, bias=False),
 }
 
 MIXERS = {
@@ -121,7 +125,7 @@ def test_rows_that_share_the_dimension_of_the_tokens_are_no_tokens(name, interpr
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
-CHOSEN = {"one padding", "both ways", "depthwise, cut behind", "dense"}
+CHOSEN = {"one padding", "both ways", "depthwise, cut behind", "dense", "long, in groups"}
 
 
 @pytest.mark.parametrize("name", representatives(MIXERS, CHOSEN))
@@ -132,7 +136,7 @@ def test_neighbours_stream(name, interpreted):
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
-@pytest.mark.parametrize("name", representatives(("one padding", "dense"), {"dense"}))
+@pytest.mark.parametrize("name", representatives(("one padding", "dense", "long, in groups"), {"dense"}))
 def test_lengths_share_a_graph(name, interpreted):
     model = Mixed(MIXERS[name]).double()
     step, graphs = counted(model, 16)
@@ -173,7 +177,7 @@ def test_rows_before_the_first_look_nothing_up(name, interpreted):
         torch.testing.assert_close(step(ids), model(ids), rtol=EXACT, atol=0)
 
 
-BEYOND = ("padded, then cut", "depthwise, cut behind", "dilated")
+BEYOND = ("padded, then cut", "depthwise, cut behind", "dilated", "long, in groups")
 
 
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
@@ -208,8 +212,9 @@ def test_other_convolutions_are_whole_and_exact(interpreted):
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor_under_autocast():
-    model, ids = Mixed(MIXERS["depthwise, cut behind"]), ids_of(2, 130)
+@pytest.mark.parametrize("name", ["depthwise, cut behind", "long, in groups"])
+def test_compiled_by_inductor_under_autocast(name):
+    model, ids = Mixed(MIXERS[name]), ids_of(2, 130)
 
     def loss(f):
         with torch.autocast("cpu", torch.bfloat16):
@@ -254,3 +259,18 @@ def test_the_operator_is_a_padding(by):
     x = torch.randn(2, 5, 3)
     expected = torch.zeros_like(x) if abs(by) > 5 else F.pad(x, (0, 0, by, -by))
     torch.testing.assert_close(streambp.shifted(x, 1, by), expected, rtol=0, atol=0)
+
+
+FILTERS = {"dense": (6, 4, 3, 1, 1, 1), "in groups": (6, 2, 4, 2, 1, 2), "dilated": (4, 1, 3, 4, 2, 4)}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_filter_is_a_convolution(name):
+    made, given, taps, before, dilation, groups = FILTERS[name]
+    x, weight = torch.randn(2, 4, 9, dtype=torch.float64), torch.randn(made, given, taps, dtype=torch.float64)
+    rows = F.pad(x, (before, dilation * (taps - 1) - before))
+    expected = F.conv1d(rows, weight, dilation=dilation, groups=groups)
+    how = (before, dilation, groups)
+    torch.testing.assert_close(streambp.filtered(x, weight, *how), expected)
+    wanted = (x.requires_grad_(), weight.requires_grad_())
+    torch.autograd.gradcheck(lambda x, weight: streambp.filtered(x, weight, *how), wanted)

@@ -12,9 +12,9 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 LENGTH, WIDTH, WORDS = 5, 8, 100
 
 
-def model(layers: int = 2, head: bool = True, returned: bool = False) -> Written:
+def model(layers: int = 2, head: bool = True, returned: bool = False, image: bool = False) -> Written:
     """Embedding, layers ``x + attention(x w · angles)``, and a loss on logits. ``returned``: the function
-    also returns ``angles``."""
+    also returns ``angles``. ``image``: tokens are patches, to which learned positions are added."""
     write = Written()
     ids, table = (
         write.given("ids", torch.zeros(LENGTH, dtype=torch.int64)),
@@ -27,7 +27,7 @@ def model(layers: int = 2, head: bool = True, returned: bool = False) -> Written
         write("turns", aten.cos.default, write("places", aten.arange.default, LENGTH)),
         1,
     )
-    x = write("x0", aten.embedding.default, table, ids)
+    x = patches(write) if image else write("x0", aten.embedding.default, table, ids)
     for i, w in enumerate(weights, 1):
         turned = write(f"turned{i}", aten.mul.Tensor, write(f"product{i}", aten.mm.default, x, w), angles)
         heads = write(f"heads{i}", aten.view.default, turned, [1, 1, LENGTH, WIDTH])
@@ -45,6 +45,13 @@ def model(layers: int = 2, head: bool = True, returned: bool = False) -> Written
         x = write("loss", aten.mean.default, write("scores", aten.logsumexp.default, logits, [1]))
     write.graph.output((x, angles) if returned else x)
     return write
+
+
+def patches(write: Written):
+    given = (write.given("pixels", torch.randn(LENGTH * 4, 3)), write.given("taps", weight(3, WIDTH // 4)))
+    positions = write.given("positions", weight(LENGTH, WIDTH))
+    rows = write("rows", aten.view.default, write("patches", aten.mm.default, *given), [LENGTH, WIDTH])
+    return write("x0", aten.add.Tensor, rows, positions)
 
 
 def weight(*shape: int) -> torch.nn.Parameter:
@@ -109,6 +116,19 @@ def test_an_embedding_that_can_be_made_again_leaves_the_first_layer_equal_to_the
     found = regions(write, traits)
     assert [r.recomputable for r in found] == [light] + [False] * (len(found) - 1)
     assert ("\n".join(map(str, found)).startswith(PRELUDE.strip())) == light
+
+
+PATCHES = """
+pixels, taps, positions → x0: patches, rows, x0
+w1, x0 → x1: places, turns, angles, product1, turned1, heads1, attend1, mixed1, x1
+"""
+
+
+def test_an_embedding_that_makes_the_tokens_is_cut_off_whatever_is_added_to_them():
+    """Learned positions have a row for each token, and the pixels have none."""
+    found = regions(model(3, image=True))
+    assert "\n".join(map(str, found)).startswith(PATCHES.strip())
+    assert not any(region.recomputable for region in found)
 
 
 def test_one_layer_without_a_head_is_one_region():

@@ -47,14 +47,31 @@ def parts_of_step(nodes: Sequence[Node], outside: set[Node]) -> tuple[Part, ...]
     while True:
         parts = alternating(nodes, fusible)
         odd = {n for part in parts for n in results_of(part, nodes, outside) if not has_memory(n)}
+        odd |= ahead_of_views(parts, fusible)
         if not odd.intersection(fusible):
             break
         fusible -= odd
     found: list[Part] = []
     for part in parts:
-        together = fusible.issuperset(part) and sum(map(has_memory, part)) > 1 and any(map(is_large, part))
+        together = is_worth_a_function(part, fusible)
         found += [Fusion(tuple(part), results_of(part, nodes, outside))] if together else part
     return tuple(found)
+
+
+def is_worth_a_function(part: Sequence[Node], fusible: set[Node]) -> bool:
+    return fusible.issuperset(part) and sum(map(has_memory, part)) > 1 and any(map(is_large, part))
+
+
+def ahead_of_views(parts: Sequence[Sequence[Node]], fusible: set[Node]) -> set[Node]:
+    """Nodes that read a view before it is made. A function would make it again, but these run one by one."""
+    step, made, found = {n for part in parts for n in part}, set[Node](), set[Node]()
+    for part in parts:
+        alone = not is_worth_a_function(part, fusible)
+        for node in part:
+            if alone and not made.issuperset(a for a in node.all_input_nodes if a in step):
+                found.add(node)
+            made.add(node)
+    return found
 
 
 def fusible_nodes(nodes: Sequence[Node], outside: set[Node]) -> set[Node]:

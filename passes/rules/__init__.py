@@ -76,6 +76,7 @@ class Rule:
     block       node → tokens per block, where rows of a block belong together: chunks hold whole blocks
     width       node, tokens → bytes per token that are alive at the widest moment inside
     indices     node → its operands that are indices, each with the least and the greatest that is allowed
+    around      its ``emit`` reads the rows around a chunk, of operands at full length
     """
 
     signature: Callable[[Node], Signature]
@@ -100,6 +101,7 @@ class Rule:
     block: Callable[[Node], int] | None = None
     width: Callable[[Node, int], int] | None = None
     indices: Callable[[Node], Indices] | None = None
+    around: bool = False
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
@@ -315,6 +317,7 @@ for _family in (
     "attention",
     "blocks",
     "picked_rows",
+    "filters",
 ):
     BUILT_IN.append(_family)
     importlib.import_module(f"{__name__}.{_family}")

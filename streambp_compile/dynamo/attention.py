@@ -111,7 +111,8 @@ def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def score_mask(mask: Tensor, query: Tensor, key: Tensor, flat: bool, causal: bool) -> Tensor:
-    """A mask as numbers with rank four; with causality in it, if that was asked for too."""
+    """A mask as numbers with rank four and a row for each query; with causality in it, if that was asked for
+    too."""
     if mask.dtype is torch.bool:
         mask = as_numbers(mask, query.dtype)
     if flat and mask.dim() == 3:
@@ -121,7 +122,7 @@ def score_mask(mask: Tensor, query: Tensor, key: Tensor, flat: bool, causal: boo
     if causal:
         rows, keys = (torch.arange(t.shape[2], device=mask.device) for t in (query, key))
         mask = mask.masked_fill(keys > rows[:, None], -math.inf)
-    return mask
+    return mask.expand(-1, -1, query.shape[2], -1) if mask.shape[2] == 1 else mask
 
 
 def flex_attention(

@@ -1,5 +1,6 @@
 """Whole rows that are read or written by index, in one spelling: ``x[b, i]``, whatever repeats the index
-along the numbers of a row. Rewritten in Dynamo's graph, before autograd sees it."""
+along the numbers of a row, and in the shape of the index. Rewritten in Dynamo's graph, before autograd sees
+it."""
 
 from __future__ import annotations
 
@@ -15,10 +16,15 @@ aten = torch.ops.aten
 
 
 def index_rows(module: GraphModule) -> GraphModule:
-    """Write ``x.gather(1, i[..., None].expand(-1, -1, D))`` as ``x[b, i]``, and ``scatter`` likewise.
+    """Write ``x.gather(1, i[..., None].expand(-1, -1, D))`` as ``x[b, i]``, and ``scatter`` likewise; and
+    ``x[i.flatten()].view(*i.shape, D)`` as ``x[i]``.
 
-    The repeated index would be as wide as hidden states where one region makes it and another reads it.
+    The repeated index would be as wide as hidden states where one region makes it and another reads it. In a
+    flat index of pairs of tokens, a chunk has no rows.
     """
+    for node in list(module.graph.nodes):
+        if part_of(node) is Part.INDEX:
+            look_up_in_shape(node)
     for node in list(module.graph.nodes):
         found = read_or_written_along(node) if node.op == "call_function" else None
         rows = None if found is None else row_index(found)
@@ -28,6 +34,40 @@ def index_rows(module: GraphModule) -> GraphModule:
             node.replace_all_uses_with(by_rows(node, found, rows))
         module.graph.erase_node(node)
     return module
+
+
+def look_up_in_shape(node: Node) -> None:
+    """Look up by an index as it was before it was flattened, if all readers give the result its shape."""
+    base, dim, flat = looked_up(node)
+    source = flat.args[0] if flat is not None and part_of(flat) is Part.MERGE else None
+    if not isinstance(source, Node) or fake_of(flat).dim() != 1 or fake_of(source).dtype is torch.bool:
+        return
+    shape = (*fake_of(base).shape[:dim], *fake_of(source).shape, *fake_of(base).shape[dim + 1 :])
+    readers = list(node.users)
+    if not readers or not all(part_of(r) is Part.MERGE and has_shape(r, shape) for r in readers):
+        return
+    with node.graph.inserting_before(node):
+        new = inserted(node, aten.index.Tensor, (base, [*[None] * dim, source]))
+        new = inserted(node, aten.contiguous.default, (new,)) if dim else new
+    for old in (*readers, node, flat):
+        if old in readers:
+            old.replace_all_uses_with(new)
+        if not old.users:
+            node.graph.erase_node(old)
+
+
+def looked_up(node: Node) -> tuple[Node, int, Node | None]:
+    """The table, the dimension and the index of a look-up by one index; no index of any other."""
+    base, *rest = node.args
+    if node.target is aten.index_select.default:
+        return base, rest[0] % max(1, fake_of(base).dim()), rest[1]
+    given = [i for i, index in enumerate(rest[0]) if index is not None]
+    return base, given[0] if given else 0, rest[0][given[0]] if len(given) == 1 else None
+
+
+def has_shape(node: Node, shape: tuple) -> bool:
+    found = fake_of(node).shape
+    return len(found) == len(shape) and all(map(is_equal, found, shape))
 
 
 def by_rows(node: Node, found: Along, rows: Node) -> Node:

@@ -6,7 +6,7 @@ Gradients of what is written here come from autograd, as those of the user's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,21 +15,22 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, is_equal
 from ..passes.rules.forward import Part, part_of, slice_of
 from .aten import inserted
+from .filters import filter_of_rows
 from .token_axes import fake_of
 
 MOST_TAPS = 16
 
 
 def look_back(module: GraphModule) -> GraphModule:
-    """Write convolutions along the tokens that keep their number (short causal filters) as sums of shifted
-    rows, one for each tap."""
+    """Write convolutions along the tokens that keep their number: short ones, dense or depthwise (causal
+    filters), as sums of shifted rows, one for each tap; others as an operator that reads the rows around."""
     for node in list(module.graph.nodes):
         found = taps(node) if part_of(node) is Part.CONVOLUTION else None
         if found is None:
             continue
-        ends, args = found
+        ends, made, args = found
         with module.graph.inserting_before(node):
-            new = inserted(ends[0], sum_of_taps, (*args, fake_of(node).dtype))
+            new = inserted(ends[0], made, (*args, fake_of(node).dtype))
         for end in ends:
             end.replace_all_uses_with(new)
         for old in dict.fromkeys((*ends, node, node.all_input_nodes[0])):
@@ -38,9 +39,9 @@ def look_back(module: GraphModule) -> GraphModule:
     return module
 
 
-def taps(node: Node) -> tuple[list[Node], tuple] | None:
-    """For a convolution that gives a row for every row: those rows; and what they are made of: input, weight,
-    bias, how far back each tap reads.
+def taps(node: Node) -> tuple[list[Node], Callable, tuple] | None:
+    """For a convolution that gives a row for every row: those rows; the function that makes them, and of
+    what: input, weight, bias, how far back each tap reads.
 
     It pads in front as much as is cut off behind: by itself, by ``F.pad``, or with a slice after it.
     """
@@ -50,12 +51,7 @@ def taps(node: Node) -> tuple[list[Node], tuple] | None:
         single(given[name]) for name in ("stride", "padding", "dilation", "groups")
     )
     count, channels = weight.shape[-1], fake_of(source).shape[-2]
-    if (
-        stride != 1
-        or count > MOST_TAPS
-        or fake_of(source).dim() != 3
-        or not (groups == 1 or groups == channels == weight.shape[0])
-    ):
+    if stride != 1 or fake_of(source).dim() != 3:
         return None
     before = {"valid": 0, "same": dilation * (count - 1) // 2}.get(padding, padding)
     pad = arguments(source) if part_of(source) is Part.PAD else {}
@@ -67,11 +63,16 @@ def taps(node: Node) -> tuple[list[Node], tuple] | None:
     ):
         source, before = pad["self"], before + pad["pad"][0]
     rows, shifts = fake_of(source).shape[-1], tuple(before - k * dilation for k in range(count))
-    if not rows > max(map(abs, shifts)):  # of a length that may change, Dynamo then guards on it
-        return None
     ends = [node] if is_equal(fake_of(node).shape[-1], rows) else list(node.users)
     kept = all((n is node or is_prefix(n)) and is_equal(fake_of(n).shape[-1], rows) for n in ends)
-    return (ends, (source, given["weight"], given.get("bias"), shifts)) if ends and kept else None
+    if not (ends and kept):
+        return None
+    operands = (source, given["weight"], given.get("bias"))
+    plain = groups == 1 or groups == channels == weight.shape[0]
+    # of a length that may change, Dynamo guards on what is asked of it last
+    if plain and count <= MOST_TAPS and rows > max(map(abs, shifts)):
+        return ends, sum_of_taps, (*operands, shifts)
+    return (ends, filter_of_rows, (*operands, before, dilation, groups)) if count > 1 else None
 
 
 def sum_of_taps(

@@ -1,0 +1,91 @@
+"""Convolutions along the tokens that give a row for every row, whatever the length of their filter.
+
+Row ``t`` is made of the rows around it, of which those before the first and behind the last are zero. The
+gradient of the input is such a convolution again, with the filter turned around; that of the filter is a sum
+over rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .operators import define
+
+aten = torch.ops.aten
+
+
+def reach(taps: int, before: int, dilation: int) -> tuple[int, int]:
+    """The first and the last row that a row reads, relative to itself."""
+    return -before, dilation * (taps - 1) - before
+
+
+def rows_around(full: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """A copy of rows ``[start, start+length)``; zero where there is none."""
+    out = full.new_zeros([*full.shape[:dim], length, *full.shape[dim + 1 :]])
+    first, last = max(0, start), min(full.shape[dim], start + length)
+    if last > first:
+        out.narrow(dim, first - start, last - first).copy_(full.narrow(dim, first, last - first))
+    return out
+
+
+def rows_around_meta(full: Tensor, dim: int, start, length) -> Tensor:
+    return full.new_empty([*full.shape[:dim], length, *full.shape[dim + 1 :]])
+
+
+def padded(x: Tensor, taps: int, before: int, dilation: int) -> Tensor:
+    return F.pad(x, (before, reach(taps, before, dilation)[1]))
+
+
+def filtered(x: Tensor, weight: Tensor, before: int, dilation: int, groups: int) -> Tensor:
+    """A convolution of ``[B, C, T]`` by ``[O, C / groups, K]``: tap k of row t reads row
+    ``t - before + k * dilation``."""
+    rows = padded(x, weight.shape[-1], before, dilation)
+    return aten.convolution(rows, weight, None, [1], [0], [dilation], False, [0], groups).contiguous()
+
+
+def filter_grad(x: Tensor, grad: Tensor, weight: Tensor, before: int, dilation: int, groups: int) -> Tensor:
+    """The gradient of the weight of `filtered`, which is read for its shape."""
+    return filter_grad_of_padded(
+        padded(x, weight.shape[-1], before, dilation), grad, weight, dilation, groups
+    )
+
+
+def filter_grad_of_padded(rows: Tensor, grad: Tensor, weight: Tensor, dilation: int, groups: int) -> Tensor:
+    """The same for rows that have all that are read around them."""
+    found = aten.convolution_backward(
+        grad, rows, weight, None, [1], [0], [dilation], False, [0], groups, [False, True, False]
+    )
+    return found[1].contiguous()
+
+
+def turned(weight: Tensor, groups: int) -> Tensor:
+    """The filter that takes gradients of rows back to the rows that were read."""
+    made, given, taps = weight.shape
+    parts = weight.view(groups, made // groups, given, taps).transpose(1, 2).flip(-1)
+    return parts.reshape(groups * given, made // groups, taps)
+
+
+define(
+    "filtered(Tensor x, Tensor weight, int before, int dilation, int groups) -> Tensor",
+    filtered,
+    lambda x, weight, before, dilation, groups: x.new_empty(x.shape[0], weight.shape[0], x.shape[2]),
+)
+define(
+    "filter_grad(Tensor x, Tensor grad, Tensor weight, int before, int dilation, int groups) -> Tensor",
+    filter_grad,
+    lambda x, grad, weight, before, dilation, groups: torch.empty_like(
+        weight, memory_format=torch.contiguous_format
+    ),
+)
+define(
+    "filter_grad_of_padded(Tensor rows, Tensor grad, Tensor weight, int dilation, int groups) -> Tensor",
+    filter_grad_of_padded,
+    lambda rows, grad, weight, dilation, groups: torch.empty_like(
+        weight, memory_format=torch.contiguous_format
+    ),
+)
+define(
+    "rows_around(Tensor full, int dim, SymInt start, SymInt length) -> Tensor", rows_around, rows_around_meta
+)

@@ -1,0 +1,80 @@
+"""Convolutions along the tokens: a row is made of the rows around it."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from ..ir import Edge, Reach, Role, Signature, shape_of
+from ..kernels import filters
+from . import rule
+from .facets import CostClass
+
+aten, streambp = torch.ops.aten, torch.ops.streambp
+KERNEL = CostClass.KERNEL
+
+
+def rows_around(body, edge: Edge, dim: int, own: Reach) -> Node:
+    """The chunk's rows of an operand that come at a reach beside its own."""
+    fact, call = body.fact(edge.operand), body.graph.call_function
+    first, last = (int(end) for end in (own.lo - fact.lo, own.hi - fact.lo))
+    start = call(operator.add, (body.scalar("first"), first))
+    count = call(operator.add, (body.scalar("rows"), last - first))
+    return call(streambp.rows_around.default, (body.operand(edge), dim, start, count))
+
+
+def reach_of(node: Node, weight: Node) -> Reach:
+    before, dilation, _ = node.args[-3:]
+    return Reach(*filters.reach(shape_of(weight)[-1], before, dilation))
+
+
+def emit_filtered(body, node: Node):
+    """The convolution of the chunk's rows and those around them, without padding."""
+    _, _, _, dilation, groups = node.args
+    rows, weight = body.edges(node)
+    if rows.role is not Role.HALO:
+        return body.copied(node)
+    given = (rows_around(body, rows, 2, rows.reach), body.operand(weight))
+    found = body.graph.call_function(
+        aten.convolution.default, (*given, None, [1], [0], [dilation], False, [0], groups)
+    )
+    return body.graph.call_function(aten.contiguous.default, (found,))
+
+
+@rule("streambp::filtered", emit=emit_filtered, cost=KERNEL, linear="x * weight", around=True)
+def filtered(node: Node) -> Signature:
+    return Signature(
+        (("b", "given", "t"), (None, None, None)),
+        (("b", None, "t"),),
+        reach={"t": reach_of(node, node.args[1])},
+        contracts="all",
+    )
+
+
+def emit_filter_grad(body, node: Node):
+    """What the chunk's rows of the incoming gradient give, with the rows that they were made of."""
+    _, _, weight, _, dilation, groups = node.args
+    rows, grad, shape = body.edges(node)
+    if rows.role is not Role.HALO:
+        return body.copied(node)
+    shift = grad.reach.lo - reach_of(node, weight).lo
+    given = (
+        rows_around(body, rows, 2, rows.reach),
+        rows_around(body, grad, 2, Reach(shift, shift)),
+        body.operand(shape),
+    )
+    made = body.graph.call_function(streambp.filter_grad_of_padded.default, (*given, dilation, groups))
+    return body.added(node, made)
+
+
+@rule("streambp::filter_grad", emit=emit_filter_grad, cost=KERNEL, linear="x * grad", around=True)
+def filter_grad(node: Node) -> Signature:
+    return Signature(
+        (("b", "given", "t"), ("b", "made", "t"), (None, None, None)),
+        ((None, None, None),),
+        reach={"t": reach_of(node, node.args[2])},
+        contracts="all",
+        sums=frozenset("bt"),
+    )
