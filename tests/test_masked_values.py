@@ -63,6 +63,12 @@ def features(x, mask, token, image):
     return x
 
 
+def with_more_dimensions(x, mask, token, image):
+    """More than the result of the look-up has: it is left to torch, which broadcasts it all the same."""
+    x[mask] = token[None, None]
+    return x
+
+
 def in_a_copy(x, mask, token, image):
     return torch.index_put(x, (mask,), token)
 
@@ -88,7 +94,7 @@ def as_many_rows(x, mask, token, image):
 SPELLINGS = {
     f.__name__: f
     for f in (row, one_of_many, number, in_columns, of_each_sequence, features, in_a_copy, scattered)
-    + (scattered_by_columns, scattered_in_place, as_many_rows)
+    + (scattered_by_columns, scattered_in_place, as_many_rows, with_more_dimensions)
 }
 
 

@@ -61,7 +61,7 @@ def row_under_mask(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | No
     ahead, mask = used[0], indices[used[0]]
     behind = fake_of(base).dim() - ahead - fake_of(mask).dim()
     row = fake_of(values)
-    if row.dim() > behind and row.shape[-behind - 1] != 1:
+    if row.dim() > ahead + 1 + behind or row.dim() > behind and row.shape[-behind - 1] != 1:
         return None
     return base, under_mask, (mask, values, ahead, behind)
 

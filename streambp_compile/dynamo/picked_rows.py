@@ -62,7 +62,8 @@ def unify_masks(graph: Graph) -> None:
     for node in list(graph.nodes):
         if not is_mask(node) or node.op != "call_function" or node.target not in OPERATORS:
             continue
-        if all(map(is_mask, node.all_input_nodes)) and storage_of(node) not in written:
+        read = node.all_input_nodes
+        if all(map(is_mask, read)) and written.isdisjoint(map(storage_of, (node, *read))):
             first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             if first is not node:
                 node.replace_all_uses_with(first)
