@@ -381,6 +381,90 @@ def pictures(config, length: int) -> dict:
     return dict(pixel_values=torch.randn(2, 3, side, side, generator=make), labels=torch.tensor([0, 1]))
 
 
+def with_image(config, length: int) -> dict:
+    """A text with the tokens of an image in it, of which no label is known."""
+    import torch
+
+    batch = texts(config.text_config, length)
+    ids, image = batch["input_ids"], torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+    image[:, 5 : 5 + IMAGE_TOKENS] = True
+    ids[image] = config.image_token_id
+    return dict(batch, labels=batch["labels"].masked_fill(image, -100))
+
+
+def pictured(config, length: int) -> dict:
+    """The same, and the image."""
+    import torch
+
+    side, make = config.vision_config.image_size, torch.Generator().manual_seed(2)
+    return dict(with_image(config, length), pixel_values=torch.randn(2, 3, side, side, generator=make))
+
+
+def typed(config, length: int) -> dict:
+    """The same, and which tokens are an image's."""
+    batch = pictured(config, length)
+    return dict(batch, token_type_ids=(batch["input_ids"] == config.image_token_id).long())
+
+
+def grids(config, length: int) -> dict:
+    """The same for a model that is given the patches of an image one after the other, and their grid."""
+    import torch
+
+    batch, vision = with_image(config, length), config.vision_config
+    rows, make = int((IMAGE_TOKENS * 4) ** 0.5), torch.Generator().manual_seed(2)
+    numbers = 3 * vision.temporal_patch_size * vision.patch_size**2
+    return dict(
+        batch,
+        pixel_values=torch.randn(2 * rows * rows, numbers, generator=make),
+        image_grid_thw=torch.tensor([[1, rows, rows]] * 2),
+        mm_token_type_ids=(batch["input_ids"] == config.image_token_id).int(),
+    )
+
+
+IMAGE_TOKENS = 16
+IMAGE_TOKEN = 2  # which no text has
+VISION = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=16,
+    patch_size=4,
+)
+
+
+def multimodal(
+    family: str,
+    head: str,
+    decoder: str,
+    vision: dict,
+    *,
+    batch: Callable,
+    words: dict | None = None,
+    **given,
+) -> Callable:
+    """A family of decoders behind an encoder of images.
+
+    words, vision  settings of the two, the decoder's beside `SMALL`
+    """
+
+    def build(length: int):
+        import torch
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        transformers.logging.set_verbosity_error()
+        text = dict(settings(CONFIG_MAPPING[decoder], words or {}), model_type=decoder)
+        config = CONFIG_MAPPING[family](
+            text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN, **given
+        )
+        torch.manual_seed(0)
+        model = getattr(transformers, head)(config)
+        return model, batch(config, length), lambda model, **arguments: model(**arguments).loss
+
+    return build
+
+
 def sized(family: str, head: str, **given) -> Callable:
     """A vision model that is built for images of about so many patches as there shall be tokens."""
 
@@ -574,6 +658,38 @@ ROWS |= {
             num_codebooks=2,
             audio_channels=1,
             pad_token_id=1023,
+        ),
+    ),
+    "LLaVA": Row(
+        "vision",
+        multimodal(
+            "llava",
+            "LlavaForConditionalGeneration",
+            "llama",
+            dict(VISION, model_type="clip_vision_model", projection_dim=32),
+            batch=pictured,
+        ),
+    ),
+    "Gemma 3, images": Row(
+        "vision",
+        multimodal(
+            "gemma3",
+            "Gemma3ForConditionalGeneration",
+            "gemma3_text",
+            dict(VISION, model_type="siglip_vision_model"),
+            batch=typed,
+            mm_tokens_per_image=IMAGE_TOKENS,
+        ),
+    ),
+    "Qwen2-VL": Row(
+        "vision",
+        multimodal(
+            "qwen2_vl",
+            "Qwen2VLForConditionalGeneration",
+            "qwen2_vl_text",
+            dict(depth=2, embed_dim=32, hidden_size=64, num_heads=2, patch_size=4),
+            batch=grids,
+            words=dict(rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)),
         ),
     ),
     "DINOv2": Row("vision", sized("dinov2", "Dinov2ForImageClassification")),
