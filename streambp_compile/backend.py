@@ -21,6 +21,7 @@ from . import internals
 from .chain_plan import ChainPlan, may_leave
 from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
+from .dynamo.assertions import part_assertions, with_assertions
 from .dynamo.associative_scans import scan_in_blocks
 from .dynamo.aten import to_aten
 from .dynamo.attention import one_attention
@@ -225,6 +226,7 @@ class Chain:
         with time_limit(self.config.analysis_seconds, self.hint), capturing_once():
             self.module = self.rewritten()
             views = {} if self.transformed else part_returned_views(self.module)
+            assertions = [] if self.transformed else part_assertions(self.module)
             self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
             given = zip(self.placeholders, self.example_inputs)
             self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in given]
@@ -245,6 +247,7 @@ class Chain:
         later = self.computed_later(cut, compiled)
         parts = (later, self.placeholders, cut, outputs_of(self.module))
         links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut.axes)
+        call = with_assertions(call, assertions)
         call = with_returned_views(call, views, self.placeholders, outputs_of(self.module))
         self.record(links, [a.length for a in cut.axes], call)
         return self.watched(call)

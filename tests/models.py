@@ -55,6 +55,28 @@ class Plain(nn.Module):
         return self.loss(x, labels)
 
 
+class Asserting(Plain):
+    """Asserts something of labels, of the hidden states, of the logits and of the loss."""
+
+    def __init__(self, limit: int, **given):
+        super().__init__(width=32, **given)
+        self.limit, self.layers = limit, nn.ModuleList([*self.layers, Checked()])
+
+    def loss(self, x, labels):
+        assert (labels < self.limit).all(), "labels"
+        logits = self.head(self.norm(x))
+        assert logits.isfinite().all(), "logits"
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        assert loss > 0
+        return loss
+
+
+class Checked(nn.Module):
+    def forward(self, x):
+        assert (~x.isnan()).all(), "hidden states"
+        return x
+
+
 class MixingLayer(nn.Module):
     """A residual layer around ``mix``: it gets ``parts`` projections, each ``[b, t, width]``, and then, if
     ``weight`` names a shape, a parameter."""

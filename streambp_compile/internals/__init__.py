@@ -37,6 +37,7 @@ from .distributed import (
     keep_ddp_graphs_whole,
 )
 from .dynamo import (
+    ASSERTIONS,
     MODE_SWITCHES,
     NO_DEFECTS,
     PADDINGS,
@@ -93,6 +94,7 @@ from .size_guards import guard_of
 from .structured_trace import trace_artifact
 
 __all__ = [
+    "ASSERTIONS",
     "BodyInputs",
     "DisableTorchFunctionSubclass",
     "Engine",

@@ -57,7 +57,7 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # Errors that are no defects: what a user asked for, want of memory, and how Dynamo starts again.
 NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)
 
-
+ASSERTIONS = (torch._assert, torch._assert_async)  # what ``assert`` of a value becomes in Dynamo's graph
 ONCE = ("info_once", "warning_once", "warning_advice")  # what transformers adds to logging.Logger
 
 
