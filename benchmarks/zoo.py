@@ -449,18 +449,11 @@ def multimodal(
     """
 
     def build(length: int):
-        import torch
-        import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        transformers.logging.set_verbosity_error()
         text = dict(settings(CONFIG_MAPPING[decoder], words or {}), model_type=decoder)
-        config = CONFIG_MAPPING[family](
-            text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN, **given
-        )
-        torch.manual_seed(0)
-        model = getattr(transformers, head)(config)
-        return model, batch(config, length), lambda model, **arguments: model(**arguments).loss
+        parts = dict(text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN)
+        return hugging_face(family, head, batch=batch, **parts, **given)(length)
 
     return build
 

@@ -16,7 +16,7 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 KERNEL = CostClass.KERNEL
 
 
-def rows_around(body, edge: Edge, dim: int, own: Reach) -> Node:
+def write_rows_around(body, edge: Edge, dim: int, own: Reach) -> Node:
     """The chunk's rows of an operand that come at a reach beside its own."""
     fact, call = body.fact(edge.operand), body.graph.call_function
     first, last = (int(end) for end in (own.lo - fact.lo, own.hi - fact.lo))
@@ -36,7 +36,7 @@ def emit_filtered(body, node: Node):
     rows, weight = body.edges(node)
     if rows.role is not Role.HALO:
         return body.copied(node)
-    given = (rows_around(body, rows, 2, rows.reach), body.operand(weight))
+    given = (write_rows_around(body, rows, 2, rows.reach), body.operand(weight))
     found = body.graph.call_function(
         aten.convolution.default, (*given, None, [1], [0], [dilation], False, [0], groups)
     )
@@ -61,8 +61,8 @@ def emit_filter_grad(body, node: Node):
         return body.copied(node)
     shift = grad.reach.lo - reach_of(node, weight).lo
     given = (
-        rows_around(body, rows, 2, rows.reach),
-        rows_around(body, grad, 2, Reach(shift, shift)),
+        write_rows_around(body, rows, 2, rows.reach),
+        write_rows_around(body, grad, 2, Reach(shift, shift)),
         body.operand(shape),
     )
     made = body.graph.call_function(streambp.filter_grad_of_padded.default, (*given, dilation, groups))

@@ -35,7 +35,7 @@ def picked(node: Node) -> Signature:
 
 def width(node: Node, length: int) -> int:
     """Bytes per token, if every row is picked once: of a mask ``[B, T]``, B rows per token."""
-    return most_rows(node.args[0][0].meta["val"], function_of(node)) * function_of(node).width // length
+    return most_rows(value_of(node.args[0][0]), function_of(node)) * function_of(node).width // length
 
 
 rule("streambp::picked_rows", cost=CostClass.KERNEL, width=width)(picked)

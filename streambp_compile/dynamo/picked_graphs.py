@@ -137,7 +137,7 @@ class PickedGraph:
         """The value into which the last node puts rows, if it does, the rows, and how."""
         given, form = arguments(node), form_of(node)
         if part_of(node) in (Part.TOTAL, Part.MEAN):
-            return None, *self.reduced(node, given)
+            return None, *self.reduction(node, given)
         if form is Form.PUT_ROWS:
             base, rows, added = given["self"], given["values"], bool(given["accumulate"])
             dims = self.dims(given["indices"])
@@ -151,7 +151,7 @@ class PickedGraph:
         value = base.meta["val"]
         return base, rows, Picked(dims, tuple(value.shape), value.dtype, added)
 
-    def reduced(self, node: Node, given: dict) -> tuple[Node, Picked]:
+    def reduction(self, node: Node, given: dict) -> tuple[Node, Picked]:
         """The rows of which the last node takes the sum or the mean, and how they are put among zeros."""
         rows, value = given["self"], given["self"].meta["val"]
         dims = {d % value.dim() for d in given.get("dim") or range(value.dim())}

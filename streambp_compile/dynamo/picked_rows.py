@@ -60,17 +60,17 @@ def unify_masks(graph: Graph) -> None:
     written = {storage_of(value) for node in graph.nodes if (value := mutated(node)) is not None}
     known: dict[str, Node] = {}
     for node in list(graph.nodes):
-        if not is_mask(node) or node.op != "call_function" or node.target not in OPERATORS:
+        if not is_integral(node) or node.op != "call_function" or node.target not in OPERATORS:
             continue
         read = node.all_input_nodes
-        if all(map(is_mask, read)) and written.isdisjoint(map(storage_of, (node, *read))):
+        if all(map(is_integral, read)) and written.isdisjoint(map(storage_of, (node, *read))):
             first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 
 
-def is_mask(node: Node) -> bool:
+def is_integral(node: Node) -> bool:
     """Is it a tensor of booleans, or of integers, that a mask may be made of?"""
     value = fake_of(node)
     whole = isinstance(value, torch.Tensor) and not internals.is_unbacked(value)
@@ -102,11 +102,11 @@ def erase_rows_unread(graph: Graph) -> None:
 
 @dataclass
 class Known:
-    """What was read at a node: its trace, the functions of rows in it, and their names if they have some."""
+    """What was read at a node: its trace, the functions of rows in it, and their names by last node."""
 
     trace: GraphModule
     rows: list[PickedGraph]
-    names: list[str] = field(default_factory=list)
+    names: dict[Node, str] = field(default_factory=dict)
 
 
 class PutBack:
@@ -126,7 +126,6 @@ class PutBack:
                 found.add(each)
                 stack += each.all_input_nodes
         self.nodes = sorted(found)
-        self.names: list[str] = []
         self.inputs = sorted({a for n in found for a in n.all_input_nodes} - found)
 
     def rewrite(self) -> None:
@@ -145,10 +144,9 @@ class PutBack:
         self.values = dict(zip(found.trace.graph.find_nodes(op="placeholder"), self.inputs))
         with self.graph.inserting_before(self.node):
             self.mask = self.outside(mask_of(list(found.trace.graph.nodes)))
-            for i, rows in enumerate(found.rows):
-                self.values[rows.last] = self.called(rows, found.names[i : i + 1])
+            for rows in found.rows:
+                self.values[rows.last] = self.called(rows, found.names)
             new = self.outside(last)
-        found.names = [*self.names]
         self.known[text] = found
         self.node.replace_all_uses_with(new)
         self.graph.erase_node(self.node)
@@ -183,15 +181,18 @@ class PutBack:
             value = inserted(self.node, each.target, (value, *each.args[1:]), each.kwargs)
         return value
 
-    def called(self, rows: PickedGraph, known: list[str]) -> Node:
-        """What a node of the trace makes of picked rows, as a call of their function."""
+    def called(self, rows: PickedGraph, names: dict[Node, str]) -> Node:
+        """What a node of the trace makes of picked rows, as a call of their function, which gets a name."""
         base = None if rows.base is None else self.outside(rows.base)
         operands = [self.kept(self.outside(n)) for n in rows.operands]
-        name = known[0] if known else register(rows.function(), list(map(fake_of, operands)))
-        self.names.append(name)
-        made = inserted(self.value_like(), streambp.picked_rows.default, ([self.mask, *operands], name))
+        if rows.last not in names:
+            names[rows.last] = register(rows.function(), list(map(fake_of, operands)))
+        given = ([self.mask, *operands], names[rows.last])
+        made = inserted(self.value_like(), streambp.picked_rows.default, given)
         put = inserted(self.value_like(), operator.getitem, (made, 0))
-        return self.reduced(put, rows) if base is None else self.put_into(base, put, self.mask, rows.result)
+        return (
+            self.sum_of_put(put, rows) if base is None else self.put_into(base, put, self.mask, rows.result)
+        )
 
     def text(self) -> str:
         """All that the function depends on; equal texts, equal functions."""
@@ -267,7 +268,7 @@ class PutBack:
             self.values[value] = inserted(self.value_like(), target, args, kwargs)
         return self.values[value]
 
-    def reduced(self, put: Node, rows: PickedGraph) -> Node:
+    def sum_of_put(self, put: Node, rows: PickedGraph) -> Node:
         """The sum or the mean of rows that were put among zeros, one for each token."""
         like, dtype = self.value_like(), rows.last.meta["val"].dtype
         total = inserted(like, torch.sum, (put, list(rows.result.dims)))
