@@ -119,7 +119,7 @@ def test_an_op_without_a_rule_is_refused_where_tokens_meet_it_with_the_users_lin
     harmless = write("harmless", aten.linalg_inv_ex.default, weight)
     write.graph.output((harmless,))
     analyze(write.graph, 5, {x: (Mark(0),)})
-    with write.graph.inserting_before(next(reversed(write.graph.nodes))):
+    with write.graph.inserting_before(next(iter(reversed(write.graph.nodes)))):
         harmful = write("harmful", aten.linalg_inv_ex.default, x)
     with pytest.raises(CannotStream, match="No rule describes") as caught:
         analyze(write.graph, 5, {x: (Mark(0),)})

@@ -139,7 +139,7 @@ def test_only_what_the_outputs_need_is_run():
 def test_a_gradient_that_somebody_else_reads_is_not_overwritten():
     write, seeds, _, (dx, dw) = causal_layer()
     dy = next(n for n in seeds if n.name == "dy")
-    with write.graph.inserting_before(next(reversed(write.graph.nodes))):
+    with write.graph.inserting_before(next(iter(reversed(write.graph.nodes)))):
         write("copied", aten.clone.default, dy)
     assert "over dy" in program(write, seeds, (dx, dw), movable=(dy,))
     assert "over" not in program(write, seeds, (dx, dw, dy), movable=(dy,))

@@ -246,7 +246,7 @@ def test_sweeps_that_share_states_cut_alike(layer):
 def added(body: Body, target, *args) -> Body:
     """The body with one more call before its output."""
     graph = body.graph.graph
-    with graph.inserting_before(next(reversed(graph.nodes))):
+    with graph.inserting_before(next(iter(reversed(graph.nodes)))):
         graph.call_function(target, args)
     return body
 
@@ -272,7 +272,7 @@ def with_constant(body: Body) -> Body:
 
 
 def full_length_buffer(body: Body) -> Body:
-    with body.graph.graph.inserting_before(next(reversed(body.graph.graph.nodes))):
+    with body.graph.graph.inserting_before(next(iter(reversed(body.graph.graph.nodes)))):
         twice = body.graph.graph.call_function(operator.mul, (placeholder(body, "length"), 2))
     return added(body, aten.empty.memory_format, [twice, 8])
 

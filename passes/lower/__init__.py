@@ -50,12 +50,12 @@ def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
     for name in ("rows", "length"):  # strides of row views are written in them
         draft.scalar(name)
     for node in sweep.nodes:
-        last = next(reversed(draft.graph.nodes))
+        last = next(iter(reversed(draft.graph.nodes)))
         Writer(draft, node).write()
         note_origin(draft.graph, last, node)
     for node in sweep.writes:
         if node not in sweep.appended:
-            last = next(reversed(draft.graph.nodes))
+            last = next(iter(reversed(draft.graph.nodes)))
             Writer(draft, node).store()
             note_origin(draft.graph, last, node)
     return draft.body(draft.used)
