@@ -95,6 +95,7 @@ internals.keep_ddp_graphs_whole(__package__)
 internals.trace_scans_as(scan_in_blocks, __package__)
 internals.trace_methods_of_attributes()
 internals.capture_picked_rows(__package__)
+internals.trace_value_checks_as_assertions(__package__)
 
 COMPILED_AUTOGRAD = (
     "Compiled autograd traces the backward of streamed regions into graphs of its own. Gradients stay exact, "

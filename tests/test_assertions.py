@@ -3,9 +3,11 @@
 The model is in another file, because pytest rewrites assertions in this one.
 """
 
+from functools import partial
+
 import pytest
 import torch
-from models import Asserting, gradients, ids_of, worst_error
+from models import Asserting, Plain, gradients, ids_of, worst_error
 
 from benchmarks.memory import peak
 
@@ -59,3 +61,25 @@ def test_no_logits_of_all_tokens_exist():
         parameter.grad = torch.zeros_like(parameter)
     step(ids, ids).backward()
     assert peak(lambda: step(ids, ids).backward()) < 2 * 1024 * 4096 * 4 / 2
+
+
+@pytest.mark.parametrize(
+    "check", (torch._check_tensor_all, partial(torch._check_tensor_all_with, ValueError))
+)
+def test_torch_checks_of_values_break_no_graph(check):
+    """Hugging Face's multimodal models check so that there are as many image tokens as features. An assertion
+    raises RuntimeError, a check what it names; a stock backend raises it between two graphs."""
+    model, ids = Plain().double(), ids_of(2, 43)
+
+    def loss_of(model, limit):
+        check(ids < limit)
+        return model(ids, ids)
+
+    step = torch.compile(loss_of, backend="streambp", options={"chunk_size": 16}, fullgraph=True)
+    expected = gradients(model, lambda: loss_of(model, 1000))
+    assert worst_error(gradients(model, lambda: step(model, 1000)), expected) < 1e-10
+    with pytest.raises(RuntimeError, match="not all values are true"):
+        step(model, 3)
+    torch._dynamo.reset()
+    with pytest.raises((ValueError, RuntimeError)):
+        torch.compile(loss_of, backend="eager")(model, 3)

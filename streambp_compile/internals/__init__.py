@@ -92,6 +92,7 @@ from .running_step import (
 from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
 from .size_guards import guard_of
 from .structured_trace import trace_artifact
+from .value_checks import trace_value_checks_as_assertions
 
 __all__ = [
     "ASSERTIONS",
@@ -179,6 +180,7 @@ __all__ = [
     "trace_artifact",
     "trace_methods_of_attributes",
     "trace_scans_as",
+    "trace_value_checks_as_assertions",
     "tracing_of",
     "as_these",
     "without_code",
