@@ -13,6 +13,7 @@
 # And, with neither a GPU nor CUDA installed (docs/testing-without-a-gpu.md):
 #
 #   make test-cuda    compiles ten architectures for an H200 and an A100; downloads a CUDA build of torch, about 3 GB
+#   make test-oldest  the tests of make test, on a CPU, with that build: the oldest torch that is supported
 #
 # Another Python: make demo PYTHON=python3.12. Tests run in two processes; more: make test JOBS=8
 
@@ -34,7 +35,7 @@ STAMP_TRAINERS := $(VENV_TRAINERS)/installed
 RUN_CUDA := $(VENV_CUDA)/bin/python-gpu
 STRUCTURES := out/structures
 
-.PHONY: venv demo test test-quick test-compiled test-all test-cuda test-trainers lint types clean
+.PHONY: venv demo test test-quick test-compiled test-all test-cuda test-oldest test-trainers lint types clean
 
 venv: $(STAMP)
 
@@ -48,10 +49,12 @@ $(STAMP): pyproject.toml
 demo: venv
 	$(RUN) examples/long_context.py $(if $(QUICK),--quick)
 
-PYTEST = $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
+PYTEST_ARGS = -m pytest -q -n $(JOBS) --dist worksteal
+PYTEST = $(RUN) $(PYTEST_ARGS)
+DEFAULT_TESTS = -m "not slow and (inductor or quick or not models)" tests
 
 test: venv
-	$(PYTEST) -m "not slow and (inductor or quick or not models)" tests
+	$(PYTEST) $(DEFAULT_TESTS)
 
 test-quick: venv
 	$(PYTEST) -m "quick and not slow" tests
@@ -76,6 +79,9 @@ test-cuda: venv $(RUN_CUDA)
 	$(VENV_CUDA)/bin/python tests/cuda/architectures.py $(STRUCTURES)
 	PRETEND_GPU=h200 $(RUN_CUDA) -m pytest -q tests/cuda
 	PRETEND_GPU=a100 $(RUN_CUDA) -m pytest -q tests/cuda
+
+test-oldest: $(RUN_CUDA)
+	$(VENV_CUDA)/bin/python $(PYTEST_ARGS) $(DEFAULT_TESTS)
 
 $(STAMP_TRAINERS): pyproject.toml
 	test -x $(RUN_TRAINERS) || $(PYTHON) -m venv $(VENV_TRAINERS)

@@ -85,10 +85,11 @@ class MixingLayer(nn.Module):
         super().__init__()
         self.mix, self.norm, self.parts = mix, nn.LayerNorm(width), parts
         self.into, self.out = nn.Linear(width, parts * width), nn.Linear(width, width)
-        self.weights = nn.ParameterList([] if weight is None else [torch.rand(weight)])
+        self.weight = None if weight is None else nn.Parameter(torch.rand(weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.mix(*self.into(self.norm(x)).chunk(self.parts, -1), *self.weights))
+        weights = () if self.weight is None else (self.weight,)
+        return x + self.out(self.mix(*self.into(self.norm(x)).chunk(self.parts, -1), *weights))
 
 
 class Mixing(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
-from models import VOCABULARY, Layer, gradients, ids_of, worst_error
+from models import VOCABULARY, Layer, Mixing, MixingLayer, gradients, ids_of, worst_error
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
@@ -294,3 +294,18 @@ def test_padding_is_a_mask_of_one_row(interpreted):
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
     truth = gradients(model, lambda: model(*batch))
     assert worst_error(gradients(model, lambda: step(*batch)), truth) < EXACT
+
+
+def test_views_of_a_result_that_lies_in_memory_as_queries_do(interpreted):
+    """Torch's own layers keep tokens before sequences, and view the result in that order."""
+
+    def mix(queries, keys, values):
+        heads = [t.transpose(0, 1).contiguous().unflatten(-1, (HEADS, -1)) for t in (queries, keys, values)]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in heads)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+        return out.view(out.shape[0] * out.shape[1], -1).view(queries.shape[1], -1, WIDTH).transpose(0, 1)
+
+    model, ids = Mixing(WIDTH, MixingLayer(mix, WIDTH)).double(), ids_of(2, 41)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
+    truth = gradients(model, lambda: model(ids))
+    assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT

@@ -31,6 +31,8 @@ from .token_axes import fake_of, storage_of
 
 streambp = torch.ops.streambp
 
+AS_KERNELS = (0, 2, 1, 3)  # fused kernels return [B, H, T, D] that lies in memory as [B, T, H, D]
+
 
 def scaled_dot_product_attention(
     query: Tensor,
@@ -42,7 +44,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    contiguous: bool = False,
+    layout: tuple[int, ...] = AS_KERNELS,
 ) -> Tensor:
     """The function of torch of that name, as ``streambp::attention`` where it can be, else as products and a
     softmax.
@@ -52,8 +54,8 @@ def scaled_dot_product_attention(
     ``[B, Hq, T, S]``, boolean (true: may attend) or added to the scores. A row that may attend to nothing
     gives zeros.
 
-    contiguous  lay the result out as ``[B, Hq, T, Dv]``; otherwise it is ``[B, T, Hq, Dv]`` in memory, as
-                fused kernels return it
+    layout  the dimensions of a result of rank four in the order in which they lie in memory: views of it are
+            views of torch's result, too
     """
     query, key, value, attn_mask = (as_autocast(t) for t in (query, key, value, attn_mask))
     if attn_mask is not None and attn_mask.dtype is torch.bool:
@@ -71,7 +73,19 @@ def scaled_dot_product_attention(
     out, _ = streambp.attention(query, key, value, mask, is_causal and mask is None, scale, 0)
     if flat:
         out = out.squeeze(1)
-    return out.contiguous() if contiguous else out
+    return out if layout == AS_KERNELS else laid_out(out, layout)
+
+
+def laid_out(value: Tensor, layout: tuple[int, ...]) -> Tensor:
+    """A value whose dimensions lie in memory in a given order."""
+    return value.permute(layout).contiguous().permute([layout.index(dim) for dim in range(value.dim())])
+
+
+def layout_of(value: Tensor) -> tuple[int, ...]:
+    """The order in which the dimensions of a value of rank four lie in memory."""
+    if value.permute(AS_KERNELS).is_contiguous():
+        return AS_KERNELS
+    return tuple(sorted(range(value.dim()), key=lambda dim: -hint(value.stride(dim))))
 
 
 def as_autocast(value: Tensor | None) -> Tensor | None:
@@ -203,8 +217,8 @@ def one_attention(module: GraphModule) -> GraphModule:
         for node in calls:
             node.target = scaled_dot_product_attention
             fake = fake_of(node)
-            if isinstance(fake, Tensor) and fake.dim() == 4 and not fake.transpose(1, 2).is_contiguous():
-                node.update_kwarg("contiguous", True)
+            if isinstance(fake, Tensor) and fake.dim() == 4 and layout_of(fake) != AS_KERNELS:
+                node.update_kwarg("layout", layout_of(fake))
         flexible = part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
         flexible = [node for node in flexible if mask_says_all(part, node) and only_result_is_read(node)]
         for node in flexible:
@@ -282,6 +296,6 @@ def torch_attention(module: GraphModule) -> bool:
     calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target in TORCH_SPELLING]
     for node in calls:
         node.target = TORCH_SPELLING[node.target]
-        node.kwargs = {name: arg for name, arg in node.kwargs.items() if name != "contiguous"}
+        node.kwargs = {name: arg for name, arg in node.kwargs.items() if name != "layout"}
     module.recompile()
     return bool(calls)
