@@ -33,7 +33,7 @@ from .dynamo.leading_columns import move_leading_columns
 from .dynamo.masked_values import choose_masked_values
 from .dynamo.padded_masks import pad_before_masks
 from .dynamo.picked_rows import depends_on_data, write_picked_rows
-from .dynamo.python_floats import floats_as_tensors
+from .dynamo.python_floats import floats_as_tensors, reads_number
 from .dynamo.regions import (
     WIDER,
     WIDER_THAN_LAYERS,
@@ -95,6 +95,7 @@ internals.keep_ddp_graphs_whole(__package__)
 internals.trace_scans_as(scan_in_blocks, __package__)
 internals.trace_methods_of_attributes()
 internals.capture_picked_rows(__package__)
+internals.break_where_numbers_are_read(__package__)
 internals.trace_value_checks_as_assertions(__package__)
 
 COMPILED_AUTOGRAD = (
@@ -192,6 +193,8 @@ class Chain:
         module = copied(self.given)
         with phase("reading numbers that change"):
             constants = floats_as_tensors(module)
+            if any(map(reads_number, module.graph.nodes)):
+                internals.break_at_read_numbers()
         if constants:
             internals.make_constant(constants)
         for rewrite, doing in () if self.transformed else REWRITES:

@@ -58,6 +58,8 @@ HELP = {
 
 WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
 
+SMALLEST_BLOCK = 512  # bytes: what torch's allocator on a GPU rounds up to
+
 
 class NothingToStream(CannotStream):
     """Nothing to warn about: the graph is tiny, or has no tokens."""
@@ -392,10 +394,11 @@ class CompiledRegion:
         return found
 
     def costs_nothing(self, graph_module: GraphModule) -> bool:
-        """Is no value inside larger than one that goes in or out, and exists in any case?"""
+        """Is no value inside larger than one that goes in or out, and exists in any case, or than the smallest
+        block of an allocator?"""
         ends = (fake_of(n) for n in (*self.inputs, *self.region.outputs))
         widest = max((bytes_of(e) for e in ends if isinstance(e, torch.Tensor)), default=0)
-        return self.whole_cost(graph_module) <= widest
+        return self.whole_cost(graph_module) <= max(widest, SMALLEST_BLOCK)
 
     def is_fragment(self, graph_module: GraphModule) -> bool:
         """Is this a piece between graph breaks that takes no more memory than what goes in and out?

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from models import Layer, worst_error
 from torch import nn
 
-from streambp_compile import NotStreamed
+from streambp_compile import NotStreamed, StreamHint
 
 VOCABULARY, TOKENS = 32, 40
 EXACT = 1e-10
@@ -115,3 +115,47 @@ def test_all_sizes_and_numbers_symbolic_from_the_start(loss, interpreted):
 def test_symbolic_lengths_and_numbers_in_compiled_bodies(fresh_dynamo):
     """A mean over all tokens divides by an expression of the length, whose symbols the body needs as well."""
     check(mixture, (1.25, 1.5), lengths=(TOKENS, 56))
+
+
+def divided_by_itself(logits, targets, _):
+    loss = token_loss(logits, targets)
+    return loss / loss.item()
+
+
+def scaled(logits, targets, _):
+    largest = logits.abs().max().item()
+    return token_loss(logits / largest, targets) * largest
+
+
+def filled(logits, targets, _):
+    """``full`` takes a number and no tensor."""
+    return token_loss(logits / torch.full((1,), logits.abs().max().item(), dtype=logits.dtype), targets)
+
+
+def factor_of_a_sum(logits, targets, _):
+    return token_loss(torch.add(logits, logits, alpha=logits.abs().max().item()), targets)
+
+
+def size(logits, targets, _):
+    return token_loss(logits, targets) * torch.ones(targets.max().item() + 1, dtype=logits.dtype).sum()
+
+
+def branch(logits, targets, _):
+    loss = token_loss(logits, targets)
+    return loss if loss.item() < 3 else loss * 2
+
+
+READING = (divided_by_itself, scaled, filled, factor_of_a_sum, size, branch)
+
+
+@pytest.mark.parametrize("loss", READING, ids=lambda loss: loss.__name__)
+def test_numbers_that_the_graph_computes(loss, interpreted):
+    """A number has no gradient. Where a reader takes no tensor, the graph breaks as it does by default."""
+    model, ids = Model(loss).double(), torch.randint(VOCABULARY, (2, TOKENS))
+    expected = torch.autograd.grad(model(ids, 0.0), list(model.parameters()))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", StreamHint)  # of a break behind the head
+        step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+        found = torch.autograd.grad(step(ids, 0.0), list(model.parameters()))
+    names = [name for name, _ in model.named_parameters()]
+    assert worst_error(dict(zip(names, found)), dict(zip(names, expected))) < EXACT

@@ -3,6 +3,9 @@
 Dynamo hands such a float over as a tensor and reads it by ``item()``. The symbolic number that this gives
 is of no use to graphs of tensors, so every reader is given the tensor itself. Where a reader takes numbers
 only (an ``alpha=``, a dropout rate), the float becomes a constant, and Dynamo compiles again when it changes.
+
+With ``capture_scalar_outputs``, numbers that the graph itself computes (``loss.item()``) are read in the same
+way. They have no gradient, and cannot be constants.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ def floats_as_tensors(module: GraphModule) -> list[torch.SymFloat]:
     constants: set[Node] = set()
     for node in list(module.graph.nodes):
         if node.op == "call_method" and node.target == "item" and is_symbolic_float(node):
-            tensors[node] = number = node.args[0]
+            tensors[node] = number = constant_of(node)
             number.meta["example_value"] = without_number(fake_of(number))
         elif not tensors.keys().isdisjoint(node.all_input_nodes):
             with module.graph.inserting_before(node):
@@ -34,7 +37,7 @@ def floats_as_tensors(module: GraphModule) -> list[torch.SymFloat]:
                 tensors[node] = new
             else:
                 node.replace_all_uses_with(new)
-    if constants:
+    if constants:  # the graph is traced again
         return [fake_of(n) for n in constants if n in tensors]
     for node in reversed(list(module.graph.nodes)):
         if not node.users and (node in tensors or not tensors.keys().isdisjoint(node.all_input_nodes)):
@@ -42,8 +45,22 @@ def floats_as_tensors(module: GraphModule) -> list[torch.SymFloat]:
     return []
 
 
+def reads_number(node: Node) -> bool:
+    """Is it an ``item()`` of a number that the graph computes?"""
+    return node.op == "call_method" and node.target == "item" and internals.is_unbacked(fake_of(node))
+
+
 def is_symbolic_float(node: Node) -> bool:
     return isinstance(fake_of(node), torch.SymFloat)
+
+
+def constant_of(item: Node) -> Node:
+    """The tensor that a number is read from; detached where it has a gradient, which a number has not."""
+    tensor = item.args[0]
+    if not fake_of(tensor).requires_grad:
+        return tensor
+    with item.graph.inserting_before(item):
+        return inserted(tensor, "detach", (tensor,), as_written=True)
 
 
 def without_number(fake: torch.Tensor) -> torch.Tensor:
@@ -58,13 +75,13 @@ def read_tensors(node: Node, tensors: dict[Node, Node]) -> Node | None:
     expected = fake_of(node)
     if not isinstance(expected, torch.Tensor | torch.SymFloat):
         return None
-    like, target = node, node.target
+    like, target = node, OF_NUMBERS.get(node.target, node.target)
     if is_symbolic_float(node):
         like = next(tensors[a] for a in node.all_input_nodes if a in tensors)
-        target = OF_NUMBERS.get(target, target)
     args, kwargs = map_arg((node.args, node.kwargs), lambda a: tensors.get(a, a))
     try:
-        new = inserted(like, target, args, kwargs, as_written=True)
+        with internals.reading_no_numbers(fake_of(like)):
+            new = inserted(like, target, args, kwargs, as_written=True)
         if isinstance(expected, torch.Tensor) and fake_of(new).dtype != expected.dtype:
             node.graph.erase_node(new)
             dtype = torch.promote_types(expected.dtype, torch.float32)  # as torch computes with numbers
@@ -91,10 +108,17 @@ def smallest(*numbers) -> torch.Tensor:
     return torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in numbers]).amin()
 
 
+def tensor_of_number(
+    number: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    return number.to(device, dtype or torch.get_default_dtype(), copy=True)
+
+
 # Functions of symbolic numbers that take no tensors, and what they are for tensors.
 OF_NUMBERS = {
     torch.sym_max: largest,
     torch.sym_min: smallest,
     torch.sym_float: torch.clone,
+    torch.scalar_tensor: tensor_of_number,
     **internals.symbolic_functions(),
 }

@@ -82,6 +82,7 @@ from .fake_tensors import (
 from .inductor import compile_function, compile_graph, compile_plainly, rewrite
 from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
 from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
+from .read_numbers import break_at_read_numbers, break_where_numbers_are_read, reading_no_numbers
 from .running_step import (
     apart_from_checkpoint,
     are_saved_tensors_packed,
@@ -160,6 +161,8 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_transform",
     "break_at_picked_rows",
+    "break_at_read_numbers",
+    "break_where_numbers_are_read",
     "capture_picked_rows",
     "capture_with_picked_rows",
     "is_unbacked",
@@ -170,6 +173,7 @@ __all__ = [
     "make_constant",
     "make_fx",
     "modes_text",
+    "reading_no_numbers",
     "parts_of",
     "replaying",
     "rewrite",
