@@ -27,7 +27,7 @@ from .dynamo.aten import to_aten
 from .dynamo.attention import one_attention
 from .dynamo.blocks import over_blocks
 from .dynamo.flash_attn import flash_attn_as_attention
-from .dynamo.higher_order import fold_maps, inline_checkpoints
+from .dynamo.higher_order import fold_maps, inline_wrappers
 from .dynamo.indexed_rows import index_rows
 from .dynamo.leading_columns import move_leading_columns
 from .dynamo.masked_values import choose_masked_values
@@ -443,7 +443,7 @@ def advice(broken: internals.GraphBreak) -> str:
 
 # What is rewritten before autograd sees it, in this order, and what that is called when it fails.
 REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
-    (inline_checkpoints, "inlining activation checkpoints"),
+    (inline_wrappers, "inlining activation checkpoints and nested compile regions"),
     (flash_attn_as_attention, "reading calls of flash_attn"),
     (fold_maps, "folding calls of torch.vmap"),
     (write_picked_rows, "reading rows that a mask picks"),

@@ -394,8 +394,8 @@ class CompiledRegion:
         return found
 
     def costs_nothing(self, graph_module: GraphModule) -> bool:
-        """Is no value inside larger than one that goes in or out, and exists in any case, or than the smallest
-        block of an allocator?"""
+        """Is no value inside larger than one that goes in or out, and exists in any case? Or than an
+        allocator's smallest block?"""
         ends = (fake_of(n) for n in (*self.inputs, *self.region.outputs))
         widest = max((bytes_of(e) for e in ends if isinstance(e, torch.Tensor)), default=0)
         return self.whole_cost(graph_module) <= max(widest, SMALLEST_BLOCK)

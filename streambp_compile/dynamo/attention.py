@@ -292,10 +292,13 @@ TORCH_SPELLING: dict[Callable, Callable] = {scaled_dot_product_attention: F.scal
 
 
 def torch_attention(module: GraphModule) -> bool:
-    """Give a region torch's own attention back. Is there any in it?"""
-    calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target in TORCH_SPELLING]
-    for node in calls:
-        node.target = TORCH_SPELLING[node.target]
-        node.kwargs = {name: arg for name, arg in node.kwargs.items() if name != "layout"}
-    module.recompile()
-    return bool(calls)
+    """Give a region, and the graphs that it holds, torch's own attention back. Is there any in it?"""
+    found = False
+    for part in [m for m in module.modules() if isinstance(m, GraphModule)]:
+        calls = [n for n in part.graph.nodes if n.op == "call_function" and n.target in TORCH_SPELLING]
+        for node in calls:
+            node.target = TORCH_SPELLING[node.target]
+            node.kwargs = {name: arg for name, arg in node.kwargs.items() if name != "layout"}
+        part.recompile()
+        found = found or bool(calls)
+    return found

@@ -1,5 +1,5 @@
-"""Spans of the Dynamo graph that belong together: activation checkpoints are inlined, a vmap becomes one
-node."""
+"""Spans of the Dynamo graph that belong together: activation checkpoints and nested compile regions are
+inlined, a vmap becomes one node."""
 
 from __future__ import annotations
 
@@ -11,23 +11,37 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 from ..pipeline import outputs_of
+from .regions import is_switch
 from .token_axes import fake_of
 
 
-def inline_checkpoints(module: GraphModule) -> GraphModule:
-    """Replace activation-checkpoint wrappers by what they wrap: recomputation is ours."""
-    wrapper = torch.ops.higher_order.tag_activation_checkpoint
-    while wrappers := module.graph.find_nodes(op="call_function", target=wrapper):
-        for node in wrappers:
-            inline_checkpoint(module, node)
+def inline_wrappers(module: GraphModule) -> GraphModule:
+    """Replace activation checkpoints and nested compile regions by what they wrap: recomputation is ours, and
+    equal layers are found equal without being told."""
+    found = [n for n in module.graph.nodes if n.target in FIRST_OPERAND]
+    shared = any(n.target is torch.ops.higher_order.invoke_subgraph for n in found)
+    while found:
+        for node in found:
+            inline(module, node)
+        found = [n for n in module.graph.nodes if n.target in FIRST_OPERAND]
+    if shared:
+        compute_fakes(module)
     module.recompile()
     return module
 
 
-def inline_checkpoint(module: GraphModule, node: Node) -> None:
+# Operators that call a graph, their first argument, and where its operands begin.
+FIRST_OPERAND = {
+    torch.ops.higher_order.tag_activation_checkpoint: 1,
+    torch.ops.higher_order.invoke_subgraph: 2,
+}
+
+
+def inline(module: GraphModule, node: Node) -> None:
     """Put the nodes of one wrapper's graph in its place."""
     name, inner = node.args[0].target, getattr(module, node.args[0].target)
-    values: dict[Node, object] = dict(zip(inner.graph.find_nodes(op="placeholder"), node.args[1:]))
+    operands = node.args[FIRST_OPERAND[node.target] :]
+    values: dict[Node, object] = dict(zip(inner.graph.find_nodes(op="placeholder"), operands))
     with module.graph.inserting_before(node):
         for n in inner.graph.nodes:
             if n.op == "get_attr":
@@ -43,6 +57,28 @@ def inline_checkpoint(module: GraphModule, node: Node) -> None:
         user.replace_all_uses_with(values[results[user.args[1]]])
         module.graph.erase_node(user)
     module.graph.erase_node(node)
+
+
+def compute_fakes(module: GraphModule) -> None:
+    """Compute the fake tensors of a graph anew. A graph that several calls share has those of one call, by
+    which different layers would seem to lie in the same memory."""
+
+    def given(operand: Node) -> object:
+        return getattr(module, operand.target) if operand.op == "get_attr" else fake_of(operand)
+
+    known = [fake_of(n) for n in module.graph.nodes]
+    with internals.replaying(module) as replay, internals.as_these(known):
+        for node in module.graph.nodes:
+            if is_switch(node):
+                replay(node)
+            elif node.op in ("call_function", "call_method") and has_tensors(fake_of(node)):
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
+                called = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+                node.meta["example_value"] = called(*args, **kwargs)
+
+
+def has_tensors(value: object) -> bool:
+    return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else [value]))
 
 
 def fold_maps(module: GraphModule) -> GraphModule:
