@@ -172,7 +172,7 @@ def function_of(body: Body, inputs: BodyInputs) -> Callable:
             )(*inputs.values)
         examples = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
         rewrite(traced)
-        # Inductor looks code up by a pickle of the graph and its sizes, and torch 2.11 cannot pickle this cache.
+        # Inductor looks code up by a pickle of a graph and its sizes; torch 2.11 cannot pickle this cache.
         inputs.mode.cache_enabled = False
         inputs.env.fake_tensor_cache.clear()
         return inductor.compile_fx_inner(traced, examples)
