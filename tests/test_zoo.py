@@ -1,5 +1,7 @@
 """The zoo's own reading of its answers, and a few of its rows, chunk bodies interpreted."""
 
+import argparse
+
 import pytest
 from selection import representatives
 
@@ -109,3 +111,21 @@ def test_the_summary_counts_by_kind():
 def test_a_refusal_is_shortened():
     text = "streambp cannot stream a region: " + "x" * 400
     assert len(zoo.shortened(text)) == 240
+
+
+def test_a_peak_that_is_too_high_is_measured_compiled(monkeypatch):
+    """An interpreted peak is an upper bound: it is enough where it is within the bound."""
+    peaks = {True: 60, False: 40}
+    asked = []
+
+    def answered(command, limit):
+        asked.append("--interpret" in command)
+        return dict(error=0.0, peak=peaks[asked[-1]], eager=100, note="")
+
+    monkeypatch.setattr(zoo, "last_answer", answered)
+    chosen = argparse.Namespace(tokens=64, interpret=True, limit=1.0)
+    answer = zoo.run("llama", chosen)
+    assert (answer["peak"], answer["note"], asked) == (40, "compiled", [True, False])
+    peaks[True], asked[:] = 45, []
+    answer = zoo.run("llama", chosen)
+    assert (answer["peak"], answer["note"], asked) == (45, "", [True])
