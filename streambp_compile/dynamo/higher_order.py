@@ -18,30 +18,32 @@ from .token_axes import fake_of
 def inline_wrappers(module: GraphModule) -> GraphModule:
     """Replace activation checkpoints and nested compile regions by what they wrap: recomputation is ours, and
     equal layers are found equal without being told."""
-    found = [n for n in module.graph.nodes if n.target in FIRST_OPERAND]
-    shared = any(n.target is torch.ops.higher_order.invoke_subgraph for n in found)
-    while found:
+    shared = bool(module.graph.find_nodes(op="call_function", target=NESTED))
+    while found := [n for n in module.graph.nodes if operands_of(n) is not None]:
         for node in found:
             inline(module, node)
-        found = [n for n in module.graph.nodes if n.target in FIRST_OPERAND]
     if shared:
         compute_fakes(module)
     module.recompile()
     return module
 
 
-# Operators that call a graph, their first argument, and where its operands begin.
-FIRST_OPERAND = {
-    torch.ops.higher_order.tag_activation_checkpoint: 1,
-    torch.ops.higher_order.invoke_subgraph: 2,
-}
+NESTED = torch.ops.higher_order.invoke_subgraph
+
+
+def operands_of(node: Node) -> tuple | None:
+    """What a wrapper gives to its graph, which is its first argument; None of other nodes. A nested compile
+    region has a name as well."""
+    if node.target is NESTED:
+        return node.args[2:]
+    return node.args[1:] if node.target is torch.ops.higher_order.tag_activation_checkpoint else None
 
 
 def inline(module: GraphModule, node: Node) -> None:
     """Put the nodes of one wrapper's graph in its place."""
     name, inner = node.args[0].target, getattr(module, node.args[0].target)
-    operands = node.args[FIRST_OPERAND[node.target] :]
-    values: dict[Node, object] = dict(zip(inner.graph.find_nodes(op="placeholder"), operands))
+    placeholders = inner.graph.find_nodes(op="placeholder")
+    values: dict[Node, object] = dict(zip(placeholders, operands_of(node)))
     with module.graph.inserting_before(node):
         for n in inner.graph.nodes:
             if n.op == "get_attr":
