@@ -89,7 +89,7 @@ def test_a_whole_region_with_attention_keeps_its_inputs_alone():
     assert [n.op for n in returned[outputs:]] == ["placeholder"]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="no operator of torch 2.11 that it traces has effects")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 traces an inverse without its check")
 def test_an_op_with_effects_keeps_its_region_whole_and_exact(interpreted):
     model, ids = Plain(layers=1).double(), ids_of(1, 64)
 

@@ -73,15 +73,15 @@ def scaled_dot_product_attention(
     out, _ = streambp.attention(query, key, value, mask, is_causal and mask is None, scale, 0)
     if flat:
         out = out.squeeze(1)
-    return out if layout == AS_KERNELS else laid_out(out, layout)
+    return out if layout == AS_KERNELS else in_memory_order(out, layout)
 
 
-def laid_out(value: Tensor, layout: tuple[int, ...]) -> Tensor:
+def in_memory_order(value: Tensor, layout: tuple[int, ...]) -> Tensor:
     """A value whose dimensions lie in memory in a given order."""
     return value.permute(layout).contiguous().permute([layout.index(dim) for dim in range(value.dim())])
 
 
-def layout_of(value: Tensor) -> tuple[int, ...]:
+def memory_order(value: Tensor) -> tuple[int, ...]:
     """The order in which the dimensions of a value of rank four lie in memory."""
     if value.permute(AS_KERNELS).is_contiguous():
         return AS_KERNELS
@@ -217,8 +217,8 @@ def one_attention(module: GraphModule) -> GraphModule:
         for node in calls:
             node.target = scaled_dot_product_attention
             fake = fake_of(node)
-            if isinstance(fake, Tensor) and fake.dim() == 4 and layout_of(fake) != AS_KERNELS:
-                node.update_kwarg("layout", layout_of(fake))
+            if isinstance(fake, Tensor) and fake.dim() == 4 and memory_order(fake) != AS_KERNELS:
+                node.update_kwarg("layout", memory_order(fake))
         flexible = part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
         flexible = [node for node in flexible if mask_says_all(part, node) and only_result_is_read(node)]
         for node in flexible:

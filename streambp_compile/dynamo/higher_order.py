@@ -19,9 +19,9 @@ def inline_wrappers(module: GraphModule) -> GraphModule:
     """Replace activation checkpoints and nested compile regions by what they wrap: recomputation is ours, and
     equal layers are found equal without being told."""
     shared = bool(module.graph.find_nodes(op="call_function", target=NESTED))
-    while found := [n for n in module.graph.nodes if operands_of(n) is not None]:
+    while found := [n for n in module.graph.nodes if wrapped_operands(n) is not None]:
         for node in found:
-            inline(module, node)
+            inline_wrapper(module, node)
     if shared:
         compute_fakes(module)
     module.recompile()
@@ -31,7 +31,7 @@ def inline_wrappers(module: GraphModule) -> GraphModule:
 NESTED = torch.ops.higher_order.invoke_subgraph
 
 
-def operands_of(node: Node) -> tuple | None:
+def wrapped_operands(node: Node) -> tuple | None:
     """What a wrapper gives to its graph, which is its first argument; None of other nodes. A nested compile
     region has a name as well."""
     if node.target is NESTED:
@@ -39,11 +39,11 @@ def operands_of(node: Node) -> tuple | None:
     return node.args[1:] if node.target is torch.ops.higher_order.tag_activation_checkpoint else None
 
 
-def inline(module: GraphModule, node: Node) -> None:
+def inline_wrapper(module: GraphModule, node: Node) -> None:
     """Put the nodes of one wrapper's graph in its place."""
     name, inner = node.args[0].target, getattr(module, node.args[0].target)
     placeholders = inner.graph.find_nodes(op="placeholder")
-    values: dict[Node, object] = dict(zip(placeholders, operands_of(node)))
+    values: dict[Node, object] = dict(zip(placeholders, wrapped_operands(node)))
     with module.graph.inserting_before(node):
         for n in inner.graph.nodes:
             if n.op == "get_attr":
@@ -73,13 +73,13 @@ def compute_fakes(module: GraphModule) -> None:
         for node in module.graph.nodes:
             if is_switch(node):
                 replay(node)
-            elif node.op in ("call_function", "call_method") and has_tensors(fake_of(node)):
+            elif node.op in ("call_function", "call_method") and gives_tensors(fake_of(node)):
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
                 called = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
                 node.meta["example_value"] = called(*args, **kwargs)
 
 
-def has_tensors(value: object) -> bool:
+def gives_tensors(value: object) -> bool:
     return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else [value]))
 
 

@@ -26,7 +26,7 @@ def floats_as_tensors(module: GraphModule) -> list[torch.SymFloat]:
     constants: set[Node] = set()
     for node in list(module.graph.nodes):
         if node.op == "call_method" and node.target == "item" and is_symbolic_float(node):
-            tensors[node] = number = constant_of(node)
+            tensors[node] = number = detached_number(node)
             number.meta["example_value"] = without_number(fake_of(number))
         elif not tensors.keys().isdisjoint(node.all_input_nodes):
             with module.graph.inserting_before(node):
@@ -54,7 +54,7 @@ def is_symbolic_float(node: Node) -> bool:
     return isinstance(fake_of(node), torch.SymFloat)
 
 
-def constant_of(item: Node) -> Node:
+def detached_number(item: Node) -> Node:
     """The tensor that a number is read from; detached where it has a gradient, which a number has not."""
     tensor = item.args[0]
     if not fake_of(tensor).requires_grad:

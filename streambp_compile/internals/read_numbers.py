@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .distributed import defined_in
 from .picked_rows import written_by_user
 
-BROKEN_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
+READ_BY_PYTHON: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """Functions that read numbers in a way that no graph of ours can hold: Dynamo breaks their graphs, as it does
 by default."""
 
@@ -36,7 +36,7 @@ def break_where_numbers_are_read(package: str) -> None:
 def read_by_python(before: Callable[[InstructionTranslator], None], package: str) -> Callable:
     @functools.wraps(before)
     def run(self: InstructionTranslator) -> None:
-        asked = written_by_user(self.f_code) in BROKEN_THERE
+        asked = written_by_user(self.f_code) in READ_BY_PYTHON
         if not asked or not defined_in(self.output.compiler_fn, package):
             return before(self)
         with dynamo_config.patch(capture_scalar_outputs=False):
@@ -57,7 +57,7 @@ def break_at_read_numbers() -> None:
         return
     root = translator.output.root_tx
     if not (root.one_graph or root.error_on_graph_break):
-        BROKEN_THERE.add(written_by_user(root.f_code))
+        READ_BY_PYTHON.add(written_by_user(root.f_code))
         raise TensorifyScalarRestartAnalysis
 
 
