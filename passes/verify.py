@@ -31,6 +31,7 @@ from .ir import (
     draws_random,
     hint,
     is_tensor,
+    is_view,
     part_nodes,
     part_results,
     parts_of,
@@ -119,10 +120,11 @@ def verify_program(program: Program, analysis: Analysis) -> None:
     - What a sweep reads beyond its own rows is at full length, or is appended in that sweep.
     - A sum is read after its sweep; a key sum is read in it only where its rows are final.
     - A scan has a state, which goes along or was saved by an earlier sweep.
-    - An output over an input's buffer is written by the last sweep.
+    - A value that another one is written over is not read any more.
     - What is wider at full length than a streamed program may hold is declared as such.
     """
     ready, saved = set(program.inputs), set[Node]()
+    whole = {n for nodes in program.full_length for n in nodes}
     for step, nodes in enumerate(program.full_length):
         for node in nodes:
             check_read(node, node.all_input_nodes, ready)
@@ -136,11 +138,19 @@ def verify_program(program: Program, analysis: Analysis) -> None:
         saved.update(sweep.saved_states)
         verify_sweep(sweep, ready, analysis)
         ready.update((*sweep.writes, *sweep.sums, *sweep.keysums))
-        check(not sweep.in_place or step == len(program.sweeps) - 1, f"sweep {step} writes over inputs")
+        gone = {source for _, source in sweep.in_place}
+        ready = {n for n in ready if memory_of(n, whole) not in gone}
     undeclared = set(too_wide(program, analysis)).difference(program.too_wide)
     check(not undeclared, f"{undeclared} are wider than a streamed program may hold")
     for output in program.outputs:
         check(not isinstance(output, Node) or output in ready, f"output {output} is never computed")
+
+
+def memory_of(node: Node, whole: set[Node]) -> Node:
+    """The value whose memory a value has: a view at full length has none of its own."""
+    while node in whole and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def check_read(node: Node, operands: Iterable[Node], ready: set[Node]) -> None:

@@ -5,10 +5,13 @@ import operator
 import pytest
 import torch
 from graphs import Written, causal_layer
+from torch.fx import Graph
 
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import CannotStream, Mark
+from streambp_compile.passes.normalization.separate_views import separate_views
 from streambp_compile.passes.partition import partition
+from streambp_compile.passes.partition.crossing import narrowest_crossing
 from streambp_compile.passes.verify import verify_program
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
@@ -48,9 +51,9 @@ returns y
 """
 BOTH_WAYS_BACKWARD = """
 ascending: 3 ops; reads x, w; writes keys
-ascending: 9 ops; reads x, keys, dy; writes dquery; adds up per key dk, dv
+ascending: 11 ops; reads x, keys, dy; writes beside; adds up per key dk, dv
 full length: turned
-ascending: 10 ops; reads x, dk, dv, turned, dquery, dy; writes dx; adds up dw
+ascending: 8 ops; reads x, dk, dv, turned, beside; writes dx over beside; adds up dw
 returns dx, dw
 """
 
@@ -59,6 +62,38 @@ def test_a_bidirectional_layer_is_two_sweeps_forward_and_three_backward():
     write, seeds, y, gradients = causal_layer(causal=False)
     assert program(write, seeds, (y,)) == BOTH_WAYS_FORWARD.strip()
     assert program(write, seeds, gradients) == BOTH_WAYS_BACKWARD.strip()
+    dy = next(n for n in seeds if n.name == "dy")
+    over = BOTH_WAYS_BACKWARD.replace("writes beside;", "writes beside over dy;")
+    assert program(write, seeds, gradients, movable=(dy,)) == over.strip()
+
+
+def test_a_sweep_keeps_what_spares_the_most_of_the_narrowest_values():
+    """Attention's result a is kept, or what is made of it: c is as wide as a and further on, b is wider."""
+    graph = Graph()
+    a, b, c, d = (graph.placeholder(name) for name in "abcd")
+    reads = {a: (), b: (a,), c: (b,), d: ()}
+    sizes = {a: 8, b: 16, c: 8, d: 0}
+    assert narrowest_crossing(reads, {a, d}, {c, d}, sizes) == {c, d}
+    assert narrowest_crossing(reads, {a, d}, {b, c, d}, sizes) == {a, d}
+    assert narrowest_crossing(reads, {a, d}, {c, d}, {**sizes, c: None}) == {a, d}
+    assert narrowest_crossing(reads, {a, d}, {c, d}, dict.fromkeys(reads)) == set()
+
+
+def test_the_gradient_of_a_bias_leaves_the_incoming_gradient_free_to_be_written_over():
+    write = Written()
+    x, w, dy = (
+        write.given("x", torch.randn(LENGTH, 8)),
+        write.given("w", torch.randn(8, 8)),
+        write.given("dy", torch.randn(1, LENGTH, 8)),
+    )
+    rows, squares = write("rows", aten.view.default, dy, [LENGTH, 8]), write("squares", aten.mul.Tensor, x, x)
+    dx = write("dx", aten.view.default, write("product", aten.mm.default, rows, w), [1, LENGTH, 8])
+    dw = write("dw", aten.mm.default, write("turned", aten.permute.default, squares, [1, 0]), rows)
+    db = write("db", aten.sum.dim_IntList, rows, [0])
+    write.graph.output((dx, dw, db))
+    separate_views(write.graph)
+    seeds = {x: (Mark(0),), dy: (Mark(1),)}
+    assert "dx over dy" in program(write, seeds, (dx, dw, db), movable=(dy,))
 
 
 def head(separable: bool):

@@ -175,7 +175,7 @@ ILLEGAL_PROGRAMS: dict[str, Callable[[Layer], Program]] = {
         0, nodes=layer.program.sweeps[0].nodes[:-1]
     ),
     "appends what it does not write": lambda layer: layer.with_sweep(1, appended=(layer.nodes["keys"],)),
-    "sweep 0 writes over inputs": lambda layer: layer.with_sweep(
+    "x before it exists": lambda layer: layer.with_sweep(  # its memory was taken over
         0, in_place=((layer.nodes["keys"], layer.nodes["x"]),)
     ),
     "no sweep saves the states": lambda layer: layer.with_sweep(1, restored_states=(layer.nodes["keys"],)),

@@ -35,7 +35,7 @@ class Sweep:
     joined           what is added up over chunks in the accumulator of one of ``sums`` → that one
     keysums          values added up per key
     keysums_final    the rows of ``keysums`` at a chunk's own tokens are final when the chunk is reached
-    in_place         output → the input whose buffer it takes over
+    in_place         written value → the value whose memory it takes over, of an input or an earlier sweep
     keys             the keys that rows of a chunk reach, and always the chunk's own rows: no chunk is without
                      keys
     scans            scans whose state goes from chunk to chunk

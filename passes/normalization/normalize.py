@@ -24,6 +24,7 @@ from ..rules.facets import Form
 from ..rules.scans import is_reversible
 from .constant_slices import shorten_constants
 from .hidden_entries import drop_hidden_shifts
+from .separate_views import separate_views
 from .shifted_rows import shift_rows
 from .size_nodes import SizeNodes
 from .transposed_sums import add_before_transposing
@@ -120,6 +121,7 @@ def normalize(module: GraphModule) -> GraphModule:
     group_heads(result.graph)
     drop_hidden_shifts(result.graph)
     add_before_transposing(result.graph)
+    separate_views(result.graph)
     result.graph.eliminate_dead_code()
     result.recompile()
     return result

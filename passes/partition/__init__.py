@@ -91,8 +91,9 @@ def programs(problem: Problem, choice: FullLength, count: int) -> Iterator[tuple
         found: list[Levels] = [levels]
         if count > 1:
             found.append(sink(problem, choice, levels))
-        for candidate in found:
-            cost, program = Assembly(problem, choice, candidate).program()
+        over_inputs = (False, True) if problem.movable and count > 1 else (False,)
+        for candidate, over in itertools.product(found, over_inputs):
+            cost, program = Assembly(problem, choice, candidate, over).program()
             if not any(map(problem.is_matrix, program.kept)):
                 wide = too_wide(program, problem.analysis)
                 excess = sum(bytes_of(value_of(n)) for n in wide)

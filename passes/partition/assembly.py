@@ -1,10 +1,10 @@
-"""Assemble the program of given levels: what each sweep computes again, what is kept, and what all of it
-costs."""
+"""Assemble the program of given levels: what each sweep computes again, what is kept, whose memory is taken
+over, and what all of it costs."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
@@ -23,15 +23,19 @@ from ..ir import (
     bytes_of,
     hint,
     is_tensor,
+    is_view,
     value_of,
 )
 from ..phases import check_time
 from ..rules import state_rows
+from .crossing import narrowest_crossing
 from .full_length import FullLength
 from .levels import Levels, is_causal
 from .problem import Problem, is_item
 
-Cost = tuple[int, int, tuple[bool, ...]]  # bytes kept, then nodes computed, then sweeps that descend
+# Bytes kept, then bytes written for later sweeps (over others that need no memory), then nodes computed, then
+# sweeps that descend.
+Cost = tuple[int, int, int, tuple[bool, ...]]
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,11 @@ class Assembly:
     """The program of given levels.
 
     row_outputs  outputs that sweeps compute
+    over_inputs  take it that values like an incoming gradient cost nothing, as one may be written over it
     """
 
-    def __init__(self, problem: Problem, choice: FullLength, levels: Levels):
-        self.problem, self.choice = problem, choice
+    def __init__(self, problem: Problem, choice: FullLength, levels: Levels, over_inputs: bool = False):
+        self.problem, self.choice, self.over_inputs = problem, choice, over_inputs
         self.directions, self.level = levels.directions, levels.of
         self.kinds = problem.analysis.kinds
         nodes = (o for o in problem.outputs if isinstance(o, Node))
@@ -64,7 +69,7 @@ class Assembly:
     def program(self) -> tuple[Cost, Program]:
         """What it costs, to choose by, and the program."""
         contents, count = self.contents(), len(self.directions)
-        sweeps = tuple(self.sweep(at, contents) for at in range(count))
+        sweeps = self.taken_over(tuple(self.sweep(at, contents) for at in range(count)))
         full_length = tuple(
             tuple(n for n in self.problem.needed if n in self.choice.nodes and self.level[n] == step)
             for step in range(count + 1)
@@ -74,6 +79,7 @@ class Assembly:
         statistics = tuple(n for n in kept if self.is_statistic(n))
         cost = (
             sum(map(self.bytes_kept, sweeps)),
+            sum(bytes_of(value_of(n)) for s in sweeps for n in s.writes if n not in self.row_outputs),
             sum(map(len, contents.bodies)),
             tuple(d is not Direction.ASCENDING for d in self.directions),
         )
@@ -97,6 +103,7 @@ class Assembly:
 
     def collect(self, at: int, contents: Contents, roots: tuple[set[Node], ...]) -> None:
         """All that one sweep computes for its roots; what it reads of earlier sweeps becomes their root."""
+        contents.kept.update(self.crossing(at, roots[at], contents.kept))
         body, stack = contents.bodies[at], list(roots[at])
         while stack:
             node = stack.pop()
@@ -132,6 +139,49 @@ class Assembly:
         again = self.is_row_chain(operand) or self.problem.is_matrix(operand)
         return operand in kept or not again or self.is_statistic(operand)
 
+    def crossing(self, at: int, roots: set[Node], kept: set[Node]) -> set[Node]:
+        """The values of earlier sweeps that this one reads at full length, so as to compute little again: of
+        all choices that suffice, one of the fewest bytes."""
+        reads: dict[Node, list[Node]] = {}  # what is computed again, or kept at least → what that is made of
+        wanted, stack, seen = set[Node](), list(roots), set[Node]()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if self.level[node] < at:
+                reads[node] = []
+                if not self.is_computed_again(node):
+                    continue
+            for edge in self.problem.edges(node):
+                operand = edge.operand
+                if not self.in_sweep(operand) or operand in kept or self.kinds[operand] is Kind.SUM:
+                    continue
+                if edge.role in (Role.KEYS, Role.HALO):
+                    continue
+                stack.append(operand)
+                if self.level[node] < at:
+                    reads[node].append(operand)
+                elif self.level[operand] < at:
+                    wanted.add(operand)
+        fixed = {n for n in reads if not self.is_computed_again(n)}
+        if not fixed:
+            return set()
+        return narrowest_crossing(reads, fixed, wanted, {n: self.bytes_to_keep(n) for n in reads})
+
+    def is_computed_again(self, node: Node) -> bool:
+        return self.is_row_chain(node) and not self.problem.is_matrix(node)
+
+    def bytes_to_keep(self, node: Node) -> int | None:
+        """Bytes that it takes to have a value at full length for a later sweep; None if it cannot be kept."""
+        if not is_tensor(node) or self.kinds[node] not in (Kind.ROWS, Kind.KEYSUM):
+            return None
+        if self.kinds[node] is Kind.KEYSUM or node in self.row_outputs or self.is_statistic(node):
+            return 0  # it is there in any case
+        if self.over_inputs and any(self.is_alike(source, node) for source in self.problem.movable):
+            return 0
+        return bytes_of(value_of(node))
+
     def is_row_chain(self, node: Node) -> bool:
         """Is it cheap to compute again: a chain of ops on own rows? Attention is kept, and rows of an op that
         adds up as well."""
@@ -162,7 +212,6 @@ class Assembly:
             keysums=keysums,
             keysums_final=direction is Direction.DESCENDING
             and all(is_causal(self.problem, n) for n in keysums),
-            in_place=self.in_place(nodes, writes) if at == len(self.directions) - 1 else (),
             keys=self.keys(nodes),
             scans=tuple(n for n in nodes if n in scans and scans[n] is direction),
             saved_states=tuple(n for n in own if n in contents.saved_states),
@@ -177,35 +226,48 @@ class Assembly:
 
     def bytes_kept(self, sweep: Sweep) -> int:
         """Bytes at full length that are there for other sweeps, and saved states for the shortest chunks."""
-        kept = [n for n in sweep.writes if n not in self.row_outputs]
+        over = dict(sweep.in_place)
+        kept = [n for n in sweep.writes if n not in self.row_outputs and n not in over]
         states = sum(bytes_of(value_of(n)) * state_rows(n) for n in sweep.saved_states)
         return sum(bytes_of(value_of(n)) for n in (*kept, *sweep.keysums)) + states // SHORTEST_CHUNK
 
-    def in_place(self, nodes: tuple[Node, ...], writes: tuple[Node, ...]) -> tuple[tuple[Node, Node], ...]:
-        """Outputs of the last sweep that may take over an input's buffer, each with that input."""
+    def taken_over(self, sweeps: tuple[Sweep, ...]) -> tuple[Sweep, ...]:
+        """The sweeps, with the values that they write over others that nothing reads any more: incoming
+        gradients, and what an earlier sweep kept."""
         returned = {o for o in self.problem.outputs if isinstance(o, Node)}
-        free = [
-            source
-            for source in self.problem.movable
-            if source in self.problem.all_needed
-            and source not in returned
-            and self.is_read_by_rows(source, nodes)
-        ]
-        found: list[tuple[Node, Node]] = []
-        for out in (n for n in writes if n in returned):
-            source = next((s for s in free if self.is_alike(s, out)), None)
-            if source is not None:
-                found.append((out, source))
-                free.remove(source)
+        free = [n for n in self.problem.movable if n in self.problem.all_needed]
+        found: list[Sweep] = []
+        for at, sweep in enumerate(sweeps):
+            over: list[tuple[Node, Node]] = []
+            for out in (n for n in sweep.writes if n not in sweep.appended):
+                source = next(
+                    (s for s in free if self.is_alike(s, out) and self.is_last_read(s, at, sweeps)), None
+                )
+                if source is not None and source not in returned:
+                    over.append((out, source))
+                    free.remove(source)
+            found.append(replace(sweep, in_place=tuple(over)))
+            free += [n for n in sweep.writes if n not in sweep.appended]
         return tuple(found)
 
-    def is_read_by_rows(self, source: Node, nodes: tuple[Node, ...]) -> bool:
-        """Do only these nodes read an input, and each only its own rows?"""
-        inside = set(nodes) - self.choice.nodes
-        computed = self.problem.all_needed - self.problem.inputs
-        readers = [n for n in source.users if n in computed]
-        edges = [e for n in readers for e in self.problem.edges(n) if e.operand is source]
-        return inside.issuperset(readers) and all(e.role is Role.ROWS and e.reach == HERE for e in edges)
+    def is_last_read(self, source: Node, at: int, sweeps: tuple[Sweep, ...]) -> bool:
+        """Is this the last sweep that reads a value, and does it read own rows alone?
+
+        What reads it at full length must have done so before. No sweep may read a view of it, which is the
+        same memory by another name.
+        """
+        inside, later = set(sweeps[at].nodes), {n for s in sweeps[at + 1 :] for n in s.nodes}
+        views, readers = {source}, list[Node]()
+        for node in (n for n in self.problem.needed if not views.isdisjoint(n.all_input_nodes)):
+            if node in self.choice.nodes and self.level[node] > at:
+                return False
+            if node in self.choice.nodes and is_view(node):
+                views.add(node)
+            elif node not in self.choice.nodes:
+                readers.append(node)
+        edges = [e for n in readers if n in inside for e in self.problem.edges(n) if e.operand in views]
+        own_rows = all(e.operand is source and e.role is Role.ROWS and e.reach == HERE for e in edges)
+        return bool(edges) and own_rows and later.isdisjoint(readers)
 
     def is_alike(self, source: Node, out: Node) -> bool:
         """Have two values the same rows and the same layout?"""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir import EVERYWHERE, Direction, Edge, Kind, Role
+from ..ir import EVERYWHERE, Direction, Edge, Kind, Role, viewed
 from ..phases import check_time
 from .full_length import FullLength
 from .problem import Problem, is_item
@@ -51,7 +51,8 @@ def sink(problem: Problem, choice: FullLength, levels: Levels) -> Levels:
         check_time()
         readers = [n for n in node.users if n in level]
         if node in choice.nodes:
-            level[node] = last + 1 if all(level[r] > last for r in readers) else levels.of[node]
+            waits = all(level[r] > last for r in readers) and not reads_movable(node, problem)
+            level[node] = last + 1 if waits else levels.of[node]
         elif node not in problem.inputs and order.may_sink(node):
             level[node] = last
             at_once = [r for r in readers if r in choice.nodes]  # one that asks for a size has no edge
@@ -62,6 +63,11 @@ def sink(problem: Problem, choice: FullLength, levels: Levels) -> Levels:
             ):
                 level.update((n, levels.of[n]) for n in (node, *filter(is_item, readers)))
     return Levels(levels.directions, level)
+
+
+def reads_movable(node: Node, problem: Problem) -> bool:
+    """Does a value at full length read, as a view or through one, an input that sweeps may write over?"""
+    return any(viewed(a) in problem.movable for a in (node, *node.all_input_nodes))
 
 
 @dataclass(frozen=True)

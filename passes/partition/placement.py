@@ -17,18 +17,24 @@ def placed_late(program: Program) -> Program:
     Values of weights alone always wait: the weights are there in any case. Others wait where what they are
     computed from takes no more memory than they do.
     """
-    first = first_sweeps(program)
+    first, ends = first_sweeps(program), last_steps_of_memory(program)
     latest = latest_steps(program, first)
     steps = {n: step for step, nodes in enumerate(program.full_length) for n in nodes}
     held = Held(program, latest)
     for node in reversed(steps):
         readers = [steps[u] for u in node.users if u in steps]
-        late = min([*readers, first.get(node, len(program.sweeps))])
+        before = (ends[a] for a in map(viewed, node.all_input_nodes) if a in ends)
+        late = min([*readers, first.get(node, len(program.sweeps)), *before])
         if late > steps[node] and not is_random(node) and held.may_wait(node):
             steps[node] = late
     count = len(program.full_length)
     moved = tuple(tuple(n for n in steps if steps[n] == step) for step in range(count))
     return replace(program, full_length=moved)
+
+
+def last_steps_of_memory(program: Program) -> dict[Node, int]:
+    """The last step at which each value that is written over can be read at full length."""
+    return {source: at for at, sweep in enumerate(program.sweeps) for _, source in sweep.in_place}
 
 
 def latest_steps(program: Program, first: Mapping[Node, int]) -> dict[Node, int]:

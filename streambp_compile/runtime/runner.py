@@ -187,10 +187,10 @@ class Runner:
             call.values[out] = call.values.pop(source)
 
     def take_over(self, sweep: Sweep, call: Call) -> None:
-        """Inputs that outputs are written over, in memory of our own."""
+        """Values that others are written over, in memory of our own."""
         for _, source in sweep.in_place:
             value = call.values[source]
-            own = value if source in call.owned else value.clone()
+            own = value if source in call.owned or source not in self.program.inputs else value.clone()
             call.values[source] = laid_out(own, layout_of(value_of(source)))
 
     def save_states(self, sweep: Sweep, bound: list[tuple[Binding, Any]], chunk: Chunk, call: Call) -> None:
