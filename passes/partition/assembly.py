@@ -136,8 +136,7 @@ class Assembly:
             return True
         if self.level[operand] == at:
             return False
-        again = self.is_row_chain(operand) or self.problem.is_matrix(operand)
-        return operand in kept or not again or self.is_statistic(operand)
+        return operand in kept or not self.is_computed_again(operand) or self.is_statistic(operand)
 
     def crossing(self, at: int, roots: set[Node], kept: set[Node]) -> set[Node]:
         """The values of earlier sweeps that this one reads at full length, so as to compute little again: of
@@ -170,11 +169,12 @@ class Assembly:
         return narrowest_crossing(reads, fixed, wanted, {n: self.bytes_to_keep(n) for n in reads})
 
     def is_computed_again(self, node: Node) -> bool:
-        return self.is_row_chain(node) and not self.problem.is_matrix(node)
+        return self.is_row_chain(node) or self.problem.is_matrix(node)
 
     def bytes_to_keep(self, node: Node) -> int | None:
         """Bytes that it takes to have a value at full length for a later sweep; None if it cannot be kept."""
-        if not is_tensor(node) or self.kinds[node] not in (Kind.ROWS, Kind.KEYSUM):
+        kinds = (Kind.ROWS, Kind.KEYSUM)
+        if not is_tensor(node) or self.kinds[node] not in kinds or self.problem.is_matrix(node):
             return None
         if self.kinds[node] is Kind.KEYSUM or node in self.row_outputs or self.is_statistic(node):
             return 0  # it is there in any case
