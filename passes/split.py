@@ -268,18 +268,25 @@ def layer_width(
     """Bytes that are alive inside layers, not between them: twice the fewest between two mixers. Where only
     sums over tokens are alive, the loss of one sequence, the layers of another one begin.
 
-    Few mixers may be all of one layer; then three times the fewest bytes behind them, if that is less.
+    Few mixers may be all of one layer; then three times the fewest bytes behind them, if that is less. Layers
+    may be handed over one by one, each a graph of its own; then twice the hidden states that come in.
     """
     if len(mixers) < 2:
         return 0
     rows = rows_alive(body, traits)
     between = [min(widths[a:b]) for a, b in zip(mixers, mixers[1:]) if all(rows[a:b])]
-    inside = 2 * min(between, default=FORBIDDEN)
+    inside = 2 * min(*between, hidden_inputs(body, traits) or FORBIDDEN, FORBIDDEN)
     if len(mixers) > 3:
         return inside
     behind = range(mixers[-1], len(body))
     widest = max(behind, key=lambda i: (traits[body[i]].bytes if traits[body[i]].tokens else -1, i))
     return min(inside, 3 * min((w for w in widths[mixers[-1] : widest] if w > 0), default=inside))
+
+
+def hidden_inputs(body: Sequence[Node], traits: Mapping[Node, Traits]) -> int:
+    """Bytes of the inputs that have a row per token and a gradient."""
+    given = {a for n in body for a in n.all_input_nodes if a.op == "placeholder"}
+    return sum(traits[a].bytes for a in given if traits[a].tokens and traits[a].grad)
 
 
 def head_cut(
