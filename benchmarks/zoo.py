@@ -48,7 +48,7 @@ from benchmarks.processes import first_line, last_answer  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 LENGTH, CHUNK = 77, 24  # of the exactness check: neither divides the other
-# Bytes from which glibc takes a buffer from the system. The profiler's own small blocks land in freed buffers,
+# Bytes from which glibc takes a buffer from the system. The profiler's small blocks land in freed buffers,
 # which are then too short for the next one: eager's 2048 steps of a recurrence took 20 GiB that way.
 MAPPED = 4 << 20
 HALF = 0.5  # of checkpointing's peak: what a row should stay under

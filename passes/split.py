@@ -129,6 +129,7 @@ def layer_cuts(
 ) -> list[int]:
     """The last node of every region but the final one: a cut after each mixer, and one before the head."""
     layer = layer_width(body, widths, traits, mixers)
+    most = 2 * hidden_inputs(body, traits) or FORBIDDEN
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
         check_time()
@@ -141,7 +142,7 @@ def layer_cuts(
             # two mixers that no cut can part share a region, and so do a scan or a convolution and what else
             # its layer has
             continue
-        cuts += head_cut(body, widths, traits, mixer, end, cuts, FORBIDDEN if following is None else layer)
+        cuts += head_cut(body, widths, traits, mixer, end, cuts, most if following is None else layer)
         cuts += [] if following is None else [end]
     return cuts
 

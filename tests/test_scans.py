@@ -274,6 +274,33 @@ def test_layers_stay_whole_and_equal(interpreted):
     assert len(layer.forward.program.sweeps[0].scans) == 2 and "carries" in str(layer)
 
 
+class Alone(nn.Module):
+    """A short convolution, then a decaying state: a layer that FSDP2 and torchtitan compile by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.taps = nn.Conv1d(3 * WIDTH, 3 * WIDTH, 3, groups=3 * WIDTH, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.taps(self.into(x).mT)[..., : x.shape[1]].mT
+        return x + self.out(linear_attention(*mixed.chunk(3, -1)))
+
+
+def test_a_layer_that_comes_alone_is_not_cut_inside(interpreted):
+    """Nothing around it tells how wide the place between layers is; what comes in does."""
+    model, x = Alone().double(), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    report = streambp_compile.explain(model, x)
+    assert len(report.regions) == 1 and report.regions[0].streamed is not None
+    streamed = step(model, 16)
+
+    def loss(f) -> Tensor:
+        return f(x).square().sum()
+
+    found, truth = (torch.autograd.grad(loss(f), (x, *model.parameters())) for f in (streamed, model))
+    assert all(torch.allclose(a, b, rtol=EXACT, atol=EXACT) for a, b in zip(found, truth, strict=True))
+
+
 @pytest.mark.slow
 def test_no_state_exists_for_every_token(fresh_dynamo):
     """All states of one layer take 2 * 2048 * 4 * 8 * 8 * 4 bytes: eager holds several of them. Compiled for
