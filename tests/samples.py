@@ -446,6 +446,8 @@ SAMPLES = {
     "aten::scatter.value": [
         call("aten::scatter.value", t(3, 5), 1, i(5, 3, 2), 1.0),
         call("aten::scatter.value", t(3, 5), 1, i(5, 2, 2), 1.0),
+        call("aten::scatter.value", t(3, 5), 1, i(5, 3, 1), 1.0),
+        call("aten::scatter.value", t(3, 5, 2), -2, i(5, 3, 1, 2), 1.0),
     ],
     "aten::scatter.src": [
         call("aten::scatter.src", t(3, 5), 1, i(5, 3, 1), t(3, 1)),

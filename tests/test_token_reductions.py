@@ -47,6 +47,21 @@ def masked(x: Tensor, w: Tensor) -> Tensor:
     return ((x @ w).masked_fill(late[:, None], -math.inf).softmax(1) * x).sum(1)
 
 
+def contrast_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    """Each row is to be told from all others of its sequence (arXiv 1807.03748)."""
+    scores, rows = (x @ w) @ x.mT, torch.arange(x.shape[1]).repeat(len(x))
+    return F.cross_entropy(scores.flatten(0, 1), rows, reduction="none").view(x.shape[:2]) + x.sum(-1)
+
+
+def contrast_within_a_band(x: Tensor, w: Tensor) -> Tensor:
+    """The row two places before is to be told from its neighbours: keys are cut, and counted from the first."""
+    places = torch.arange(x.shape[1])
+    far = (places[:, None] - places > 4) | (places[:, None] < places)
+    scores = ((x @ w) @ x.mT).masked_fill(far, -math.inf).flatten(0, 1)
+    wanted = (places - 2).clamp(min=0).repeat(len(x))
+    return F.cross_entropy(scores, wanted, reduction="none").view(x.shape[:2])
+
+
 REDUCTIONS = {
     "amax": lambda x, w: (x @ w).amax(1),
     "amin of all but features": lambda x, w: (x @ w).amin((0, 1)),
@@ -66,6 +81,9 @@ REDUCTIONS = {
     "deviation": lambda x, w: x / (x @ w).std(1, keepdim=True),
     "any": lambda x, w: torch.where((x > 1).any(1, keepdim=True), x, x @ w),
     "all": lambda x, w: torch.where((x < 2).all(1, keepdim=True), x, x @ w),
+    "contrast of rows": contrast_of_rows,
+    "contrast within a band": contrast_within_a_band,
+    "group norm of rows": lambda x, w: F.group_norm((x @ w).flatten(0, 1), 2).view_as(x),  # RetNet, RWKV
     "rows cut off": lambda x, w: (x @ w)[:, 2:-3].max(1).values + (x @ w)[:, 1:].logsumexp(1),
     "softmax of rows cut off": lambda x, w: ((x @ w)[:, 2:].softmax(1) * x[:, 2:]).sum(1),
 }

@@ -96,6 +96,18 @@ def eye(rows: int, columns: int | None = None, *, dtype=None, layout=None, devic
     return equal.to(torch.get_default_dtype() if dtype is None else dtype)
 
 
+def as_strided(x: torch.Tensor, size, stride, storage_offset=None) -> torch.Tensor:
+    """A contiguous value read as another contiguous one (by the decomposition of group norm) is a view."""
+    steps, count = [], 1
+    for n in reversed(size):
+        steps.append(count)
+        count = count * n
+    plain = storage_offset in (None, 0) and x.is_contiguous() and x.storage_offset() == 0
+    if not plain or list(stride) != steps[::-1] or count != x.numel():
+        return NotImplemented
+    return x.view(size)
+
+
 def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: float) -> tuple:
     """The statistics of half-precision rows in float32 on every device; torch rounds them on a CPU alone.
 

@@ -234,7 +234,41 @@ def scattered(node: Node) -> Signature:
     )
 
 
-rule("aten::scatter.value", cost=FUSED, linear="self + value", writes=0, indices=along_dim)(scattered)
+def emit_number_put(body, node: Node):
+    """Rows, and keys, are counted from the first of all."""
+    dim, number = node.args[1] % len(shape_of(node)), node.args[3]
+    counts = body.carries_tokens(node, dim) or body.carries_keys(node, dim)
+    if not counts or isinstance(number, Node) or shape_of(node.args[2])[dim] != 1:
+        return body.copied(node)
+    base, index = (body.operand(edge) for edge in body.edges(node))
+    call, shape = body.graph.call_function, [1] * len(shape_of(node))
+    shape[dim] = -1
+    at = call(aten.view.default, (body.positions(node, dim), shape))
+    value = value_of(node)
+    put = call(aten.full.default, ([], number), dict(dtype=value.dtype, device=value.device))
+    return call(aten.where.self, (call(aten.eq.Tensor, (at, index)), put, base))
+
+
+@rule(
+    "aten::scatter.value",
+    emit=emit_number_put,
+    cost=FUSED,
+    linear="self + value",
+    writes=0,
+    indices=along_dim,
+)
+def number_put(node: Node) -> Signature:
+    """One place of each row (the gradient of what ``gather`` picked) is a comparison of places with it."""
+    base, index, rank = shape_of(node.args[0]), shape_of(node.args[2]), len(shape_of(node))
+    dim = node.args[1] % max(rank, 1)
+    one = rank > 0 and index[dim] == 1 and all(index[i] == base[i] for i in range(rank) if i != dim)
+    if not one or isinstance(node.args[3], Node):
+        return scattered(node)
+    labels = tuple(range(rank))
+    given = (labels, tuple(None if i == dim else i for i in labels))
+    return Signature(given, (labels,), placed=frozenset({dim}))
+
+
 rule(
     "aten::scatter.src",
     cost=FUSED,

@@ -15,7 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from ..passes.normalization.normalize import eye, layer_norm, mean, repeat, stack, var, var_mean
+from ..passes.normalization.normalize import (
+    as_strided,
+    eye,
+    layer_norm,
+    mean,
+    repeat,
+    stack,
+    var,
+    var_mean,
+)
 from ..passes.normalization.random_numbers import normal, normal_around, randn, uniform
 from ..passes.rules import kept
 from .dynamo import OneAtATime
@@ -37,6 +46,7 @@ def decompositions() -> dict:
     table[aten.repeat.default] = repeat
     table[aten.stack.default] = stack
     table[aten.eye.default] = table[aten.eye.m] = eye
+    table[aten.as_strided.default] = as_strided
     table[aten.uniform.default] = uniform
     table[aten.normal_functional.default] = normal
     table[aten.randn.default] = randn
