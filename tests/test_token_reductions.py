@@ -54,7 +54,7 @@ def contrast_of_rows(x: Tensor, w: Tensor) -> Tensor:
 
 
 def contrast_within_a_band(x: Tensor, w: Tensor) -> Tensor:
-    """The row two places before is to be told from its neighbours: keys are cut, and counted from the first."""
+    """The row two places before is to be told from its neighbours: keys are cut, and counted."""
     places = torch.arange(x.shape[1])
     far = (places[:, None] - places > 4) | (places[:, None] < places)
     scores = ((x @ w) @ x.mT).masked_fill(far, -math.inf).flatten(0, 1)
