@@ -129,7 +129,7 @@ def layer_cuts(
 ) -> list[int]:
     """The last node of every region but the final one: a cut after each mixer, and one before the head."""
     layer = layer_width(body, widths, traits, mixers)
-    most = 2 * hidden_inputs(body, traits) or FORBIDDEN
+    most = most_between_layers(body, traits)
     cuts: list[int] = []
     for mixer, following in zip(mixers, [*mixers[1:], None]):
         check_time()
@@ -276,7 +276,7 @@ def layer_width(
         return 0
     rows = rows_alive(body, traits)
     between = [min(widths[a:b]) for a, b in zip(mixers, mixers[1:]) if all(rows[a:b])]
-    inside = 2 * min(*between, hidden_inputs(body, traits) or FORBIDDEN, FORBIDDEN)
+    inside = min(2 * min(between, default=FORBIDDEN), most_between_layers(body, traits))
     if len(mixers) > 3:
         return inside
     behind = range(mixers[-1], len(body))
@@ -284,10 +284,11 @@ def layer_width(
     return min(inside, 3 * min((w for w in widths[mixers[-1] : widest] if w > 0), default=inside))
 
 
-def hidden_inputs(body: Sequence[Node], traits: Mapping[Node, Traits]) -> int:
-    """Bytes of the inputs that have a row per token and a gradient."""
+def most_between_layers(body: Sequence[Node], traits: Mapping[Node, Traits]) -> int:
+    """Twice the bytes of hidden states that come in, inputs with a row per token and a gradient; no limit
+    without any."""
     given = {a for n in body for a in n.all_input_nodes if a.op == "placeholder"}
-    return sum(traits[a].bytes for a in given if traits[a].tokens and traits[a].grad)
+    return 2 * sum(traits[a].bytes for a in given if traits[a].tokens and traits[a].grad) or FORBIDDEN
 
 
 def head_cut(

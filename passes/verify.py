@@ -31,7 +31,6 @@ from .ir import (
     draws_random,
     hint,
     is_tensor,
-    is_view,
     part_nodes,
     part_results,
     parts_of,
@@ -139,18 +138,11 @@ def verify_program(program: Program, analysis: Analysis) -> None:
         verify_sweep(sweep, ready, analysis)
         ready.update((*sweep.writes, *sweep.sums, *sweep.keysums))
         gone = {source for _, source in sweep.in_place}
-        ready = {n for n in ready if memory_of(n, whole) not in gone}
+        ready = {n for n in ready if viewed(n, whole) not in gone}
     undeclared = set(too_wide(program, analysis)).difference(program.too_wide)
     check(not undeclared, f"{undeclared} are wider than a streamed program may hold")
     for output in program.outputs:
         check(not isinstance(output, Node) or output in ready, f"output {output} is never computed")
-
-
-def memory_of(node: Node, whole: set[Node]) -> Node:
-    """The value whose memory a value has: a view at full length has none of its own."""
-    while node in whole and is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def check_read(node: Node, operands: Iterable[Node], ready: set[Node]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -65,9 +65,12 @@ def is_view(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
-def viewed(node: Node) -> Node:
-    """What a view is of, through views of views; any other node itself."""
-    while is_view(node):
+def viewed(node: Node, among: Collection[Node] | None = None) -> Node:
+    """What a view is of, through views of views; any other node itself.
+
+    among  those views that are followed (all): a sweep writes a view that it keeps into memory of its own
+    """
+    while is_view(node) and (among is None or node in among):
         node = node.all_input_nodes[0]
     return node
 

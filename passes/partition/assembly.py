@@ -23,8 +23,8 @@ from ..ir import (
     bytes_of,
     hint,
     is_tensor,
-    is_view,
     value_of,
+    viewed,
 )
 from ..phases import check_time
 from ..rules import state_rows
@@ -257,17 +257,16 @@ class Assembly:
         same memory by another name.
         """
         inside, later = set(sweeps[at].nodes), {n for s in sweeps[at + 1 :] for n in s.nodes}
-        views, readers = {source}, list[Node]()
-        for node in (n for n in self.problem.needed if not views.isdisjoint(n.all_input_nodes)):
-            if node in self.choice.nodes and self.level[node] > at:
+        whole, edges = self.choice.nodes, list[Edge]()
+        for node in (n for n in self.problem.needed if n not in self.problem.inputs):
+            if all(viewed(a, whole) is not source for a in node.all_input_nodes):
+                continue
+            if node in later or node in whole and self.level[node] > at:
                 return False
-            if node in self.choice.nodes and is_view(node):
-                views.add(node)
-            elif node not in self.choice.nodes:
-                readers.append(node)
-        edges = [e for n in readers if n in inside for e in self.problem.edges(n) if e.operand in views]
+            if node in inside and node not in whole:
+                edges += [e for e in self.problem.edges(node) if viewed(e.operand, whole) is source]
         own_rows = all(e.operand is source and e.role is Role.ROWS and e.reach == HERE for e in edges)
-        return bool(edges) and own_rows and later.isdisjoint(readers)
+        return bool(edges) and own_rows
 
     def is_alike(self, source: Node, out: Node) -> bool:
         """Have two values the same rows and the same layout?"""

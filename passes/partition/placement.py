@@ -23,7 +23,7 @@ def placed_late(program: Program) -> Program:
     held = Held(program, latest)
     for node in reversed(steps):
         readers = [steps[u] for u in node.users if u in steps]
-        before = (ends[a] for a in map(viewed, node.all_input_nodes) if a in ends)
+        before = (ends[a] for a in (viewed(a, steps) for a in node.all_input_nodes) if a in ends)
         late = min([*readers, first.get(node, len(program.sweeps)), *before])
         if late > steps[node] and not is_random(node) and held.may_wait(node):
             steps[node] = late
