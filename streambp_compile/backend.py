@@ -32,6 +32,7 @@ from .dynamo.indexed_rows import index_rows
 from .dynamo.leading_columns import move_leading_columns
 from .dynamo.masked_values import choose_masked_values
 from .dynamo.padded_masks import pad_before_masks
+from .dynamo.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
 from .dynamo.picked_rows import depends_on_data, write_picked_rows
 from .dynamo.python_floats import floats_as_tensors, reads_number
 from .dynamo.regions import (
@@ -149,6 +150,7 @@ class Chain:
     ):
         self.config, self.given, self.example_inputs = config, module, list(example_inputs)
         self.transformed = any(map(internals.is_transform, module.graph.nodes))
+        self.branches, self.read_in_branches = 0, dict[str, tuple[int, ...]]()
         self.report = Report() if report is None else report
         if config.mode in WITH_GRAPHS:
             self.say_no_graphs()
@@ -174,7 +176,7 @@ class Chain:
             raise
         except Exception as error:
             internals.log.debug("a graph could not be cut into regions", exc_info=True)
-            if any(map(depends_on_data, self.given.graph.nodes)):
+            if any(depends_on_data(n) or is_in_branches(n) for n in self.given.graph.nodes):
                 internals.break_at_picked_rows()
             refusal = refusal_of(error, "linking regions", "graph", self.given)
             if self.config.strict:
@@ -200,9 +202,21 @@ class Chain:
         for rewrite, doing in () if self.transformed else REWRITES:
             with phase(doing):
                 module = rewrite(module)
+            if rewrite is to_aten:
+                self.prove_branches(module)
         if any(map(depends_on_data, module.graph.nodes)):
             internals.break_at_picked_rows()
         return module
+
+    def prove_branches(self, module: GraphModule) -> None:
+        """Prove that branches on picked rows, which Dynamo has traced one side of, may always be taken, or
+        have Dynamo trace again."""
+        before = len(outputs_of(module))
+        with phase("reading branches on whether a mask picks rows"):
+            self.read_in_branches = prove_branches(module)
+        if any(map(is_in_branches, module.graph.nodes)):
+            internals.break_at_picked_rows()
+        self.branches = len(outputs_of(module)) - before
 
     def cut(self) -> Cut:
         graph = self.module.graph
@@ -253,6 +267,7 @@ class Chain:
         links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut.axes)
         call = with_assertions(call, assertions)
         call = with_returned_views(call, views, self.placeholders, outputs_of(self.module))
+        call = with_gradients_if_taken(call, self.read_in_branches, self.branches, self.placeholders)
         self.record(links, [a.length for a in cut.axes], call)
         return self.watched(call)
 

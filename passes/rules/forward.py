@@ -229,6 +229,42 @@ def is_orderless_along(node: Node, dim: int, rank: int) -> bool:
     return not dims or dim in {d % rank for d in dims}
 
 
+def added_values(node: Node) -> tuple[Node, ...] | None:
+    """The values of which an op is the sum, unscaled; of ``x += y`` both, too."""
+    if node.target not in (aten.add.Tensor, aten.add_.Tensor) or arguments(node)["alpha"] != 1:
+        return None
+    return tuple(node.args[:2])
+
+
+def chosen_value(node: Node) -> Choice | None:
+    """What a ``where`` chooses between, if the node is one."""
+    return Choice(*node.args) if node.target is aten.where.self else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    condition: Node
+    where_true: Node
+    where_false: Node
+
+
+def copied_value(node: Node) -> Node | None:
+    """What is written by an op that writes one value over another, if the node is one."""
+    return node.args[1] if node.target is aten.copy_.default else None
+
+
+def keeps_zeros(node: Node) -> bool:
+    """Is a result zero, or false, where the first operand is?"""
+    return part_of(node) in ZEROS_KEPT or (
+        isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket is aten.any
+    )
+
+
+ZEROS_KEPT = frozenset(
+    (Part.TOTAL, Part.MERGE, Part.COPY, Part.MOVE, Part.RESHAPE, Part.SHAPED_AS, Part.EXPAND)
+)
+
+
 def takes_lengths(target: torch._ops.OpOverload, name: str) -> bool:
     """Is an argument a length or a bound of rows, which may change from call to call? Its type in the
     schema says it."""

@@ -81,6 +81,7 @@ from .fake_tensors import (
 )
 from .inductor import compile_function, compile_graph, compile_plainly, rewrite
 from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
+from .picked_branches import begin_branch, end_branch
 from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
 from .read_numbers import break_at_read_numbers, break_where_numbers_are_read, reading_no_numbers
 from .running_step import (
@@ -128,6 +129,7 @@ __all__ = [
     "detect_fake_mode",
     "disable_current_modes",
     "effects_inside",
+    "end_branch",
     "enter_autocast",
     "enter_map",
     "exit_autocast",
@@ -160,6 +162,7 @@ __all__ = [
     "is_traced_for",
     "is_traceable_wrapper_subclass",
     "is_transform",
+    "begin_branch",
     "break_at_picked_rows",
     "break_at_read_numbers",
     "break_where_numbers_are_read",

@@ -25,10 +25,15 @@ from .aten_graphs import decompositions
 from .distributed import defined_in
 from .dynamo import OneAtATime
 from .fake_tensors import stand_in
+from .picked_branches import branches_of, take_branches
 
 BROKEN_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """Functions that pick rows in a way that no graph of ours can hold: Dynamo breaks their graphs, as it does by
 default."""
+
+BRANCHING_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""Functions with a branch on whether a mask picks a row that does something else, too: Dynamo breaks their
+graphs there."""
 
 
 def capture_picked_rows(package: str) -> None:
@@ -48,7 +53,34 @@ def capture_picked_rows(package: str) -> None:
         self.picking_rows = written_by_user(f_code)
 
     OutputGraph.__init__ = init
+    OutputGraph.compile_subgraph = outside_of_branches(OutputGraph.compile_subgraph)
     InstructionTranslator.run = traced_again_where_it_failed(InstructionTranslator.run)
+    take_branches(may_take_branches, trace_again)
+
+
+def may_take_branches(output: OutputGraph) -> bool:
+    function = getattr(output, "picking_rows", None)
+    return function is not None and function not in BRANCHING_THERE
+
+
+def trace_again(output: OutputGraph) -> None:
+    """Have Dynamo trace a function again: with a graph break where it branches on picked rows, if it does, or
+    else where it picks some. Raises Dynamo's restart."""
+    taken = getattr(output, "took_branch", False)
+    (BRANCHING_THERE if taken and may_take_branches(output) else BROKEN_THERE).add(output.picking_rows)
+    raise TensorifyScalarRestartAnalysis from None
+
+
+def outside_of_branches(before: Callable) -> Callable:
+    """A function of Dynamo's that ends a graph, and that traces again where it would end inside a branch."""
+
+    @functools.wraps(before)
+    def compile_subgraph(self: OutputGraph, *args, **kwargs):
+        if branches_of(self):
+            trace_again(self)
+        return before(self, *args, **kwargs)
+
+    return compile_subgraph
 
 
 def traced_again_where_it_failed(before: Callable[[InstructionTranslator], None]) -> Callable:
@@ -69,8 +101,7 @@ def traced_again_where_it_failed(before: Callable[[InstructionTranslator], None]
             function = getattr(self.output, "picking_rows", None)
             if function is None or not self.output.shape_env.unbacked_symint_counter:
                 raise
-            BROKEN_THERE.add(function)
-            raise TensorifyScalarRestartAnalysis from None
+            trace_again(self.output)
 
     return run
 
@@ -88,10 +119,8 @@ def break_at_picked_rows() -> None:
     Raises Dynamo's restart.
     """
     output = getattr(getattr(tls, "current_tx", None), "output", None)
-    function = getattr(output, "picking_rows", None)
-    if function is not None:
-        BROKEN_THERE.add(function)
-        raise TensorifyScalarRestartAnalysis
+    if getattr(output, "picking_rows", None) is not None:
+        trace_again(output)
 
 
 @OneAtATime()

@@ -1,0 +1,382 @@
+"""Branches on whether a mask picks a row (``if mask.any():``, ``if rows.numel() == 0: continue``), while
+Dynamo traces.
+
+Which way such a branch goes depends on the data, so that Dynamo ends its graph there by default. Where all
+that the branch does is done to picked rows, it does nothing if there are none, and the side on which there
+are some can be traced for both. Two calls in the graph enclose that side and hold what it has changed. The
+backend proves the rest (dynamo/picked_branches.py), or has Dynamo trace again with a break.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch._dynamo.bytecode_analysis import JUMP_OPCODES, TERMINAL_OPCODES
+from torch._dynamo.bytecode_transformation import Instruction
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
+
+from .dynamo import modes_text
+
+COUNTS = (1, 2, 3, 10, 1 << 20)  # of picked rows, for which a condition must be the same
+EFFECTS = ("mutation", "store_attr", "store_cell", "store_global", "register_hook")
+"""What Dynamo calls when code changes something that is no local variable."""
+
+
+class CannotTakeBranch(Exception):
+    """A branch was traced as if rows are picked, and does something else too."""
+
+
+def begin_branch(masks: Sequence[torch.Tensor]) -> None:
+    """In a graph: what follows, up to `end_branch`, is done only where one of these masks is true somewhere.
+    They are true together."""
+    raise AssertionError("the backend removes this call")
+
+
+def end_branch(begin: None, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
+    """In a graph: the end of the branch that begins there, before which variables had some values, and behind
+    which they have others."""
+    raise AssertionError("the backend removes this call")
+
+
+@dataclass(eq=False)
+class Branch:
+    """A branch that is being traced as if rows are picked.
+
+    join   the instruction with which the other side goes on at once; where that side returns at once, this
+           side ends where the function returns
+    begin  the call that begins it in the graph
+    known  the objects that code could reach when it began
+    """
+
+    frame: InstructionTranslatorBase
+    join: Instruction
+    begin: Node
+    known: dict[int, object]
+    variables: dict[str, VariableTracker] = field(init=False)
+    rest: tuple = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.variables = {n: v.unwrap() for n, v in self.frame.symbolic_locals.items()}
+        self.rest = self.state()
+
+    def state(self) -> tuple:
+        """What must be the same behind the branch: all but variables."""
+        frame = self.frame
+        return [v.unwrap() for v in frame.stack], len(frame.block_stack), modes_text()
+
+    def ends_at(self, frame: InstructionTranslatorBase, here: Instruction) -> bool:
+        returns = returned_by(self.frame, self.join) is not None and here.opname in RETURNS
+        return self.frame is frame and (here is self.join or returns)
+
+    def end(self, here: Instruction) -> None:
+        """Write its end into the graph. Raises `CannotTakeBranch`."""
+        stack, *rest = self.state()
+        before_stack, *before_rest = self.rest
+        pairs: list[tuple[VariableTracker | None, VariableTracker | None]] = []
+        if here is self.join:
+            for name in sorted(read_from(self.frame, self.join)):
+                now = self.frame.symbolic_locals.get(name)
+                pairs.append((self.variables.get(name), None if now is None else now.unwrap()))
+        else:
+            returned = stack.pop() if here.opname == "RETURN_VALUE" else ConstantVariable(here.argval)
+            pairs.append((self.returned_instead(), returned))
+        if rest != before_rest or list(map(id, stack)) != list(map(id, before_stack)):
+            raise CannotTakeBranch
+        changed = [(self.value(was), self.value(now)) for was, now in pairs if not is_same(was, now)]
+        before, after = zip(*changed) if changed else ((), ())
+        self.begin.graph.call_function(end_branch, (self.begin, before, after))
+
+    def returned_instead(self) -> VariableTracker | None:
+        """What the other side returns."""
+        load = returned_by(self.frame, self.join)
+        if load.opname.startswith("LOAD_FAST"):
+            return self.variables.get(load.argval)
+        return ConstantVariable(load.argval)
+
+    def value(self, variable: VariableTracker | None) -> Node:
+        node = variable.as_proxy().node if isinstance(variable, TensorVariable) else None
+        if node is None or node.graph is not self.begin.graph:
+            raise CannotTakeBranch
+        return node
+
+    def changes(self, thing: object) -> bool:
+        """Is this something that was there before the branch?"""
+        new = isinstance(thing, VariableTracker) and thing.source is None
+        return not new or id(thing) in self.known
+
+
+RETURNS = ("RETURN_VALUE", "RETURN_CONST")
+
+
+def returned_by(frame: InstructionTranslatorBase, inst: Instruction) -> Instruction | None:
+    """The instruction that says what is returned at once, a variable or a constant, if that is."""
+    after = frame.indexof[inst] + 1
+    loads = inst.opname.startswith("LOAD_FAST") or inst.opname == "LOAD_CONST"
+    if loads and after < len(frame.instructions) and frame.instructions[after].opname == "RETURN_VALUE":
+        return inst
+    return inst if inst.opname == "RETURN_CONST" else None
+
+
+def is_same(was: VariableTracker | None, now: VariableTracker | None) -> bool:
+    constants = isinstance(was, ConstantVariable) and isinstance(now, ConstantVariable)
+    return was is now or constants and was.value is now.value
+
+
+def take_branches(may: Callable[[object], bool], give_up: Callable[[object], None]) -> None:
+    """Have Dynamo trace branches on whether a mask picks a row as if it does.
+
+    may      whether it should, for an `OutputGraph`
+    give_up  called where a branch does something else too; raises Dynamo's restart
+    """
+    before = InstructionTranslatorBase.step
+    if hasattr(before, "__wrapped__"):
+        return
+
+    @functools.wraps(before)
+    def step(self: InstructionTranslatorBase) -> bool:
+        if self.instruction_pointer is None or not may(self.output):
+            return before(self)
+        found = branches_of(self.output)
+        here = self.instructions[self.instruction_pointer]
+        try:
+            while found and found[-1].ends_at(self, here):
+                found.pop().end(here)
+        except CannotTakeBranch:
+            give_up(self.output)
+        return begins(self, here) or before(self)
+
+    InstructionTranslatorBase.step = step
+    for name in EFFECTS:
+        setattr(SideEffects, name, watching(getattr(SideEffects, name), give_up))
+
+
+def branches_of(output: object) -> list[Branch]:
+    """The branches that are being traced into a graph, the innermost last."""
+    return vars(output).setdefault("branches", [])
+
+
+def watching(before: Callable, give_up: Callable[[object], None]) -> Callable:
+    """A function that Dynamo calls when code changes something, and that gives up inside a branch."""
+
+    @functools.wraps(before)
+    def changing(self: SideEffects, thing: object, *args: object, **kwargs: object) -> object:
+        output = self.output_graph_weakref()
+        if output is not None:
+            if any(b.changes(thing) for b in branches_of(output)):
+                give_up(output)
+            known_objects(output).pop(id(thing), None)
+        return before(self, thing, *args, **kwargs)
+
+    return changing
+
+
+def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
+    """Take a branch on whether a mask picks a row, if one is next. Returns whether it was."""
+    wants_true, wants_false = (jump.opname.endswith(end) for end in ("IF_TRUE", "IF_FALSE"))
+    if not jump.opname.startswith("POP_JUMP") or not (wants_true or wants_false) or not frame.stack:
+        return False
+    found = condition(frame.stack[-1])
+    if found is None:
+        return False
+    masks, if_none = found
+    jumps, at = if_none is wants_false, frame.instruction_pointer
+    sides = [frame.indexof[jump.target], at + 1]
+    picked, none = sides if jumps else reversed(sides)
+    join = goes_on_at(frame, none)
+    if returned_by(frame, frame.instructions[join]) is None and not reaches(frame, picked, join):
+        return False
+    frame.current_instruction = jump
+    frame.instruction_pointer = at + 1
+    frame.pop()
+    begin = masks[0].graph.call_function(begin_branch, (tuple(masks),))
+    frame.output.took_branch = True
+    branches_of(frame.output).append(Branch(frame, frame.instructions[join], begin, reachable_from(frame)))
+    if jumps:
+        frame.jump(jump)
+    return True
+
+
+def goes_on_at(frame: InstructionTranslatorBase, at: int) -> int:
+    """The first instruction from there that does something."""
+    seen: set[int] = set()
+    while at not in seen:
+        seen.add(at)
+        inst = frame.instructions[at]
+        if inst.opname == "NOP":
+            at += 1
+        elif inst.opcode in JUMP_OPCODES and inst.opcode in TERMINAL_OPCODES:
+            at = frame.indexof[inst.target]
+    return at
+
+
+def reaches(frame: InstructionTranslatorBase, start: int, goal: int) -> bool:
+    found: set[int] = set()
+    stack = [start]
+    while stack:
+        at = stack.pop()
+        if at not in found:
+            found.add(at)
+            stack += followers(frame, at)
+    return goal in found
+
+
+def followers(frame: InstructionTranslatorBase, at: int) -> list[int]:
+    """The instructions that may run after one."""
+    inst, found = frame.instructions[at], []
+    if inst.opcode in JUMP_OPCODES:
+        found.append(frame.indexof[inst.target])
+    if inst.exn_tab_entry:
+        found.append(frame.indexof[inst.exn_tab_entry.target])
+    if inst.opcode not in TERMINAL_OPCODES and at + 1 < len(frame.instructions):
+        found.append(at + 1)
+    return found
+
+
+def read_from(frame: InstructionTranslatorBase, start: Instruction) -> set[str]:
+    """Variables that may be read from an instruction on before they are written.
+
+    Dynamo's own analysis takes what a loop writes first in each iteration for read.
+    """
+    first = frame.indexof[start]
+    names = {i.argval for i in frame.instructions if i.opcode in NAMING}
+    return {name for name in names if is_read_from(frame, first, name)}
+
+
+def is_read_from(frame: InstructionTranslatorBase, start: int, name: str) -> bool:
+    found: set[int] = set()
+    stack = [start]
+    while stack:
+        at = stack.pop()
+        if at in found:
+            continue
+        found.add(at)
+        inst = frame.instructions[at]
+        if inst.opcode in NAMING and inst.argval == name:
+            if "STORE" not in inst.opname:
+                return True
+        else:
+            stack += followers(frame, at)
+    return False
+
+
+NAMING = frozenset((*dis.haslocal, *dis.hasfree))
+
+
+def reachable_from(frame: InstructionTranslatorBase) -> dict[int, object]:
+    """The objects that code can reach. What was found for earlier branches is not walked through again, but
+    for what changed since."""
+    effects = frame.output.side_effects
+    roots = [*effects.id_to_variable.values(), *map(dict.copy, effects.store_attr_mutations.values())]
+    at: InstructionTranslatorBase | None = frame
+    while at is not None:
+        roots += [*at.symbolic_locals.values(), *at.stack]
+        at = at.parent
+    known = known_objects(frame.output)
+    VariableTracker.visit(lambda thing: known.setdefault(id(thing), thing), roots, known)
+    return known
+
+
+def known_objects(output: object) -> dict[int, object]:
+    return vars(output).setdefault("known_objects", {})
+
+
+def condition(value: VariableTracker) -> tuple[list[Node], bool] | None:
+    """Masks of which a condition tells whether they pick a row, and what it is if they do not."""
+    if isinstance(value, TensorVariable):
+        return of_tensor(value.as_proxy().node)
+    return of_number(value) if isinstance(value, SymNodeVariable) else None
+
+
+def of_number(value: SymNodeVariable) -> tuple[list[Node], bool] | None:
+    """`condition` of a count of picked rows (``rows.numel() == 0``, ``len(rows)``)."""
+    expression = getattr(getattr(value.sym_num, "node", None), "expr", None)
+    symbols = getattr(expression, "free_symbols", set())
+    if len(symbols) != 1 or not free_unbacked_symbols(value.sym_num):
+        return None
+    (symbol,) = symbols
+    if_none, *others = (bool(expression.subs(symbol, count)) for count in (0, *COUNTS))
+    made = next((n for n in value.as_proxy().node.graph.nodes if symbol in sizes_of(n)), None)
+    masks = [] if made is None else [n for n in made.all_input_nodes if is_mask(n)]
+    return (masks, if_none) if len(masks) == 1 and set(others) == {not if_none} else None
+
+
+def sizes_of(node: Node) -> set[object]:
+    """The symbols in the shape of what a node makes."""
+    made = node.meta.get("example_value")
+    tensors = [v for v in (made if isinstance(made, tuple) else (made,)) if isinstance(v, torch.Tensor)]
+    return set().union(*(free_unbacked_symbols(v) for v in tensors))
+
+
+def is_mask(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    whole = isinstance(value, torch.Tensor) and not free_unbacked_symbols(value)
+    return whole and value.dtype is torch.bool and value.dim() > 0
+
+
+def of_tensor(node: Node) -> tuple[list[Node], bool] | None:
+    """`condition` of a value that is computed of a mask alone (``mask.any()``, ``mask.sum() > 0``): computed
+    on examples."""
+    chain: list[Node] = []
+    masks: list[Node] = []
+    while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
+        chain.insert(0, node)
+        node = node.all_input_nodes[0]
+        if is_mask(node):
+            masks.append(node)
+    if not masks:
+        return None
+    start = masks[-1]
+    size = [s if isinstance(s, int) else s.node.hint for s in start.meta["example_value"].shape]
+    if not all(size):
+        return None
+    chain = chain[len(chain) - distance(chain, start) :]
+    try:
+        with torch._C.DisableTorchFunction(), unset_fake_temporarily(), torch.no_grad():
+            if_none, *others = (asked(chain, start, example) for example in examples(size))
+    except Exception:  # whatever the user's condition needs that a mask of booleans has not
+        return None
+    return (masks, if_none) if set(others) == {not if_none} else None
+
+
+def distance(chain: Sequence[Node], start: Node) -> int:
+    """How many calls lie behind a value."""
+    return len(chain) - next(i for i, n in enumerate(chain) if start in n.all_input_nodes)
+
+
+def examples(size: Sequence[int]) -> Iterable[torch.Tensor]:
+    """Masks: one that picks nothing, and others that pick one row, some, and all."""
+    none = torch.zeros(size, dtype=torch.bool)
+    yield none
+    for place in sorted({0, none.numel() // 2, none.numel() - 1}):
+        one = none.clone()
+        one.view(-1)[place] = True
+        yield one
+    some = none.clone()
+    some.view(-1)[::2] = True
+    yield some
+    yield ~none
+
+
+def asked(chain: Sequence[Node], start: Node, mask: torch.Tensor) -> bool:
+    values: dict[Node, object] = {start: mask}
+    for node in chain:
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "call_method":
+            values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+        else:
+            values[node] = node.target(*args, **kwargs)
+    return bool(values[chain[-1]])
