@@ -189,7 +189,7 @@ def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
     wants_true, wants_false = (jump.opname.endswith(end) for end in ("IF_TRUE", "IF_FALSE"))
     if not jump.opname.startswith("POP_JUMP") or not (wants_true or wants_false) or not frame.stack:
         return False
-    found = condition(frame.stack[-1])
+    found = condition(frame.stack[-1], vars(frame.output).setdefault("answers", {}))
     if found is None:
         return False
     masks, if_none = found
@@ -294,10 +294,13 @@ def known_objects(output: object) -> dict[int, object]:
     return vars(output).setdefault("known_objects", {})
 
 
-def condition(value: VariableTracker) -> tuple[list[Node], bool] | None:
-    """Masks of which a condition tells whether they pick a row, and what it is if they do not."""
+def condition(value: VariableTracker, answers: dict[str, bool | None]) -> tuple[list[Node], bool] | None:
+    """Masks of which a condition tells whether they pick a row, and what it is if they do not.
+
+    answers  what was computed for conditions of tensors before
+    """
     if isinstance(value, TensorVariable):
-        return of_tensor(value.as_proxy().node)
+        return of_tensor(value.as_proxy().node, answers)
     return of_number(value) if isinstance(value, SymNodeVariable) else None
 
 
@@ -309,16 +312,10 @@ def of_number(value: SymNodeVariable) -> tuple[list[Node], bool] | None:
         return None
     (symbol,) = symbols
     if_none, *others = (bool(expression.subs(symbol, count)) for count in (0, *COUNTS))
-    made = next((n for n in value.as_proxy().node.graph.nodes if symbol in sizes_of(n)), None)
+    nodes = iter(reversed(value.as_proxy().node.graph.nodes))
+    made = next((n for n in nodes if symbol in n.meta.get("unbacked_bindings", ())), None)
     masks = [] if made is None else [n for n in made.all_input_nodes if is_mask(n)]
     return (masks, if_none) if len(masks) == 1 and set(others) == {not if_none} else None
-
-
-def sizes_of(node: Node) -> set[object]:
-    """The symbols in the shape of what a node makes."""
-    made = node.meta.get("example_value")
-    tensors = [v for v in (made if isinstance(made, tuple) else (made,)) if isinstance(v, torch.Tensor)]
-    return set().union(*(free_unbacked_symbols(v) for v in tensors))
 
 
 def is_mask(node: Node) -> bool:
@@ -327,34 +324,38 @@ def is_mask(node: Node) -> bool:
     return whole and value.dtype is torch.bool and value.dim() > 0
 
 
-def of_tensor(node: Node) -> tuple[list[Node], bool] | None:
-    """`condition` of a value that is computed of a mask alone (``mask.any()``, ``mask.sum() > 0``): computed
-    on examples."""
+def of_tensor(node: Node, answers: dict[str, bool | None]) -> tuple[list[Node], bool] | None:
+    """`condition` of a value that is computed of a mask alone (``mask.any()``, ``mask.sum() > 0``)."""
     chain: list[Node] = []
     masks: list[Node] = []
+    behind = 0  # calls behind the last mask
     while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
         chain.insert(0, node)
         node = node.all_input_nodes[0]
         if is_mask(node):
             masks.append(node)
+            behind = len(chain)
     if not masks:
         return None
-    start = masks[-1]
-    size = [s if isinstance(s, int) else s.node.hint for s in start.meta["example_value"].shape]
-    if not all(size):
-        return None
-    chain = chain[len(chain) - distance(chain, start) :]
+    chain = chain[len(chain) - behind :]
+    size = [s if isinstance(s, int) else s.node.hint for s in masks[-1].meta["example_value"].shape]
+    calls = [f"{n.target} {map_arg((n.args, n.kwargs), lambda _: None)}" for n in chain]
+    text = f"{size} {calls}"
+    if text not in answers:
+        answers[text] = answer_if_none(chain, masks[-1], size) if all(size) else None
+    if_none = answers[text]
+    return None if if_none is None else (masks, if_none)
+
+
+def answer_if_none(chain: Sequence[Node], mask: Node, size: Sequence[int]) -> bool | None:
+    """What a condition is where a mask picks nothing, if it is the other wherever it picks something, by some
+    examples."""
     try:
         with torch._C.DisableTorchFunction(), unset_fake_temporarily(), torch.no_grad():
-            if_none, *others = (asked(chain, start, example) for example in examples(size))
+            if_none, *others = (asked(chain, mask, example) for example in examples(size))
     except Exception:  # whatever the user's condition needs that a mask of booleans has not
         return None
-    return (masks, if_none) if set(others) == {not if_none} else None
-
-
-def distance(chain: Sequence[Node], start: Node) -> int:
-    """How many calls lie behind a value."""
-    return len(chain) - next(i for i, n in enumerate(chain) if start in n.all_input_nodes)
+    return if_none if set(others) == {not if_none} else None
 
 
 def examples(size: Sequence[int]) -> Iterable[torch.Tensor]:
