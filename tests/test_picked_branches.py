@@ -101,6 +101,15 @@ def test_a_branch_breaks_no_graph(name):
     assert streams_whole(model)
 
 
+def test_all_sizes_symbolic_from_the_start():
+    model = Mixture(if_any).double()
+    step = torch.compile(model, backend="streambp", dynamic=True, options={"chunk_size": 16})
+    for length in (43, 40):
+        ids = ids_of(2, length)
+        expected = gradients(model, lambda: model(ids, ids))
+        assert worst_error(gradients(model, lambda: step(ids, ids)), expected) < EXACT
+
+
 def test_a_loop_goes_on():
     model = continuing().double()
     assert error_of(model, 43) < EXACT

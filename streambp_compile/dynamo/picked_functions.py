@@ -125,9 +125,17 @@ def gradient(found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Seque
     return PickedFunction(
         module,
         (Picked(result.dims), *found.operands),
-        tuple(Picked(found.operands[i].dims, tuple(fakes[i].shape), fakes[i].dtype) for i in wanted),
+        tuple(
+            Picked(found.operands[i].dims, constant_shape(found.operands[i], fakes[i]), fakes[i].dtype)
+            for i in wanted
+        ),
         more_alive(traces),
     )
+
+
+def constant_shape(how: Picked, fake: torch.Tensor) -> tuple[int, ...]:
+    """The shape of an operand, with zeros for its leading sizes, which the mask has."""
+    return (*(0 for _ in how.dims), *map(int, fake.shape[len(how.dims) :]))
 
 
 def more_alive(traces: Sequence[GraphModule]) -> int:
