@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import joint_of
+from graphs import joint_of, traced
 from models import Plain, gradients, ids_of, worst_error
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
@@ -102,6 +102,21 @@ def test_an_op_with_effects_keeps_its_region_whole_and_exact(interpreted):
     with pytest.warns(NotStreamed, match="_linalg_check_errors.* has a side effect"):
         found = gradients(model, lambda: torch.compile(loss, backend="streambp")(ids))
     assert worst_error(found, gradients(model, lambda: loss(ids))) < 1e-8
+
+
+@pytest.mark.quick
+def test_numbers_that_a_scatter_puts_keep_their_digits():
+    """Labels that are smoothed by hand, for which Inductor writes a choice between numbers of the default
+    dtype."""
+
+    def smoothed(ids):
+        return torch.full((*ids.shape, 11), 0.01, dtype=torch.float64).scatter(-1, ids[..., None], 0.9)
+
+    ids = torch.randint(11, (2, 9))
+    graph = traced(smoothed, ids)
+    internals.inductor.rewrite(graph)
+    assert torch.ops.aten.scatter.value not in {n.target for n in graph.graph.nodes}
+    assert torch.equal(graph(ids), smoothed(ids))
 
 
 def doubling_body(width: int) -> Body:

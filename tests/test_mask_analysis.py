@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from samples import SAMPLES, Index
 from torch import Tensor
 from torch.fx import Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from streambp_compile.passes.ir import DocumentMask, KeyMask, MaskedOutsideBand, PositionsIncrease, Reach
@@ -721,6 +722,24 @@ def test_integers_wrap_around(dtype, function, number):
         return function((k <= q).to(dtype) * 0, torch.full((), number))
 
     band_of(mask)
+
+
+@pytest.mark.quick
+def test_numbers_may_be_sizes():
+    """``CrossEntropyLoss(ignore_index=ids.shape[1])``, and arithmetic of masks with a size."""
+
+    def compared(targets, ids):
+        q, k = torch.arange(9)[:, None], torch.arange(9)
+        counted = (k <= q).long()
+        return targets[:, None] != ids.shape[1], counted * ids.shape[1] > 0, counted + ids.shape[1]
+
+    found = make_fx(compared, tracing_mode="symbolic")(torch.arange(3), torch.ones(3, 9, dtype=torch.long))
+    assert any(
+        isinstance(a, torch.fx.Node) and isinstance(a.meta["val"], torch.SymInt)
+        for n in found.graph.find_nodes(op="call_function", target=aten.ne.Scalar)
+        for a in n.args
+    )
+    evaluate(found.graph)
 
 
 # Every row with the facet, on operands of which much is known

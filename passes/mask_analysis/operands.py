@@ -109,7 +109,8 @@ def token_pair(node: Node, known: Known) -> tuple[Pair, bool] | None:
     one of the rows comes first."""
     rank, sides = len(shape_of(node)), {}
     for arg in node.args[:2]:
-        if not isinstance(arg, Node) or rank < 2 or value_of(arg).dtype.is_floating_point:
+        value = value_of(arg) if isinstance(arg, Node) else arg  # a node may also stand for a size
+        if not isinstance(value, torch.Tensor) or rank < 2 or value.dtype.is_floating_point:
             return None
         arg = known.repeated_by(arg)
         sizes = (1,) * (rank - len(shape_of(arg))) + shape_of(arg)

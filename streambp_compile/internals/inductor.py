@@ -20,18 +20,42 @@ from torch._inductor.compile_fx import compile_fx_inner as inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .dynamo import OneAtATime
+
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def rewrite(module: GraphModule) -> None:
     """Inductor's passes over a joint graph: they make random numbers from seeds, and a scatter into a
     constant a comparison."""
     mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
+    before = set(module.graph.nodes)
     with V.set_fake_mode(mode):
         joint_graph_passes(module)
+    if keep_float64({n for n in module.graph.nodes if n not in before}):
+        module.recompile()
+
+
+def keep_float64(written: set[Node]) -> bool:
+    """A scatter into a constant becomes a choice between two numbers of the default dtype, which is converted
+    to that of the scatter: in float64 half of their digits would be lost. Was there one?"""
+    changed = False
+    for node in written:
+        if node.target is not prims.convert_element_type.default or node.args[1] is not torch.float64:
+            continue
+        choice = node.args[0]
+        numbers = choice.args[1:] if choice in written and choice.target is aten.where.self else ()
+        for number in numbers:
+            if number in written and number.target is aten.scalar_tensor.default:
+                number.update_kwarg("dtype", torch.float64)
+                for made in (number, choice):
+                    with made.meta["val"].fake_mode:
+                        made.meta["val"] = made.meta["val"].double()
+                changed = True
+    return changed
 
 
 class Tile2DKernel(CppTile2DKernel):

@@ -158,9 +158,10 @@ def may_wrap(args: Sequence[object], operands: Sequence[Operand]) -> bool:
 
 
 def is_integer(arg: object) -> bool:
-    if not isinstance(arg, Node):
-        return isinstance(arg, int)
-    dtype = value_of(arg).dtype
+    value = value_of(arg) if isinstance(arg, Node) else arg
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, int | torch.SymInt)
+    dtype = value.dtype
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
@@ -235,7 +236,7 @@ def is_exact(number: float) -> bool:
 
 def limits_of(arg: object) -> tuple[float, float]:
     """The least and the largest number of an operand's dtype."""
-    if not isinstance(arg, Node) or is_boolean(arg):
+    if not isinstance(arg, Node) or not isinstance(value_of(arg), torch.Tensor) or is_boolean(arg):
         return -sys.float_info.max, sys.float_info.max
     dtype = value_of(arg).dtype
     if dtype.is_complex:
