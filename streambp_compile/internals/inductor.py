@@ -35,27 +35,27 @@ def rewrite(module: GraphModule) -> None:
     before = set(module.graph.nodes)
     with V.set_fake_mode(mode):
         joint_graph_passes(module)
-    if keep_float64({n for n in module.graph.nodes if n not in before}):
+    written = {n for n in module.graph.nodes if n not in before}
+    narrow = [n for choice in written for n in narrow_numbers(choice, written)]
+    for node in narrow:
+        if node.target is aten.scalar_tensor.default:
+            node.update_kwarg("dtype", torch.float64)
+        with node.meta["val"].fake_mode:
+            node.meta["val"] = node.meta["val"].double()
+    if narrow:
         module.recompile()
 
 
-def keep_float64(written: set[Node]) -> bool:
-    """A scatter into a constant becomes a choice between two numbers of the default dtype, which is converted
-    to that of the scatter: in float64 half of their digits would be lost. Was there one?"""
-    changed = False
-    for node in written:
-        if node.target is not prims.convert_element_type.default or node.args[1] is not torch.float64:
-            continue
-        choice = node.args[0]
-        numbers = choice.args[1:] if choice in written and choice.target is aten.where.self else ()
-        for number in numbers:
-            if number in written and number.target is aten.scalar_tensor.default:
-                number.update_kwarg("dtype", torch.float64)
-                for made in (number, choice):
-                    with made.meta["val"].fake_mode:
-                        made.meta["val"] = made.meta["val"].double()
-                changed = True
-    return changed
+def narrow_numbers(choice: Node, written: set[Node]) -> list[Node]:
+    """A choice between numbers of the default dtype that is converted to float64, and the numbers: Inductor
+    writes them for a scatter into a constant of float64, where half of their digits would be lost."""
+    to_float64 = (prims.convert_element_type.default, torch.float64)
+    if choice.target is not aten.where.self:
+        return []
+    if any(n not in written or (n.target, *n.args[1:]) != to_float64 for n in choice.users):
+        return []
+    numbers = [n for n in choice.args[1:] if n in written and n.target is aten.scalar_tensor.default]
+    return [*numbers, choice] if len(numbers) == 2 else []
 
 
 class Tile2DKernel(CppTile2DKernel):
