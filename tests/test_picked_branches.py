@@ -87,6 +87,8 @@ def continuing() -> Mixture:
 
 def streams_whole(model: nn.Module) -> bool:
     """All of it in one graph?"""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     ids = ids_of(2, 64)
     report = explain(model, ids, ids)
     assert "predicted" in str(report)
@@ -97,7 +99,6 @@ def streams_whole(model: nn.Module) -> bool:
 def test_a_branch_breaks_no_graph(name):
     model = Mixture(SPELLINGS[name]).double()
     assert error_of(model, 43, 40) < EXACT
-    torch._dynamo.reset()
     assert streams_whole(model)
 
 
@@ -113,7 +114,6 @@ def test_all_sizes_symbolic_from_the_start():
 def test_a_loop_goes_on():
     model = continuing().double()
     assert error_of(model, 43) < EXACT
-    torch._dynamo.reset()
     assert streams_whole(model)
 
 
@@ -209,6 +209,12 @@ def raising(x, gates, chosen, e, f, out):
     out.add_(f(x))
 
 
+def raising_at_last(x, gates, chosen, e, f, out):
+    out.add_(f(x))
+    if not (~(x[:, 0] > 1e9)).all():
+        raise ValueError("never")
+
+
 def averaging(x, gates, chosen, e, f, out):
     mask = (chosen[:, 0] == e) & (x[:, 0] > 1e9)
     if mask.any():
@@ -229,6 +235,7 @@ OTHERS = {
         keeping_in_a_closure,
         of_the_mask_before,
         raising,
+        raising_at_last,
         averaging,
     )
 }

@@ -197,7 +197,8 @@ def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
     sides = [frame.indexof[jump.target], at + 1]
     picked, none = sides if jumps else reversed(sides)
     join = goes_on_at(frame, none)
-    if returned_by(frame, frame.instructions[join]) is None and not reaches(frame, picked, join):
+    returns = returned_by(frame, frame.instructions[join]) is not None
+    if not reaches(frame, picked, join, returns):  # it raises, as an assertion does
         return False
     frame.current_instruction = jump
     frame.instruction_pointer = at + 1
@@ -223,7 +224,8 @@ def goes_on_at(frame: InstructionTranslatorBase, at: int) -> int:
     return at
 
 
-def reaches(frame: InstructionTranslatorBase, start: int, goal: int) -> bool:
+def reaches(frame: InstructionTranslatorBase, start: int, goal: int, returns: bool) -> bool:
+    """Can an instruction come to another, or, with ``returns``, to the end of the function?"""
     found: set[int] = set()
     stack = [start]
     while stack:
@@ -231,7 +233,7 @@ def reaches(frame: InstructionTranslatorBase, start: int, goal: int) -> bool:
         if at not in found:
             found.add(at)
             stack += followers(frame, at)
-    return goal in found
+    return goal in found or returns and any(frame.instructions[at].opname in RETURNS for at in found)
 
 
 def followers(frame: InstructionTranslatorBase, at: int) -> list[int]:

@@ -63,11 +63,16 @@ def may_take_branches(output: OutputGraph) -> bool:
     return function is not None and function not in BRANCHING_THERE
 
 
+def took_branch(output: OutputGraph) -> bool:
+    return getattr(output, "took_branch", False)
+
+
 def trace_again(output: OutputGraph) -> None:
     """Have Dynamo trace a function again: with a graph break where it branches on picked rows, if it does, or
     else where it picks some. Raises Dynamo's restart."""
-    taken = getattr(output, "took_branch", False)
-    (BRANCHING_THERE if taken and may_take_branches(output) else BROKEN_THERE).add(output.picking_rows)
+    (BRANCHING_THERE if took_branch(output) and may_take_branches(output) else BROKEN_THERE).add(
+        output.picking_rows
+    )
     raise TensorifyScalarRestartAnalysis from None
 
 
@@ -99,7 +104,8 @@ def traced_again_where_it_failed(before: Callable[[InstructionTranslator], None]
             raise
         except Exception:
             function = getattr(self.output, "picking_rows", None)
-            if function is None or not self.output.shape_env.unbacked_symint_counter:
+            picked = self.output.shape_env.unbacked_symint_counter or took_branch(self.output)
+            if function is None or not picked:
                 raise
             trace_again(self.output)
 
