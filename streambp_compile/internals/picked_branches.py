@@ -32,6 +32,7 @@ from torch.fx.node import map_arg
 from .dynamo import modes_text
 
 COUNTS = (1, 2, 3, 10, 1 << 20)  # of picked rows, for which a condition must be the same
+DRAWN = 16  # masks of one row at random, for which it must be the same, too
 EFFECTS = ("mutation", "store_attr", "store_cell", "store_global", "register_hook")
 """What Dynamo calls when code changes something that is no local variable."""
 
@@ -327,26 +328,27 @@ def is_mask(node: Node) -> bool:
 
 
 def of_tensor(node: Node, answers: dict[str, bool | None]) -> tuple[list[Node], bool] | None:
-    """`condition` of a value that is computed of a mask alone (``mask.any()``, ``mask.sum() > 0``)."""
+    """`condition` of a value that is computed of masks alone (``mask.any()``, ``mask.sum() > 0``)."""
     chain: list[Node] = []
-    masks: list[Node] = []
-    behind = 0  # calls behind the last mask
+    found: list[tuple[Node, bool]] = []
     while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
         chain.insert(0, node)
         node = node.all_input_nodes[0]
-        if is_mask(node):
-            masks.append(node)
-            behind = len(chain)
-    if not masks:
-        return None
-    chain = chain[len(chain) - behind :]
-    size = [s if isinstance(s, int) else s.node.hint for s in masks[-1].meta["example_value"].shape]
+        if_none = remembered(chain, node, answers) if is_mask(node) else None
+        if if_none is not None:
+            found.append((node, if_none))
+    agreeing = [mask for mask, if_none in found if if_none is found[0][1]]
+    return (agreeing, found[0][1]) if found else None
+
+
+def remembered(chain: Sequence[Node], mask: Node, answers: dict[str, bool | None]) -> bool | None:
+    """`answer_if_none`, from what was computed before where it was."""
+    size = [s if isinstance(s, int) else s.node.hint for s in mask.meta["example_value"].shape]
     calls = [f"{n.target} {map_arg((n.args, n.kwargs), lambda _: None)}" for n in chain]
     text = f"{size} {calls}"
     if text not in answers:
-        answers[text] = answer_if_none(chain, masks[-1], size) if all(size) else None
-    if_none = answers[text]
-    return None if if_none is None else (masks, if_none)
+        answers[text] = answer_if_none(chain, mask, size) if all(size) else None
+    return answers[text]
 
 
 def answer_if_none(chain: Sequence[Node], mask: Node, size: Sequence[int]) -> bool | None:
@@ -361,10 +363,16 @@ def answer_if_none(chain: Sequence[Node], mask: Node, size: Sequence[int]) -> bo
 
 
 def examples(size: Sequence[int]) -> Iterable[torch.Tensor]:
-    """Masks: one that picks nothing, and others that pick one row, some, and all."""
+    """Masks: one that picks nothing, and others that pick one row, some, and all.
+
+    Neighbours are among those of one row, so that what reads every other row is found out.
+    """
     none = torch.zeros(size, dtype=torch.bool)
     yield none
-    for place in sorted({0, none.numel() // 2, none.numel() - 1}):
+    drawn = torch.Generator().manual_seed(0)
+    places = {0, 1, none.numel() - 2, none.numel() - 1}
+    places.update(torch.randint(none.numel(), (DRAWN,), generator=drawn).tolist())
+    for place in sorted(p for p in places if 0 <= p < none.numel()):
         one = none.clone()
         one.view(-1)[place] = True
         yield one
