@@ -9,8 +9,8 @@ from streambp_compile.plan.sources import Source, config_class, source_of_config
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3 model: layers, width, feed-forward width, heads of 128, whether the head is the embedding,
-    whether only adapters learn."""
+    """A model with 8 key heads: layers, width, feed-forward width, heads of 128, whether the head is the
+    embedding, whether only adapters learn, its family in transformers, its vocabulary."""
 
     title: str
     layers: int
@@ -19,14 +19,16 @@ class Shape:
     heads: int
     tied: bool = False
     lora: bool = False
+    family: str = "qwen3"
+    vocabulary: int = 151936
 
     @property
     def trained(self) -> str:
         return "lora" if self.lora else "full"
 
     def source(self) -> Source:
-        config = config_class("qwen3")(
-            vocab_size=VOCABULARY,
+        config = config_class(self.family)(
+            vocab_size=self.vocabulary,
             hidden_size=self.width,
             intermediate_size=self.hidden,
             num_hidden_layers=self.layers,
@@ -46,6 +48,7 @@ SHAPES = {
         Shape("Qwen3-8B", 36, 4096, 12288, 32),
         Shape("Qwen3-14B", 40, 5120, 17408, 40),
         Shape("Qwen3-32B LoRA", 64, 5120, 25600, 64, lora=True),
+        Shape("Llama-3.1-8B", 32, 4096, 14336, 32, family="llama", vocabulary=128256),
     )
 }
-VOCABULARY, KEY_HEADS, HEAD_WIDTH = 151936, 8, 128
+KEY_HEADS, HEAD_WIDTH = 8, 128

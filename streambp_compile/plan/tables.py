@@ -45,6 +45,8 @@ def text_of(answer: Answer) -> str:
         ["seconds a step, estimated", *(number(c.seconds, "{:.2f}") for c in answer.columns)],
         ["tokens a second and device", *(number(rate(answer, c), "{:,.0f}") for c in answer.columns)],
     ]
+    if any(c.host for c in answer.columns):
+        rows.append(["in host memory", *(gib(c.host) for c in answer.columns)])
     notes = [f"note: {note}" for note in answer.notes]
     return "\n".join([headline(answer), "", *aligned(rows), *([""] if notes else []), *notes])
 
@@ -114,6 +116,7 @@ def plan_values(answer: Answer, column: Prediction) -> dict:
         peak=column.peak,
         total=total,
         fits=total <= answer.memory,
+        host=column.host,
         seconds=column.seconds,
         terms=asdict(column.cost) if column.cost is not None else None,
         options=dict(column.options),
@@ -133,15 +136,18 @@ class Longest:
 
 def text_of_longest(longest: Longest) -> str:
     answer, base = longest.answer, None
-    rows = [["longest sequence", "tokens", "step, GiB", "total, GiB", "seconds a step", "× first"]]
+    on_host = any(column and column[1].host for column in longest.found)
+    sizes = ["step, GiB", "total, GiB", *["in host memory"] * on_host]
+    rows = [["longest sequence", "tokens", *sizes, "seconds a step", "× first"]]
     for column in longest.found:
         if column is None:
-            rows.append(["none fits", *["–"] * 5])
+            rows.append(["none fits", *["–"] * (len(rows[0]) - 1)])
             continue
         tokens, plan = column
         base = base or tokens
-        total, seconds = gib(answer.total(plan)), number(plan.seconds, "{:.1f}")
-        rows.append([plan.name, f"{tokens:,}", gib(plan.peak), total, seconds, f"{tokens / base:.1f}"])
+        sizes = [gib(plan.peak), gib(answer.total(plan)), *[gib(plan.host)] * on_host]
+        times = f"{tokens / base:.1f}"
+        rows.append([plan.name, f"{tokens:,}", *sizes, number(plan.seconds, "{:.1f}"), times])
     state = [[name, gib(size)] for name, size in terms(answer)]
     notes = [f"note: {note}" for note in answer.notes]
     lines = [headline(answer, lengths=False), "", *aligned([["GiB", ""], *state]), "", *aligned(rows)]

@@ -101,6 +101,7 @@ class Prediction:
     seconds  by the cost model, None where it is not known
     cost     the same, term by term
     options  of ``torch.compile``, that choose this way
+    host     bytes of layer inputs that wait in host memory
     """
 
     name: str
@@ -108,6 +109,7 @@ class Prediction:
     seconds: float | None
     cost: Cost | None = None
     options: tuple[tuple[str, object], ...] = ()
+    host: int = 0
 
 
 def checkpointing(setting: Setting, progress: Progress) -> Prediction:
@@ -213,19 +215,23 @@ class Streaming:
         memory: StepMemory = self.deepest.memory(chosen).deeper(self.missing * growth)
         costs = self.deepest.costs(chosen)
         forward, backward = (self.whole([pair[i] for pair in costs]) for i in (0, 1))
-        seconds = forward.seconds + backward.seconds
-        if chosen.offloaded:
-            seconds += self.waiting(forward.seconds) + self.waiting(backward.seconds)
-        return Prediction(name, memory.peak, seconds, forward + backward, options)
+        host = self.bytes_on_host(chosen)
+        waiting = sum(self.waiting(host, part.seconds) for part in (forward, backward))
+        seconds = forward.seconds + backward.seconds + waiting
+        return Prediction(name, memory.peak, seconds, forward + backward, options, host)
 
     def whole(self, costs: Sequence[Cost]) -> Cost:
         """The cost of all regions of the whole model, from those of the deeper of the simulated ones."""
         return sum(costs, Cost()) + sum(costs[self.added], Cost()) * self.missing
 
-    def waiting(self, seconds: float) -> float:
-        """Seconds for which layer inputs travel longer than the device computes."""
-        sizes = [c.handed_on for c in self.deepest.plans.costs]
-        moved = sum(sizes) + self.missing * sum(sizes[self.added])
+    def bytes_on_host(self, plan: ChainPlan) -> int:
+        """Bytes of layer inputs of the whole model that wait in host memory."""
+        costs = self.deepest.plans.costs
+        sizes = [c.handed_on if i in plan.offloaded else 0 for i, c in enumerate(costs)]
+        return sum(sizes) + self.missing * sum(sizes[self.added])
+
+    def waiting(self, moved: int, seconds: float) -> float:
+        """Seconds for which so many bytes travel longer than the device computes."""
         major = (self.setting.device.capability or (9, 0))[0]
         return max(0.0, moved / HOST_LINK.get(major, HOST_LINK[8]) - seconds)
 
