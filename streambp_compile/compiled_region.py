@@ -4,49 +4,43 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from . import internals
+from .candidate import Candidate, NothingToStream
 from .config import Config
 from .dynamo.attention import torch_attention
 from .dynamo.block_functions import write_out
 from .dynamo.regions import written_buffers, written_storages
-from .dynamo.token_axes import SHORTEST_STREAMED, Axis, fake_of, is_parameter
+from .dynamo.token_axes import Axis, fake_of
 from .passes.ir import (
     CannotStream,
     Condition,
     EveryRowHasVisibleKey,
-    Layout,
     Mark,
     MaskedOutsideBand,
     PositionsIncrease,
     Refusal,
     bytes_of,
-    is_tensor,
     value_of,
     viewed,
     where_of,
 )
-from .passes.kernels.products import scale_
-from .passes.kernels.simulated_device import device_type
 from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.planning.choices import DEFAULT, Choices
-from .passes.rules import CostClass, cost_of, find_rule, is_product
 from .passes.split import Region
-from .pipeline import StreamedRegion, outputs_of, stream, unit
+from .pipeline import StreamedRegion, outputs_of, stream
+from .region_drivers import forward_and_backward, run_forward
 from .report import NotStreamed, RegionReport, StreamHint, mebibytes
-from .runtime.gradient_ownership import is_handed_over, ours_alone, sole_owners
 from .runtime.mask_guards import Guard
 from .runtime.memory_simulation import bytes_of_chunk
-from .runtime.opaque_calls import Driver, boxed, driver_of, one_call
+from .runtime.opaque_calls import Driver, boxed, driver_of
 from .runtime.places import InRegion, within
 from .runtime.runner import lines_of, noting
-from .runtime.sizes import cannot_tell
 from .target_device import planned_for, target_of
 
 HELP = {
@@ -54,15 +48,6 @@ HELP = {
     PositionsIncrease: "Number the tokens of each packed sequence in ascending order.",
     MaskedOutsideBand: "Make causal masks by torch.tril or is_causal=True inside the compiled function.",
 }
-
-
-WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
-
-SMALLEST_BLOCK = 512  # bytes: what torch's allocator on a GPU rounds up to
-
-
-class NothingToStream(CannotStream):
-    """Nothing to warn about: the graph is tiny, or has no tokens."""
 
 
 class TraceAgain(Exception):
@@ -93,13 +78,13 @@ class CompiledRegion:
             config,
             refuse,
         )
-        self.may_check, self.unfit, self.choices = may_check, unfit, choices
+        self.candidate = Candidate(region, axis, inputs, unfit)
+        self.may_check, self.choices = may_check, choices
         self.unconditional: CompiledRegion | None = None
         self.variants: dict[Choices, CompiledRegion] = {choices: self}
-        self.inputs = [n for n in region.inputs if n.op != "get_attr"]
         self.flat = [
             (i, n if len(parts) == 1 else None)
-            for i, (n, parts) in enumerate(zip(self.inputs, map(internals.parts_of, inputs)))
+            for i, (n, parts) in enumerate(zip(self.candidate.inputs, map(internals.parts_of, inputs)))
             for _ in parts
         ]  # what AOTAutograd takes: of which input it is, and its node unless that is a tensor subclass
         self.writes = len(written_storages(region)) > len(written_buffers(region))
@@ -186,7 +171,7 @@ class CompiledRegion:
         """The same region, compiled outside of Dynamo."""
         parts = (self.module, self.fakes, self.region, self.axis, self.config, self.refuse)
         with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
-            return CompiledRegion(*parts, may_check, self.unfit, choices)
+            return CompiledRegion(*parts, may_check, self.candidate.unfit, choices)
 
     def is_graph_input(self, placeholder: Node) -> bool:
         """Is an input of the joint graph one of the whole graph, or a view of one, which is alive in any
@@ -224,7 +209,7 @@ class CompiledRegion:
             return internals.keep_inputs_partition(
                 joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, writes=self.writes, **kwargs
             )
-        return self.modules(num_fwd_outputs)
+        return forward_and_backward(self.streamed, num_fwd_outputs, self.located)
 
     def streams(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> bool:
         """Stream the region if the passes can; otherwise record why, and warn if it costs memory."""
@@ -237,10 +222,10 @@ class CompiledRegion:
             if defect := isinstance(refused, Abandoned):
                 internals.log.debug("streaming a region failed", exc_info=True)
             self.report.refusal = refusal_of(refused, "", "region", self.module)
-            free = isinstance(refused, NothingToStream) or self.is_fragment(graph_module)
+            free = isinstance(refused, NothingToStream) or self.candidate.is_fragment(graph_module)
             self.report.costs_nothing = free and not defect
             if not self.report.costs_nothing:
-                self.refuse(self.report.refusal, self.whole_cost(graph_module))
+                self.refuse(self.report.refusal, self.candidate.whole_cost(graph_module))
             if self.written_out():
                 raise TraceAgain from None
         return self.streamed is not None
@@ -254,8 +239,7 @@ class CompiledRegion:
         warnings.warn(f"streambp: {text}. The region begins at {where}.", StreamHint, stacklevel=2)
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
-        self.check_tokens(graph_module)
-        self.check_graph(graph_module)
+        self.candidate.check(graph_module)
         internals.inline_numbers(graph_module)
         device = planned_for(self.config.device, self.fakes)
         region = stream(
@@ -264,7 +248,7 @@ class CompiledRegion:
             self.input_marks(),
             forward_outputs,
             tangents,
-            self.tangent_of(tangents),
+            self.candidate.tangent_of(tangents),
             replace(self.choices, chunk_size=self.config.chunk_size),
             functools.partial(internals.compile_body, mode=self.config.mode, tell=self.tell),
             self.checkable(),
@@ -294,156 +278,6 @@ class CompiledRegion:
                 raise CannotStream(refusal)
             cost = mebibytes(bytes_of(value_of(node)))
             warnings.warn(f"streambp: {refusal}. It takes {cost}.", StreamHint, stacklevel=2)
-
-    def check_tokens(self, graph_module: GraphModule) -> None:
-        """Raises `CannotStream` where there are no tokens to cut into chunks."""
-        if self.unfit is not None:
-            raise CannotStream(self.unfit)
-        refused = NothingToStream if self.costs_nothing(graph_module) else CannotStream
-        if self.axis is None:
-            raise refused(
-                Refusal(
-                    "graph",
-                    "No token dimension was found",
-                    "Pass token ids or hidden states as tensors with a token dimension",
-                )
-            )
-        self.check_marks(graph_module, refused)
-        if refused is NothingToStream and not self.axis.moving.isdisjoint(self.region.nodes):
-            raise NothingToStream(
-                Refusal(
-                    "region",
-                    "This region moves rows from one sequence to another",
-                    "Nothing to do: it holds no more than the rows that go in and out",
-                )
-            )
-        if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
-            raise NothingToStream(
-                Refusal(
-                    "region",
-                    f"A sequence of {self.axis.length} tokens is too short to stream",
-                    "Nothing to do: its memory is small",
-                )
-            )
-
-    def check_marks(self, graph_module: GraphModule, refused: type[CannotStream]) -> None:
-        """Raises `CannotStream`, or what is given, where no input brings tokens into the region."""
-        if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
-            small = self.whole_cost(graph_module) <= max(
-                (bytes_of(fake_of(n)) for n in self.axis.marks), default=0
-            )
-            raise (NothingToStream if small else refused)(
-                Refusal(
-                    "region",
-                    "This region has no token dimension",
-                    "Nothing to do for small values; otherwise check which earlier operation removes the "
-                    "token dimension",
-                )
-            )
-        if not any(n in self.axis.marks and not is_parameter(fake_of(n)) for n in self.inputs) and not any(
-            n in self.axis.mixing for n in self.region.nodes
-        ):
-            raise refused(
-                Refusal(
-                    "region",
-                    "This region creates its tokens from values without a token dimension, such as an image",
-                    "Nothing to do for image patches: the patch embedding runs unchunked",
-                )
-            )
-
-    def check_graph(self, graph_module: GraphModule) -> None:
-        """Raises `CannotStream` for sizes that no input tells, and for side effects."""
-        untold = cannot_tell(
-            self.fakes, (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape)
-        )
-        if untold:
-            raise CannotStream(
-                Refusal(
-                    "region",
-                    f"A size of {untold[0]} cannot be derived from the sizes of the region's inputs",
-                    "Pass a tensor or an integer that has this size",
-                )
-            )
-        for node in graph_module.graph.find_nodes(
-            op="call_function", target=torch.ops.higher_order.with_effects
-        ):
-            raise CannotStream(
-                Refusal(
-                    str(node.args[1]),
-                    "This operation has a side effect, which must happen exactly once and in order",
-                    "Move it out of the layers of the model",
-                    where_of(node),
-                )
-            )
-
-    def tangent_of(self, tangents: int) -> list[int]:
-        """For each tangent, the output that it is the gradient of."""
-        found = [
-            i
-            for i, n in enumerate(self.region.outputs)
-            if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad
-        ]
-        if tangents and len(found) != tangents:
-            raise CannotStream(
-                Refusal(
-                    "region",
-                    f"This region gets {tangents} gradients for {len(found)} differentiable outputs",
-                    "Do not change the inputs of a layer in place",
-                )
-            )
-        return found
-
-    def costs_nothing(self, graph_module: GraphModule) -> bool:
-        """Is no value inside larger than one that goes in or out, and exists in any case? Or than an
-        allocator's smallest block?"""
-        ends = (fake_of(n) for n in (*self.inputs, *self.region.outputs))
-        widest = max((bytes_of(e) for e in ends if isinstance(e, torch.Tensor)), default=0)
-        return self.whole_cost(graph_module) <= max(widest, SMALLEST_BLOCK)
-
-    def is_fragment(self, graph_module: GraphModule) -> bool:
-        """Is this a piece between graph breaks that takes no more memory than what goes in and out?
-
-        It has no products, and Inductor fuses the rest.
-        """
-        calls = [n for n in graph_module.graph.nodes if n.op == "call_function"]
-        cheap = (cost_of(n) in WITHOUT_MEMORY or find_rule(n) and not is_product(n) for n in calls)
-        return self.costs_nothing(graph_module) and all(cheap)
-
-    def whole_cost(self, graph_module: GraphModule) -> int:
-        return max(
-            (
-                bytes_of(value_of(n))
-                for n in graph_module.graph.nodes
-                if is_tensor(n) and n.op == "call_function"
-            ),
-            default=0,
-        )
-
-    def modules(self, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-        """Forward and backward as graph modules of one call each, with their values in the order of
-        AOTAutograd."""
-        region = self.streamed
-        owner = GraphModule({}, Graph())
-        outputs = outputs_of(region.joint)
-        if region.fused:
-            kept = [o for o in outputs[forward_outputs:]]
-            saved = list(dict.fromkeys(o for o in kept if isinstance(o, Node) and o not in region.tangents))
-            returned = [*outputs[:forward_outputs], *saved]
-            driver = self.located(run_forward(region, returned, forward_outputs))
-            forward = one_call(owner, region.placeholders, driver, returned)
-            backward = one_call(
-                owner, [*saved, *region.tangents], run_scaled(saved, kept, region.tangents[0]), kept
-            )
-            return forward, backward
-        symbols = [n for n in region.saved if not is_tensor(n)]
-        tensors = [n for n in region.saved if is_tensor(n)]
-        returned = [*outputs[:forward_outputs], *tensors, *symbols]
-        forward = one_call(owner, region.placeholders, self.located(run_forward(region, returned)), returned)
-        given = [*symbols, *tensors, *region.tangents]
-        backward = one_call(
-            owner, given, self.located(run_backward(region, given)), outputs[forward_outputs:]
-        )
-        return forward, backward
 
     def compile_forward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
         return driver_of(module) or internals.compile_graph(module, inputs)
@@ -496,90 +330,3 @@ def refusal_of(error: Exception, doing: str, what: str, module: GraphModule) -> 
         return replace(error.refusal, where=error.refusal.where or first)
     refusal = error.refusal if isinstance(error, Abandoned) else abandoned(doing, error).refusal
     return replace(refusal, op=what, where=first)
-
-
-def run_forward(region: StreamedRegion, outputs: Sequence[object], returned: int | None = None) -> Driver:
-    """The forward of a region.
-
-    returned  of a fused region, the number of outputs before the gradients, which `run_scaled` overwrites
-    """
-    runner = region.forward.runner
-    index = {o: i for i, o in enumerate(region.forward.program.outputs) if isinstance(o, Node)}
-    placeholders = region.placeholders
-
-    def take(args: list) -> list:
-        inputs = dict(zip(placeholders, args))
-        args.clear()
-        owned = frozenset(n for n, value in inputs.items() if is_handed_over(value))
-        given = storages(value for n, value in inputs.items() if n not in owned)
-        passed = {n: inputs[n] for n in outputs if n in inputs}
-        for tangent in region.tangents if region.fused else ():
-            inputs[tangent] = unit(tangent)
-        results = runner(inputs, owned)
-        values = [
-            results[index[o]] if o in index else passed.get(o, o) if isinstance(o, Node) else o
-            for o in outputs
-        ]
-        return (
-            values
-            if returned is None
-            else [*values[:returned], *apart(values[returned:], given | storages(values[:returned]))]
-        )
-
-    return Driver("streambp_forward", take)
-
-
-def storages(values: Iterable[object]) -> weakref.WeakSet:
-    return weakref.WeakSet(v.untyped_storage() for v in values if isinstance(v, torch.Tensor))
-
-
-def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.Tensor]:
-    """The values as tensors of their own, in memory that may be overwritten; ``taken`` is memory of
-    others."""
-    found = []
-    for value in values:
-        own = value.untyped_storage() not in taken and Layout.of(value) is not None
-        found.append(value.detach() if own else value.clone(memory_format=torch.contiguous_format))
-        taken.add(found[-1].untyped_storage())
-    return found
-
-
-def run_scaled(saved: Sequence[Node], outputs: Sequence[object], unscaled: Node) -> Driver:
-    """The backward of a fused head: scale gradients that exist already, for a unit tangent.
-
-    They are scaled in place, unless the graph is kept and another backward will read them. On a GPU they are
-    scaled by one as well: reading the tangent would synchronise. In half precision a tangent that is no power
-    of two rounds them a second time.
-    """
-
-    def take(args: list) -> list:
-        values, tangent = dict(zip(saved, args)), args[-1]
-        args.clear()
-        kept = internals.graph_is_kept()
-        if not is_on_host(tangent) or tangent.item() != 1:
-            for node in saved:
-                values[node] = values[node].clone() if kept else values[node]
-                scale_(values[node], tangent)
-        values[unscaled] = tangent
-        gradients = [values[o] if isinstance(o, Node) else o for o in outputs]
-        return gradients if kept else sole_owners(gradients)
-
-    return Driver("streambp_scale", take)
-
-
-def is_on_host(value: torch.Tensor) -> bool:
-    """Can its value be read without synchronising with a device?"""
-    return device_type(value) == "cpu"
-
-
-def run_backward(region: StreamedRegion, given: Sequence[Node]) -> Driver:
-    runner = region.backward.runner
-    tangents = region.tangents
-
-    def take(args: list) -> list:
-        inputs = dict(zip(given, args))
-        args.clear()
-        owned = frozenset(n for n in tangents if ours_alone(inputs[n]))
-        return sole_owners(runner(inputs, owned))
-
-    return Driver("streambp_backward", take)

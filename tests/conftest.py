@@ -40,6 +40,7 @@ def pytest_addoption(parser):
 QUICK = {
     "test_analyze.py",
     "test_compiled_region.py",
+    "test_region_drivers.py",
     "test_planning.py",
     "test_fingerprints.py",
     "test_layering.py",

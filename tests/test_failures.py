@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streambp_compile import backend, compiled_region, internals, pipeline
+from streambp_compile import backend, candidate, compiled_region, internals, pipeline, region_drivers
 from streambp_compile.report import NotStreamed
 from streambp_compile.runtime import runner
 
@@ -90,9 +90,9 @@ IN_A_REGION = {
     (pipeline, "verify_body"): "writing chunk bodies",
     (pipeline, "Runner"): "preparing the joint graph",
     (internals, "compile_body"): "compiling chunk bodies",
-    (compiled_region, "cannot_tell"): "preparing the joint graph",
+    (candidate, "cannot_tell"): "preparing the joint graph",
     (compiled_region, "target_of"): "preparing the joint graph",
-    (compiled_region, "one_call"): "compiling the region",
+    (region_drivers, "one_call"): "compiling the region",
     (internals, "aot_autograd"): "tracing the region",
     (internals.aten_graphs, "decompositions"): "finding the token dimension",
 }

@@ -3,7 +3,7 @@
 import pytest
 from synchronisation import Synchronises, simulated
 
-from streambp_compile import compiled_region
+from streambp_compile import region_drivers
 from streambp_compile.passes.kernels import grouped, products
 
 
@@ -14,7 +14,7 @@ def as_on_gpu(monkeypatch, interpreted):
     monkeypatch.setattr(grouped, "capability", lambda device: (8, 0))
     monkeypatch.setattr(grouped, "has_triton", lambda: True)
     monkeypatch.setattr(products, "mixes_dtypes", lambda operand, total: operand.dtype != total.dtype)
-    monkeypatch.setattr(compiled_region, "is_on_host", lambda value: False)
+    monkeypatch.setattr(region_drivers, "is_on_host", lambda value: False)
 
 
 def test_a_step(as_on_gpu, monkeypatch):

@@ -1,0 +1,171 @@
+"""A region before any pass sees it: are there tokens to cut into chunks, and what does it cost unchunked?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .dynamo.token_axes import SHORTEST_STREAMED, Axis, fake_of, is_parameter
+from .passes.ir import CannotStream, Refusal, bytes_of, is_tensor, value_of, where_of
+from .passes.rules import CostClass, cost_of, find_rule, is_product
+from .passes.split import Region
+from .runtime.sizes import cannot_tell
+
+WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
+SMALLEST_BLOCK = 512  # bytes: what torch's allocator on a GPU rounds up to
+
+
+class NothingToStream(CannotStream):
+    """Nothing to warn about: the graph is tiny, or has no tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A region that may stream.
+
+    axis   the sequence along which it may be cut; None if there is none
+    fakes  the values of its inputs
+    unfit  why nothing of the graph streams, if so
+    """
+
+    region: Region
+    axis: Axis | None
+    fakes: Sequence[object]
+    unfit: Refusal | None = None
+
+    @functools.cached_property
+    def inputs(self) -> list[Node]:
+        return [n for n in self.region.inputs if n.op != "get_attr"]
+
+    def check(self, graph_module: GraphModule) -> None:
+        """Raises `CannotStream` where the joint graph cannot be cut into chunks, whatever the passes find."""
+        self.check_tokens(graph_module)
+        self.check_graph(graph_module)
+
+    def check_tokens(self, graph_module: GraphModule) -> None:
+        """Raises `CannotStream` where there are no tokens to cut into chunks."""
+        if self.unfit is not None:
+            raise CannotStream(self.unfit)
+        refused = NothingToStream if self.costs_nothing(graph_module) else CannotStream
+        if self.axis is None:
+            raise refused(
+                Refusal(
+                    "graph",
+                    "No token dimension was found",
+                    "Pass token ids or hidden states as tensors with a token dimension",
+                )
+            )
+        self.check_marks(graph_module, refused)
+        if refused is NothingToStream and not self.axis.moving.isdisjoint(self.region.nodes):
+            raise NothingToStream(
+                Refusal(
+                    "region",
+                    "This region moves rows from one sequence to another",
+                    "Nothing to do: it holds no more than the rows that go in and out",
+                )
+            )
+        if isinstance(self.axis.length, int) and self.axis.length < SHORTEST_STREAMED:
+            raise NothingToStream(
+                Refusal(
+                    "region",
+                    f"A sequence of {self.axis.length} tokens is too short to stream",
+                    "Nothing to do: its memory is small",
+                )
+            )
+
+    def check_marks(self, graph_module: GraphModule, refused: type[CannotStream]) -> None:
+        """Raises `CannotStream`, or what is given, where no input brings tokens into the region."""
+        if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
+            small = self.whole_cost(graph_module) <= max(
+                (bytes_of(fake_of(n)) for n in self.axis.marks), default=0
+            )
+            raise (NothingToStream if small else refused)(
+                Refusal(
+                    "region",
+                    "This region has no token dimension",
+                    "Nothing to do for small values; otherwise check which earlier operation removes the "
+                    "token dimension",
+                )
+            )
+        if not any(n in self.axis.marks and not is_parameter(fake_of(n)) for n in self.inputs) and not any(
+            n in self.axis.mixing for n in self.region.nodes
+        ):
+            raise refused(
+                Refusal(
+                    "region",
+                    "This region creates its tokens from values without a token dimension, such as an image",
+                    "Nothing to do for image patches: the patch embedding runs unchunked",
+                )
+            )
+
+    def check_graph(self, graph_module: GraphModule) -> None:
+        """Raises `CannotStream` for sizes that no input tells, and for side effects."""
+        untold = cannot_tell(
+            self.fakes, (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape)
+        )
+        if untold:
+            raise CannotStream(
+                Refusal(
+                    "region",
+                    f"A size of {untold[0]} cannot be derived from the sizes of the region's inputs",
+                    "Pass a tensor or an integer that has this size",
+                )
+            )
+        for node in graph_module.graph.find_nodes(
+            op="call_function", target=torch.ops.higher_order.with_effects
+        ):
+            raise CannotStream(
+                Refusal(
+                    str(node.args[1]),
+                    "This operation has a side effect, which must happen exactly once and in order",
+                    "Move it out of the layers of the model",
+                    where_of(node),
+                )
+            )
+
+    def tangent_of(self, tangents: int) -> list[int]:
+        """For each tangent, the output that it is the gradient of."""
+        found = [
+            i
+            for i, n in enumerate(self.region.outputs)
+            if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad
+        ]
+        if tangents and len(found) != tangents:
+            raise CannotStream(
+                Refusal(
+                    "region",
+                    f"This region gets {tangents} gradients for {len(found)} differentiable outputs",
+                    "Do not change the inputs of a layer in place",
+                )
+            )
+        return found
+
+    def costs_nothing(self, graph_module: GraphModule) -> bool:
+        """Is no value inside larger than one that goes in or out, and exists in any case? Or than an
+        allocator's smallest block?"""
+        ends = (fake_of(n) for n in (*self.inputs, *self.region.outputs))
+        widest = max((bytes_of(e) for e in ends if isinstance(e, torch.Tensor)), default=0)
+        return self.whole_cost(graph_module) <= max(widest, SMALLEST_BLOCK)
+
+    def is_fragment(self, graph_module: GraphModule) -> bool:
+        """Is this a piece between graph breaks that takes no more memory than what goes in and out?
+
+        It has no products, and Inductor fuses the rest.
+        """
+        calls = [n for n in graph_module.graph.nodes if n.op == "call_function"]
+        cheap = (cost_of(n) in WITHOUT_MEMORY or find_rule(n) and not is_product(n) for n in calls)
+        return self.costs_nothing(graph_module) and all(cheap)
+
+    def whole_cost(self, graph_module: GraphModule) -> int:
+        return max(
+            (
+                bytes_of(value_of(n))
+                for n in graph_module.graph.nodes
+                if is_tensor(n) and n.op == "call_function"
+            ),
+            default=0,
+        )
