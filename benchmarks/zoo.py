@@ -912,7 +912,7 @@ def largest_error(found: list, expected: list) -> float:
 def keys_of(report) -> list[str]:
     """What is proved of the keys that attention reads, once for every answer."""
     from streambp_compile.passes.ir import READS_KEYS
-    from streambp_compile.report import proof
+    from streambp_compile.region_report import proof
 
     found = []
     for region in report.regions:

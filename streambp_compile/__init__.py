@@ -8,11 +8,12 @@ want besides.
 """
 
 from .explain import explain
+from .notices import NotStreamed, StreamHint
 from .passes.ir import EVERYWHERE, FUTURE, PAST, Reach, Signature
 from .passes.rules import rule
 from .passes.rules.facets import Merge, Scan
 from .passes.rules.signatures import equation
-from .report import NotStreamed, Report, StreamHint
+from .report import Report
 
 __all__ = [
     "EVERYWHERE",

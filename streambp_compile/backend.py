@@ -62,12 +62,14 @@ from .dynamo.windows import write_windows
 from .dynamo.written_values import read_from_writers
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
+from .notices import NotStreamed, StreamHint, mebibytes, warn_refused
 from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, where_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
 from .pipeline import outputs_of
 from .planned_chain import Links, OverBudget, PlannedChain, costs_of
-from .report import NotStreamed, RegionReport, Report, StreamHint, mebibytes, warn_refused
+from .region_report import RegionReport
+from .report import Report
 
 
 def streambp(

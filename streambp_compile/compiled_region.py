@@ -17,6 +17,7 @@ from .dynamo.attention import torch_attention
 from .dynamo.block_functions import write_out
 from .dynamo.regions import written_buffers, written_storages
 from .dynamo.token_axes import Axis, fake_of
+from .notices import NotStreamed, StreamHint, mebibytes
 from .passes.ir import (
     CannotStream,
     Condition,
@@ -35,7 +36,7 @@ from .passes.planning.choices import DEFAULT, Choices
 from .passes.split import Region
 from .pipeline import StreamedRegion, outputs_of, stream
 from .region_drivers import forward_and_backward, run_forward
-from .report import NotStreamed, RegionReport, StreamHint, mebibytes
+from .region_report import RegionReport
 from .runtime.mask_guards import Guard
 from .runtime.memory_simulation import bytes_of_chunk
 from .runtime.opaque_calls import Driver, boxed, driver_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .config import Config
-from .report import StreamHint
+from .notices import StreamHint
 from .tiled_heads import trace_formulas
 
 Target = TypeVar("Target")

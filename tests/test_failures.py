@@ -9,8 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streambp_compile import backend, candidate, compiled_region, internals, pipeline, region_drivers
-from streambp_compile.report import NotStreamed
+from streambp_compile import (
+    NotStreamed,
+    backend,
+    candidate,
+    compiled_region,
+    internals,
+    pipeline,
+    region_drivers,
+)
 from streambp_compile.runtime import runner
 
 TOKENS, WIDTH = 16, 8

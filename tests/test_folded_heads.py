@@ -7,8 +7,7 @@ import torch
 from models import Mixing, MixingLayer, gradients, ids_of, worst_error
 from torch import Tensor
 
-from streambp_compile import explain
-from streambp_compile.report import NotStreamed
+from streambp_compile import NotStreamed, explain
 
 WIDTH, HEADS, LAYERS = 16, 4, 2
 EXACT = 1e-10

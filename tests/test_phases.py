@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from graphs import traced
 
+from streambp_compile import NotStreamed, StreamHint
 from streambp_compile.dynamo import unrolled_losses
 from streambp_compile.passes import phases, token_propagation
 from streambp_compile.passes.ir import Mark
 from streambp_compile.passes.token_propagation import TokenPropagation
-from streambp_compile.report import NotStreamed, StreamHint
 
 
 def layer(x, weight):

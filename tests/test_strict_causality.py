@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from streambp_compile.report import NotStreamed
+from streambp_compile import NotStreamed
 
 TOKENS, WIDTH, INF = 13, 8, float("-inf")
 

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from models import Mixing, MixingLayer, gradients, ids_of, worst_error
 from torch import nn
 
+from streambp_compile import NotStreamed, Report
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.dynamo import capture, token_axes
-from streambp_compile.report import NotStreamed, Report
 
 WIDTH, VOCABULARY = 32, 11
 

@@ -23,10 +23,10 @@ from torch.fx import Graph, GraphModule, Node
 from .. import internals
 from ..config import Config
 from ..dynamo.aten import drop_expansions
+from ..notices import warn_refused
 from ..passes.ir import Refusal, bytes_of
 from ..passes.phases import summary
 from ..passes.rules.forward import TO_THE_END, may_be_deferred, takes_lengths
-from ..report import warn_refused
 from .fingerprints import Contents
 
 # a value this many times smaller than the logits is worth computing; anything wider waits for what is done to

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from ..passes.ir import Binding, BindingRole, Summed, ancestors, op_name, rank_of, where_of
 from ..pipeline import Schedule, StreamedRegion, is_one_number
-from ..report import RegionReport
+from ..region_report import RegionReport
 from ..runtime.compression import Compressed
 from ..runtime.memory_timeline import Allocation
 from ..runtime.offload import Offloaded

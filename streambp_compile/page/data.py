@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..report import Report
 from .memory import memory_of
 from .regions import region_data
+from .shown import Shown
 
 
-def data_of(report: Report) -> dict[str, Any]:
+def data_of(report: Shown) -> dict[str, Any]:
     """All of a report. Bytes are integers, places in the user's code are ``file:line: code``.
 
     headline  the first lines of the printed report

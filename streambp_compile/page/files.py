@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import internals
-from ..report import Report
 from ..runtime.memory_timeline import Timeline
 from .data import data_of
 from .html import page_of
+from .shown import Shown
 from .snapshot import snapshot_of
 
-Reports = Sequence[Report]
+Reports = Sequence[Shown]
 
 
 def save(reports: Reports, names: Sequence[str], path: Path) -> None:
@@ -37,7 +37,7 @@ def save_data(reports: Reports, names: Sequence[str], path: Path) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-def trace(report: Report) -> None:
+def trace(report: Shown) -> None:
     """Put the data of the page into the structured trace, if somebody listens."""
     internals.trace_artifact(
         "streambp_report_data", lambda: json.dumps(data_of(report), indent=1), "json", compiling=False
@@ -49,7 +49,7 @@ def save_snapshot(reports: Reports, names: Sequence[str], path: Path) -> None:
     path.write_bytes(pickle.dumps(snapshot_of([timeline_of(r) for r in reports]), protocol=4))
 
 
-def timeline_of(report: Report) -> Timeline:
+def timeline_of(report: Shown) -> Timeline:
     if report.timeline is None:
         raise ValueError(
             "This report has no timeline of memory, because the peak of its step was not predicted. Remove "

@@ -6,16 +6,16 @@ import bisect
 from collections.abc import Sequence
 from typing import Any
 
-from ..report import Report
 from ..runtime.memory_timeline import Timeline
 from ..runtime.places import InBackward, InLink, InRegion
 from .areas import Area, Holder, Holders
+from .shown import Shown
 
 MOMENTS = 900  # about as many as a chart has pixels
 AREAS = tuple(Area)
 
 
-def memory_of(report: Report) -> dict[str, Any] | None:
+def memory_of(report: Shown) -> dict[str, Any] | None:
     """What the page draws, or None if the peak of the step was not predicted.
 
     moments  at which the areas are given, the peak among them
@@ -95,7 +95,7 @@ def by_area(alive, holders: Holders, moments: Sequence[int]) -> list[list[int]]:
     return [line[:-1] for line in held]
 
 
-def visits(timeline: Timeline, report: Report) -> list[list[Any]]:
+def visits(timeline: Timeline, report: Shown) -> list[list[Any]]:
     """When the step was in which region of the chain, in order; the backward as a whole comes first."""
     found = []
     for visit in timeline.visits:

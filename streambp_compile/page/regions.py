@@ -29,7 +29,7 @@ from ..passes.ir import (
 )
 from ..passes.planning.chunk_length import program_cost
 from ..pipeline import Schedule, StreamedRegion
-from ..report import ROLES, RegionReport, proof, streamed_bytes, whole_bytes
+from ..region_report import ROLES, RegionReport, proof, streamed_bytes, whole_bytes
 from ..runtime.runner import chunks_of
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
+from ..notices import StreamHint
 from ..passes.ir import (
     Condition,
     DocumentMask,
@@ -28,7 +29,6 @@ from ..passes.ir import (
     ancestors,
     value_of,
 )
-from ..report import StreamHint
 
 
 class Guard:
