@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,6 @@ from .dynamo.regions import (
     traits_of,
     weight_updates,
     whole_graph,
-    wide_between,
-    widest_input,
 )
 from .dynamo.relative_shifts import write_relative_shifts
 from .dynamo.returned_views import part_returned_views, with_returned_views
@@ -60,10 +58,11 @@ from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
 from .dynamo.windows import write_windows
 from .dynamo.written_values import read_from_writers
+from .hints import hint_at_freed_weights, hint_at_outputs, watched
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .notices import NotStreamed, StreamHint, mebibytes, warn_refused
-from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, where_of
+from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
 from .pipeline import outputs_of
@@ -235,7 +234,7 @@ class Chain:
             lazy: dict[Node, Region] = {}
             broken = internals.graph_break(self.given)
             regions, lazy = lazy_regions(regions, axis, WIDER if broken is None else WIDER_THAN_LAYERS)
-            self.hint_at_outputs(regions, axis, broken)
+            hint_at_outputs(self.hint, self.returned(), regions, axis, broken)
         return Cut(axes, updates, views, regions, lazy)
 
     def chained(self) -> Callable:
@@ -271,7 +270,7 @@ class Chain:
         call = with_returned_views(call, views, self.placeholders, outputs_of(self.module))
         call = with_gradients_if_taken(call, self.read_in_branches, self.branches, self.placeholders)
         self.record(links, [a.length for a in cut.axes], call)
-        return self.watched(call)
+        return watched(self.hint, call, self.example_inputs)
 
     def record(self, links: Links, lengths: Sequence[object], call: Callable) -> None:
         """Add the chain to the report, and that to the structured trace."""
@@ -311,17 +310,21 @@ class Chain:
 
     def computed_later(self, cut: Cut, compiled: Callable) -> dict[Node, Later]:
         """The outputs that wait for a reader."""
-        returned = frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
+        returned = self.returned()
         return {
             node: Later(
                 region,
                 functools.partial(self.outside_tracing, compiled, region),
                 self.recordable(region, cut.views),
                 returned,
-                functools.cache(functools.partial(self.hint_at_freed_weights, bytes_of(fake_of(node)))),
+                functools.cache(functools.partial(hint_at_freed_weights, self.hint, bytes_of(fake_of(node)))),
             )
             for node, region in cut.lazy.items()
         }
+
+    def returned(self) -> frozenset[Node]:
+        """The outputs of the graph."""
+        return frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
 
     @staticmethod
     def outside_tracing(compiled: Callable, region: Region) -> Callable:
@@ -343,104 +346,6 @@ class Chain:
             functools.cache(lambda: build_region(self.module, region, views)[0]), config, compile_expression
         )
 
-    def hint_at_outputs(
-        self, regions: Sequence[Region], axis: Axis, broken: internals.GraphBreak | None
-    ) -> None:
-        """Warn about outputs of layers that stay in memory at full length, with their cost and a remedy."""
-        returned = set(next(n for n in self.module.graph.nodes if n.op == "output").all_input_nodes)
-        kept = [n for r in regions[:-1] for n in r.outputs if n in returned and n in axis.marks]
-        logits = [
-            n
-            for n in regions[-1].outputs
-            if n in axis.marks and bytes_of(fake_of(n)) >= WIDER * widest_input(regions[-1], axis)
-        ]
-        told = self.hint_at_break_inside(returned.intersection(axis.marks).difference(logits), broken)
-        if len(kept) > 1 and not told:
-            cost = sum(bytes_of(fake_of(n)) for n in kept)
-            self.hint(
-                f"The compiled function returns {len(kept)} values of its layers, which keep "
-                f"{mebibytes(cost)} alive. Pass use_cache=False if they are a KV cache, "
-                "output_hidden_states=False if they are hidden states"
-            )
-        for node in wide_between(regions, axis):
-            self.hint(
-                f"The value made at {where_of(node) or node.name} is much wider than the hidden states, and "
-                f"takes {mebibytes(bytes_of(fake_of(node)))} at full length because a later layer or loss "
-                "reads it. Compute it where it is read"
-            )
-        if logits:
-            size = mebibytes(sum(bytes_of(fake_of(n)) for n in logits))
-            if broken is None:
-                self.hint(
-                    f"The logits leave the compiled function and take {size} at full length. Compute the "
-                    "loss inside the function, so that the head streams with it"
-                )
-            else:
-                self.hint(
-                    f"The graph breaks at {broken.where} ({broken.reason}), and the logits take {size} "
-                    "at full length because they leave it there. Remove the break, so that the head "
-                    f"streams with its loss. {advice(broken)}"
-                )
-
-    def hint_at_break_inside(self, rows: Iterable[Node], broken: internals.GraphBreak | None) -> bool:
-        """Tell what a break inside a layer keeps until the backward: more than one value of its tokens, where
-        a layer that is whole keeps its input. Returns whether it does."""
-        handed = [n for n in rows if fake_of(n).requires_grad]
-        if broken is None or len(handed) < 2 or internals.are_saved_tensors_packed():
-            return False
-        self.hint(
-            f"The graph breaks at {broken.where} ({broken.reason}) inside a layer, which hands over "
-            f"{len(handed)} values of its tokens there. They take "
-            f"{mebibytes(sum(bytes_of(fake_of(n)) for n in handed))} and stay until the backward. Remove the "
-            f"break, or turn on gradient checkpointing for the layers. {advice(broken)}"
-        )
-        return True
-
-    def watched(self, call: Callable) -> Callable:
-        """Tell, when the first gradient of hidden states arrives, that a head made it which FSDP2 keeps from
-        Dynamo. Whether the head's own forward was called is not known before."""
-        heads = [h for h in internals.heads_apart(self.example_inputs) if h.makes >= WIDER * h.takes]
-        if not heads:
-            return call
-
-        def tell(gradient: torch.Tensor) -> None:
-            for head in [h for h in heads if h.is_differentiated() and h.takes == gradient.shape[-1]]:
-                heads.clear()
-                self.hint_at_head_apart(head, bytes_of(gradient) * head.makes // head.takes)
-
-        def run(*args: object) -> Sequence[object]:
-            results = call(*args)
-            for value in results if heads else ():
-                if isinstance(value, torch.Tensor) and value.requires_grad and value.ndim > 1:
-                    value.register_hook(tell)
-            return results
-
-        return run
-
-    def hint_at_head_apart(self, head: internals.HeadApart, cost: int) -> None:
-        kept = "" if head.kept else " and pass reshard_after_forward=False to fully_shard for that group"
-        self.hint(
-            "FSDP2 gathers the weight of the head in a group of its own, where Dynamo does not trace the "
-            f"forward of a torch.nn module, so that the logits take {mebibytes(cost)} at full length. Write "
-            f'head.forward = torch.compile(head.forward, backend="streambp"){kept}'
-        )
-
-    def hint_at_freed_weights(self, cost: int, engine: internals.Engine) -> None:
-        """Tell that an engine leaves no weights for logits that are read later."""
-        remedy = (
-            "Pass reshard_after_forward=False to fully_shard for the module that holds the head, or compute "
-            "the loss inside of that module"
-        )
-        if engine is internals.Engine.ZERO3:
-            remedy = (
-                "Pass the class of your layers, and that of a module which computes logits and loss, to "
-                "deepspeed.utils.set_z3_leaf_modules"
-            )
-        self.hint(
-            f"{engine.value} frees the weight of the head when its forward ends, so the logits are computed "
-            f"at once and take {mebibytes(cost)} at full length. {remedy}"
-        )
-
     def hint(self, text: str) -> None:
         self.report.notes.append(f"note: {text}.")
         warnings.warn(f"streambp: {text}.", StreamHint, stacklevel=2)
@@ -449,13 +354,6 @@ class Chain:
         if self.config.strict:
             raise NotStreamed(str(refusal))
         warn_refused(refusal, cost)
-
-
-def advice(broken: internals.GraphBreak) -> str:
-    """What to do about a graph break: torch's words, but for picked rows, which graphs keep already."""
-    if broken.is_of_unknown_size:
-        return "Let the loss ignore labels, or multiply by the mask, in place of picking rows by it"
-    return f"Torch's advice for this break: {broken.remedy.rstrip('.') or 'none'}"
 
 
 # What is rewritten before autograd sees it, in this order, and what that is called when it fails.

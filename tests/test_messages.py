@@ -123,7 +123,7 @@ class Source:
             remedies = tuple(self.texts(args[2]))
             for reason in tuple(self.texts(args[1])) or ("",):
                 yield Message(self.place(call), reason, remedies)
-        elif isinstance(call.func, ast.Attribute) and name in TELLING:
+        elif name in TELLING and (name == "tell" or isinstance(call.func, ast.Attribute)):
             yield from self.plain(call, args[1 if name == "assert_on_device" else 0])
         elif name == "append" and name_of(call.func.value) == "notes":
             yield from self.plain(call, args[0])
