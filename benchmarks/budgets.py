@@ -106,7 +106,7 @@ def planned(model, step, batch: dict, truth: list, budget: int | None) -> dict:
 
 def why_not(error: Exception) -> dict:
     """A budget that no plan meets is no failure: the leanest plan is named."""
-    from streambp_compile.planned_chain import OverBudget
+    from streambp_compile.memory_limits import OverBudget
 
     inner = getattr(error, "inner_exception", error)
     if isinstance(inner, OverBudget):

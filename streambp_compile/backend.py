@@ -61,14 +61,16 @@ from .dynamo.written_values import read_from_writers
 from .hints import hint_at_freed_weights, hint_at_outputs, watched
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
+from .memory_limits import Budget, FreeMemory, Limit, OverBudget
 from .notices import NotStreamed, StreamHint, mebibytes, warn_refused
 from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
 from .pipeline import outputs_of
-from .planned_chain import Links, OverBudget, PlannedChain, costs_of
+from .planned_chain import Links, PlannedChain, costs_of
 from .region_report import RegionReport
 from .report import Report
+from .target_device import free_memory, is_on_gpu
 
 
 def streambp(
@@ -282,19 +284,30 @@ class Chain:
                 internals.trace_artifact(name, text)
 
     def planned(self, links: Links, link: Callable, axes: Sequence[Axis]) -> tuple[Links, Callable]:
-        """The chain by the fastest plan within the user's budget, or by the default plan without one.
+        """The chain by the fastest plan within the user's budget; without one, by the default plan, where
+        that fits into what is free on a GPU.
 
         Raises `OverBudget`.
         """
-        budget = self.config.budget(self.fakes)
-        if budget is None or not any(c.streamed is not None for c, _ in links):
+        limit = self.limit()
+        if limit is None or not any(c.streamed is not None for c, _ in links):
             return links, link(links, self.unplanned(links))
-        may_offload = self.config.offload is not False
-        chain = PlannedChain(links, link, budget, axes, self.placeholders, may_offload, self.config.lossy)
+        chain = PlannedChain(links, link, limit, axes, self.placeholders)
         with untimed():
             plan = chain.plan(self.fakes, tuple(hint(a.length) for a in axes))
-        self.report.notes.append(f"note: The fastest plan within {mebibytes(budget)}: {plan}.")
+        if isinstance(limit, Budget):
+            self.report.notes.append(f"note: The fastest plan within {mebibytes(limit.bytes)}: {plan}.")
         return chain.by(plan), chain
+
+    def limit(self) -> Limit | None:
+        """What bounds the memory of a step: the user's budget, or what is free on a GPU, unless the user says
+        where layer inputs wait."""
+        config, budget = self.config, self.config.budget(self.fakes)
+        if budget is not None:
+            return Budget(budget, config.offload is not False, config.lossy)
+        if config.offload is not None or config.lossy or not is_on_gpu(config.device, self.fakes):
+            return None
+        return FreeMemory(functools.partial(free_memory, None, self.fakes), self.hint)
 
     def unplanned(self, links: Links) -> ChainPlan:
         """The plan that the user's options name where no budget does."""

@@ -30,12 +30,13 @@ SHORTER = (2, 4, 8, 16)  # parts of the default that the widest moment of a chun
 class NoPlan(Exception):
     """No plan fits.
 
-    least  bytes of the leanest plan
+    least    bytes of the plan that takes the fewest
+    leanest  that plan
     """
 
-    def __init__(self, least: int):
+    def __init__(self, least: int, leanest: ChainPlan):
         super().__init__(least)
-        self.least = least
+        self.least, self.leanest = least, leanest
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Costs:
     rounded_away   bytes of them that 8 bits a number do not take
     widest         bytes of the widest moment of a chunk
     totals         bytes of sums over tokens, such as gradients of weights: they do not grow with the sequence
+    streamed       bytes that the region takes beside its inputs, as the cost model estimates them
     seconds        of a step by the default plan
     longer         longer and longer chunks, the same slacks for all regions of a chain
     """
@@ -121,6 +123,7 @@ class Costs:
     rounded_away: int = 0
     widest: int = 0
     totals: int = 0
+    streamed: int = 0
     seconds: float = 0.0
     longer: tuple[Longer, ...] = ()
 
@@ -204,15 +207,19 @@ def find_plan(
     peak_of: Callable[[ChainPlan], int],
     may_offload: bool = True,
     lossy: bool = False,
+    spend: bool = True,
 ) -> ChainPlan:
     """The fastest plan whose simulated peak is within a budget, in bytes.
 
     peak_of  simulates a plan
     lossy    may a plan be taken by which gradients are not exact?
+    spend    may a plan take more than the default one, to be faster?
     Raises `NoPlan`.
     """
     default = ChainPlan.default(len(costs))
     peak = peak_of(default)
+    if peak <= budget and not spend:
+        return default
     if peak <= budget:
         return with_more(default, costs, budget - peak, lambda plan: budget - peak_of(plan))
     return with_less(default, peak, costs, budget, peak_of, may_offload, lossy)
@@ -240,6 +247,11 @@ def with_more(
     return best
 
 
+def estimated(costs: Sequence[Costs]) -> int:
+    """Bytes of a step by the default plan, without simulating it: all layer inputs, and the widest region."""
+    return sum(c.handed_on for c in costs) + max((c.streamed for c in costs), default=0)
+
+
 def may_leave(costs: Sequence[Costs]) -> tuple[int, ...]:
     """Indices of regions whose inputs may wait on the host; never the last one's, which are read at once."""
     return tuple(i for i, region in enumerate(costs[:-1]) if region.handed_on)
@@ -259,7 +271,7 @@ def with_less(
 
     least  the peak of the default plan
     """
-    away = may_leave(costs)
+    away, leanest = may_leave(costs), default
     ways = [(default.compressing, [c.rounded_away for c in costs])] if lossy else []
     ways += [(default.offloading, [c.handed_on for c in costs])] if may_offload else []
     lean = default
@@ -268,15 +280,15 @@ def with_less(
         peak = peak_of(lean)
         if peak <= budget:
             return of_fewer(way, away, freed, budget - peak, lambda plan: budget - peak_of(plan))
-        least = min(least, peak)
+        least, leanest = (peak, lean) if peak < least else (least, leanest)
     widest = max((region.widest for region in costs), default=0)
     for part in SHORTER:
         plan = lean.with_chunks(max(1, widest // part))
         peak = peak_of(plan)
         if peak <= budget:
             return plan
-        least = min(least, peak)
-    raise NoPlan(least)
+        least, leanest = (peak, plan) if peak < least else (least, leanest)
+    raise NoPlan(least, leanest)
 
 
 def of_fewer(

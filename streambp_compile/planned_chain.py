@@ -4,54 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 from torch.fx import Node
 
 from . import internals
-from .chain_plan import ChainPlan, Costs, Longer, NoPlan, find_plan
+from .chain_plan import ChainPlan, Costs, Longer
 from .compiled_region import CompiledRegion
 from .dynamo.token_axes import Axis, fake_of
+from .memory_limits import Lengths, Limit
 from .passes.ir import bytes_of, hint, is_row_wise, is_tensor, value_of
 from .passes.planning.choices import Choices
 from .passes.planning.chunk_length import LONGER, sweep_work, time_and_width
 from .passes.split import Region
 from .pipeline import StreamedRegion
+from .region_report import streamed_bytes
 from .runtime.memory_simulation import simulate
 from .runtime.sizes import Sizes
 
 Links = Sequence[tuple[CompiledRegion, Region]]
-Lengths = tuple[int, ...]
 NEAR = 0.875  # a plan for a longer sequence is taken for one of at least this share of its length
 
 
-class OverBudget(ValueError):
-    """No plan fits into ``memory_budget``. The text names the least that would do, and the longest sequence
-    that fits."""
-
-
 class PlannedChain:
-    """Runs a chain by the fastest plan within a budget; plans again for a length that none is known for.
+    """Runs a chain by the plan that a limit of memory allows, and plans again for a length that none is known
+    for.
 
     links   the chain, by the default plan
     link    a chain by a plan, as a function of the graph's inputs
-    budget  bytes above weights and their gradients
-    lossy   may a plan be taken by which gradients are not exact?
     """
 
     def __init__(
         self,
         links: Links,
         link: Callable[[Links, ChainPlan], Callable],
-        budget: int,
+        limit: Limit,
         axes: Sequence[Axis],
         placeholders: Sequence[Node],
-        may_offload: bool,
-        lossy: bool = False,
     ):
-        self.links, self.link, self.budget = links, link, budget
-        self.may_offload, self.lossy = may_offload, lossy
+        self.links, self.link, self.limit = links, link, limit
         self.lengths, self.placeholders = [a.length for a in axes], placeholders
         self.costs = [costs_of(compiled) for compiled, _ in links]
         self.plans: dict[Lengths, ChainPlan] = {}
@@ -70,7 +61,7 @@ class PlannedChain:
 
     @internals.OneAtATime()
     def plan(self, inputs: Sequence[object], lengths: Lengths) -> ChainPlan:
-        """The fastest plan within the budget for inputs (fake or real) of these lengths.
+        """The plan for inputs (fake or real) of these lengths.
 
         Raises `OverBudget`.
         """
@@ -82,22 +73,15 @@ class PlannedChain:
         costs = [
             scaled(self.with_longer(c, compiled), share) for c, (compiled, _) in zip(self.costs, self.links)
         ]
-        try:
-            found = find_plan(
-                costs,
-                self.budget,
-                lambda plan: simulate(self.call_by(plan), inputs, any_output=True).bytes,
-                self.may_offload,
-                self.lossy,
-            )
-        except NoPlan as error:
-            refuse_budget(self.budget, error.least, lengths, max(c.totals for c in costs))
+        found = self.limit.find(
+            costs, lengths, lambda plan: simulate(self.call_by(plan), inputs, any_output=True).bytes
+        )
         self.plans[lengths] = found
         return found
 
     def with_longer(self, costs: Costs, compiled: CompiledRegion) -> Costs:
         """The same costs with those of longer chunks, unless the user says how long chunks are."""
-        if compiled.config.chunk_size is not None or compiled.streamed is None:
+        if compiled.config.chunk_size is not None or compiled.streamed is None or not self.limit.spends:
             return costs
         if compiled not in self.longer:
             self.longer[compiled] = longer_of(compiled.streamed)
@@ -109,20 +93,6 @@ class PlannedChain:
             return self.call_by(next(iter(self.plans.values())))(*args)
         sizes = Sizes(dict(zip(self.placeholders, args)), fake_of)
         return self.call_by(self.plan(args, tuple(map(sizes, self.lengths))))(*args)
-
-
-def refuse_budget(budget: int, least: int, lengths: Lengths, fixed: int) -> NoReturn:
-    """Raise the error where no plan fits.
-
-    fixed  bytes that do not grow with the sequence; the rest of the leanest plan does
-    """
-    share = max(0, budget - fixed) / max(1, least - fixed)
-    fit = " and ".join(str(int(length * share)) for length in lengths)
-    raise OverBudget(
-        f"memory_budget allows {budget / 2**20:.1f} MiB, and the leanest plan for "
-        f"{' and '.join(map(str, lengths))} tokens takes {least / 2**20:.1f} MiB above weights and their "
-        f"gradients. The budget is enough for about {fit} tokens"
-    ) from None
 
 
 def is_near(lengths: Lengths, known: Lengths) -> bool:
@@ -141,6 +111,7 @@ def scaled(costs: Costs, share: float) -> Costs:
         worth_keeping=worth,
         handed_on=int(costs.handed_on * share),
         rounded_away=int(costs.rounded_away * share),
+        streamed=int(costs.streamed * share),
         seconds=costs.seconds * share,
         longer=longer,
     )
@@ -169,7 +140,9 @@ def costs_of(compiled: CompiledRegion) -> Costs:
     ]
     sizes = [(bytes_of(value_of(n)), value_of(n).numel()) for n in handed_on]
     size, in_8_bits = (sum(each) for each in zip(*sizes)) if sizes else (0, 0)
-    return Costs(region.worth_keeping, size, size - in_8_bits, widest, totals)
+    schedules = [s for s in (region.forward, region.backward) if s is not None]
+    streamed = max(streamed_bytes(schedule, region.analysis) for schedule in schedules)
+    return Costs(region.worth_keeping, size, size - in_8_bits, widest, totals, streamed)
 
 
 def total_bytes(node: Node) -> int:

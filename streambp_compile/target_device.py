@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from .passes.ir import bytes_of
 from .passes.kernels.attention import Target
 from .passes.kernels.simulated_device import device_type, simulated_capability
 from .passes.planning.devices import REFERENCE_CPU, Device, derived, known, named, with_memory
@@ -26,18 +27,42 @@ def planned_for(name: str | None, values: Iterable[object]) -> Device:
     """
     if name is not None:
         return named(name)
+    index = index_of_gpu(values)
+    return REFERENCE_CPU if index is None else described(index)
+
+
+def is_on_gpu(name: str | None, values: Iterable[object]) -> bool:
+    """Does the step run on a GPU of this machine, and not only for a device that is named?"""
+    return name is None and torch.cuda.is_available() and index_of_gpu(values) is not None
+
+
+def index_of_gpu(values: Iterable[object]) -> int | None:
+    """The GPU of the first tensor on one; None where all are elsewhere."""
     gpus = (v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda")
     found = next(gpus, None)
-    return REFERENCE_CPU if found is None else described(found.index or 0)
+    return None if found is None else found.index or 0
 
 
-def free_memory(name: str | None, values: Iterable[object]) -> int:
-    """Bytes that are free on the device that is planned for: as its driver says, as the system says of a CPU,
-    or all of a device that is not there."""
-    device = planned_for(name, values)
-    if name is None and device.kind == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return device.free
+def free_memory(name: str | None, values: Sequence[object]) -> int:
+    """Bytes above weights and gradients that a step on these values can take: what is free now, less
+    gradients that do not exist yet; or all of a device that is named because it is not there."""
+    if name is not None:
+        return named(name).free
+    index = index_of_gpu(values)
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if index is None else free_on_gpu(index)
+    return max(0, free - bytes_to_come(values))
+
+
+def free_on_gpu(index: int) -> int:
+    """Bytes that torch can still take: free by the driver's word, or held by torch's allocator unused."""
+    unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    return torch.cuda.mem_get_info(index)[0] + unused
+
+
+def bytes_to_come(values: Iterable[object]) -> int:
+    """Bytes of the gradients that a backward will make: of leaves that have none yet."""
+    leaves = (v for v in values if isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf)
+    return sum(bytes_of(v) for v in leaves if v.grad is None)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from ..backend import Chain
 from ..chain_plan import ChainPlan
 from ..config import Config
 from ..dynamo.token_axes import fake_of
+from ..memory_limits import Budget
 from ..passes.ir import is_tensor, value_of
 from ..passes.kernels.simulated_device import cpu_stands_for_cuda
 from ..passes.phases import summary
@@ -142,7 +143,7 @@ class ProbedChain(Chain):
     plans: PlannedChain | None = None
 
     def planned(self, links: Links, link: Callable, axes: Sequence) -> tuple[Links, Callable]:
-        self.plans = PlannedChain(links, link, 0, axes, self.placeholders, True)
+        self.plans = PlannedChain(links, link, Budget(0), axes, self.placeholders)
         return links, self.plans.call_by(ChainPlan.default(len(links)))
 
 

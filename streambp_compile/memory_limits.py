@@ -1,0 +1,105 @@
+"""What bounds the memory of a step, and the plan that is taken within it: a budget that the user states, or
+what is free on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from .chain_plan import ChainPlan, Costs, NoPlan, estimated, find_plan
+from .internals import log
+
+Lengths = tuple[int, ...]
+CERTAIN = 0.7  # of free memory: a step that is estimated to take less is not simulated
+
+
+class OverBudget(ValueError):
+    """No plan fits into ``memory_budget``. The text names the least that would do, and the longest sequence
+    that fits."""
+
+
+class Limit(Protocol):
+    """What bounds the memory of a step.
+
+    spends  may a plan take more than the default one, to be faster?
+    """
+
+    @property
+    def spends(self) -> bool: ...
+
+    def find(
+        self, costs: Sequence[Costs], lengths: Lengths, peak_of: Callable[[ChainPlan], int]
+    ) -> ChainPlan:
+        """The plan for a chain of these costs, for sequences of these lengths."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget that the user states: the fastest plan that fits.
+
+    bytes  above weights and their gradients
+    lossy  may a plan be taken by which gradients are not exact?
+    """
+
+    bytes: int
+    may_offload: bool = True
+    lossy: bool = False
+    spends = True
+
+    def find(
+        self, costs: Sequence[Costs], lengths: Lengths, peak_of: Callable[[ChainPlan], int]
+    ) -> ChainPlan:
+        """Raises `OverBudget`."""
+        try:
+            return find_plan(costs, self.bytes, peak_of, self.may_offload, self.lossy)
+        except NoPlan as error:
+            refuse_budget(self.bytes, error.least, lengths, max(c.totals for c in costs))
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """What is free on a GPU, where the user states no budget: the default plan, unless it would not fit.
+
+    bytes  tells what is free now
+    tell   is told of the plan that is taken in place of the default one
+    """
+
+    bytes: Callable[[], int]
+    tell: Callable[[str], None]
+    spends = False
+
+    def find(
+        self, costs: Sequence[Costs], lengths: Lengths, peak_of: Callable[[ChainPlan], int]
+    ) -> ChainPlan:
+        default, free = ChainPlan.default(len(costs)), self.bytes()
+        if estimated(costs) <= CERTAIN * free:
+            return default
+        try:
+            plan = find_plan(costs, free, peak_of, spend=self.spends)
+        except NoPlan as error:
+            plan = error.leanest
+        except Exception:  # an operator that has no fake form: nobody asked for a plan
+            log.debug("simulating a step failed", exc_info=True)
+            plan = default
+        if plan != default:
+            self.tell(
+                f"A step on {' and '.join(map(str, lengths))} tokens would not fit into the "
+                f"{free / 2**20:.1f} MiB that are free on the GPU, so it runs by a leaner plan: {plan}. Set "
+                "memory_budget to choose by yourself"
+            )
+        return plan
+
+
+def refuse_budget(budget: int, least: int, lengths: Lengths, fixed: int) -> NoReturn:
+    """Raise the error where no plan fits.
+
+    fixed  bytes that do not grow with the sequence; the rest of the leanest plan does
+    """
+    share = max(0, budget - fixed) / max(1, least - fixed)
+    fit = " and ".join(str(int(length * share)) for length in lengths)
+    raise OverBudget(
+        f"memory_budget allows {budget / 2**20:.1f} MiB, and the leanest plan for "
+        f"{' and '.join(map(str, lengths))} tokens takes {least / 2**20:.1f} MiB above weights and their "
+        f"gradients. The budget is enough for about {fit} tokens"
+    ) from None
