@@ -242,7 +242,7 @@ class CompiledRegion:
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
         self.candidate.check(graph_module)
         internals.inline_numbers(graph_module)
-        device = planned_for(self.config.device, self.fakes)
+        device = planned_for(self.config.device, self.fakes, self.config.memory_budget is not None)
         region = stream(
             graph_module,
             self.axis.length,

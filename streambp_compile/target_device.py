@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .measured_rates import with_measured
 from .passes.ir import bytes_of
 from .passes.kernels.attention import Target
 from .passes.kernels.simulated_device import device_type, simulated_capability
@@ -20,15 +21,21 @@ SWITCHES = {
 }
 
 
-def planned_for(name: str | None, values: Iterable[object]) -> Device:
+def planned_for(name: str | None, values: Iterable[object], weighs: bool = False) -> Device:
     """The device of that name; else the GPU of the first tensor on one; else the stated CPU.
+
+    weighs  does the plan weigh seconds against bytes? Then a GPU's own rates count, not its data sheet's
 
     Raises ValueError for an unknown name.
     """
     if name is not None:
         return named(name)
     index = index_of_gpu(values)
-    return REFERENCE_CPU if index is None else described(index)
+    if index is None:
+        return REFERENCE_CPU
+    device = described(index)
+    in_table = known(device.name, device.memory) is not None
+    return device if in_table and not weighs else measured_here(index)
 
 
 def is_on_gpu(name: str | None, values: Iterable[object]) -> bool:
@@ -63,6 +70,11 @@ def bytes_to_come(values: Iterable[object]) -> int:
     """Bytes of the gradients that a backward will make: of leaves that have none yet."""
     leaves = (v for v in values if isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf)
     return sum(bytes_of(v) for v in leaves if v.grad is None)
+
+
+@functools.cache
+def measured_here(index: int) -> Device:
+    return with_measured(described(index), torch.device("cuda", index))
 
 
 @functools.cache
