@@ -35,7 +35,8 @@ def hint_at_outputs(
     last = [n for n in regions[-1].outputs if n in axis.marks]
     logits = [n for n in last if bytes_of(fake_of(n)) >= WIDER * widest]
     told = hint_at_break_inside(tell, returned.intersection(axis.marks).difference(logits), broken)
-    if len(kept) > 1 and not told:
+    wide = sum(map(bytes_of, map(fake_of, kept))) > widest  # a few numbers per token cost nothing
+    if len(kept) > 1 and wide and not told:
         tell(
             f"The compiled function returns {len(kept)} values of its layers, which keep {size_of(kept)} "
             "alive. Pass use_cache=False if they are a KV cache, output_hidden_states=False if they are "
