@@ -29,6 +29,17 @@ def bmm(node: Node) -> Signature:
     return equation(node, "bmk,bkn->bmn")
 
 
+@rule(
+    "streambp::contracted",
+    cost=PRODUCT,
+    linear="left * right",
+    mask=arithmetic.contracted,
+    bounded=always,
+)
+def contracted(node: Node) -> Signature:
+    return equation(node, node.args[2])
+
+
 @rule("aten::mv", cost=CostClass.FUSED, linear="self * vec")
 def mv(node: Node) -> Signature:
     return equation(node, "mk,k->m")
