@@ -1,9 +1,10 @@
 """Matrices of tokens by tokens that are read both by rows and by columns: computed once for each.
 
-A contrastive loss takes a softmax over the rows of a similarity matrix and one over its columns; DeBERTa looks up
-scores of queries, and scores of keys, by one matrix of distances. A chunk holds some rows of a matrix, so one
-matrix cannot serve both. Where the readers of a matrix disagree, it is computed a second time, and so is what it is
-made of, up to values with one row per token. Rewritten in Dynamo's graph, so that autograd keeps both apart.
+A contrastive loss takes a softmax over the rows of a similarity matrix and one over its columns; DeBERTa
+looks up scores of queries, and scores of keys, by one matrix of distances. A chunk holds some rows of a
+matrix, so one matrix cannot serve both. Where the readers of a matrix disagree, it is computed a second time,
+and so is what it is made of, up to values with one row per token. Rewritten in Dynamo's graph, so that
+autograd keeps both apart.
 """
 
 from __future__ import annotations
