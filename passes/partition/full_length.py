@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir import Direction, Kind, Role, is_tensor, is_view, refuse, shape_of
+from ..ir import Direction, Kind, Role, is_tensor, is_view, refuse, shape_of, tensor_operands
 from .problem import Problem, is_item
 
 
@@ -132,10 +132,11 @@ class Search:
     def is_view_of_matrix(self, node: Node) -> bool:
         """A view, of a stored matrix or with rows beyond the tokens, that costs nothing at full length. One
         that repeats a row or a matrix is copied where a chunk is cut from it."""
-        odd = self.problem.is_matrix(node) and not repeats(node) or self.problem.has_padding(node)
-        return odd and node in self.early and is_view(node)
+        if node not in self.early or not is_view(node):
+            return False
+        return self.problem.has_padding(node) or self.problem.is_matrix(node) and not repeats(node)
 
 
 def repeats(node: Node) -> bool:
     """Has a view more entries than what it is of?"""
-    return math.prod(shape_of(node)) > math.prod(shape_of(node.all_input_nodes[0]))
+    return math.prod(shape_of(node)) > math.prod(shape_of(tensor_operands(node)[0]))
