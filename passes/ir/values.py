@@ -55,8 +55,10 @@ def is_equal(a: Size, b: Size) -> bool:
     """Equal at every length, not only at the traced one."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    a, b = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (a, b))
-    return a == b or any(e.has(sympy.Function) for e in (a, b)) and simplified(a - b) == 0
+    first, second = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (a, b))
+    if first == second:
+        return True
+    return any(e.has(sympy.Function) for e in (first, second)) and simplified(first - second) == 0
 
 
 def simplified(expr: sympy.Expr) -> sympy.Expr:

@@ -8,13 +8,13 @@ are all still there: ``bqkh,hg->bqkg``. The same holds for its gradients, and fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import arguments, is_equal, shape_of, value_of
+from ..ir import Size, arguments, hint, is_equal, shape_of, value_of
 from ..rules import form_of
 from ..rules.facets import Form
 from ..token_propagation import TokenPropagation
@@ -74,7 +74,7 @@ class Folded:
     source: Node
     dims: tuple[tuple[int, ...], ...]
 
-    def sizes(self, dim: int) -> list:
+    def sizes(self, dim: int) -> list[Size]:
         return [value_of(self.source).shape[d] for d in self.dims[dim]]
 
 
@@ -107,44 +107,49 @@ def step_back(node: Node) -> list[tuple[int, ...]] | None:
                 return None
             count, at = count * old[left[at]], at + 1
             group.append(left[at - 1])
-            if shape_number(count) > shape_number(size):
+            if hint(count) > hint(size):
                 return None
         groups.append(tuple(group))
     return groups if at == len(left) else None
-
-
-def shape_number(size) -> int:
-    return size if isinstance(size, int) else size.node.hint
 
 
 def unfold(graph: Graph, node: Node) -> Node | None:
     """Write a product as a contraction of what was merged; None where its operands do not fit."""
     given = arguments(node)
     bias = given["self"] if node.target is aten.addmm.default else None
-    operands = node.args[1:3] if bias is not None else node.args[:2]
-    if bias is not None and (given["beta"], given["alpha"]) != (1, 1):
+    plain = bias is None or (given["beta"], given["alpha"], len(shape_of(bias))) == (1, 1, 1)
+    parts = [folded(operand) for operand in (node.args[:2] if bias is None else node.args[1:3])]
+    labels = labels_of(parts, PRODUCTS[node.target]) if plain else None
+    if labels is None:
         return None
-    texts, letters, used = [], {}, iter(LETTERS)
-    parts = [folded(operand) for operand in operands]
-    for part, names in zip(parts, PRODUCTS[node.target][:2]):
-        text = {}
-        for at, name in enumerate(names):
-            sizes = part.sizes(at)
-            known = letters.setdefault(name, [(next(used), size) for size in sizes])
-            if len(known) != len(sizes) or not all(is_equal(a, b) for (_, a), b in zip(known, sizes)):
-                return None
-            text.update(zip(part.dims[at], (letter for letter, _ in known)))
-        texts.append(text)
-    made = [pair for name in PRODUCTS[node.target][2] for pair in letters[name]]
+    *texts, made = labels
     write = Writing(graph, node)
-    left, right = (written_without_ones(write, p, t) for p, t in zip(parts, texts))
-    text = ",".join("".join(t[d] for d in sorted(t)) for t in texts)
-    new = write(streambp.contracted.default, left, right, f"{text}->{''.join(a for a, _ in made)}")
+    left, right = (written_without_ones(write, part, text) for part, text in zip(parts, texts))
+    first, second = ("".join(text[d] for d in sorted(text)) for text in texts)
+    equation = f"{first},{second}->{''.join(made.values())}"
+    new = write(streambp.contracted.default, left, right, equation)
     if bias is not None:
-        if len(letters["n"]) != 1 or len(shape_of(bias)) != 1:
+        if not is_equal(value_of(new).shape[-1], value_of(bias).shape[0]):
             return None
         new = write(aten.add.Tensor, new, bias)
     return replace_in_shape(write, new)
+
+
+def labels_of(parts: Sequence[Folded], product: Sequence[str]) -> tuple[dict[int, str], ...] | None:
+    """A letter for each dimension of the operands of a product before they were merged, and of its result;
+    None where operands are merged otherwise along a dimension that both have."""
+    known: dict[str, list[tuple[str, Size]]] = {}
+    used, texts = iter(LETTERS), []
+    for part, names in zip(parts, product):
+        text: dict[int, str] = {}
+        for at, name in enumerate(names):
+            sizes = part.sizes(at)
+            found = known.setdefault(name, [(next(used), size) for size in sizes])
+            if len(found) != len(sizes) or not all(is_equal(a, b) for (_, a), b in zip(found, sizes)):
+                return None
+            text.update(zip(part.dims[at], (letter for letter, _ in found)))
+        texts.append(text)
+    return *texts, dict(enumerate(letter for name in product[-1] for letter, _ in known[name]))
 
 
 def written_without_ones(write: Writing, part: Folded, text: dict[int, str]) -> Node:

@@ -23,6 +23,7 @@ from .row_slices import may_be_repeated
 from .token_axes import Trace, axes_of, fake_of, storage_of, traced
 
 aten = torch.ops.aten
+TURNS = (aten.mT.default, aten.t.default, aten.numpy_T.default, aten.adjoint.default)
 OVER_COLUMNS = (aten.softmax.int, aten.log_softmax.int, aten.logsumexp.default)
 Demands = dict[Node, set[int]]  # a matrix → its dimensions that readers take for that of keys
 
@@ -44,11 +45,12 @@ def part_turned_matrices(module: GraphModule) -> GraphModule:
 
 def turns_square(node: Node) -> bool:
     """Does a node move, or normalise over, a dimension in front of one of equal size?"""
-    over = node.target in OVER_COLUMNS
-    if not over and part_of(node) is not Part.MOVE or not isinstance(fake_of(node.args[0]), torch.Tensor):
+    over, turns = node.target in OVER_COLUMNS, node.target in TURNS or part_of(node) is Part.MOVE
+    if not (over or turns):
         return False
     given = fake_of(node.args[0]).shape
-    if over and node.args[1] in (-1, len(given) - 1):
+    dims = node.args[1] if over else None
+    if over and (dims[0] if isinstance(dims, (list, tuple)) else dims) in (-1, len(given) - 1):
         return False
     return any(a != 1 and is_equal(a, b) for i, a in enumerate(given) for b in given[i + 1 :])
 
