@@ -160,8 +160,7 @@ class Reader:
         if self.propagation.turned(node, self.propagation.signatures[node]):
             raise refuse(
                 node,
-                "This operation takes the rows of a [tokens, tokens] matrix for its columns, which another "
-                "operation does not",
+                "This operation reads a [tokens, tokens] matrix by columns that is read by rows elsewhere",
                 "Compute the matrix once for what reads its rows, and once for what reads its columns",
             )
         if any(len(self.propagation.marks.get((node, output), {})) > 2 for output in outputs_of(node)):
