@@ -14,18 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import Size, arguments, hint, is_equal, shape_of, value_of
-from ..rules import form_of
+from ..ir import Label, Labels, Size, arguments, hint, is_equal, shape_of, value_of
+from ..rules import form_of, rule_of
 from ..rules.facets import Form
 from ..token_propagation import TokenPropagation
 from .writing import Writing
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
-PRODUCTS = {
-    aten.mm.default: ("mk", "kn", "mn"),
-    aten.bmm.default: ("bmk", "bkn", "bmn"),
-    aten.addmm.default: ("mk", "kn", "mn"),
-}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -46,10 +41,10 @@ def products_around(merging: Iterable[Node]) -> list[Node]:
         node = start.args[0]
         while is_rearranged(node):
             node = node.args[0]
-        if node.target in PRODUCTS:
+        if form_of(node) is Form.MATRIX_PRODUCT:
             found[node] = None
         for value in (start, *readers_through(start)):
-            reading = (n for n in value.users if n.target in PRODUCTS or form_of(n) is Form.SUM)
+            reading = (n for n in value.users if form_of(n) in (Form.MATRIX_PRODUCT, Form.SUM))
             found.update(dict.fromkeys(reading))
     return list(found)
 
@@ -116,10 +111,11 @@ def step_back(node: Node) -> list[tuple[int, ...]] | None:
 def unfold(graph: Graph, node: Node) -> Node | None:
     """Write a product as a contraction of what was merged; None where its operands do not fit."""
     given = arguments(node)
-    bias = given["self"] if node.target is aten.addmm.default else None
+    signature = rule_of(node).signature(node)
+    bias = given["self"] if len(signature.operands) == 3 else None
     plain = bias is None or (given["beta"], given["alpha"], len(shape_of(bias))) == (1, 1, 1)
     parts = [folded(operand) for operand in (node.args[:2] if bias is None else node.args[1:3])]
-    labels = labels_of(parts, PRODUCTS[node.target]) if plain else None
+    labels = labels_of(parts, (*signature.operands[-2:], *signature.outputs)) if plain else None
     if labels is None:
         return None
     *texts, made = labels
@@ -135,10 +131,10 @@ def unfold(graph: Graph, node: Node) -> Node | None:
     return replace_in_shape(write, new)
 
 
-def labels_of(parts: Sequence[Folded], product: Sequence[str]) -> tuple[dict[int, str], ...] | None:
+def labels_of(parts: Sequence[Folded], product: Sequence[Labels]) -> tuple[dict[int, str], ...] | None:
     """A letter for each dimension of the operands of a product before they were merged, and of its result;
     None where operands are merged otherwise along a dimension that both have."""
-    known: dict[str, list[tuple[str, Size]]] = {}
+    known: dict[Label, list[tuple[str, Size]]] = {}
     used, texts = iter(LETTERS), []
     for part, names in zip(parts, product):
         text: dict[int, str] = {}

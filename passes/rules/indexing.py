@@ -218,15 +218,15 @@ def emit_scatter(body, node: Node):
 
 
 def scattered(node: Node) -> Signature:
+    """What is added to zeros (the gradient of ``gather``) adds up over chunks of what is added."""
     base, index = shape_of(node.args[0]), shape_of(node.args[2])
     dim = node.args[1] % max(len(base), 1)
     sources = [a for a in (node.args[2], node.args[3]) if isinstance(a, Node)]
     out = tuple(None if i == dim else i for i in range(len(base)))
     adds = "scatter_add" in str(node.target)
-    labels = [
-        tuple(("base" if k == 0 else "added") if i == dim else i for i in range(len(base)))
-        for k in range(1 + len(sources))
-    ]
+    sums = adds and is_zeros(node.args[0]) and shape_of(sources[-1])[dim : dim + 1] == index[dim : dim + 1]
+    moved = ["base", *("added" if sums else ("moved", k) for k in range(len(sources)))]
+    labels = [tuple(name if i == dim else i for i in range(len(base))) for name in moved]
     narrow = any(index[i] != base[i] for i in range(len(base)) if i != dim)
     if narrow and not adds:
         return all_at_once(node)
@@ -234,7 +234,7 @@ def scattered(node: Node) -> Signature:
         tuple(labels),
         (out,),
         contracts="all",
-        sums=frozenset({"added"}) if adds and is_zeros(node.args[0]) else frozenset(),
+        sums=frozenset({"added"} if sums else ()),
         offsets={i: (0,) * len(labels) for i in range(len(base)) if i != dim} if narrow else {},
     )
 

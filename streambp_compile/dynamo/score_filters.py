@@ -11,21 +11,20 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..passes.ir import arguments, is_equal
+from ..passes.rules.forward import Part, part_of
 from .aten import inserted
 from .token_axes import Axis, axes_of, fake_of, traced
-
-FILTERS = (torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
 
 
 def write_score_filters(module: GraphModule) -> GraphModule:
     """Write filters of one place over matrices of tokens by tokens as contractions of their heads."""
-    found = [n for n in module.graph.nodes if n.target in FILTERS and maps_places(n)]
+    found = [n for n in module.graph.nodes if part_of(n) is Part.FILTER_OF_PLANES and maps_places(n)]
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
     while found:
         axes = axes_of(traced(module, fakes), fakes)
         known = [n for n in found if any(is_matrix(arguments(n)["input"], axis) for axis in axes)]
-        if not known:  # of the others, if there are any, tokens are told now that these are no filters
-            break
+        if not known:
+            break  # otherwise tokens are followed again, through what was a filter
         for node in known:
             given = arguments(node)
             with module.graph.inserting_before(node):

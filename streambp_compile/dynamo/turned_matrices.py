@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..passes.ir import Contraction, Signature, is_equal, origin_of, shape_of, tensor_operands
+from ..passes.ir import Contraction, Signature, arguments, is_equal, origin_of, shape_of, tensor_operands
 from ..passes.rules.forward import Part, mutated, part_of
 from ..passes.token_propagation import TokenPropagation, reshaped, slot_of
 from .relative_shifts import mutated_storages
@@ -23,8 +23,6 @@ from .row_slices import may_be_repeated
 from .token_axes import Trace, axes_of, fake_of, storage_of, traced
 
 aten = torch.ops.aten
-TURNS = (aten.mT.default, aten.t.default, aten.numpy_T.default, aten.adjoint.default)
-OVER_COLUMNS = (aten.softmax.int, aten.log_softmax.int, aten.logsumexp.default)
 Demands = dict[Node, set[int]]  # a matrix → its dimensions that readers take for that of keys
 
 
@@ -45,13 +43,13 @@ def part_turned_matrices(module: GraphModule) -> GraphModule:
 
 def turns_square(node: Node) -> bool:
     """Does a node move, or normalise over, a dimension in front of one of equal size?"""
-    over, turns = node.target in OVER_COLUMNS, node.target in TURNS or part_of(node) is Part.MOVE
-    if not (over or turns):
+    if part_of(node) is Part.ALONG:
+        dims, rank = arguments(node).get("dim"), fake_of(node.args[0]).dim()
+        if dims is None or (dims[0] if isinstance(dims, (list, tuple)) else dims) in (-1, rank - 1):
+            return False
+    elif part_of(node) not in (Part.MOVE, Part.TRANSPOSE):
         return False
     given = fake_of(node.args[0]).shape
-    dims = node.args[1] if over else None
-    if over and (dims[0] if isinstance(dims, (list, tuple)) else dims) in (-1, len(given) - 1):
-        return False
     return any(a != 1 and is_equal(a, b) for i, a in enumerate(given) for b in given[i + 1 :])
 
 
