@@ -157,6 +157,12 @@ class Reader:
                 self.propagation.lost[node],
                 "Keep the token dimension separate from the other dimensions",
             )
+        if self.propagation.turned(node, self.propagation.signatures[node]):
+            raise refuse(
+                node,
+                "This operation reads a [tokens, tokens] matrix by columns that is read by rows elsewhere",
+                "Compute the matrix once for what reads its rows, and once for what reads its columns",
+            )
         if any(len(self.propagation.marks.get((node, output), {})) > 2 for output in outputs_of(node)):
             raise refuse(
                 node,
@@ -335,7 +341,7 @@ class Reader:
                 "Normalise over features, or attention scores over their keys",
             )
         if pair is not None and single == pair[1]:
-            if signature.contracts is not Contraction.SUM:
+            if signature.contracts is not Contraction.SUM and pair[0] not in signature.sums:
                 return Labelling(None, None, Kind.ALL)
             return Labelling(pair[0], single, Kind.KEYSUM)
         return Labelling(single, pair[1] if pair else None, Kind.ROWS)

@@ -75,6 +75,9 @@ class Signatures:
 class TokenPropagation:
     """Marks, spread to a fixpoint. ``marks[slot][dim]`` is the mark of that dimension.
 
+    lost     reshapes that tokens do not come through → why
+    merging  those of them that would make one dimension of queries and keys
+
     Nodes are visited forth and back in the order of the graph, whenever marks around them are new. So the
     cost is that of the nodes that tokens reach.
     """
@@ -87,6 +90,7 @@ class TokenPropagation:
         self.signatures, self.missing = self.known.found, self.known.missing
         self.marks: dict[Slot, dict[int, Mark]] = {}
         self.lost: dict[Node, str] = {}
+        self.merging: dict[Node, None] = {}
         self.keys: dict[Slot, int] = {}
         self.waiting: set[Node] = set()
         for node, marks in input_marks.items():
@@ -182,6 +186,7 @@ class TokenPropagation:
             if len({moved.dim for _, moved in found if moved is not None}) < sum(
                 moved is not None for _, moved in found
             ):
+                self.merging[node] = None
                 self.lost[node] = (
                     f"This reshape from {list(old)} to {list(new)} merges the query and the key dimension"
                 )
@@ -229,6 +234,26 @@ class TokenPropagation:
                 moved = reshaped(self.marks[a][self.keys[a]], x, y)
                 if moved is not None:
                     self.place_keys(b, moved.dim)
+
+    def turned(self, node: Node, signature: Signature) -> bool:
+        """Does a node meet matrices of tokens and tokens of which one has its keys where another has its
+        rows?"""
+        operands, outputs = tensor_operands(node), outputs_of(node)
+        slots = [*map(slot_of, operands), *((node, o) for o in outputs)]
+        if signature.reshape:
+            source, target = slots
+            old, new = shape_of(operands[0]), shape_of(node)
+            if source not in self.keys or target not in self.keys:
+                return False
+            moved = reshaped(self.marks[source][self.keys[source]], old, new)
+            return moved is not None and moved.dim != self.keys[target]
+        found = set()
+        for slot, labels in zip(slots, (*signature.operands, *signature.outputs)):
+            rows, key = self.rows(slot), self.key(slot)
+            if rows is not None and key is not None and labels[rows.dim] is not None:
+                found.add((labels[rows.dim], labels[key.dim]))
+        of_rows = signature.keys is not None and any(row == signature.keys for row, _ in found)
+        return of_rows or any((key, row) in found for row, key in found)
 
     def rows(self, slot: Slot) -> Mark | None:
         return next((m for d, m in self.marks.get(slot, {}).items() if d != self.keys.get(slot)), None)

@@ -52,8 +52,10 @@ from .dynamo.relative_shifts import write_relative_shifts
 from .dynamo.returned_views import part_returned_views, with_returned_views
 from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
+from .dynamo.score_filters import write_score_filters
 from .dynamo.shared_keys import part_shared_keys
 from .dynamo.token_axes import Axis, axis_of, capturing_once, fake_of, find_axes, joined
+from .dynamo.turned_matrices import part_turned_matrices
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
 from .dynamo.windows import write_windows
@@ -382,11 +384,13 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (distribute_loops, "reading loops over blocks of tokens"),
     (look_back, "rewriting short convolutions"),
     (write_windows, "writing windows of tokens as blocks"),
+    (write_score_filters, "reading filters of attention scores"),
     (write_relative_shifts, "reading relative shifts of attention scores"),
     (over_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),
     (select_rows_first, "moving row selections in front of the head"),
     (part_shared_keys, "parting the keys of attention"),
+    (part_turned_matrices, "reading matrices by rows and by columns"),
     (move_leading_columns, "moving columns behind attention scores"),
     (pad_before_masks, "reading masks with more columns"),
     (one_attention, "reading calls of attention"),

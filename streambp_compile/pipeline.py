@@ -31,6 +31,7 @@ from .passes.ir import (
 from .passes.kernels.attention import Target
 from .passes.linearity import is_linear
 from .passes.lower import lower, lower_fusions
+from .passes.normalization.folded_products import unfold_products
 from .passes.normalization.normalize import normalize
 from .passes.normalization.sorted_rows import undo_sorts
 from .passes.normalization.token_reductions import merge_over_tokens
@@ -283,13 +284,16 @@ def analyzed(
     marks = {region.primals[i]: m for i, m in input_marks.items()}
     known = Signatures(region.graph)
     propagation = TokenPropagation(region.graph, marks, known)
-    if merge_over_tokens(region.graph, propagation):
+    while any([rewrite(region.graph, propagation) for rewrite in WHERE_TOKENS_ARE]):
         region = with_outputs_of_graph(region)
         known = Signatures(region.graph)
         propagation = TokenPropagation(region.graph, marks, known)
     marks.update(marks_of_tangents(region, propagation))
     analysis = analyze(region.graph, length, marks, {region.primals[i] for i in checkable}, known)
     return region, copy_shifted(region.graph, analysis)
+
+
+WHERE_TOKENS_ARE = (merge_over_tokens, unfold_products)  # each leaves nothing that it would write again
 
 
 def with_outputs_of_graph(region: Joint) -> Joint:

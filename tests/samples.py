@@ -255,6 +255,10 @@ SAMPLES = {
         call("streambp::filter_grad", t(2, 4, 7), t(2, 6, 7), t(6, 2, 3), 1, 1, 2),
         call("streambp::filter_grad", t(2, 3, 9), t(2, 3, 9), t(3, 1, 4), 4, 2, 3),
     ],
+    "streambp::contracted": [
+        call("streambp::contracted", t(2, 5, 6, 3), t(3, 4), "bqkh,hg->bqkg"),
+        call("streambp::contracted", t(2, 5, 6, 3), t(2, 5, 6, 4), "bqkh,bqkg->hg"),
+    ],
     "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],
     "streambp::grouped_outer": [call("streambp::grouped_outer", t(6, 4), t(6, 5), i(3, 6), 3)],
     "streambp::to_extreme": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -52,8 +53,26 @@ def hint(size: Size) -> int:
 
 def is_equal(a: Size, b: Size) -> bool:
     """Equal at every length, not only at the traced one."""
-    a, b = (s.node.expr if isinstance(s, torch.SymInt) else s for s in (a, b))
-    return a == b
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    first, second = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (a, b))
+    if first == second:
+        return True
+    return any(e.has(sympy.Function) for e in (first, second)) and simplified(first - second) == 0
+
+
+def simplified(expr: sympy.Expr) -> sympy.Expr:
+    """An expression of sizes with divisions without a remainder carried out: ``T * T // T`` is T, as a view
+    with a -1 in it has it."""
+    before = None
+    while expr != before:  # divisions by divisions, the innermost first
+        before, expr = expr, expr.replace(lambda e: type(e).__name__ == "FloorDiv", divided).expand()
+    return expr
+
+
+def divided(division: sympy.Expr) -> sympy.Expr:
+    quotient = sympy.cancel(division.args[0] / division.args[1])
+    return quotient if quotient.as_numer_denom()[1] == 1 else division
 
 
 def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:

@@ -77,6 +77,17 @@ def skewed_shape(x: Tensor, dim: int, columns: int) -> list[int]:
     return [*x.shape[: dim + 1], columns, *x.shape[dim + 2 :]]
 
 
+def contracted(left: Tensor, right: Tensor, equation: str) -> Tensor:
+    """A product of two values by an equation of ``torch.einsum``."""
+    return torch.einsum(equation, left, right).contiguous()
+
+
+def contracted_meta(left: Tensor, right: Tensor, equation: str) -> Tensor:
+    (first, second), made = equation.partition("->")[0].split(","), equation.partition("->")[2]
+    sizes = dict(zip(first + second, (*left.shape, *right.shape)))
+    return left.new_empty([sizes[label] for label in made])
+
+
 def reverse_scan(x: Tensor, dim: int, kind: str) -> Tensor:
     """``cumsum`` (or another scan of ATen) from the last row to the first."""
     return getattr(aten, kind)(x.flip(dim), dim).flip(dim).contiguous()
@@ -213,6 +224,7 @@ define(
     skewed,
     lambda x, dim, columns, offset, step, rows: x.new_empty(skewed_shape(x, dim, columns)),
 )
+define("contracted(Tensor left, Tensor right, str equation) -> Tensor", contracted, contracted_meta)
 define(
     "grouped_mm(Tensor rows, Tensor weight, Tensor groups) -> Tensor",
     grouped_mm,

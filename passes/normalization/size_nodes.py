@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import is_tangent, value_of
+from ..ir import is_tangent, simplified, value_of
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ class SizeNodes:
 
     def written(self, size: int | torch.SymInt, before: Node) -> Node | int | None:
         """A node (or number) for a size, or None if it is no sum of products of sizes of inputs."""
-        return size if isinstance(size, int) else self.expression(size.node.expr, before)
+        return size if isinstance(size, int) else self.expression(simplified(size.node.expr), before)
 
     def expression(self, expr, before: Node) -> Node | int | None:
         if expr.is_Integer:
@@ -44,9 +44,12 @@ class SizeNodes:
                 size = self.graph.call_function(aten.sym_size.int, self.known[expr])
             size.meta["val"] = value_of(self.known[expr][0]).shape[self.known[expr][1]]
             return size
-        if not (expr.is_Add or expr.is_Mul):
+        terms = expr.args
+        if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+            terms = [expr.base] * int(expr.exp)
+        elif not (expr.is_Add or expr.is_Mul):
             return None
-        first, *parts = (self.expression(part, before) for part in expr.args)
+        first, *parts = (self.expression(part, before) for part in terms)
         total = first
         for part in parts:
             if total is None or part is None:

@@ -6,11 +6,12 @@ sum.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir import Direction, Kind, Role, is_tensor, is_view, refuse
+from ..ir import Direction, Kind, Role, is_tensor, is_view, refuse, shape_of, tensor_operands
 from .problem import Problem, is_item
 
 
@@ -129,6 +130,13 @@ class Search:
         )
 
     def is_view_of_matrix(self, node: Node) -> bool:
-        """A view, of a stored matrix or with rows beyond the tokens, that costs nothing at full length."""
-        odd = self.problem.is_matrix(node) or self.problem.has_padding(node)
-        return odd and node in self.early and is_view(node)
+        """A view, of a stored matrix or with rows beyond the tokens, that costs nothing at full length. One
+        that repeats a row or a matrix is copied where a chunk is cut from it."""
+        if node not in self.early or not is_view(node):
+            return False
+        return self.problem.has_padding(node) or self.problem.is_matrix(node) and not repeats(node)
+
+
+def repeats(node: Node) -> bool:
+    """Has a view more entries than what it is of?"""
+    return math.prod(shape_of(node)) > math.prod(shape_of(tensor_operands(node)[0]))

@@ -42,6 +42,7 @@ class Form(enum.Enum):
     JOINED = "joined"  # values behind one another
     FLIP = "flip"
     SKEWED = "skewed"  # columns of each row moved by its place: ``streambp.skewed``
+    MATRIX_PRODUCT = "matrix product"  # of its last two operands, by letters; what comes before them is added
     SUM = "sum"
     LARGEST = "largest"  # without the places
     LEAST = "least"

@@ -81,6 +81,8 @@ class Part(enum.Enum):
     ALONG = "each row by itself, if along its dimension"
     ATTENTION = "scaled dot-product attention"
     MOVE = "dimensions change places"
+    TRANSPOSE = "the last two dimensions, or all, change places"
+    FILTER_OF_PLANES = "a filter along the last two dimensions"
     RESHAPE = "dimensions of size one come in, or one dimension becomes several"
     SHAPED_AS = "the same values in the shape of another value"
     EXPAND = "dimensions of size one are repeated"
@@ -127,6 +129,8 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
         (aten.argmax, aten.argmin, aten.max, aten.min, aten.amax, aten.amin, aten.topk), Part.ALONG
     ),
     **dict.fromkeys((aten.transpose, aten.permute), Part.MOVE),
+    **dict.fromkeys((aten.mT, aten.t, aten.numpy_T, aten.adjoint), Part.TRANSPOSE),
+    aten.conv2d: Part.FILTER_OF_PLANES,
     **dict.fromkeys((aten.unflatten, aten.unsqueeze), Part.RESHAPE),
     **dict.fromkeys((aten.view_as, aten.reshape_as), Part.SHAPED_AS),
     **dict.fromkeys((aten.expand, aten.expand_as), Part.EXPAND),

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from ..ir import Label, Labels, Reach, Role, Signature, Tokens, hint, refuse, shape_of, value_of
+from ..ir import Kind, Label, Labels, Reach, Role, Signature, Tokens, hint, refuse, shape_of, value_of
 from . import Indices, is_zeros, rule
 from .facets import CostClass, Form
 from .mask_domain import layout
@@ -210,26 +210,31 @@ def skewed(node: Node) -> Signature:
 
 def emit_scatter(body, node: Node):
     """Rows that a narrower index does not have must not be written: adding zero writes nothing."""
+    if body.analysis.kinds[node] in (Kind.SUM, Kind.KEYSUM):
+        return body.copied(node)
     _, index, source = body.edges(node)
     value = body.zero_beyond(source.operand, body.operand(source), source.operand)
     return body.copy(node, {2: body.zero_beyond(index.operand, value, source.operand)})
 
 
 def scattered(node: Node) -> Signature:
+    """What is added to zeros (the gradient of ``gather``) adds up over chunks of what is added."""
     base, index = shape_of(node.args[0]), shape_of(node.args[2])
     dim = node.args[1] % max(len(base), 1)
     sources = [a for a in (node.args[2], node.args[3]) if isinstance(a, Node)]
     out = tuple(None if i == dim else i for i in range(len(base)))
-    labels = [
-        tuple((("moved", k), i) if i == dim else i for i in range(len(base))) for k in range(1 + len(sources))
-    ]
+    adds = "scatter_add" in str(node.target)
+    sums = adds and is_zeros(node.args[0]) and shape_of(sources[-1])[dim : dim + 1] == index[dim : dim + 1]
+    moved = ["base", *("added" if sums else ("moved", k) for k in range(len(sources)))]
+    labels = [tuple(name if i == dim else i for i in range(len(base))) for name in moved]
     narrow = any(index[i] != base[i] for i in range(len(base)) if i != dim)
-    if narrow and "scatter_add" not in str(node.target):
+    if narrow and not adds:
         return all_at_once(node)
     return Signature(
         tuple(labels),
         (out,),
         contracts="all",
+        sums=frozenset({"added"} if sums else ()),
         offsets={i: (0,) * len(labels) for i in range(len(base)) if i != dim} if narrow else {},
     )
 

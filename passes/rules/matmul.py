@@ -19,14 +19,39 @@ def emit_mm(body, node: Node):
     return body.accumulate_mm(node, *map(body.summand, node.args[:2]))
 
 
-@rule("aten::mm", emit=emit_mm, cost=PRODUCT, linear="self * mat2", bounded=always)
+@rule(
+    "aten::mm",
+    emit=emit_mm,
+    cost=PRODUCT,
+    linear="self * mat2",
+    form=Form.MATRIX_PRODUCT,
+    bounded=always,
+)
 def mm(node: Node) -> Signature:
     return equation(node, "mk,kn->mn")
 
 
-@rule("aten::bmm", emit=emit_mm, cost=PRODUCT, linear="self * mat2", bounded=always)
+@rule(
+    "aten::bmm",
+    emit=emit_mm,
+    cost=PRODUCT,
+    linear="self * mat2",
+    form=Form.MATRIX_PRODUCT,
+    bounded=always,
+)
 def bmm(node: Node) -> Signature:
     return equation(node, "bmk,bkn->bmn")
+
+
+@rule(
+    "streambp::contracted",
+    cost=PRODUCT,
+    linear="left * right",
+    mask=arithmetic.contracted,
+    bounded=always,
+)
+def contracted(node: Node) -> Signature:
+    return equation(node, node.args[2])
 
 
 @rule("aten::mv", cost=CostClass.FUSED, linear="self * vec")
@@ -72,6 +97,7 @@ def with_bias(node: Node, text: str) -> Signature:
     "aten::addmm",
     cost=PRODUCT,
     linear="self + mat1 * mat2",
+    form=Form.MATRIX_PRODUCT,
     mask=arithmetic.product_added,
     bounded=if_addend_is,
 )

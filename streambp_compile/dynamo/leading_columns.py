@@ -1,9 +1,10 @@
-"""Columns in front of attention scores (sinks, a zero logit) are moved behind them.
+"""Columns beside attention scores (sinks, zero logits) are moved behind them, one by one.
 
 In ``cat([sink, scores], -1).softmax(-1)[..., 1:]`` column i is key i - 1, so a chunk of keys would begin one
 column late. No operation in between depends on the order of columns: each treats every column by itself, or
 takes all of them together (softmax, sums, maxima), until a slice parts them again. So the former are applied
-to both parts apart, and the latter to ``cat([scores, sink], -1)``, where column i is key i. Rewritten in
+to both parts apart, and the latter to ``cat([scores, sink], -1)``, where column i is key i. Several columns
+are joined one by one, because a value of one column has no dimension that could be one of keys. Rewritten in
 Dynamo's graph, before autograd sees it.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from ..passes.ir import is_equal
+from ..passes.ir import Size, is_equal
 from ..passes.rules.forward import TO_THE_END, Slice, is_orderless_along, slice_of
 from .aten import inserted
 from .attention import erase_unread
@@ -25,26 +26,33 @@ aten = torch.ops.aten
 
 
 def move_leading_columns(module: GraphModule) -> GraphModule:
-    """Put columns in front of a matrix of tokens and tokens behind it, where the order does not matter."""
+    """Put columns beside a matrix of tokens and tokens behind it, one by one, where the order does not
+    matter."""
     for node in list(module.graph.nodes):
-        count = leading(columns_of(node)) if node.users else None
-        readers = None if count is None else readers_of(node)
-        if readers is not None:
-            Move(count, readers).write()
+        beside = columns_beside(columns_of(node)) if node.users else None
+        readers = None if beside is None else readers_of(node)
+        if beside is not None and readers is not None:
+            Move(*beside, readers).write()
     return module
 
 
-MOST = 1  # columns behind a matrix that the analysis follows (passes/rules/views.py, `cat`)
+MOST = 16  # columns that are moved: each becomes a value of its own
 
 
-def leading(parts: Parts | None) -> int | None:
-    """How many columns, ``MOST`` at most, stand in front of a matrix with as many columns as rows."""
-    if parts is None or len(parts.pieces) < 2 or parts.pieces[-1] is None:
-        return None
-    front, shape = parts.sizes[:-1], fake_of(parts.pieces[-1]).shape
-    square = any(is_equal(s, shape[parts.dim]) for d, s in enumerate(shape) if d != parts.dim)
-    known = square and all(isinstance(s, int) for s in front) and sum(front) <= MOST
-    return sum(front) if known else None
+def columns_beside(parts: Parts | None) -> tuple[int, int] | None:
+    """How many columns stand in front of a matrix with as many columns as rows, and how many behind it.
+
+    None if there are more than ``MOST``, or if they are one by one behind it already.
+    """
+    for at, piece in enumerate(() if parts is None else parts.pieces):
+        others = (*parts.sizes[:at], *parts.sizes[at + 1 :])
+        if piece is None or not all(isinstance(s, int) for s in others) or not 0 < sum(others) <= MOST:
+            continue
+        if at or any(size != 1 for size in others):
+            shape = fake_of(piece).shape
+            square = any(is_equal(s, shape[parts.dim]) for d, s in enumerate(shape) if d != parts.dim)
+            return (sum(parts.sizes[:at]), sum(parts.sizes[at + 1 :])) if square else None
+    return None
 
 
 @dataclass
@@ -99,60 +107,85 @@ def has_columns(node: Node) -> bool:
 
 
 class Move:
-    """The move of so many columns from the front to the end."""
+    """The move of so many columns from the front to the end, and of so many that stand there one by one."""
 
-    def __init__(self, count: int, readers: Readers):
-        self.count, self.readers = count, readers
+    def __init__(self, front: int, behind: int, readers: Readers):
+        self.front, self.behind, self.readers = front, behind, readers
+        self.count = front + behind
+        self.own = Rows(front, -behind or None)
+        self.groups = [(Rows(0, front), front)] * bool(front) + [(Rows(-behind, None), behind)] * bool(behind)
         self.known: Sliced = {}
-
-    @property
-    def own(self) -> Rows:
-        return Rows(self.count, None)
-
-    @property
-    def front(self) -> list[Rows]:
-        return [Rows(i, i + 1) for i in range(self.count)]
 
     def write(self) -> None:
         """Change all readers, if every slice is one of columns of one part alone."""
-        parts = {user: self.part_of(cut) for user, cut in self.readers.cuts.items()}
-        if not all(parts.values()):
+        parts = {user: self.part_of(cut, user.args[0]) for user, cut in self.readers.cuts.items()}
+        if None in parts.values():
             return
         graph = next(iter(self.readers.dims)).graph
         changed = [n for n in graph.nodes if n in self.readers.together or n in parts]
         for node in changed:
             with graph.inserting_before(node):
                 if node in parts:
-                    node.replace_all_uses_with(self.cut(node, parts[node]))
+                    node.replace_all_uses_with(self.cut(node, *parts[node]))
                 else:
                     self.apply(node)
         erase_unread(graph, changed)
 
-    def part_of(self, cut: Slice) -> list[Rows]:
-        """The columns that a slice takes: all of the matrix, or some in front of it; none of others."""
-        start, stop = cut.start, cut.start + 1 if cut.lost and isinstance(cut.start, int) else cut.stop
-        if (start, stop) == (self.count, None):
-            return [self.own]
-        known = isinstance(start, int) and isinstance(stop, int)
-        return self.front[start:stop] if known and 0 <= start < stop <= self.count else []
+    def part_of(self, cut: Slice, value: Node) -> tuple[Rows, int, int | None] | None:
+        """The part that has the columns of a slice, and where they are in it; None of those of several."""
+        width = fake_of(value).shape[cut.dim]
+        start, stop = (size_of(bound, width) for bound in (cut.start, cut.stop))
+        if start is None or stop is None:
+            return None
+        stop = start + 1 if cut.lost else stop
+        if is_equal(start, self.front) and is_equal(stop, width - self.behind):
+            return self.own, 0, None
+        for group, first in ((Rows(0, self.front), 0), (Rows(-self.behind, None), width - self.behind)):
+            size = self.front if group.is_front() else self.behind
+            a, b = (next((i for i in range(size + 1) if is_equal(first + i, x)), None) for x in (start, stop))
+            if size and a is not None and b is not None and a < b:
+                return group, a, b
+        return None
 
-    def cut(self, node: Node, parts: list[Rows]) -> Node:
-        cut, value = self.readers.cuts[node], node.args[0]
-        made = [sliced(value, cut.dim, rows, node, self.known) for rows in parts]
-        one = made[0] if len(made) == 1 else inserted(node, aten.cat.default, (made, cut.dim))
-        return inserted(node, aten.squeeze.dim, (one, cut.dim)) if cut.lost else one
+    def cut(self, node: Node, part: Rows, start: int, stop: int | None) -> Node:
+        cut = self.readers.cuts[node]
+        made = sliced(node.args[0], cut.dim, part, node, self.known)
+        if stop is not None and not is_equal(fake_of(made).shape[cut.dim], stop - start):
+            made = inserted(node, aten.slice.Tensor, (made, cut.dim, start, stop))
+        return inserted(node, aten.squeeze.dim, (made, cut.dim)) if cut.lost else made
+
+    def one_by_one(self, value: Node, dim: int, like: Node) -> list[Node]:
+        """The columns beside the matrix."""
+        made = []
+        for group, size in self.groups:
+            columns = sliced(value, dim, group, like, self.known)
+            cuts = [(aten.slice.Tensor, (columns, dim, i, i + 1)) for i in range(size)]
+            made += [columns] if size == 1 else [inserted(like, *cut) for cut in cuts]
+        return made
 
     def apply(self, node: Node) -> None:
         """Apply an operation on all columns together to the matrix and the columns behind it."""
         value, *others = node.args
         dim = self.readers.dims[value]
-        made = [sliced(value, dim, rows, node, self.known) for rows in (self.own, *self.front)]
-        joined = inserted(node, aten.cat.default, (made, dim))
+        own = sliced(value, dim, self.own, node, self.known)
+        joined = inserted(node, aten.cat.default, ([own, *self.one_by_one(value, dim, node)], dim))
         new = inserted(node, node.target, (joined, *others), dict(node.kwargs))
         if not has_columns(node):
             node.replace_all_uses_with(new)
             return
         self.known[node, dim, self.own] = inserted(node, aten.slice.Tensor, (new, dim, 0, -self.count))
-        for rows in self.front:
-            start, stop = rows.start - self.count, rows.stop - self.count or TO_THE_END
-            self.known[node, dim, rows] = inserted(node, aten.slice.Tensor, (new, dim, start, stop))
+        at = -self.count
+        for group, size in self.groups:
+            bounds = [(new, dim, i, i + 1 or TO_THE_END) for i in range(at, at + size)]
+            made = [inserted(node, aten.slice.Tensor, args) for args in bounds]
+            at += size
+            one = made[0] if size == 1 else inserted(node, aten.cat.default, (made, dim))
+            self.known[node, dim, group] = one
+
+
+def size_of(bound: object, width: Size) -> Size | None:
+    """A bound of a slice as a place from the first column."""
+    size = width if bound is None else fake_of(bound) if isinstance(bound, Node) else bound
+    if not isinstance(size, (int, torch.SymInt)):
+        return None
+    return size + width if isinstance(size, int) and size < 0 else size

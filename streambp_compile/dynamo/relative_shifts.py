@@ -16,12 +16,11 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
-from ..passes.ir import Size, ancestors, arguments, is_equal
+from ..passes.ir import Size, ancestors, arguments, is_equal, simplified
 from ..passes.rules import filling_of
 from ..passes.rules.forward import Part, mutated, part_of, slice_of
 from .aten import inserted
@@ -141,14 +140,8 @@ def constant(size: Size) -> int | None:
     """The number that a size is at every length."""
     if isinstance(size, int):
         return size
-    expr = size.node.expr.replace(lambda e: type(e).__name__ == "FloorDiv", divided).expand()
+    expr = simplified(size.node.expr)
     return int(expr) if expr.is_Integer else None
-
-
-def divided(division: sympy.Expr) -> sympy.Expr:
-    """A division without a remainder, carried out: ``T * T // T`` is T, as a view with a -1 in it has it."""
-    quotient = sympy.cancel(division.args[0] / division.args[1])
-    return quotient if quotient.as_numer_denom()[1] == 1 else division
 
 
 def same(a: Size, b: Size) -> bool:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from ..passes.normalization.diagonals import diagonal, diagonal_backward, diagonal_scatter
 from ..passes.normalization.normalize import (
     as_strided,
     eye,
@@ -47,6 +48,9 @@ def decompositions() -> dict:
     table[aten.stack.default] = stack
     table[aten.eye.default] = table[aten.eye.m] = eye
     table[aten.as_strided.default] = as_strided
+    table[aten.diagonal.default] = diagonal
+    table[aten.diagonal_backward.default] = diagonal_backward
+    table[aten.diagonal_scatter.default] = diagonal_scatter
     table[aten.uniform.default] = uniform
     table[aten.normal_functional.default] = normal
     table[aten.randn.default] = randn

@@ -29,6 +29,7 @@ from ...mask_analysis.domains import (
     is_finite,
     is_zero_outside,
     merged,
+    with_dims_renamed,
 )
 from ...mask_analysis.operands import (
     Known,
@@ -183,6 +184,16 @@ def product_added(node: Node, known: Known) -> Abstract:
     if not is_empty_outside(mask) or node.kwargs.get("beta", 1) != 1 or not finite:
         return None
     return replace(mask, zero_inside=False)
+
+
+def contracted(node: Node, known: Known) -> Abstract:
+    """A linear map over the heads of a matrix that is zero outside a band."""
+    operands, made = node.args[2].split("->")
+    for arg, labels in zip(node.args[:2], operands.split(",")):
+        value = known(arg)
+        if is_zero_outside(value) and {labels[value.row], labels[value.key]} <= set(made):
+            return with_dims_renamed(value, {d: made.index(a) for d, a in enumerate(labels) if a in made})
+    return None
 
 
 @entrywise(lambda node: max, 2)
