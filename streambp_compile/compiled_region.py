@@ -26,7 +26,9 @@ from .passes.ir import (
     MaskedOutsideBand,
     PositionsIncrease,
     Refusal,
+    Size,
     bytes_of,
+    hint,
     is_tensor,
     value_of,
     viewed,
@@ -198,6 +200,17 @@ class CompiledRegion:
     def input_marks(self) -> dict[int, tuple[Mark, ...]]:
         return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}
 
+    def length(self) -> Size:
+        """How many tokens there are, as the inputs of this region tell it.
+
+        The axis may name an input of another region that has as many rows (labels of strided features).
+        """
+        values = ((n, m) for n in (*self.inputs, *self.region.nodes) for m in self.axis.marks.get(n, ()))
+        sizes = (fake_of(n).shape[m.dim] for n, m in values if (m.outer, m.inner) == (1, 1))
+        same = (s for s in (self.axis.length, *sizes) if hint(s) == hint(self.axis.length))
+        told = (s for s in same if not cannot_tell(self.fakes, [s]))
+        return next((s for s in told if s == self.axis.length), self.axis.length)
+
     def checkable(self) -> list[int]:
         """Positions of inputs that may be masks: those that do not require gradients and are no
         parameters."""
@@ -260,7 +273,7 @@ class CompiledRegion:
         device = planned_for(self.config.device, self.fakes)
         region = stream(
             graph_module,
-            self.axis.length,
+            self.length(),
             self.input_marks(),
             forward_outputs,
             tangents,
@@ -353,9 +366,8 @@ class CompiledRegion:
 
     def check_graph(self, graph_module: GraphModule) -> None:
         """Raises `CannotStream` for sizes that no input tells, and for side effects."""
-        untold = cannot_tell(
-            self.fakes, (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape)
-        )
+        sizes = (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape)
+        untold = cannot_tell(self.fakes, [self.length(), *sizes])
         if untold:
             raise CannotStream(
                 Refusal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -54,6 +55,15 @@ def is_equal(a: Size, b: Size) -> bool:
     """Equal at every length, not only at the traced one."""
     a, b = (s.node.expr if isinstance(s, torch.SymInt) else s for s in (a, b))
     return a == b
+
+
+@functools.lru_cache(4096)
+def parted(expr) -> tuple[object, int, int]:
+    """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found
+    in other sizes: of ``2 (h // 4) (w // 4) + 1`` the product."""
+    rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
+    factor, part = product.as_coeff_Mul()
+    return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
 
 
 def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import is_tangent, value_of
+from ..ir import is_tangent, parted, value_of
 
 aten = torch.ops.aten
 
@@ -19,6 +19,7 @@ class SizeNodes:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.known: dict[object, tuple[Node, int]] = {}
+        self.parts: dict[object, tuple[object, int]] = {}
         self.symbols: dict[object, Node] = {}
         for node in graph.find_nodes(op="placeholder"):
             value = None if is_tangent(node) else value_of(node)
@@ -26,9 +27,15 @@ class SizeNodes:
                 self.symbols.setdefault(value.node.expr, node)
             elif isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
-                    self.known.setdefault(
-                        size.node.expr if isinstance(size, torch.SymInt) else size, (node, dim)
-                    )
+                    expr = size.node.expr if isinstance(size, torch.SymInt) else size
+                    self.known.setdefault(expr, (node, dim))
+                    self.learn_part(expr)
+
+    def learn_part(self, expr) -> None:
+        """Learn from a size what it has beside a constant: from ``(t - 1) // 2 + 1``, the quotient."""
+        part, factor, rest = (expr, 1, 0) if isinstance(expr, int) else parted(expr)
+        if factor == 1 and rest:
+            self.parts.setdefault(part, (expr, rest))
 
     def written(self, size: int | torch.SymInt, before: Node) -> Node | int | None:
         """A node (or number) for a size, or None if it is no sum of products of sizes of inputs."""
@@ -44,6 +51,9 @@ class SizeNodes:
                 size = self.graph.call_function(aten.sym_size.int, self.known[expr])
             size.meta["val"] = value_of(self.known[expr][0]).shape[self.known[expr][1]]
             return size
+        if expr in self.parts:
+            whole, rest = self.parts[expr]
+            return self.sum(self.expression(whole, before), -rest, before)
         if not (expr.is_Add or expr.is_Mul):
             return None
         first, *parts = (self.expression(part, before) for part in expr.args)
