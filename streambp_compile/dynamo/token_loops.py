@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from .. import internals
 from ..passes.ir import hint
 from ..passes.kernels.token_loops import FUNCTIONS, TokenFunction
-from ..passes.rules import functional
+from ..passes.rules import for_any_layout, functional
 from ..passes.rules.forward import mutated
 from .aten import inserted
 from .block_functions import gradients_at
@@ -154,25 +154,34 @@ def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -
     described = [f"{tuple(x.shape)}{x.dtype}{x.device}{x.requires_grad}" for x in own]
     name = hashlib.sha256(f"{step.code}{size}{rows}{described}".encode()).hexdigest()[:16]
     if name not in FUNCTIONS:
-        dtype = own[rows].dtype
-        back = traced_back(step, size, own, dtype) if any(x.requires_grad for x in own) else None
+        wanted, dtypes = tuple(x.requires_grad for x in own), tuple(x.dtype for x in own)
+
+        vector = torch.empty(size, dtype=dtypes[rows], device="meta")
+        found = traced(torch.func.functionalize(step), [vector, *own])
+
+        def back(grad: Tensor, *given: Tensor) -> Tensor:
+            return gradients_at(found, given, [0], grad)[0]
+
         FUNCTIONS[name] = TokenFunction(
-            step, back, size, dtype, tuple(x.dtype for x in own), tuple(x.requires_grad for x in own)
+            found,
+            traced(back, [vector, vector, *own]) if any(wanted) else None,
+            size,
+            vector.dtype,
+            dtypes,
+            wanted,
         )
     return name
 
 
-def traced_back(step: GraphModule, size: int, own: Sequence[Tensor], dtype: torch.dtype) -> GraphModule:
-    """The gradient of the state before a step."""
-
-    def run(grad: Tensor, state: Tensor, *operands: Tensor) -> Tensor:
-        return gradients_at(step, (state, *operands), [0], grad)[0]
-
+def traced(function: Callable[..., Tensor], like: Sequence[Tensor]) -> GraphModule:
+    """The graph of a function of such tensors, without views that ask how an operand is laid out."""
+    device = like[-1].device
     with internals.FakeTensorMode(allow_non_fake_inputs=True):
-        vectors = [torch.empty(size, dtype=dtype, device=own[0].device) for _ in range(2)]
-        given = [torch.empty(list(map(hint, x.shape)), dtype=x.dtype, device=x.device) for x in own]
-        module = internals.make_fx(run, decomposition_table=internals.decompositions())(*vectors, *given)
+        given = [torch.empty(list(map(hint, x.shape)), dtype=x.dtype, device=device) for x in like]
+        module = internals.make_fx(function, decomposition_table=internals.decompositions())(*given)
     module.graph.eliminate_dead_code()
+    for node in module.graph.nodes:
+        node.target = for_any_layout(node.target) if node.op == "call_function" else node.target
     module.recompile()
     return module
 
