@@ -157,7 +157,9 @@ def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -
         wanted, dtypes = tuple(x.requires_grad for x in own), tuple(x.dtype for x in own)
 
         vector = torch.empty(size, dtype=dtypes[rows], device="meta")
-        found = traced(torch.func.functionalize(step), [vector, *own])
+        # Twice: what an operator is composed of (`lstm_cell`) writes, and shows only in a graph.
+        composed = traced(step, [vector, *own])
+        found = traced(torch.func.functionalize(composed), [vector, *own])
 
         def back(grad: Tensor, *given: Tensor) -> Tensor:
             return gradients_at(found, given, [0], grad)[0]
@@ -176,7 +178,7 @@ def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -
 def traced(function: Callable[..., Tensor], like: Sequence[Tensor]) -> GraphModule:
     """The graph of a function of such tensors, without views that ask how an operand is laid out."""
     device = like[-1].device
-    with internals.FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), internals.FakeTensorMode(allow_non_fake_inputs=True):
         given = [torch.empty(list(map(hint, x.shape)), dtype=x.dtype, device=device) for x in like]
         module = internals.make_fx(function, decomposition_table=internals.decompositions())(*given)
     module.graph.eliminate_dead_code()
