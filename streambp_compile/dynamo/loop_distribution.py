@@ -234,14 +234,18 @@ class Distribution:
                     self.replace(reader, step[p], i, p)
 
     def replace(self, reader: Node, node: Node, i: int, p: int) -> None:
-        joins = part_of(reader) in (Part.JOIN, Part.STACK) and p not in self.chain
-        if joins and list(reader.args[0]) == [step[p] for step in self.loop.steps]:
+        if p not in self.chain and self.joins(reader, p):
             dim = arguments(reader).get("dim", 0)
             flat = part_of(reader) is Part.JOIN
             reader.replace_all_uses_with(self.joined(p, dim % fake_of(reader).dim(), flat))
             self.graph.erase_node(reader)
         else:
             reader.replace_input_with(node, self.value_in(i, p))
+
+    def joins(self, reader: Node, p: int) -> bool:
+        """Does a reader put the values of all iterations together?"""
+        together = part_of(reader) in (Part.JOIN, Part.STACK)
+        return together and list(reader.args[0]) == [step[p] for step in self.loop.steps]
 
     def joined(self, p: int, dim: int, flat: bool) -> Node:
         """The values of all blocks, put together along a dimension: as one that is there, or a new one."""

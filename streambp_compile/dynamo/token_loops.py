@@ -79,6 +79,18 @@ class TokenDistribution(Distribution):
         places = inserted(self.like(), torch.arange, (self.loop.count,), {"device": self.device()})
         return inserted(self.like(), torch.eq, (places, 0))
 
+    def value_in(self, i: int, operand: int | Sliced) -> Node:
+        """The value of one token; most loops are read at the last alone, of which a sweep makes a sum."""
+        nodes = [step[operand] for step in self.loop.steps] if isinstance(operand, int) else []
+        alone = [n for n in nodes if n is not None and any(not self.joins(u, operand) for u in self.after(n))]
+        if len(alone) != 1:
+            return super().value_in(i, operand)
+        whole, dim = self.given(operand)
+        return inserted(self.like(), torch.select, (whole, dim, i))
+
+    def after(self, node: Node) -> list[Node]:
+        return [u for u in node.users if u not in self.loop.nodes]
+
     def device(self) -> torch.device:
         return fake_of(self.loop.states[0].initial).device
 
