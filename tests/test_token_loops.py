@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Mixing, MixingLayer, gradients, ids_of, worst_error
+from samples import sample_of
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -80,6 +81,19 @@ def test_loops_over_tokens_stream(mix):
 
 def test_rows_written_and_the_last_state_read():
     check(Written())
+
+
+@pytest.mark.parametrize("name", ["token_loop", "token_loop_back"])
+def test_a_chunk_goes_on_from_a_state(name):
+    sample = sample_of(f"streambp::{name}", 0, 0)
+    op, (whole,), weight = sample.target, sample.outputs, sample.operands[-1]
+    *grads, rows = sample.operands[:-1]
+    parts = [slice(0, 2), slice(2, 6)] if name == "token_loop" else [slice(2, 6), slice(0, 2)]
+    state = torch.zeros(1, 2, dtype=whole.dtype)
+    for part in parts:
+        found = op(*(g[part] for g in grads), [rows[part]], [weight], "sample", state)
+        state = found[:1] if grads else found[-1:]
+        torch.testing.assert_close(found, whole[part], rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.slow

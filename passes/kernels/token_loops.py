@@ -1,7 +1,7 @@
 """Loops over the tokens of a sequence, whose state at a token is made of its rows and of the state before it.
 
-A `TokenFunction` is one step. The operator ``streambp::token_loop`` gives the states of all tokens, and goes on
-from the state before a chunk. ``streambp::token_loop_back`` goes the other way: a row of its result is the
+A `TokenFunction` is one step. The operator ``streambp::token_loop`` gives the states of all tokens, and goes
+on from the state before a chunk. ``streambp::token_loop_back`` goes the other way: a row of its result is the
 gradient that a token gives to the state before it.
 """
 
@@ -28,7 +28,7 @@ class TokenFunction:
     """
 
     step: GraphModule
-    back: GraphModule | None
+    back: GraphModule
     size: int
     dtype: torch.dtype
     dtypes: tuple[torch.dtype, ...]
@@ -72,7 +72,9 @@ def token_loop_back(
     return out
 
 
-def prepared(rows: list[Tensor], wholes: list[Tensor], function: str) -> tuple[TokenFunction, Tensor, list[Tensor]]:
+def prepared(
+    rows: list[Tensor], wholes: list[Tensor], function: str
+) -> tuple[TokenFunction, Tensor, list[Tensor]]:
     """The function of a name, memory for its states, and its operands in their own dtypes."""
     found = FUNCTIONS[function]
     given = [x.to(dtype) for x, dtype in zip([*rows, *wholes], found.dtypes)]

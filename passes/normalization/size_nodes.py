@@ -14,7 +14,12 @@ aten = torch.ops.aten
 
 
 class SizeNodes:
-    """Which inputs have which sizes. No size is read from a tangent: a forward has none."""
+    """Which inputs have which sizes. No size is read from a tangent: a forward has none.
+
+    known    size → an input that has it, and in which dimension
+    parts    what a size has beside a constant → that size, and the constant
+    symbols  symbol → an input that is its number
+    """
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -29,11 +34,12 @@ class SizeNodes:
                 for dim, size in enumerate(value.shape):
                     expr = size.node.expr if isinstance(size, torch.SymInt) else size
                     self.known.setdefault(expr, (node, dim))
-                    self.learn_part(expr)
+                    if isinstance(size, torch.SymInt) and not expr.is_number:
+                        self.learn_part(expr)
 
     def learn_part(self, expr) -> None:
         """Learn from a size what it has beside a constant: from ``(t - 1) // 2 + 1``, the quotient."""
-        part, factor, rest = (expr, 1, 0) if isinstance(expr, int) else parted(expr)
+        part, factor, rest = parted(expr)
         if factor == 1 and rest:
             self.parts.setdefault(part, (expr, rest))
 
@@ -47,13 +53,10 @@ class SizeNodes:
         if expr in self.symbols:
             return self.symbols[expr]
         if expr in self.known:
-            with self.graph.inserting_before(before):
-                size = self.graph.call_function(aten.sym_size.int, self.known[expr])
-            size.meta["val"] = value_of(self.known[expr][0]).shape[self.known[expr][1]]
-            return size
+            return self.input_size(expr, before)
         if expr in self.parts:
             whole, rest = self.parts[expr]
-            return self.sum(self.expression(whole, before), -rest, before)
+            return self.sum(self.input_size(whole, before), -rest, before)
         if not (expr.is_Add or expr.is_Mul):
             return None
         first, *parts = (self.expression(part, before) for part in expr.args)
@@ -63,6 +66,14 @@ class SizeNodes:
                 return None
             total = self.sum(total, part, before) if expr.is_Add else self.product(total, part, before)
         return total
+
+    def input_size(self, expr, before: Node) -> Node:
+        """A node for a size that an input has."""
+        node, dim = self.known[expr]
+        with self.graph.inserting_before(before):
+            size = self.graph.call_function(aten.sym_size.int, (node, dim))
+        size.meta["val"] = value_of(node).shape[dim]
+        return size
 
     def sum(self, a: Node | int, b: Node | int, before: Node) -> Node | int:
         return self.combined(operator.add, a, b, before)

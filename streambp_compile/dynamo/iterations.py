@@ -237,7 +237,10 @@ def makes_blocks(node: Node, count: int, given: Container[int]) -> bool:
     """Does a reshape part one of the given sizes into so many blocks?"""
     new = sizes_of(node)
     return any(
-        size in given and size not in new and size % count == 0 and sizes_of(a).count(count) < new.count(count)
+        size in given
+        and size not in new
+        and size % count == 0
+        and sizes_of(a).count(count) < new.count(count)
         for a in node.all_input_nodes
         for size in sizes_of(a)
     )

@@ -3,7 +3,8 @@ first written.
 
 As with a loop over blocks, what needs no state, and what follows from the states, are mapped over all tokens.
 The chain of states becomes one scan, ``streambp::token_loop``, so that states exist for the tokens of a chunk
-alone. Its gradient is a scan the other way, for states; for all else it is that of one step, mapped over tokens.
+alone. Its gradient is a scan the other way, for states; for all else it is that of one step, mapped over
+tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class TokenDistribution(Distribution):
         step = Step(self)
         rows, wholes = step.operands()
         name = register(step.module(), step.size, [*map(fake_of, (*rows, *wholes))], len(rows))
-        sources, self.chain = self.sources, set()  # what else is read of the chain is mapped, given the states
+        sources, self.chain = (
+            self.sources,
+            set(),
+        )  # what else is read of the chain is mapped, given the states
         states = inserted(self.like(), streambp.token_loop.default, (rows, wholes, name, None))
         before = inserted(self.like(), streambp.shifted.default, (states, 0, 1))
         for state, (start, stop) in zip(sources, step.places):
@@ -96,7 +100,10 @@ class TokenDistribution(Distribution):
 
 
 class Step:
-    """The graph of a step of the chain: ``(packed states, is it the first, initial states, what else is read)``.
+    """The graph of a step of the chain.
+
+    It reads the packed states, whether the token is the first, what else has a row per token, the states
+    before the first token, and what is the same for all tokens.
 
     places  where each state lies in the vector of all
     """
@@ -178,7 +185,7 @@ def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -
 
         FUNCTIONS[name] = TokenFunction(
             found,
-            traced(back, [vector, vector, *own]) if any(wanted) else None,
+            traced(back, [vector, vector, *own]),
             size,
             vector.dtype,
             dtypes,

@@ -26,5 +26,3 @@ def distribute_loops(module: GraphModule) -> GraphModule:
                 if node not in before:
                     module.graph.erase_node(node)
     return module
-
-
