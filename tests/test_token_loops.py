@@ -60,10 +60,10 @@ class Written(nn.Module):
         return found * state.mean(-1, keepdim=True)[:, None].cos()
 
 
-def check(mix: nn.Module, lengths=(11, 13)) -> None:
-    """Gradients are eager's at both lengths, and every region streams."""
+def check(mix: nn.Module, lengths=(11, 13), strict: bool = True) -> None:
+    """Gradients are eager's at all lengths, and with ``strict`` every region streams."""
     model = Mixing(WIDTH, MixingLayer(mix, WIDTH)).double()
-    step = torch.compile(model, backend="streambp", options={"chunk_size": 4, "strict": True})
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 4, "strict": strict})
     for length in lengths:
         ids = ids_of(2, length)
         truth = gradients(model, lambda ids=ids: model(ids))
@@ -81,6 +81,22 @@ def test_loops_over_tokens_stream(mix):
 
 def test_rows_written_and_the_last_state_read():
     check(Written())
+
+
+class Detached(nn.Module):
+    """No gradient goes through part of the state."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state, found = q.new_zeros(q.shape[0], WIDTH), []
+        for t in range(q.shape[1]):
+            state = torch.tanh(state.detach() * k[:, t] + q[:, t] + 0.5 * state)
+            found.append(state)
+        return torch.stack(found, 1) * v
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+def test_detached_states():
+    check(Detached(), lengths=(11,), strict=False)
 
 
 @pytest.mark.parametrize("name", ["token_loop", "token_loop_back"])

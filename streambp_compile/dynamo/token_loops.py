@@ -22,7 +22,7 @@ from .. import internals
 from ..passes.ir import hint
 from ..passes.kernels.token_loops import FUNCTIONS, TokenFunction
 from ..passes.rules import for_any_layout, functional
-from ..passes.rules.forward import mutated
+from ..passes.rules.forward import is_detached, mutated
 from .aten import inserted
 from .block_functions import gradients_at
 from .iterations import Sliced, State
@@ -159,6 +159,8 @@ class Step:
     def copied(self, node: Node, values: dict[object, Node]) -> Node:
         if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
             raise NotImplementedError(f"{node} is no operator")
+        if is_detached(node):
+            raise NotImplementedError(f"{node} stops gradients, which the graph of a step does not show")
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: values[self.found.loop.operand(a)])
         target = node.target if mutated(node) is None else functional(node.target)
         return self.graph.call_function(target, args, kwargs)
