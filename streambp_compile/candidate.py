@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .dynamo.token_axes import SHORTEST_STREAMED, Axis, fake_of, is_parameter
-from .passes.ir import CannotStream, Refusal, bytes_of, is_tensor, value_of, where_of
+from .passes.ir import CannotStream, Refusal, Size, bytes_of, hint, is_tensor, value_of, where_of
 from .passes.rules import CostClass, cost_of, find_rule, is_product
 from .passes.split import Region
 from .runtime.sizes import cannot_tell
@@ -40,6 +40,17 @@ class Candidate:
     @functools.cached_property
     def inputs(self) -> list[Node]:
         return [n for n in self.region.inputs if n.op != "get_attr"]
+
+    def length(self) -> Size:
+        """How many tokens there are, as the inputs of this region tell it.
+
+        The axis may name an input of another region that has as many rows (labels of strided features).
+        """
+        values = ((n, m) for n in (*self.inputs, *self.region.nodes) for m in self.axis.marks.get(n, ()))
+        sizes = (fake_of(n).shape[m.dim] for n, m in values if (m.outer, m.inner) == (1, 1))
+        same = (s for s in (self.axis.length, *sizes) if hint(s) == hint(self.axis.length))
+        told = (s for s in same if not cannot_tell(self.fakes, [s]))
+        return next((s for s in told if s == self.axis.length), self.axis.length)
 
     def check(self, graph_module: GraphModule) -> None:
         """Raises `CannotStream` where the joint graph cannot be cut into chunks, whatever the passes find."""
@@ -104,9 +115,8 @@ class Candidate:
 
     def check_graph(self, graph_module: GraphModule) -> None:
         """Raises `CannotStream` for sizes that no input tells, and for side effects."""
-        untold = cannot_tell(
-            self.fakes, (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape)
-        )
+        sizes = (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape)
+        untold = cannot_tell(self.fakes, [self.length(), *sizes])
         if untold:
             raise CannotStream(
                 Refusal(

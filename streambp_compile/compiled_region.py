@@ -245,7 +245,7 @@ class CompiledRegion:
         device = planned_for(self.config.device, self.fakes, self.config.memory_budget is not None)
         region = stream(
             graph_module,
-            self.axis.length,
+            self.candidate.length(),
             self.input_marks(),
             forward_outputs,
             tangents,

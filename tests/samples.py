@@ -14,6 +14,8 @@ from streambp_compile.passes.ir import tensor_operands
 from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction
 from streambp_compile.passes.kernels.picked_rows import FUNCTIONS as PICKED
 from streambp_compile.passes.kernels.picked_rows import Picked, PickedFunction
+from streambp_compile.passes.kernels.token_loops import FUNCTIONS as STEPS
+from streambp_compile.passes.kernels.token_loops import TokenFunction
 from streambp_compile.passes.rules import overload, rule_of
 
 streambp = torch.ops.streambp
@@ -82,6 +84,23 @@ def over_blocks(result):
         torch.fx.symbolic_trace(body), 1, places, Axis(along, 1), shape, torch.float64
     )
     return call("streambp::over_blocks", [t(2, 6, 3), t(3)], f"sample {result}")
+
+
+def loop_over_tokens(back):
+    """States of two numbers, from rows of three and a weight; or what each gives to the state before it."""
+    STEPS["sample"] = TokenFunction(
+        torch.fx.symbolic_trace(lambda state, row, weight: (state + state.sum() + row.sum()) * weight.sum()),
+        torch.fx.symbolic_trace(
+            lambda grad, state, row, weight: (grad + grad.sum()) * (state.sum() + row.sum()) * weight.sum()
+        ),
+        2,
+        torch.float64,
+        (torch.float64, torch.float64),
+        (True, True),
+    )
+    if back:
+        return call("streambp::token_loop_back", t(6, 2), t(6, 2), [t(6, 3)], [t(2)], "sample", None)
+    return call("streambp::token_loop", [t(6, 3)], [t(2)], "sample", None)
 
 
 def of_picked_rows(op, *results):
@@ -157,6 +176,8 @@ SAMPLES = {
     "aten::native_dropout_backward": [
         call("aten::native_dropout_backward", t(3, 4), t(3, 4, dtype=BOOL), 2.0)
     ],
+    "streambp::token_loop": [loop_over_tokens(False)],
+    "streambp::token_loop_back": [loop_over_tokens(True)],
     "streambp::over_blocks": [over_blocks(name) for name in ("rows", "sums")],
     "streambp::picked_rows": [of_picked_rows("picked_rows", Picked((0,), (6, 4), torch.float64))],
     "streambp::picked_sums": [of_picked_rows("picked_sums", Picked((), (4,), torch.float64))],

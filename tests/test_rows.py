@@ -197,7 +197,10 @@ def test_scans_go_on_from_their_state(name, number):
     """A chunk that is joined to the state of the rows before it is a piece of the whole; no rows change
     nothing."""
     sample = sample_of(name, number, 0)
-    scan, (operand,), (whole,) = scan_of(sample.node), sample.operands, sample.outputs
+    scan = scan_of(sample.node)
+    if scan.state is not None:  # test_token_loops.py
+        return
+    (operand,), (whole,) = sample.operands, sample.outputs
     ((dim, reach),) = sample.signature.reach.items()
     dim, size = dim % operand.dim(), operand.shape[dim]
     parts = [(0, 2), (2, size - 2)] if reach.looks_back() else [(2, size - 2), (0, 2)]

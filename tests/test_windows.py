@@ -3,11 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Mixing, MixingLayer, gradients, ids_of, worst_error
+from models import Layer, Mixing, MixingLayer, gradients, ids_of, worst_error
 from selection import representatives
-from torch import Tensor
+from torch import Tensor, nn
 
+from streambp_compile.backend import Reporting
+from streambp_compile.config import Config
 from streambp_compile.dynamo.windows import filter_of_windows, maximum_of_windows, mean_of_windows, windows
+from streambp_compile.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10
@@ -181,3 +184,29 @@ def test_filters_under_autocast(channels, groups):
     assert made.dtype is torch.bfloat16
     error, usual = ((y - truth).abs().max() for y in (made, eager))
     assert error < 1.5 * usual
+
+
+class Strided(nn.Module):
+    """Features of speech, half as many rows of hidden states, and as many labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter, self.layer = nn.Conv1d(5, WIDTH, 3, stride=2, padding=1), Layer(WIDTH, 4)
+        self.head = nn.Linear(WIDTH, 64)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        rows = self.layer(F.gelu(self.filter(x)).transpose(1, 2))
+        return F.cross_entropy(self.head(rows).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+def test_labels_of_strided_features_at_other_lengths():
+    """The tokens have two names then: half the features, and the labels."""
+    model, report = Strided().double(), Report()
+    step = torch.compile(model, backend=Reporting(Config(chunk_size=16), report))
+    for length in (37, 51, 40):
+        given = torch.randn(2, 5, 2 * length).double(), torch.randint(0, 64, (2, length))
+        truth = gradients(model, lambda given=given: model(*given))
+        assert worst_error(gradients(model, lambda given=given: step(*given)), truth) < EXACT
+    head = report.regions[-1].streamed
+    assert not any(s.program.too_wide for s in (head.forward, head.backward) if s is not None)

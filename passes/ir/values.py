@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -73,6 +74,15 @@ def simplified(expr: sympy.Expr) -> sympy.Expr:
 def divided(division: sympy.Expr) -> sympy.Expr:
     quotient = sympy.cancel(division.args[0] / division.args[1])
     return quotient if quotient.as_numer_denom()[1] == 1 else division
+
+
+@functools.lru_cache(4096)
+def parted(expr) -> tuple[object, int, int]:
+    """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found
+    in other sizes: of ``2 (h // 4) (w // 4) + 1`` the product."""
+    rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
+    factor, part = product.as_coeff_Mul()
+    return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
 
 
 def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:

@@ -8,17 +8,23 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import is_tangent, simplified, value_of
+from ..ir import is_tangent, parted, simplified, value_of
 
 aten = torch.ops.aten
 
 
 class SizeNodes:
-    """Which inputs have which sizes. No size is read from a tangent: a forward has none."""
+    """Which inputs have which sizes. No size is read from a tangent: a forward has none.
+
+    known    size → an input that has it, and in which dimension
+    parts    what a size has beside a constant → that size, and the constant
+    symbols  symbol → an input that is its number
+    """
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self.known: dict[object, tuple[Node, int]] = {}
+        self.parts: dict[object, tuple[object, int]] = {}
         self.symbols: dict[object, Node] = {}
         for node in graph.find_nodes(op="placeholder"):
             value = None if is_tangent(node) else value_of(node)
@@ -26,9 +32,16 @@ class SizeNodes:
                 self.symbols.setdefault(value.node.expr, node)
             elif isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
-                    self.known.setdefault(
-                        size.node.expr if isinstance(size, torch.SymInt) else size, (node, dim)
-                    )
+                    expr = size.node.expr if isinstance(size, torch.SymInt) else size
+                    self.known.setdefault(expr, (node, dim))
+                    if isinstance(size, torch.SymInt) and not expr.is_number:
+                        self.learn_part(expr)
+
+    def learn_part(self, expr) -> None:
+        """Learn from a size what it has beside a constant: from ``(t - 1) // 2 + 1``, the quotient."""
+        part, factor, rest = parted(expr)
+        if factor == 1 and rest:
+            self.parts.setdefault(part, (expr, rest))
 
     def written(self, size: int | torch.SymInt, before: Node) -> Node | int | None:
         """A node (or number) for a size, or None if it is no sum of products of sizes of inputs."""
@@ -40,10 +53,10 @@ class SizeNodes:
         if expr in self.symbols:
             return self.symbols[expr]
         if expr in self.known:
-            with self.graph.inserting_before(before):
-                size = self.graph.call_function(aten.sym_size.int, self.known[expr])
-            size.meta["val"] = value_of(self.known[expr][0]).shape[self.known[expr][1]]
-            return size
+            return self.input_size(expr, before)
+        if expr in self.parts:
+            whole, rest = self.parts[expr]
+            return self.sum(self.input_size(whole, before), -rest, before)
         terms = expr.args
         if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
             terms = [expr.base] * int(expr.exp)
@@ -56,6 +69,14 @@ class SizeNodes:
                 return None
             total = self.sum(total, part, before) if expr.is_Add else self.product(total, part, before)
         return total
+
+    def input_size(self, expr, before: Node) -> Node:
+        """A node for a size that an input has."""
+        node, dim = self.known[expr]
+        with self.graph.inserting_before(before):
+            size = self.graph.call_function(aten.sym_size.int, (node, dim))
+        size.meta["val"] = value_of(node).shape[dim]
+        return size
 
     def sum(self, a: Node | int, b: Node | int, before: Node) -> Node | int:
         return self.combined(operator.add, a, b, before)

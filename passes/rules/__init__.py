@@ -39,6 +39,7 @@ from ..kernels import attention as _attention  # noqa: F401  registers torch.ops
 from ..kernels import blocks as _blocks  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
 from ..kernels import picked_rows as _picked_rows  # noqa: F401  registers torch.ops.streambp
+from ..kernels import token_loops as _token_loops  # noqa: F401  registers torch.ops.streambp
 from ..mask_analysis.domains import Abstract
 from ..mask_analysis.operands import Known
 from .facets import CostClass, Form, Linear, Merge, Scan, Windows
@@ -317,6 +318,7 @@ for _family in (
     "attention",
     "blocks",
     "picked_rows",
+    "token_loops",
     "filters",
 ):
     BUILT_IN.append(_family)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..passes.ir import arguments, draws_random, hint
+from ..passes.ir import ancestors, arguments, draws_random, hint
 from ..passes.phases import check_time
 from ..passes.rules.forward import cuts_into_pieces, mutated, slice_of
 from .regions import is_switch
-from .token_axes import fake_of, is_parameter, storage_of
+from .token_axes import SHORTEST_STREAMED, fake_of, is_parameter, storage_of
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ Blocks = dict[int, list[Node]]
 def groups(found: Mapping[Sliced, Blocks]) -> Iterator[dict[Sliced, Blocks]]:
     """Values that are cut into as many blocks, and are not made of blocks of one another: what one loop
     reads."""
-    for count in sorted({len(blocks) for blocks in found.values()}):
+    for count in sorted({len(blocks) for blocks in found.values()}, reverse=True):
         left = {key: blocks for key, blocks in found.items() if len(blocks) == count}
         while left:
             group = independent(left)
@@ -221,6 +221,36 @@ def is_output(loop: Loop, key: Sliced) -> bool:
     return is_blank(key.base) and written and all(u in blocks or last < u for u in key.base.users)
 
 
+def is_over_tokens(loop: Loop) -> bool:
+    """Is each iteration one of a single row, of a sequence that an input has as it is? Blocks that a reshape
+    has made of the rows are no tokens."""
+    keys = {key for key, _ in loop.pieces.values()}
+    if any(key.length > 1 for key in keys) or loop.count < SHORTEST_STREAMED:
+        return False
+    inputs = next(iter(keys)).base.graph.find_nodes(op="placeholder")
+    given = {size for n in inputs if not is_parameter(fake_of(n)) for size in sizes_of(n)}
+    made_of = ancestors(key.base for key in keys)
+    return loop.count in given and not any(makes_blocks(n, loop.count, given) for n in made_of)
+
+
+def makes_blocks(node: Node, count: int, given: Container[int]) -> bool:
+    """Does a reshape part one of the given sizes into so many blocks?"""
+    new = sizes_of(node)
+    return any(
+        size in given
+        and size not in new
+        and size % count == 0
+        and sizes_of(a).count(count) < new.count(count)
+        for a in node.all_input_nodes
+        for size in sizes_of(a)
+    )
+
+
+def sizes_of(node: Node) -> list[int]:
+    fake = fake_of(node)
+    return list(map(hint, fake.shape)) if isinstance(fake, torch.Tensor) else []
+
+
 def is_blank(node: Node) -> bool:
     """Is it a tensor of one number, or of nothing yet?"""
     name = getattr(node.target, "_opname", "").removeprefix("new_").removesuffix("_like")
@@ -252,7 +282,7 @@ class Matching:
             check_time()
             if node in pieces:
                 self.at[node] = pieces[node][1]
-            elif node.op != "output":
+            elif node.op != "output" and not is_blank(node):
                 made_of = [self.at[a] for a in node.all_input_nodes if a in self.at]
                 if made_of:
                     self.at[node] = max(made_of)

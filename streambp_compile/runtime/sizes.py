@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..passes.ir import Size, value_of
+from ..passes.ir import Size, parted, value_of
 
 
 class Sizes:
@@ -36,15 +35,6 @@ class Sizes:
             return size
         expr = size.node.expr
         return self.known[expr] if expr in self.known else int(expr.subs(self.known))
-
-
-@functools.lru_cache(4096)
-def parted(expr) -> tuple[object, int, int]:
-    """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found
-    in other sizes: of ``2 (h // 4) (w // 4) + 1`` the product."""
-    rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
-    factor, part = product.as_coeff_Mul()
-    return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
 
 
 def cannot_tell(inputs: Sequence[object], sizes: Iterable[Size]) -> list[Size]:
