@@ -33,7 +33,7 @@ from .dynamo.leading_columns import move_leading_columns
 from .dynamo.masked_values import choose_masked_values
 from .dynamo.padded_masks import pad_before_masks
 from .dynamo.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
-from .dynamo.picked_rows import depends_on_data, write_picked_rows
+from .dynamo.picked_rows import depends_on_data, reads_number_of_mask, write_picked_rows
 from .dynamo.python_floats import floats_as_tensors, reads_number
 from .dynamo.regions import (
     WIDER,
@@ -181,7 +181,7 @@ class Chain:
             raise
         except Exception as error:
             internals.log.debug("a graph could not be cut into regions", exc_info=True)
-            if any(depends_on_data(n) or is_in_branches(n) for n in self.given.graph.nodes):
+            if is_of_data(self.given):
                 internals.break_at_picked_rows()
             refusal = refusal_of(error, "linking regions", "graph", self.given)
             if self.config.strict:
@@ -207,9 +207,11 @@ class Chain:
         for rewrite, doing in () if self.transformed else REWRITES:
             with phase(doing):
                 module = rewrite(module)
+            if rewrite is write_picked_rows and reads_number_of_mask(module):
+                internals.break_at_picked_rows()
             if rewrite is to_aten:
                 self.prove_branches(module)
-        if any(map(depends_on_data, module.graph.nodes)):
+        if is_of_data(module):
             internals.break_at_picked_rows()
         return module
 
@@ -372,6 +374,12 @@ class Chain:
 
 
 # What is rewritten before autograd sees it, in this order, and what that is called when it fails.
+def is_of_data(module: GraphModule) -> bool:
+    """Is anything in a graph that only our rewrites take out of it (picked rows, a branch on them)?"""
+    nodes = module.graph.nodes
+    return any(depends_on_data(n) or is_in_branches(n) for n in nodes) or reads_number_of_mask(module)
+
+
 REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (inline_wrappers, "inlining activation checkpoints and nested compile regions"),
     (flash_attn_as_attention, "reading calls of flash_attn"),

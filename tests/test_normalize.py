@@ -159,3 +159,13 @@ def test_transposed_gradients_of_one_weight_are_added_before_they_are_transposed
     products = {n for n in module.graph.nodes if n.target is torch.ops.aten.mm.default}
     added = [n for n in module.graph.nodes if n.target is torch.ops.aten.add.Tensor]
     assert any(products.issuperset(n.all_input_nodes) for n in added)
+
+
+def test_a_slice_of_rows_that_an_index_has_written_stays_behind():
+    def write(x, index):
+        return torch.zeros(9, 8).index_add(0, index, x)[3:]
+
+    x, index = torch.randn(6, 8, requires_grad=True), torch.arange(6)
+    graph = normalize(joint_of(write, x, index)[0]).graph
+    (put,) = (n for n in graph.nodes if "index_put" in str(n.target))
+    assert put.meta["val"].shape[0] == 9

@@ -106,8 +106,8 @@ class Shortened:
             signature = rule.signature(node)
         except CannotStream:
             return None
-        if signature.reshape and rule.shape_arg is None:
-            return None
+        if signature.reshape and rule.shape_arg is None or rule.writes is not None:
+            return None  # rows that are written by an index are counted from the first of all
         found = self.before_reshape(node, dim) if signature.reshape else self.operands(node, dim, signature)
         short = {a: self.shortened(a, place) for a, place in found.items()}
         if not short or None in short.values():

@@ -96,7 +96,7 @@ class Search:
         """Does it read rows of all chunks at once, or add up what is there before any sweep?"""
         kind, early = self.kinds[node], node in self.early
         if kind is Kind.ALL:
-            if not early and not self.exists(node):
+            if not early and not all(map(self.problem.may_meet, (node, *node.all_input_nodes))):
                 raise refuse(
                     node,
                     "This operation needs the rows of all tokens at once, and they are too large to keep "

@@ -15,6 +15,7 @@ from ..ir import (
     Analysis,
     Direction,
     Edge,
+    Mark,
     Role,
     Tokens,
     bytes_of,
@@ -104,25 +105,43 @@ class Problem:
         return isinstance(fact, Tokens) and (fact.lo < 0 or fact.hi > 0)
 
     @functools.cached_property
+    def hidden(self) -> dict[Node, Mark]:
+        """Inputs with rows of tokens, and no columns of them, and where their rows are."""
+        facts = ((n, self.analysis.facts[n]) for n in self.inputs)
+        return {n: fact.rows for n, fact in facts if isinstance(fact, Tokens) and fact.keys is None}
+
+    @functools.cached_property
+    def widest_bytes(self) -> int:
+        """Bytes per token of the widest input."""
+        length = hint(self.analysis.length)
+        return max((bytes_of(value_of(n)) // length for n in self.hidden), default=0)
+
+    @functools.cached_property
     def small_bytes(self) -> int:
         """Bytes per token below which a value may as well exist at full length."""
-        length = hint(self.analysis.length)
-        widths, batches = [0], []
-        for node in self.inputs:
-            fact = self.analysis.facts[node]
-            if isinstance(fact, Tokens) and fact.keys is None:
-                widths.append(bytes_of(value_of(node)) // length)
-                batches.append(math.prod(shape_of(node)[: fact.rows.dim]) * fact.rows.outer)
-        return max(FEW_BYTES * min(batches, default=1), max(widths) // NARROW)
+        batches = [math.prod(shape_of(n)[: mark.dim]) * mark.outer for n, mark in self.hidden.items()]
+        return max(FEW_BYTES * min(batches, default=1), self.widest_bytes // NARROW)
 
     def is_small(self, node: Node) -> bool:
         """Few bytes per token, at any length: what has a column per key never is."""
-        if self.is_matrix(node) or self.is_wide_inside(node):
+        return self.is_within(node, self.small_bytes)
+
+    def is_within(self, node: Node, limit: int) -> bool:
+        """Does a value take so few bytes per token, and computing it, too?"""
+        if self.is_matrix(node) or inner_width(node, hint(self.analysis.length)) > limit:
             return False
         value = value_of(node)
         values = value if isinstance(value, (tuple, list)) else (value,)
         total = sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor))
-        return total <= self.small_bytes * hint(self.analysis.length)
+        return total <= limit * hint(self.analysis.length)
+
+    def may_meet(self, node: Node) -> bool:
+        """May all rows of a value exist where an operation needs them at once?
+
+        They take no more than one input does, where the region would otherwise run unchunked.
+        """
+        limit = max(self.small_bytes, self.widest_bytes)
+        return node in self.inputs or not self.has_tokens(node) or self.is_within(node, limit)
 
     def is_wide_inside(self, node: Node) -> bool:
         """Does computing it at full length take far more than the few bytes of its result?"""

@@ -45,6 +45,8 @@ def to_aten(module: GraphModule) -> GraphModule:
             if is_switch(node):
                 replay(node)
                 continue
+            if isinstance(fake_of(node), torch.Size):
+                read_sizes_there(node)
             write_sizes(node)
             if is_translatable(node):
                 translate(node, spelled)
@@ -64,7 +66,9 @@ def write_sizes(node: Node) -> None:
         sizes = fake_of(operand)
         if not isinstance(sizes, torch.Size):
             return operand
-        return tuple(s if isinstance(s, int) else size_at(operand, i) for i, s in enumerate(sizes))
+        found = tuple(s if isinstance(s, int) else size_at(operand, i) for i, s in enumerate(sizes))
+        read_sizes_there(operand)
+        return found
 
     if node.op in ("call_function", "call_method") and node.target is not operator.getitem:
         with node.graph.inserting_before(node):
@@ -75,6 +79,14 @@ def size_at(shape: Node, dim: int) -> Node:
     found = shape.graph.call_function(operator.getitem, (shape, dim))
     found.meta = {**shape.meta, "example_value": fake_of(shape)[dim]}
     return found
+
+
+def read_sizes_there(shape: Node) -> None:
+    """Read each number of a shape where the shape is, so that only numbers go from region to region."""
+    for item in [n for n in shape.users if n.target is operator.getitem and isinstance(n.args[1], int)]:
+        shape.append(item)
+        if shape.target == "size" and len(shape.args) == 1 and not shape.kwargs:
+            item.target, item.args = torch.ops.aten.sym_size.int, (shape.args[0], item.args[1])
 
 
 def has_unread_items(node: Node) -> bool:

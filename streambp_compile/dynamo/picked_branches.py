@@ -3,6 +3,7 @@ where it does: the proof that this side does nothing where it picks none."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from .aten import inserted
 from .regions import wants_gradient
 from .token_axes import fake_of, storage_of
 
-streambp = torch.ops.streambp
+aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 class DoesSomethingElse(Exception):
@@ -129,6 +130,14 @@ class Side:
         self.begin, self.before, self.after = self.end.args
         self.zeros: dict[Node, bool] = dict.fromkeys(self.begin.args[0], True)
 
+    @functools.cached_property
+    def choice(self) -> tuple[Node, int] | None:
+        """The choices, and which of them nobody makes where the branch is not taken, if it is that."""
+        if self.mask.target is not aten.eq.Scalar:
+            return None
+        choices, value = self.mask.args
+        return (choices, value) if isinstance(choices, Node) and isinstance(value, int) else None
+
     @property
     def mask(self) -> Node:
         return self.begin.args[0][0]
@@ -188,6 +197,8 @@ class Side:
     def made_of_zeros(self, node: Node) -> bool:
         if node.op != "call_function":
             return False
+        if self.choice is not None and internals.is_zero_without(node, *self.choice):
+            return True
         if node.target is operator.getitem:
             call = node.args[0]
             return call.target is streambp.picked_rows.default and self.is_zero(call.args[0][0])

@@ -35,8 +35,9 @@ OPERATORS = frozenset(filter(callable, vars(operator).values())) - WRITING
 
 def write_picked_rows(module: GraphModule) -> GraphModule:
     """Write what is done to picked rows as calls of ``streambp::picked_rows``."""
-    if not any(map(depends_on_data, module.graph.nodes)):
+    if not any(depends_on_data(n) or is_number_read(n) for n in module.graph.nodes):
         return module
+    compare_with_zero(module.graph)
     unify_masks(module.graph)
     with internals.replaying(module) as replay:
         modes: dict[Node, str] = {}
@@ -53,6 +54,26 @@ def write_picked_rows(module: GraphModule) -> GraphModule:
     erase_rows_unread(module.graph)
     module.recompile()
     return module
+
+
+PLACES = ("where", "nonzero", "argwhere")
+
+
+def compare_with_zero(graph: Graph) -> None:
+    """Write places where numbers are not zero (``torch.where(one_hot[e])``) as those where a mask is true."""
+    for node in list(graph.nodes):
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if (
+            name in PLACES
+            and len(node.all_input_nodes) == 1
+            and any(map(depends_on_data, (node, *node.users)))
+        ):
+            (numbers,) = node.all_input_nodes
+            value = fake_of(numbers)
+            if isinstance(value, torch.Tensor) and value.dtype is not torch.bool:
+                with graph.inserting_before(node):
+                    mask = inserted(numbers, operator.ne, (numbers, 0), as_written=True)
+                node.replace_input_with(numbers, mask)
 
 
 def unify_masks(graph: Graph) -> None:
@@ -84,6 +105,16 @@ def depends_on_data(node: Node) -> bool:
     return any(internals.is_unbacked(v) for v in values if v is not None)
 
 
+def is_number_read(node: Node) -> bool:
+    return node.target is internals.number_read
+
+
+def reads_number_of_mask(module: GraphModule) -> bool:
+    """Does anything in a graph read what is a number for Python?"""
+    parts = (m for m in module.modules() if isinstance(m, GraphModule))
+    return any(is_number_read(n) for part in parts for n in part.graph.nodes)
+
+
 def puts_back(node: Node) -> bool:
     """Does a node make a value of known size from picked rows? A check of a size makes nothing."""
     makes = isinstance(fake_of(node), torch.Tensor) or mutated(node) is not None
@@ -92,11 +123,12 @@ def puts_back(node: Node) -> bool:
 
 
 def erase_rows_unread(graph: Graph) -> None:
-    """Erase values that depend on data, and checks of them, which nobody reads any more."""
+    """Erase values that depend on data, what was asked of them, and checks of them, if nobody reads them."""
     for node in reversed(graph.nodes):
         read = any(map(depends_on_data, node.all_input_nodes))
-        checks = read and fake_of(node) is None and mutated(node) is None and node.op == "call_function"
-        if not node.users and (depends_on_data(node) or checks):
+        calls = node.op in ("call_function", "call_method") and mutated(node) is None
+        checks = read and calls and fake_of(node) is None
+        if not node.users and (depends_on_data(node) or checks or calls and is_integral(node)):
             graph.erase_node(node)
 
 

@@ -24,6 +24,7 @@ from .aten_graphs import (
     known_number,
 )
 from .body_inputs import BodyInputs
+from .chosen_values import is_zero_without
 from .chunk_bodies import body_options, compile_body
 from .distributed import (
     Engine,
@@ -81,6 +82,7 @@ from .fake_tensors import (
 )
 from .inductor import compile_function, compile_graph, compile_plainly, rewrite
 from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
+from .numbers_asked import number_read
 from .picked_branches import begin_branch, end_branch
 from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
 from .read_numbers import break_at_read_numbers, break_where_numbers_are_read, reading_no_numbers
@@ -169,6 +171,7 @@ __all__ = [
     "capture_picked_rows",
     "capture_with_picked_rows",
     "is_unbacked",
+    "is_zero_without",
     "keep_ddp_graphs_whole",
     "keep_inputs_partition",
     "leave_map",
@@ -176,6 +179,7 @@ __all__ = [
     "make_constant",
     "make_fx",
     "modes_text",
+    "number_read",
     "reading_no_numbers",
     "parts_of",
     "replaying",

@@ -5,6 +5,7 @@ Tested with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping
 
@@ -31,6 +32,21 @@ from ..passes.ir import (
 from ..runtime.runner import source_value
 
 POSITIONS = ("first", "offset")  # integers that are no size of anything, and zero in the first chunk
+
+
+class SizeArithmetic(PythonReferenceAnalysis):
+    """Python's arithmetic of sizes, with fractions (``int(1.25 * tokens / experts)``).
+
+    Torch's own leaves them as expressions, which no operator takes.
+    """
+
+    @staticmethod
+    def int_truediv(a, b):
+        return a / b
+
+    @staticmethod
+    def trunc_to_int(x, dtype):
+        return math.trunc(x)
 
 
 class BodyInputs:
@@ -73,7 +89,7 @@ class BodyInputs:
         hints = (
             env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
         )  # the latter up to torch 2.11
-        return sympy_interp(PythonReferenceAnalysis, {s: self.symbol(s, int(hints[s])) for s in names}, expr)
+        return sympy_interp(SizeArithmetic, {s: self.symbol(s, int(hints[s])) for s in names}, expr)
 
     def fake(self, binding: Binding):
         if binding.role is BindingRole.SCALAR:

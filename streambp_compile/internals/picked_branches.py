@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -29,12 +31,16 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
+from .chosen_values import Choices, choice_asked_for
 from .dynamo import modes_text
 
 COUNTS = (1, 2, 3, 10, 1 << 20)  # of picked rows, for which a condition must be the same
 DRAWN = 16  # masks of one row at random, for which it must be the same, too
 EFFECTS = ("mutation", "store_attr", "store_cell", "store_global", "register_hook")
 """What Dynamo calls when code changes something that is no local variable."""
+
+
+LOOPING = ("GET_ITER", "FOR_ITER")
 
 
 class CannotTakeBranch(Exception):
@@ -137,11 +143,16 @@ def is_same(was: VariableTracker | None, now: VariableTracker | None) -> bool:
     return was is now or constants and was.value is now.value
 
 
-def take_branches(may: Callable[[object], bool], give_up: Callable[[object], None]) -> None:
+def take_branches(
+    may: Callable[[object], bool],
+    give_up: Callable[[object], None],
+    in_loops: Callable[..., AbstractContextManager],
+) -> None:
     """Have Dynamo trace branches on whether a mask picks a row as if it does.
 
-    may      whether it should, for an `OutputGraph`
-    give_up  called where a branch does something else too; raises Dynamo's restart
+    may       whether it should, for an `OutputGraph`
+    give_up   called where a branch does something else too; raises Dynamo's restart
+    in_loops  around each instruction: loops of which each round is a branch
     """
     before = InstructionTranslatorBase.step
     if hasattr(before, "__wrapped__"):
@@ -158,7 +169,12 @@ def take_branches(may: Callable[[object], bool], give_up: Callable[[object], Non
                 found.pop().end(here)
         except CannotTakeBranch:
             give_up(self.output)
-        return begins(self, here) or before(self)
+        if begins(self, here):
+            return True
+        if here.opname not in LOOPING:
+            return before(self)
+        with in_loops(self, here, give_up):
+            return before(self)
 
     InstructionTranslatorBase.step = step
     for name in EFFECTS:
@@ -204,12 +220,17 @@ def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
     frame.current_instruction = jump
     frame.instruction_pointer = at + 1
     frame.pop()
-    begin = masks[0].graph.call_function(begin_branch, (tuple(masks),))
-    frame.output.took_branch = True
-    branches_of(frame.output).append(Branch(frame, frame.instructions[join], begin, reachable_from(frame)))
+    branches_of(frame.output).append(begun(frame, frame.instructions[join], masks))
     if jumps:
         frame.jump(jump)
     return True
+
+
+def begun(frame: InstructionTranslatorBase, join: Instruction, masks: Sequence[Node]) -> Branch:
+    """A branch that begins here."""
+    begin = masks[0].graph.call_function(begin_branch, (tuple(masks),))
+    frame.output.took_branch = True
+    return Branch(frame, join, begin, reachable_from(frame))
 
 
 def goes_on_at(frame: InstructionTranslatorBase, at: int) -> int:
@@ -303,8 +324,25 @@ def condition(value: VariableTracker, answers: dict[str, bool | None]) -> tuple[
     answers  what was computed for conditions of tensors before
     """
     if isinstance(value, TensorVariable):
-        return of_tensor(value.as_proxy().node, answers)
+        node = value.as_proxy().node
+        return of_tensor(node, answers) or of_choices(node)
     return of_number(value) if isinstance(value, SymNodeVariable) else None
+
+
+def of_choices(node: Node) -> tuple[list[Node], bool] | None:
+    """`condition` of a value that is computed of choices (``counts[e] > 0``), with a mask of where one is."""
+    found = choice_asked_for(node)
+    if found is None:
+        return None
+    choices, value, if_none = found
+    return [chosen_somewhere(choices, value)], if_none
+
+
+def chosen_somewhere(choices: Choices, value: int) -> Node:
+    """A mask of where a choice was made."""
+    mask = choices.node.graph.call_function(operator.eq, (choices.node, value))
+    mask.meta["example_value"] = choices.node.meta["example_value"] == value
+    return mask
 
 
 def of_number(value: SymNodeVariable) -> tuple[list[Node], bool] | None:
@@ -325,6 +363,15 @@ def is_mask(node: Node) -> bool:
     value = node.meta.get("example_value")
     whole = isinstance(value, torch.Tensor) and not free_unbacked_symbols(value)
     return whole and value.dtype is torch.bool and value.dim() > 0
+
+
+def masks_behind(node: Node) -> bool:
+    """Is a value computed of a mask alone?"""
+    while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+        if is_mask(node):
+            return True
+    return False
 
 
 def of_tensor(node: Node, answers: dict[str, bool | None]) -> tuple[list[Node], bool] | None:
