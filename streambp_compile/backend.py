@@ -373,13 +373,13 @@ class Chain:
         warn_refused(refusal, cost)
 
 
-# What is rewritten before autograd sees it, in this order, and what that is called when it fails.
 def is_of_data(module: GraphModule) -> bool:
     """Is anything in a graph that only our rewrites take out of it (picked rows, a branch on them)?"""
     nodes = module.graph.nodes
     return any(depends_on_data(n) or is_in_branches(n) for n in nodes) or reads_number_of_mask(module)
 
 
+# What is rewritten before autograd sees it, in this order, and what that is called when it fails.
 REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (inline_wrappers, "inlining activation checkpoints and nested compile regions"),
     (flash_attn_as_attention, "reading calls of flash_attn"),

@@ -147,12 +147,14 @@ def take_branches(
     may: Callable[[object], bool],
     give_up: Callable[[object], None],
     in_loops: Callable[..., AbstractContextManager],
+    is_unfit: Callable[[InstructionTranslatorBase, Instruction], bool],
 ) -> None:
     """Have Dynamo trace branches on whether a mask picks a row as if it does.
 
     may       whether it should, for an `OutputGraph`
     give_up   called where a branch does something else too; raises Dynamo's restart
     in_loops  around each instruction: loops of which each round is a branch
+    is_unfit  whether the graph would not show what an instruction does
     """
     before = InstructionTranslatorBase.step
     if hasattr(before, "__wrapped__"):
@@ -168,6 +170,8 @@ def take_branches(
             while found and found[-1].ends_at(self, here):
                 found.pop().end(here)
         except CannotTakeBranch:
+            give_up(self.output)
+        if is_unfit(self, here):
             give_up(self.output)
         if begins(self, here):
             return True

@@ -26,7 +26,7 @@ from .chosen_loops import in_loops
 from .distributed import defined_in
 from .dynamo import OneAtATime
 from .fake_tensors import stand_in
-from .numbers_asked import read_numbers_later
+from .numbers_asked import read_numbers_later, uses_as_no_number
 from .picked_branches import branches_of, take_branches
 
 BROKEN_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
@@ -61,7 +61,7 @@ def capture_picked_rows(package: str) -> None:
     OutputGraph.__init__ = init
     OutputGraph.compile_subgraph = outside_of_branches(OutputGraph.compile_subgraph)
     InstructionTranslator.run = traced_again_where_it_failed(InstructionTranslator.run)
-    take_branches(may_take_branches, trace_again, in_loops)
+    take_branches(may_take_branches, trace_again, in_loops, uses_as_no_number)
     read_numbers_later(may_read_later)
 
 
