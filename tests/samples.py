@@ -278,6 +278,7 @@ SAMPLES = {
     ],
     "streambp::contracted": [
         call("streambp::contracted", t(2, 5, 6, 3), t(3, 4), "bqkh,hg->bqkg"),
+        call("streambp::contracted", t(3, 6, 6), t(3, 4), "hqk,hg->gqk"),
         call("streambp::contracted", t(2, 5, 6, 3), t(2, 5, 6, 4), "bqkh,bqkg->hg"),
     ],
     "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],

@@ -21,6 +21,7 @@ from ..passes.ir import is_tensor
 from ..passes.kernels.picked_rows import Picked
 from ..passes.rules import find_rule
 from ..passes.rules.forward import WRITING, mutated
+from ..passes.rules.named_calls import lists_places
 from .aten import Named, inserted
 from .picked_functions import NotRowByRow, register
 from .picked_graphs import PickedGraph, is_count, is_unknown, last_of_picked, mask_of
@@ -56,15 +57,11 @@ def write_picked_rows(module: GraphModule) -> GraphModule:
     return module
 
 
-PLACES = ("where", "nonzero", "argwhere")
-
-
 def compare_with_zero(graph: Graph) -> None:
     """Write places where numbers are not zero (``torch.where(one_hot[e])``) as those where a mask is true."""
     for node in list(graph.nodes):
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         if (
-            name in PLACES
+            lists_places(node)
             and len(node.all_input_nodes) == 1
             and any(map(depends_on_data, (node, *node.users)))
         ):

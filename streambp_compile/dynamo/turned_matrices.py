@@ -15,12 +15,21 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..passes.ir import Contraction, Signature, arguments, is_equal, origin_of, shape_of, tensor_operands
+from ..passes.ir import (
+    Contraction,
+    Signature,
+    arguments,
+    hint,
+    is_equal,
+    origin_of,
+    shape_of,
+    tensor_operands,
+)
 from ..passes.rules.forward import Part, mutated, part_of
 from ..passes.token_propagation import TokenPropagation, reshaped, slot_of
 from .relative_shifts import mutated_storages
 from .row_slices import may_be_repeated
-from .token_axes import Trace, axes_of, fake_of, storage_of, traced
+from .token_axes import SHORTEST_STREAMED, Trace, axes_of, fake_of, storage_of, traced
 
 aten = torch.ops.aten
 Demands = dict[Node, set[int]]  # a matrix → its dimensions that readers take for that of keys
@@ -42,15 +51,15 @@ def part_turned_matrices(module: GraphModule) -> GraphModule:
 
 
 def turns_square(node: Node) -> bool:
-    """Does a node move, or normalise over, a dimension in front of one of equal size?"""
+    """Does a node move, or normalise over, a dimension in front of one of equal size, that may be tokens?"""
     if part_of(node) is Part.ALONG:
         dims, rank = arguments(node).get("dim"), fake_of(node.args[0]).dim()
         if dims is None or (dims[0] if isinstance(dims, (list, tuple)) else dims) in (-1, rank - 1):
             return False
     elif part_of(node) not in (Part.MOVE, Part.TRANSPOSE):
         return False
-    given = fake_of(node.args[0]).shape
-    return any(a != 1 and is_equal(a, b) for i, a in enumerate(given) for b in given[i + 1 :])
+    long = [s for s in fake_of(node.args[0]).shape if hint(s) >= SHORTEST_STREAMED]
+    return any(is_equal(a, b) for i, a in enumerate(long) for b in long[i + 1 :])
 
 
 class Readings:

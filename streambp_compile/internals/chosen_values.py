@@ -19,16 +19,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from ..passes.rules.forward import mutated
+from ..passes.rules.named_calls import is_random, places_along
 
 LONGEST = 64  # nodes between choices and what is computed of them
 DRAWN = 16  # examples with a choice and without it
 MOST = 1024  # choices to choose from
-CHOOSING = {"topk": 2, "sort": 1, "max": 1}
-"""Functions whose second result are places along a dimension, and which of their arguments that is."""
-CHOOSING_ALONE = {"argsort": 1, "argmax": 1}
-"""Those that return such places alone."""
-RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
-"""Parts of the names of functions that draw random numbers, which are others in each example."""
 
 
 class CannotCompute(Exception):
@@ -60,32 +55,16 @@ def storage_of(node: Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def name_of(node: Node) -> str:
-    """The name of a function, of a method, or of an ATen operator without its overload."""
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return target.partition(".")[0]
-
-
 def choices_at(node: Node) -> Choices | None:
     """The choices that a value is, if it is that."""
-    value, second = value_of(node), is_second_result(node)
-    made, known = (node.args[0], CHOOSING) if second else (node, CHOOSING_ALONE)
-    if not isinstance(value, torch.Tensor) or value.dtype is not torch.int64 or not isinstance(made, Node):
+    value, found = value_of(node), places_along(node)
+    if found is None or not isinstance(value, torch.Tensor) or value.dtype is not torch.int64:
         return None
-    name = name_of(made)
-    if name not in known or free_unbacked_symbols(value):
-        return None
-    given = made.args[known[name] : known[name] + 1]
-    dim = made.kwargs.get("dim", given[0] if given else None if name == "argmax" else -1)
-    of = value_of(made.args[0]) if made.args and isinstance(made.args[0], Node) else None
-    if not isinstance(of, torch.Tensor) or not isinstance(dim, int) or not of.dim():
+    of, dim = value_of(found[0]), found[1]
+    if not isinstance(of, torch.Tensor) or not of.dim() or free_unbacked_symbols(value):
         return None
     among = of.shape[dim]
     return Choices(node, among) if isinstance(among, int) and 1 < among <= MOST else None
-
-
-def is_second_result(node: Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem" and node.args[1:] == (1,)
 
 
 def computed_of(node: Node) -> tuple[Choices, list[Node]]:
@@ -103,7 +82,7 @@ def computed_of(node: Node) -> tuple[Choices, list[Node]]:
         if (chosen := choices_at(each)) is not None:
             choices[each] = chosen
             continue
-        calls = each.op in ("call_function", "call_method") and not any(map(name_of(each).count, RANDOM))
+        calls = each.op in ("call_function", "call_method") and not is_random(each)
         if not calls or len(found) == LONGEST:
             raise CannotCompute(each)
         found[each] = None

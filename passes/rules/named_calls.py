@@ -1,0 +1,40 @@
+"""What is known of calls by their names alone, as Dynamo writes them, before they are ATen operators."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+PLACES_ALONG = {"topk": 2, "sort": 1, "max": 1, "argsort": 1, "argmax": 1}
+"""Functions that tell places along a dimension, and which of their arguments that dimension is."""
+WITH_VALUES = ("topk", "sort", "max")  # those whose second result are the places
+RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
+
+
+def name_of(node: Node) -> str:
+    """The name of a function, of a method, or of an ATen operator without its overload."""
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return target.partition(".")[0]
+
+
+def places_along(node: Node) -> tuple[Node, int] | None:
+    """The value and its dimension of which a node tells places (experts that `topk` picks), if it does."""
+    second = name_of(node) == "getitem" and node.args[1:] == (1,)
+    made = node.args[0] if second else node
+    if not isinstance(made, Node) or not made.args or not isinstance(made.args[0], Node):
+        return None
+    name = name_of(made)
+    if name not in PLACES_ALONG or (name in WITH_VALUES) is not second:
+        return None
+    given = made.args[PLACES_ALONG[name] :][:1]
+    dim = made.kwargs.get("dim", given[0] if given else None if name == "argmax" else -1)
+    return (made.args[0], dim) if isinstance(dim, int) else None
+
+
+def lists_places(node: Node) -> bool:
+    """Does a node list the places where a value is not zero?"""
+    return name_of(node) in ("where", "nonzero", "argwhere")
+
+
+def is_random(node: Node) -> bool:
+    """Does the name of a function say that it draws random numbers?"""
+    return any(part in name_of(node) for part in RANDOM)
