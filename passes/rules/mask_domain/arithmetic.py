@@ -189,9 +189,11 @@ def product_added(node: Node, known: Known) -> Abstract:
 def contracted(node: Node, known: Known) -> Abstract:
     """A linear map over the heads of a matrix that is zero outside a band."""
     operands, made = node.args[2].split("->")
-    for arg, labels in zip(node.args[:2], operands.split(",")):
-        value = known(arg)
-        if is_zero_outside(value) and {labels[value.row], labels[value.key]} <= set(made):
+    values = [known(arg) for arg in node.args[:2]]
+    for value, other, labels in zip(values, reversed(values), operands.split(",")):
+        if not is_zero_outside(value) or not is_finite(other):
+            continue
+        if {labels[value.row], labels[value.key]} <= set(made):
             return with_dims_renamed(value, {d: made.index(a) for d, a in enumerate(labels) if a in made})
     return None
 
