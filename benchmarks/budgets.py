@@ -73,11 +73,15 @@ def steps_of(family: str, dtype: str, tokens: int) -> list[dict]:
 
 
 def settable(family: str, wanted: dict) -> dict:
-    """The settings that a family's configuration has."""
+    """The settings that a family's configuration has, with a kind for each layer where it has kinds."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     configuration = CONFIG_MAPPING[family]()
-    return {name: value for name, value in wanted.items() if hasattr(configuration, name)}
+    found = {name: value for name, value in wanted.items() if hasattr(configuration, name)}
+    kinds = list(dict.fromkeys(getattr(configuration, "layer_types", None) or ()))
+    if kinds:
+        found["layer_types"] = (kinds * wanted["num_hidden_layers"])[: wanted["num_hidden_layers"]]
+    return found
 
 
 def planned(model, step, batch: dict, truth: list, budget: int | None) -> dict:
