@@ -54,10 +54,11 @@ from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
 from .dynamo.score_filters import write_score_filters
 from .dynamo.shared_keys import part_shared_keys
-from .dynamo.token_axes import Axis, axis_of, capturing_once, fake_of, find_axes, joined
+from .dynamo.token_axes import Axis, axis_of, capturing_once, find_axes, joined
 from .dynamo.turned_matrices import part_turned_matrices
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
+from .dynamo.values import fake_of
 from .dynamo.windows import write_windows
 from .dynamo.written_values import read_from_writers
 from .hints import hint_at_freed_weights, hint_at_outputs, watched

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from .dynamo.token_axes import SHORTEST_STREAMED, Axis, fake_of, is_parameter
+from .dynamo.token_axes import SHORTEST_STREAMED, Axis
+from .dynamo.values import fake_of, is_parameter
 from .passes.ir import CannotStream, Refusal, Size, bytes_of, hint, is_tensor, value_of, where_of
 from .passes.rules import CostClass, cost_of, find_rule, is_product
 from .passes.split import Region

@@ -16,7 +16,8 @@ from .config import Config
 from .dynamo.attention import torch_attention
 from .dynamo.block_functions import write_out
 from .dynamo.regions import written_buffers, written_storages
-from .dynamo.token_axes import Axis, fake_of
+from .dynamo.token_axes import Axis
+from .dynamo.values import fake_of
 from .notices import NotStreamed, StreamHint, mebibytes
 from .passes.ir import (
     CannotStream,

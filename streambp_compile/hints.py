@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from . import internals
 from .dynamo.regions import WIDER, wide_between, widest_input
-from .dynamo.token_axes import Axis, fake_of
+from .dynamo.token_axes import Axis
+from .dynamo.values import fake_of
 from .notices import mebibytes
 from .passes.ir import bytes_of, where_of
 from .passes.split import Region

@@ -20,7 +20,8 @@ from .chain_plan import ChainPlan
 from .compiled_region import CompiledRegion
 from .dynamo.buffer_updates import Buffers, State
 from .dynamo.regions import written_storages
-from .dynamo.token_axes import Axis, fake_of, storage_of
+from .dynamo.token_axes import Axis
+from .dynamo.values import fake_of, storage_of
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import lazy_output
 from .passes.ir import Condition, Refusal

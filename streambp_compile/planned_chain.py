@@ -11,7 +11,8 @@ from torch.fx import Node
 from . import internals
 from .chain_plan import ChainPlan, Costs, Longer
 from .compiled_region import CompiledRegion
-from .dynamo.token_axes import Axis, fake_of
+from .dynamo.token_axes import Axis
+from .dynamo.values import fake_of
 from .memory_limits import Lengths, Limit
 from .passes.ir import bytes_of, hint, is_row_wise, is_tensor, value_of
 from .passes.planning.choices import Choices

@@ -28,7 +28,7 @@ from ..passes.ir import is_equal
 from ..passes.phases import check_time
 from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argument
 from .regions import is_switch
-from .token_axes import fake_of
+from .values import fake_of
 
 RESULTS = "results of a call"  # in the meta of a call, what makes them
 OF_ONE_NODE = ("example_value", "unbacked_bindings")  # in the meta of a node, what is true of its value alone

@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import internals
 from ..passes.ir import ancestors, hint
 from ..passes.rules.forward import Part, mutated, part_of
-from .token_axes import fake_of, storage_of
+from .values import fake_of, storage_of
 
 streambp = torch.ops.streambp
 

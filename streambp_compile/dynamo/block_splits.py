@@ -13,7 +13,8 @@ from ..passes.ir import Mark, hint, is_equal
 from ..passes.rules import form_of
 from ..passes.rules.facets import Form
 from ..passes.rules.forward import Part, is_pointwise, part_of
-from .token_axes import Axis, fake_of, is_parameter, storage_of
+from .token_axes import Axis
+from .values import fake_of, is_parameter, storage_of
 
 
 def may_split(node: Node) -> bool:

@@ -13,7 +13,8 @@ from ..passes.rules.forward import Part, part_of
 from ..passes.token_propagation import TokenPropagation
 from .block_functions import NoBlockFunction
 from .block_splits import Split
-from .token_axes import Axis, Trace, fake_of
+from .token_axes import Axis, Trace
+from .values import fake_of
 
 WIDE = 4  # a value that blocks exchange may be so many times as large as the widest rows that enter them
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from ..passes.split import Region
 from ..runtime.sizes import Sizes
 from .regions import is_dense, same_layout, written_buffers
-from .token_axes import fake_of, storage_of
+from .values import fake_of, storage_of
 
 
 class Buffers:

@@ -21,7 +21,7 @@ from ..passes.ir import is_equal
 from ..passes.rules.attention import FLASH_ATTN, FLASH_ATTN_FORWARD, kernel_only
 from ..pipeline import outputs_of
 from .aten import inserted
-from .token_axes import fake_of
+from .values import fake_of
 
 BACKWARD = "flash_attn::_flash_attn_backward"
 # What its forward and backward do beside their calls.

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import internals
 from ..pipeline import outputs_of
 from .regions import is_switch
-from .token_axes import fake_of
+from .values import fake_of
 
 
 def inline_wrappers(module: GraphModule) -> GraphModule:

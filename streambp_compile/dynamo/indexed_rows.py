@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, is_equal
 from ..passes.rules.forward import Along, Part, part_of, read_or_written_along
 from .aten import inserted
-from .token_axes import fake_of
+from .values import fake_of
 
 aten = torch.ops.aten
 

@@ -20,7 +20,8 @@ from ..passes.ir import ancestors, arguments, draws_random, hint
 from ..passes.phases import check_time
 from ..passes.rules.forward import cuts_into_pieces, mutated, slice_of
 from .regions import is_switch
-from .token_axes import SHORTEST_STREAMED, fake_of, is_parameter, storage_of
+from .token_axes import SHORTEST_STREAMED
+from .values import fake_of, is_parameter, storage_of
 
 
 @dataclass(frozen=True)

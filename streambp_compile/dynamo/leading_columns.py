@@ -20,7 +20,7 @@ from ..passes.rules.forward import TO_THE_END, Slice, is_orderless_along, slice_
 from .aten import inserted
 from .attention import erase_unread
 from .row_slices import Parts, Rows, Sliced, columns_of, operand_dim, sliced
-from .token_axes import fake_of
+from .values import fake_of
 
 aten = torch.ops.aten
 

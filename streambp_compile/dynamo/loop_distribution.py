@@ -24,7 +24,7 @@ from ..passes.rules import functional
 from ..passes.rules.forward import Part, mutated, part_of
 from .aten import inserted
 from .iterations import Loop, Sliced, State
-from .token_axes import fake_of
+from .values import fake_of
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from ..passes.rules import form_of
 from ..passes.rules.facets import Form
 from ..passes.rules.forward import Part, part_of, written_argument
 from .aten import inserted
-from .token_axes import fake_of
+from .values import fake_of
 
 aten = torch.ops.aten
 

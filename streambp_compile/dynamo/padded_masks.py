@@ -27,7 +27,7 @@ from .row_slices import (
     repeated,
     sum_of,
 )
-from .token_axes import fake_of, is_parameter
+from .values import fake_of, is_parameter
 
 aten = torch.ops.aten
 

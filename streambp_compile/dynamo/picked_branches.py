@@ -17,7 +17,7 @@ from ..passes.rules.forward import added_values, chosen_value, copied_value, kee
 from ..pipeline import outputs_of
 from .aten import inserted
 from .regions import wants_gradient
-from .token_axes import fake_of, storage_of
+from .values import fake_of, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 

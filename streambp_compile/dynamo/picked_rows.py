@@ -27,7 +27,7 @@ from .picked_functions import NotRowByRow, register
 from .picked_graphs import PickedGraph, is_count, is_unknown, last_of_picked, mask_of
 from .picked_losses import Rows, picked_loss
 from .regions import is_switch
-from .token_axes import fake_of, storage_of
+from .values import fake_of, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 OPERATORS = frozenset(filter(callable, vars(operator).values())) - WRITING

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from .. import internals
 from .aten import inserted
-from .token_axes import fake_of
+from .values import fake_of
 
 
 def floats_as_tensors(module: GraphModule) -> list[torch.SymFloat]:

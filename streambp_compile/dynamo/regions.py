@@ -15,7 +15,8 @@ from .. import internals
 from ..passes.ir import Layout, Refusal, bytes_of, is_view, where_of
 from ..passes.rules.forward import mutated, slice_of
 from ..passes.split import Region, Traits
-from .token_axes import Axis, fake_of, is_parameter, storage_of
+from .token_axes import Axis
+from .values import fake_of, is_parameter, storage_of
 
 # An output is lazy if it is this many times wider than what its region reads. What leaves a graph at a break
 # is read by the graph that follows: only a head widens so much that an operation after it had better be

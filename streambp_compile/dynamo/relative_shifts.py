@@ -26,7 +26,8 @@ from ..passes.rules.forward import Part, mutated, part_of, slice_of
 from .aten import inserted
 from .attention import erase_unread
 from .row_slices import sum_of
-from .token_axes import Axis, axes_of, fake_of, storage_of, traced
+from .token_axes import Axis, axes_of, traced
+from .values import fake_of, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 

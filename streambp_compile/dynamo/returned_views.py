@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from ..passes.ir import is_view
 from ..pipeline import outputs_of
 from .regions import wants_gradient
-from .token_axes import storage_of
+from .values import storage_of
 
 
 def part_returned_views(module: GraphModule) -> dict[int, tuple[Node, ...]]:

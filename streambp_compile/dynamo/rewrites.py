@@ -16,7 +16,7 @@ from ..passes.ir import arguments, is_equal
 from ..passes.rules.forward import Part, part_of, slice_of
 from .aten import inserted
 from .filters import filter_of_rows
-from .token_axes import fake_of
+from .values import fake_of
 
 MOST_TAPS = 16
 

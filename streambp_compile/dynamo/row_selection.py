@@ -12,7 +12,7 @@ from ..passes.ir import arguments, is_equal
 from ..passes.rules.forward import Part, is_pointwise, mutated, part_of, slice_of, steps_over_rows
 from .aten import inserted
 from .regions import is_switch
-from .token_axes import fake_of
+from .values import fake_of
 
 
 def select_rows_first(module: GraphModule) -> GraphModule:

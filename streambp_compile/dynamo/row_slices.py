@@ -30,7 +30,7 @@ from ..passes.rules.forward import (
 )
 from ..passes.token_propagation import reshaped
 from .aten import inserted
-from .token_axes import fake_of
+from .values import fake_of
 
 aten = torch.ops.aten
 

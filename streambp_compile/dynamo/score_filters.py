@@ -13,7 +13,8 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, is_equal
 from ..passes.rules.forward import Part, part_of
 from .aten import inserted
-from .token_axes import Axis, axes_of, fake_of, traced
+from .token_axes import Axis, axes_of, traced
+from .values import fake_of
 
 
 def write_score_filters(module: GraphModule) -> GraphModule:

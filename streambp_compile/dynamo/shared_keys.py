@@ -23,7 +23,7 @@ from ..passes.rules.forward import Part, part_of
 from .aten import inserted
 from .attention import TORCH_SPELLING, as_autocast, erase_unread, is_fusible, score_mask, streambp
 from .row_slices import Parts, Rows, Sliced, origin_of_rows, same_rows, sliced
-from .token_axes import fake_of, is_parameter
+from .values import fake_of, is_parameter
 
 
 class Joined(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules.forward import cuts_into_pieces, slice_of
-from .token_axes import fake_of
+from .values import fake_of
 
 Cuts = (
     tuple[int, ...] | int

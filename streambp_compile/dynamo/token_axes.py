@@ -1,22 +1,21 @@
 """The token axes of a model: which dimensions of its values carry tokens, and where those go in the Dynamo
 graph.
 
-The forward is captured once, every candidate is spread over it, and the one that reaches the rows of
-attention wins; which dimension
-carries tokens is never told from its size. Attention that it does not reach is of another sequence (an
-encoder's, an image's), which has an axis of its own.
+The forward is captured once, every candidate is propagated through it, and the one that reaches the rows of
+attention wins; which dimension carries tokens is never told from its size. Attention that it does not reach is
+of another sequence (an encoder's, an image's), which has an axis of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from ..passes.ir import (
     Mark,
@@ -33,10 +32,23 @@ from ..passes.ir import (
 from ..passes.moved_rows import Rows, moves_rows, picked_rows
 from ..passes.normalization.normalize import normalize
 from ..passes.normalization.sorted_rows import undo_sorts
-from ..passes.rules import block_of, is_product
+from ..passes.rules import is_product
 from ..passes.split import Region
 from ..passes.token_propagation import Signatures, TokenPropagation
 from .capture import Captured
+from .mixing import (
+    attends,
+    crosses,
+    is_all,
+    is_batch_of_matrices,
+    is_feature,
+    is_linear_layer,
+    lost_bytes,
+    made_of_weights,
+    mixes,
+    touches,
+)
+from .values import fake_of, is_parameter
 
 SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
 
@@ -105,26 +117,12 @@ def has_more_rows(node: Node, axis: Axis) -> bool:
     )
 
 
-def fake_of(node: Node):
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
-def storage_of(node: Node) -> int | None:
-    """Whose memory the value of a node is; equal numbers, the same memory."""
-    fake = fake_of(node)
-    try:
-        return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
-    except NotImplementedError:  # of a value inside a `torch.func` transform
-        return None
-
-
 def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
     """The dimension of the inputs along which tokens run: the one that reaches the rows of attention; else
     the widest.
 
     Then, for attention whose rows it does not reach, other dimensions of inputs; and last, where those rows
-    were made inside (patches of an
-    image), the rows themselves.
+    were made inside (patches of an image), the rows themselves.
     """
     return axes_of(traced(module, fakes), fakes)
 
@@ -245,11 +243,11 @@ class Trace:
 
     def picked(self, chosen: Sequence[Candidate]) -> list[Candidate]:
         """Sequences of rows that are picked from others, by an index or a step."""
-        spread: dict[Rows, Candidate] = {}
+        known_rows: dict[Rows, Candidate] = {}
 
         def rows_from(node: Node, dim: int) -> Rows | None:
             for candidate in self.candidate(node, dim) if shape_of(node)[dim] >= SHORTEST_STREAMED else ():
-                spread[candidate.rows] = candidate
+                known_rows[candidate.rows] = candidate
                 return candidate.rows
             return None
 
@@ -257,7 +255,7 @@ class Trace:
         for node in self.graph.nodes:
             found = picked_rows(node, known, rows_from)
             known += [] if found is None else [found]
-        return [spread[rows] for rows in known[len(chosen) :]]
+        return [known_rows[rows] for rows in known[len(chosen) :]]
 
     def moving(self, chosen: Sequence[Candidate]) -> frozenset[Node]:
         """Nodes of the Dynamo graph that make rows of one sequence from those of another."""
@@ -314,7 +312,7 @@ def fix_sizes(sizes: Sequence[Size]) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A dimension of a value, spread over the graph: the ops that mix its rows (by attention, or otherwise),
+    """A dimension of a value, propagated through the graph: the ops that mix its rows (by attention, or otherwise),
     those of them that cannot be linear layers over features, the bytes that carry it, the part of them that
     loses it."""
 
@@ -351,8 +349,8 @@ def preferred(found: Sequence[Candidate]) -> Candidate | None:
     many, the most rows.
 
     In a head without attention the batch carries the same values as the tokens do, and a few numbers per
-    sequence besides; features and
-    classes carry much, but products and the softmax lose them. The place of a token in its block is no token.
+    sequence besides; features and classes carry much, but products and the softmax lose them. The place of a
+    token in its block is no token.
     """
     found = [c for c in found if c.length >= SHORTEST_STREAMED] or found
     found = [c for c in found if not any(is_place_in_block(c, r) for r in found)]
@@ -376,158 +374,3 @@ def is_place_in_block(candidate: Candidate, rival: Candidate) -> bool:
             if dim in tokens and mark.outer > 1 and tokens[dim].outer == tokens[dim].inner == 1:
                 return True
     return False
-
-
-def lost_bytes(propagation: TokenPropagation) -> int:
-    """Bytes of values whose marked dimension ends in a reader: contracted, normalised over, or looked up."""
-    lost = 0
-    for node in propagation.met():
-        signature = propagation.signatures.get(node)
-        if signature is None or signature.reshape or not is_tensor(node):
-            continue
-        outputs = {label for labels in signature.outputs for label in labels}
-        for operand, labels in zip(tensor_operands(node), signature.operands):
-            ends = any(
-                labels[d] is None or labels[d] not in outputs or labels[d] == signature.keys
-                for d in propagation.of(operand)
-            )
-            if (
-                ends
-                and value_of(operand).dtype.is_floating_point
-                and signature.rows is None
-                and len(propagation.of(operand)) < 2
-            ):
-                lost += bytes_of(value_of(operand))
-    return lost
-
-
-def is_parameter(fake: object) -> bool:
-    """A weight, declared or not. Hidden states may be leaves that want gradients too, but they come as ``[B,
-    T, d]``."""
-    return (
-        isinstance(fake, torch.nn.Parameter)
-        or getattr(fake, "_is_param", False)
-        or (
-            isinstance(fake, torch.Tensor)
-            and fake.is_leaf
-            and fake.requires_grad
-            and fake.dtype.is_floating_point
-            and fake.dim() != 3
-        )
-    )
-
-
-def touches(node: Node, propagation: TokenPropagation) -> bool:
-    return any(propagation.of(a) for a in tensor_operands(node))
-
-
-def mixes(node: Node, propagation: TokenPropagation, length: int) -> bool:
-    """Does this op let one token see another: attention, a scan along tokens?"""
-    signature = propagation.signatures.get(node)
-    if signature is None or signature.reshape or signature.rows is not None:
-        return attends(node, propagation, length)
-    if block_of(node) > 1:  # a state per block is read by rows of the same layer
-        return bool(propagation.of(node))
-    reads = any(
-        labels[d] in signature.reach
-        for a, labels in zip(tensor_operands(node), signature.operands)
-        for d in propagation.of(a)
-    )
-    return value_of(node).dtype.is_floating_point if reads else attends(node, propagation, length)
-
-
-def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
-    """Is this op attention over rows, or a product that contracts keys? Rows of more than the tokens are
-    another sequence."""
-    signature = propagation.signatures.get(node)
-    if signature is None or signature.reshape:
-        return False
-    operands = tensor_operands(node)
-    if signature.rows is not None:
-        return any(
-            labels[d] == signature.rows and is_all(a, mark, length)
-            for a, labels in zip(operands, signature.operands)
-            for d, mark in propagation.of(a).items()
-        )
-    if any(
-        labels[d] in signature.reach
-        for a, labels in zip(operands, signature.operands)
-        for d in propagation.of(a)
-    ):
-        return False
-    return (
-        any(is_pair(a, propagation, length) for a in operands)
-        and is_tensor(node)
-        and len(propagation.of(node)) == 1
-        and value_of(node).dtype.is_floating_point
-        and len(operands) > 1
-    )
-
-
-def made_of_weights(graph: Graph, fakes: Mapping[Node, object]) -> set[Node]:
-    """Values computed from weights and constants alone, and from one weight at least."""
-    given = {n for n, fake in fakes.items() if isinstance(fake, torch.Tensor) and not is_parameter(fake)}
-    found = {n for n, fake in fakes.items() if is_parameter(fake)}
-    for node in graph.nodes:
-        if given.isdisjoint(node.all_input_nodes):
-            found |= set() if found.isdisjoint(node.all_input_nodes) else {node}
-        elif node.op != "output":
-            given.add(node)
-    return found
-
-
-def is_linear_layer(node: Node, propagation: TokenPropagation, weights: Container[Node]) -> bool:
-    """May this mixer be a square weight in a residual block, so that what it mixes may be features?"""
-    pairs = [a for a in tensor_operands(node) if len(propagation.of(a)) == 2]
-    return bool(pairs) and all(a in weights for a in pairs)
-
-
-def is_feature(propagation: TokenPropagation, weights: Container[Node]) -> bool:
-    """Do products read or make this dimension by a weight, so that a scan along it (a cumulative probability)
-    tells nothing? A weight that mixes tokens has them twice."""
-    return any(
-        a in weights and len(propagation.of(a)) == 1
-        for n in propagation.met()
-        if is_product(n)
-        for a in tensor_operands(n)
-    )
-
-
-def is_all(node: Node, mark: Mark, length: int) -> bool:
-    """Are these rows the tokens, no fewer and no more? Several rows for each token (states and actions in
-    turn) are another sequence."""
-    return mark.inner == 1 and shape_of(node)[mark.dim] == length * mark.outer
-
-
-def is_pair(node: Node, propagation: TokenPropagation, length: int) -> bool:
-    """Are these probabilities of rows and keys? The keys are the tokens; rows may have heads folded behind
-    each token, as products of all heads with shared keys have them."""
-    marks = propagation.of(node)
-    return (
-        len(marks) == 2
-        and any(is_all(node, mark, length) for mark in marks.values())
-        and all(shape_of(node)[d] == length * mark.outer * mark.inner for d, mark in marks.items())
-    )
-
-
-def crosses(node: Node, propagation: TokenPropagation, other: TokenPropagation) -> bool:
-    """Does this product leave rows of one sequence, and contract keys of another?"""
-    if (
-        node not in propagation.signatures
-        or not propagation.of(node)
-        or other.of(node)
-        or not is_product(node)
-    ):
-        return False
-    return any(
-        len(propagation.of(a).keys() | other.of(a).keys()) == 2
-        for a in tensor_operands(node)
-        if propagation.of(a) and other.of(a)
-    )
-
-
-def is_batch_of_matrices(node: Node) -> bool:
-    """Is it, or its first output, a matrix at least?"""
-    value = value_of(node)
-    value = value[0] if isinstance(value, (tuple, list)) and value else value
-    return isinstance(value, torch.Tensor) and value.dim() > 2

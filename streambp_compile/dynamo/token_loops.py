@@ -27,7 +27,7 @@ from .aten import inserted
 from .block_functions import gradients_at
 from .iterations import Sliced, State
 from .loop_distribution import Distribution
-from .token_axes import fake_of
+from .values import fake_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 

@@ -29,7 +29,8 @@ from ..passes.rules.forward import Part, mutated, part_of
 from ..passes.token_propagation import TokenPropagation, reshaped, slot_of
 from .relative_shifts import mutated_storages
 from .row_slices import may_be_repeated
-from .token_axes import SHORTEST_STREAMED, Trace, axes_of, fake_of, storage_of, traced
+from .token_axes import SHORTEST_STREAMED, Trace, axes_of, traced
+from .values import fake_of, storage_of
 
 aten = torch.ops.aten
 Demands = dict[Node, set[int]]  # a matrix → its dimensions that readers take for that of keys

@@ -36,7 +36,7 @@ from .tiles import (
     sum_of_piece,
     tilings,
 )
-from .token_axes import fake_of, storage_of
+from .values import fake_of, storage_of
 
 
 def merge_unrolled(module: GraphModule) -> GraphModule:

@@ -21,7 +21,8 @@ from ..passes.rules import windows_of
 from ..passes.rules.forward import Part, mutated, part_of
 from .aten import inserted
 from .rewrites import MOST_TAPS, single
-from .token_axes import Trace, axes_of, fake_of, storage_of, traced
+from .token_axes import Trace, axes_of, traced
+from .values import fake_of, storage_of
 
 Made = Callable[..., Tensor]  # from windows ``[..., n, ..., size]``, and more operands
 

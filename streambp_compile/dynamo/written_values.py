@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ..passes.rules.forward import mutated
 from .regions import same_layout
-from .token_axes import fake_of, storage_of
+from .values import fake_of, storage_of
 
 
 def read_from_writers(module: GraphModule) -> GraphModule:

@@ -16,7 +16,7 @@ from .. import internals
 from ..backend import Chain
 from ..chain_plan import ChainPlan
 from ..config import Config
-from ..dynamo.token_axes import fake_of
+from ..dynamo.values import fake_of
 from ..memory_limits import Budget
 from ..passes.ir import is_tensor, value_of
 from ..passes.kernels.simulated_device import cpu_stands_for_cuda
