@@ -86,12 +86,12 @@ def worth_a_sequence(node: Node, signature: Signature) -> bool:
 
 
 def picked_rows(
-    node: Node, sequences: Sequence[Rows], spread: Callable[[Node, int], Rows | None]
+    node: Node, sequences: Sequence[Rows], follow: Callable[[Node, int], Rows | None]
 ) -> Rows | None:
     """The sequence that the rows of a node's result are, if it has picked them from others and products read
     them.
 
-    spread  follows a dimension of a value through the graph
+    follow  follows a dimension of a value through the graph
     """
     signature = moving(node, sequences)
     if signature is None or not worth_a_sequence(node, signature):
@@ -99,7 +99,7 @@ def picked_rows(
     known = {dim for s in sequences if (dim := s.dim(node)) is not None}
     if known:
         return None
-    found = [s for dim in new_dims(node, signature) if (s := spread(node, dim)) is not None]
+    found = [s for dim in new_dims(node, signature) if (s := follow(node, dim)) is not None]
     return max(
         (s for s in found if is_of_picked_rows(s, node, signature)), key=lambda s: s.length, default=None
     )

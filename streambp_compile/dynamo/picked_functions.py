@@ -89,28 +89,28 @@ def width_if_row_by_row(found: PickedFunction, fakes: Sequence[torch.Tensor]) ->
         module = internals.make_fx(run, decomposition_table=table)(*given)
     places = zip(module.graph.find_nodes(op="placeholder"), found.operands)
     marks = {n: (Mark(0),) for n, how in places if how.dims}
-    spread = TokenPropagation(module.graph, marks, Signatures(module.graph))
-    for node in spread.met():
-        if node in spread.missing or node in spread.lost:
+    propagation = TokenPropagation(module.graph, marks, Signatures(module.graph))
+    for node in propagation.met():
+        if node in propagation.missing or node in propagation.lost:
             raise NotRowByRow(f"what {node.target} does to rows is unknown")
-        if node in spread.signatures and mixes_rows(node, spread):
+        if node in propagation.signatures and mixes_rows(node, propagation):
             raise NotRowByRow(f"{node.target} lets picked rows see one another")
     result = module.graph.find_nodes(op="output")[0].args[0]
-    if spread.of(result) != {0: Mark(0)}:
+    if propagation.of(result) != {0: Mark(0)}:
         raise NotRowByRow("the result has no row for each picked row")
     return most_alive(list(module.graph.nodes)) // COUNTS[-1]
 
 
-def mixes_rows(node: Node, spread: TokenPropagation) -> bool:
+def mixes_rows(node: Node, propagation: TokenPropagation) -> bool:
     """Does a row of a node's result read other rows than its own?"""
-    signature = spread.signatures[node]
+    signature = propagation.signatures[node]
     if signature.reshape:
         return False
     results = {label for labels in signature.outputs for label in labels}
     return any(
         labels[dim] in signature.reach or labels[dim] not in results or labels[dim] is None
         for operand, labels in zip(tensor_operands(node), signature.operands)
-        for dim in spread.of(operand)
+        for dim in propagation.of(operand)
     )
 
 

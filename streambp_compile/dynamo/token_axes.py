@@ -2,8 +2,8 @@
 graph.
 
 The forward is captured once, every candidate is propagated through it, and the one that reaches the rows of
-attention wins; which dimension carries tokens is never told from its size. Attention that it does not reach is
-of another sequence (an encoder's, an image's), which has an axis of its own.
+attention wins; which dimension carries tokens is never told from its size. Attention that it does not reach
+is of another sequence (an encoder's, an image's), which has an axis of its own.
 """
 
 from __future__ import annotations
@@ -312,9 +312,9 @@ def fix_sizes(sizes: Sequence[Size]) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A dimension of a value, propagated through the graph: the ops that mix its rows (by attention, or otherwise),
-    those of them that cannot be linear layers over features, the bytes that carry it, the part of them that
-    loses it."""
+    """A dimension of a value, propagated through the graph: the ops that mix its rows (by attention, or
+    otherwise), those of them that cannot be linear layers over features, the bytes that carry it, the part of
+    them that loses it."""
 
     mixers: frozenset[Node]
     attends: frozenset[Node]
