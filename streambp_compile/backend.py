@@ -66,10 +66,9 @@ from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .memory_limits import Budget, FreeMemory, Limit, OverBudget
 from .notices import NotStreamed, StreamHint, mebibytes, warn_refused
-from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint
+from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
-from .pipeline import outputs_of
 from .planned_chain import Links, PlannedChain, costs_of
 from .region_report import RegionReport
 from .report import Report

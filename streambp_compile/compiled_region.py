@@ -28,6 +28,7 @@ from .passes.ir import (
     PositionsIncrease,
     Refusal,
     bytes_of,
+    outputs_of,
     value_of,
     viewed,
     where_of,
@@ -35,7 +36,7 @@ from .passes.ir import (
 from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.split import Region
-from .pipeline import StreamedRegion, outputs_of, stream
+from .pipeline import StreamedRegion, stream
 from .region_drivers import forward_and_backward, run_forward
 from .region_report import RegionReport
 from .runtime.mask_guards import Guard

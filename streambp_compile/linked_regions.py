@@ -24,9 +24,8 @@ from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of, storage_of
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import lazy_output
-from .passes.ir import Condition, Refusal
+from .passes.ir import Condition, Refusal, outputs_of
 from .passes.split import Region
-from .pipeline import outputs_of
 from .runtime.compression import Compression
 from .runtime.gradient_ownership import hand_over, plain_references
 from .runtime.mask_guards import Question, answered, rounds

@@ -6,45 +6,29 @@ normalize → propagate tokens → analyze → partition → plan → lower → 
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from .passes.analyze import analyze
+from .joint_regions import InputMarks, Joint, analyzed, parted
 from .passes.ir import (
     Analysis,
     Body,
-    CannotStream,
-    Kind,
-    Mark,
     Plan,
     Program,
-    Refusal,
-    Shared,
     Size,
-    is_tensor,
-    value_of,
 )
 from .passes.kernels.attention import Target
-from .passes.linearity import is_linear
 from .passes.lower import lower, lower_fusions
-from .passes.normalization.folded_products import unfold_products
 from .passes.normalization.normalize import normalize
 from .passes.normalization.sorted_rows import undo_sorts
-from .passes.normalization.token_reductions import merge_over_tokens
-from .passes.partition import partition
-from .passes.phases import Abandoned, phase, untimed
+from .passes.phases import phase, untimed
 from .passes.planning.choices import Choices
 from .passes.planning.devices import REFERENCE_CPU, Device
 from .passes.planning.kept_values import KeptValue, worth_keeping
 from .passes.planning.plan import CPU, plan
 from .passes.planning.shorter_chunks import shorter_chunks
-from .passes.rules import is_product, is_random
-from .passes.shifted_copies import copy_shifted
-from .passes.token_propagation import Signatures, TokenPropagation
 from .passes.verify import (
     verify_analysis,
     verify_body,
@@ -53,11 +37,11 @@ from .passes.verify import (
     verify_plan,
     verify_program,
 )
+from .region_programs import Programs, directions, partitioned
 from .runtime.runner import Runner
 
 CompileBody = Callable[[Body, int], Callable]
 BytesHeld = Callable[[Body, Callable, int], int]
-InputMarks = Mapping[int, tuple[Mark, ...]]
 
 
 @dataclass(frozen=True)
@@ -108,43 +92,6 @@ class StreamedRegion:
         written = {n for sweep in program.sweeps for n in sweep.writes}
         once = program.outputs.count(output) == 1
         return output in written and once and output not in viewed and output not in self.saved
-
-
-@dataclass(frozen=True)
-class Joint:
-    """A normal joint graph: its inputs, and its outputs of the forward and of the backward.
-
-    tangent_of  for each tangent, the forward output it is the gradient of
-    """
-
-    module: GraphModule
-    primals: tuple[Node, ...]
-    tangents: tuple[Node, ...]
-    tangent_of: tuple[int, ...]
-    forward: tuple[object, ...]
-    backward: tuple[object, ...]
-
-    @property
-    def graph(self) -> Graph:
-        return self.module.graph
-
-
-@dataclass(frozen=True)
-class Programs:
-    """The programs of a region; without a backward where there are no tangents, or where the forward computes
-    it.
-
-    saved  what the forward hands to the backward
-    """
-
-    forward: Program
-    backward: Program | None = None
-    saved: tuple[Node, ...] = ()
-    fused: bool = False
-
-
-def outputs_of(module: GraphModule) -> tuple[object, ...]:
-    return tuple(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])
 
 
 def stream(
@@ -253,196 +200,3 @@ def bytes_taken(
 ) -> int:
     """Bytes that the compiled body of one sweep takes for a chunk of so many tokens."""
     return held(bodies[at], compiled[at], tokens)
-
-
-def directions(programs: Programs) -> tuple[Program, ...]:
-    """The forward's program, and the backward's if it has one."""
-    return (programs.forward,) if programs.backward is None else (programs.forward, programs.backward)
-
-
-def parted(module: GraphModule, forward_outputs: int, tangents: int, tangent_of: Sequence[int]) -> Joint:
-    """Which inputs and outputs of a joint graph are the forward's, and which the backward's."""
-    inputs = tuple(n for n in module.graph.nodes if n.op == "placeholder")
-    first_tangent, outputs = len(inputs) - tangents, outputs_of(module)
-    return Joint(
-        module,
-        inputs[:first_tangent],
-        inputs[first_tangent:],
-        tuple(tangent_of),
-        outputs[:forward_outputs],
-        outputs[forward_outputs:],
-    )
-
-
-def analyzed(
-    region: Joint, length: Size, input_marks: InputMarks, checkable: Sequence[int]
-) -> tuple[Joint, Analysis]:
-    """The region, its reductions over tokens written for chunks, and the facts of its whole joint graph.
-
-    Tokens of the inputs tell those of the tangents.
-    """
-    marks = {region.primals[i]: m for i, m in input_marks.items()}
-    known = Signatures(region.graph)
-    propagation = TokenPropagation(region.graph, marks, known)
-    while any([rewrite(region.graph, propagation) for rewrite in WHERE_TOKENS_ARE]):
-        region = with_outputs_of_graph(region)
-        known = Signatures(region.graph)
-        propagation = TokenPropagation(region.graph, marks, known)
-    marks.update(marks_of_tangents(region, propagation))
-    analysis = analyze(region.graph, length, marks, {region.primals[i] for i in checkable}, known)
-    return region, copy_shifted(region.graph, analysis)
-
-
-WHERE_TOKENS_ARE = (merge_over_tokens, unfold_products)  # each leaves nothing that it would write again
-
-
-def with_outputs_of_graph(region: Joint) -> Joint:
-    """The same region after its graph was rewritten."""
-    region.module.recompile()
-    outputs, forward = outputs_of(region.module), len(region.forward)
-    return replace(region, forward=outputs[:forward], backward=outputs[forward:])
-
-
-def marks_of_tangents(region: Joint, propagation: TokenPropagation) -> dict[Node, tuple[Mark, ...]]:
-    """A tangent carries tokens where the output does whose gradient it is."""
-    found = {}
-    for tangent, index in zip(region.tangents, region.tangent_of):
-        output = region.forward[index]
-        if isinstance(output, Node) and is_tensor(tangent):
-            found[tangent] = tuple(propagation.of(output).values())
-    return found
-
-
-def partitioned(
-    region: Joint, analysis: Analysis, keep: int, device: Device, movable: Sequence[Node]
-) -> Programs:
-    """The programs of both directions; or one for both, where the forward can compute the gradients as well.
-
-    keep     how many of the values worth keeping on this device the forward keeps
-    movable  inputs that such a forward may write gradients over
-    Raises `CannotStream`.
-    """
-    forward = partition(region.graph, analysis, region.forward)
-    check_streams(region, analysis, forward)
-    if not region.tangents:
-        return Programs(forward)
-    both = in_one_sweep(region, analysis, forward, movable)
-    if both is not None:
-        return Programs(both, fused=True)
-    given = sums_of_forward(region.graph, forward)
-    backward = partition_backward(region, analysis, given)
-    if keep:
-        kept = worth_keeping(backward, region.tangents, analysis, device)[:keep]
-        given = given.union(n for value in kept for n in value.nodes)
-        backward = partition_backward(region, analysis, given)
-    saved = saved_values(region, backward, given)
-    handed_on = tuple(n for n in saved if n not in region.primals)
-    return Programs(returning(region, analysis, forward, handed_on), backward, saved)
-
-
-def partition_backward(region: Joint, analysis: Analysis, given: Iterable[Node]) -> Program:
-    """The program of the gradients, which may be written over incoming ones."""
-    outputs = region.backward
-    return partition(region.graph, analysis, outputs, given, movable=region.tangents, gradients=outputs)
-
-
-def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tuple[Node, ...]:
-    """What the forward saves for the backward: inputs, and values that are given to it.
-
-    Raises `CannotStream` for anything else.
-    """
-    saved = tuple(n for n in backward.inputs if n not in region.tangents and n.op != "get_attr")
-    if not all(n in region.primals or n in given for n in saved):
-        raise CannotStream(
-            Refusal(
-                "region",
-                "The backward of this region reads a constant that its forward does not save",
-                "Please report this model with the region's graph, as printed by streambp_compile.explain",
-            )
-        )
-    return saved
-
-
-def returning(region: Joint, analysis: Analysis, forward: Program, more: tuple[Node, ...]) -> Program:
-    """A forward that returns more values.
-
-    It computes them already, unless they are seeds that only the backward reads: then it is another program.
-    """
-    outputs = (*region.forward, *more)
-    if computed(forward).issuperset(more):
-        return replace(forward, outputs=outputs)
-    return partition(region.graph, analysis, outputs)
-
-
-def computed(program: Program) -> set[Node]:
-    """What exists at full length, or added up, when a program has run."""
-    sweeps = (n for s in program.sweeps for n in (*s.writes, *s.sums, *s.keysums))
-    return {*program.inputs, *sweeps, *(n for nodes in program.full_length for n in nodes)}
-
-
-def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
-    """Refuse a region with nothing to stream, or with matrix products that are of no token."""
-    if forward.sweeps:
-        return
-    at_once = [n for nodes in forward.full_length for n in nodes]
-    if any(is_product(n) and isinstance(analysis.facts[n], Shared) for n in at_once):
-        raise CannotStream(
-            Refusal(
-                "region",
-                "This region's matrix products do not involve the sequence being chunked",
-                "Nothing to do for a small branch: a region streams along one of several independent "
-                "sequences",
-            )
-        )
-    calls = (n for n in region.graph.nodes if n.op == "call_function" and is_tensor(n))
-    if all(analysis.kinds[n] is Kind.WHOLE for n in calls):
-        raise CannotStream(Refusal("region", "This region has no token dimension", "Nothing to do"))
-
-
-def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
-    """What the forward adds up over chunks, seeds that it draws, and the few numbers per token that it keeps:
-    handed on, not made again."""
-    made = {n for s in forward.sweeps for n in (*s.writes, *s.sums, *s.keysums)}
-    late = []
-    for node in (n for nodes in forward.full_length for n in nodes):
-        if not made.isdisjoint(node.all_input_nodes):
-            made.add(node)
-            late += [node] if is_tensor(node) else []
-    seeds = (n for n in graph.nodes if is_random(n))
-    sums = {n for s in forward.sweeps for n in s.sums}
-    beside = (u for n in sums if n.target is operator.getitem for u in n.args[0].users)
-    return frozenset({*late, *seeds, *forward.statistics, *sums, *beside})
-
-
-def in_one_sweep(
-    region: Joint, analysis: Analysis, forward: Program, movable: Sequence[Node]
-) -> Program | None:
-    """The program of a loss whose rows need no sum of themselves: its gradient comes out of the very sweep
-    that computes it.
-
-    The incoming tangent is one number, so gradients that are linear in it may be computed for 1 and scaled
-    later: three products instead of four.
-    """
-    if not is_one_number(region.tangents) or len(forward.sweeps) != 1:
-        return None
-    if not is_linear(region.graph, region.tangents[0], region.backward):
-        return None
-    try:
-        outputs = (*region.forward, *region.backward)
-        both = partition(region.graph, analysis, outputs, movable=movable, gradients=region.backward)
-    except Abandoned:
-        raise
-    except CannotStream:
-        return None
-    return both if len(both.sweeps) == 1 else None
-
-
-def is_one_number(tangents: Iterable[Node]) -> bool:
-    """Is there one tangent, of one entry?"""
-    tangents = tuple(tangents)
-    return len(tangents) == 1 and is_tensor(tangents[0]) and value_of(tangents[0]).numel() == 1
-
-
-def unit(tangent: Node) -> torch.Tensor:
-    value = value_of(tangent)
-    return torch.ones(value.shape, dtype=value.dtype, device=value.device)

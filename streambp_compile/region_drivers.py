@@ -10,10 +10,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import internals
-from .passes.ir import Layout, is_tensor
+from .joint_regions import unit
+from .passes.ir import Layout, is_tensor, outputs_of
 from .passes.kernels.products import scale_
 from .passes.kernels.simulated_device import device_type
-from .pipeline import StreamedRegion, outputs_of, unit
+from .pipeline import StreamedRegion
 from .runtime.gradient_ownership import is_handed_over, ours_alone, sole_owners
 from .runtime.opaque_calls import Driver, one_call
 

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from streambp_compile import internals
-from streambp_compile.passes.ir import Mark
+from streambp_compile.passes.ir import Mark, outputs_of
 from streambp_compile.passes.planning.choices import Choices
-from streambp_compile.pipeline import StreamedRegion, outputs_of, stream
+from streambp_compile.pipeline import StreamedRegion, stream
 
 
 def single(target, args, kwargs) -> tuple[Graph, Node]:

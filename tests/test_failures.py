@@ -15,8 +15,10 @@ from streambp_compile import (
     candidate,
     compiled_region,
     internals,
+    joint_regions,
     pipeline,
     region_drivers,
+    region_programs,
 )
 from streambp_compile.runtime import runner
 
@@ -84,11 +86,11 @@ BEFORE_REGIONS = {  # what fails → the phase that the warning names
 IN_A_REGION = {
     (pipeline, "normalize"): "normalising the joint graph",
     (pipeline, "undo_sorts"): "normalising the joint graph",
-    (pipeline, "TokenPropagation"): "following tokens",
-    (pipeline, "analyze"): "following tokens",
+    (joint_regions, "TokenPropagation"): "following tokens",
+    (joint_regions, "analyze"): "following tokens",
     (pipeline, "verify_analysis"): "following tokens",
-    (pipeline, "partition"): "assigning operations to sweeps",
-    (pipeline, "is_linear"): "assigning operations to sweeps",
+    (region_programs, "partition"): "assigning operations to sweeps",
+    (region_programs, "is_linear"): "assigning operations to sweeps",
     (pipeline, "verify_normalized"): "normalising the joint graph",
     (pipeline, "verify_program"): "assigning operations to sweeps",
     (pipeline, "plan"): "choosing chunk lengths",

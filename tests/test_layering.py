@@ -54,7 +54,15 @@ PASSES -= {f"streambp_compile.passes.{name}" for name in ("ir", *SPOKEN, *PARTS)
 
 
 DRIVERS = tuple(
-    f"streambp_compile.{name}" for name in ("pipeline", "runtime.runner", "runtime.places", "runtime.sizes")
+    f"streambp_compile.{name}"
+    for name in (
+        "pipeline",
+        "joint_regions",
+        "region_programs",
+        "runtime.runner",
+        "runtime.places",
+        "runtime.sizes",
+    )
 )
 
 

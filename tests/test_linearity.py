@@ -7,9 +7,9 @@ from graphs import traced
 from models import VOCABULARY, Layer, gradients, ids_of, total_error, truth_of, worst_error
 from torch import nn
 
+from streambp_compile.passes.ir import outputs_of
 from streambp_compile.passes.linearity import is_linear
 from streambp_compile.passes.normalization.normalize import normalize
-from streambp_compile.pipeline import outputs_of
 
 GIVEN = (torch.randn(3, 4), torch.randn(4, 5), torch.tensor([[0, 2], [1, 1], [3, 0]]))
 

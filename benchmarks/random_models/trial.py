@@ -163,9 +163,8 @@ def overweight(report) -> list[str]:
 
 
 def kept_by(region) -> list[str]:
-    from streambp_compile.passes.ir import Tokens, bytes_of, is_tensor, value_of
+    from streambp_compile.passes.ir import Tokens, bytes_of, is_tensor, outputs_of, value_of
     from streambp_compile.passes.width import needed_values
-    from streambp_compile.pipeline import outputs_of
 
     streamed, found = region.streamed, []
     facts, outside = streamed.analysis.facts, {*streamed.placeholders, *outputs_of(streamed.joint)}

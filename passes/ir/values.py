@@ -218,3 +218,8 @@ def draws_random(node: Node) -> bool:
         return False
     given = arguments(node)
     return "dropout_p" not in given or given["dropout_p"] != 0
+
+
+def outputs_of(module: GraphModule) -> tuple[object, ...]:
+    """What a graph returns, flat."""
+    return tuple(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from torch.fx import GraphModule, Node
 
 from .. import internals
-from ..pipeline import outputs_of
+from ..passes.ir import outputs_of
 
 
 def part_assertions(module: GraphModule) -> list[Node]:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import internals
-from ..pipeline import outputs_of
+from ..passes.ir import outputs_of
 
 
 class Captured:

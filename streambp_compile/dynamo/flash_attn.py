@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .. import internals
-from ..passes.ir import is_equal
+from ..passes.ir import is_equal, outputs_of
 from ..passes.rules.attention import FLASH_ATTN, FLASH_ATTN_FORWARD, kernel_only
-from ..pipeline import outputs_of
 from .aten import inserted
 from .values import fake_of
 

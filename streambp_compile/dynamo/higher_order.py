@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
-from ..pipeline import outputs_of
+from ..passes.ir import outputs_of
 from .regions import is_switch
 from .values import fake_of
 

@@ -12,9 +12,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import internals
+from ..passes.ir import outputs_of
 from ..passes.rules import is_zeros
 from ..passes.rules.forward import added_values, chosen_value, copied_value, keeps_zeros, mutated
-from ..pipeline import outputs_of
 from .aten import inserted
 from .regions import wants_gradient
 from .values import fake_of, storage_of

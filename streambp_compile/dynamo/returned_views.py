@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from ..passes.ir import is_view
-from ..pipeline import outputs_of
+from ..passes.ir import is_view, outputs_of
 from .regions import wants_gradient
 from .values import storage_of
 

@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from torch.fx import Graph, Node
 
+from ..joint_regions import is_one_number
 from ..passes.ir import Binding, BindingRole, Summed, ancestors, op_name, rank_of, where_of
-from ..pipeline import Schedule, StreamedRegion, is_one_number
+from ..pipeline import Schedule, StreamedRegion
 from ..region_report import RegionReport
 from ..runtime.compression import Compressed
 from ..runtime.memory_timeline import Allocation

@@ -18,13 +18,12 @@ from ..chain_plan import ChainPlan
 from ..config import Config
 from ..dynamo.values import fake_of
 from ..memory_limits import Budget
-from ..passes.ir import is_tensor, value_of
+from ..passes.ir import is_tensor, outputs_of, value_of
 from ..passes.kernels.simulated_device import cpu_stands_for_cuda
 from ..passes.phases import summary
 from ..passes.planning.chunk_length import program_cost
 from ..passes.planning.cost_model import Cost, Work
 from ..passes.planning.devices import Device
-from ..pipeline import outputs_of
 from ..planned_chain import Links, PlannedChain
 from ..report import Report
 from ..runtime.memory_simulation import main_device, simulate

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from .. import internals
-from ..pipeline import outputs_of
+from ..passes.ir import outputs_of
 from .opaque_calls import Driver, driver_of, one_call
 
 

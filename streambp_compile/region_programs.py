@@ -1,0 +1,161 @@
+"""The programs of a region: sweeps for its forward and for its backward, or for both at once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Graph, Node
+
+from .joint_regions import Joint, is_one_number
+from .passes.ir import Analysis, CannotStream, Kind, Program, Refusal, Shared, is_tensor
+from .passes.linearity import is_linear
+from .passes.partition import partition
+from .passes.phases import Abandoned
+from .passes.planning.devices import Device
+from .passes.planning.kept_values import worth_keeping
+from .passes.rules import is_product, is_random
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of a region; without a backward where there are no tangents, or where the forward computes
+    it.
+
+    saved  what the forward hands to the backward
+    """
+
+    forward: Program
+    backward: Program | None = None
+    saved: tuple[Node, ...] = ()
+    fused: bool = False
+
+
+def directions(programs: Programs) -> tuple[Program, ...]:
+    """The forward's program, and the backward's if it has one."""
+    return (programs.forward,) if programs.backward is None else (programs.forward, programs.backward)
+
+
+def partitioned(
+    region: Joint, analysis: Analysis, keep: int, device: Device, movable: Sequence[Node]
+) -> Programs:
+    """The programs of both directions; or one for both, where the forward can compute the gradients as well.
+
+    keep     how many of the values worth keeping on this device the forward keeps
+    movable  inputs that such a forward may write gradients over
+    Raises `CannotStream`.
+    """
+    forward = partition(region.graph, analysis, region.forward)
+    check_streams(region, analysis, forward)
+    if not region.tangents:
+        return Programs(forward)
+    both = in_one_sweep(region, analysis, forward, movable)
+    if both is not None:
+        return Programs(both, fused=True)
+    given = sums_of_forward(region.graph, forward)
+    backward = partition_backward(region, analysis, given)
+    if keep:
+        kept = worth_keeping(backward, region.tangents, analysis, device)[:keep]
+        given = given.union(n for value in kept for n in value.nodes)
+        backward = partition_backward(region, analysis, given)
+    saved = saved_values(region, backward, given)
+    handed_on = tuple(n for n in saved if n not in region.primals)
+    return Programs(returning(region, analysis, forward, handed_on), backward, saved)
+
+
+def partition_backward(region: Joint, analysis: Analysis, given: Iterable[Node]) -> Program:
+    """The program of the gradients, which may be written over incoming ones."""
+    outputs = region.backward
+    return partition(region.graph, analysis, outputs, given, movable=region.tangents, gradients=outputs)
+
+
+def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tuple[Node, ...]:
+    """What the forward saves for the backward: inputs, and values that are given to it.
+
+    Raises `CannotStream` for anything else.
+    """
+    saved = tuple(n for n in backward.inputs if n not in region.tangents and n.op != "get_attr")
+    if not all(n in region.primals or n in given for n in saved):
+        raise CannotStream(
+            Refusal(
+                "region",
+                "The backward of this region reads a constant that its forward does not save",
+                "Please report this model with the region's graph, as printed by streambp_compile.explain",
+            )
+        )
+    return saved
+
+
+def returning(region: Joint, analysis: Analysis, forward: Program, more: tuple[Node, ...]) -> Program:
+    """A forward that returns more values.
+
+    It computes them already, unless they are seeds that only the backward reads: then it is another program.
+    """
+    outputs = (*region.forward, *more)
+    if computed(forward).issuperset(more):
+        return replace(forward, outputs=outputs)
+    return partition(region.graph, analysis, outputs)
+
+
+def computed(program: Program) -> set[Node]:
+    """What exists at full length, or added up, when a program has run."""
+    sweeps = (n for s in program.sweeps for n in (*s.writes, *s.sums, *s.keysums))
+    return {*program.inputs, *sweeps, *(n for nodes in program.full_length for n in nodes)}
+
+
+def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
+    """Refuse a region with nothing to stream, or with matrix products that are of no token."""
+    if forward.sweeps:
+        return
+    at_once = [n for nodes in forward.full_length for n in nodes]
+    if any(is_product(n) and isinstance(analysis.facts[n], Shared) for n in at_once):
+        raise CannotStream(
+            Refusal(
+                "region",
+                "This region's matrix products do not involve the sequence being chunked",
+                "Nothing to do for a small branch: a region streams along one of several independent "
+                "sequences",
+            )
+        )
+    calls = (n for n in region.graph.nodes if n.op == "call_function" and is_tensor(n))
+    if all(analysis.kinds[n] is Kind.WHOLE for n in calls):
+        raise CannotStream(Refusal("region", "This region has no token dimension", "Nothing to do"))
+
+
+def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
+    """What the forward adds up over chunks, seeds that it draws, and the few numbers per token that it keeps:
+    handed on, not made again."""
+    made = {n for s in forward.sweeps for n in (*s.writes, *s.sums, *s.keysums)}
+    late = []
+    for node in (n for nodes in forward.full_length for n in nodes):
+        if not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+            late += [node] if is_tensor(node) else []
+    seeds = (n for n in graph.nodes if is_random(n))
+    sums = {n for s in forward.sweeps for n in s.sums}
+    beside = (u for n in sums if n.target is operator.getitem for u in n.args[0].users)
+    return frozenset({*late, *seeds, *forward.statistics, *sums, *beside})
+
+
+def in_one_sweep(
+    region: Joint, analysis: Analysis, forward: Program, movable: Sequence[Node]
+) -> Program | None:
+    """The program of a loss whose rows need no sum of themselves: its gradient comes out of the very sweep
+    that computes it.
+
+    The incoming tangent is one number, so gradients that are linear in it may be computed for 1 and scaled
+    later: three products instead of four.
+    """
+    if not is_one_number(region.tangents) or len(forward.sweeps) != 1:
+        return None
+    if not is_linear(region.graph, region.tangents[0], region.backward):
+        return None
+    try:
+        outputs = (*region.forward, *region.backward)
+        both = partition(region.graph, analysis, outputs, movable=movable, gradients=region.backward)
+    except Abandoned:
+        raise
+    except CannotStream:
+        return None
+    return both if len(both.sweeps) == 1 else None
