@@ -26,28 +26,19 @@ from .dynamo.associative_scans import scan_in_blocks
 from .dynamo.aten import to_aten
 from .dynamo.attention import one_attention
 from .dynamo.blocks import over_blocks
+from .dynamo.early_values import early_views, weight_updates
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_wrappers
 from .dynamo.indexed_rows import index_rows
 from .dynamo.leading_columns import move_leading_columns
 from .dynamo.masked_values import choose_masked_values
+from .dynamo.modes import is_switch
 from .dynamo.padded_masks import pad_before_masks
 from .dynamo.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
 from .dynamo.picked_rows import depends_on_data, reads_number_of_mask, write_picked_rows
 from .dynamo.python_floats import floats_as_tensors, reads_number
-from .dynamo.regions import (
-    WIDER,
-    WIDER_THAN_LAYERS,
-    build_region,
-    early_views,
-    is_switch,
-    lazy_regions,
-    region_text,
-    subclass_between,
-    traits_of,
-    weight_updates,
-    whole_graph,
-)
+from .dynamo.region_modules import build_region, region_text
+from .dynamo.regions import WIDER, WIDER_THAN_LAYERS, lazy_regions, subclass_between, traits_of, whole_graph
 from .dynamo.relative_shifts import write_relative_shifts
 from .dynamo.returned_views import part_returned_views, with_returned_views
 from .dynamo.rewrites import look_back

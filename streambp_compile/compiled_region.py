@@ -15,9 +15,9 @@ from .candidate import Candidate, NothingToStream
 from .config import Config
 from .dynamo.attention import torch_attention
 from .dynamo.block_functions import write_out
-from .dynamo.regions import written_buffers, written_storages
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of
+from .dynamo.written_inputs import written_buffers, written_storages
 from .notices import NotStreamed, StreamHint, mebibytes
 from .passes.ir import (
     CannotStream,

@@ -19,9 +19,9 @@ from . import internals
 from .chain_plan import ChainPlan
 from .compiled_region import CompiledRegion
 from .dynamo.buffer_updates import Buffers, State
-from .dynamo.regions import written_storages
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of, storage_of
+from .dynamo.written_inputs import written_storages
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import lazy_output
 from .passes.ir import Condition, Refusal, outputs_of

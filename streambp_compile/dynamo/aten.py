@@ -27,7 +27,7 @@ from .. import internals
 from ..passes.ir import is_equal
 from ..passes.phases import check_time
 from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argument
-from .regions import is_switch
+from .modes import is_switch
 from .values import fake_of
 
 RESULTS = "results of a call"  # in the meta of a call, what makes them

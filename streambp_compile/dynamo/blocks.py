@@ -23,7 +23,7 @@ from .aten import inserted
 from .block_functions import BlockGraph, NoBlockFunction, register
 from .block_splits import may_split, split_of
 from .block_values import Blocked
-from .regions import is_switch
+from .modes import is_switch
 from .token_axes import axes_of, traced
 from .values import fake_of, storage_of
 

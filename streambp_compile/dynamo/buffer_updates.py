@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from ..passes.split import Region
 from ..runtime.sizes import Sizes
-from .regions import is_dense, same_layout, written_buffers
 from .values import fake_of, storage_of
+from .written_inputs import is_dense, same_layout, written_buffers
 
 
 class Buffers:

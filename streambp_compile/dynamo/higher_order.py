@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 from ..passes.ir import outputs_of
-from .regions import is_switch
+from .modes import is_switch
 from .values import fake_of
 
 

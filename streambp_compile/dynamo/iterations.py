@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from ..passes.ir import ancestors, arguments, draws_random, hint
 from ..passes.phases import check_time
 from ..passes.rules.forward import cuts_into_pieces, mutated, slice_of
-from .regions import is_switch
+from .modes import is_switch
 from .token_axes import SHORTEST_STREAMED
 from .values import fake_of, is_parameter, storage_of
 

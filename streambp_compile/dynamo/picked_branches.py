@@ -16,8 +16,7 @@ from ..passes.ir import outputs_of
 from ..passes.rules import is_zeros
 from ..passes.rules.forward import added_values, chosen_value, copied_value, keeps_zeros, mutated
 from .aten import inserted
-from .regions import wants_gradient
-from .values import fake_of, storage_of
+from .values import fake_of, storage_of, wants_gradient
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 

@@ -23,10 +23,10 @@ from ..passes.rules import find_rule
 from ..passes.rules.forward import WRITING, mutated
 from ..passes.rules.named_calls import lists_places
 from .aten import Named, inserted
+from .modes import is_switch
 from .picked_functions import NotRowByRow, register
 from .picked_graphs import PickedGraph, is_count, is_unknown, last_of_picked, mask_of
 from .picked_losses import Rows, picked_loss
-from .regions import is_switch
 from .values import fake_of, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp

@@ -13,8 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..passes.ir import is_view, outputs_of
-from .regions import wants_gradient
-from .values import storage_of
+from .values import storage_of, wants_gradient
 
 
 def part_returned_views(module: GraphModule) -> dict[int, tuple[Node, ...]]:

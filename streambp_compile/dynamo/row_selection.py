@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, is_equal
 from ..passes.rules.forward import Part, is_pointwise, mutated, part_of, slice_of, steps_over_rows
 from .aten import inserted
-from .regions import is_switch
+from .modes import is_switch
 from .values import fake_of
 
 

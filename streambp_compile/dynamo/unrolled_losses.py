@@ -25,7 +25,7 @@ from ..passes.rules.forward import NONE, SUM, Part, is_plain_loss, mutated, part
 from ..passes.token_propagation import TokenPropagation
 from .aten import inserted, to_aten
 from .capture import Captured
-from .regions import is_switch
+from .modes import is_switch
 from .tiles import (
     Cuts,
     Tiling,

@@ -33,3 +33,7 @@ def is_parameter(fake: object) -> bool:
             and fake.dim() != 3
         )
     )
+
+
+def wants_gradient(node: Node) -> bool:
+    return isinstance(fake_of(node), torch.Tensor) and fake_of(node).requires_grad

@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from ..passes.rules.forward import mutated
-from .regions import same_layout
 from .values import fake_of, storage_of
+from .written_inputs import same_layout
 
 
 def read_from_writers(module: GraphModule) -> GraphModule:

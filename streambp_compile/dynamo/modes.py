@@ -1,0 +1,61 @@
+"""Modes (autocast, gradients) that the user's code switches, replayed in a graph that holds a part of it."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from .. import internals
+
+
+def is_switch(node: Node) -> bool:
+    """Does a node only switch a mode, or count a use of torch's?"""
+    return node.op == "call_function" and node.target in internals.MODE_SWITCHES
+
+
+def is_gradient_switch(node: Node) -> bool:
+    return node.target is internals.set_grad_enabled
+
+
+class Switches:
+    """Writes into a region's graph the modes (autocast, gradients) that hold at each of its nodes in the
+    whole graph."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.active: list[Node] = []  # nodes of the whole graph that switched a mode which still holds
+        self.replayed: list[tuple[Node, Node]] = []  # those that hold in the region's graph, and their copies
+
+    def meet(self, node: Node) -> None:
+        """Pass a switch of the whole graph."""
+        if is_gradient_switch(node):
+            self.active = [s for s in self.active if not is_gradient_switch(s)]
+            self.active += [] if node.args[0] else [node]
+        elif node.target is internals.enter_autocast:
+            self.active.append(node)
+        elif node.target is internals.exit_autocast:
+            self.active = [s for s in self.active if s is not node.args[0]]
+
+    def write(self) -> None:
+        """Close what no longer holds, open what now does."""
+        common = 0
+        while (
+            common < min(len(self.active), len(self.replayed))
+            and self.replayed[common][0] is self.active[common]
+        ):
+            common += 1
+        while len(self.replayed) > common:
+            self.undo(*self.replayed.pop())
+        for switch in self.active[common:]:
+            copy = self.graph.call_function(switch.target, switch.args, switch.kwargs)
+            self.replayed.append((switch, copy))
+
+    def undo(self, switch: Node, copy: Node) -> None:
+        if is_gradient_switch(switch):
+            before = next((s.args[0] for s, _ in reversed(self.replayed) if is_gradient_switch(s)), True)
+            self.graph.call_function(internals.set_grad_enabled, (before,))
+        else:
+            self.graph.call_function(internals.exit_autocast, (copy,))
+
+    def close(self) -> None:
+        self.active = []
+        self.write()
