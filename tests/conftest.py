@@ -146,3 +146,13 @@ def as_lowered(body, inputs):
     counters["streambp"]["bodies"] += 1
     interpreter = torch.fx.Interpreter(body.graph)
     return lambda args: copy.copy(interpreter).boxed_run(args)  # of its own for each of several threads
+
+
+@pytest.fixture(autouse=True)
+def no_function_given_up():
+    """Models of tests share forwards, and a function that breaks its graph once breaks it again."""
+    picked = sys.modules.get("streambp_compile.internals.picked_rows")
+    for functions in (
+        () if picked is None else (picked.BROKEN_THERE, picked.BRANCHING_THERE, picked.READING_THERE)
+    ):
+        functions.clear()

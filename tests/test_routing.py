@@ -12,16 +12,7 @@ from test_picked_branches import streams_whole
 from test_picked_rows import EXACT, EXPERTS, WIDTH, Mixture, error_of
 from torch import nn
 
-from streambp_compile.internals import picked_rows
-
 pytestmark = pytest.mark.usefixtures("interpreted")
-
-
-@pytest.fixture(autouse=True)
-def no_function_given_up():
-    """All models of this file have one forward, and a function that breaks its graph once breaks it again."""
-    for functions in (picked_rows.BROKEN_THERE, picked_rows.BRANCHING_THERE, picked_rows.READING_THERE):
-        functions.clear()
 
 
 # Loops over experts, whose conditions are computed of the choices
