@@ -14,7 +14,8 @@ chunks of a third of the sequence in layers, of 100 tokens in the head.
 
 Every method is a process of its own with cold compilation caches. All of them stay alive and wait; this
 process lets one at a time take a step, round by round and every second round in reverse, so that a slow
-moment of the machine falls on all alike. Between steps a process holds weights and gradients alone.
+moment of the machine falls on all alike. Between steps a process holds weights and gradients, and about a
+gigabyte of libraries and compiled code: choose no more methods than the memory of the machine holds.
 
 The model is Qwen3-shaped with random weights: vocabulary 32768, width 512, 6 layers, feed-forward 1536, 8
 heads over 4 key heads of 64, head not tied; one sequence. Peak: bytes during one step (loss and backward)
@@ -393,17 +394,18 @@ def draw(rows: list[Row], described: str, file: str) -> None:
         for row in rows
         if row.seconds and "peak" in row.answers
     ]
+    points.sort(key=lambda point: (point[1], -point[2]))
     figure, axes = pyplot.subplots(figsize=(9, 6))
-    ours = sorted((p, s) for row, p, s in points if row.name.startswith("streambp"))
-    axes.plot(*zip(*ours), "o-", color="#1a7f4b")
-    axes.plot(
-        *zip(*[(p, s) for row, p, s in points if not row.name.startswith("streambp")]), "o", color="#9aa5b1"
-    )
-    for row, peak, seconds in points:
-        axes.annotate(
-            peer_of(row.name).title, (peak, seconds), textcoords="offset points", xytext=(6, 4), fontsize=8
-        )
+    ours = [point for point in points if point[0].name.startswith("streambp")]
+    others = [point for point in points if point not in ours]
+    axes.plot(*zip(*(point[1:] for point in ours)), "-", color="#1a7f4b")
+    for number, (row, *place) in enumerate([*ours, *others], 1):
+        color = "#1a7f4b" if number <= len(ours) else "#5f6b7a"
+        axes.plot(*place, "o", color=color, label=f"{number}  {peer_of(row.name).title}")
+        axes.annotate(str(number), place, textcoords="offset points", xytext=(5, 4), fontsize=8)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, markerscale=0.5)
     axes.set(xscale="log", xlabel="peak above weights and gradients, MiB", ylabel="seconds a step")
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_title(described, fontsize=8)
     figure.savefig(file, bbox_inches="tight")
 

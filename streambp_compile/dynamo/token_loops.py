@@ -51,10 +51,8 @@ class TokenDistribution(Distribution):
         step = Step(self)
         rows, wholes = step.operands()
         name = register(step.module(), step.size, [*map(fake_of, (*rows, *wholes))], len(rows))
-        sources, self.chain = (
-            self.sources,
-            set(),
-        )  # what else is read of the chain is mapped, given the states
+        sources = self.sources
+        self.chain = set()  # what else is read of it is mapped, given the states
         states = inserted(self.like(), streambp.token_loop.default, (rows, wholes, name, None))
         before = inserted(self.like(), streambp.shifted.default, (states, 0, 1))
         for state, (start, stop) in zip(sources, step.places):
