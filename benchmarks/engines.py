@@ -30,6 +30,7 @@ FAMILIES = {
     "parallel": 2,
     "compilation": 1,
     "adapters": 1,
+    "quantized": 1,
     "trainers": 1,
     "trl_trainers": 1,
 }

@@ -79,6 +79,7 @@ class Recipe:
     options          of the config
     given            further arguments of the trainer
     reference        is the trainer given a reference model?
+    early            does the trainer compute with its models while it is made? Then they stream before
     """
 
     trainer: type
@@ -87,19 +88,23 @@ class Recipe:
     options: dict[str, object] = field(default_factory=dict)
     given: dict[str, object] = field(default_factory=dict)
     reference: bool = False
+    early: bool = False
 
     def __call__(self, model: nn.Module, way: Way, length: int) -> None:
         """Train in two steps."""
+        models = {"ref_model": llama()} if self.reference else {}
+        for each in (model, *models.values()) if way is Way.STREAMED and self.early else ():
+            enable(each, **STREAMING["options"])
         with tempfile.TemporaryDirectory() as folder:
             trainer = self.trainer(
                 model,
                 args=self.arguments(folder, gradient_checkpointing=way is Way.CHECKPOINTED),
                 train_dataset=Dataset.from_list(self.rows(length)),
                 processing_class=tokenizer(),
-                **(dict(ref_model=llama()) if self.reference else {}),
+                **models,
                 **self.given,
             )
-            if way is Way.STREAMED:
+            if way is Way.STREAMED and not self.early:
                 enable(trainer, **STREAMING["options"])
             trainer.train()
 
@@ -123,10 +128,11 @@ def setup(
     given: dict | None = None,
     reference: bool = False,
     build: Callable[[], nn.Module] = llama,
+    early: bool = False,
     **options: object,
 ) -> functools.partial:
     """A setup, by a `Recipe` and a function that makes the model."""
-    recipe = Recipe(trainer, config, rows, options, given or {}, reference)
+    recipe = Recipe(trainer, config, rows, options, given or {}, reference, early)
     return functools.partial(trained_by, train=recipe, build=build)
 
 
@@ -145,6 +151,7 @@ SETUPS = {
     "TRL, DPO": dpo(),
     "TRL, DPO, IPO loss": dpo(loss_type="ipo"),
     "TRL, DPO, padding-free": dpo(padding_free=True),
+    "TRL, DPO, reference computed first": dpo(precompute_ref_log_probs=True, early=True),
     "TRL, KTO": setup(trl.KTOTrainer, trl.KTOConfig, rated, reference=True),
     "TRL, ORPO": setup(orpo.ORPOTrainer, orpo.ORPOConfig, chosen_and_rejected),
     "TRL, CPO": setup(cpo.CPOTrainer, cpo.CPOConfig, chosen_and_rejected),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-from benchmarks.setups import adapters, trainers  # noqa: E402
+from benchmarks.setups import adapters, quantized, trainers  # noqa: E402
 from benchmarks.setups.measurement import measured  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -16,6 +16,15 @@ SINGLE = 1e-5  # models of Hugging Face compute norms and losses in float32
 @pytest.mark.parametrize("name", adapters.SETUPS)
 def test_adapters(name):
     row = measured(adapters.SETUPS[name])
+    assert row.error < SINGLE
+    assert row.layers and row.head
+    assert row.notes == ()
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
+@pytest.mark.parametrize("name", quantized.SETUPS)
+def test_quantised_weights(name):
+    row = measured(quantized.SETUPS[name])
     assert row.error < SINGLE
     assert row.layers and row.head
     assert row.notes == ()
