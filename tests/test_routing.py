@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from models import gradients, ids_of, worst_error
 from selection import representatives
-from test_picked_branches import streams_whole
+from test_picked_branches import error_where_one_is_not_chosen, streams_whole
 from test_picked_rows import EXACT, EXPERTS, WIDTH, Mixture, error_of
 from torch import nn
 
@@ -306,12 +306,4 @@ OTHERS = {
 @pytest.mark.filterwarnings("ignore")
 def test_a_loop_that_does_something_else(name):
     """Its graph breaks, as by default, where some expert has no token."""
-    model, ids = model_of(OTHERS[name]), ids_of(2, 43)
-    with torch.no_grad():
-        for _, experts in model.layers:
-            experts.inner.gate.weight[0] = 0
-            experts.inner.gate.weight[1:] *= 100
-            experts.inner.gate.weight[2] = experts.inner.gate.weight[1]
-    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
-    expected = gradients(model, lambda: model(ids, ids))
-    assert worst_error(gradients(model, lambda: step(ids, ids)), expected) < EXACT
+    assert error_where_one_is_not_chosen(model_of(OTHERS[name])) < EXACT

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +70,15 @@ class Distribution:
         self.blocks: dict[Sliced, Node] = {}
         self.apart: dict[int | Sliced, Node] = {}
 
-    def needed(self, positions: Iterable[int]) -> set[int]:
-        """Positions that others are made of, with those."""
+    def needed(self, positions: Iterable[int], known: Container[int] = ()) -> set[int]:
+        """Positions that others are made of, with those; none beyond what is known."""
         found: set[int] = set()
         stack = list(positions)
         while stack:
             p = stack.pop()
             if p not in found:
                 found.add(p)
-                stack += [a for a in self.operands(p) if isinstance(a, int)]
+                stack += [a for a in self.operands(p) if isinstance(a, int) and a not in known]
         return found
 
     def is_worth_it(self) -> bool:
@@ -119,7 +119,7 @@ class Distribution:
                 inputs[operand] = (*self.given(operand), graph.placeholder(f"in_{len(inputs)}"))
             return inputs[operand][2]
 
-        for p in sorted(self.positions_for(outputs)):
+        for p in sorted(self.needed(outputs, self.whole)):
             node = self.loop.template[p]
             args, kwargs = map_arg((node.args, node.kwargs), read)
             target = node.target if mutated(node) is None else functional(node.target)
@@ -130,17 +130,6 @@ class Distribution:
             Mapped(GraphModule(self.module, graph), dims), [v for v, _, _ in inputs.values()], outputs
         )
         self.whole.update(zip(outputs, results))
-
-    def positions_for(self, outputs: Iterable[int]) -> set[int]:
-        """Positions to compute for others, given those that exist for all blocks."""
-        found: set[int] = set()
-        stack = list(outputs)
-        while stack:
-            p = stack.pop()
-            if p not in found:
-                found.add(p)
-                stack += [a for a in self.operands(p) if isinstance(a, int) and a not in self.whole]
-        return found
 
     def given(self, operand: int | Sliced | State | Node) -> tuple[Node, int | None]:
         """What a map reads for an operand, and the dimension of its blocks."""

@@ -50,9 +50,9 @@ def read_numbers_later(may: Callable[[object], bool]) -> None:
 # ``None`` what is true of a tensor. So anything else has Dynamo trace again with a break.
 
 MOVING = tuple(
-    "LOAD_FAST STORE_FAST DELETE_FAST LOAD_CONST LOAD_SMALL_INT LOAD_GLOBAL LOAD_NAME LOAD_DEREF COPY SWAP DUP_TOP "
-    "ROT_ POP_TOP POP_JUMP JUMP_ UNARY_NOT TO_BOOL NOP NOT_TAKEN CACHE EXTENDED_ARG PUSH_NULL RESUME PRECALL "
-    "END_FOR POP_ITER".split()
+    "LOAD_FAST STORE_FAST DELETE_FAST LOAD_CONST LOAD_SMALL_INT LOAD_GLOBAL LOAD_NAME LOAD_DEREF COPY SWAP "
+    "DUP_TOP ROT_ POP_TOP POP_JUMP JUMP_ UNARY_NOT TO_BOOL NOP NOT_TAKEN CACHE EXTENDED_ARG PUSH_NULL RESUME "
+    "PRECALL END_FOR POP_ITER".split()
 )
 """Beginnings of the names of instructions that move values, or branch on them."""
 TAKING = {"LOAD_ATTR": 1, "LOAD_METHOD": 1, "BINARY_SUBSCR": 2, "COMPARE_OP": 2}

@@ -13,18 +13,13 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 SINGLE = 1e-5  # models of Hugging Face compute norms and losses in float32
 
 
-@pytest.mark.parametrize("name", adapters.SETUPS)
-def test_adapters(name):
-    row = measured(adapters.SETUPS[name])
-    assert row.error < SINGLE
-    assert row.layers and row.head
-    assert row.notes == ()
+MODELS = {**adapters.SETUPS, **quantized.SETUPS}
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
-@pytest.mark.parametrize("name", quantized.SETUPS)
-def test_quantised_weights(name):
-    row = measured(quantized.SETUPS[name])
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_and_quantised_weights(name):
+    row = measured(MODELS[name])
     assert row.error < SINGLE
     assert row.layers and row.head
     assert row.notes == ()
