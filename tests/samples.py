@@ -281,6 +281,10 @@ SAMPLES = {
         call("streambp::contracted", t(3, 6, 6), t(3, 4), "hqk,hg->gqk"),
         call("streambp::contracted", t(2, 5, 6, 3), t(2, 5, 6, 4), "bqkh,bqkg->hg"),
     ],
+    "streambp::sum_at": [
+        call("streambp::sum_at", i(7, 2, 5, 4), t(2, 5, 4), 2, 7),
+        call("streambp::sum_at", i(6, 3, 5), t(3, 5), 0, 6),
+    ],
     "streambp::grouped_mm": [call("streambp::grouped_mm", t(6, 4), t(3, 4, 5), i(3, 6))],
     "streambp::grouped_outer": [call("streambp::grouped_outer", t(6, 4), t(6, 5), i(3, 6), 3)],
     "streambp::to_extreme": [

@@ -19,7 +19,7 @@ from streambp_compile.passes.normalization.diagonals import diagonal, diagonal_b
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT, WIDTH, HEADS, VOCABULARY, BUCKETS = 1e-10, 12, 3, 19, 8
 INF = float("-inf")
-aten = torch.ops.aten
+aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 def causal(scores):
@@ -109,6 +109,18 @@ def test_scores(name):
     report = check(Layer(WAYS[name]).double())
     reaches = {r for region in report.regions for r in region.streamed.analysis.reaches.values()}
     assert name not in ("of_heads", "by_einsum") or reaches == {PAST}
+
+
+def test_a_wide_look_up_of_keys_adds_its_gradient_to_the_sum_itself():
+    """So that no chunk makes another value so wide, and no zeros so wide are kept."""
+    report = check(Layer(looked_up).double())
+    regions = [r.streamed for r in report.regions if r.streamed]
+    schedules = [s for r in regions for s in (r.forward, r.backward) if s is not None]
+    sweeps = [s for schedule in schedules for s in schedule.program.sweeps]
+    bodies = [body.graph.graph for schedule in schedules for body in schedule.bodies]
+    added = [n for b in bodies for n in b.find_nodes(op="call_function", target=streambp.add_at_.default)]
+    assert len(added) == sum(n.target == streambp.sum_at.default for s in sweeps for n in s.keysums) == 1
+    assert not any(n.target == aten.full.default for s in sweeps for n in s.writes)
 
 
 def test_contrast_of_rows_and_of_columns():

@@ -127,6 +127,19 @@ def add_rows_(index: Tensor, rows: Tensor, padding: int, total: Tensor) -> None:
         total.select(0, padding).copy_(spared)
 
 
+def sum_at(index: Tensor, source: Tensor, dim: int, size: int) -> Tensor:
+    """The gradient of ``x.gather(dim, index)``, of which ``x`` has so many entries along ``dim``."""
+    return source.new_zeros(sum_shape(index, dim, size)).scatter_add(dim, index, source)
+
+
+def sum_shape(index: Tensor, dim: int, size: int) -> list[int]:
+    return [*index.shape[:dim], size, *index.shape[dim + 1 :]]
+
+
+def add_at_(index: Tensor, source: Tensor, dim: int, total: Tensor) -> None:
+    total.scatter_add_(dim, index, source.to(total.dtype))
+
+
 def nothing(*_args) -> None:
     return None
 
@@ -253,6 +266,12 @@ define(
     composed=False,
 )
 define("add_rows_(Tensor index, Tensor rows, int padding, Tensor(a!) total) -> ()", add_rows_, nothing)
+define(
+    "sum_at(Tensor index, Tensor source, int dim, SymInt size) -> Tensor",
+    sum_at,
+    lambda index, source, dim, size: source.new_empty(sum_shape(index, dim, size)),
+)
+define("add_at_(Tensor index, Tensor source, int dim, Tensor(a!) total) -> ()", add_at_, nothing)
 define("rows_at(Tensor full, int dim, SymInt start, SymInt length) -> Tensor", rows_at, rows_meta)
 define("write_rows_(Tensor rows, int dim, SymInt start, Tensor(a!) full) -> ()", write_rows_, nothing)
 define("slide_rows_(Tensor rows, int dim, bool ahead, Tensor(a!) state) -> ()", slide_rows_, nothing)

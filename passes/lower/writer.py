@@ -190,6 +190,18 @@ class Writer(Rows):
             rows = self.graph.call_function(prims.convert_element_type.default, (rows, total_dtype(dtype)))
         return self.graph.call_function(streambp.add_rows_.default, (index, rows, padding, self.total(node)))
 
+    def accumulate_at(self, node: Node) -> Node:
+        """Entries at an index, added to the sum or the sum per key that a node is."""
+        zeroed = self.summands(node)
+        index, source = (zeroed.get(i) or self.operand(edge) for i, edge in enumerate(self.edges(node)))
+        is_total = self.analysis.kinds[node] is Kind.SUM
+        total = self.total(node) if is_total else self.key_sum(node)
+        return self.graph.call_function(streambp.add_at_.default, (index, source, node.args[2], total))
+
+    def key_sum(self, node: Node) -> Node:
+        """The accumulator of a sum per key."""
+        return self.draft.bind(Binding(BindingRole.KEYTOTAL, node, node.name, self.fact(node).rows))
+
     def attention(self, node: Node) -> Node:
         query, key, value, mask = node.args[:4]
         _, causal, scale = node.args[3:6]
@@ -270,8 +282,7 @@ class Writer(Rows):
             return self.copy(node)  # which may have several outputs, and no dtype
         part = self.copy(node, self.summands(node))
         if kind is Kind.KEYSUM:
-            binding = Binding(BindingRole.KEYTOTAL, node, node.name, self.fact(node).rows)
-            return self.add(part, self.draft.bind(binding))
+            return self.add(part, self.key_sum(node))
         if wide and value_of(node).dtype != total_dtype(value_of(node).dtype):
             part.kwargs = {**part.kwargs, "dtype": torch.float32}
         return self.added(node, part)

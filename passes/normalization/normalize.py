@@ -128,6 +128,7 @@ def normalize(module: GraphModule) -> GraphModule:
     turn_scans(result.graph)
     draw_by_place(result.graph)
     scatter_to_extremes(result.graph)
+    scatter_to_zeros(result.graph)
     fuse_attention(result.graph)
     drop_proved_masks(result.graph)
     group_heads(result.graph)
@@ -215,6 +216,23 @@ def scatter_to_extremes(graph: Graph) -> None:
         )
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+def scatter_to_zeros(graph: Graph) -> None:
+    """The gradient of ``gather`` reads no zeros, which may be wide."""
+    sizes = SizeNodes(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
+        base, dim, index, source = node.args
+        rank = len(shape_of(node))
+        dim %= max(rank, 1)
+        fits = all(shape_of(base)[i] == shape_of(index)[i] for i in range(rank) if i != dim)
+        if not (rank and is_zeros(base) and fits and shape_of(index) == shape_of(source)):
+            continue
+        size = sizes.written(value_of(base).shape[dim], node)
+        if size is not None:
+            new = emitted(graph, node, streambp.sum_at.default, (index, source, dim, size))
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
 
 
 def turn_scans(graph: Graph) -> None:

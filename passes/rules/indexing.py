@@ -210,33 +210,53 @@ def skewed(node: Node) -> Signature:
 
 def emit_scatter(body, node: Node):
     """Rows that a narrower index does not have must not be written: adding zero writes nothing."""
-    if body.analysis.kinds[node] in (Kind.SUM, Kind.KEYSUM):
-        return body.copied(node)
     _, index, source = body.edges(node)
     value = body.zero_beyond(source.operand, body.operand(source), source.operand)
     return body.copy(node, {2: body.zero_beyond(index.operand, value, source.operand)})
 
 
 def scattered(node: Node) -> Signature:
-    """What is added to zeros (the gradient of ``gather``) adds up over chunks of what is added."""
     base, index = shape_of(node.args[0]), shape_of(node.args[2])
     dim = node.args[1] % max(len(base), 1)
     sources = [a for a in (node.args[2], node.args[3]) if isinstance(a, Node)]
     out = tuple(None if i == dim else i for i in range(len(base)))
-    adds = "scatter_add" in str(node.target)
-    sums = adds and is_zeros(node.args[0]) and shape_of(sources[-1])[dim : dim + 1] == index[dim : dim + 1]
-    moved = ["base", *("added" if sums else ("moved", k) for k in range(len(sources)))]
-    labels = [tuple(name if i == dim else i for i in range(len(base))) for name in moved]
+    labels = [
+        tuple((("moved", k), i) if i == dim else i for i in range(len(base))) for k in range(1 + len(sources))
+    ]
     narrow = any(index[i] != base[i] for i in range(len(base)) if i != dim)
-    if narrow and not adds:
+    if narrow and "scatter_add" not in str(node.target):
         return all_at_once(node)
     return Signature(
         tuple(labels),
         (out,),
         contracts="all",
-        sums=frozenset({"added"} if sums else ()),
         offsets={i: (0,) * len(labels) for i in range(len(base)) if i != dim} if narrow else {},
     )
+
+
+def emit_sum_at(body, node: Node):
+    """What adds up over chunks is added to the sum itself, which may be wide."""
+    if body.analysis.kinds[node] in (Kind.SUM, Kind.KEYSUM):
+        return body.accumulate_at(node)
+    index, source = (body.operand(edge) for edge in body.edges(node))
+    value, call = value_of(node), body.graph.call_function
+    zeros = call(aten.full.default, (body.sizes(node), 0), dict(dtype=value.dtype, device=value.device))
+    return call(aten.scatter_add.default, (zeros, node.args[2], index, source))
+
+
+@rule(
+    "streambp::sum_at",
+    emit=emit_sum_at,
+    cost=CostClass.SCATTER,
+    linear="source",
+    indices=lambda node: {node.args[0]: (0, node.args[3] - 1)} if isinstance(node.args[3], int) else {},
+)
+def sum_at(node: Node) -> Signature:
+    """The gradient of ``gather``. Where it goes to rows of all tokens, what is added adds up over chunks."""
+    rank, dim = len(shape_of(node)), node.args[2]
+    added = tuple("added" if i == dim else i for i in range(rank))
+    out = tuple(None if i == dim else i for i in range(rank))
+    return Signature((added, added), (out,), contracts="all", sums=frozenset({"added"}))
 
 
 def emit_number_put(body, node: Node):
