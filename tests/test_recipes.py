@@ -32,6 +32,7 @@ AXOLOTL = "axolotl"
 OF_PACKAGES = {
     "TRL": "trl",
     "PEFT": "peft",
+    "torchao": "torchao",
     "Lightning": "lightning",
     ZERO: "deepspeed",
     TRAINER: "accelerate",
@@ -190,6 +191,19 @@ def adapters() -> bool:
     return streams(lambda: names["step"](input_ids=ids, labels=ids, use_cache=False).loss.backward())
 
 
+def quantised() -> bool:
+    import peft
+    from torchao import quantization
+
+    from benchmarks.setups.adapters import llama
+
+    given = {name: getattr(quantization, name) for name in ("quantize_", "Int8WeightOnlyConfig")}
+    given |= {name: getattr(peft, name) for name in ("get_peft_model", "LoraConfig")}
+    step = ran("torchao", 0, torch=torch, model=llama().float(), **given)["step"]
+    ids = decoder.ids_of(LENGTH)
+    return streams(lambda: step(input_ids=ids, labels=ids, use_cache=False).loss.backward())
+
+
 def lightning_module() -> bool:
     import lightning
 
@@ -231,6 +245,7 @@ def trainer_of_trl(folder: str) -> bool:
 
 RECIPES = {
     "PEFT": lambda folder: adapters(),
+    "torchao": lambda folder: quantised(),
     "Lightning": lambda folder: lightning_module(),
     TRAINER: trainer,
     "TRL": trainer_of_trl,

@@ -26,11 +26,14 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def logits(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.roll(-1, 1).flatten())
+        return self.head(self.norm(x))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
 class Routed(Layer):
@@ -290,6 +293,38 @@ def test_quantised_weights_stream():
             found, expected = (step(m, lambda: [f(ids)]) for m, f in ((model, compiled), (truth, truth)))
             assert worst_error(found, expected) < EXACT
         assert "predicted peak of a step" in str(explain(model, ids, streambp_options=OPTIONS))
+
+
+class WithoutViews(Scaled):
+    """As torchao's weights are: its dimensions cannot be put in another order."""
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return WithoutViews(parts["values"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.permute.default:
+            raise NotImplementedError
+        if func is torch.ops.aten.detach.default:
+            return WithoutViews(args[0].values, args[0].scale)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_logits_of_a_quantised_head_are_read_later():
+    """And what it is made of may not change before."""
+    model, ids = quantised(), ids_of(2, 37)
+    model.head.weight = nn.Parameter(
+        WithoutViews(*(getattr(model.head.weight, n) for n in ("values", "scale")))
+    )
+    model.head.weight.requires_grad_(False)
+    truth = model.logits(ids).detach()
+    compiled = torch.compile(model.logits, backend="streambp", options=OPTIONS)
+    torch.testing.assert_close(compiled(ids).detach(), truth, rtol=EXACT, atol=EXACT)
+    logits = compiled(ids)
+    model.head.weight.scale.data.mul_(2)
+    with pytest.raises(RuntimeError, match="overwritten"):
+        logits.sum().item()
 
 
 def test_hidden_states_of_a_subclass_are_refused_by_name():

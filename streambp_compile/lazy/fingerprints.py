@@ -85,8 +85,15 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, weighted by place, as an int64 on its device."""
-    words = words_of(tensor.detach())
+    """The sum of a tensor's bits, weighted by place, as an int64 on its device; of a subclass (a quantised
+    weight), that of the tensors it is made of."""
+    parts = [p for p in internals.parts_of(tensor.detach()) if isinstance(p, Tensor)]
+    found = torch.stack(list(map(fingerprint_of_part, parts)))
+    return (found * odd_numbers(len(found), 0, found.device)).sum()
+
+
+def fingerprint_of_part(tensor: Tensor) -> Tensor:
+    words = words_of(tensor)
     length = max(1 << 14, math.ceil(words.numel() / BLOCKS))
     weights = odd_numbers(min(length, words.numel()), 0, tensor.device)
     sums = torch.stack([(part * weights[: part.numel()]).sum() for part in words.split(length)])
