@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from .grouped import add_grouped_outer_, grouped_mm, grouped_outer
-from .products import add_product_
+from .products import add_product_, copied_operands
 
 aten = torch.ops.aten
 LIBRARY = torch.library.Library("streambp", "DEF")
 KERNELS: dict[torch._ops.OpOverload, object] = {}  # operators whose kernels call torch's operators
 
 
-SCRATCH: dict[torch._ops.OpOverload, Callable[..., int]] = {}  # bytes that a call takes beside its results
+# bytes that a call takes beside its results
+SCRATCH: dict[torch._ops.OpOverload, Callable[..., int]] = {
+    product: copied_operands
+    for product in (aten.bmm.default, aten.bmm.out, aten.baddbmm.default, aten.baddbmm.out)
+}
 
 
 def define(

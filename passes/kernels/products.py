@@ -67,3 +67,25 @@ def blocks_of(value: Tensor) -> tuple[Tensor, ...]:
     if device_type(value) != "cpu" or not value.numel():
         return (value,)
     return value.split(max(1, BLOCK * BLOCK * len(value) // value.numel()))
+
+
+def copied_operands(*operands: Tensor) -> int:
+    """Bytes that a batch of half-precision products takes on a CPU: oneDNN reads dense operands, and copies
+    others, such as keys cut from a longer buffer (torch: aten/src/ATen/native/mkldnn/Matmul.cpp,
+    ``is_mkldnn_optimized_format``)."""
+    left, right = operands[-2:]
+    if device_type(left) != "cpu" or left.dtype not in ACCUMULATES_IN or not has_kernel(left.dtype):
+        return 0
+    return sum(x.numel() * x.itemsize for x in (left, right) if not is_dense(x))
+
+
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Does oneDNN multiply such numbers on this processor?"""
+    known = torch.ops.mkldnn
+    return known._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else known._is_mkldnn_fp16_supported()
+
+
+def is_dense(batch: Tensor) -> bool:
+    """Are the matrices of a batch, or those transposed, without gaps?"""
+    _, rows, columns = batch.shape
+    return batch.is_contiguous() or batch.stride() == (rows * columns, 1, rows)
