@@ -249,7 +249,7 @@ def emit_sum_at(body, node: Node):
     emit=emit_sum_at,
     cost=CostClass.SCATTER,
     linear="source",
-    indices=lambda node: {node.args[0]: (0, node.args[3] - 1)} if isinstance(node.args[3], int) else {},
+    indices=lambda node: {node.args[0]: (0, value_of(node).shape[node.args[2]] - 1)},
 )
 def sum_at(node: Node) -> Signature:
     """The gradient of ``gather``. Where it goes to rows of all tokens, what is added adds up over chunks."""
