@@ -271,12 +271,6 @@ class Reader:
                     "This scan runs along the rows of a [tokens, tokens] matrix",
                     "Scan a value that has one row per token",
                 )
-        if names_keys(node, operands, signature, self.propagation):
-            raise refuse(
-                node,
-                "This operation returns indices of keys, which a chunk would count from its own first key",
-                "Use amax if only the value is needed",
-            )
 
     def output_fact(self, node: Node, output: int, labels: Labelling, low: int) -> Fact:
         """The fact of one output whose row 0 is of token ``low``, unless its rows are keys."""
@@ -306,7 +300,7 @@ class Reader:
             return Labelling(signature.rows, signature.keys, Kind.MIXED if len(outs) == 3 else Kind.ROWS)
         pair = next((pair for pair in filter(None, ins) if pair[1] is not NO_KEYS), None)
         if any(outs):
-            return self.kept(node, signature, [o for o in outs if o is not None], pair)
+            return self.kept(node, signature, list(filter(None, outs)), list(filter(None, ins)), pair)
         row, key = pair or next(filter(None, ins))
         added = signature.contracts in (Contraction.SUM, Contraction.PICKED) or row in signature.sums
         summable = added or merge_of(node) is not None
@@ -324,6 +318,7 @@ class Reader:
         node: Node,
         signature: Signature,
         outs: list[tuple[Label, Label]],
+        ins: list[tuple[Label, Label]],
         pair: tuple[Label, Label] | None,
     ) -> Labelling:
         """The labels of a node that has outputs with tokens; ``pair``, those of the first operand with
@@ -332,6 +327,9 @@ class Reader:
         if pair_out is not None:
             return Labelling(None, None, Kind.ALL) if None in pair_out else Labelling(*pair_out, Kind.ROWS)
         single = outs[0][0]
+        if single in signature.indexed:
+            added = next((row for row, _ in ins if row in signature.sums), None)
+            return Labelling(added, single, Kind.ALL if added is None else Kind.KEYSUM)
         if single is None:
             return Labelling(None, None, Kind.ALL)
         if signature.keys is not None and single == signature.keys:
@@ -411,16 +409,3 @@ def is_now(size: Size, difference: torch.SymInt) -> bool:
     """Is a difference nothing at the lengths of now (``n - max(0, n - T) - T``)? Dynamo then guards on it;
     not on a size that is a number."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number and bool(difference == 0)
-
-
-def names_keys(
-    node: Node, operands: tuple[Node, ...], signature: Signature, propagation: TokenPropagation
-) -> bool:
-    """Does an op give the places of keys to somebody?"""
-    places = rule_of(node).positions
-    keys = propagation.key(slot_of(operands[0])) if places else None
-    if keys is None:
-        return False
-    named = signature.operands[0][keys.dim] not in signature.outputs[0]
-    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
-    return named and any(place == -1 or place in read for place in places)

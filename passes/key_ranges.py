@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch.fx import Graph, Node
 from .ir import (
     EVERYWHERE,
     Condition,
+    Contraction,
     DocumentMask,
     EveryRowHasVisibleKey,
     Fact,
@@ -33,7 +35,7 @@ from .ir import (
 )
 from .mask_analysis.domains import EMPTY, Abstract, Band, is_empty_outside, is_zero_outside, stored_mask
 from .phases import check_time
-from .rules import form_of, rule_of
+from .rules import form_of, merge_of, rule_of
 from .rules.facets import Form
 from .rules.scans import state_of_no_rows
 from .token_propagation import has_tensors
@@ -88,9 +90,10 @@ def key_ranges(
         found = proofs_of_scores(scores, facts, signatures, masks, is_cheap)
         found += proofs_of_outputs(graph, facts, masks, is_cheap)
         proofs += [proof for proof, _ in found]
-        reaches = [*ranges.values(), *(reach for _, reach in found)]  # fused attention reads the same keys
+        reaches = [*ranges.values(), *(reach for _, reach in found)]
         joined = functools.reduce(Reach.join, reaches) if reaches else EVERYWHERE
-        ranges.update(dict.fromkeys(scores, joined))
+        # A sweep has one range of keys, and fused attention beside scores is to find in it what it reads.
+        ranges.update(dict.fromkeys((*ranges, *scores), joined))
     pruned = any(reach != EVERYWHERE for reach in ranges.values())
     return ranges, conditions_of(proofs) if pruned else ()
 
@@ -124,7 +127,9 @@ def proofs_of_scores(
             continue
         origins = [unfolded(a, facts, masks) for a in operands]
         bands = ((facts[a], band) for a in origins if isinstance(band := masks.get(a), Band))
-        fact, band = next(((f, b) for f, b in bands if ignores_outside(b, node)), (None, None))
+        fact, band = next(
+            ((f, b) for f, b in bands if ignores_outside(b, node, signatures[node])), (None, None)
+        )
         if band is None or not isinstance(fact, Tokens) or fact.keys is None:
             found.append((UNPROVED, EVERYWHERE))
         else:
@@ -253,8 +258,29 @@ def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
     return None if keeps else pairs
 
 
-def ignores_outside(band: Band, node: Node) -> bool:
+def ignores_outside(band: Band, node: Node, signature: Signature) -> bool:
     """Does the node read nothing outside the band: empty scores in a softmax, zeros in a sum?"""
+    if counts_keys(node, signature):
+        return False
     if rule_of(node).visible_only:
         return band.outside in EMPTY
-    return is_zero_outside(band) and state_of_no_rows(node) == 0
+    return is_zero_outside(band) and adds_up(node, signature)
+
+
+def counts_keys(node: Node, signature: Signature) -> bool:
+    """Does a node give, or is it given, places of keys, which are counted from the first of all?"""
+    places = rule_of(node).positions
+    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    return bool(signature.indexed) or any(place == -1 or place in read for place in places)
+
+
+def adds_up(node: Node, signature: Signature) -> bool:
+    """Is zero nothing to a node: is it a sum of what it reads along rows or keys, or a merge or scan that
+    begins with zero?"""
+    merge = merge_of(node)
+    if merge is not None:
+        return merge.identity == 0
+    kept = {label for labels in signature.outputs for label in labels}
+    contracted = {label for labels in signature.operands for label in labels if label is not None} - kept
+    sums = signature.contracts is Contraction.SUM or contracted <= signature.sums
+    return sums and rule_of(node).linear is not None and state_of_no_rows(node) == 0

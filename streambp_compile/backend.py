@@ -51,6 +51,7 @@ from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
 from .dynamo.values import fake_of
 from .dynamo.windows import write_windows
+from .dynamo.written_parts import write_parts
 from .dynamo.written_values import read_from_writers
 from .hints import hint_at_freed_weights, hint_at_outputs, watched
 from .lazy.expressions import LazyRegion
@@ -385,6 +386,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (write_windows, "writing windows of tokens as blocks"),
     (write_score_filters, "reading filters of attention scores"),
     (write_relative_shifts, "reading relative shifts of attention scores"),
+    (write_parts, "reading values that are changed part by part"),
     (over_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),
     (select_rows_first, "moving row selections in front of the head"),

@@ -257,6 +257,7 @@ SAMPLES = {
         )
     },
     "aten::glu": [call("aten::glu", t(3, 4, 6)), call("aten::glu", t(3, 4, 6), 1)],
+    "aten::fill.Tensor": [call("aten::fill.Tensor", t(3, 4), t())],
     "aten::fill.Scalar": [call("aten::fill.Scalar", t(3, 4), 2.0)],
     "aten::full_like": [call("aten::full_like", t(3, 4), 2.0)],
     # products of groups, and the gradient of an extreme

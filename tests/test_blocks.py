@@ -403,7 +403,7 @@ def test_sizes_that_do_not_grow_evenly_are_refused():
     def graph(size: int):
         made = torch.fx.Graph()
         made.output(made.call_function(torch.ops.aten.full.default, ([size], 0)))
-        return torch.fx.GraphModule({}, made)
+        return made
 
     grown = for_any_count([graph(6), graph(10), graph(16)])
     assert [n.target for n in grown.graph.nodes if n.target is operator.mul] == [operator.mul]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -40,6 +41,31 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         scores = (q[:, :, i] @ k[:, :, i].mT).masked_fill_(later, 0)
         found[:, :, i] = q[:, :, i] @ state + scores @ new
         state = state * scale[:, :1, None].sigmoid() + k[:, :, i].mT @ new
+    return found.flatten(2, 3)
+
+
+def substituted(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """The delta rule with a gate per feature (Kimi Linear, arXiv 2510.26692). The system of a block is solved
+    row by row, in place, each from those above it."""
+    q, k, v = (x.unflatten(2, (-1, BLOCK)) for x in (q, k, v))
+    gate = (k * scale[:, None, :, None]).sigmoid().log().cumsum(3)
+    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu()
+    decay = (gate.unsqueeze(-2) - gate.unsqueeze(-3)).masked_fill(later.triu(1)[..., None], -torch.inf).exp()
+    solved = -(k.unsqueeze(-2) * k.unsqueeze(-3) * decay).sum(-1).masked_fill(later, 0)
+    for i in range(1, BLOCK):
+        row, above = solved[..., i, :i].clone(), solved[..., :i, :i].clone()
+        solved[..., i, :i] = row + (row.unsqueeze(-1) * above).sum(-2)
+    solved = solved + torch.eye(BLOCK, dtype=q.dtype)
+    new, old = solved @ v, solved @ (k * gate.exp())
+    state, found = torch.zeros(*q.shape[:2], q.shape[4], v.shape[4], dtype=q.dtype), torch.zeros_like(v)
+    for i in range(q.shape[2]):
+        scores = (q[:, :, i].unsqueeze(-2) * k[:, :, i].unsqueeze(-3) * decay[:, :, i]).sum(-1)
+        rows = new[:, :, i] - old[:, :, i] @ state
+        found[:, :, i] = (q[:, :, i] * gate[:, :, i].exp()) @ state + scores.masked_fill(
+            later.triu(1), 0
+        ) @ rows
+        left = k[:, :, i] * (gate[:, :, i, -1:] - gate[:, :, i]).exp()
+        state = state * gate[:, :, i, -1].exp().unsqueeze(-1) + left.mT @ rows
     return found.flatten(2, 3)
 
 
@@ -140,6 +166,7 @@ def check(mix, length: int, strict: bool = True, layers: int = 1) -> None:
     [
         pytest.param(linear_attention, marks=pytest.mark.slow),
         delta_rule,
+        substituted,
         pytest.param(split_rows, marks=pytest.mark.slow),
         pytest.param(states_out, marks=pytest.mark.slow),
     ],
@@ -178,6 +205,34 @@ def test_iterations_that_do_different_things_stay_as_they_are():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotStreamed)
         check(mix, 64, strict=False)
+
+
+def test_what_is_written_in_part_is_a_new_value():
+    """Names of one piece of memory, made before a write and read behind it; writes through names of names."""
+
+    def mix(q, k, v, scale):
+        blocks = v.unflatten(2, (-1, BLOCK))
+        made = blocks * 2
+        first, corner = made[..., 0, :], made[..., 1:, :][..., :2, 1:]
+        made[..., 2, :] = first + made[..., 3, :]
+        corner[..., 0, :] = made[..., 2, 1:] + first[..., 1:]
+        first.copy_(corner[..., 0, :1].expand(first.shape))
+        made[..., 4, :] = 0.5
+        return (made + corner.sum((-1, -2))[..., None, None] - first.unsqueeze(-2)).flatten(2, 3)
+
+    check(mix, 64)
+
+
+def test_gradients_of_a_block_function_share_what_they_need():
+    """In a body that computes several of them, the rows of a block are made, and its system solved, once."""
+    model, ids = model_of(substituted), ids_of(2, 64)
+    report = explain(lambda ids: model(ids), ids, streambp_options={"chunk_size": 32})
+    bodies = [body for region in report.regions if region.backward for body in region.backward.bodies]
+    made = [
+        Counter(n.args for n in body.graph.graph.nodes if n.target is torch.ops.streambp.padded_rows.default)
+        for body in bodies
+    ]
+    assert any(made) and all(count == 1 for found in made for count in found.values())
 
 
 @pytest.mark.slow

@@ -171,6 +171,8 @@ class Signature:
     offsets    label → for each operand k: output row j reads row j+k along it (slices and padding)
     uniform    all rows are alike (a constant), so that a shift does not matter
     placed     labels along which the op names rows by their place, so that no fewer rows can be asked of it
+    indexed    labels along which an operand's numbers name entries (``placed`` as well): all of them exist at
+               once where they are rows, and are counted from the first of all where they are keys
     """
 
     operands: tuple[Labels, ...]
@@ -184,10 +186,12 @@ class Signature:
     offsets: Mapping[Label, tuple[int, ...]] = field(default_factory=dict)
     uniform: bool = False
     placed: frozenset[Label] = frozenset()
+    indexed: frozenset[Label] = frozenset()
 
     def __post_init__(self) -> None:
         """Raises ValueError for a contraction that does not exist."""
         object.__setattr__(self, "contracts", Contraction(self.contracts))
+        object.__setattr__(self, "placed", self.placed | self.indexed)
 
 
 @dataclass(frozen=True)

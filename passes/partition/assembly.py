@@ -27,7 +27,7 @@ from ..ir import (
     viewed,
 )
 from ..phases import check_time
-from ..rules import state_rows
+from ..rules import is_compared, state_rows
 from .crossing import narrowest_crossing
 from .full_length import FullLength
 from .levels import Levels, is_causal
@@ -176,6 +176,8 @@ class Assembly:
         kinds = (Kind.ROWS, Kind.KEYSUM)
         if not is_tensor(node) or self.kinds[node] not in kinds or self.problem.is_matrix(node):
             return None
+        if is_compared(node):
+            return None
         if self.kinds[node] is Kind.KEYSUM or node in self.row_outputs or self.is_statistic(node):
             return 0  # it is there in any case
         if self.over_inputs and any(self.is_alike(source, node) for source in self.problem.movable):
@@ -192,7 +194,8 @@ class Assembly:
 
     def is_statistic(self, node: Node) -> bool:
         """A few numbers per token, computed from many: kept rather than computed again."""
-        return is_tensor(node) and self.problem.is_small(node) and node not in self.problem.early
+        small = is_tensor(node) and self.problem.is_small(node) and node not in self.problem.early
+        return small and not is_compared(node)
 
     def sweep(self, at: int, contents: Contents) -> Sweep:
         """One sweep; ``own`` are its nodes that no earlier sweep computes."""

@@ -67,8 +67,10 @@ class Rule:
     scan        how chunks of it join, if it is a scan (or node → that)
     merge       how its results over chunks of tokens merge, if it is a reduction that does not simply add up
     positions   outputs that name rows or keys by their place (-1: its only output)
+    picks       its numbers are some of those that it reads (a maximum)
     random      it draws random numbers
     writes      position of the argument that is its result, but for the entries that it writes or adds to
+    put         of a view: the op that puts new numbers into what it views, ``put(source, new, *arguments)``
     keep        the rules know it better than its decomposition: it is decomposed in chunk bodies only
     form        what it is to a rewrite that looks for a pattern
     filling     the number that fills its result, or the argument that holds it
@@ -92,8 +94,10 @@ class Rule:
     scan: Scan | Callable[[Node], Scan | None] | None = None
     merge: Merge | None = None
     positions: tuple[int, ...] = ()
+    picks: bool = False
     random: bool = False
     writes: int | None = None
+    put: torch._ops.OpOverload | None = None
     keep: bool = False
     form: Form | None = None
     filling: float | str | None = None
@@ -266,6 +270,30 @@ def indices_of(node: Node) -> Indices:
     """The operands of a node that are indices, and what is allowed of each."""
     found = find_rule(node)
     return {} if found is None or found.indices is None else found.indices(node)
+
+
+def is_compared(node: Node) -> bool:
+    """Is it one of the numbers that it was taken from, and compared with numbers that may be these?
+
+    What is computed twice may differ in its last bit, so that the maximum of one is in the other no longer.
+    """
+    seen, stack = set[Node](), [node]
+    while stack:
+        for user in stack.pop().users:
+            if form_of(user) in (Form.EQUAL, Form.COMPARED):
+                return is_picked(node)
+            if user not in seen and (user.target is operator.getitem or is_view(user)):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def is_picked(node: Node) -> bool:
+    """Are a value's numbers some of those that the op behind it has read?"""
+    while node.target is operator.getitem or is_view(node):
+        node = node.all_input_nodes[0]
+    found = find_rule(node) if node.op == "call_function" else None
+    return found is not None and found.picks
 
 
 def is_random(node: Node) -> bool:

@@ -7,6 +7,7 @@ that what blocks exchange is computed at full length between sweeps.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 from torch.fx import Node
@@ -28,19 +29,19 @@ def emit_over_blocks(body, node: Node):
     """The graph of the function, for the blocks of the chunk."""
     found, call = function_of(node), body.graph.call_function
     count = body.scalar(f"blocks_{found.length}")
-    first = call(operator.floordiv, (body.scalar("first"), found.length))
-    made = call(operator.floordiv, (body.scalar("rows"), found.length)) if found.full else count
+    first = shared(body, operator.floordiv, (body.scalar("first"), found.length))
+    made = shared(body, operator.floordiv, (body.scalar("rows"), found.length)) if found.full else count
     given = []
     for edge, axis in zip(body.edges(node), found.operands):
         value = body.operand(edge)
         if axis.along is Along.ROWS:
             check_whole(body, node, edge.operand)
-            size = call(operator.mul, (count, found.length))
-            value = call(streambp.padded_rows.default, (value, axis.dim, size, found.full))
+            size = shared(body, operator.mul, (count, found.length))
+            value = shared(body, streambp.padded_rows.default, (value, axis.dim, size, found.full))
         elif axis.along is Along.BLOCKS:
-            value = call(streambp.rows_at.default, (value, axis.dim, first, made))
+            value = shared(body, streambp.rows_at.default, (value, axis.dim, first, made))
             if found.full:
-                value = call(streambp.padded_rows.default, (value, axis.dim, count))
+                value = shared(body, streambp.padded_rows.default, (value, axis.dim, count))
         given.append(value)
     result = inlined(body, found, [count, *given])
     if found.result.along is Along.ROWS:
@@ -65,18 +66,24 @@ def check_whole(body, node: Node, operand: Node) -> None:
 
 
 def inlined(body, found: BlockFunction, given: list[Node]) -> Node:
-    """The nodes of a function in a chunk body; those that another function has written already are shared."""
+    """The nodes of a function in a chunk body."""
     values = dict(zip(found.module.graph.find_nodes(op="placeholder"), given))
     for node in found.module.graph.nodes:
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-            key = f"{node.target} {args} {kwargs}"
-            if key not in body.draft.inlined:
-                body.draft.inlined[key] = body.graph.call_function(node.target, args, kwargs)
-            values[node] = body.draft.inlined[key]
+            values[node] = shared(body, node.target, args, kwargs)
         elif node.op == "output":
             return values[node.args[0]]
     raise AssertionError("a graph without an output")
+
+
+def shared(body, target: Callable, args: tuple, kwargs: dict | None = None) -> Node:
+    """A call in a chunk body; one that another function has written already is that one. Each gradient of a
+    function computes what all of them need."""
+    key = f"{target} {args} {kwargs or {}}"
+    if key not in body.draft.inlined:
+        body.draft.inlined[key] = body.graph.call_function(target, args, kwargs)
+    return body.draft.inlined[key]
 
 
 @rule(

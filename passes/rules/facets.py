@@ -50,6 +50,7 @@ class Form(enum.Enum):
     MINIMUM = "minimum"
     TO_EXTREME = "to extreme"  # the gradient of either
     EQUAL = "equal"
+    COMPARED = "compared"  # larger, less, or not equal
     SOFTMAX = "softmax"
     SAFE_SOFTMAX = "safe softmax"  # zero where all is masked
     LOG_SOFTMAX = "log softmax"

@@ -7,7 +7,20 @@ import operator
 import torch
 from torch.fx import Node
 
-from ..ir import Kind, Label, Labels, Reach, Role, Signature, Tokens, hint, refuse, shape_of, value_of
+from ..ir import (
+    EVERYWHERE,
+    Kind,
+    Label,
+    Labels,
+    Reach,
+    Role,
+    Signature,
+    Tokens,
+    hint,
+    refuse,
+    shape_of,
+    value_of,
+)
 from . import Indices, is_zeros, rule
 from .facets import CostClass, Form
 from .mask_domain import layout
@@ -209,29 +222,57 @@ def skewed(node: Node) -> Signature:
 
 
 def emit_scatter(body, node: Node):
-    """Rows that a narrower index does not have must not be written: adding zero writes nothing."""
-    _, index, source = body.edges(node)
+    """Keys are counted from the first of all. Rows that a narrower index does not have must not be written:
+    adding zero writes nothing."""
+    edges, dim = body.edges(node), node.args[1] % max(len(shape_of(node)), 1)
+    if among_some_keys(body, node, dim):
+        padding = [0, 0] * (len(shape_of(node)) - 1 - dim) + [0, 1]
+        base, index = (body.operand(edge) for edge in edges[:2])
+        base = body.graph.call_function(aten.constant_pad_nd.default, (base, padding))
+        index = among_keys(body, index, value_of(node).device)
+        return without_others(body, body.copy(node, {0: base, 1: index}), dim)
+    if len(edges) < 3 or "scatter_add" not in str(node.target):
+        return body.copied(node)
+    _, index, source = edges
     value = body.zero_beyond(source.operand, body.operand(source), source.operand)
     return body.copy(node, {2: body.zero_beyond(index.operand, value, source.operand)})
+
+
+def among_some_keys(body, node: Node, dim: int) -> bool:
+    """Has a value columns along a dimension for those keys alone that the chunk reads?"""
+    return body.carries_keys(node, dim) and body.sweep.keys != EVERYWHERE
+
+
+def among_keys(body, index: Node, device: torch.device) -> Node:
+    """Places of keys, counted from the first that the chunk reads; those that it does not read share one
+    behind."""
+    call, keys = body.graph.call_function, body.scalar("keys")
+    at = call(aten.sub.Scalar, (index, body.first_key()))
+    bounds = call(aten.ge.Scalar, (at, 0)), call(aten.lt.Scalar, (at, keys))
+    behind = call(aten.full.default, ([], keys), dict(dtype=torch.int64, device=device))
+    return call(aten.where.self, (call(aten.logical_and.default, bounds), at, behind))
+
+
+def without_others(body, value: Node, dim: int) -> Node:
+    """The columns of the keys that the chunk reads."""
+    return body.graph.call_function(aten.slice.Tensor, (value, dim, 0, body.scalar("keys")))
 
 
 def scattered(node: Node) -> Signature:
     base, index = shape_of(node.args[0]), shape_of(node.args[2])
     dim = node.args[1] % max(len(base), 1)
-    sources = [a for a in (node.args[2], node.args[3]) if isinstance(a, Node)]
-    out = tuple(None if i == dim else i for i in range(len(base)))
-    labels = [
-        tuple((("moved", k), i) if i == dim else i for i in range(len(base))) for k in range(1 + len(sources))
-    ]
-    narrow = any(index[i] != base[i] for i in range(len(base)) if i != dim)
-    if narrow and "scatter_add" not in str(node.target):
+    sources = [a for a in (node.args[2], node.args[3]) if isinstance(a, Node) and shape_of(a)]
+    labels = tuple(range(len(base)))
+    put = [tuple(("moved", k) if i == dim else i for i in labels) for k in range(len(sources))]
+    narrow = any(index[i] != base[i] for i in labels if i != dim)
+    if not narrow:
+        numbers = [()] * (isinstance(node.args[3], Node) + 1 - len(sources))
+        return Signature((labels, *put, *numbers), (labels,), contracts="all", indexed=frozenset({dim}))
+    if "scatter_add" not in str(node.target):
         return all_at_once(node)
-    return Signature(
-        tuple(labels),
-        (out,),
-        contracts="all",
-        offsets={i: (0,) * len(labels) for i in range(len(base)) if i != dim} if narrow else {},
-    )
+    out = tuple(None if i == dim else i for i in labels)
+    offsets: dict[Label, tuple[int, ...]] = {i: (0,) * (1 + len(put)) for i in labels if i != dim}
+    return Signature((out, *put), (out,), contracts="all", offsets=offsets)
 
 
 def emit_sum_at(body, node: Node):
@@ -239,9 +280,14 @@ def emit_sum_at(body, node: Node):
     if body.analysis.kinds[node] in (Kind.SUM, Kind.KEYSUM):
         return body.accumulate_at(node)
     index, source = (body.operand(edge) for edge in body.edges(node))
-    value, call = value_of(node), body.graph.call_function
-    zeros = call(aten.full.default, (body.sizes(node), 0), dict(dtype=value.dtype, device=value.device))
-    return call(aten.scatter_add.default, (zeros, node.args[2], index, source))
+    dim, sizes, value = node.args[2], body.sizes(node), value_of(node)
+    if among_some_keys(body, node, dim):
+        index = among_keys(body, index, value.device)
+        sizes[dim] = body.graph.call_function(operator.add, (sizes[dim], 1))
+    full = aten.full.default, (sizes, 0), dict(dtype=value.dtype, device=value.device)
+    call = body.graph.call_function
+    added = call(aten.scatter_add.default, (call(*full), dim, index, source))
+    return without_others(body, added, dim) if among_some_keys(body, node, dim) else added
 
 
 @rule(
@@ -255,8 +301,10 @@ def sum_at(node: Node) -> Signature:
     """The gradient of ``gather``. Where it goes to rows of all tokens, what is added adds up over chunks."""
     rank, dim = len(shape_of(node)), node.args[2]
     added = tuple("added" if i == dim else i for i in range(rank))
-    out = tuple(None if i == dim else i for i in range(rank))
-    return Signature((added, added), (out,), contracts="all", sums=frozenset({"added"}))
+    out = tuple(range(rank))
+    return Signature(
+        (added, added), (out,), contracts="all", sums=frozenset({"added"}), indexed=frozenset({dim})
+    )
 
 
 def emit_number_put(body, node: Node):
@@ -264,7 +312,7 @@ def emit_number_put(body, node: Node):
     dim, number = node.args[1] % len(shape_of(node)), node.args[3]
     counts = body.carries_tokens(node, dim) or body.carries_keys(node, dim)
     if not counts or isinstance(number, Node) or shape_of(node.args[2])[dim] != 1:
-        return body.copied(node)
+        return emit_scatter(body, node)
     base, index = (body.operand(edge) for edge in body.edges(node))
     call, shape = body.graph.call_function, [1] * len(shape_of(node))
     shape[dim] = -1
@@ -296,13 +344,14 @@ def number_put(node: Node) -> Signature:
 
 rule(
     "aten::scatter.src",
+    emit=emit_scatter,
     cost=FUSED,
     linear="self + src",
     writes=0,
     form=Form.SCATTER,
     indices=along_dim,
 )(scattered)
-rule("aten::scatter_reduce.two", cost=FUSED, writes=0, indices=along_dim)(scattered)
+rule("aten::scatter_reduce.two", emit=emit_scatter, cost=FUSED, writes=0, indices=along_dim)(scattered)
 rule("aten::scatter_add", emit=emit_scatter, cost=FUSED, linear="self + src", writes=0, indices=along_dim)(
     scattered
 )

@@ -76,7 +76,7 @@ for name in ("eq", "ne", "le", "lt", "ge", "gt"):
         f"aten::{name}.Scalar",
         cost=FUSED,
         mask=comparisons.compared,
-        form=Form.EQUAL if name == "eq" else None,
+        form=Form.EQUAL if name == "eq" else Form.COMPARED,
     )(broadcast)
 rule("aten::bitwise_and.Tensor", "aten::logical_and", cost=FUSED, mask=logic.conjoined)(broadcast)
 rule("aten::bitwise_or.Tensor", "aten::logical_or", cost=FUSED, mask=logic.disjoined)(broadcast)
@@ -127,6 +127,7 @@ def glu(node: Node) -> Signature:
 # Constants in the shape of an operand
 
 rule("aten::fill.Scalar", cost=FUSED, filling="value")(broadcast)
+rule("aten::fill.Tensor", cost=FUSED, linear="value", form=Form.ASSIGN)(broadcast)
 rule("aten::full_like", cost=FUSED, filling="fill_value")(broadcast)
 rule("aten::zeros_like", cost=FUSED, filling=0)(broadcast)
 rule("aten::ones_like", cost=FUSED, filling=1)(broadcast)

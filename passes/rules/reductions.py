@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Signature, shape_of, value_of
+from ..ir import Signature, refuse, shape_of, value_of
 from . import form_of, rule
 from .facets import HIGHEST, LOWEST, CostClass, Form, Merge
 from .mask_domain import layout, normalization
@@ -55,8 +55,16 @@ def sum_dims(node: Node) -> Signature:
 
 @rule("aten::mean.dim", cost=FUSED, linear="self")
 @rule("aten::argmax", "aten::argmin", cost=FUSED, positions=(-1,))
-@rule("aten::amax", cost=FUSED, bounded=if_operands_are, visible_only=True, merge=LARGEST, form=Form.LARGEST)
-@rule("aten::amin", cost=FUSED, merge=LEAST, form=Form.LEAST)
+@rule(
+    "aten::amax",
+    cost=FUSED,
+    bounded=if_operands_are,
+    visible_only=True,
+    merge=LARGEST,
+    picks=True,
+    form=Form.LARGEST,
+)
+@rule("aten::amin", cost=FUSED, merge=LEAST, picks=True, form=Form.LEAST)
 @rule("aten::any.dim", "aten::any.dims", cost=FUSED, merge=ANY)
 @rule("aten::all.dim", "aten::all.dims", cost=FUSED, merge=ALL)
 @rule("aten::prod.dim_int", cost=FUSED, merge=PRODUCT)
@@ -71,8 +79,8 @@ def reduce_dims(node: Node) -> Signature:
 
 
 @rule("aten::mean", cost=FUSED, linear="self")
-@rule("aten::max", cost=FUSED, merge=LARGEST, form=Form.LARGEST)
-@rule("aten::min", cost=FUSED, merge=LEAST, form=Form.LEAST)
+@rule("aten::max", cost=FUSED, merge=LARGEST, picks=True, form=Form.LARGEST)
+@rule("aten::min", cost=FUSED, merge=LEAST, picks=True, form=Form.LEAST)
 @rule("aten::any", cost=FUSED, merge=ANY)
 @rule("aten::all", cost=FUSED, merge=ALL)
 @rule("aten::prod", cost=FUSED, merge=PRODUCT)
@@ -116,7 +124,7 @@ def emit_extreme(body, node: Node):
     return body.replace_total(total, joined)
 
 
-EXTREME: dict[str, Any] = dict(emit=emit_extreme, cost=FUSED, positions=(1,))
+EXTREME: dict[str, Any] = dict(emit=emit_extreme, cost=FUSED, positions=(1,), picks=True)
 
 
 @rule("aten::max.dim", form=Form.MAXIMUM, visible_only=True, merge=LARGEST, **EXTREME)
@@ -148,8 +156,18 @@ def var(node: Node) -> Signature:
     )
 
 
-@rule("aten::topk", cost=CostClass.KERNEL, positions=(1,))
-@rule("aten::sort", "aten::sort.stable", cost=CostClass.KERNEL, positions=(1,), form=Form.SORT)
+def emit_sort(body, node: Node):
+    rank = len(shape_of(node.args[0]))
+    if any(body.carries_keys(node.args[0], dim) for dim in range(rank)):
+        raise refuse(node, "This operation sorts the keys of each row", "Use topk for the largest of them")
+    return body.copied(node)
+
+
+RANKED: dict[str, Any] = dict(cost=CostClass.KERNEL, positions=(1,), picks=True)
+
+
+@rule("aten::topk", **RANKED)
+@rule("aten::sort", "aten::sort.stable", emit=emit_sort, form=Form.SORT, **RANKED)
 def ranked(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     if node.target.overloadpacket.__name__ == "topk":

@@ -156,6 +156,7 @@ def windows_of_slice(node: Node) -> Windows:
     emit=emit_slice,
     cost=VIEW,
     linear="self",
+    put=torch.ops.aten.slice_scatter.default,
     form=Form.SLICE,
     windows=windows_of_slice,
     mask=layout.sliced,
@@ -194,6 +195,7 @@ def emit_select(body, node: Node):
     emit=emit_select,
     cost=VIEW,
     linear="self",
+    put=torch.ops.aten.select_scatter.default,
     mask=layout.selected,
     bounded=if_operands_are,
 )

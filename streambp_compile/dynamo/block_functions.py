@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ def register(found: BlockFunction, fakes: Sequence[torch.Tensor]) -> str:
         if wanted:
             check_differentiable(found.module)
         try:
-            grads = {f"{name}_{i}": gradient(found, fakes, i) for i in wanted}
+            grads = dict(zip((f"{name}_{i}" for i in wanted), gradients_of(found, fakes, wanted)))
         except (RuntimeError, NotImplementedError) as error:  # an op inside has none
             raise NoBlockFunction(f"there is no gradient: {error}") from error
         FUNCTIONS.update({name: found, **grads})
@@ -145,21 +145,33 @@ def shape_at(x: torch.Tensor, axis: Axis, found: BlockFunction, count: int) -> l
     return shape
 
 
-def gradient(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int) -> BlockFunction:
-    """The gradient of one operand, as a function of that of the result and of all operands."""
-    traces = [traced(found, fakes, wanted, count) for count in COUNTS]
-    module = for_any_count(traces)
-    tokens = COUNTS[0] * found.length
-    return BlockFunction(
-        module,
-        found.length,
-        (found.result, *found.operands),
-        found.operands[wanted],
-        tuple(map(hint, fakes[wanted].shape)),
-        fakes[wanted].dtype,
-        most_alive(list(traces[0].graph.nodes)) // tokens,
-        found.full,
-    )
+def gradients_of(
+    found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: Sequence[int]
+) -> Iterator[BlockFunction]:
+    """The gradients of operands, each as a function of that of the result and of all operands."""
+    traces = [traced(found, fakes, wanted, count) for count in COUNTS] if wanted else []
+    for at, i in enumerate(wanted):
+        parts = [one_output(trace, at) for trace in traces]
+        yield BlockFunction(
+            for_any_count(parts),
+            found.length,
+            (found.result, *found.operands),
+            found.operands[i],
+            tuple(map(hint, fakes[i].shape)),
+            fakes[i].dtype,
+            most_alive(list(parts[0].nodes)) // (COUNTS[0] * found.length),
+            found.full,
+        )
+
+
+def one_output(graph: Graph, at: int) -> Graph:
+    """A graph with one of its outputs alone."""
+    copy = Graph()
+    copied: dict[Node, Node] = {}
+    copy.graph_copy(graph, copied)
+    copy.output(copied[graph.output_node().args[0][at]])
+    copy.eliminate_dead_code()
+    return copy
 
 
 def most_alive(nodes: Sequence[Node]) -> int:
@@ -184,14 +196,14 @@ def most_alive(nodes: Sequence[Node]) -> int:
     return most
 
 
-def traced(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int, count: int) -> GraphModule:
-    """The gradient for so many blocks."""
+def traced(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Graph:
+    """The gradients for so many blocks."""
     unit = {Along.ROWS: found.length, Along.BLOCKS: 1}
     shape = list(found.shape)
     shape[found.result.dim] = count * unit[found.result.along]
 
-    def run(grad: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-        return gradients_at(lambda *given: found.module(count, *given), operands, [wanted], grad)[0]
+    def run(grad: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+        return gradients_at(lambda *given: found.module(count, *given), operands, wanted, grad)
 
     with internals.FakeTensorMode(allow_non_fake_inputs=True):
         grad = torch.empty(shape, dtype=found.dtype, device=fakes[0].device)
@@ -200,8 +212,7 @@ def traced(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: int, cou
             for x, a in zip(fakes, found.operands)
         ]
         module = internals.make_fx(run, decomposition_table=internals.decompositions())(grad, *operands)
-    module.graph.eliminate_dead_code()
-    return module
+    return module.graph
 
 
 def gradients_at(
@@ -217,13 +228,13 @@ def gradients_at(
         return list(torch.autograd.grad(function(*given), read, grad, materialize_grads=True))
 
 
-def for_any_count(traces: Sequence[GraphModule]) -> GraphModule:
+def for_any_count(traces: Sequence[Graph]) -> GraphModule:
     """One graph for traces of several numbers of blocks, with that number as its first input.
 
     Raises `NoBlockFunction` where they differ in anything but sizes that grow with it.
     """
     joining = Joining()
-    for nodes in zip(*(t.graph.nodes for t in traces), strict=True):
+    for nodes in zip(*(t.nodes for t in traces), strict=True):
         if len({(n.op, n.target) for n in nodes}) != 1 or nodes[0].op == "get_attr":
             raise NoBlockFunction(f"{nodes[0]} is not the same for every number of blocks")
         joining.add(nodes)
