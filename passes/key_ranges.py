@@ -276,11 +276,11 @@ def counts_keys(node: Node, signature: Signature) -> bool:
 
 def adds_up(node: Node, signature: Signature) -> bool:
     """Is zero nothing to a node: is it a sum of what it reads along rows or keys, or a merge or scan that
-    begins with zero?"""
-    merge = merge_of(node)
-    if merge is not None:
-        return merge.identity == 0
+    begins with zero, or does it take what is left out for zero?"""
+    rule, merge = rule_of(node), merge_of(node)
+    if rule.by_place or merge is not None:
+        return merge is None or merge.identity == 0
     kept = {label for labels in signature.outputs for label in labels}
     contracted = {label for labels in signature.operands for label in labels if label is not None} - kept
     sums = signature.contracts is Contraction.SUM or contracted <= signature.sums
-    return sums and rule_of(node).linear is not None and state_of_no_rows(node) == 0
+    return sums and rule.linear is not None and state_of_no_rows(node) == 0

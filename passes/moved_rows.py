@@ -70,7 +70,7 @@ def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
 
 def new_dims(node: Node, signature: Signature) -> list[int]:
     """Dimensions of a result along which it has rows of no floating-point operand, with features behind."""
-    tied = {label for _, labels in floating_operands(node, signature) for label in labels}
+    tied = {label for _, labels in floating_operands(node, signature) for label in labels} - signature.indexed
     shape, outputs = shape_of(node), signature.outputs[0]
     return [
         dim

@@ -145,6 +145,8 @@ REDUCTIONS = {
     "place of the least": lambda s: s.argmin(-1, keepdim=True) * s.sum(-1, keepdim=True),
     "a key": lambda s: s[..., 3:4],
     "the last key": lambda s: s[..., -1:],
+    "the last key alone": lambda s: s[..., -1].unsqueeze(-1),
+    "a key of a window": lambda s: s.tril().triu(-9)[..., 5:6] + s.tril().triu(-9)[..., 7].unsqueeze(-1),
     "the last of a running sum": lambda s: s.cumsum(-1)[..., -1:],
     "turned round": lambda s: s.roll(1, -1).amax(-1, keepdim=True),
 }

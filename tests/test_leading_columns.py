@@ -103,7 +103,8 @@ def another_part(layer, scores):
 
 
 def largest(layer, scores):
-    """The place of the largest share counts the sink."""
+    """The place of the largest share counts the sink. Equal tokens have no equal shares."""
+    scores = scores + 0.01 * torch.arange(scores.shape[-1])
     both = F.pad(scores.masked_fill(later(scores), INF), (1, 0)).softmax(-1)
     return both[..., 1:] * both.argmax(-1, keepdim=True)
 

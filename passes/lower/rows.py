@@ -230,6 +230,38 @@ class Rows(Reading):
         row = self.graph.call_function(aten.index_select.default, (self.read(operand), dim, local))
         return self.zero_unless(inside, row, operand)
 
+    def key_picked(self, operand: Node, dim: int, index: Any) -> Node:
+        """One key of all, ``[…, 1, …]``; zero where it is none of those that the chunk reads."""
+        call, keys, device = self.graph.call_function, self.scalar("keys"), value_of(operand).device
+        place = call(
+            aten.full.default, ([1], self.key_at(operand, dim, index)), dict(dtype=torch.int64, device=device)
+        )
+        place = call(aten.sub.Scalar, (place, self.first_key()))
+        bounds = call(aten.ge.Scalar, (place, 0)), call(aten.lt.Scalar, (place, keys))
+        place = call(aten.clamp.default, (place, 0, call(operator.sub, (keys, 1))))
+        key = call(aten.index_select.default, (self.read(operand), dim, place))
+        inside = call(aten.view.default, (call(aten.logical_and.default, bounds), [1] * rank_of(operand)))
+        return self.zero_unless(inside, key, operand)
+
+    def key_put(self, node: Node, dim: int, index: Any, key: Node, like: Node) -> Node:
+        """The chunk's keys of a value of zeros with one key, ``[…, 1, …]``."""
+        call, shape = self.graph.call_function, [1] * rank_of(node)
+        shape[dim] = -1
+        places = call(aten.view.default, (self.positions(node, dim), shape))
+        at_key = call(aten.eq.Scalar, (places, self.key_at(node, dim, index)))
+        return self.zero_unless(at_key, key, like)
+
+    def key_at(self, node: Node, dim: int, index: Any) -> Any:
+        """A place among all keys, counted from the first."""
+        index, size = (
+            self.read_int(index) if isinstance(index, Node) else index or 0,
+            value_of(node).shape[dim],
+        )
+        if not isinstance(index, int) or index >= 0:
+            return index
+        count = size if isinstance(size, int) else self.symbol(size)
+        return self.graph.call_function(operator.add, (count, index))
+
     def row_put(self, node: Node, dim: int, index: Any, row: Node, like: Node) -> Node:
         """The chunk's rows of a value of zeros with one row, ``[…, 1, …]``, written by the chunk that has
         it."""

@@ -66,6 +66,7 @@ class Rule:
     visible_only  masked scores do not count in its result (a softmax over keys)
     scan        how chunks of it join, if it is a scan (or node → that)
     merge       how its results over chunks of tokens merge, if it is a reduction that does not simply add up
+    by_place    it finds rows and keys by their place among all, and takes those that a chunk has not for zero
     positions   outputs that name rows or keys by their place (-1: its only output)
     picks       its numbers are some of those that it reads (a maximum)
     random      it draws random numbers
@@ -93,6 +94,7 @@ class Rule:
     visible_only: bool = False
     scan: Scan | Callable[[Node], Scan | None] | None = None
     merge: Merge | None = None
+    by_place: bool = False
     positions: tuple[int, ...] = ()
     picks: bool = False
     random: bool = False

@@ -212,6 +212,7 @@ def check_columns(body, node: Node, operand: Node, dim: int) -> None:
     linear="x",
     form=Form.SKEWED,
     bounded=if_operands_are,
+    by_place=True,
 )
 def skewed(node: Node) -> Signature:
     _, dim, _, _, _, rows = node.args

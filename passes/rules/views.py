@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.fx import Node
 
@@ -137,9 +139,16 @@ def emit_slice(body, node: Node):
     if body.adds_up(node):  # one row of all
         return body.added(node, body.row_picked(x, dim, argument(node, 2, "start")))
     if body.carries_keys(x, dim):
+        if is_key(body, x, dim, argument(node, 2, "start")) and shape_of(node)[dim] == 1:
+            return body.key_picked(x, dim, argument(node, 2, "start"))
         bounds = (body.column(x, argument(node, 2, "start")), body.column(x, argument(node, 3, "end")))
         return body.graph.call_function(node.target, (body.read(x), dim, *bounds))
     return body.read(x) if body.carries_tokens(node, dim) else body.copy(node)
+
+
+def is_key(body, x: Node, dim: int, index: int | Node | None) -> bool:
+    """Does an index name a key, and not a column beyond them (an attention sink)?"""
+    return clamped(index or 0, shape_of(x)[dim]) < hint(body.analysis.length)
 
 
 def windows_of_slice(node: Node) -> Windows:
@@ -157,6 +166,7 @@ def windows_of_slice(node: Node) -> Windows:
     cost=VIEW,
     linear="self",
     put=torch.ops.aten.slice_scatter.default,
+    by_place=True,
     form=Form.SLICE,
     windows=windows_of_slice,
     mask=layout.sliced,
@@ -180,14 +190,16 @@ def clamped(index: int | Node, size: int) -> int:
 
 
 def emit_select(body, node: Node):
-    """One row of all tokens: the chunk that has it gives it, and the chunks add up."""
-    if not body.adds_up(node):
-        return body.copy(node)
+    """One row of all tokens: the chunk that has it gives it, and the chunks add up. Or one key."""
     x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
-    return body.added(
-        node,
-        body.graph.call_function(torch.ops.aten.squeeze.dim, (body.row_picked(x, dim, node.args[2]), dim)),
-    )
+    without = functools.partial(body.graph.call_function, torch.ops.aten.squeeze.dim)
+    if body.adds_up(node):
+        return body.added(node, without((body.row_picked(x, dim, node.args[2]), dim)))
+    if not body.carries_keys(x, dim):
+        return body.copy(node)
+    if is_key(body, x, dim, node.args[2]):
+        return without((body.key_picked(x, dim, node.args[2]), dim))
+    return body.graph.call_function(node.target, (body.read(x), dim, body.column(x, node.args[2])))
 
 
 @rule(
@@ -196,6 +208,7 @@ def emit_select(body, node: Node):
     cost=VIEW,
     linear="self",
     put=torch.ops.aten.select_scatter.default,
+    by_place=True,
     mask=layout.selected,
     bounded=if_operands_are,
 )
@@ -209,11 +222,13 @@ def select(node: Node) -> Signature:
 
 def emit_select_scatter(body, node: Node):
     """One row written among zeros: the chunk that has it takes it."""
-    dim = argument(node, 2, "dim", 0) % len(shape_of(node))
-    if not body.carries_tokens(node, dim):
-        return body.copy(node)
-    row = body.graph.call_function(torch.ops.aten.unsqueeze.default, (body.read_whole(node.args[1]), dim))
-    return body.row_put(node, dim, argument(node, 3, "index"), row, node.args[1])
+    dim, index = argument(node, 2, "dim", 0) % len(shape_of(node)), argument(node, 3, "index")
+    row = functools.partial(body.graph.call_function, torch.ops.aten.unsqueeze.default)
+    if body.carries_tokens(node, dim):
+        return body.row_put(node, dim, index, row((body.read_whole(node.args[1]), dim)), node.args[1])
+    if body.carries_keys(node, dim) and is_key(body, node, dim, index):
+        return body.key_put(node, dim, index, row((body.read(node.args[1]), dim)), node.args[1])
+    return body.copy(node)
 
 
 @rule("aten::select_scatter", emit=emit_select_scatter, cost=FUSED, linear="self + src", writes=0)
@@ -305,7 +320,10 @@ def emit_slice_scatter(body, node: Node):
     dim = argument(node, 2, "dim", 0) % len(shape_of(node))
     source = node.args[1]
     if body.carries_keys(node, dim):
-        bounds = (body.column(node, argument(node, 3, "start")), body.column(node, argument(node, 4, "end")))
+        start = argument(node, 3, "start")
+        if shape_of(source)[dim] == 1 < shape_of(node)[dim] and is_key(body, node, dim, start):
+            return body.key_put(node, dim, start, body.read(source), source)
+        bounds = (body.column(node, start), body.column(node, argument(node, 4, "end")))
         return body.graph.call_function(
             node.target, (*(body.operand(edge) for edge in body.edges(node)), dim, *bounds)
         )

@@ -16,7 +16,14 @@ from .. import internals
 from ..passes.ir import Mark, tensor_operands
 from ..passes.kernels.picked_rows import FUNCTIONS, Picked, PickedFunction
 from ..passes.token_propagation import Signatures, TokenPropagation
-from .block_functions import COUNTS, check_differentiable, for_any_count, gradients_at, most_alive
+from .block_functions import (
+    COUNTS,
+    NoBlockFunction,
+    check_differentiable,
+    for_any_count,
+    gradients_at,
+    most_alive,
+)
 
 streambp = torch.ops.streambp
 
@@ -119,8 +126,8 @@ def gradient(found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Seque
     (result,) = found.results
     traces = [traced(found, fakes, wanted, count) for count in COUNTS]
     try:
-        module = for_any_count(traces)
-    except Exception as error:
+        module = for_any_count([trace.graph for trace in traces])
+    except (NoBlockFunction, ValueError) as error:
         raise NotRowByRow(f"the gradient differs with the number of rows: {error}") from error
     return PickedFunction(
         module,

@@ -40,7 +40,7 @@ def changed_in_part(module: GraphModule) -> Iterator[list[Node]]:
             of_memory.setdefault(memory, []).append(node)
     for names in of_memory.values():
         base, *others = names
-        parted = any(is_write(n) and n.args[0] is not base for n in others)
+        parted = any(is_write(n) and is_view(n.args[0]) for n in others)
         known = all(n.args and n.args[0] in names and (is_view(n) or is_write(n)) for n in others)
         if parted and known and base.op == "call_function" and not is_switched(base, names[-1]):
             if all(may_put(n.args[0], base) for n in others if is_write(n)):
