@@ -175,6 +175,8 @@ def written(w: Writer, x: str, q: str, k: str, v: str) -> str:
         scores = bias(w, scores, x)
     found = mask(w, x)
     scores = masked(w, x, scores, found, extra)
+    if w.exact and not extra and w.chance(0.12):
+        return few_keys(w, scores, v)
     if w.chance(0.1):
         sink = w.weight(w.sizes.heads)
         column = f"{sink}[:, None, None].expand({scores}.shape[0], -1, {scores}.shape[2], 1)"
@@ -183,6 +185,33 @@ def written(w: Writer, x: str, q: str, k: str, v: str) -> str:
         p = w.let(softmax(w, scores), "p")
     product = w.pick(f"{p} @ {v}", f'torch.einsum("bhts,bhse->bhte", {p}, {v})')
     return w.let(product, "a")
+
+
+def few_keys(w: Writer, scores: str, v: str) -> str:
+    """The largest few scores of a row, by their numbers or their places, or one of them. Positions keep equal
+    tokens from having equal scores, of which rounding would choose one."""
+    scores = w.let(f"{scores} + 0.01 * torch.arange({scores}.shape[-1]).to({scores})", "s")
+    few = f"min({w.pick(1, 2, 3)}, {scores}.shape[-1])"
+    kind = w.pick("threshold", "scattered", "added", "mask", "largest", "picked")
+    if kind == "threshold":
+        least = f"{scores}.topk({few}, -1).values[..., -1:]"
+        p = w.let(f"{scores}.masked_fill({scores} < {least}, float('-inf')).softmax(-1)", "p")
+    elif kind in ("scattered", "added"):
+        w.do(f"large, places = {scores}.topk({few}, -1)")
+        put = "scatter" if kind == "scattered" else "scatter_add"
+        p = w.let(f"torch.zeros_like({scores}).{put}(-1, places, large.softmax(-1))", "p")
+    elif kind == "mask":
+        places = f"{scores}.detach().topk({few}, -1).indices"
+        shown = w.let(f"torch.zeros_like({scores}, dtype=torch.bool).scatter(-1, {places}, True)", "shown")
+        p = w.let(f"{scores}.masked_fill(~{shown}, float('-inf')).softmax(-1)", "p")
+    elif kind == "largest":
+        hard = f"F.one_hot({scores}.argmax(-1), {scores}.shape[-1]).to({scores})"
+        p = w.let(f"{hard} * {scores}.softmax(-1)", "p")
+    else:
+        at = w.pick("0", "-1", f"{scores}.shape[-1] // 2")
+        p = w.let(f"{scores}.softmax(-1)", "p")
+        return w.let(f"{p} @ {v} * (1 + {p}[..., {at}].unsqueeze(-1))", "a")
+    return w.let(f"{p} @ {v}", "a")
 
 
 def memories(w: Writer, x: str, k: str, v: str) -> tuple[str, str, int]:
