@@ -6,7 +6,7 @@ Tested with torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from unittest import mock
 
 import torch
@@ -33,27 +33,42 @@ def rewrite(module: GraphModule) -> None:
     constant a comparison."""
     mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
     before = set(module.graph.nodes)
+    scattered = {
+        user: n.meta["val"].dtype
+        for n in module.graph.find_nodes(op="call_function", target=aten.scatter.value)
+        for user in n.users
+    }
     with V.set_fake_mode(mode):
         joint_graph_passes(module)
     written = {n for n in module.graph.nodes if n not in before}
-    narrow = [n for choice in written for n in narrow_numbers(choice, written)]
-    for node in narrow:
-        if node.target is aten.scalar_tensor.default:
-            node.update_kwarg("dtype", torch.float64)
-        with node.meta["val"].fake_mode:
-            node.meta["val"] = node.meta["val"].double()
-    if narrow:
+    choices = [n for n in written if n.target is aten.where.self]
+    changed = False
+    for choice, dtype in ((n, dtype_wanted(n, written, scattered)) for n in choices):
+        for node in numbers_of(choice, written) if dtype is not None else ():
+            if node.target is aten.scalar_tensor.default:
+                node.update_kwarg("dtype", dtype)
+            with node.meta["val"].fake_mode:
+                node.meta["val"] = node.meta["val"].to(dtype)
+            changed = True
+    if changed:
         module.recompile()
 
 
-def narrow_numbers(choice: Node, written: set[Node]) -> list[Node]:
-    """A choice between numbers of the default dtype that is converted to float64, and the numbers: Inductor
-    writes them for a scatter into a constant of float64, where half of their digits would be lost."""
-    to_float64 = (prims.convert_element_type.default, torch.float64)
-    if choice.target is not aten.where.self:
-        return []
-    if any(n not in written or (n.target, *n.args[1:]) != to_float64 for n in choice.users):
-        return []
+def dtype_wanted(
+    choice: Node, written: set[Node], scattered: Mapping[Node, torch.dtype]
+) -> torch.dtype | None:
+    """The dtype of a scatter into a constant, where Inductor writes another for the choice between numbers in
+    its place: it takes the default dtype, so that half of the digits of float64 are lost. Torch 2.13 converts
+    the choice then, torch 2.11 does not, and its readers get the other dtype."""
+    wanted = {scattered[n] for n in choice.users if n in scattered}
+    converted = [n for n in choice.users if n.target is prims.convert_element_type.default and n in written]
+    if converted and len(converted) == len(choice.users):
+        wanted = {n.args[1] for n in converted if n.args[1] is torch.float64}
+    return wanted.pop() if len(wanted) == 1 and wanted != {choice.meta["val"].dtype} else None
+
+
+def numbers_of(choice: Node, written: set[Node]) -> list[Node]:
+    """The numbers that a choice is between, and the choice; nothing where it is between other values."""
     numbers = [n for n in choice.args[1:] if n in written and n.target is aten.scalar_tensor.default]
     return [*numbers, choice] if len(numbers) == 2 else []
 
