@@ -1,10 +1,13 @@
 """Every row of the kernel table against float64; CUDA's against implementations that assert their demands."""
 
+import functools
+
 import cuda_kernels
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.memory import peak
 from streambp_compile import internals
 from streambp_compile.passes.kernels.attention import (
     Attention,
@@ -213,6 +216,16 @@ def test_gradients_of_some_keys_at_a_time(keys_at_once, monkeypatch):
     for kind in MASKS:
         mask, causal = mask_of(kind, 4, torch.float64)
         check("flash_cpu", torch.float64, operands_of("grouped", torch.float64), mask, causal, 16)
+
+
+def test_gradients_of_other_keys_take_no_memory():
+    """Beside ``dQ``, one pair of gradients exists, of as many keys as are differentiated at once."""
+    torch.manual_seed(0)
+    query, grad, out = (torch.randn(1, 2, 32, 64) for _ in range(3))
+    key, value, key_grad, value_grad = (torch.randn(1, 2, 8 * fused.KEYS_AT_ONCE, 64) for _ in range(4))
+    given = (grad, query, key, value, out, torch.full((1, 2, 32), 9.0), None, False, 0.125, 0)
+    run = functools.partial(torch.ops.streambp.attention_backward_, *given, key_grad, value_grad, "flash_cpu")
+    assert peak(run) < 3 * key[:, :, : fused.KEYS_AT_ONCE].nbytes
 
 
 @pytest.mark.parametrize("chunk", (5, 16, 36))

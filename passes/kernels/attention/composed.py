@@ -57,7 +57,8 @@ def forward(
     wide_key, wide_value = key.to(dtype), value.to(dtype)
     out = heads_last((batch, heads, count, value.shape[-1]), query)
     lse = query.new_empty((batch, heads, count), dtype=dtype)
-    for rows, keys in row_blocks(query, key.shape[2], diagonal):
+
+    def attend(rows: slice, keys: int) -> None:
         seen, values = first(wide_key, 2, keys), first(wide_value, 2, keys)
         weights = scores(cut(query, 2, rows).to(dtype), seen, bias, rows, diagonal, scale)
         top = weights.amax(-1, keepdim=True)
@@ -68,6 +69,9 @@ def forward(
         mixed = mixed.view(batch, heads, -1, value.shape[-1])
         put(cut(lse, 2, rows), (total.log() + top).squeeze(-1))
         put(cut(out, 2, rows), mixed.div_(total.masked_fill(total == 0, 1)))
+
+    for rows, keys in row_blocks(query, key.shape[2], diagonal):
+        attend(rows, keys)  # whose scores are gone before the next
     return out, lse
 
 
@@ -88,7 +92,8 @@ def backward(
     dtype, heads = statistics(query), key.shape[1]
     wide_key, wide_value = key.to(dtype), value.to(dtype)
     dq = heads_last(query.shape, query)
-    for rows, keys in row_blocks(query, key.shape[2], diagonal):
+
+    def differentiate(rows: slice, keys: int) -> None:
         q, g = (cut(t, 2, rows).to(dtype) for t in (query, grad))
         seen, values = first(wide_key, 2, keys), first(wide_value, 2, keys)
         weights = scores(q, seen, bias, rows, diagonal, scale)
@@ -99,6 +104,9 @@ def backward(
         add_product(stacked(weights, heads).transpose(1, 2), stacked(g, heads), first(value_grad, 2, keys))
         add_product(stacked(inner, heads).transpose(1, 2), stacked(q, heads), first(key_grad, 2, keys))
         put(cut(dq, 2, rows), (stacked(inner, heads) @ seen.flatten(0, 1)).view(q.shape))
+
+    for rows, keys in row_blocks(query, key.shape[2], diagonal):
+        differentiate(rows, keys)
     return dq
 
 

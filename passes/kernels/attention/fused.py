@@ -47,23 +47,28 @@ def cpu_forward(query, key, value, bias, diagonal, scale):
     return CPU_FORWARD(query, key, value, 0.0, diagonal is not None, attn_mask=bias, scale=scale)
 
 
-KEYS_AT_ONCE = 1024  # keys whose gradients exist beside their accumulators; fewer would save little more
+KEYS_AT_ONCE = 512  # keys whose gradients exist beside their accumulators: a tile of the kernel
 
 
 def cpu_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
     """Without causality some keys at a time: the joined log-sum-exp makes their parts of ``dQ`` add up, and
     gradients of all keys would exist a second time. Halves take all at once, for parts would be rounded."""
     keys, whole = key.shape[2], diagonal is not None or query.dtype.itemsize == 2
-    total = None
-    for start in range(0, keys, keys if whole else KEYS_AT_ONCE):
-        part = slice(start, min(keys, start + (keys if whole else KEYS_AT_ONCE)))
-        k, v, key_part, value_part = (cut(t, 2, part) for t in (key, value, key_grad, value_grad))
-        seen = None if bias is None else cut(bias, 3, part)
+    step = keys if whole else KEYS_AT_ONCE
+
+    def part(here: slice) -> Tensor:
+        k, v, key_part, value_part = (cut(t, 2, here) for t in (key, value, key_grad, value_grad))
+        seen = None if bias is None else cut(bias, 3, here)
         dq, dk, dv = CPU_BACKWARD(
             grad, query, k, v, out, lse, 0.0, diagonal is not None, attn_mask=seen, scale=scale
         )
         add_gradients(dk, dv, key_part, value_part)
-        total = dq if total is None else total.add_(dq)
+        return dq
+
+    first_keys, *others = (slice(start, min(keys, start + step)) for start in range(0, keys, step))
+    total = part(first_keys)
+    for here in others:
+        total.add_(part(here))
     return total
 
 
