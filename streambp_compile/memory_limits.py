@@ -3,6 +3,7 @@ what is free on a GPU."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -12,6 +13,7 @@ from .internals import log
 
 Lengths = tuple[int, ...]
 CERTAIN = 0.7  # of free memory: a step that is estimated to take less is not simulated
+SPARE = 0.02  # of a budget: what kernels take unseen, such as copies that oneDNN makes in bfloat16
 
 
 class OverBudget(ValueError):
@@ -36,7 +38,7 @@ class Limit(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget that the user states: the fastest plan that fits.
+    """A budget that the user states: the fastest plan that is predicted to fit with a little to spare.
 
     bytes  above weights and their gradients
     lossy  may a plan be taken by which gradients are not exact?
@@ -51,10 +53,12 @@ class Budget:
         self, costs: Sequence[Costs], lengths: Lengths, peak_of: Callable[[ChainPlan], int]
     ) -> ChainPlan:
         """Raises `OverBudget`."""
+        room = int(self.bytes * (1 - SPARE))
         try:
-            return find_plan(costs, self.bytes, peak_of, self.may_offload, self.lossy)
+            return find_plan(costs, room, peak_of, self.may_offload, self.lossy)
         except NoPlan as error:
-            refuse_budget(self.bytes, error.least, lengths, max(c.totals for c in costs))
+            least = math.ceil(error.least / (1 - SPARE))
+            refuse_budget(self.bytes, least, lengths, max(c.totals for c in costs))
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,6 @@ def refuse_budget(budget: int, least: int, lengths: Lengths, fixed: int) -> NoRe
     fit = " and ".join(str(int(length * share)) for length in lengths)
     raise OverBudget(
         f"memory_budget allows {budget / 2**20:.1f} MiB, and the leanest plan for "
-        f"{' and '.join(map(str, lengths))} tokens takes {least / 2**20:.1f} MiB above weights and their "
+        f"{' and '.join(map(str, lengths))} tokens needs {least / 2**20:.1f} MiB above weights and their "
         f"gradients. The budget is enough for about {fit} tokens"
     ) from None
