@@ -290,14 +290,18 @@ class Reader:
         outs = [self.labelled((node, o), ls) for o, ls in zip(outputs_of(node), signature.outputs)]
         ins = [self.labelled(slot_of(a), ls) for a, ls in zip(operands, signature.operands)]
         if signature.rows is not None:
-            if not any(label == signature.rows for label, _ in filter(None, ins)):
+            found = {label for label, _ in filter(None, ins)}
+            if signature.rows in found:
+                return Labelling(signature.rows, signature.keys, Kind.MIXED if len(outs) == 3 else Kind.ROWS)
+            row = next(iter(found))
+            if len(found) > 1 or any(row not in labels for labels in signature.outputs):
                 raise refuse(
                     node,
                     "The attention keys are tokens of the sequence, but the queries are not",
                     "Nothing to do for learned queries (a pooling head, a perceiver): this attention runs "
                     "unchunked",
                 )
-            return Labelling(signature.rows, signature.keys, Kind.MIXED if len(outs) == 3 else Kind.ROWS)
+            return Labelling(row, None, Kind.ROWS)  # each token has an attention of its own
         pair = next((pair for pair in filter(None, ins) if pair[1] is not NO_KEYS), None)
         if any(outs):
             return self.kept(node, signature, list(filter(None, outs)), list(filter(None, ins)), pair)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from .ir import Label, Signature, is_tensor, shape_of, tensor_operands, value_of
+from .ir import Label, Signature, is_tensor, is_view, shape_of, tensor_operands, value_of
 from .rules import block_of, find_rule, is_product
 from .token_propagation import TokenPropagation
 
@@ -116,13 +116,24 @@ def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
     """Does a node make rows of one sequence from those of another?
 
     It picks them or joins them with more, and its result has rows that it was not given; or it writes them
-    among others.
+    among others; or it makes several rows of each, or one of several (`regroups_rows`).
     """
+    if regroups_rows(node, sequences):
+        return True
     signature = moving(node, sequences)
     if signature is None:
         return False
     made = {dim for s in sequences if (dim := s.dim(node)) is not None}
     return bool(made.intersection(new_dims(node, signature))) or bool(made) and writes_rows(node)
+
+
+def regroups_rows(node: Node, sequences: Sequence[Rows]) -> bool:
+    """Does a reshape make a row of each of several values of a token (states and actions in turn), or one of
+    the tokens of a patch?"""
+    if not is_tensor(node) or not is_view(node) or not value_of(node).dtype.is_floating_point:
+        return False
+    before, after = ({s for s in sequences if s.dim(n) is not None} for n in (node.args[0], node))
+    return bool(before - after) and bool(after - before)
 
 
 def writes_rows(node: Node) -> bool:

@@ -30,6 +30,7 @@ from .dynamo.early_values import early_views, weight_updates
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_wrappers
 from .dynamo.indexed_rows import index_rows
+from .dynamo.joint_attention import part_joint_attention
 from .dynamo.leading_columns import move_leading_columns
 from .dynamo.masked_values import choose_masked_values
 from .dynamo.modes import is_switch
@@ -390,6 +391,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (over_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),
     (select_rows_first, "moving row selections in front of the head"),
+    (part_joint_attention, "parting attention over two streams"),
     (part_shared_keys, "parting the keys of attention"),
     (part_turned_matrices, "reading matrices by rows and by columns"),
     (move_leading_columns, "moving columns behind attention scores"),

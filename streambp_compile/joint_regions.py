@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from .passes.analyze import analyze
 from .passes.ir import Analysis, Mark, Size, is_tensor, outputs_of, value_of
 from .passes.normalization.folded_products import unfold_products
+from .passes.normalization.learned_queries import attend_over_tokens
 from .passes.normalization.token_reductions import merge_over_tokens
 from .passes.shifted_copies import copy_shifted
 from .passes.token_propagation import Signatures, TokenPropagation
@@ -71,7 +72,8 @@ def analyzed(
     return region, copy_shifted(region.graph, analysis)
 
 
-WHERE_TOKENS_ARE = (merge_over_tokens, unfold_products)  # each leaves nothing that it would write again
+# Each leaves nothing that it would write again.
+WHERE_TOKENS_ARE = (attend_over_tokens, merge_over_tokens, unfold_products)
 
 
 def with_outputs_of_graph(region: Joint) -> Joint:

@@ -203,6 +203,8 @@ class Writer(Rows):
         return self.draft.bind(Binding(BindingRole.KEYTOTAL, node, node.name, self.fact(node).rows))
 
     def attention(self, node: Node) -> Node:
+        if self.is_of_each_row(node, 1):
+            return self.attention_of_each_row(node)
         query, key, value, mask = node.args[:4]
         _, causal, scale = node.args[3:6]
         return self.graph.call_function(
@@ -219,6 +221,16 @@ class Writer(Rows):
             ),
         )
 
+    def is_of_each_row(self, node: Node, key: int) -> bool:
+        """Are the keys of an attention node (its operand number ``key``) those of each row alone?"""
+        return self.analysis.edges[node][key].role is Role.ROWS
+
+    def attention_of_each_row(self, node: Node) -> Node:
+        """Attention within each row: tokens are the batch of its kernel."""
+        copied = self.copy(node)
+        set_argument(copied, "kernel", self.kernel(node))
+        return copied
+
     def kernel(self, node: Node) -> str:
         """The name of the kernel that was planned for an attention node."""
         chosen = self.draft.kernels[node]
@@ -230,6 +242,8 @@ class Writer(Rows):
         return self.operand(edge)
 
     def attention_backward(self, node: Node) -> Node:
+        if self.is_of_each_row(node, 2):
+            return self.attention_of_each_row(node)
         grad, query, _, _, out, lse, mask, causal, scale = node.args[:9]
         key, value = (self.key_operand(node, i) for i in (2, 3))
         grads = {user.args[1]: user for user in node.users if user.target is operator.getitem}

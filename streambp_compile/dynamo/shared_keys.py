@@ -205,22 +205,30 @@ def inputs_of(node: Node) -> set[Node]:
     return found
 
 
-def apart(node: Node, own: OwnKeys) -> Node:
-    """The attention of a node, over the sequence's own keys and over the others."""
+def apart(node: Node, own: OwnKeys, queries: Rows | None = None) -> Node:
+    """The attention of a node, over the sequence's own keys and over the others.
+
+    queries  the rows of queries that attend; None: all of them
+    """
     given: dict = arguments(node)
     known: Sliced = {}
 
-    def cut(operand: Node | None, dim: int, rows: tuple[Rows, ...]) -> Node | None:
-        if operand is None:
-            return None
+    def cut(operand: Node, dim: int, *rows: Rows) -> Node:
         at = fake_of(operand).dim() + dim
-        if is_equal(fake_of(operand).shape[at], 1) and dim == -1:
-            return operand  # a mask that is the same for all keys
         made = [sliced(operand, at, r, node, known) for r in rows]
         return made[0] if len(made) == 1 else inserted(node, torch.ops.aten.cat.default, (made, at))
 
-    key, value, mask = given["key"], given["value"], given["attn_mask"]
-    first = [cut(n, dim, (own.rows,)) for n, dim in ((key, -2), (value, -2), (mask, -1))]
-    more = [cut(n, dim, own.others) for n, dim in ((key, -2), (value, -2), (mask, -1))]
-    args = (given["query"], *first, given["scale"], given["enable_gqa"], *more)
+    def cut_mask(mask: Node | None, dim: int, *rows: Rows) -> Node | None:
+        """One that is the same for all rows, or for all keys, is that of some as well."""
+        same = mask is None or fake_of(mask).dim() < -dim or is_equal(fake_of(mask).shape[dim], 1)
+        return mask if same else cut(mask, dim, *rows)
+
+    query, mask = given["query"], given["attn_mask"]
+    if queries is not None:
+        query, mask = cut(query, -2, queries), cut_mask(mask, -2, queries)
+    own_rows, more = (own.rows,), own.others
+    first = [cut(given[n], -2, *own_rows) for n in ("key", "value")]
+    others = [cut(given[n], -2, *more) for n in ("key", "value")]
+    masks = [cut_mask(mask, -1, *rows) for rows in (own_rows, more)]
+    args = (query, *first, masks[0], given["scale"], given["enable_gqa"], *others, masks[1])
     return inserted(node, attention_with_more_keys, args, as_written=True)

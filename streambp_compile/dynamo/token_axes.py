@@ -91,9 +91,16 @@ def joined(axes: Sequence[Axis]) -> Axis | None:
     )
 
 
+FAR = 4  # times the bytes of what attends: a sequence that carries more is the one to stream along
+
+
 def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
     """The axis of a region: of the tokens that come in blocks to it, or leave it so; of those that attend in
-    it; else of those that see one another, or that most of its values carry, with no rows beside them."""
+    it; else of those that see one another, or that most of its values carry, with no rows beside them.
+
+    A few tokens that attend beside a long sequence (a prompt beside an image, latents beside a text) are not
+    what takes the memory.
+    """
     nodes = set(region.nodes)
     calls = [n for n in region.nodes if n.target is torch.ops.streambp.over_blocks.default]
     of_blocks = {v for n in calls for v in (n, *n.all_input_nodes)}
@@ -102,11 +109,16 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
         a for a in axes if not nodes.isdisjoint(a.mixing)
     ]
 
-    def carried(axis: Axis) -> int:
-        values = [n for n in (*region.inputs, *region.nodes) if n in axis.marks]
-        return sum(bytes_of(fake_of(n)) for n in values if not has_more_rows(n, axis))
+    values = [n for n in (*region.inputs, *region.nodes) if sum(n in a.marks for a in axes) == 1]
 
-    return max(parted or fitting[:1] or axes, key=carried, default=None)
+    def carried(axis: Axis) -> int:
+        """Bytes of values with tokens of this axis alone: scores of two sequences speak for neither."""
+        return sum(bytes_of(fake_of(n)) for n in values if n in axis.marks and not has_more_rows(n, axis))
+
+    most = max(parted or axes, key=carried, default=None)
+    if parted or not fitting or carried(most) > FAR * carried(fitting[0]):
+        return most
+    return fitting[0]
 
 
 def has_more_rows(node: Node, axis: Axis) -> bool:

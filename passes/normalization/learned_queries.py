@@ -1,0 +1,145 @@
+"""Attention of few queries to all tokens (a pooling head, a Perceiver's latents), written with results that
+chunks can merge.
+
+Its keys are rows of the sequence and its queries are not. So its log-sum-exp is a reduction over tokens, its
+result a sum, and each chunk of keys has scores of its own: ``[latents, chunk]``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir import arguments, shape_of, value_of
+from ..rules import form_of
+from ..rules.facets import Form
+from ..token_propagation import TokenPropagation
+from .writing import Writing
+
+aten, streambp = torch.ops.aten, torch.ops.streambp
+KEYS = 2  # the dimension of keys in ``[batch, heads, keys, width]``
+
+
+def attend_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
+    """Rewrite attention, and its gradients, whose keys alone are tokens. Returns whether there was any."""
+    changed = False
+    for node in [n for n in graph.nodes if form_of(n) in WRITTEN]:
+        results = (
+            WRITTEN[form_of(node)](Writing(graph, node)) if has_tokens_as_keys(node, propagation) else ()
+        )
+        for user in [u for u in node.users if results and u.target is operator.getitem]:
+            user.replace_all_uses_with(results[user.args[1]])
+            changed = True
+    graph.eliminate_dead_code()
+    return changed
+
+
+def has_tokens_as_keys(node: Node, propagation: TokenPropagation) -> bool:
+    """Are keys of an attention tokens, and its queries none?"""
+    given = arguments(node)
+    alone = KEYS in propagation.of(given["key"]) and not propagation.of(given["query"])
+    return alone and not given["causal"] and all(isinstance(s, int) for s in shape_of(given["query"]))
+
+
+class Parts:
+    """The operands of an attention in the dtype of its statistics, with a dimension for queries that share a
+    key head, and what both directions compute: its scores.
+
+    head  letters of the dimensions of query heads, of which the first is that of key heads
+    """
+
+    def __init__(self, write: Writing):
+        self.write, self.given = write, arguments(write.node)
+        self.shape = shape_of(self.given["query"])
+        heads, key_heads = self.shape[1], shape_of(self.given["key"])[1]
+        self.heads = (heads,) if heads == key_heads else (key_heads, heads // key_heads)
+        self.head = "h" if heads == key_heads else "hg"
+
+    def of_keys(self, name: str) -> Node:
+        return self.write.wide(self.given[name])
+
+    def of_queries(self, name: str) -> Node:
+        """``[batch, *heads, queries, width]``."""
+        wide = self.write.wide(self.given[name])
+        batch, _, *rest = shape_of(wide)
+        return self.write(aten.view.default, wide, [batch, *self.heads, *rest])
+
+    def product(self, left: Node, right: Node, equation: str) -> Node:
+        """A contraction; ``H`` in its equation stands for all heads of queries."""
+        return self.write(streambp.contracted.default, left, right, equation.replace("H", self.head))
+
+    def scores(self) -> Node:
+        write, mask = self.write, self.given["mask"]
+        made = self.product(self.of_queries("query"), self.of_keys("key"), "bHqd,bhkd->bHqk")
+        made = write(aten.mul.Tensor, made, self.given["scale"])
+        if mask is None:
+            return made
+        if len(self.heads) > 1:
+            mask = self.with_groups(mask)
+        if value_of(mask).dtype.is_floating_point:
+            return write(aten.add.Tensor, made, write.wide(mask))
+        return write(aten.where.self, mask, made, write.number(-math.inf, made))
+
+    def with_groups(self, mask: Node) -> Node:
+        batch, heads, *rest = shape_of(mask)
+        if heads == 1:
+            return self.write(aten.unsqueeze.default, mask, 2)
+        return self.write(aten.view.default, mask, [batch, *self.heads, *rest])
+
+    def shares(self, lse: Node) -> Node:
+        """The weights of the softmax; none for a query that sees no key."""
+        write = self.write
+        shares = write(aten.exp.default, write(aten.sub.Tensor, self.scores(), lse))
+        if self.given["mask"] is None:
+            return shares
+        empty = write(aten.eq.Scalar, lse, -math.inf)
+        return write(aten.where.self, empty, write.number(0.0, shares), shares)
+
+    def heads_last(self, made: Node) -> Node:
+        """``[batch, queries, *heads, width]`` as the kernel lays out its results."""
+        batch, _, queries, _ = self.shape
+        width = shape_of(made)[-1]
+        flat = self.write(aten.view.default, made, [batch, queries, self.shape[1], width])
+        turned = self.write(aten.permute.default, flat, [0, 2, 1, 3])
+        return self.write.cast(turned, value_of(self.given["query"]).dtype)
+
+    def as_keys(self, left: Node, right: Node, equation: str, like: Node) -> Node:
+        """A gradient of keys or values, in the memory layout of those."""
+        strides = value_of(like).stride()
+        if strides[1] < strides[2]:
+            made = self.product(left, right, equation.replace("->bhk", "->bkh"))
+            made = self.write(aten.permute.default, made, [0, 2, 1, 3])
+        else:
+            made = self.product(left, right, equation)
+        return self.write.cast(made, value_of(like).dtype)
+
+
+def forward(write: Writing) -> tuple[Node, Node]:
+    """Output and log-sum-exp."""
+    parts = Parts(write)
+    lse = write(aten.logsumexp.default, parts.scores(), [-1], True)
+    out = parts.product(parts.shares(lse), parts.of_keys("value"), "bHqk,bhke->bqHe")
+    return parts.heads_last(out), write(aten.view.default, lse, list(parts.shape[:3]))
+
+
+def backward(write: Writing) -> tuple[Node, Node, Node]:
+    """Gradients of queries, keys and values."""
+    parts, given = Parts(write), arguments(write.node)
+    grad, query = parts.of_queries("grad"), parts.of_queries("query")
+    lse = write(aten.unsqueeze.default, parts.of_queries("lse"), -1)
+    shares = parts.shares(lse)
+    total = write(aten.sum.dim_IntList, write(aten.mul.Tensor, grad, parts.of_queries("out")), [-1], True)
+    inner = parts.product(grad, parts.of_keys("value"), "bHqe,bhke->bHqk")
+    inner = write(aten.mul.Tensor, write(aten.sub.Tensor, inner, total), shares)
+    inner = write(aten.mul.Tensor, inner, given["scale"])
+    return (
+        parts.heads_last(parts.product(inner, parts.of_keys("key"), "bHqk,bhkd->bqHd")),
+        parts.as_keys(inner, query, "bHqk,bHqd->bhkd", given["key"]),
+        parts.as_keys(shares, grad, "bHqk,bHqe->bhke", given["value"]),
+    )
+
+
+WRITTEN = {Form.ATTENTION: forward, Form.ATTENTION_BACKWARD: backward}

@@ -1,0 +1,155 @@
+"""Attention over two streams at once: image and text tokens, each with weights of its own, put together for
+the scores alone and parted behind them (arXiv 2403.03206, section 4).
+
+The queries of the long stream, and those of the other one, are then no rows of one sequence. So each has an
+attention of its own over all keys, before autograd sees it, and what was cut out of their joint result is
+read from these.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..passes.ir import arguments, hint, is_equal
+from ..passes.rules.forward import Part, cuts_into_pieces, is_pointwise, part_of, slice_of
+from .aten import inserted
+from .attention import erase_unread, is_fusible
+from .row_slices import Parts, Rows, Sliced, operand_dim, origin_of_rows, sliced
+from .shared_keys import OwnKeys, apart
+from .values import fake_of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rows that a node takes of a value: ``start`` to before ``stop`` (None: the end) of a dimension."""
+
+    source: Node
+    dim: int
+    start: object
+    stop: object
+
+
+def part_joint_attention(module: GraphModule) -> GraphModule:
+    """Write attention over two streams as one for the queries of each."""
+    for node in [n for n in module.graph.nodes if part_of(n) is Part.ATTENTION]:
+        parts = streams_of(node)
+        cuts = {} if parts is None else cuts_between(node, parts)
+        if cuts:
+            for cut, value in zip(cuts, parted(node, parts, cuts)):
+                cut.replace_all_uses_with(value)
+            erase_unread(module.graph, [*cuts, node])
+    return module
+
+
+def streams_of(node: Node) -> Parts | None:
+    """The streams that the queries of an attention are of, if its keys and values are of the same; all but
+    the longest have a known number of rows."""
+    given = arguments(node)
+    query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
+    if given["dropout_p"] or given["is_causal"]:
+        return None
+    operands = [fake_of(n) for n in (query, key, value)]
+    if not is_fusible(*operands, None if mask is None else fake_of(mask), given["enable_gqa"]):
+        return None
+    found = [origin_of_rows(n, fake_of(n).dim() - 2) for n in (query, key, value)]
+    if any(parts is None or parts.sizes != found[0].sizes for parts in found):
+        return None
+    return found[0] if len(found[0].sizes) > 1 and are_known(others(found[0])) else None
+
+
+def longest(parts: Parts) -> int:
+    return max(range(len(parts.sizes)), key=lambda i: hint(parts.sizes[i]))
+
+
+def others(parts: Parts) -> Sequence[object]:
+    return [size for i, size in enumerate(parts.sizes) if i != longest(parts)]
+
+
+def are_known(sizes: Sequence[object]) -> bool:
+    return all(isinstance(size, int) for size in sizes)
+
+
+def cuts_between(node: Node, parts: Parts) -> dict[Node, tuple[int, int]]:
+    """Nodes that cut an attention's result where streams meet → the first stream, and that behind the
+    last."""
+    found = {}
+    for user in node.graph.nodes:
+        cut = cut_of(user)
+        run = streams_between(parts, cut) if cut is not None and is_result(node, cut) else None
+        if run is not None:
+            found[user] = run
+    return found
+
+
+def cut_of(node: Node) -> Cut | None:
+    if node.target is operator.getitem and cuts_into_pieces(node.args[0]):
+        source = node.args[0].args[0]
+        dim = arguments(node.args[0])["dim"] % fake_of(source).dim()
+        sizes = [piece.shape[dim] for piece in fake_of(node.args[0])]
+        start = sum(sizes[: node.args[1]])
+        return Cut(source, dim, start, start + sizes[node.args[1]])
+    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if source is None or not isinstance(fake_of(source), torch.Tensor):
+        return None
+    taken = slice_of(node, fake_of(source).dim())
+    return None if taken is None or taken.lost else Cut(source, taken.dim, taken.start, taken.stop)
+
+
+def is_result(node: Node, cut: Cut) -> bool:
+    """Is what is cut the result of an attention, with nothing but weights applied to each row?"""
+    value, dim = cut.source, cut.dim
+    while value is not node:
+        alone = is_pointwise(value) and len(value.all_input_nodes) == 1
+        if not alone and part_of(value) not in (Part.MOVE, Part.RESHAPE, Part.MERGE, Part.HEAD):
+            return False
+        at = operand_dim(value, value.args[0], dim)
+        if at is None:
+            return False
+        value, dim = value.args[0], at
+    return dim == fake_of(node).dim() - 2
+
+
+def streams_between(parts: Parts, cut: Cut) -> tuple[int, int] | None:
+    """The streams that the rows of a cut are, if it is made where streams meet."""
+    count = len(parts.sizes)
+    bounds = [sum(parts.sizes[:i]) for i in range(count + 1)]
+
+    def place(at: object) -> int | None:
+        at = fake_of(at) if isinstance(at, Node) else at
+        at = bounds[-1] if at is None else bounds[-1] + at if hint(at) < 0 else at
+        return next((i for i, bound in enumerate(bounds) if is_equal(bound, at)), None)
+
+    first, end = place(cut.start), place(cut.stop)
+    return (first, end) if first is not None and end is not None and first < end else None
+
+
+def rows_between(parts: Parts, first: int, end: int) -> Rows:
+    """The rows of some streams, counted from the side on which all numbers are known."""
+    before, behind = parts.sizes[:first], parts.sizes[end:]
+    start = sum(before) if are_known(before) else -sum(parts.sizes[first:])
+    if not behind:
+        return Rows(start, None)
+    return Rows(start, -sum(behind) if are_known(behind) else sum(parts.sizes[:end]))
+
+
+def parted(node: Node, parts: Parts, cuts: dict[Node, tuple[int, int]]) -> list[Node]:
+    """What takes the place of the cuts, from an attention for each stream's queries."""
+    at, count = longest(parts), len(parts.sizes)
+    own = OwnKeys(sum(parts.sizes[:at]), sum(parts.sizes[at + 1 :]))
+    rows_dim = fake_of(node).dim() - 2
+    known: Sliced = {}
+    with node.graph.inserting_before(node):
+        made = [apart(node, own, rows_between(parts, i, i + 1)) for i in range(count)]
+        whole = inserted(node, torch.ops.aten.cat.default, (made, rows_dim))
+    node.replace_all_uses_with(whole)
+    values = []
+    for user, (first, end) in cuts.items():
+        cut = cut_of(user)
+        with node.graph.inserting_before(user):
+            values.append(sliced(cut.source, cut.dim, rows_between(parts, first, end), user, known))
+    return values
