@@ -297,9 +297,9 @@ class Reader:
             if len(found) > 1 or any(row not in labels for labels in signature.outputs):
                 raise refuse(
                     node,
-                    "The attention keys are tokens of the sequence, but the queries are not",
-                    "Nothing to do for learned queries (a pooling head, a perceiver): this attention runs "
-                    "unchunked",
+                    "The attention keys are tokens of the sequence, the queries are not, and causality hides "
+                    "keys by their place",
+                    "Pass a mask of the keys in place of is_causal, or attend from queries of the sequence",
                 )
             return Labelling(row, None, Kind.ROWS)  # each token has an attention of its own
         pair = next((pair for pair in filter(None, ins) if pair[1] is not NO_KEYS), None)

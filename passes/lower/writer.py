@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from ..ir import Binding, BindingRole, Edge, Kind, Role, Tokens, total_dtype, value_of
 from ..rules import Rule, rule_of, scan_of, state_rows
@@ -332,7 +333,7 @@ class Writer(Rows):
         self.graph.call_function(aten.copy_.default, (self.draft.bind(binding), value))
 
 
-def set_argument(node: Node, name: str, value: Node) -> None:
+def set_argument(node: Node, name: str, value: Argument) -> None:
     """Give a node an argument by its name in the schema."""
     names = [a.name for a in node.target._schema.arguments]
     if names.index(name) < len(node.args):

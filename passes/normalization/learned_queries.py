@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 
 import torch
 from torch.fx import Graph, Node
@@ -26,11 +27,12 @@ KEYS = 2  # the dimension of keys in ``[batch, heads, keys, width]``
 def attend_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
     """Rewrite attention, and its gradients, whose keys alone are tokens. Returns whether there was any."""
     changed = False
-    for node in [n for n in graph.nodes if form_of(n) in WRITTEN]:
-        results = (
-            WRITTEN[form_of(node)](Writing(graph, node)) if has_tokens_as_keys(node, propagation) else ()
-        )
-        for user in [u for u in node.users if results and u.target is operator.getitem]:
+    for node in graph.nodes:
+        write = WRITTEN.get(form_of(node))
+        if write is None or not has_tokens_as_keys(node, propagation):
+            continue
+        results = write(Writing(graph, node))
+        for user in [u for u in node.users if u.target is operator.getitem]:
             user.replace_all_uses_with(results[user.args[1]])
             changed = True
     graph.eliminate_dead_code()
@@ -142,4 +144,7 @@ def backward(write: Writing) -> tuple[Node, Node, Node]:
     )
 
 
-WRITTEN = {Form.ATTENTION: forward, Form.ATTENTION_BACKWARD: backward}
+WRITTEN: dict[Form | None, Callable[[Writing], tuple[Node, ...]]] = {
+    Form.ATTENTION: forward,
+    Form.ATTENTION_BACKWARD: backward,
+}
