@@ -124,6 +124,31 @@ def moves_values(node: Node, traits: Mapping[Node, Traits], cheap: Collection[No
     )
 
 
+LONGEST_CHAIN = 2  # scans and convolutions of a region that read one another: each wants sweeps of its own
+
+
+class Chain:
+    """How many scans and convolutions of a region read one another, one behind the other."""
+
+    def __init__(self, body: Sequence[Node], traits: Mapping[Node, Traits]):
+        self.body, self.traits = body, traits
+        self.begin(0)
+
+    def begin(self, start: int) -> None:
+        """A region starts at this place."""
+        self.lengths: dict[Node, int] = {}
+        self.next = start
+
+    def length(self, last: int) -> int:
+        """Of the chain that ends at a place of the region."""
+        for node in self.body[self.next : last + 1]:
+            links = self.traits[node].mixing and not self.traits[node].attends
+            before = (self.lengths.get(a, 0) for a in node.all_input_nodes)
+            self.lengths[node] = max(before, default=0) + links
+        self.next = last + 1
+        return self.lengths[self.body[last]]
+
+
 def layer_cuts(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]
 ) -> list[int]:
@@ -131,6 +156,7 @@ def layer_cuts(
     layer = layer_width(body, widths, traits, mixers)
     most = most_between_layers(body, traits)
     cuts: list[int] = []
+    chain = Chain(body, traits)
     for mixer, following in zip(mixers, [*mixers[1:], None]):
         check_time()
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]
@@ -138,10 +164,12 @@ def layer_cuts(
             widths[end] >= FORBIDDEN
             or widths[end] >= layer
             and not (traits[body[mixer]].attends and traits[body[following]].attends)
+            and (widths[end] > 2 * layer or chain.length(following) <= LONGEST_CHAIN)
         ):
             # two mixers that no cut can part share a region, and so do a scan or a convolution and what else
             # its layer has
             continue
+        chain.begin(end + 1)
         cuts += head_cut(body, widths, traits, mixer, end, cuts, most if following is None else layer)
         cuts += [] if following is None else [end]
     return cuts

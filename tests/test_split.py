@@ -166,3 +166,24 @@ def test_the_graph_is_left_alone_and_needs_no_metadata():
 def test_equal_layers_become_equal_regions(layers):
     kinds = [[str(n.target) for n in r.nodes] for r in regions(model(layers))][1:-1]
     assert all(k == kinds[0] for k in kinds)
+
+
+@pytest.mark.parametrize("filters, held", [(2, [2]), (3, [2, 1]), (7, [2, 2, 2, 1])])
+def test_filters_that_read_one_another_share_a_region_two_at_a_time(filters, held):
+    """Two stacks of dilated convolutions, each with a sum of its results: within a stack, three values are
+    alive."""
+    write = Written()
+    x = write("x", torch.add, write.given("input", torch.randn(LENGTH, WIDTH)), 1.0)
+    for stack in ("a", "b"):
+        before, total = x, None
+        for i in range(filters):
+            mixed = write(f"filter_{stack}{i}", torch.cumsum, x, 0)
+            x = write(f"hidden_{stack}{i}", torch.add, mixed, x)
+            total = mixed if total is None else write(f"total_{stack}{i}", torch.add, total, mixed)
+        x = write(f"behind_{stack}", torch.add, write(f"both_{stack}", torch.add, x, total), before)
+    write.graph.output((x,))
+    known = traits_of(write.graph)
+    mixers = {n for n in known if n.name.startswith("filter")}
+    known |= {n: replace(known[n], mixing=True, attends=False) for n in mixers}
+    found = [sum(n in mixers for n in region.nodes) for region in regions(write, known)]
+    assert [count for count in found if count] == 2 * held
