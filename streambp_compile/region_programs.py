@@ -90,10 +90,12 @@ def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tu
 def returning(region: Joint, analysis: Analysis, forward: Program, more: tuple[Node, ...]) -> Program:
     """A forward that returns more values.
 
-    It computes them already, unless they are seeds that only the backward reads: then it is another program.
+    It computes them already, and they are there when it ends, unless they are seeds that only the backward
+    reads, or a later sweep writes over them: then it is another program.
     """
     outputs = (*region.forward, *more)
-    if computed(forward).issuperset(more):
+    overwritten = {source for sweep in forward.sweeps for _, source in sweep.in_place}
+    if computed(forward).difference(overwritten).issuperset(more):
         return replace(forward, outputs=outputs)
     return partition(region.graph, analysis, outputs)
 

@@ -39,9 +39,8 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
         fake = fake_of(node)
         tensor = isinstance(fake, torch.Tensor)
         plain = fake is None or isinstance(fake, (int, float, bool, torch.SymInt, torch.Size))
-        matrix = (
-            len(axis.marks.get(node, ())) > 1
-        )  # of tokens by tokens: never to exist, so never to cross a cut
+        # Of tokens by tokens: never to exist, so never to cross a cut.
+        matrix = len(axis.marks.get(node, ())) > 1 and node not in axis.grids
         size = bytes_of(fake) if tensor and not matrix else 0 if plain else -1
         found[node] = Traits(
             size,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
@@ -61,6 +61,8 @@ class Axis:
     attending     those of them that are attention of these tokens
     recomputable  nodes that are neither products nor random
     moving        nodes that make rows of one sequence from those of another
+    grids         of several axes as one: values with a vector for each pair of tokens of two sequences (the
+                  patches of each frame), which are no scores of one over the other
     """
 
     length: Size
@@ -69,6 +71,7 @@ class Axis:
     attending: frozenset[Node]
     recomputable: frozenset[Node]
     moving: frozenset[Node] = frozenset()
+    grids: frozenset[Node] = frozenset()
 
 
 def joined(axes: Sequence[Axis]) -> Axis | None:
@@ -88,9 +91,17 @@ def joined(axes: Sequence[Axis]) -> Axis | None:
         marks={n: tuple(found.values()) for n, found in marks.items()},
         mixing=mixing,
         attending=attending,
+        grids=frozenset(n for n, found in marks.items() if is_grid(n, found, axes)),
     )
 
 
+def is_grid(node: Node, dims: Collection[int], axes: Sequence[Axis]) -> bool:
+    """Has a value one dimension for the tokens of each of two sequences, and features behind?"""
+    each = [len(a.marks.get(node, ())) for a in axes]
+    return len(dims) > 1 and max(each) == 1 and max(dims) < fake_of(node).dim() - 1
+
+
+MANY_ROWS = 64  # of a sequence that streams beside the one that attends
 FAR = 4  # times the bytes of what attends: a sequence that carries more is the one to stream along
 
 
@@ -99,7 +110,8 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
     it; else of those that see one another, or that most of its values carry, with no rows beside them.
 
     A few tokens that attend beside a long sequence (a prompt beside an image, latents beside a text) are not
-    what takes the memory.
+    what takes the memory. And where each row of another sequence has an attention of its own (that of the
+    patches of a frame), rows are streamed, and no keys are kept.
     """
     nodes = set(region.nodes)
     calls = [n for n in region.nodes if n.target is torch.ops.streambp.over_blocks.default]
@@ -116,9 +128,14 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
         return sum(bytes_of(fake_of(n)) for n in values if n in axis.marks and not has_more_rows(n, axis))
 
     most = max(parted or axes, key=carried, default=None)
-    if parted or not fitting or carried(most) > FAR * carried(fitting[0]):
+    if parted or not fitting:
         return most
-    return fitting[0]
+    marked = {n for n in (*region.inputs, *region.nodes) if n in fitting[0].marks}
+    beside = [a for a in axes if nodes.isdisjoint(a.mixing) and marked.issubset(a.marks)]
+    alone = max(beside, key=lambda a: hint(a.length), default=None)
+    if alone is not None and hint(alone.length) >= MANY_ROWS:
+        return alone
+    return most if carried(most) > FAR * carried(fitting[0]) else fitting[0]
 
 
 def has_more_rows(node: Node, axis: Axis) -> bool:
