@@ -1,6 +1,8 @@
 """Which op runs in which sweep: the programs of small graphs as text."""
 
 import operator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from streambp_compile.passes.normalization.separate_views import separate_views
 from streambp_compile.passes.partition import partition
 from streambp_compile.passes.partition.crossing import narrowest_crossing
 from streambp_compile.passes.verify import verify_program
+from streambp_compile.region_programs import returning
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 LENGTH = 5
@@ -35,6 +38,20 @@ full length: turned
 descending, keys [-inf,0]: 19 ops; reads x, keys, dy, turned; writes dx over dy; adds up dw; completes dk, dv
 returns dx, dw
 """
+
+
+def test_what_a_later_sweep_writes_over_is_not_handed_on():
+    """A forward that returns its keys as well is another program where its last sweep took their memory."""
+    write, seeds, y, _ = causal_layer(causal=False)
+    analysis = analyze(write.graph, LENGTH, seeds)
+    forward = partition(write.graph, analysis, (y,))
+    keys = next(n for n in forward.sweeps[0].writes)
+    over = replace(forward.sweeps[1], in_place=((y, keys),))
+    region = SimpleNamespace(graph=write.graph, forward=(y,))
+    handing_on = returning(region, analysis, replace(forward, sweeps=(forward.sweeps[0], over)), (keys,))
+    verify_program(handing_on, analysis)
+    assert handing_on.outputs == (y, keys)
+    assert returning(region, analysis, forward, (keys,)).sweeps is forward.sweeps
 
 
 def test_a_causal_layer_is_one_sweep_forward_and_two_backward():

@@ -463,3 +463,34 @@ def test_attention_within_patches_streams_along_the_patches(causal):
 def test_few_latents_are_not_what_a_long_text_streams_along():
     report = explain(Latents(), ids_of(2, 2048), streambp_options={"chunk_size": 64})
     assert hint(report.regions[0].analysis.length) == 2048, report
+
+
+class Frames(nn.Module):
+    """Patches of a frame attend to one another, then each patch to the same one of earlier frames (arXiv
+    2103.15691, model 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+        self.in_space, self.in_time = (
+            nn.ModuleList(Block(t, False) for _ in range(2)) for t in (False, True)
+        )
+
+    def forward(self, video: Tensor) -> Tensor:
+        batch, frames, patches, _ = video.shape
+        x = self.inner(video)
+        for in_space, in_time in zip(self.in_space, self.in_time):
+            x = in_space(x.reshape(batch * frames, patches, WIDTH)).view(batch, frames, patches, WIDTH)
+            x = in_time(x.transpose(1, 2).reshape(batch * patches, frames, WIDTH))
+            x = x.view(batch, patches, frames, WIDTH).transpose(1, 2)
+        return (self.head(x[:, :-1]) - video[:, 1:]).square().mean()
+
+
+def test_attention_within_frames_streams_along_the_frames():
+    model, given = Frames().double(), torch.randn(2, 66, 9, 4, dtype=torch.float64)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
+    found, expected = (gradients(model, lambda f=f: f(given)) for f in (step, model))
+    assert worst_error(found, expected) < EXACT
+    torch._dynamo.reset()
+    report = explain(model, given)
+    assert {hint(r.analysis.length) for r in report.regions} == {66}, report

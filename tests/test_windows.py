@@ -45,6 +45,13 @@ def over_neighbours(pad):
     return mix
 
 
+def span_filter(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """A filter of its own for each row (ConvBERT, arXiv 2008.02496), by torch's unfold of planes."""
+    planes = F.unfold(turned(v)[..., None], [5, 1], padding=[2, 0])
+    taps = turned(planes).unflatten(-1, (WIDTH, 5))
+    return torch.einsum("btwk,btk->btw", taps, (q * k)[..., :5].softmax(-1)) * scale[0]
+
+
 def filters(channels: int, scale: Tensor) -> Tensor:
     count = WIDTH * channels * SIZE
     return torch.linspace(-1, 1, count, dtype=scale.dtype).view(WIDTH, channels, SIZE).sin() * scale[0] / 4
@@ -66,11 +73,12 @@ MIXERS = {
     "neighbours behind joined zeros": over_neighbours(
         lambda x: torch.cat((torch.zeros_like(x[:, :3]), x), 1)
     ),
+    "unfold of planes": span_filter,
     "smoothed": lambda q, k, v, scale: q * turned(F.avg_pool1d(turned(v), 3, 1, 1)) * scale[0] + k,
 }
 
 
-@pytest.mark.parametrize("name", representatives(MIXERS, {"filters"}))
+@pytest.mark.parametrize("name", representatives(MIXERS, {"filters", "unfold of planes"}))
 def test_windows_stream(name):
     """All of it, for lengths that are whole windows and others: a warning is an error here."""
     model = Mixing(WIDTH, MixingLayer(MIXERS[name], WIDTH, weight=(2,))).double()

@@ -89,6 +89,7 @@ class Part(enum.Enum):
     NORM = "each row is normalised over its last dimensions"
     COUNT = "consecutive numbers"
     WINDOWS = "consecutive rows, one window behind another"
+    COLUMNS = "windows of a plane, one column each"
     MEAN_OF_WINDOWS = "the mean of each window along the last dimension"
     MAXIMUM_OF_WINDOWS = "the largest number of each window along the last dimension"
     REPEATED = "each row along the last dimension, several times one behind the other"
@@ -137,6 +138,7 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), Part.NORM),
     aten.arange: Part.COUNT,
     aten.unfold: Part.WINDOWS,
+    aten.im2col: Part.COLUMNS,
     aten.avg_pool1d: Part.MEAN_OF_WINDOWS,
     aten.max_pool1d: Part.MAXIMUM_OF_WINDOWS,
     **dict.fromkeys((aten.upsample_nearest1d, aten._upsample_nearest_exact1d), Part.REPEATED),

@@ -127,7 +127,7 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
         """Bytes of values with tokens of this axis alone: scores of two sequences speak for neither."""
         return sum(bytes_of(fake_of(n)) for n in values if n in axis.marks and not has_more_rows(n, axis))
 
-    most = max(parted or axes, key=carried, default=None)
+    most = max(parted or axes, key=lambda a: (carried(a), hint(a.length)), default=None)
     if parted or not fitting:
         return most
     marked = {n for n in (*region.inputs, *region.nodes) if n in fitting[0].marks}

@@ -117,6 +117,8 @@ def windowed(node: Node) -> Windowed | None:
         given = arguments(node)
         dim = given["dimension"] % fake_of(given["self"]).dim()
         found = Windowed(given["self"], dim, given["size"], given["step"], (0, 0))
+    elif part is Part.COLUMNS:
+        found = columns(arguments(node))
     elif part in (Part.MEAN_OF_WINDOWS, Part.MAXIMUM_OF_WINDOWS):
         found = pooled(arguments(node), part is Part.MEAN_OF_WINDOWS)
     elif part is Part.CONVOLUTION:
@@ -127,6 +129,15 @@ def windowed(node: Node) -> Windowed | None:
         return None
     short = 1 < found.size <= MOST_TAPS if found.step == 1 else found.size % found.step == 0
     return found if short else None
+
+
+def columns(given: dict) -> Windowed | None:
+    """``F.unfold`` of a plane one number wide, along its height."""
+    source, (size, width), (around, beside) = given["self"], given["kernel_size"], given["padding"]
+    step, dilation = given["stride"][0], given["dilation"][0]
+    if fake_of(source).dim() != 4 or fake_of(source).shape[3] != 1 or (width, beside, dilation) != (1, 0, 1):
+        return None
+    return Windowed(source, 2, size, step, (around, around), columns_of_windows)
 
 
 def pooled(given: dict, is_mean: bool) -> Windowed | None:
@@ -171,6 +182,11 @@ def neighbours(x: Tensor, dim: int, distances: Sequence[int]) -> Tensor:
     are none."""
     others = [0, 0] * (x.dim() - 1 - dim)
     return torch.stack([F.pad(x, (*others, by, -by)) for by in distances], -1)
+
+
+def columns_of_windows(rows: Tensor) -> Tensor:
+    """``[B, C, n, 1, size]`` as ``[B, C size, n]``."""
+    return rows.squeeze(3).movedim(-1, 2).flatten(1, 2)
 
 
 def mean_of_windows(rows: Tensor) -> Tensor:
