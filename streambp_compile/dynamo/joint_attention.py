@@ -90,6 +90,8 @@ def cut_of(node: Node) -> Cut | None:
     if node.target is operator.getitem and cuts_into_pieces(node.args[0]):
         source = node.args[0].args[0]
         dim = arguments(node.args[0])["dim"] % fake_of(source).dim()
+        if fake_of(node).dim() < fake_of(source).dim():  # unbind
+            return None
         sizes = [piece.shape[dim] for piece in fake_of(node.args[0])]
         start = sum(sizes[: node.args[1]])
         return Cut(source, dim, start, start + sizes[node.args[1]])

@@ -122,7 +122,13 @@ def operand_dim(node: Node, operand: Node, dim: int) -> int | None:
     if not isinstance(given, torch.Tensor):
         return None
     if cuts_into_pieces(node):
-        return dim if arguments(node)["dim"] % given.dim() != dim else None
+        at = arguments(node)["dim"] % given.dim()
+        if fake[0].dim() < given.dim():  # unbind
+            return dim + (dim >= at)
+        return dim if at != dim else None
+    if part_of(node) in (Part.JOIN, Part.STACK):
+        at = arguments(node)["dim"] % fake.dim()
+        return None if at == dim else dim - (part_of(node) is Part.STACK and dim > at)
     if is_pointwise(node) or part_of(node) is Part.EXPAND:
         at = dim - (fake.dim() - given.dim())
         return at if at >= 0 and is_equal(given.shape[at], fake.shape[dim]) else None

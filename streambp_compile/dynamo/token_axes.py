@@ -130,8 +130,9 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
     most = max(parted or axes, key=lambda a: (carried(a), hint(a.length)), default=None)
     if parted or not fitting:
         return most
-    marked = {n for n in (*region.inputs, *region.nodes) if n in fitting[0].marks}
-    beside = [a for a in axes if nodes.isdisjoint(a.mixing) and marked.issubset(a.marks)]
+    marked = [(n, fitting[0].marks[n]) for n in (*region.inputs, *region.nodes) if n in fitting[0].marks]
+    across = [a for a in axes if all(a.marks.get(n, found) != found for n, found in marked)]
+    beside = [a for a in across if nodes.isdisjoint(a.mixing)]
     alone = max(beside, key=lambda a: hint(a.length), default=None)
     if alone is not None and hint(alone.length) >= MANY_ROWS:
         return alone
