@@ -293,12 +293,12 @@ class Reader:
             found = {label for label, _ in filter(None, ins)}
             if signature.rows in found:
                 return Labelling(signature.rows, signature.keys, Kind.MIXED if len(outs) == 3 else Kind.ROWS)
-            row = next(iter(found))
-            if len(found) > 1 or any(row not in labels for labels in signature.outputs):
+            row, of_mask = next(iter(found)), {signature.rows, signature.keys}
+            needed = [*signature.outputs, *(o for o in signature.operands if not of_mask.issubset(o))]
+            if len(found) > 1 or any(row not in labels for labels in needed):
                 raise refuse(
                     node,
-                    "The attention keys are tokens of the sequence, the queries are not, and causality hides "
-                    "keys by their place",
+                    "The keys or heads of this attention are tokens of the sequence, but its queries are not",
                     "Pass a mask of the keys in place of is_causal, or attend from queries of the sequence",
                 )
             return Labelling(row, None, Kind.ROWS)  # each token has an attention of its own
