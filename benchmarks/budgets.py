@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict] = {
 }
 SHARES = (0.8, 1.0, 1.5, 2.5, 4.0)  # budgets, as parts of the default plan's peak
 DTYPES = ("float32", "bfloat16")
-EXACT = {"float32": 1e-5, "bfloat16": 0.05}  # the largest difference from eager that rounding explains
+EXACT = {"float32": 1e-4, "bfloat16": 0.05}  # the largest difference from eager that rounding explains
 CLOSE = 0.02  # of the measured peak: how far the predicted one may be off
 
 
