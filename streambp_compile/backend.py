@@ -38,6 +38,7 @@ from .dynamo.padded_masks import pad_before_masks
 from .dynamo.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
 from .dynamo.picked_rows import depends_on_data, reads_number_of_mask, write_picked_rows
 from .dynamo.python_floats import floats_as_tensors, reads_number
+from .dynamo.region_axes import axis_of
 from .dynamo.region_modules import build_region, region_text
 from .dynamo.regions import WIDER, WIDER_THAN_LAYERS, lazy_regions, subclass_between, traits_of, whole_graph
 from .dynamo.relative_shifts import write_relative_shifts
@@ -46,7 +47,7 @@ from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
 from .dynamo.score_filters import write_score_filters
 from .dynamo.shared_keys import part_shared_keys
-from .dynamo.token_axes import Axis, axis_of, capturing_once, find_axes, joined
+from .dynamo.token_axes import Axis, capturing_once, find_axes, joined
 from .dynamo.turned_matrices import part_turned_matrices
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled

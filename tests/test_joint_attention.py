@@ -18,6 +18,15 @@ def heads(x: Tensor) -> Tensor:
     return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions, of pairs of neighbours and of halves."""
+    angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] / 7
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    x = x * angles.cos() + torch.stack([-second, first], -1).flatten(-2) * angles.sin()
+    left, right = x.chunk(2, -1)
+    return x * angles.sin() + torch.cat([-right, left], -1) * angles.cos()
+
+
 class Stream(nn.Module):
     def __init__(self):
         super().__init__()
@@ -42,8 +51,7 @@ class Pair(nn.Module):
         parts = zip(*(s.qkv(F.layer_norm(t, (WIDTH,))).chunk(3, -1) for s, t in streams))
         q, k, v = (torch.cat([heads(t) for t in part], 2) for part in parts)
         if self.turned:
-            turn = torch.arange(q.shape[2], dtype=q.dtype)[:, None].cos()
-            q, k = q * turn, k * turn
+            q, k = rotated(q), rotated(k)
         mixed = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
         first, second = self.part(mixed, streams[0][1].shape[1], streams[1][1].shape[1])
         x_part, c_part = (second, first) if self.text_first else (first, second)

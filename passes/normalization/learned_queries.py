@@ -28,7 +28,7 @@ def attend_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
     """Rewrite attention, and its gradients, whose keys alone are tokens. Returns whether there was any."""
     changed = False
     for node in graph.nodes:
-        write = WRITTEN.get(form_of(node))
+        write = REWRITES.get(form_of(node))
         if write is None or not has_tokens_as_keys(node, propagation):
             continue
         results = write(Writing(graph, node))
@@ -46,7 +46,7 @@ def has_tokens_as_keys(node: Node, propagation: TokenPropagation) -> bool:
     return alone and not given["causal"] and all(isinstance(s, int) for s in shape_of(given["query"]))
 
 
-class Parts:
+class Operands:
     """The operands of an attention in the dtype of its statistics, with a dimension for queries that share a
     key head, and what both directions compute: its scores.
 
@@ -121,30 +121,30 @@ class Parts:
 
 def forward(write: Writing) -> tuple[Node, Node]:
     """Output and log-sum-exp."""
-    parts = Parts(write)
-    lse = write(aten.logsumexp.default, parts.scores(), [-1], True)
-    out = parts.product(parts.shares(lse), parts.of_keys("value"), "bHqk,bhke->bqHe")
-    return parts.heads_last(out), write(aten.view.default, lse, list(parts.shape[:3]))
+    operands = Operands(write)
+    lse = write(aten.logsumexp.default, operands.scores(), [-1], True)
+    out = operands.product(operands.shares(lse), operands.of_keys("value"), "bHqk,bhke->bqHe")
+    return operands.heads_last(out), write(aten.view.default, lse, list(operands.shape[:3]))
 
 
 def backward(write: Writing) -> tuple[Node, Node, Node]:
     """Gradients of queries, keys and values."""
-    parts, given = Parts(write), arguments(write.node)
-    grad, query = parts.of_queries("grad"), parts.of_queries("query")
-    lse = write(aten.unsqueeze.default, parts.of_queries("lse"), -1)
-    shares = parts.shares(lse)
-    total = write(aten.sum.dim_IntList, write(aten.mul.Tensor, grad, parts.of_queries("out")), [-1], True)
-    inner = parts.product(grad, parts.of_keys("value"), "bHqe,bhke->bHqk")
+    operands, given = Operands(write), arguments(write.node)
+    grad, query = operands.of_queries("grad"), operands.of_queries("query")
+    lse = write(aten.unsqueeze.default, operands.of_queries("lse"), -1)
+    shares = operands.shares(lse)
+    total = write(aten.sum.dim_IntList, write(aten.mul.Tensor, grad, operands.of_queries("out")), [-1], True)
+    inner = operands.product(grad, operands.of_keys("value"), "bHqe,bhke->bHqk")
     inner = write(aten.mul.Tensor, write(aten.sub.Tensor, inner, total), shares)
     inner = write(aten.mul.Tensor, inner, given["scale"])
     return (
-        parts.heads_last(parts.product(inner, parts.of_keys("key"), "bHqk,bhkd->bqHd")),
-        parts.as_keys(inner, query, "bHqk,bHqd->bhkd", given["key"]),
-        parts.as_keys(shares, grad, "bHqk,bHqe->bhke", given["value"]),
+        operands.heads_last(operands.product(inner, operands.of_keys("key"), "bHqk,bhkd->bqHd")),
+        operands.as_keys(inner, query, "bHqk,bHqd->bhkd", given["key"]),
+        operands.as_keys(shares, grad, "bHqk,bHqe->bhke", given["value"]),
     )
 
 
-WRITTEN: dict[Form | None, Callable[[Writing], tuple[Node, ...]]] = {
+REWRITES: dict[Form | None, Callable[[Writing], tuple[Node, ...]]] = {
     Form.ATTENTION: forward,
     Form.ATTENTION_BACKWARD: backward,
 }

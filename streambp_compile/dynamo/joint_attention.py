@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules.forward import Part, cuts_into_pieces, is_pointwise, part_of, slice_of
 from .aten import inserted
-from .attention import erase_unread, is_fusible
-from .row_slices import Parts, Rows, Sliced, operand_dim, origin_of_rows, sliced
-from .shared_keys import OwnKeys, apart
+from .attention import erase_unread
+from .row_slices import Parts, Rows, Sliced, operand_dim, sliced
+from .shared_keys import OwnKeys, apart, origins
 from .values import fake_of
 
 
@@ -49,25 +49,19 @@ def part_joint_attention(module: GraphModule) -> GraphModule:
 def streams_of(node: Node) -> Parts | None:
     """The streams that the queries of an attention are of, if its keys and values are of the same; all but
     the longest have a known number of rows."""
-    given = arguments(node)
-    query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
-    if given["dropout_p"] or given["is_causal"]:
+    found = origins(node, ("query", "key", "value"))
+    if not found or any(not are_equal(parts.sizes, found[0].sizes) for parts in found):
         return None
-    operands = [fake_of(n) for n in (query, key, value)]
-    if not is_fusible(*operands, None if mask is None else fake_of(mask), given["enable_gqa"]):
-        return None
-    found = [origin_of_rows(n, fake_of(n).dim() - 2) for n in (query, key, value)]
-    if any(parts is None or parts.sizes != found[0].sizes for parts in found):
-        return None
-    return found[0] if len(found[0].sizes) > 1 and are_known(others(found[0])) else None
+    sizes, at = found[0].sizes, longest(found[0])
+    return found[0] if len(sizes) > 1 and are_known((*sizes[:at], *sizes[at + 1 :])) else None
+
+
+def are_equal(left: Sequence[object], right: Sequence[object]) -> bool:
+    return len(left) == len(right) and all(map(is_equal, left, right))
 
 
 def longest(parts: Parts) -> int:
     return max(range(len(parts.sizes)), key=lambda i: hint(parts.sizes[i]))
-
-
-def others(parts: Parts) -> Sequence[object]:
-    return [size for i, size in enumerate(parts.sizes) if i != longest(parts)]
 
 
 def are_known(sizes: Sequence[object]) -> bool:

@@ -144,21 +144,33 @@ def part_shared_keys(module: GraphModule) -> GraphModule:
 def own_keys(node: Node) -> OwnKeys | None:
     """Which keys of an attention are of the sequence of its queries; None where all or none are, or where
     that cannot be told."""
-    given = arguments(node)
-    query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
-    if given["dropout_p"] or given["is_causal"]:
+    found = origins(node, ("key", "value"))
+    if not found:
         return None
-    operands = [fake_of(n) for n in (query, key, value)]
-    if not is_fusible(*operands, None if mask is None else fake_of(mask), given["enable_gqa"]):
-        return None
-    rows = fake_of(query).dim() - 2
-    found = [origin_of_rows(n, rows) for n in (key, value)]
-    if any(parts is None for parts in found):
-        return None
+    query = arguments(node)["query"]
     owns = [own_part(parts, query) for parts in found]
     if owns[0] is None or owns[0] != owns[1] or not owns[0].others:
         return None
     return owns[0]
+
+
+def origins(node: Node, names: Sequence[str]) -> list[Parts]:
+    """Where the rows of these operands of an attention were put together; nothing if one of them was not, or
+    if the attention cannot be written as several."""
+    given = arguments(node)
+    mask = given["attn_mask"]
+    if given["dropout_p"] or given["is_causal"]:
+        return []
+    operands = [fake_of(given[n]) for n in ("query", "key", "value")]
+    if not is_fusible(*operands, None if mask is None else fake_of(mask), given["enable_gqa"]):
+        return []
+    found = []
+    for name in names:
+        parts = origin_of_rows(given[name], fake_of(given[name]).dim() - 2)
+        if parts is None:
+            return []
+        found.append(parts)
+    return found
 
 
 def own_part(parts: Parts, query: Node) -> OwnKeys | None:

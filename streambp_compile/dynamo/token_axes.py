@@ -33,7 +33,6 @@ from ..passes.moved_rows import Rows, moves_rows, picked_rows
 from ..passes.normalization.normalize import normalize
 from ..passes.normalization.sorted_rows import undo_sorts
 from ..passes.rules import is_product
-from ..passes.split import Region
 from ..passes.token_propagation import Signatures, TokenPropagation
 from .capture import Captured
 from .mixing import (
@@ -99,52 +98,6 @@ def is_grid(node: Node, dims: Collection[int], axes: Sequence[Axis]) -> bool:
     """Has a value one dimension for the tokens of each of two sequences, and features behind?"""
     each = [len(a.marks.get(node, ())) for a in axes]
     return len(dims) > 1 and max(each) == 1 and max(dims) < fake_of(node).dim() - 1
-
-
-MANY_ROWS = 64  # of a sequence that streams beside the one that attends
-FAR = 4  # times the bytes of what attends: a sequence that carries more is the one to stream along
-
-
-def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
-    """The axis of a region: of the tokens that come in blocks to it, or leave it so; of those that attend in
-    it; else of those that see one another, or that most of its values carry, with no rows beside them.
-
-    A few tokens that attend beside a long sequence (a prompt beside an image, latents beside a text) are not
-    what takes the memory. And where each row of another sequence has an attention of its own (that of the
-    patches of a frame), rows are streamed, and no keys are kept.
-    """
-    nodes = set(region.nodes)
-    calls = [n for n in region.nodes if n.target is torch.ops.streambp.over_blocks.default]
-    of_blocks = {v for n in calls for v in (n, *n.all_input_nodes)}
-    parted = [a for a in axes if not of_blocks.isdisjoint(a.marks)]
-    fitting = [a for a in axes if not nodes.isdisjoint(a.attending)] or [
-        a for a in axes if not nodes.isdisjoint(a.mixing)
-    ]
-
-    values = [n for n in (*region.inputs, *region.nodes) if sum(n in a.marks for a in axes) == 1]
-
-    def carried(axis: Axis) -> int:
-        """Bytes of values with tokens of this axis alone: scores of two sequences speak for neither."""
-        return sum(bytes_of(fake_of(n)) for n in values if n in axis.marks and not has_more_rows(n, axis))
-
-    most = max(parted or axes, key=lambda a: (carried(a), hint(a.length)), default=None)
-    if parted or not fitting:
-        return most
-    marked = [(n, fitting[0].marks[n]) for n in (*region.inputs, *region.nodes) if n in fitting[0].marks]
-    across = [a for a in axes if all(a.marks.get(n, found) != found for n, found in marked)]
-    beside = [a for a in across if nodes.isdisjoint(a.mixing)]
-    alone = max(beside, key=lambda a: hint(a.length), default=None)
-    if alone is not None and hint(alone.length) >= MANY_ROWS:
-        return alone
-    return most if carried(most) > FAR * carried(fitting[0]) else fitting[0]
-
-
-def has_more_rows(node: Node, axis: Axis) -> bool:
-    """Has a value rows beside those of the tokens (a prefix of learned ones)?"""
-    return any(
-        hint(fake_of(node).shape[m.dim]) > hint(axis.length) * m.outer * m.inner
-        for m in axis.marks.get(node, ())
-    )
 
 
 def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
