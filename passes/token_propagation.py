@@ -278,8 +278,8 @@ def product(sizes) -> int:
 
 def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | None:
     """Where a token dimension goes in a reshape: the place with the same rows before it and after it. In an
-    empty value all places are alike, and none is it."""
-    if 0 in old:
+    empty value all places are alike, and none is it; nor in one that is too short to hold a row of it."""
+    if 0 in old or old[mark.dim] < mark.outer * mark.inner:
         return None
     length = old[mark.dim] // (mark.outer * mark.inner)
     before = product(old[: mark.dim]) * mark.outer

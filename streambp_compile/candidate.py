@@ -138,8 +138,12 @@ class Candidate:
                 )
             )
 
-    def tangent_of(self, tangents: int) -> list[int]:
-        """For each tangent, the output that it is the gradient of."""
+    def tangent_of(self, tangents: int, before: int = 0) -> list[int]:
+        """For each tangent, the output that it is the gradient of.
+
+        before  outputs of the joint graph before those of the region: inputs that torch functions write into
+                (running averages), as AOTAutograd returns them
+        """
         found = [
             i
             for i, n in enumerate(self.region.outputs)
@@ -153,7 +157,7 @@ class Candidate:
                     "Do not change the inputs of a layer in place",
                 )
             )
-        return found
+        return [before + i for i in found]
 
     def costs_nothing(self, graph_module: GraphModule) -> bool:
         """Is no value inside larger than one that goes in or out, and exists in any case? Or than an

@@ -111,7 +111,7 @@ class CompiledRegion:
                     call = self.traced()
             if self.streamed is not None and self.streamed.analysis.conditions:
                 self.guard = Guard(
-                    self.streamed.placeholders, self.streamed.analysis.conditions, [i for i, _ in self.flat]
+                    self.streamed.checked_inputs, self.streamed.analysis.conditions, [i for i, _ in self.flat]
                 )
             return call
         except internals.NO_DEFECTS:
@@ -251,7 +251,7 @@ class CompiledRegion:
             self.input_marks(),
             forward_outputs,
             tangents,
-            self.candidate.tangent_of(tangents),
+            self.candidate.tangent_of(tangents, forward_outputs - len(outputs_of(self.module))),
             replace(self.choices, chunk_size=self.config.chunk_size),
             functools.partial(internals.compile_body, mode=self.config.mode, tell=self.tell),
             self.checkable(),

@@ -15,6 +15,8 @@ from .joint_regions import InputMarks, Joint, analyzed, parted
 from .passes.ir import (
     Analysis,
     Body,
+    CannotStream,
+    Mark,
     Plan,
     Program,
     Size,
@@ -23,7 +25,7 @@ from .passes.kernels.attention import Target
 from .passes.lower import lower, lower_fusions
 from .passes.normalization.normalize import normalize
 from .passes.normalization.sorted_rows import undo_sorts
-from .passes.phases import phase, untimed
+from .passes.phases import Abandoned, phase, untimed
 from .passes.planning.choices import Choices
 from .passes.planning.devices import REFERENCE_CPU, Device
 from .passes.planning.kept_values import KeptValue, worth_keeping
@@ -38,7 +40,9 @@ from .passes.verify import (
     verify_program,
 )
 from .region_programs import Programs, directions, partitioned
+from .runtime.batch_turns import InTurns
 from .runtime.runner import Runner
+from .sequences import Sequences, in_turn, sums_go_on, worth_parting
 
 CompileBody = Callable[[Body, int], Callable]
 BytesHeld = Callable[[Body, Callable, int], int]
@@ -51,7 +55,7 @@ class Schedule:
     program: Program
     plan: Plan
     bodies: tuple[Body, ...]
-    runner: Runner = field(repr=False)
+    runner: Runner | InTurns = field(repr=False)
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -66,6 +70,8 @@ class StreamedRegion:
     saved   what the forward hands to the backward: region inputs, and the sums that the backward reads
     fused   the forward computes gradients for a unit tangent, which the backward only scales
     device  what its chunk lengths were chosen for
+    sequences  how its batch is parted, if it runs for some sequences at a time; graphs and programs are then
+               those of some sequences
     """
 
     joint: GraphModule
@@ -77,13 +83,25 @@ class StreamedRegion:
     backward: Schedule | None
     fused: bool
     device: Device
+    sequences: Sequences | None = None
+
+    @property
+    def checked_inputs(self) -> tuple[Node, ...]:
+        """The inputs in which the conditions of its analysis are written."""
+        return self.placeholders if self.sequences is None else self.sequences.inputs
+
+    @property
+    def turns(self) -> int:
+        """How often its programs run in one call."""
+        return 1 if self.sequences is None else self.sequences.turns
 
     @functools.cached_property
     def worth_keeping(self) -> tuple[KeptValue, ...]:
         """Values that the forward could keep beside ``saved`` to save time, the best first."""
         if self.backward is None:
             return ()
-        return worth_keeping(self.backward.program, self.tangents, self.analysis, self.device)
+        found = worth_keeping(self.backward.program, self.tangents, self.analysis, self.device)
+        return tuple(replace(v, bytes=v.bytes * self.turns, seconds=v.seconds * self.turns) for v in found)
 
     def has_own_memory(self, output: Node) -> bool:
         """Is an output of the forward in memory of its own, which the backward does not read?"""
@@ -122,7 +140,15 @@ def stream(
     """
     region, analysis = followed(joint, length, input_marks, forward_outputs, tangents, tangent_of, checkable)
     programs = assigned(region, analysis, choices.keep, device, [region.primals[i] for i in movable])
-    how = (analysis, choices, compile_body, target, device, held)
+    turns = None
+    for found in worth_parting(region, analysis, programs, choices, device):
+        parted_ = parted_by_batch(
+            region, analysis, found, length, input_marks, checkable, choices.keep, device
+        )
+        if parted_ is not None:
+            region, analysis, programs, turns = parted_
+            break
+    how = (analysis, choices, compile_body, target, device, held, turns)
     return StreamedRegion(
         region.module,
         analysis,
@@ -133,7 +159,34 @@ def stream(
         None if programs.backward is None else schedule(programs.backward, *how),
         programs.fused,
         device,
+        turns,
     )
+
+
+def parted_by_batch(
+    region: Joint,
+    whole: Analysis,
+    found: tuple[Node, Mark, int],
+    length: Size,
+    input_marks: InputMarks,
+    checkable: Sequence[int],
+    keep: int,
+    device: Device,
+) -> tuple[Joint, Analysis, Programs, Sequences] | None:
+    """The region for some sequences of the batch, as `sequences` describes; None where that cannot be."""
+    with phase("looking at the sequences of the batch"):
+        some = in_turn(region, whole, found, length, input_marks, checkable)
+    if some is None:
+        return None
+    part, analysis, sequences = some
+    try:
+        verify_analysis(part.graph, analysis)
+        programs = assigned(part, analysis, keep, device)
+    except Abandoned:
+        raise
+    except CannotStream:
+        return None
+    return (part, analysis, programs, sequences) if sums_go_on(programs, sequences) else None
 
 
 def followed(
@@ -174,10 +227,11 @@ def schedule(
     target: Target,
     device: Device,
     held: BytesHeld | None = None,
+    sequences: Sequences | None = None,
 ) -> Schedule:
     """Chunk lengths, compiled chunk bodies and the runner of one direction."""
     with phase("choosing chunk lengths"):
-        planned = plan(program, analysis, choices, target, device)
+        planned = plan(program, analysis, choices, target, device, sequences.sums if sequences else ())
         verify_plan(planned, program)
     with phase("writing chunk bodies"):
         bodies, fused = lower(program, analysis, planned), lower_fusions(planned)
@@ -192,7 +246,9 @@ def schedule(
             taken = functools.partial(bytes_taken, held, bodies, compiled)
             chunks = shorter_chunks(program, analysis, choices, device, planned.chunks, taken)
             planned = replace(planned, chunks=chunks)
-    return Schedule(program, planned, bodies, Runner(program, analysis, planned, bodies, compiled, functions))
+    runner = Runner(program, analysis, planned, bodies, compiled, functions)
+    whole = runner if sequences is None else InTurns(runner, sequences)
+    return Schedule(program, planned, bodies, whole)
 
 
 def bytes_taken(

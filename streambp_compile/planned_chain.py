@@ -139,7 +139,7 @@ def costs_of(compiled: CompiledRegion) -> Costs:
         and value_of(n).dtype.is_floating_point
         and not compiled.is_graph_input(n)
     ]
-    sizes = [(bytes_of(value_of(n)), value_of(n).numel()) for n in handed_on]
+    sizes = [(bytes_of(value_of(n)) * region.turns, value_of(n).numel() * region.turns) for n in handed_on]
     size, in_8_bits = (sum(each) for each in zip(*sizes)) if sizes else (0, 0)
     schedules = [s for s in (region.forward, region.backward) if s is not None]
     streamed = max(streamed_bytes(schedule, region.analysis) for schedule in schedules)
@@ -157,7 +157,7 @@ def longer_of(region: StreamedRegion) -> tuple[float, tuple[Longer, ...]]:
     def weighed(slack: float | None) -> tuple[float, int]:
         choices = Choices(slack=slack)
         found = [time_and_width(p, region.analysis, choices, region.device) for p in programs]
-        return sum(seconds for seconds, _ in found), max(width for _, width in found)
+        return region.turns * sum(seconds for seconds, _ in found), max(width for _, width in found)
 
     usual, width = weighed(None)
     by_slack = [(slack, *weighed(slack)) for slack in LONGER]

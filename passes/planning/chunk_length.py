@@ -40,7 +40,12 @@ def chunk_lengths(
 
 
 def chunk_length(
-    sweep: Sweep, program: Program, analysis: Analysis, choices: Choices, device: Device = REFERENCE_CPU
+    sweep: Sweep,
+    program: Program,
+    analysis: Analysis,
+    choices: Choices,
+    device: Device = REFERENCE_CPU,
+    share: float = 1,
 ) -> int:
     """Tokens per chunk: the user's word, or the shortest whose products run at ``FULL`` and that takes
     ``SLACK`` longer than the best.
@@ -49,10 +54,12 @@ def chunk_length(
     device's tile whose widest moment fits into its ``SHARE`` of memory and into ``choices.chunk_bytes``, up
     to a quarter of the sequence, and for logits up to their ``PART``. A smaller ``choices.slack`` makes
     chunks longer, but no value so large that the allocator maps it afresh for every chunk.
+
+    share  of the sequences of the batch, that the sweep runs for at a time
     """
     if choices.chunk_size is not None:
         return choices.chunk_size
-    work = sweep_work(sweep, analysis)
+    work = sweep_work(sweep, analysis).of_part(share)
     most_bytes = device.memory // SHARE
     if choices.chunk_bytes is not None:
         most_bytes = min(most_bytes, choices.chunk_bytes)
@@ -83,6 +90,18 @@ def time_and_width(
     works = [sweep_work(sweep, analysis) for sweep in program.sweeps]
     seconds = sum(work.cost(c, device).seconds for work, c in zip(works, chunks))
     return seconds, max((work.widest * c for work, c in zip(works, chunks)), default=0)
+
+
+def seconds_in_turn(
+    program: Program, analysis: Analysis, choices: Choices, device: Device, share: float
+) -> float:
+    """Seconds of a program that runs for such a share of the sequences of the batch at a time."""
+    total = 0.0
+    for sweep in program.sweeps:
+        work = sweep_work(sweep, analysis).of_part(share)
+        chunk = chunk_length(sweep, program, analysis, choices, device, share)
+        total += work.cost(chunk, device).seconds / share
+    return total
 
 
 def lengths_up_to(longest: int, tile: int) -> Iterator[int]:

@@ -12,7 +12,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -109,6 +109,20 @@ class Work:
     kernels: int
     widest: int
     single: int = 1
+
+    def of_part(self, share: float) -> Work:
+        """The work for such a share of the sequences of a batch."""
+        return replace(
+            self,
+            products=tuple((dtype, flop * share, depth) for dtype, flop, depth in self.products),
+            attention=tuple(
+                (dtype, b, flop * share, int(heads * share)) for dtype, b, flop, heads in self.attention
+            ),
+            traffic=int(self.traffic * share),
+            prefix=int(self.prefix * share),
+            widest=int(self.widest * share),
+            single=int(self.single * share),
+        )
 
     def cost(self, chunk: int, device: Device, kernel: str = "flash") -> Cost:
         """Seconds for chunks of so many tokens, with an attention kernel of the device's table."""

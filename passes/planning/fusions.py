@@ -7,7 +7,7 @@ one, and its gradient) it does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import Node
@@ -21,10 +21,14 @@ WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
 Part = Node | Fusion
 
 
-def fusions(program: Program) -> tuple[tuple[Part, ...], ...]:
-    """What is computed at full length, step by step: nodes one by one, or several together."""
+def fusions(program: Program, alone: Collection[Node] = ()) -> tuple[tuple[Part, ...], ...]:
+    """What is computed at full length, step by step: nodes one by one, or several together.
+
+    alone  nodes that run by themselves in any case
+    """
     return tuple(
-        parts_of_step(nodes, read_outside(program, step)) for step, nodes in enumerate(program.full_length)
+        parts_of_step(nodes, read_outside(program, step), alone)
+        for step, nodes in enumerate(program.full_length)
     )
 
 
@@ -39,11 +43,13 @@ def read_outside(program: Program, step: int) -> set[Node]:
     return found | {o for o in program.outputs if isinstance(o, Node)}
 
 
-def parts_of_step(nodes: Sequence[Node], outside: set[Node]) -> tuple[Part, ...]:
+def parts_of_step(
+    nodes: Sequence[Node], outside: set[Node], alone: Collection[Node] = ()
+) -> tuple[Part, ...]:
     """One step's nodes in an order of execution, with fusions where they are worth compiling."""
     if not any(is_large(n) for n in nodes):
         return tuple(nodes)
-    fusible = fusible_nodes(nodes, outside)
+    fusible = fusible_nodes(nodes, outside).difference(alone)
     while True:
         parts = alternating(nodes, fusible)
         odd = {n for part in parts for n in results_of(part, nodes, outside) if not has_memory(n)}

@@ -3,7 +3,7 @@ computed together at full length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch.fx import Node
 
@@ -24,15 +24,17 @@ def plan(
     choices: Choices = DEFAULT,
     target: Target = CPU,
     device: Device = REFERENCE_CPU,
+    alone: Collection[Node] = (),
 ) -> Plan:
     """How a program runs.
 
     choices  how it spends memory and time
     target   the device that kernels run on
     device   what chunk lengths are chosen for
+    alone    nodes that no other is computed together with at full length
     """
     kernels = {n: chosen(n, target) for n in nodes_of(program) if takes_kernel(n)}
-    return Plan(chunk_lengths(program, analysis, choices, device), kernels, fusions(program))
+    return Plan(chunk_lengths(program, analysis, choices, device), kernels, fusions(program, alone))
 
 
 def nodes_of(program: Program) -> Iterable[Node]:

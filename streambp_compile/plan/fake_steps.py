@@ -209,7 +209,7 @@ def cost_of(region, direction: str) -> Cost:
     device = region.device
     costs = program_cost(schedule.program, region.analysis, schedule.chunks, device)
     handed = sum(value_of(n).numel() for s in schedule.program.sweeps for n in s.sums if is_tensor(n))
-    return sum(costs, Cost()) + Cost(totals=HANDED * handed / device.bandwidth)
+    return sum(costs, Cost()) * region.turns + Cost(totals=HANDED * handed / device.bandwidth)
 
 
 def checkpointed_step(step: FakeStep, device: Device) -> tuple[StepMemory, Cost]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class Call:
     sizes   of this call
     length  tokens
     owned   inputs that may be overwritten
+    turn    where its sums go on, and where outputs are written, if the batch runs in turns
     """
 
     values: dict[Node, Any]
@@ -66,6 +67,21 @@ class Call:
     sizes: Sizes
     length: int
     owned: frozenset[Node]
+    turn: Turn
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a call shares with those before it and after it, for the other sequences of a batch.
+
+    sums    values that add up over all of them
+    totals  their accumulators, once they are made
+    memory  output → where it is written, if it is
+    """
+
+    sums: frozenset[Node] = frozenset()
+    totals: dict[tuple[Node, int | None], torch.Tensor] = field(default_factory=dict)
+    memory: Mapping[Node, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,19 +138,21 @@ class Runner:
         self.constants = {n: constant_of(n) for n in program.inputs if n.op == "get_attr"}
         self.last_read = last_reads(program, plan)
 
-    def __call__(self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset()) -> list[object]:
+    def __call__(
+        self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset(), turn: Turn | None = None
+    ) -> list[object]:
         """Outputs of the program. Inputs in ``owned`` may be overwritten; the dictionary is emptied on the
         way."""
         sizes = Sizes(inputs)
         values = {n: inputs[n] if n in inputs else self.constants[n] for n in self.program.inputs}
         inputs.clear()
-        call = Call(values, {}, sizes, sizes(self.analysis.length), owned)
+        call = Call(values, {}, sizes, sizes(self.analysis.length), owned, turn or Turn())
         for step, parts in enumerate(self.plan.full_length):
             for part in parts:
                 if isinstance(part, Fusion):
                     self.together(part, call)
                 else:
-                    values[part] = self.at_full_length(part, values)
+                    values[part] = self.with_turns_before(part, self.at_full_length(part, values), call.turn)
                 self.release(part, values)
             if step < len(self.program.sweeps):
                 with within(InSweep(self.program, step)):
@@ -167,6 +185,14 @@ class Runner:
             noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"),
         ):
             return for_any_layout(node.target)(*args, **kwargs)
+
+    def with_turns_before(self, node: Node, value: Any, turn: Turn) -> Any:
+        """A value; of a sum over all sequences, with what the turns before have added up."""
+        if node not in turn.sums:
+            return value
+        key, part = (node, None), value.to(total_dtype(value.dtype))
+        turn.totals[key] = turn.totals[key].add_(part) if key in turn.totals else part.clone()
+        return turn.totals[key].to(value.dtype)
 
     def sweep(self, step: int, call: Call) -> None:
         """One loop over chunks; its results are among the values of the call afterwards."""
@@ -244,14 +270,27 @@ class Runner:
         fake = source_value(binding)
         shape = [call.sizes(s) for s in fake.shape]
         if binding.role in ACCUMULATORS:
-            return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
+            return self.accumulator(binding, shape, call.turn)
         if binding.role is BindingRole.CARRY:
             shape[binding.tokens.dim] = binding.state_rows
             return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
         mark = binding.tokens
         shape[mark.dim] = mark.outer * call.length * mark.inner
+        memory = call.turn.memory.get(binding.node)
+        if memory is not None and has_layout(memory, shape, fake):
+            return memory
         memory = memory_like(fake, shape)
         return memory if binding.columns is None else memory.zero_()  # no chunk writes keys beyond its range
+
+    def accumulator(self, binding: Binding, shape: Sequence[int], turn: Turn) -> torch.Tensor:
+        """Of the sum of no rows; or, of a sum over all sequences, of those of the turns before."""
+        fake, key = source_value(binding), (binding.node, binding.output)
+        if key in turn.totals:
+            return turn.totals[key]
+        total = torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
+        if binding.node in turn.sums:
+            turn.totals[key] = total
+        return total
 
     def finished(self, binding: Binding, buffer: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """A filled buffer without the rows that do not count."""
@@ -331,6 +370,13 @@ def memory_like(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Memory of a shape, laid out as a fake tensor is."""
     strides = layout_of(fake).strides(shape)
     return torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device)
+
+
+def has_layout(value: torch.Tensor, shape: Sequence[int], fake: torch.Tensor) -> bool:
+    """Has a value this shape, laid out as a fake tensor is?"""
+    strides = layout_of(fake).strides(shape)
+    same = all(a == b or s == 1 for a, b, s in zip(value.stride(), strides, shape))
+    return list(value.shape) == list(shape) and same
 
 
 def laid_out(value: torch.Tensor, layout: Layout) -> torch.Tensor:
