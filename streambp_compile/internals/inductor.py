@@ -97,7 +97,11 @@ def compile_fx_inner(*args, **kwargs) -> Callable:
 
 @OneAtATime()
 def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
-    """Inductor on the graph of an unchunked region; ops that only the rules kept are decomposed now."""
+    """Inductor on the graph of an unchunked region; ops that only the rules kept are decomposed now.
+
+    Inputs that the graph returns, which are those that the backward reads, go around the compiled code: where
+    Inductor reads one in another layout (images, channels last), it would return that copy in its place.
+    """
     examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with detect_fake_mode(examples) or contextlib.nullcontext():
         plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(
@@ -105,7 +109,28 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
         )
     if kwargs.get("is_inference"):
         rewrite(plain)
-    return compile_fx_inner(plain, inputs, **kwargs)
+    given = [n for n in plain.graph.nodes if n.op == "placeholder"]
+    returned = plain.graph.output_node().args[0]
+    around = {i: given.index(out) for i, out in enumerate(returned) if out in given}
+    if not around:
+        return compile_fx_inner(plain, inputs, **kwargs)
+    plain.graph.output_node().args = (tuple(out for out in returned if out not in given),)
+    plain.recompile()
+    call = compile_fx_inner(plain, inputs, **kwargs)
+    strides = TracingContext.get().output_strides
+    if strides:
+        for i in around:
+            strides.insert(i, None)  # as they are
+
+    def run(args: list) -> list:
+        inputs_returned = [(i, args[at]) for i, at in around.items()]
+        results = list(call(args))
+        for i, value in inputs_returned:
+            results.insert(i, value)
+        return results
+
+    run._boxed_call = True
+    return run
 
 
 @OneAtATime()
