@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule, Node
 
+from .batch_parts import BatchParts, in_turn, may_take_turns, worth_parting
 from .joint_regions import InputMarks, Joint, analyzed, parted
 from .passes.ir import (
     Analysis,
     Body,
     CannotStream,
-    Mark,
     Plan,
     Program,
     Size,
@@ -42,7 +42,6 @@ from .passes.verify import (
 from .region_programs import Programs, directions, partitioned
 from .runtime.batch_turns import InTurns
 from .runtime.runner import Runner
-from .sequences import Sequences, in_turn, sums_go_on, worth_parting
 
 CompileBody = Callable[[Body, int], Callable]
 BytesHeld = Callable[[Body, Callable, int], int]
@@ -70,8 +69,8 @@ class StreamedRegion:
     saved   what the forward hands to the backward: region inputs, and the sums that the backward reads
     fused   the forward computes gradients for a unit tangent, which the backward only scales
     device  what its chunk lengths were chosen for
-    sequences  how its batch is parted, if it runs for some sequences at a time; graphs and programs are then
-               those of some sequences
+    batch   how its batch is parted, if it runs for some sequences at a time; graphs and programs are then
+            those of some sequences
     """
 
     joint: GraphModule
@@ -83,17 +82,17 @@ class StreamedRegion:
     backward: Schedule | None
     fused: bool
     device: Device
-    sequences: Sequences | None = None
+    batch: BatchParts | None = None
 
     @property
     def checked_inputs(self) -> tuple[Node, ...]:
         """The inputs in which the conditions of its analysis are written."""
-        return self.placeholders if self.sequences is None else self.sequences.inputs
+        return self.placeholders if self.batch is None else self.batch.inputs
 
     @property
     def turns(self) -> int:
         """How often its programs run in one call."""
-        return 1 if self.sequences is None else self.sequences.turns
+        return 1 if self.batch is None else self.batch.turns
 
     @functools.cached_property
     def worth_keeping(self) -> tuple[KeptValue, ...]:
@@ -140,15 +139,11 @@ def stream(
     """
     region, analysis = followed(joint, length, input_marks, forward_outputs, tangents, tangent_of, checkable)
     programs = assigned(region, analysis, choices.keep, device, [region.primals[i] for i in movable])
-    turns = None
-    for found in worth_parting(region, analysis, programs, choices, device):
-        parted_ = parted_by_batch(
-            region, analysis, found, length, input_marks, checkable, choices.keep, device
-        )
-        if parted_ is not None:
-            region, analysis, programs, turns = parted_
-            break
-    how = (analysis, choices, compile_body, target, device, held, turns)
+    batch = None
+    some = by_batch(region, analysis, programs, length, input_marks, checkable, choices, device)
+    if some is not None:
+        region, analysis, programs, batch = some
+    how = (analysis, choices, compile_body, target, device, held, batch)
     return StreamedRegion(
         region.module,
         analysis,
@@ -159,34 +154,38 @@ def stream(
         None if programs.backward is None else schedule(programs.backward, *how),
         programs.fused,
         device,
-        turns,
+        batch,
     )
 
 
-def parted_by_batch(
-    region: Joint,
-    whole: Analysis,
-    found: tuple[Node, Mark, int],
+def by_batch(
+    whole: Joint,
+    analysis: Analysis,
+    programs: Programs,
     length: Size,
     input_marks: InputMarks,
     checkable: Sequence[int],
-    keep: int,
+    choices: Choices,
     device: Device,
-) -> tuple[Joint, Analysis, Programs, Sequences] | None:
-    """The region for some sequences of the batch, as `sequences` describes; None where that cannot be."""
-    with phase("looking at the sequences of the batch"):
-        some = in_turn(region, whole, found, length, input_marks, checkable)
-    if some is None:
-        return None
-    part, analysis, sequences = some
-    try:
-        verify_analysis(part.graph, analysis)
-        programs = assigned(part, analysis, keep, device)
-    except Abandoned:
-        raise
-    except CannotStream:
-        return None
-    return (part, analysis, programs, sequences) if sums_go_on(programs, sequences) else None
+) -> tuple[Joint, Analysis, Programs, BatchParts] | None:
+    """A region for some sequences of its batch (`batch_parts`), where that saves memory; None where it does
+    not, or cannot be."""
+    for found in worth_parting(whole, analysis, programs, choices, device):
+        with phase("looking at the sequences of the batch"):
+            some = in_turn(whole, analysis, found, length, input_marks, checkable)
+        if some is None:
+            continue
+        part, facts, batch = some
+        verify_analysis(part.graph, facts)
+        try:
+            parts = assigned(part, facts, choices.keep, device)
+        except Abandoned:
+            raise
+        except CannotStream:
+            continue
+        if may_take_turns(parts, batch):
+            return part, facts, parts, batch
+    return None
 
 
 def followed(
@@ -227,11 +226,11 @@ def schedule(
     target: Target,
     device: Device,
     held: BytesHeld | None = None,
-    sequences: Sequences | None = None,
+    batch: BatchParts | None = None,
 ) -> Schedule:
     """Chunk lengths, compiled chunk bodies and the runner of one direction."""
     with phase("choosing chunk lengths"):
-        planned = plan(program, analysis, choices, target, device, sequences.sums if sequences else ())
+        planned = plan(program, analysis, choices, target, device, batch.sums if batch else ())
         verify_plan(planned, program)
     with phase("writing chunk bodies"):
         bodies, fused = lower(program, analysis, planned), lower_fusions(planned)
@@ -247,7 +246,7 @@ def schedule(
             chunks = shorter_chunks(program, analysis, choices, device, planned.chunks, taken)
             planned = replace(planned, chunks=chunks)
     runner = Runner(program, analysis, planned, bodies, compiled, functions)
-    whole = runner if sequences is None else InTurns(runner, sequences)
+    whole = runner if batch is None else InTurns(runner, batch)
     return Schedule(program, planned, bodies, whole)
 
 

@@ -91,7 +91,7 @@ class RegionReport:
             return "\n".join([*lines, f"  {kind}: {self.refusal}"])
         if self.streamed is None:
             return "\n".join([*lines, "  nothing to run"])
-        if (parts := self.streamed.sequences) is not None:
+        if (parts := self.streamed.batch) is not None:
             lines.append(f"  {parts.at_once} of {parts.count} sequences of the batch at a time")
         forward = "forward and gradients together" if self.streamed.fused else "forward"
         lines += describe(forward, self.streamed.forward, self.streamed)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..batch_parts import BatchParts, part_of
 from ..passes.ir import Program
-from ..sequences import Sequences, part_of
+from .rematerialisation import same_view
 from .runner import Runner, Turn, has_layout, memory_like
 from .sizes import Sizes
 
@@ -17,8 +18,8 @@ from .sizes import Sizes
 class InTurns:
     """A runner for the whole batch, out of one for some sequences of it."""
 
-    def __init__(self, runner: Runner, sequences: Sequences):
-        self.runner, self.sequences = runner, sequences
+    def __init__(self, runner: Runner, batch: BatchParts):
+        self.runner, self.batch = runner, batch
         self.over = roots(runner.program)
 
     def __call__(self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset()) -> list[object]:
@@ -28,33 +29,35 @@ class InTurns:
         inputs.clear()
         memory, totals = self.memory(given, owned), dict[tuple[Node, int | None], torch.Tensor]()
         results: list[object] = []
-        for turn in range(self.sequences.turns):
+        for turn in range(self.batch.turns):
             parts = {n: self.part(n, value, turn) for n, value in given.items()}
-            if turn == self.sequences.turns - 1:
+            if turn == self.batch.turns - 1:
                 given.clear()
             into = {n: self.part(n, value, turn) for n, value in memory.items()}
-            results = self.runner(parts, owned, Turn(self.sequences.sums, totals, into))
+            results = self.runner(parts, owned, Turn(self.batch.sums, totals, into))
             for out, value in zip(self.runner.program.outputs, results):
-                if out in into and not is_same_memory(value, into[out]):
+                if out in into and not same_view(value, into[out]):
                     into[out].copy_(value)
         outputs = self.runner.program.outputs
         return [memory.get(o, value) if isinstance(o, Node) else value for o, value in zip(outputs, results)]
 
     def part(self, node: Node, value: Any, turn: int) -> Any:
         """What a turn reads or writes of a value."""
-        mark = self.sequences.marks.get(node)
-        return value if mark is None else part_of(value, mark, turn, self.sequences.at_once)
+        mark = self.batch.marks.get(node)
+        return value if mark is None else part_of(value, mark, turn, self.batch.at_once)
 
     def memory(self, given: dict[Node, Any], owned: frozenset[Node]) -> dict[Node, torch.Tensor]:
         """Memory of the outputs with a part for each sequence: that of the input which they are written over,
         if it is ours, or new."""
         sizes, found = Sizes(given), dict[Node, torch.Tensor]()
         for out in self.runner.program.outputs:
-            if not isinstance(out, Node) or out not in self.sequences.marks:
+            if not isinstance(out, Node) or out not in self.batch.marks:
                 continue
-            fake, root = self.sequences.whole[out], self.over.get(out)
+            fake, root = self.batch.whole[out], self.over.get(out)
             shape = [sizes(s) for s in fake.shape]
-            if root in owned and has_layout(given[root], shape, fake) and given[root].dtype == fake.dtype:
+            if out in given:
+                found[out] = given[out]
+            elif root in owned and has_layout(given[root], shape, fake) and given[root].dtype == fake.dtype:
                 found[out] = given[root]
             else:
                 found[out] = memory_like(fake, shape)
@@ -72,10 +75,3 @@ def roots(program: Program) -> dict[Node, Node]:
         if root in program.inputs:
             found[out] = root
     return found
-
-
-def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same = (
-        a.untyped_storage() is b.untyped_storage() or a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    )
-    return same and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()

@@ -20,26 +20,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from .batch_analysis import Unfit, of_batch
 from .joint_regions import InputMarks, Joint, analyzed, parted
-from .passes.analyze import analyze
 from .passes.ir import (
-    HERE,
     Analysis,
     CannotStream,
-    Contraction,
     Kind,
     Mark,
     Program,
-    Role,
     Size,
-    Summed,
     Tokens,
-    arguments,
     bytes_of,
-    draws_random,
     is_row_wise,
     is_tensor,
-    is_view,
     parts_of,
     rank_of,
     shape_of,
@@ -49,16 +42,15 @@ from .passes.phases import Abandoned
 from .passes.planning.choices import Choices
 from .passes.planning.chunk_length import SLACK, seconds_in_turn
 from .passes.planning.devices import Device
-from .passes.rules import filling_of, find_rule, form_of, is_random, merge_of, rule_of
+from .passes.rules import find_rule, form_of
 from .passes.rules.facets import Form
-from .passes.token_propagation import TokenPropagation
 from .region_programs import Programs, directions
 
 WORTH = 10  # what is saved is at least one part in so many of what the region holds
 
 
 @dataclass(frozen=True)
-class Sequences:
+class BatchParts:
     """How the values of a region are parted between the sequences of a batch.
 
     count    sequences in the batch
@@ -66,6 +58,7 @@ class Sequences:
     marks    value with a part for each sequence → its dimension of sequences
     sums     values that add up over sequences
     whole    value → the same for the whole batch (a fake tensor)
+    inputs   of the joint graph of the whole batch, in which the conditions of its analysis are written
     """
 
     count: int
@@ -135,7 +128,7 @@ def in_turn(
     length: Size,
     input_marks: InputMarks,
     checkable: Sequence[int],
-) -> tuple[Joint, Analysis, Sequences] | None:
+) -> tuple[Joint, Analysis, BatchParts] | None:
     """The region for some sequences of its batch; None where they meet, or it cannot be written so.
 
     whole  the analysis of the region; what it proves of keys has to be true of the part as well, under the
@@ -147,9 +140,10 @@ def in_turn(
         by_batch = of_batch(region, widest, mark, count)
         smaller, new = Smaller(region.module, by_batch, at_once).written()
         part = parted(smaller, len(region.forward), len(region.tangents), region.tangent_of)
-        marks = {i: marks_of_part(m, region.primals[i], by_batch, at_once) for i, m in input_marks.items()}
+        if any(shares_dimension(by_batch.facts[region.primals[i]], m) for i, m in input_marks.items()):
+            return None
         known = set(smaller.graph.nodes)
-        part, analysis = analyzed(part, length, marks, checkable)
+        part, analysis = analyzed(part, length, input_marks, checkable)
     except Abandoned:
         raise
     except (CannotStream, Unfit):
@@ -164,7 +158,7 @@ def in_turn(
     return (
         part,
         replace(analysis, conditions=whole.conditions),
-        Sequences(
+        BatchParts(
             count,
             at_once,
             {n: fact.rows for n, fact in facts.items() if isinstance(fact, Tokens)},
@@ -175,134 +169,9 @@ def in_turn(
     )
 
 
-class Unfit(Exception):
-    """The sequences of a batch meet, or the joint graph of some of them cannot be written."""
-
-
-def of_batch(region: Joint, widest: Node, mark: Mark, count: int) -> Analysis:
-    """The facts of a joint graph whose rows are the sequences of the batch.
-
-    Raises `CannotStream`, or `Unfit` where a sequence reads another, or the sum over all.
-    """
-    places = places_in_batch(region.graph, count)
-    seeds = {widest: (mark,), **{table: (Mark(dim),) for table, dim in places.tables}}
-    spread = TokenPropagation(region.graph, seeds)
-    inputs = (*region.primals, *region.tangents)
-    marks = {n: tuple(spread.of(n).values()) for n in inputs if is_tensor(n) and spread.of(n)}
-    if any(len(found) > 1 or found[0].outer != 1 for found in marks.values()):
-        raise Unfit
-    analysis = analyze(region.graph, count, {**seeds, **marks})
-    for node in region.graph.nodes:
-        if node.op != "output" and node not in places.nodes and not is_apart(node, analysis):
-            raise Unfit
-    return analysis
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where a graph counts the sequences of the batch to look up what belongs to each: ``mask[b, :, k]`` with
-    ``b = arange(batch)``. Among some sequences it may count these.
-
-    nodes   the ranges, and the look-ups that read them
-    tables  what is looked up in, with its dimension of sequences
-    """
-
-    nodes: frozenset[Node]
-    tables: tuple[tuple[Node, int], ...]
-
-
-def places_in_batch(graph: Graph, count: int) -> Places:
-    """All ranges over so many numbers that nothing reads but such look-ups."""
-    nodes, tables = set[Node](), dict[tuple[Node, int], None]()
-    for node in graph.nodes:
-        if form_of(node) is Form.RANGE and node.args == (count,) and counts_from_zero(node):
-            found = look_ups(node, count)
-            if found:
-                nodes.update((node, *(user for user, _ in found)))
-                tables.update({(user.args[0], dim): None for user, dim in found})
-    return Places(frozenset(nodes), tuple(tables))
-
-
-def counts_from_zero(node: Node) -> bool:
-    given = arguments(node)
-    return (given["start"], given["step"]) == (0, 1)
-
-
-def look_ups(node: Node, count: int) -> list[tuple[Node, int]]:
-    """The look-ups that take a range for a whole dimension of a table; none if something else reads it."""
-    found = []
-    for user in node.users:
-        if form_of(user) is Form.LOOK_UP and user.args[0] is not node:
-            dims = [d for d, index in enumerate(user.args[1]) if index is node]
-            if len(dims) != 1 or shape_of(user.args[0])[dims[0]] != count:
-                return []
-            found.append((user, dims[0]))
-        elif is_view(user) or form_of(user) in (Form.EXPAND, Form.RESHAPE, Form.COPY, Form.CAST):
-            more = look_ups(user, count)
-            if not more:
-                return []
-            found += more
-        else:
-            return []
-    return found
-
-
-def is_apart(node: Node, analysis: Analysis) -> bool:
-    """Does every row of a node read that row alone, or the node add rows up?"""
-    facts, kind = parts_of(analysis.facts[node]), analysis.kinds[node]
-    edges = analysis.edges[node]
-    read = [e for e in edges if is_row_wise(analysis.facts[e.operand])]
-    rows = [f for f in facts if isinstance(f, Tokens)]
-    if is_random(node) or draws_random(node) or kind not in (Kind.ROWS, Kind.SUM, Kind.WHOLE):
-        return False
-    if any((f.keys, f.lo, f.hi) != (None, 0, 0) for f in rows):
-        return False
-    if any(e.role is not Role.ROWS or e.reach != HERE for e in read):
-        return False
-    if not rows and not read:
-        return True
-    if node.op == "placeholder" or node.target is operator.getitem:
-        return True
-    if node.op == "get_attr" or not node.all_input_nodes and filling_of(node) is None:
-        return False  # numbers of their place in the batch
-    if rows and any(isinstance(f, Summed) for e in edges for f in parts_of(analysis.facts[e.operand])):
-        return False
-    return adds_up(node) if kind is Kind.SUM else not names_rows(node, analysis)
-
-
-def adds_up(node: Node) -> bool:
-    """Is the sum of a node's results for parts of its rows its result for all?"""
-    rule = rule_of(node)
-    signature = rule.signature(node)
-    picks = signature.contracts is Contraction.PICKED and not signature.sums
-    return merge_of(node) is None and rule.linear is not None and not picks and not signature.placed
-
-
-def names_rows(node: Node, analysis: Analysis) -> bool:
-    """Does an operation name the rows of an operand, or of its result, by their place?"""
-    rule = find_rule(node)
-    if rule is None:
-        return True
-    signature = rule.signature(node)
-    if signature.reshape:
-        return False
-    operands = [
-        (analysis.facts[e.operand], dims) for e, dims in zip(analysis.edges[node], signature.operands)
-    ]
-    results = zip(parts_of(analysis.facts[node]), signature.outputs)
-    return any(
-        isinstance(fact, Tokens) and dims[fact.rows.dim] in signature.placed
-        for fact, dims in (*operands, *results)
-    )
-
-
-def marks_of_part(marks: tuple[Mark, ...], node: Node, by_batch: Analysis, at_once: int) -> tuple[Mark, ...]:
-    """The marks of tokens of an input, where it has fewer sequences. Raises `Unfit` where they share a
-    dimension."""
-    fact = by_batch.facts[node]
-    if isinstance(fact, Tokens) and any(m.dim == fact.rows.dim for m in marks):
-        raise Unfit
-    return marks
+def shares_dimension(fact: object, marks: tuple[Mark, ...]) -> bool:
+    """Are the tokens of an input in one dimension with the sequences?"""
+    return isinstance(fact, Tokens) and any(mark.dim == fact.rows.dim for mark in marks)
 
 
 class Smaller:
@@ -321,16 +190,13 @@ class Smaller:
             copy = self.new[node] = self.copied(node)
             copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
             copy.meta["val"] = self.value(node, copy)
-        module = GraphModule(self.module, self.graph)
-        return module, self.new
+        return GraphModule(self.module, self.graph), self.new
 
     def copied(self, node: Node) -> Node:
         if node.op != "call_function":
             return self.graph.node_copy(node, self.new.__getitem__)
-        args, kwargs = (
-            list(map_arg(node.args, self.new.__getitem__)),
-            map_arg(node.kwargs, self.new.__getitem__),
-        )
+        args = list(map_arg(node.args, self.new.__getitem__))
+        kwargs = map_arg(node.kwargs, self.new.__getitem__)
         fact, rule = self.analysis.facts[node], find_rule(node)
         if form_of(node) is Form.RANGE and isinstance(fact, Tokens):
             args[0] = self.rows
@@ -351,11 +217,9 @@ class Smaller:
         if node.op == "placeholder":
             return part_of(old, self.analysis.tokens_of(node).rows, 0, self.rows)
         value = self.run(copy)
-        pairs = zip(
-            parts_of(self.analysis.facts[node]),
-            *(v if isinstance(v, (tuple, list)) else (v,) for v in (old, value)),
-        )
-        for fact, before, after in pairs:
+        several = isinstance(value, (tuple, list))
+        results = zip(old, value) if several else [(old, value)]
+        for fact, (before, after) in zip(parts_of(self.analysis.facts[node]), results):
             if isinstance(before, torch.Tensor) and list(after.shape) != self.shape(fact, before):
                 raise Unfit
         return value
@@ -384,15 +248,18 @@ def part_of(value: torch.Tensor, mark: Mark, turn: int, at_once: int) -> torch.T
     return value.narrow(mark.dim, turn * rows, rows)
 
 
-def sums_go_on(programs: Programs, sequences: Sequences) -> bool:
-    """Does everything that adds up over sequences go on from turn to turn: in an accumulator of a sweep, or
-    as a value at full length?"""
+def may_take_turns(programs: Programs, batch: BatchParts) -> bool:
+    """Has what goes in and out a part for each sequence in one piece, and does everything that adds up over
+    sequences go on from turn to turn: in an accumulator of a sweep, or as a value at full length?"""
     for program in directions(programs):
+        ends = [n for n in (*program.inputs, *program.outputs) if n in batch.marks]
         inside = {n for sweep in program.sweeps for n in sweep.nodes}
         added = {n for sweep in program.sweeps for n in (*sweep.sums, *sweep.summed)}
-        if not inside & sequences.sums <= added or not all(map(is_tensor, added & sequences.sums)):
+        joined = [pair for sweep in program.sweeps for pair in sweep.joined]
+        if any(batch.marks[n].outer != 1 for n in ends) or not inside & batch.sums <= added:
             return False
-        for sweep in program.sweeps:
-            if any((a in sequences.sums) != (b in sequences.sums) for a, b in sweep.joined):
-                return False
+        if not all(map(is_tensor, added & batch.sums)):
+            return False
+        if any((part in batch.sums) != (total in batch.sums) for part, total in joined):
+            return False
     return True

@@ -1,0 +1,156 @@
+"""Do the sequences of a batch meet? The facts of a joint graph whose rows are sequences, not tokens.
+
+The batch takes the place of the tokens in the analysis. Sequences do not meet where each row reads no row but
+its own, or rows add up, and nothing reads a sum beside rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from .joint_regions import Joint
+from .passes.analyze import analyze
+from .passes.ir import (
+    HERE,
+    Analysis,
+    Contraction,
+    Kind,
+    Mark,
+    Role,
+    Summed,
+    Tokens,
+    arguments,
+    draws_random,
+    is_row_wise,
+    is_tensor,
+    is_view,
+    parts_of,
+    shape_of,
+)
+from .passes.rules import filling_of, find_rule, form_of, is_random, merge_of, rule_of
+from .passes.rules.facets import Form
+from .passes.token_propagation import TokenPropagation
+
+
+class Unfit(Exception):
+    """The sequences of a batch meet, or the joint graph of some of them cannot be written."""
+
+
+def of_batch(region: Joint, widest: Node, mark: Mark, count: int) -> Analysis:
+    """The facts of a joint graph whose rows are the sequences of the batch.
+
+    Raises `CannotStream`, or `Unfit` where a sequence reads another, or the sum over all.
+    """
+    places = places_in_batch(region.graph, count)
+    seeds = {widest: (mark,), **{table: (Mark(dim),) for table, dim in places.tables}}
+    spread = TokenPropagation(region.graph, seeds)
+    inputs = (*region.primals, *region.tangents)
+    marks = {n: tuple(spread.of(n).values()) for n in inputs if is_tensor(n) and spread.of(n)}
+    if any(len(found) > 1 or found[0].outer != 1 for found in marks.values()):
+        raise Unfit
+    analysis = analyze(region.graph, count, {**seeds, **marks})
+    for node in region.graph.nodes:
+        if node.op != "output" and node not in places.nodes and not is_apart(node, analysis):
+            raise Unfit
+    return analysis
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a graph counts the sequences of the batch to look up what belongs to each: ``mask[b, :, k]`` with
+    ``b = arange(batch)``. Among some sequences it may count these.
+
+    nodes   the ranges, and the look-ups that read them
+    tables  what is looked up in, with its dimension of sequences
+    """
+
+    nodes: frozenset[Node]
+    tables: tuple[tuple[Node, int], ...]
+
+
+def places_in_batch(graph: Graph, count: int) -> Places:
+    """All ranges over so many numbers that nothing reads but such look-ups."""
+    nodes, tables = set[Node](), dict[tuple[Node, int], None]()
+    for node in graph.nodes:
+        if form_of(node) is Form.RANGE and node.args == (count,) and counts_from_zero(node):
+            found = look_ups(node, count)
+            if found:
+                nodes.update((node, *(user for user, _ in found)))
+                tables.update({(user.args[0], dim): None for user, dim in found})
+    return Places(frozenset(nodes), tuple(tables))
+
+
+def counts_from_zero(node: Node) -> bool:
+    given = arguments(node)
+    return (given["start"], given["step"]) == (0, 1)
+
+
+def look_ups(node: Node, count: int) -> list[tuple[Node, int]]:
+    """The look-ups that take a range for a whole dimension of a table; none if something else reads it."""
+    found = []
+    for user in node.users:
+        if form_of(user) is Form.LOOK_UP and user.args[0] is not node:
+            dims = [d for d, index in enumerate(user.args[1]) if index is node]
+            if len(dims) != 1 or shape_of(user.args[0])[dims[0]] != count:
+                return []
+            found.append((user, dims[0]))
+        elif is_view(user) or form_of(user) in (Form.EXPAND, Form.RESHAPE, Form.COPY, Form.CAST):
+            more = look_ups(user, count)
+            if not more:
+                return []
+            found += more
+        else:
+            return []
+    return found
+
+
+def is_apart(node: Node, analysis: Analysis) -> bool:
+    """Does every row of a node read that row alone, or the node add rows up?"""
+    facts, kind = parts_of(analysis.facts[node]), analysis.kinds[node]
+    edges = analysis.edges[node]
+    read = [e for e in edges if is_row_wise(analysis.facts[e.operand])]
+    rows = [f for f in facts if isinstance(f, Tokens)]
+    if is_random(node) or draws_random(node) or kind not in (Kind.ROWS, Kind.SUM, Kind.WHOLE):
+        return False
+    if any((f.keys, f.lo, f.hi) != (None, 0, 0) for f in rows):
+        return False
+    if any(e.role is not Role.ROWS or e.reach != HERE for e in read):
+        return False
+    if not rows and not read:
+        return True
+    if node.op == "placeholder" or node.target is operator.getitem:
+        return True
+    if node.op == "get_attr" or not node.all_input_nodes and filling_of(node) is None:
+        return False  # numbers of their place in the batch
+    if any(isinstance(f, Summed) for e in edges for f in parts_of(analysis.facts[e.operand])):
+        return False  # a sum that is not complete before the last turn
+    return adds_up(node) if kind is Kind.SUM else not names_rows(node, analysis)
+
+
+def adds_up(node: Node) -> bool:
+    """Is the sum of a node's results for parts of its rows its result for all?"""
+    rule = rule_of(node)
+    signature = rule.signature(node)
+    picks = signature.contracts is Contraction.PICKED and not signature.sums
+    return merge_of(node) is None and rule.linear is not None and not picks and not signature.placed
+
+
+def names_rows(node: Node, analysis: Analysis) -> bool:
+    """Does an operation name the rows of an operand, or of its result, by their place?"""
+    rule = find_rule(node)
+    if rule is None:
+        return True
+    signature = rule.signature(node)
+    if signature.reshape:
+        return False
+    operands = [
+        (analysis.facts[e.operand], dims) for e, dims in zip(analysis.edges[node], signature.operands)
+    ]
+    results = zip(parts_of(analysis.facts[node]), signature.outputs)
+    return any(
+        isinstance(fact, Tokens) and dims[fact.rows.dim] in signature.placed
+        for fact, dims in (*operands, *results)
+    )
