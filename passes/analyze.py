@@ -402,6 +402,12 @@ class Reader:
                     "Each token has several keys along one dimension",
                     "Give the keys of a token a dimension of their own, or compute them before the layer",
                 )
+            if fact.rows.outer != 1:
+                raise refuse(
+                    node,
+                    "The keys of several sequences lie along one dimension",
+                    "Give the sequences a dimension of their own, or compute the keys before the layer",
+                )
             return Edge(operand, Role.KEYS, signature.reach.get(label, EVERYWHERE))
         return Edge(operand, Role.HALO, EVERYWHERE)
 

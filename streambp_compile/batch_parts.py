@@ -13,7 +13,7 @@ some sequences is then the same graph with fewer rows, and streams along its tok
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,14 +21,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .batch_analysis import Unfit, of_batch
-from .joint_regions import InputMarks, Joint, analyzed, parted
+from .joint_regions import Joint, parted
 from .passes.ir import (
     Analysis,
     CannotStream,
+    Fact,
     Kind,
+    Layout,
     Mark,
     Program,
-    Size,
     Tokens,
     bytes_of,
     is_row_wise,
@@ -45,6 +46,9 @@ from .passes.planning.devices import Device
 from .passes.rules import find_rule, form_of
 from .passes.rules.facets import Form
 from .region_programs import Programs, directions
+
+Follow = Callable[[Joint], tuple[Joint, Analysis]]
+Facts = Fact | tuple[Fact, ...]
 
 WORTH = 10  # what is saved is at least one part in so many of what the region holds
 
@@ -122,56 +126,56 @@ def sequences_at_once(
 
 
 def in_turn(
-    region: Joint,
-    whole: Analysis,
-    found: tuple[Node, Mark, int],
-    length: Size,
-    input_marks: InputMarks,
-    checkable: Sequence[int],
+    region: Joint, analysis: Analysis, found: tuple[Node, Mark, int], follow: Follow
 ) -> tuple[Joint, Analysis, BatchParts] | None:
     """The region for some sequences of its batch; None where they meet, or it cannot be written so.
 
-    whole  the analysis of the region; what it proves of keys has to be true of the part as well, under the
-           same conditions, which each call checks for the whole batch
+    analysis  of the region; what it proves of keys has to be true of the part as well, under the same
+              conditions, which each call checks for the whole batch
     """
     widest, mark, at_once = found
-    count = shape_of(widest)[mark.dim]
     try:
-        by_batch = of_batch(region, widest, mark, count)
+        by_batch = of_batch(region, widest, mark, shape_of(widest)[mark.dim])
+        if any(share_dimension(analysis.facts[n], by_batch.facts[n]) for n in region.primals):
+            return None
         smaller, new = Smaller(region.module, by_batch, at_once).written()
         part = parted(smaller, len(region.forward), len(region.tangents), region.tangent_of)
-        if any(shares_dimension(by_batch.facts[region.primals[i]], m) for i, m in input_marks.items()):
-            return None
-        known = set(smaller.graph.nodes)
-        part, analysis = analyzed(part, length, input_marks, checkable)
+        part, facts = follow(part)
     except Abandoned:
         raise
     except (CannotStream, Unfit):
         return None
-    if known.symmetric_difference(part.graph.nodes) or analysis.shifted_copies:
+    rewritten = set(new.values()).symmetric_difference(n for n in part.graph.nodes if n.op != "output")
+    if rewritten or facts.shifted_copies or not proves_the_same(facts, analysis, new):
         return None
-    if dict(analysis.reaches) != {new[n]: reach for n, reach in whole.reaches.items()}:
-        return None
-    if list(map(type, analysis.conditions)) != list(map(type, whole.conditions)):
-        return None
-    facts = {new[n]: fact for n, fact in by_batch.facts.items() if n in new}
-    return (
-        part,
-        replace(analysis, conditions=whole.conditions),
-        BatchParts(
-            count,
-            at_once,
-            {n: fact.rows for n, fact in facts.items() if isinstance(fact, Tokens)},
-            frozenset(new[n] for n, kind in by_batch.kinds.items() if kind is Kind.SUM),
-            {new[n]: value_of(n) for n in new if is_tensor(n)},
-            region.primals,
-        ),
-    )
+    facts = replace(facts, conditions=analysis.conditions)
+    return part, facts, parts_of_batch(region, by_batch, new, shape_of(widest)[mark.dim], at_once)
 
 
-def shares_dimension(fact: object, marks: tuple[Mark, ...]) -> bool:
+def share_dimension(tokens: Facts, sequences: Facts) -> bool:
     """Are the tokens of an input in one dimension with the sequences?"""
-    return isinstance(fact, Tokens) and any(mark.dim == fact.rows.dim for mark in marks)
+    both = isinstance(tokens, Tokens) and isinstance(sequences, Tokens)
+    return both and tokens.rows.dim == sequences.rows.dim
+
+
+def proves_the_same(part: Analysis, whole: Analysis, new: Mapping[Node, Node]) -> bool:
+    """Do rows of a part reach the same keys, under the same conditions?"""
+    same = list(map(type, part.conditions)) == list(map(type, whole.conditions))
+    return same and dict(part.reaches) == {new[n]: reach for n, reach in whole.reaches.items()}
+
+
+def parts_of_batch(
+    region: Joint, by_batch: Analysis, new: Mapping[Node, Node], count: int, at_once: int
+) -> BatchParts:
+    facts = {new[n]: by_batch.facts[n] for n in new}
+    return BatchParts(
+        count,
+        at_once,
+        {n: fact.rows for n, fact in facts.items() if isinstance(fact, Tokens)},
+        frozenset(new[n] for n, kind in by_batch.kinds.items() if kind is Kind.SUM),
+        {new[n]: value_of(n) for n in new if is_tensor(n)},
+        region.primals,
+    )
 
 
 class Smaller:
@@ -215,7 +219,7 @@ class Smaller:
         if not is_row_wise(self.analysis.facts[node]):
             return old
         if node.op == "placeholder":
-            return part_of(old, self.analysis.tokens_of(node).rows, 0, self.rows)
+            return dense_as(old, part_of(old, self.analysis.tokens_of(node).rows, 0, self.rows))
         value = self.run(copy)
         several = isinstance(value, (tuple, list))
         results = zip(old, value) if several else [(old, value)]
@@ -224,7 +228,7 @@ class Smaller:
                 raise Unfit
         return value
 
-    def shape(self, fact: object, before: torch.Tensor) -> list:
+    def shape(self, fact: Fact | None, before: torch.Tensor) -> list:
         sizes = list(before.shape)
         if isinstance(fact, Tokens):
             sizes[fact.rows.dim] = self.size(fact.rows)
@@ -240,6 +244,12 @@ class Smaller:
                 return node.target(*args, **kwargs)
         except Exception as error:  # sizes of the batch that no rule knows of
             raise Unfit from error
+
+
+def dense_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A part of a dense value, laid out as a sweep reads it: densely as well."""
+    layout = Layout.of(whole)
+    return part if layout is None else part.as_strided(part.shape, layout.strides(part.shape))
 
 
 def part_of(value: torch.Tensor, mark: Mark, turn: int, at_once: int) -> torch.Tensor:

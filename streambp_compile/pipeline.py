@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule, Node
 
-from .batch_parts import BatchParts, in_turn, may_take_turns, worth_parting
+from .batch_parts import BatchParts, Follow, in_turn, may_take_turns, worth_parting
 from .joint_regions import InputMarks, Joint, analyzed, parted
 from .passes.ir import (
     Analysis,
@@ -137,42 +137,32 @@ def stream(
     held         tells the bytes that a compiled body takes for so many tokens; None: as the cost model says
     Raises `CannotStream`.
     """
-    region, analysis = followed(joint, length, input_marks, forward_outputs, tangents, tangent_of, checkable)
+    follow = functools.partial(analyzed, length=length, input_marks=input_marks, checkable=checkable)
+    region, analysis = followed(joint, forward_outputs, tangents, tangent_of, follow)
     programs = assigned(region, analysis, choices.keep, device, [region.primals[i] for i in movable])
-    batch = None
-    some = by_batch(region, analysis, programs, length, input_marks, checkable, choices, device)
-    if some is not None:
-        region, analysis, programs, batch = some
+    region, analysis, programs, batch = by_batch(region, analysis, programs, follow, choices, device)
     how = (analysis, choices, compile_body, target, device, held, batch)
-    return StreamedRegion(
-        region.module,
-        analysis,
-        region.primals,
-        region.tangents,
-        programs.saved,
-        schedule(programs.forward, *how),
-        None if programs.backward is None else schedule(programs.backward, *how),
-        programs.fused,
-        device,
-        batch,
-    )
+    forward, backward = (p and schedule(p, *how) for p in (programs.forward, programs.backward))
+    inputs = (region.primals, region.tangents, programs.saved)
+    return StreamedRegion(region.module, analysis, *inputs, forward, backward, programs.fused, device, batch)
 
 
 def by_batch(
     whole: Joint,
     analysis: Analysis,
     programs: Programs,
-    length: Size,
-    input_marks: InputMarks,
-    checkable: Sequence[int],
+    follow: Follow,
     choices: Choices,
     device: Device,
-) -> tuple[Joint, Analysis, Programs, BatchParts] | None:
-    """A region for some sequences of its batch (`batch_parts`), where that saves memory; None where it does
-    not, or cannot be."""
+) -> tuple[Joint, Analysis, Programs, BatchParts | None]:
+    """A region for some sequences of its batch (`batch_parts`), where that can be and saves memory; else as
+    it is.
+
+    follow  analyses a joint graph whose inputs have the same tokens
+    """
     for found in worth_parting(whole, analysis, programs, choices, device):
         with phase("looking at the sequences of the batch"):
-            some = in_turn(whole, analysis, found, length, input_marks, checkable)
+            some = in_turn(whole, analysis, found, follow)
         if some is None:
             continue
         part, facts, batch = some
@@ -185,24 +175,18 @@ def by_batch(
             continue
         if may_take_turns(parts, batch):
             return part, facts, parts, batch
-    return None
+    return whole, analysis, programs, None
 
 
 def followed(
-    joint: GraphModule,
-    length: Size,
-    input_marks: InputMarks,
-    forward_outputs: int,
-    tangents: int,
-    tangent_of: Sequence[int],
-    checkable: Sequence[int],
+    joint: GraphModule, forward_outputs: int, tangents: int, tangent_of: Sequence[int], follow: Follow
 ) -> tuple[Joint, Analysis]:
     """A joint graph in normal form, and where its tokens are. Raises `CannotStream`."""
     with phase("normalising the joint graph"):
         region = parted(undo_sorts(normalize(joint)), forward_outputs, tangents, tangent_of)
         verify_normalized(region.graph)
     with phase("following tokens through the joint graph"):
-        region, analysis = analyzed(region, length, input_marks, checkable)
+        region, analysis = follow(region)
         verify_analysis(region.graph, analysis)
     return region, analysis
 

@@ -116,12 +116,13 @@ class Work:
             self,
             products=tuple((dtype, flop * share, depth) for dtype, flop, depth in self.products),
             attention=tuple(
-                (dtype, b, flop * share, int(heads * share)) for dtype, b, flop, heads in self.attention
+                (dtype, b, flop * share, max(1, int(heads * share)))
+                for dtype, b, flop, heads in self.attention
             ),
             traffic=int(self.traffic * share),
             prefix=int(self.prefix * share),
-            widest=int(self.widest * share),
-            single=int(self.single * share),
+            widest=max(1, int(self.widest * share)),
+            single=max(1, int(self.single * share)),
         )
 
     def cost(self, chunk: int, device: Device, kernel: str = "flash") -> Cost:
