@@ -406,7 +406,7 @@ class Reader:
                 raise refuse(
                     node,
                     "The keys of several sequences lie along one dimension",
-                    "Give the sequences a dimension of their own, or compute the keys before the layer",
+                    "Attend to each sequence by itself, and merge the results by their log-sum-exps",
                 )
             return Edge(operand, Role.KEYS, signature.reach.get(label, EVERYWHERE))
         return Edge(operand, Role.HALO, EVERYWHERE)

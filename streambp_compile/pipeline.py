@@ -142,7 +142,8 @@ def stream(
     programs = assigned(region, analysis, choices.keep, device, [region.primals[i] for i in movable])
     region, analysis, programs, batch = by_batch(region, analysis, programs, follow, choices, device)
     how = (analysis, choices, compile_body, target, device, held, batch)
-    forward, backward = (p and schedule(p, *how) for p in (programs.forward, programs.backward))
+    forward = schedule(programs.forward, *how)
+    backward = None if programs.backward is None else schedule(programs.backward, *how)
     inputs = (region.primals, region.tangents, programs.saved)
     return StreamedRegion(region.module, analysis, *inputs, forward, backward, programs.fused, device, batch)
 
