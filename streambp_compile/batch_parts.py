@@ -76,6 +76,9 @@ class BatchParts:
     def turns(self) -> int:
         return self.count // self.at_once
 
+    def __str__(self) -> str:
+        return f"{self.at_once} of {self.count} sequences of the batch at a time"
+
 
 def worth_parting(
     region: Joint, analysis: Analysis, programs: Programs, choices: Choices, device: Device

@@ -91,8 +91,8 @@ class RegionReport:
             return "\n".join([*lines, f"  {kind}: {self.refusal}"])
         if self.streamed is None:
             return "\n".join([*lines, "  nothing to run"])
-        if (parts := self.streamed.batch) is not None:
-            lines.append(f"  {parts.at_once} of {parts.count} sequences of the batch at a time")
+        if self.streamed.batch is not None:
+            lines.append(f"  runs for {self.streamed.batch}; sizes are those of one turn")
         forward = "forward and gradients together" if self.streamed.fused else "forward"
         lines += describe(forward, self.streamed.forward, self.streamed)
         if self.backward is not None:

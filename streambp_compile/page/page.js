@@ -339,6 +339,7 @@ class Regions {
     fill(this.detail, make("h2", {}, `${region.name} ×${region.times}${again}`),
       make("p", { class: "soft code" }, ...lines.flatMap((where, i) => (i ? ["  …  ", line(where)] : [line(where)]))),
       region.refusal ? refusal(region, region.refusal) : null,
+      region.batch ? make("p", {}, `Runs for ${region.batch}; sizes are those of one turn.`) : null,
       ...region.conditions.map((c) => make("p", {}, `Checked in every call: ${c}; where it fails, all keys are read.`)),
       ...parts);
   }
