@@ -30,7 +30,16 @@ from .passes.ir import (
     parts_of,
     shape_of,
 )
-from .passes.rules import filling_of, find_rule, form_of, is_random, merge_of, rule_of
+from .passes.rules import (
+    filling_of,
+    find_rule,
+    form_of,
+    is_random,
+    is_zeros,
+    linear_of,
+    merge_of,
+    rule_of,
+)
 from .passes.rules.facets import Form
 from .passes.token_propagation import TokenPropagation
 
@@ -127,15 +136,23 @@ def is_apart(node: Node, analysis: Analysis) -> bool:
         return False  # numbers of their place in the batch
     if any(isinstance(f, Summed) for e in edges for f in parts_of(analysis.facts[e.operand])):
         return False  # a sum that is not complete before the last turn
-    return adds_up(node) if kind is Kind.SUM else not names_rows(node, analysis)
+    return adds_up(node, analysis) if kind is Kind.SUM else not names_rows(node, analysis)
 
 
-def adds_up(node: Node) -> bool:
-    """Is the sum of a node's results for parts of its rows its result for all?"""
-    rule = rule_of(node)
-    signature = rule.signature(node)
+def adds_up(node: Node, analysis: Analysis) -> bool:
+    """Is the sum of a node's results for parts of its rows its result for all?
+
+    What it adds up has rows, or is zero: another value would be added in every turn.
+    """
+    signature, linear, given = rule_of(node).signature(node), linear_of(node), arguments(node)
     picks = signature.contracts is Contraction.PICKED and not signature.sums
-    return merge_of(node) is None and rule.linear is not None and not picks and not signature.placed
+    if linear is None or merge_of(node) is not None or picks or signature.placed:
+        return False
+
+    def has_rows(value: object) -> bool:
+        return isinstance(value, Node) and (is_row_wise(analysis.facts[value]) or is_zeros(value))
+
+    return all(any(has_rows(given[factor]) for factor in term) for term in linear.terms)
 
 
 def names_rows(node: Node, analysis: Analysis) -> bool:
