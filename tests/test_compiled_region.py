@@ -26,3 +26,29 @@ def test_a_refused_fragment_without_products_costs_no_warning(product, interpret
     strict = torch.compile(fragment, backend="streambp", options={"strict": True})
     with pytest.raises(Exception, match="It is refused here") if product else contextlib.nullcontext():
         assert torch.equal(strict(rows, mask), fragment(rows, mask))
+
+
+@pytest.mark.inductor
+def test_an_unchunked_region_keeps_its_inputs_and_no_copies_of_them():
+    """Inductor reads images channels last on a CPU, and returned its copy for the backward to keep."""
+    torch.manual_seed(0)
+    patches, layer = torch.nn.Conv2d(3, 16, 4, 4), torch.nn.Linear(16, 16)
+    images, kept = torch.randn(2, 3, 64, 64), []
+
+    @torch.compile(backend="streambp")
+    def loss(x):
+        return layer(patches(x).flatten(2).transpose(1, 2)).relu().square().sum()
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        kept.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        step = loss(images)
+    found = [value for value in kept if value.shape == images.shape]
+    assert found and all(value.data_ptr() == images.data_ptr() for value in found)
+    step.backward()
+    ours = patches.weight.grad.clone()
+    patches.zero_grad()
+    loss._torchdynamo_orig_callable(images).backward()
+    assert torch.allclose(ours, patches.weight.grad, rtol=1e-3, atol=1e-4)
