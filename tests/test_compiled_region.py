@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from streambp_compile import compiled_region
+from streambp_compile import NotStreamed, compiled_region
 from streambp_compile.passes.ir import CannotStream, Refusal
 
 
@@ -52,3 +52,20 @@ def test_an_unchunked_region_keeps_its_inputs_and_no_copies_of_them():
     patches.zero_grad()
     loss._torchdynamo_orig_callable(images).backward()
     assert torch.allclose(ours, patches.weight.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_running_averages_are_no_outputs_that_gradients_come_to(interpreted):
+    """AOTAutograd returns what batch norms write before the outputs of the region."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)]
+    model, images = torch.nn.Sequential(*layers).double(), torch.randn(2, 3, 64, 64, dtype=torch.float64)
+
+    def loss(x):
+        return torch.nn.functional.cross_entropy(model(x).mean((2, 3)), torch.tensor([1, 2]))
+
+    with pytest.warns(NotStreamed, match="No rule describes which tokens this operation reads"):
+        torch.compile(loss, backend="streambp")(images).backward()
+    ours = layers[0].weight.grad.clone()
+    model.zero_grad()
+    loss(images).backward()
+    assert torch.allclose(ours, layers[0].weight.grad, rtol=1e-9)
