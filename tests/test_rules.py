@@ -250,6 +250,11 @@ def test_a_reshape_carries_the_mark(old, new, dim, want):
     assert reshaped(Mark(dim), old, new) == want
 
 
+def test_a_dimension_too_short_for_a_row_of_each_token_has_no_tokens():
+    assert reshaped(Mark(0, outer=4), (2, 3), (6,)) is None
+    assert reshaped(Mark(1, inner=8), (2, 4), (8,)) is None
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_a_reshape_moves_the_rows_its_mark_says(seed):
     """Random shapes of few primes (so that sizes coincide), reshaped and back: row t stays row t."""
