@@ -88,7 +88,7 @@ def worth_parting(
     if programs.fused:
         return
     held = max(map(bytes_between_sweeps, directions(programs)))
-    ends = [n for n in (*region.primals, *region.tangents) if has_rows(n, analysis)]
+    ends = [n for n in (*region.tangents, *region.primals) if has_rows(n, analysis)]
     around = sum(bytes_of(value_of(n)) for n in ends)
     if not ends or held * WORTH < held + around:
         return
@@ -261,9 +261,15 @@ def part_of(value: torch.Tensor, mark: Mark, turn: int, at_once: int) -> torch.T
     return value.narrow(mark.dim, turn * rows, rows)
 
 
-def may_take_turns(programs: Programs, batch: BatchParts) -> bool:
+def may_take_turns(programs: Programs, batch: BatchParts, together: Programs) -> bool:
     """Has what goes in and out a part for each sequence in one piece, and does everything that adds up over
-    sequences go on from turn to turn: in an accumulator of a sweep, or as a value at full length?"""
+    sequences go on from turn to turn: in an accumulator of a sweep, or as a value at full length?
+
+    together  the programs for the whole batch, which have to hold more between sweeps
+    """
+    held = [max(map(bytes_between_sweeps, directions(p))) for p in (programs, together)]
+    if held[0] * batch.count > held[1] * (batch.at_once + batch.count) / 2:
+        return False  # what has a part for each sequence is not what they hold
     for program in directions(programs):
         ends = [n for n in (*program.inputs, *program.outputs) if n in batch.marks]
         inside = {n for sweep in program.sweeps for n in sweep.nodes}

@@ -174,7 +174,7 @@ def by_batch(
             raise
         except CannotStream:
             continue
-        if may_take_turns(parts, batch):
+        if may_take_turns(parts, batch, programs):
             return part, facts, parts, batch
     return whole, analysis, programs, None
 

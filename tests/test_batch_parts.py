@@ -261,6 +261,23 @@ def test_sequences_that_meet_run_together(attend, at_once):
     assert not parts(explain(model, *batch))
 
 
+def test_an_input_that_is_only_handed_on_is_no_batch(at_once):
+    """Every turn would compute the whole, over the gradients of the turn before."""
+    torch.manual_seed(0)
+    wide = nn.Parameter(torch.randn(BATCH, 45, 4 * WIDTH, dtype=torch.float64))
+    model, batch = Model(everywhere, 3).double(), batch_of(45)
+
+    def loss(ids: Tensor, words: Tensor) -> Tensor:
+        x, kept = model.embed(ids), wide * 2
+        for layer in model.layers:
+            x = layer(x, words)
+        return (x * kept[..., :WIDTH].tanh()).square().mean()
+
+    compiled = torch.compile(loss, backend="streambp", options=dict(chunk_size=16))
+    found, truth = (gradients(model, lambda: f(*batch)) for f in (compiled, loss))
+    assert worst_error(found, truth) < EXACT
+
+
 @pytest.mark.parametrize("attend", SEVERAL)
 def test_keys_of_several_sequences_along_one_dimension(attend):
     """Each chunk would read those of the first sequence alone."""

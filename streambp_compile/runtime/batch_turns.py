@@ -27,6 +27,7 @@ class InTurns:
         emptied on the way."""
         given = dict(inputs)
         inputs.clear()
+        owned = owned.intersection(self.batch.marks)  # what all turns read stays as it is
         memory, totals = self.memory(given, owned), dict[tuple[Node, int | None], torch.Tensor]()
         results: list[object] = []
         for turn in range(self.batch.turns):
