@@ -41,7 +41,7 @@ from .passes.ir import (
 )
 from .passes.phases import Abandoned
 from .passes.planning.choices import Choices
-from .passes.planning.chunk_length import SLACK, seconds_in_turn
+from .passes.planning.chunk_length import sequences_at_once
 from .passes.planning.devices import Device
 from .passes.rules import find_rule, form_of
 from .passes.rules.facets import Form
@@ -97,7 +97,7 @@ def worth_parting(
         count = value_of(widest).shape[dim]
         if dim == analysis.tokens_of(widest).rows.dim or not isinstance(count, int):
             continue
-        at_once = sequences_at_once(programs, analysis, choices, device, count)
+        at_once = sequences_at_once(directions(programs), analysis, choices, device, count)
         if held * (count - at_once) * WORTH >= (held + around) * count:
             yield widest, Mark(dim), at_once
 
@@ -113,19 +113,6 @@ def bytes_between_sweeps(program: Program) -> int:
     sums = (n for sweep in program.sweeps for n in sweep.keysums)
     held = {n for n in (*program.kept, *sums) if is_tensor(n)}
     return sum(bytes_of(value_of(n)) for n in held.difference(program.outputs))
-
-
-def sequences_at_once(
-    programs: Programs, analysis: Analysis, choices: Choices, device: Device, count: int
-) -> int:
-    """The fewest of the sequences of a batch for which sweeps take ``SLACK`` longer than for all at once."""
-
-    def seconds(at_once: int) -> float:
-        share = at_once / count
-        return sum(seconds_in_turn(p, analysis, choices, device, share) for p in directions(programs))
-
-    most = (1 + SLACK) * seconds(count)
-    return next(n for n in range(1, count + 1) if count % n == 0 and (n == count or seconds(n) <= most))
 
 
 def in_turn(

@@ -62,6 +62,7 @@ DRIVERS = tuple(
         "batch_analysis",
         "batch_parts",
         "runtime.batch_turns",
+        "runtime.memory_layouts",
         "runtime.rematerialisation",
         "runtime.runner",
         "runtime.places",

@@ -4,7 +4,7 @@ passes/planning/cost_model.py, and little memory."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ..ir import SHORTEST_CHUNK, Analysis, Program, Sweep, hint
 from ..rules import block_of
@@ -40,12 +40,14 @@ def chunk_lengths(
 
 
 def chunk_length(
-    sweep: Sweep,
-    program: Program,
-    analysis: Analysis,
-    choices: Choices,
-    device: Device = REFERENCE_CPU,
-    share: float = 1,
+    sweep: Sweep, program: Program, analysis: Analysis, choices: Choices, device: Device = REFERENCE_CPU
+) -> int:
+    """Tokens per chunk of one sweep."""
+    return length_for(sweep_work(sweep, analysis), sweep, program, analysis, choices, device)
+
+
+def length_for(
+    work: Work, sweep: Sweep, program: Program, analysis: Analysis, choices: Choices, device: Device
 ) -> int:
     """Tokens per chunk: the user's word, or the shortest whose products run at ``FULL`` and that takes
     ``SLACK`` longer than the best.
@@ -55,11 +57,10 @@ def chunk_length(
     to a quarter of the sequence, and for logits up to their ``PART``. A smaller ``choices.slack`` makes
     chunks longer, but no value so large that the allocator maps it afresh for every chunk.
 
-    share  of the sequences of the batch, that the sweep runs for at a time
+    work  of the sweep, for the whole batch or a part of it
     """
     if choices.chunk_size is not None:
         return choices.chunk_size
-    work = sweep_work(sweep, analysis).of_part(share)
     most_bytes = device.memory // SHARE
     if choices.chunk_bytes is not None:
         most_bytes = min(most_bytes, choices.chunk_bytes)
@@ -92,16 +93,23 @@ def time_and_width(
     return seconds, max((work.widest * c for work, c in zip(works, chunks)), default=0)
 
 
-def seconds_in_turn(
-    program: Program, analysis: Analysis, choices: Choices, device: Device, share: float
-) -> float:
-    """Seconds of a program that runs for such a share of the sequences of the batch at a time."""
-    total = 0.0
-    for sweep in program.sweeps:
-        work = sweep_work(sweep, analysis).of_part(share)
-        chunk = chunk_length(sweep, program, analysis, choices, device, share)
-        total += work.cost(chunk, device).seconds / share
-    return total
+def sequences_at_once(
+    programs: Iterable[Program], analysis: Analysis, choices: Choices, device: Device, count: int
+) -> int:
+    """The fewest of so many sequences of a batch for which programs, in turns, take ``SLACK`` longer than for
+    all at once."""
+    works = [(sweep_work(s, analysis), s, p) for p in programs for s in p.sweeps]
+
+    def seconds(at_once: int) -> float:
+        share, total = at_once / count, 0.0
+        for work, sweep, program in works:
+            part = work.of_part(share)
+            chunk = length_for(part, sweep, program, analysis, choices, device)
+            total += part.cost(chunk, device).seconds / share
+        return total
+
+    most = (1 + SLACK) * seconds(count)
+    return next(n for n in range(1, count + 1) if count % n == 0 and (n == count or seconds(n) <= most))
 
 
 def lengths_up_to(longest: int, tile: int) -> Iterator[int]:

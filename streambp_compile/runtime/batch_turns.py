@@ -10,8 +10,9 @@ from torch.fx import Node
 
 from ..batch_parts import BatchParts, part_of
 from ..passes.ir import Program
+from .memory_layouts import has_layout, memory_like
 from .rematerialisation import same_view
-from .runner import Runner, Turn, has_layout, memory_like
+from .runner import Runner, Turn
 from .sizes import Sizes
 
 
