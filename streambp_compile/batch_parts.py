@@ -12,7 +12,7 @@ some sequences is then the same graph with fewer rows, and streams along its tok
 
 from __future__ import annotations
 
-import operator
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -32,6 +32,7 @@ from .passes.ir import (
     Program,
     Tokens,
     bytes_of,
+    is_equal,
     is_row_wise,
     is_tensor,
     parts_of,
@@ -176,7 +177,22 @@ class Smaller:
         self.graph, self.new = Graph(), dict[Node, Node]()
 
     def written(self) -> tuple[GraphModule, dict[Node, Node]]:
-        """The graph, and its node for each of the old ones. Raises `Unfit`."""
+        """The graph, and its node for each of the old ones. Raises `Unfit`.
+
+        No guards come of it: where the shape of a result rests on the length of now (``topk`` of a number
+        that follows from it), the graph is not written.
+        """
+        like = next(value_of(n) for n in self.module.graph.nodes if is_tensor(n))
+        env = like.fake_mode.shape_env
+        with (
+            like.fake_mode,
+            torch.no_grad(),
+            contextlib.nullcontext() if env is None else env.suppress_guards(),
+        ):
+            self.copy_nodes()
+        return GraphModule(self.module, self.graph), self.new
+
+    def copy_nodes(self) -> None:
         for node in self.module.graph.nodes:
             if node.op == "output":
                 self.graph.output(map_arg(node.args[0], self.new.__getitem__))
@@ -184,7 +200,6 @@ class Smaller:
             copy = self.new[node] = self.copied(node)
             copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
             copy.meta["val"] = self.value(node, copy)
-        return GraphModule(self.module, self.graph), self.new
 
     def copied(self, node: Node) -> Node:
         if node.op != "call_function":
@@ -214,24 +229,21 @@ class Smaller:
         several = isinstance(value, (tuple, list))
         results = zip(old, value) if several else [(old, value)]
         for fact, (before, after) in zip(parts_of(self.analysis.facts[node]), results):
-            if isinstance(before, torch.Tensor) and list(after.shape) != self.shape(fact, before):
+            if isinstance(before, torch.Tensor) and not self.has_shape(after, fact, before):
                 raise Unfit
         return value
 
-    def shape(self, fact: Fact | None, before: torch.Tensor) -> list:
+    def has_shape(self, after: torch.Tensor, fact: Fact | None, before: torch.Tensor) -> bool:
+        """Has a result the shape of the old one with fewer rows, at every length?"""
         sizes = list(before.shape)
         if isinstance(fact, Tokens):
             sizes[fact.rows.dim] = self.size(fact.rows)
-        return sizes
+        return after.dim() == len(sizes) and all(map(is_equal, after.shape, sizes))
 
     def run(self, node: Node) -> object:
         args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
-        if node.target is operator.getitem:
-            return node.target(*args)
-        like = next(value_of(n) for n in self.graph.nodes if is_tensor(n))
         try:
-            with like.fake_mode, torch.no_grad():
-                return node.target(*args, **kwargs)
+            return node.target(*args, **kwargs)
         except Exception as error:  # sizes of the batch that no rule knows of
             raise Unfit from error
 
