@@ -13,6 +13,7 @@ some sequences is then the same graph with fewer rows, and streams along its tok
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -129,14 +130,16 @@ def in_turn(
         by_batch = of_batch(region, widest, mark, shape_of(widest)[mark.dim])
         if any(share_dimension(analysis.facts[n], by_batch.facts[n]) for n in region.primals):
             return None
-        smaller, new = Smaller(region.module, by_batch, at_once).written()
+        turns = shape_of(widest)[mark.dim] // at_once
+        smaller, new = Smaller(region.module, by_batch, at_once, turns).written()
+        known = set(smaller.graph.nodes)
         part = parted(smaller, len(region.forward), len(region.tangents), region.tangent_of)
         part, facts = follow(part)
     except Abandoned:
         raise
     except (CannotStream, Unfit):
         return None
-    rewritten = set(new.values()).symmetric_difference(n for n in part.graph.nodes if n.op != "output")
+    rewritten = known.symmetric_difference(part.graph.nodes)
     if rewritten or facts.shifted_copies or not proves_the_same(facts, analysis, new):
         return None
     facts = replace(facts, conditions=analysis.conditions)
@@ -170,10 +173,10 @@ def parts_of_batch(
 
 
 class Smaller:
-    """A graph with fewer rows."""
+    """A graph with the rows of one turn: so many of them, of so many turns."""
 
-    def __init__(self, module: GraphModule, analysis: Analysis, rows: int):
-        self.module, self.analysis, self.rows = module, analysis, rows
+    def __init__(self, module: GraphModule, analysis: Analysis, rows: int, turns: int):
+        self.module, self.analysis, self.rows, self.turns = module, analysis, rows, turns
         self.graph, self.new = Graph(), dict[Node, Node]()
 
     def written(self) -> tuple[GraphModule, dict[Node, Node]]:
@@ -211,12 +214,17 @@ class Smaller:
             args[0] = self.rows
         if isinstance(fact, Tokens) and rule is not None and rule.shape_arg is not None:
             sizes = list(args[rule.shape_arg])
-            sizes[fact.rows.dim] = self.size(fact.rows)
+            sizes[fact.rows.dim] = self.size(sizes[fact.rows.dim])
             args[rule.shape_arg] = sizes
         return self.graph.call_function(node.target, tuple(args), kwargs)
 
-    def size(self, mark: Mark) -> int:
-        return mark.outer * self.rows * mark.inner
+    def size(self, whole: Node | int) -> Node | int:
+        """The size of a part: a number, or a node where it follows from the length."""
+        if not isinstance(whole, Node):
+            return whole if whole == -1 else whole // self.turns  # -1: what is left, or as it is
+        part = self.graph.call_function(operator.floordiv, (whole, self.turns))
+        part.meta["val"] = value_of(whole) // self.turns
+        return part
 
     def value(self, node: Node, copy: Node) -> object:
         """The fake value of a copy, of the shape that its fact says."""
@@ -224,7 +232,7 @@ class Smaller:
         if not is_row_wise(self.analysis.facts[node]):
             return old
         if node.op == "placeholder":
-            return dense_as(old, part_of(old, self.analysis.tokens_of(node).rows, 0, self.rows))
+            return dense_as(old, part_of(old, self.analysis.tokens_of(node).rows, 0, self.turns))
         value = self.run(copy)
         several = isinstance(value, (tuple, list))
         results = zip(old, value) if several else [(old, value)]
@@ -237,7 +245,7 @@ class Smaller:
         """Has a result the shape of the old one with fewer rows, at every length?"""
         sizes = list(before.shape)
         if isinstance(fact, Tokens):
-            sizes[fact.rows.dim] = self.size(fact.rows)
+            sizes[fact.rows.dim] //= self.turns
         return after.dim() == len(sizes) and all(map(is_equal, after.shape, sizes))
 
     def run(self, node: Node) -> object:
@@ -254,9 +262,9 @@ def dense_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return part if layout is None else part.as_strided(part.shape, layout.strides(part.shape))
 
 
-def part_of(value: torch.Tensor, mark: Mark, turn: int, at_once: int) -> torch.Tensor:
+def part_of(value: torch.Tensor, mark: Mark, turn: int, turns: int) -> torch.Tensor:
     """The rows of a turn, of a value whose dimension of sequences is the outermost of its own."""
-    rows = at_once * mark.inner
+    rows = value.shape[mark.dim] // turns
     return value.narrow(mark.dim, turn * rows, rows)
 
 

@@ -104,10 +104,11 @@ def parts(report) -> list[tuple[int, int]]:
     return [(batch.at_once, batch.count) for batch in found if batch is not None]
 
 
-ATTENTION = (everywhere, causal, padded, looked_up, packed, written_out, linear)
+# How many distinct regions run in turns: layers that are alike are one, and the first one makes masks of inputs.
+DISTINCT = {everywhere: 1, causal: 1, padded: 2, looked_up: 2, packed: 2, written_out: 2, linear: 1}
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@pytest.mark.parametrize("attend", DISTINCT)
 def test_gradients_are_those_of_the_whole_batch(attend, at_once):
     torch.manual_seed(0)
     model = Model(attend).double()
@@ -115,7 +116,7 @@ def test_gradients_are_those_of_the_whole_batch(attend, at_once):
     for length in (45, 61):
         batch = batch_of(length)
         assert error(model, compiled, batch) < EXACT
-    assert parts(explain(model, *batch_of(45))) == [(at_once, BATCH)] or attend is linear
+    assert parts(explain(model, *batch_of(45))) == DISTINCT[attend] * [(at_once, BATCH)]
 
 
 @pytest.mark.parametrize("attend", (looked_up, packed))
@@ -153,12 +154,20 @@ def test_a_second_backward_and_a_frozen_layer(at_once):
     assert worst_error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, truth) < EXACT
 
 
-def test_dynamic_lengths(at_once):
+@pytest.mark.parametrize("attend", (causal, looked_up))
+def test_dynamic_lengths(attend, at_once):
     torch.manual_seed(0)
-    model = Model(causal).double()
+    model = Model(attend).double()
     compiled = torch.compile(model, backend="streambp", dynamic=True, options=dict(chunk_size=16))
     for length in (45, 61, 33):
         assert error(model, compiled, batch_of(length)) < EXACT
+    batch = batch_of(45)
+    for value in batch:
+        torch._dynamo.mark_dynamic(value, 1)
+    report = explain(model, *batch)
+    assert isinstance(report.lengths[0], torch.SymInt) and parts(report) == DISTINCT[attend] * [
+        (at_once, BATCH)
+    ]
 
 
 def best_keys(q, k, v, words):

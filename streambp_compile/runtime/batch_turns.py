@@ -46,7 +46,7 @@ class InTurns:
     def part(self, node: Node, value: Any, turn: int) -> Any:
         """What a turn reads or writes of a value."""
         mark = self.batch.marks.get(node)
-        return value if mark is None else part_of(value, mark, turn, self.batch.at_once)
+        return value if mark is None else part_of(value, mark, turn, self.batch.turns)
 
     def memory(self, given: dict[Node, Any], owned: frozenset[Node]) -> dict[Node, torch.Tensor]:
         """Memory of the outputs with a part for each sequence: that of the input which they are written over,
