@@ -104,7 +104,7 @@ def parts(report) -> list[tuple[int, int]]:
     return [(batch.at_once, batch.count) for batch in found if batch is not None]
 
 
-# How many distinct regions run in turns: layers that are alike are one, and the first one makes masks of inputs.
+# Distinct regions that run in turns: layers that are alike are one, and the first one makes masks of inputs.
 DISTINCT = {everywhere: 1, causal: 1, padded: 2, looked_up: 2, packed: 2, written_out: 2, linear: 1}
 
 
