@@ -3,8 +3,8 @@
 A plan says for every region what its forward keeps, how long its chunks are, and whether its inputs wait in
 host memory, or in 8 bits a number. Plans lie on one path, from the leanest to the fattest: shorter chunks,
 then layer inputs on the host, then layer inputs in 8 bits (only where the user allows plans that are not
-exact), then nothing but layer inputs (the default), then longer chunks and more and more kept values, by
-seconds saved per byte.
+exact), then nothing but layer inputs (the default), then longer chunks of more sequences of the batch at a
+time, and more and more kept values, by seconds saved per byte.
 The peak grows along the path, so the search goes to the last plan that fits. It is greedy, which is best up
 to one step: all are small beside a budget, and each saves its seconds independently of the others (the
 fractional knapsack). Steps that together save less than ``WORTH`` of a step's time are left out, for a plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,14 +10,15 @@ import torch
 from torch.fx import Node
 
 from . import internals
+from .batch_parts import bytes_between_sweeps
 from .chain_plan import ChainPlan, Costs, Longer
 from .compiled_region import CompiledRegion
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of
 from .memory_limits import Lengths, Limit
 from .passes.ir import bytes_of, hint, is_row_wise, is_tensor, value_of
-from .passes.planning.choices import Choices
-from .passes.planning.chunk_length import LONGER, sweep_work, time_and_width
+from .passes.planning.choices import DEFAULT, Choices
+from .passes.planning.chunk_length import LONGER, sequences_at_once, sweep_work, time_and_width
 from .passes.split import Region
 from .pipeline import StreamedRegion
 from .region_report import streamed_bytes
@@ -151,14 +153,23 @@ def total_bytes(node: Node) -> int:
 
 
 def longer_of(region: StreamedRegion) -> tuple[float, tuple[Longer, ...]]:
-    """Seconds of a region by default, and what longer and longer chunks take and save."""
+    """Seconds of a region by default, and what longer and longer chunks, of more and more sequences of the
+    batch at a time, take and save."""
+    weighed = functools.partial(seconds_and_bytes, region)
+    usual, least = weighed(DEFAULT)
+    by_slack = [(slack, *weighed(Choices(slack=slack))) for slack in LONGER]
+    return usual, tuple(Longer(slack, size - least, usual - seconds) for slack, seconds, size in by_slack)
+
+
+def seconds_and_bytes(region: StreamedRegion, choices: Choices) -> tuple[float, int]:
+    """Seconds of a region by some choices; bytes of the widest moment of a chunk, and of what its turns hold
+    between their sweeps."""
     programs = [s.program for s in (region.forward, region.backward) if s is not None]
-
-    def weighed(slack: float | None) -> tuple[float, int]:
-        choices = Choices(slack=slack)
-        found = [time_and_width(p, region.analysis, choices, region.device) for p in programs]
-        return region.turns * sum(seconds for seconds, _ in found), max(width for _, width in found)
-
-    usual, width = weighed(None)
-    by_slack = [(slack, *weighed(slack)) for slack in LONGER]
-    return usual, tuple(Longer(slack, wider - width, usual - seconds) for slack, seconds, wider in by_slack)
+    how, batch = (region.analysis, choices, region.device), region.batch
+    share = turns = 1.0
+    if batch is not None:
+        at_once = sequences_at_once(programs, *how, batch.count, batch.at_once)
+        share, turns = at_once / batch.at_once, batch.count / at_once
+    seconds, widths = zip(*(time_and_width(program, *how, share) for program in programs))
+    held = 0 if batch is None else max(map(bytes_between_sweeps, programs))
+    return turns * sum(seconds), max(widths) + int(held * share)

@@ -137,7 +137,7 @@ def run_backward(region: StreamedRegion, given: Sequence[Node]) -> Driver:
     def take(args: list) -> list:
         inputs = dict(zip(given, args))
         args.clear()
-        owned = frozenset(n for n in tangents if ours_alone(inputs[n]))
+        owned = frozenset(n for n in tangents if ours_alone(inputs, n))
         return sole_owners(runner(inputs, owned))
 
     return Driver("streambp_backward", take)

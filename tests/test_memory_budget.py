@@ -67,6 +67,31 @@ def test_kept_values_fill_a_budget_and_never_exceed_it(model, extra):
 
 
 @pytest.mark.slow
+def test_a_budget_says_how_many_sequences_run_at_a_time():
+    """Few of them save memory and take time: fewer than by default in a small budget, more in a large one."""
+    model, ids = Plain(256, 2 * WIDTH, 4, 2).double(), ids_of(4, 2 * LENGTH)
+    reports = [explain(loss_of, model, ids)]
+    for share in (0.6, 4):
+        torch._dynamo.reset()
+        options = dict(memory_budget=int(share * reports[0].peak.bytes))
+        reports.append(explain(loss_of, model, ids, streambp_options=options))
+        torch._dynamo.reset()
+        compiled = torch.compile(loss_of, backend="streambp", options=options)
+        assert_exact(model, compiled, ids)
+        measured = peak(lambda: compiled(model, ids).backward())
+        assert abs(measured - reports[-1].peak.bytes) <= 0.02 * measured
+        assert measured <= options["memory_budget"]
+    usual, few, many = map(sequences_at_once, reports)
+    assert few < usual < many == 4
+
+
+def sequences_at_once(report) -> int:
+    """The fewest, of four, that a region of a report runs for."""
+    layers = [r.streamed for r in report.regions if r.streamed is not None and r.streamed.backward]
+    return min(4 if layer.batch is None else layer.batch.at_once for layer in layers)
+
+
+@pytest.mark.slow
 def test_layer_inputs_leave_for_a_smaller_budget(model):
     ids = ids_of(1, LENGTH)
     default = predicted(model, ids).peak.bytes

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streambp_compile import explain, internals
 from streambp_compile.backend import Chain
+from streambp_compile.batch_parts import bytes_between_sweeps
 from streambp_compile.config import Config
 from streambp_compile.passes.ir import EVERYWHERE, FUTURE, PAST, Reach
 from streambp_compile.passes.planning import chunk_length, cost_model
@@ -154,7 +155,9 @@ def test_lengths_are_multiples_of_a_tile():
     assert len(long) < 300 and all(c % 128 == 0 for c in long)
 
 
-def planned(width: int, heads: int, kv_heads: int, tokens: int, dtype: torch.dtype, **options) -> Report:
+def planned(
+    width: int, heads: int, kv_heads: int, tokens: int, dtype: torch.dtype, batch: int = 1, **options
+) -> Report:
     """The plan of a step of one layer and its head, on fake tensors; nothing is run."""
     mode, report = internals.FakeTensorMode(allow_non_fake_inputs=True), Report()
 
@@ -166,7 +169,7 @@ def planned(width: int, heads: int, kv_heads: int, tokens: int, dtype: torch.dty
         model = LlamaLike(width, heads, kv_heads, layers=1).to(dtype)
     model = on_device(model, mode, "cpu")
     with mode:
-        ids = torch.empty((1, tokens), dtype=torch.int64)
+        ids = torch.empty((batch, tokens), dtype=torch.int64)
         torch.compile(lambda i: model(i, i), backend=backend)(ids)
     return report
 
@@ -293,6 +296,23 @@ def test_memory_to_spare_makes_chunks_longer(interpreted):
             assert list(seconds) == sorted(seconds, reverse=True) and list(widths) == sorted(widths)
     costs = longer_of(region)
     assert costs[0] > 0 and len(costs[1]) == len(chunk_length.LONGER)
+
+
+def test_memory_to_spare_makes_more_sequences_run_at_a_time(interpreted):
+    """And one does where it is short."""
+    layer = planned(128, 4, 2, 1024, torch.float32, batch=8).regions[0].streamed
+    programs, batch = [layer.forward.program, layer.backward.program], layer.batch
+
+    def at_once(**choices) -> int:
+        how = (layer.analysis, Choices(**choices), layer.device)
+        return chunk_length.sequences_at_once(programs, *how, batch.count, batch.at_once)
+
+    found = [at_once(slack=slack) for slack in chunk_length.LONGER]
+    assert 1 == at_once(chunk_bytes=1) < at_once() == batch.at_once < found[-1] and found == sorted(found)
+    seconds, longer = longer_of(layer)
+    saved, more = [c.seconds for c in longer], [c.bytes for c in longer]
+    assert saved == sorted(saved) and more == sorted(more) and 0 < saved[-1] < 0.06 * seconds
+    assert more[-1] >= bytes_between_sweeps(programs[0]) * (found[-1] / batch.at_once - 1)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from streambp_compile.passes.ir import Mark
 from streambp_compile.passes.normalization.normalize import normalize
 from streambp_compile.passes.partition import partition
 from streambp_compile.passes.planning.choices import DEFAULT
-from streambp_compile.passes.planning.chunk_length import chunk_length, chunk_lengths
+from streambp_compile.passes.planning.chunk_length import chunk_lengths
 from streambp_compile.passes.verify import IllegalResult, verify_program
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
@@ -251,9 +251,7 @@ def test_sweeps_that_share_states_share_the_length_of_chunks():
     apart = replace(
         program, sweeps=tuple(replace(s, saved_states=(), restored_states=()) for s in program.sweeps)
     )
-    assert chunk_lengths(apart, analysis, DEFAULT) == tuple(
-        chunk_length(s, program, analysis, DEFAULT) for s in program.sweeps
-    )
+    assert len(set(chunk_lengths(apart, analysis, DEFAULT))) > 1
 
 
 def test_layers_stay_whole_and_equal(interpreted):

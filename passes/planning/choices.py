@@ -10,9 +10,11 @@ class Choices:
     """How a region spends memory and time.
 
     chunk_size   tokens per chunk of every sweep; None: each sweep has its own
-    chunk_bytes  the most bytes that the widest moment of a chunk may take; None: as the device has it
+    chunk_bytes  the most bytes that the widest moment of a chunk may take, and sequences of a batch that do
+                 not meet run one at a time; None: as the device has it
     keep         how many of the values worth keeping for the backward are kept, best first
-    slack        the share of a sweep's best time that is given up for shorter chunks; None: the usual one
+    slack        the share of a sweep's best time that is given up for shorter chunks, and as much for fewer
+                 sequences of the batch at a time; None: the usual one
     """
 
     chunk_size: int | None = None

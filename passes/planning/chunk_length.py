@@ -24,12 +24,20 @@ PART = 8  # logits: the widest moment of a chunk takes at most one part in so ma
 
 
 def chunk_lengths(
-    program: Program, analysis: Analysis, choices: Choices, device: Device = REFERENCE_CPU
+    program: Program,
+    analysis: Analysis,
+    choices: Choices,
+    device: Device = REFERENCE_CPU,
+    share: float = 1.0,
 ) -> tuple[int, ...]:
     """Tokens per chunk of every sweep, a multiple of the blocks that its functions map; the same for those
-    that save states of a scan and those that restore them."""
+    that save states of a scan and those that restore them.
+
+    share  of the sequences that the program is written for: more or fewer of them at a time
+    """
     block = math.lcm(*(block_of(n) for s in program.sweeps for n in s.nodes))
-    found = [chunk_length(s, program, analysis, choices, device) for s in program.sweeps]
+    works = [sweep_work(s, analysis).of_part(share) for s in program.sweeps]
+    found = [length_for(w, s, program, analysis, choices, device) for w, s in zip(works, program.sweeps)]
     lengths = [-(-length // block) * block for length in found]
     shared = min(
         (c for s, c in zip(program.sweeps, lengths) if s.saved_states or s.restored_states), default=0
@@ -37,13 +45,6 @@ def chunk_lengths(
     return tuple(
         shared if s.saved_states or s.restored_states else c for s, c in zip(program.sweeps, lengths)
     )
-
-
-def chunk_length(
-    sweep: Sweep, program: Program, analysis: Analysis, choices: Choices, device: Device = REFERENCE_CPU
-) -> int:
-    """Tokens per chunk of one sweep."""
-    return length_for(sweep_work(sweep, analysis), sweep, program, analysis, choices, device)
 
 
 def length_for(
@@ -84,31 +85,45 @@ def shortest(costs: Mapping[int, Cost], slack: float) -> int:
 
 
 def time_and_width(
-    program: Program, analysis: Analysis, choices: Choices, device: Device
+    program: Program, analysis: Analysis, choices: Choices, device: Device, share: float = 1.0
 ) -> tuple[float, int]:
-    """Seconds of a program by some choices, and bytes of the widest moment of a chunk."""
-    chunks = chunk_lengths(program, analysis, choices, device)
-    works = [sweep_work(sweep, analysis) for sweep in program.sweeps]
+    """Seconds of a program by some choices, and bytes of the widest moment of a chunk.
+
+    share  of the sequences that the program is written for
+    """
+    chunks = chunk_lengths(program, analysis, choices, device, share)
+    works = [sweep_work(sweep, analysis).of_part(share) for sweep in program.sweeps]
     seconds = sum(work.cost(c, device).seconds for work, c in zip(works, chunks))
     return seconds, max((work.widest * c for work, c in zip(works, chunks)), default=0)
 
 
 def sequences_at_once(
-    programs: Iterable[Program], analysis: Analysis, choices: Choices, device: Device, count: int
+    programs: Iterable[Program],
+    analysis: Analysis,
+    choices: Choices,
+    device: Device,
+    count: int,
+    written_for: int | None = None,
 ) -> int:
-    """The fewest of so many sequences of a batch for which programs, in turns, take ``SLACK`` longer than for
-    all at once."""
+    """The fewest of so many sequences of a batch for which programs, in turns, take little longer than for
+    all at once: ``SLACK``, or ``choices.slack`` where memory is to spare. One, where ``choices.chunk_bytes``
+    says that it is short.
+
+    written_for  the sequences that the programs are written for; None: all
+    """
+    if choices.chunk_bytes is not None:
+        return 1
     works = [(sweep_work(s, analysis), s, p) for p in programs for s in p.sweeps]
 
     def seconds(at_once: int) -> float:
-        share, total = at_once / count, 0.0
+        total = 0.0
         for work, sweep, program in works:
-            part = work.of_part(share)
+            part = work.of_part(at_once / (written_for or count))
             chunk = length_for(part, sweep, program, analysis, choices, device)
-            total += part.cost(chunk, device).seconds / share
+            total += part.cost(chunk, device).seconds * count / at_once
         return total
 
-    most = (1 + SLACK) * seconds(count)
+    most = (1 + (SLACK if choices.slack is None else choices.slack)) * seconds(count)
     return next(n for n in range(1, count + 1) if count % n == 0 and (n == count or seconds(n) <= most))
 
 

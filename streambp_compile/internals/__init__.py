@@ -91,6 +91,7 @@ from .running_step import (
     are_saved_tensors_packed,
     assert_on_device,
     graph_is_kept,
+    holders,
     in_custom_forward,
 )
 from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
@@ -146,6 +147,7 @@ __all__ = [
     "graph_break",
     "has_gradient",
     "graph_is_kept",
+    "holders",
     "guard_of",
     "ignore_library_logging",
     "ignore_library_logging_from_now_on",

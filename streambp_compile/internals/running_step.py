@@ -21,6 +21,11 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def holders(value: torch.Tensor) -> tuple[int, int]:
+    """References to a tensor from C++, and to its memory: a view or ``detach()`` of it is one more."""
+    return value._use_count(), torch._C._storage_Use_Count(value.untyped_storage()._cdata)
+
+
 def in_custom_forward() -> bool:
     """Does the forward of a `torch.autograd.Function` run? It switches both modes of gradients off, as
     inference mode alone does besides (torch/csrc/autograd/python_function.cpp)."""

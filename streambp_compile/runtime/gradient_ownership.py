@@ -1,18 +1,20 @@
 """Which values a region may overwrite: those that nobody else can read.
 
 A gradient that one streamed backward hands to the next is marked. A tensor that others compute from it (a
-sum, a view) has no mark. A hook that keeps a gradient shows as an extra Python reference. In the forward the
-chain itself knows who reads a value, and hands it over to its only reader.
+sum, a view) has no mark. A hook that keeps a gradient, or a part of its memory, shows as one more reference.
+In the forward the chain itself knows who reads a value, and hands it over to its only reader.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 from ..passes.ir import outputs_of
@@ -32,8 +34,19 @@ def sole_owners(gradients: list) -> list:
     return gradients
 
 
-def ours_alone(gradient: object) -> bool:
-    return getattr(gradient, "streambp_owned", False) and sys.getrefcount(gradient) <= plain_references()
+def ours_alone(values: Mapping[Node, torch.Tensor], node: Node) -> bool:
+    """May the gradient of a value be overwritten?"""
+    marked = getattr(values[node], "streambp_owned", False)
+    return marked and all(map(operator.le, references(values, node), plain_references()))
+
+
+def references(values: Mapping[Any, torch.Tensor], key: object) -> tuple[int, ...]:
+    """References to a value from Python and from C++, and to its memory.
+
+    Counted where the value lies: passed from function to function it has one more wherever Dynamo watches
+    calls, which CPython then does not inline.
+    """
+    return sys.getrefcount(values[key]), *internals.holders(values[key])
 
 
 def hand_over(values: Iterable[torch.Tensor]) -> None:
@@ -47,7 +60,7 @@ def is_handed_over(value: object) -> bool:
 
 
 @functools.cache
-def plain_references() -> int:
+def plain_references() -> tuple[int, ...]:
     """References to an incoming gradient that no hook keeps, counted once on a chain of two nodes."""
     counts = []
 
@@ -57,7 +70,7 @@ def plain_references() -> int:
     def backward(args: list) -> list:
         inputs = dict(enumerate(args))
         args.clear()
-        counts.append(counted(inputs[0]))
+        counts.append(references(inputs, 0))
         gradient = inputs[0] * 2
         return sole_owners([gradient])
 
@@ -81,7 +94,3 @@ def plain_references() -> int:
         (y,) = compiled(compiled(x)[0])
         y.sum().backward()
     return counts[-1]
-
-
-def counted(gradient: object) -> int:
-    return sys.getrefcount(gradient)
