@@ -18,8 +18,8 @@ from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import Mark
 from streambp_compile.passes.normalization.normalize import normalize
 from streambp_compile.passes.partition import partition
+from streambp_compile.passes.planning import chunk_length
 from streambp_compile.passes.planning.choices import DEFAULT
-from streambp_compile.passes.planning.chunk_length import chunk_lengths
 from streambp_compile.passes.verify import IllegalResult, verify_program
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
@@ -243,15 +243,18 @@ def test_the_sweeps_of_a_scan_and_its_gradient():
         verify_program(forgetful, analysis)
 
 
-def test_sweeps_that_share_states_share_the_length_of_chunks():
+def test_sweeps_that_share_states_share_the_length_of_chunks(monkeypatch):
+    """The shortest of theirs."""
     write, seeds, (_, *grads) = scan_and_back()
     analysis = analyze(write.graph, 5, seeds)
     program = partition(write.graph, analysis, grads)
-    assert len(set(chunk_lengths(program, analysis, DEFAULT))) == 1
+    own = {program.sweeps[0].nodes: 48, program.sweeps[1].nodes: 32}
+    monkeypatch.setattr(chunk_length, "length_for", lambda work, sweep, *_: own[sweep.nodes])
+    assert chunk_length.chunk_lengths(program, analysis, DEFAULT) == (32, 32)
     apart = replace(
         program, sweeps=tuple(replace(s, saved_states=(), restored_states=()) for s in program.sweeps)
     )
-    assert len(set(chunk_lengths(apart, analysis, DEFAULT))) > 1
+    assert chunk_length.chunk_lengths(apart, analysis, DEFAULT) == (48, 32)
 
 
 def test_layers_stay_whole_and_equal(interpreted):
