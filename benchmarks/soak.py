@@ -4,6 +4,7 @@
     python benchmarks/soak.py --start 500 --count 100    a hundred others
     python benchmarks/soak.py --seed 17                  one, with its source text
     python benchmarks/soak.py --count 2000 --save soak   also to benchmarks/results/soak.md
+    python benchmarks/soak.py --in-turns                 sequences one at a time wherever they do not meet
 
 A seed determines a model (`benchmarks/random_models`), a loss, sizes, padding, precision and chunk length. It
 is compiled once and takes three training steps, two at one length and one sometimes at another; some run
@@ -33,21 +34,31 @@ RESULTS = ROOT / "benchmarks" / "results"
 LIMIT = 180.0
 
 
-def serve(inductor: bool) -> None:
+def serve(chosen: argparse.Namespace) -> None:
     """Answer seeds, one a line."""
-    import torch
-
     from benchmarks.processes import answers, send
     from benchmarks.random_models.trial import attempt
-    from benchmarks.zoo import interpret_bodies
 
     stream = answers()
-    torch.set_num_threads(1)
-    if not inductor:
-        interpret_bodies()
+    prepare(chosen)
     for line in sys.stdin:
         seed, start = json.loads(line)["seed"], time.perf_counter()
         send(stream, dict(attempt(seed), seed=seed, seconds=round(time.perf_counter() - start, 1)))
+
+
+def prepare(chosen: argparse.Namespace) -> None:
+    """Make this process run models as it is asked to."""
+    import torch
+
+    from benchmarks.zoo import interpret_bodies
+    from streambp_compile import batch_parts
+
+    torch.set_num_threads(1)
+    if not chosen.inductor:
+        interpret_bodies()
+    if chosen.in_turns:  # whatever it saves, and whatever it costs
+        batch_parts.WORTH = sys.maxsize
+        batch_parts.sequences_at_once = lambda *_: 1
 
 
 def soak(seeds: list[int], chosen: argparse.Namespace) -> list[dict]:
@@ -103,6 +114,7 @@ def started(chosen: argparse.Namespace):
         str(Path(__file__).resolve()),
         "--serve",
         *(["--inductor"] if chosen.inductor else []),
+        *(["--in-turns"] if chosen.in_turns else []),
     ]
     return start(command, log, dict(os.environ, OMP_NUM_THREADS="1"))
 
@@ -122,10 +134,11 @@ def summary(results: list[dict], count: int) -> str:
         for text in set(map(shown, answer["refusals"])):
             refusals[text] += 1
             seeds[text].append(answer["seed"])
-    streamed, refused = (sum(a.get(k, 0) for a in results) for k in ("streamed", "refused"))
+    counts = ("streamed", "in_turns", "refused")
+    streamed, in_turns, refused = (sum(a.get(k, 0) for a in results) for k in counts)
     lines = [
-        f"{len(results)} of {count} models, {len(failed)} failed; {streamed} regions streamed, "
-        f"{refused} refused; "
+        f"{len(results)} of {count} models, {len(failed)} failed; {streamed} regions streamed"
+        f"{f' ({in_turns} in turns)' if in_turns else ''}, {refused} refused; "
         f"{sum(a['seconds'] for a in results) / max(1, len(results)):.1f} seconds a model",
         "",
         *(f"- seed {a['seed']}: {'; '.join(a['failures'])}" for a in failed),
@@ -140,17 +153,12 @@ def summary(results: list[dict], count: int) -> str:
     return "\n".join(lines)
 
 
-def show(seed: int, inductor: bool) -> dict:
+def show(seed: int, chosen: argparse.Namespace) -> dict:
     """One seed in this process, with its source."""
-    import torch
-
     from benchmarks.random_models.model import example
     from benchmarks.random_models.trial import attempt
-    from benchmarks.zoo import interpret_bodies
 
-    torch.set_num_threads(1)
-    if not inductor:
-        interpret_bodies()
+    prepare(chosen)
     print(example(seed).source)
     answer = attempt(seed)
     print(answer.pop("trace", ""))
@@ -170,15 +178,18 @@ def main() -> int:
     )
     parser.add_argument("--refusals", action="store_true", help="print refusals as they come")
     parser.add_argument("--inductor", action="store_true", help="compile chunk bodies")
+    parser.add_argument(
+        "--in-turns", action="store_true", help="run sequences of a batch one at a time wherever that may be"
+    )
     parser.add_argument("--save", metavar="NAME", help="also write the summary to benchmarks/results/NAME.md")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     if chosen.serve:
-        serve(chosen.inductor)
+        serve(chosen)
         return 0
     if chosen.seed is not None:
-        answer = show(chosen.seed, chosen.inductor)
+        answer = show(chosen.seed, chosen)
         print("\n".join(answer["failures"]) or "exact")
         return 1 if answer["failures"] else 0
     results = soak(list(range(chosen.start, chosen.start + chosen.count)), chosen)

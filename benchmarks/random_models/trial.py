@@ -95,10 +95,13 @@ class Trial:
         ]
         failures += [f"defect: {text}" for text in texts if any(d in text for d in DEFECTS)]
         failures += overweight(self.report)
-        streamed = sum(r.times for r in self.report.regions if r.streamed is not None)
-        refused = sum(r.times for r in self.report.regions if r.refusal is not None)
+        regions, streamed = self.report.regions, [r for r in self.report.regions if r.streamed is not None]
         return dict(
-            failures=list(dict.fromkeys(failures)), refusals=texts, streamed=streamed, refused=refused
+            failures=list(dict.fromkeys(failures)),
+            refusals=texts,
+            streamed=sum(r.times for r in streamed),
+            in_turns=sum(r.times for r in streamed if r.streamed.batch is not None),
+            refused=sum(r.times for r in regions if r.refusal is not None),
         )
 
     def differences(self, length: int, low: bool) -> list[str]:
