@@ -180,7 +180,8 @@ def not_run(*args):
 def structure(report: Report) -> str:
     """What a report says of regions, sweeps, roles, proofs and kept values.
 
-    Not in it: names, operators, chunk lengths, kernels.
+    Not in it: names, operators, kernels, and what is chosen for a device: chunk lengths, and how many sequences
+    of the batch run at a time.
     """
     times = " ".join(str(i) for i in report.order)
     regions = (line for i, r in enumerate(report.regions) for line in region_lines(i, r))
@@ -214,7 +215,10 @@ def schedule_lines(schedule: Schedule, region: RegionReport) -> list[str]:
 def binding_line(binding, region: RegionReport) -> str:
     value = value_of(binding.source)
     pattern = region.analysis.facts[binding.source].pattern(rank_of(binding.source))
-    return f"{binding.role} {pattern}: {str(value.dtype).removeprefix('torch.')}, {bytes_of(value)} bytes"
+    batch = region.streamed.batch
+    turns = batch.turns if batch is not None and binding.source in batch.marks else 1
+    size = bytes_of(value) * turns
+    return f"{binding.role} {pattern}: {str(value.dtype).removeprefix('torch.')}, {size} bytes"
 
 
 def key_ranges(report: Report) -> frozenset[str]:
