@@ -66,8 +66,25 @@ class Mixture(torch.nn.Module):
         return F.cross_entropy(F.linear(x, self.head)[:-1], ids.flatten()[1:])
 
 
-def simulated(device: str, monkeypatch) -> set[str]:
-    """Simulate a step on fake tensors of a device; returns the operators of its chunk bodies.
+class Attending(torch.nn.Module):
+    """A layer of causal attention and a head with its loss; its sequences do not meet."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        sizes = dict(embed=(256, 64), qkv=(192, 64), out=(64, 64), head=(256, 64))
+        for name, size in sizes.items():
+            setattr(self, name, torch.nn.Parameter(torch.empty(size, device=device, dtype=torch.bfloat16)))
+
+    def forward(self, ids):
+        x = F.embedding(ids, self.embed)
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in F.linear(x, self.qkv).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.linear(mixed.transpose(1, 2).flatten(2), self.out)
+        return F.cross_entropy(F.linear(x, self.head)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def simulated(device: str, monkeypatch, model: type = Mixture, sequences: int = 1) -> Report:
+    """Simulate a step on fake tensors of a device.
 
     Raises `Synchronises`.
     """
@@ -78,9 +95,14 @@ def simulated(device: str, monkeypatch) -> set[str]:
         return graph.forward
 
     with internals.FakeTensorMode(allow_non_fake_inputs=True):
-        ids = torch.empty(1, 512, dtype=torch.int64, device=device)
-        torch.compile(Mixture(device), backend=without_a_call)(ids)
+        ids = torch.empty(sequences, 512, dtype=torch.int64, device=device)
+        torch.compile(model(device), backend=without_a_call)(ids)
     monkeypatch.setattr(memory_simulation, "Ledger", Watching)
     assert memory_simulation.simulate(*report.steps[0]).backward
+    return report
+
+
+def operators(report: Report) -> set[str]:
+    """Those of all chunk bodies."""
     schedules = [s for region in report.regions for s in (region.forward, region.backward) if s]
     return {str(n.target) for s in schedules for body in s.bodies for n in body.graph.graph.nodes}

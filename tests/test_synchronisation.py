@@ -1,9 +1,9 @@
 """Does a step synchronise with its GPU? Tensors of the CPU stand in for a GPU's; tests/cuda has those."""
 
 import pytest
-from synchronisation import Synchronises, simulated
+from synchronisation import Attending, Synchronises, operators, simulated
 
-from streambp_compile import region_drivers
+from streambp_compile import batch_parts, region_drivers
 from streambp_compile.passes.kernels import grouped, products
 
 
@@ -18,8 +18,15 @@ def as_on_gpu(monkeypatch, interpreted):
 
 
 def test_a_step(as_on_gpu, monkeypatch):
-    called = simulated("cpu", monkeypatch)
+    called = operators(simulated("cpu", monkeypatch))
     assert {"streambp.grouped_mm.default", "streambp.add_grouped_outer_.default"} <= called
+
+
+def test_a_step_whose_sequences_take_turns(as_on_gpu, monkeypatch):
+    monkeypatch.setattr(batch_parts, "WORTH", 10**9)
+    monkeypatch.setattr(batch_parts, "sequences_at_once", lambda *_: 1)
+    report = simulated("cpu", monkeypatch, Attending, sequences=2)
+    assert any(region.streamed.batch is not None for region in report.regions)
 
 
 def test_what_synchronises_is_seen(interpreted, monkeypatch):

@@ -180,8 +180,8 @@ def not_run(*args):
 def structure(report: Report) -> str:
     """What a report says of regions, sweeps, roles, proofs and kept values.
 
-    Not in it: names, operators, kernels, and what is chosen for a device: chunk lengths, and how many sequences
-    of the batch run at a time.
+    Not in it: names, operators, kernels, and what is chosen for a device: chunk lengths, and how many
+    sequences of the batch run at a time.
     """
     times = " ".join(str(i) for i in report.order)
     regions = (line for i, r in enumerate(report.regions) for line in region_lines(i, r))
