@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from .ir import Label, Signature, is_tensor, is_view, shape_of, tensor_operands, value_of
+from .ir import Label, Signature, is_tensor, shape_of, tensor_operands, value_of
 from .rules import block_of, find_rule, is_product
 from .token_propagation import TokenPropagation
 
@@ -130,7 +130,8 @@ def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
 def regroups_rows(node: Node, sequences: Sequence[Rows]) -> bool:
     """Does a reshape make a row of each of several values of a token (states and actions in turn), or one of
     the tokens of a patch?"""
-    if not is_tensor(node) or not is_view(node) or not value_of(node).dtype.is_floating_point:
+    signature = sequences[0].propagation.signatures.get(node) if sequences and is_tensor(node) else None
+    if signature is None or not signature.reshape or not value_of(node).dtype.is_floating_point:
         return False
     before, after = ({s for s in sequences if s.dim(n) is not None} for n in (node.args[0], node))
     return bool(before - after) and bool(after - before)

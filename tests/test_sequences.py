@@ -523,3 +523,27 @@ def test_a_text_behind_a_prompt_streams_along_both():
     torch._dynamo.reset()
     report = explain(model, *given)
     assert 89 in {hint(r.analysis.length) for r in report.regions if r.streamed}, report
+
+
+class Prompted(Plain):
+    """Rows of a prompt come first, and leave before the head."""
+
+    PROMPT = 32
+
+    def forward(self, ids, labels):
+        prompt = torch.arange(self.PROMPT).repeat(len(ids), 1)
+        x = self.embed(torch.cat((prompt, ids), 1))
+        for layer in self.layers:
+            x = layer(x)
+        return self.loss(x[:, self.PROMPT :], labels)
+
+
+def test_rows_that_leave_are_no_other_sequence():
+    """The head reads those that stay; no region holds them at full length for it."""
+    torch.manual_seed(0)
+    model, ids = Prompted().double(), torch.randint(30, (2, 77))
+    report = explain(model, ids, ids)
+    assert [r.times for r in report.regions] == [1, 2, 1] and all(r.streamed for r in report.regions)
+    step = torch.compile(model, backend="streambp", options=dict(chunk_size=24))
+    found, truth = (gradients(model, lambda: f(ids, ids)) for f in (step, model))
+    assert worst_error(found, truth) < EXACT
