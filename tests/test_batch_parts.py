@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import streambp_compile.batch_parts as batch_parts
 from benchmarks.memory import peak
+from benchmarks.random_models.trial import attempt
 from streambp_compile import NotStreamed, explain
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -319,3 +320,12 @@ def test_random_numbers_are_drawn_for_all_at_once(at_once):
     torch.manual_seed(0)
     model = Model(lambda q, k, v, words: everywhere(q, k, F.dropout(v, 0.5), words))
     assert not parts(explain(model, *batch_of(45)))
+
+
+def test_sizes_are_told_by_inputs_of_the_whole_batch(monkeypatch):
+    """One with batch and tokens in one dimension has a row per token in a turn of one sequence; its rows of
+    all sequences were taken for the tokens (found by random models)."""
+    monkeypatch.setattr(batch_parts, "WORTH", 10**9)
+    monkeypatch.setattr(batch_parts, "sequences_at_once", lambda *_: 1)
+    found = attempt(8051)
+    assert found["in_turns"] and found["failures"] == []

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ..batch_parts import BatchParts, part_of
-from ..passes.ir import Program
+from ..passes.ir import Program, value_of
 from .memory_layouts import has_layout, memory_like
 from .rematerialisation import same_view
 from .runner import Runner, Turn
@@ -48,10 +48,14 @@ class InTurns:
         mark = self.batch.marks.get(node)
         return value if mark is None else part_of(value, mark, turn, self.batch.turns)
 
+    def whole(self, node: Node) -> object:
+        """The fake value of an input for all sequences: what tells the sizes of a call."""
+        return self.batch.whole.get(node, value_of(node))
+
     def memory(self, given: dict[Node, Any], owned: frozenset[Node]) -> dict[Node, torch.Tensor]:
         """Memory of the outputs with a part for each sequence: that of the input which they are written over,
         if it is ours, or new."""
-        sizes, found = Sizes(given), dict[Node, torch.Tensor]()
+        sizes, found = Sizes(given, self.whole), dict[Node, torch.Tensor]()
         for out in self.runner.program.outputs:
             if not isinstance(out, Node) or out not in self.batch.marks:
                 continue
