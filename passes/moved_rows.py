@@ -60,12 +60,17 @@ def moving(node: Node, sequences: Sequence[Rows]) -> Signature | None:
 def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
     """What the rules say of a node that may move rows: of no product, of no attention, and of no function of
     blocks, whose states are no rows of a sequence."""
-    signature = sequences[0].propagation.signatures.get(node) if sequences and is_tensor(node) else None
+    signature = known_signature(node, sequences)
     if signature is None or signature.reshape or signature.rows is not None:
         return None
-    if is_product(node) or block_of(node) > 1:
+    return None if is_product(node) or block_of(node) > 1 else signature
+
+
+def known_signature(node: Node, sequences: Sequence[Rows]) -> Signature | None:
+    """What the rules say of a node with floating-point results; None where they know none."""
+    if not sequences or not is_tensor(node) or not value_of(node).dtype.is_floating_point:
         return None
-    return signature if value_of(node).dtype.is_floating_point else None
+    return sequences[0].propagation.signatures.get(node)
 
 
 def new_dims(node: Node, signature: Signature) -> list[int]:
@@ -130,8 +135,8 @@ def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
 def regroups_rows(node: Node, sequences: Sequence[Rows]) -> bool:
     """Does a reshape make a row of each of several values of a token (states and actions in turn), or one of
     the tokens of a patch?"""
-    signature = sequences[0].propagation.signatures.get(node) if sequences and is_tensor(node) else None
-    if signature is None or not signature.reshape or not value_of(node).dtype.is_floating_point:
+    signature = known_signature(node, sequences)
+    if signature is None or not signature.reshape:
         return False
     before, after = ({s for s in sequences if s.dim(n) is not None} for n in (node.args[0], node))
     return bool(before - after) and bool(after - before)

@@ -92,10 +92,10 @@ class ChainPlan:
 
 @dataclass(frozen=True)
 class Longer:
-    """Longer chunks of a region, in comparison with its default ones.
+    """Longer chunks of a region, of more sequences of the batch at a time, beside its default ones.
 
-    slack    the time that is still given up for shorter ones (`Choices.slack`)
-    bytes    that the widest moment of a chunk takes more
+    slack    the time that is still given up for shorter and fewer ones (`Choices.slack`)
+    bytes    that the widest moment of a chunk takes more, with what lies between the sweeps of a turn
     seconds  that a step takes less
     """
 

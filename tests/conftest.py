@@ -108,6 +108,19 @@ def interpreted(request, monkeypatch, fresh_dynamo):
     interpret(monkeypatch)
 
 
+@pytest.fixture
+def take_turns(monkeypatch):
+    """A function that makes so many sequences of a batch run at a time, wherever that may be, whatever it
+    saves."""
+    from streambp_compile import batch_parts
+
+    def take(at_once: int) -> None:
+        monkeypatch.setattr(batch_parts, "WORTH", 10**9)
+        monkeypatch.setattr(batch_parts, "sequences_at_once", lambda *_: at_once)
+
+    return take
+
+
 @pytest.fixture(scope="module")
 def interpreted_together():
     """`interpreted`, for a file whose tests share what was compiled."""

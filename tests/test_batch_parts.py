@@ -16,10 +16,9 @@ EXACT, WIDTH, HEADS, BATCH = 1e-10, 16, 2, 4
 
 
 @pytest.fixture(params=[1, 2])
-def at_once(request, monkeypatch) -> int:
-    """So many sequences at a time wherever that is possible, whatever it saves."""
-    monkeypatch.setattr(batch_parts, "WORTH", 10**9)
-    monkeypatch.setattr(batch_parts, "sequences_at_once", lambda *_: request.param)
+def at_once(request, take_turns) -> int:
+    """So many sequences at a time wherever that is possible."""
+    take_turns(request.param)
     return request.param
 
 
@@ -322,10 +321,9 @@ def test_random_numbers_are_drawn_for_all_at_once(at_once):
     assert not parts(explain(model, *batch_of(45)))
 
 
-def test_sizes_are_told_by_inputs_of_the_whole_batch(monkeypatch):
+def test_sizes_are_told_by_inputs_of_the_whole_batch(take_turns):
     """One with batch and tokens in one dimension has a row per token in a turn of one sequence; its rows of
     all sequences were taken for the tokens (found by random models)."""
-    monkeypatch.setattr(batch_parts, "WORTH", 10**9)
-    monkeypatch.setattr(batch_parts, "sequences_at_once", lambda *_: 1)
+    take_turns(1)
     found = attempt(8051)
     assert found["in_turns"] and found["failures"] == []

@@ -3,7 +3,7 @@
 import pytest
 from synchronisation import Attending, Synchronises, operators, simulated
 
-from streambp_compile import batch_parts, region_drivers
+from streambp_compile import region_drivers
 from streambp_compile.passes.kernels import grouped, products
 
 
@@ -22,9 +22,8 @@ def test_a_step(as_on_gpu, monkeypatch):
     assert {"streambp.grouped_mm.default", "streambp.add_grouped_outer_.default"} <= called
 
 
-def test_a_step_whose_sequences_take_turns(as_on_gpu, monkeypatch):
-    monkeypatch.setattr(batch_parts, "WORTH", 10**9)
-    monkeypatch.setattr(batch_parts, "sequences_at_once", lambda *_: 1)
+def test_a_step_whose_sequences_take_turns(as_on_gpu, take_turns, monkeypatch):
+    take_turns(1)
     report = simulated("cpu", monkeypatch, Attending, sequences=2)
     assert any(region.streamed.batch is not None for region in report.regions)
 

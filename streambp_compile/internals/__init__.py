@@ -91,8 +91,8 @@ from .running_step import (
     are_saved_tensors_packed,
     assert_on_device,
     graph_is_kept,
-    holders,
     in_custom_forward,
+    use_counts,
 )
 from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
 from .size_guards import guard_of
@@ -147,7 +147,7 @@ __all__ = [
     "graph_break",
     "has_gradient",
     "graph_is_kept",
-    "holders",
+    "use_counts",
     "guard_of",
     "ignore_library_logging",
     "ignore_library_logging_from_now_on",

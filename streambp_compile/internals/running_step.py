@@ -21,7 +21,7 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def holders(value: torch.Tensor) -> tuple[int, int]:
+def use_counts(value: torch.Tensor) -> tuple[int, int]:
     """References to a tensor from C++, and to its memory: a view or ``detach()`` of it is one more."""
     return value._use_count(), torch._C._storage_Use_Count(value.untyped_storage()._cdata)
 

@@ -46,7 +46,7 @@ def references(values: Mapping[Any, torch.Tensor], key: object) -> tuple[int, ..
     Counted where the value lies: passed from function to function it has one more wherever Dynamo watches
     calls, which CPython then does not inline.
     """
-    return sys.getrefcount(values[key]), *internals.holders(values[key])
+    return sys.getrefcount(values[key]), *internals.use_counts(values[key])
 
 
 def hand_over(values: Iterable[torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from synchronisation import Attending, Watching, operators, simulated
 
-from streambp_compile import batch_parts, internals
+from streambp_compile import internals
 from streambp_compile.passes.kernels import grouped, products
 
 streambp = torch.ops.streambp
@@ -16,9 +16,8 @@ def test_a_step(monkeypatch, interpreted):
     assert {"streambp.grouped_mm.default", "streambp.add_grouped_outer_.default"} <= called
 
 
-def test_a_step_whose_sequences_take_turns(monkeypatch, interpreted):
-    monkeypatch.setattr(batch_parts, "WORTH", 10**9)
-    monkeypatch.setattr(batch_parts, "sequences_at_once", lambda *_: 1)
+def test_a_step_whose_sequences_take_turns(take_turns, monkeypatch, interpreted):
+    take_turns(1)
     report = simulated("cuda", monkeypatch, Attending, sequences=2)
     assert any(region.streamed.batch is not None for region in report.regions)
 
