@@ -91,12 +91,13 @@ class Alignment:
             and len(self.propagation.of(n)) == 1
             and self.propagation.mark((n, -1)).dim == len(shape_of(n)) - 1
         ]
-        return max((product(shape_of(n)) // self.rows(n) for n in given), default=None)
+        inner = {n: self.propagation.mark((n, -1)).inner for n in given}
+        return max((product(shape_of(n)) // (self.rows(n) * inner[n]) for n in given), default=None)
 
     def has_features(self, shape: Sequence[int], mark: Mark) -> bool:
-        """Has a value several numbers per token: dimensions behind that of tokens, or (``[B, V, T]``) more
-        than the batch before it?"""
-        behind = product(shape) > product(shape[: mark.dim + 1])
+        """Has a value several numbers per token: behind it (``[B, T, D]``, or ``[B, T D]``), or
+        (``[B, V, T]``) more than the batch before it? A reshape changes nothing of that."""
+        behind = mark.inner > 1 or product(shape) > product(shape[: mark.dim + 1])
         rows = shape[mark.dim] // (mark.outer * mark.inner)
         return behind or self.batch is not None and product(shape) > rows * self.batch
 

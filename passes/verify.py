@@ -39,7 +39,8 @@ from .ir import (
     tensor_operands,
     viewed,
 )
-from .rules import rule_of
+from .rules import form_of, rule_of
+from .rules.facets import Form
 from .width import too_wide
 
 
@@ -76,6 +77,7 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
     """Every value has a fact, and every node that tokens come to has a rule and an edge for each operand.
 
     - A token dimension has the size that its fact says.
+    - A reshape has the rows of its operand.
     - What has rows has outputs with rows; a sum has none.
     - An edge by rows, halo, keys or carry reads a value with rows.
     - Random numbers are drawn by their place alone, so that every chunk can draw its own again.
@@ -94,10 +96,19 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
             rule_of(node)
             operands = tuple(edge.operand for edge in analysis.edges[node])
             check(operands == tensor_operands(node), f"{node} has edges {operands}")
+            if form_of(node) is Form.RESHAPE:
+                verify_reshape(node, analysis)
         for edge in analysis.edges[node]:
             fact = analysis.facts[edge.operand]
             carries = any(isinstance(f, Tokens) for f in parts_of(fact))
             check(edge.role is Role.WHOLE or carries, f"{node} reads {edge.role} of {edge.operand}")
+
+
+def verify_reshape(node: Node, analysis: Analysis) -> None:
+    """A reshape has the rows of its operand."""
+    before, fact = analysis.facts[node.args[0]], analysis.facts[node]
+    if isinstance(before, Tokens) and isinstance(fact, Tokens):
+        check((before.lo, before.hi) == (fact.lo, fact.hi), f"{node} has other rows than {node.args[0]}")
 
 
 def verify_size(node: Node, analysis: Analysis) -> None:

@@ -547,3 +547,30 @@ def test_rows_that_leave_are_no_other_sequence():
     step = torch.compile(model, backend="streambp", options=dict(chunk_size=24))
     found, truth = (gradients(model, lambda: f(ids, ids)) for f in (step, model))
     assert worst_error(found, truth) < EXACT
+
+
+class PatchedText(nn.Module):
+    """Patches of four tokens behind a start row, where half of each row comes from the row before; each patch
+    is told from the row before it (MEGABYTE, arXiv 2305.07185)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.start = nn.Embedding(VOCABULARY, 8), nn.Parameter(torch.randn(WIDTH))
+        self.into, self.out = nn.Linear(32, WIDTH), nn.Linear(WIDTH, 32)
+        self.layers = nn.ModuleList([Layer(WIDTH, 4) for _ in range(2)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        patches = self.embed(ids.view(len(ids), -1, 4))
+        x = torch.cat([self.start.expand(len(ids), 1, -1), self.into(patches.flatten(2))], 1)
+        for layer in self.layers:
+            here, before = x.chunk(2, -1)
+            x = layer(torch.cat([here, F.pad(before, (0, 0, 1, -1))], -1))
+        return (self.out(x[:, :-1]).unflatten(-1, (4, 8)) - patches).square().mean()
+
+
+def test_patches_of_ids_behind_a_start_row():
+    """Row 0 of the ids is of the token that row 1 of the layer is of, in whatever shape the ids are."""
+    model, ids = PatchedText().double(), ids_of(2, 72)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 8})
+    found, truth = (gradients(model, lambda: f(ids)) for f in (step, model))
+    assert worst_error(found, truth) < EXACT

@@ -163,6 +163,18 @@ def test_random_numbers_are_drawn_by_their_place_or_refused():
         verify_analysis(write.graph, analysis)
 
 
+def test_a_reshape_keeps_its_rows():
+    write = Written()
+    x = write.given("x", torch.randn(LENGTH, 8))
+    y = write("y", aten.view.default, x, [LENGTH, 2, 4])
+    write.graph.output((y,))
+    analysis = analyze(write.graph, LENGTH, {x: (Mark(0),)})
+    verify_analysis(write.graph, analysis)
+    moved = replace(analysis, facts={**analysis.facts, x: Tokens(Mark(0), lo=-1, hi=-1)})
+    with pytest.raises(IllegalResult, match="y has other rows than x"):
+        verify_analysis(write.graph, moved)
+
+
 # Programs
 
 ILLEGAL_PROGRAMS: dict[str, Callable[[Layer], Program]] = {
