@@ -77,7 +77,7 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
     flow = networkx.DiGraph()
     flow.add_nodes_from(graph.nodes)
     flow.add_edges_from((operand, n) for n in graph.nodes for operand in n.all_input_nodes)
-    cheap = {n for n in cheap_nodes(traits, flow) if not (state(n) and traits[n].grad)}
+    cheap = {n for n in cheap_nodes(traits, flow) if not state(n)}
     body = deferred(
         [n for n in nodes if n not in cheap],
         {n: traits[n].bytes for n in nodes},

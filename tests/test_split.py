@@ -94,6 +94,19 @@ def test_every_node_is_kept_once_and_only_cheap_ones_are_made_again():
     assert {n for n in made if made.count(n) > 1} == {"places", "turns", "angles"}
 
 
+BEHIND_TURNS = """
+ids, table, w1, turns → x1: angles, x0, product1, turned1, heads1, attend1, mixed1, x1
+w2, turns, x1 → x2: angles, product2, turned2, heads2, attend2, mixed2, x2
+table, x2 → loss: across, logits, scores, loss
+"""
+
+
+def test_what_runs_before_all_regions_is_made_in_none():
+    write = model()
+    found = split(write.graph, traits_of(write.graph), lambda node: node.name in ("places", "turns"))
+    assert "\n".join(map(str, found)) == BEHIND_TURNS.strip()
+
+
 def test_a_region_reads_only_what_exists():
     known = set()
     for region in regions(model(3)):
