@@ -5,6 +5,7 @@
     python benchmarks/soak.py --seed 17                  one, with its source text
     python benchmarks/soak.py --count 2000 --save soak   also to benchmarks/results/soak.md
     python benchmarks/soak.py --in-turns                 sequences one at a time wherever they do not meet
+    python benchmarks/soak.py --several                  layers over prompts, patches, latents as well
 
 A seed determines a model (`benchmarks/random_models`), a loss, sizes, padding, precision and chunk length. It
 is compiled once and takes three training steps, two at one length and one sometimes at another; some run
@@ -43,7 +44,10 @@ def serve(chosen: argparse.Namespace) -> None:
     prepare(chosen)
     for line in sys.stdin:
         seed, start = json.loads(line)["seed"], time.perf_counter()
-        send(stream, dict(attempt(seed), seed=seed, seconds=round(time.perf_counter() - start, 1)))
+        send(
+            stream,
+            dict(attempt(seed, chosen.several), seed=seed, seconds=round(time.perf_counter() - start, 1)),
+        )
 
 
 def prepare(chosen: argparse.Namespace) -> None:
@@ -115,6 +119,7 @@ def started(chosen: argparse.Namespace):
         "--serve",
         *(["--inductor"] if chosen.inductor else []),
         *(["--in-turns"] if chosen.in_turns else []),
+        *(["--several"] if chosen.several else []),
     ]
     return start(command, log, dict(os.environ, OMP_NUM_THREADS="1"))
 
@@ -159,8 +164,8 @@ def show(seed: int, chosen: argparse.Namespace) -> dict:
     from benchmarks.random_models.trial import attempt
 
     prepare(chosen)
-    print(example(seed).source)
-    answer = attempt(seed)
+    print(example(seed, chosen.several).source)
+    answer = attempt(seed, chosen.several)
     print(answer.pop("trace", ""))
     print("\n".join(answer["refusals"]))
     return dict(answer, seed=seed, seconds=0.0)
@@ -180,6 +185,9 @@ def main() -> int:
     parser.add_argument("--inductor", action="store_true", help="compile chunk bodies")
     parser.add_argument(
         "--in-turns", action="store_true", help="run sequences of a batch one at a time wherever that may be"
+    )
+    parser.add_argument(
+        "--several", action="store_true", help="models of several sequences: prompts, patches, latents"
     )
     parser.add_argument("--save", metavar="NAME", help="also write the summary to benchmarks/results/NAME.md")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

@@ -574,3 +574,27 @@ def test_patches_of_ids_behind_a_start_row():
     step = torch.compile(model, backend="streambp", options={"chunk_size": 8})
     found, truth = (gradients(model, lambda: f(ids)) for f in (step, model))
     assert worst_error(found, truth) < EXACT
+
+
+class Registers(Plain):
+    """Rows of their own before and behind a text that is as long as its table of positions."""
+
+    def __init__(self):
+        super().__init__(width=WIDTH)
+        self.positions, self.rows = nn.Embedding(70, WIDTH), nn.Parameter(torch.randn(6, WIDTH))
+
+    def forward(self, ids, labels):
+        rows, places = self.rows.expand(len(ids), -1, -1), torch.ones_like(ids).cumsum(1) - 1
+        x = torch.cat((rows, self.embed(ids) + self.positions(places), rows), 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.loss(x[:, 6:-6], labels)
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_rows_that_no_text_has_look_up_no_position(chunk):
+    """A chunk computes positions of rows of which the text has none: none of them is in the table."""
+    model, ids = Registers().double(), ids_of(2, 70)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": chunk})
+    found, truth = (gradients(model, lambda: f(ids, ids)) for f in (step, model))
+    assert worst_error(found, truth) < EXACT

@@ -17,9 +17,10 @@ def test_a_seed_determines_a_model():
 
 
 @pytest.mark.quick
-def test_every_weight_and_input_is_read():
+@pytest.mark.parametrize("several", [False, True])
+def test_every_weight_and_input_is_read(several):
     for seed in range(200):
-        source = example(seed).source
+        source = example(seed, several).source
         compile(source, "model", "exec")
         declared, forward = source.split("def forward")
         for line in declared.split("super().__init__()")[1].splitlines():
@@ -35,6 +36,16 @@ def test_a_seed_is_exact(seed, interpreted):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert trial.attempt(seed)["failures"] == []
+
+
+FOUND_SEVERAL = (4,)
+
+
+@pytest.mark.parametrize("seed", representatives([*range(3), *FOUND_SEVERAL], {4}))
+def test_a_seed_of_several_sequences_is_exact(seed, interpreted):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert trial.attempt(seed, several=True)["failures"] == []
 
 
 def test_a_wrong_gradient_and_a_crash_are_found(interpreted, monkeypatch):

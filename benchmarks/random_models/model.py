@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from .attention import attention
 from .blocks import RESIDUALS, experts, feed_forward, norm
 from .losses import BESIDE, LOSSES
 from .mixers import MIXERS
+from .sequences import among_others
 from .writer import Sizes, Writer
 
 PAGE = '''\
@@ -70,17 +71,23 @@ class Example:
     settings: Settings
 
 
-def example(seed: int) -> Example:
-    """The model of a seed: the same for ever, as long as the generator stays as it is."""
+def example(seed: int, several: bool = False) -> Example:
+    """The model of a seed: the same for ever, as long as the generator stays as it is.
+
+    several  with layers over other sequences than the tokens
+    """
     random = Random(seed)
-    sizes = sizes_of(random)
+    sizes = in_patches(random, sizes_of(random)) if several else sizes_of(random)
     low = random.random() < 0.15
     w = Writer(random, sizes, exact=not low)
-    if random.random() < 0.25:
-        w.padding = random.choice(("left", "right"))
-    elif random.random() < 0.15:
-        w.packed = True
-    w.do(f"return {loss(w, layers(w, embedded(w)))}")
+    if several:
+        w.do(f"return {loss(w, among_others(w, embedded(w), layers))}")
+    else:
+        if random.random() < 0.25:
+            w.padding = random.choice(("left", "right"))
+        elif random.random() < 0.15:
+            w.packed = True
+        w.do(f"return {loss(w, layers(w, embedded(w)))}")
     settings = settings_of(random, sizes, low)
     text = "\n".join(w.lines)
     weights = [line for line in w.weights if reads(text, line)]
@@ -116,6 +123,14 @@ def sizes_of(random: Random) -> Sizes:
     other = random.choice([n for n in range(9, 33) if n != tokens])
     second = other if random.random() < 0.15 else tokens  # another length is another analysis
     return Sizes(batch, tokens, second, width, heads, vocabulary)
+
+
+def in_patches(random: Random, sizes: Sizes) -> Sizes:
+    """Lengths that are whole patches."""
+    patch = random.choice((2, 3, 4))
+    first, second = (patch * random.randint(3, 28 // patch) for _ in range(2))
+    second = first if sizes.second == sizes.tokens else second
+    return replace(sizes, tokens=first, second=second, patch=patch)
 
 
 def settings_of(random: Random, sizes: Sizes, low: bool) -> Settings:

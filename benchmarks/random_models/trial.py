@@ -27,7 +27,7 @@ def loaded(example):
     return module, path
 
 
-def attempt(seed: int) -> dict:
+def attempt(seed: int, several: bool = False) -> dict:
     """Run one seed: ``failures``, ``refusals``, and counts."""
     import torch
 
@@ -35,7 +35,7 @@ def attempt(seed: int) -> dict:
 
     torch._dynamo.reset()
     torch.manual_seed(seed)
-    found = example(seed)
+    found = example(seed, several)
     module, path = loaded(found)
     try:
         return Trial(module, found.settings).run()

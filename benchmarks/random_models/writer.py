@@ -13,6 +13,7 @@ class Sizes:
     batch, tokens  of its first batch; ``second`` is the length of another batch
     width          features of hidden states, a multiple of ``heads``
     vocabulary     number of token ids
+    patch          tokens of a patch, where the text is made of patches
     """
 
     batch: int
@@ -21,6 +22,7 @@ class Sizes:
     width: int
     heads: int
     vocabulary: int
+    patch: int = 1
 
     @property
     def head(self) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Mark, Tokens, rank_of, value_of
+from ..ir import Edge, Mark, Tokens, rank_of, value_of
+from ..rules import indices_of
 from .reading import Reading
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -16,6 +17,14 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 class Rows(Reading):
     """What a body knows of its rows."""
+
+    def operand(self, edge: Edge) -> Node:
+        """An operand as its edge says. What the chunk computes for rows that do not exist may be no index of
+        the table that it looks up: they look up row 0."""
+        value = super().operand(edge)
+        if edge.operand in self.draft.inside and edge.operand in indices_of(self.node):
+            return self.zero_beyond(edge.operand, value, edge.operand)
+        return value
 
     def tokens_of_rows(self) -> Node:
         """``[C]``: the token of each row."""

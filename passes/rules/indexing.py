@@ -62,9 +62,8 @@ def embedding(node: Node) -> Signature:
 def emit_embedding_backward(body, node: Node):
     if not body.adds_up(node):
         return body.copy(node)
-    return body.accumulate_rows(
-        node, body.read(node.args[1]), body.summand(node.args[0]), padding=node.args[3]
-    )
+    index = body.operand(body.edges(node)[1])
+    return body.accumulate_rows(node, index, body.summand(node.args[0]), padding=node.args[3])
 
 
 @rule(
