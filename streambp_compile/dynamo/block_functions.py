@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from .. import internals
 from ..passes.ir import Mark, bytes_of, hint, is_tensor, is_view, shape_of, value_of
 from ..passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction, over_blocks
-from ..passes.rules import find_rule, functional
+from ..passes.rules import find_rule, for_any_layout, functional
 from ..passes.rules.forward import mutated
 from ..passes.token_propagation import TokenPropagation
 
@@ -96,7 +96,7 @@ class BlockGraph:
                 self.sizes(value) if i == at else map_arg(a, self.copied) for i, a in enumerate(value.args)
             ]
             kwargs = map_arg(value.kwargs, self.copied)
-            target = value.target if rule is None or rule.any_layout is None else rule.any_layout
+            target = for_any_layout(value.target)
             if mutated(value) is not None:  # of a value that nobody else reads
                 target = functional(target)
             if target is None:
@@ -242,7 +242,7 @@ def for_any_count(traces: Sequence[Graph]) -> GraphModule:
 
 
 class Joining:
-    """Writes the graph that several traces are instances of."""
+    """Writes the graph that several traces are instances of, for operands of any layout."""
 
     def __init__(self) -> None:
         self.graph, self.values = Graph(), dict[Node, Node]()
@@ -257,7 +257,7 @@ class Joining:
             self.values[node] = self.graph.placeholder(node.name)
         else:
             args, kwargs = self.joined([n.args for n in nodes]), self.joined([dict(n.kwargs) for n in nodes])
-            target, into = node.target, mutated(node)
+            target, into = for_any_layout(node.target), mutated(node)
             if into is not None:
                 target = functional(target)
                 if target is None or is_view(into) or any(map(is_view, into.users)):
