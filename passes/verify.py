@@ -77,7 +77,7 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
     """Every value has a fact, and every node that tokens come to has a rule and an edge for each operand.
 
     - A token dimension has the size that its fact says.
-    - A reshape has the rows of its operand.
+    - A reshape has the rows that it reads of its operand.
     - What has rows has outputs with rows; a sum has none.
     - An edge by rows, halo, keys or carry reads a value with rows.
     - Random numbers are drawn by their place alone, so that every chunk can draw its own again.
@@ -105,10 +105,13 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
 
 
 def verify_reshape(node: Node, analysis: Analysis) -> None:
-    """A reshape has the rows of its operand."""
-    before, fact = analysis.facts[node.args[0]], analysis.facts[node]
-    if isinstance(before, Tokens) and isinstance(fact, Tokens):
-        check((before.lo, before.hi) == (fact.lo, fact.hi), f"{node} has other rows than {node.args[0]}")
+    """A reshape has the rows that it reads of its operand: the same, or all shifted by a constant."""
+    edge, fact = analysis.edges[node][0], analysis.facts[node]
+    read = analysis.facts[edge.operand]
+    shift = edge.reach.lo if edge.role is Role.HALO else 0
+    if isinstance(read, Tokens) and isinstance(fact, Tokens):
+        same = (read.lo - shift, read.hi - shift) == (fact.lo, fact.hi)
+        check(same, f"{node} has other rows than {edge.operand}")
 
 
 def verify_size(node: Node, analysis: Analysis) -> None:

@@ -598,3 +598,30 @@ def test_rows_that_no_text_has_look_up_no_position(chunk):
     step = torch.compile(model, backend="streambp", options={"chunk_size": chunk})
     found, truth = (gradients(model, lambda: f(ids, ids)) for f in (step, model))
     assert worst_error(found, truth) < EXACT
+
+
+class SortedPatches(nn.Module):
+    """Patches of four tokens whose experts' rows are sorted, worked on, and put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.into, self.out = nn.Embedding(VOCABULARY, 8), nn.Linear(32, 8), nn.Linear(8, 32)
+        self.router, self.experts = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tokens = self.embed(ids)
+        x = self.into(self.embed(ids.view(len(ids), -1, 4)).flatten(2)).tanh()
+        share, chosen = self.router(x).softmax(-1).topk(2)
+        rows, order = x.flatten(0, 1), chosen.flatten().argsort(stable=True)
+        made = torch.bmm(rows[order // 2][:, None], self.experts[chosen.flatten()[order]])[:, 0]
+        made = made * share.flatten()[order][:, None]
+        x = x + torch.zeros_like(rows).index_add(0, order // 2, made).view_as(x)
+        return (tokens + self.out(x).unflatten(-1, (4, 8)).flatten(1, 2)).square().mean()
+
+
+def test_experts_of_patches_are_sorted():
+    """What maps a patch to its tokens is derived from experts in the order of patches, and reads them so."""
+    model, ids = SortedPatches().double(), ids_of(3, 48)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 8})
+    found, truth = (gradients(model, lambda: f(ids)) for f in (step, model))
+    assert worst_error(found, truth) < EXACT

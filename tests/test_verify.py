@@ -23,6 +23,7 @@ from streambp_compile.passes.ir import (
     Mark,
     Plan,
     Program,
+    Reach,
     Role,
     Signature,
     Summed,
@@ -170,9 +171,11 @@ def test_a_reshape_keeps_its_rows():
     write.graph.output((y,))
     analysis = analyze(write.graph, LENGTH, {x: (Mark(0),)})
     verify_analysis(write.graph, analysis)
-    moved = replace(analysis, facts={**analysis.facts, x: Tokens(Mark(0), lo=-1, hi=-1)})
+    moved = replace(analysis, facts={**analysis.facts, x: Tokens(Mark(0), lo=1, hi=1)})
     with pytest.raises(IllegalResult, match="y has other rows than x"):
         verify_analysis(write.graph, moved)
+    shifted = {**analysis.edges, y: (Edge(x, Role.HALO, Reach(1, 1)),)}
+    verify_analysis(write.graph, replace(moved, edges=shifted))
 
 
 # Programs

@@ -39,11 +39,11 @@ class CannotUndo(Exception):
     """Something reads sorted rows in an order that matters, or in a way that no rule describes."""
 
 
-def undo_sorts(module: GraphModule, probing: bool = False) -> GraphModule:
+def undo_sorts(module: GraphModule, unsorted: set[int] | None = None) -> GraphModule:
     """Rewrite a normal graph, in place, without the sorts that are undone in it.
 
-    probing  the graph returns values for their shapes alone: those that are sorted are returned in the order
-             of tokens
+    unsorted  where given, the graph may return other values of the same shapes in place of sorted ones, and
+              the places of these are added here; else a sort stays whose order is returned
     """
     graph = module.graph
     for node in [n for n in graph.nodes if form_of(n) is Form.SORT and len(shape_of(n.args[0])) == 1]:
@@ -52,12 +52,12 @@ def undo_sorts(module: GraphModule, probing: bool = False) -> GraphModule:
             continue
         try:
             sort = Sort(graph, node)
-            sort.follow(probing)
+            sort.follow(may_be_returned=unsorted is not None)
         except CannotUndo:
             for new in reversed([n for n in graph.nodes if n not in before]):
                 graph.erase_node(new)
             continue
-        sort.rewrite(probing)
+        sort.rewrite(unsorted)
         graph.eliminate_dead_code()
         module.recompile()
     return module
@@ -83,12 +83,12 @@ class Sort:
         self.counts: set[Node] = set()
         self.back: dict[Node, Node] = {}
 
-    def follow(self, probing: bool) -> None:
+    def follow(self, may_be_returned: bool) -> None:
         """Raises `CannotUndo`."""
         nodes = list(self.graph.nodes)
         for node in nodes[nodes.index(self.sort) + 1 :]:
             if node.op == "output":
-                if not probing and any(self.is_sorted(n) for n in node.all_input_nodes):
+                if not may_be_returned and any(self.is_sorted(n) for n in node.all_input_nodes):
                     raise CannotUndo(node)
             elif self.sort in node.all_input_nodes or any(map(self.is_sorted, node.all_input_nodes)):
                 with self.graph.inserting_before(node):
@@ -348,21 +348,22 @@ class Sort:
         new = self.emitted(rows, aten.reshape.default, (rows, shape), apart)
         return self.emitted(new, aten.sum.dim_IntList, (new, [1]), apart.sum(1))
 
-    def rewrite(self, probing: bool) -> None:
+    def rewrite(self, unsorted: set[int] | None) -> None:
         for old, new in self.back.items():
             old.replace_all_uses_with(new)
-        if probing:
-            output = next(n for n in self.graph.nodes if n.op == "output")
+        if unsorted is not None:
+            output = self.graph.output_node()
             stand_ins = {
                 **dict.fromkeys((*self.tokens, *self.places), self.keys),
                 **dict.fromkeys(self.counts),
                 **self.plain,
             }
-            output.args = (
-                torch.fx.node.map_arg(
-                    output.args[0], lambda n: stand_ins.get(n, n) if self.is_sorted(n) else n
-                ),
-            )
+            returned = list(output.args[0])
+            for place, node in enumerate(returned):
+                if isinstance(node, Node) and self.is_sorted(node):
+                    returned[place] = stand_ins.get(node, node)
+                    unsorted.add(place)
+            output.args = (returned,)
 
 
 def same_size(a: Size, b: Size) -> bool:

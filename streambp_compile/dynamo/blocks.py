@@ -54,7 +54,8 @@ class BlockCalls:
     def __init__(self, found: Blocked):
         self.found = found
         trace, nodes = found.trace, found.module.graph.nodes
-        self.graph_values = {trace.values[n]: n for n in reversed(nodes) if n in trace.values}
+        known = [n for n in reversed(nodes) if n in trace.values and n not in trace.unsorted]
+        self.graph_values = {trace.values[n]: n for n in known}
         self.laid_out: list[Node] = []
 
     def rewrite(self) -> None:
@@ -90,6 +91,8 @@ class BlockCalls:
         if not self.found.readers and not any(map(self.found.leaves, self.found.inside)):
             raise NoBlockFunction("no rows of tokens come out")
         for node in wanted:
+            if node in self.found.trace.unsorted:
+                raise NoBlockFunction(f"{node} is in another order than that of blocks")
             if not self.found.leaves(node) and bytes_of(fake_of(node)) > self.found.small():
                 raise NoBlockFunction(f"{node} is wide, and blocks exchange it")
         for node in self.found.exchange:

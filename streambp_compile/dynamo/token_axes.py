@@ -175,12 +175,18 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
 
 
 class Trace:
-    """The whole forward, captured once; and which of its nodes come from which node of the Dynamo graph."""
+    """The whole forward, captured once; and which of its nodes come from which node of the Dynamo graph.
+
+    values    node of the Dynamo graph → its value
+    unsorted  those of these nodes that are sorted, and whose value here is another one of the same shape
+    """
 
     def __init__(self, module: GraphModule, fakes: Sequence[object]):
         captured = Captured(module, fakes)
         self.random = {n.name for n in captured.module.graph.nodes if draws_random(n)}
-        rewritten = undo_sorts(normalize(captured.module), probing=True)
+        places: set[int] = set()
+        rewritten = undo_sorts(normalize(captured.module), places)
+        self.unsorted = frozenset(n for i, n in enumerate(captured.tensors) if i in places)
         self.graph, self.captured_for, self.values = (
             rewritten.graph,
             captured.names,
