@@ -266,9 +266,13 @@ class Reading:
         return isinstance(fact, Tokens) and fact.rows.dim == dim
 
     def read_int(self, node: Node) -> Any:
+        """A number that the graph computes. One in which all sizes cancel (``rows / (2 * rows)``) is a
+        constant, although it has the type of a symbol."""
         value = value_of(node)
         if isinstance(value, (int, float, bool)):
             return value
+        if isinstance(value, torch.SymInt | torch.SymFloat) and value.node.expr.is_number:
+            return int(value.node.expr) if isinstance(value, torch.SymInt) else float(value.node.expr)
         return self.draft.bind(Binding(BindingRole.SCALAR, node, node.name))
 
     def reshaped(self, value: Node, sizes: list) -> Node:
