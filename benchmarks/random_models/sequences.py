@@ -16,7 +16,7 @@ def among_others(w: Writer, x: str, layers: Layers) -> str:
     before, behind = w.chance(0.2), w.chance(0.3)
     x = layers(w, x) if before else x
     outer = list(w.layers) or [x]
-    x = w.pick(*LAYOUTS)(w, x, nested if w.chance(0.25) else inside(layers))
+    x = w.pick(*LAYOUTS)(w, x, nested(layers) if w.chance(0.25) else inside(layers))
     w.layers, w.values = outer, []
     return layers(w, x) if behind else x
 
@@ -32,10 +32,13 @@ def inside(layers: Layers) -> Layers:
     return made
 
 
-def nested(w: Writer, x: str) -> str:
-    from .model import layers
+def nested(layers: Layers) -> Layers:
+    """Layers over one more sequence, which is made of this one."""
 
-    return w.pick(prompted, registers, started, opened, halved)(w, x, inside(layers))
+    def made(w: Writer, x: str) -> str:
+        return w.pick(prompted, registers, started, opened, halved)(w, x, inside(layers))
+
+    return made
 
 
 def shifted(w: Writer, x: str) -> str:
