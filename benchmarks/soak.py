@@ -5,7 +5,8 @@
     python benchmarks/soak.py --seed 17                  one, with its source text
     python benchmarks/soak.py --count 2000 --save soak   also to benchmarks/results/soak.md
     python benchmarks/soak.py --in-turns                 sequences one at a time wherever they do not meet
-    python benchmarks/soak.py --several                  layers over prompts, patches, latents as well
+    python benchmarks/soak.py --kind several             layers over prompts, patches, latents as well
+    python benchmarks/soak.py --kind operators           chains of any operators along the tokens for layers
 
 A seed determines a model (`benchmarks/random_models`), a loss, sizes, padding, precision and chunk length. It
 is compiled once and takes three training steps, two at one length and one sometimes at another; some run
@@ -33,6 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT = 180.0
+KINDS = ("usual", "several", "operators")
 
 
 def serve(chosen: argparse.Namespace) -> None:
@@ -46,7 +48,7 @@ def serve(chosen: argparse.Namespace) -> None:
         seed, start = json.loads(line)["seed"], time.perf_counter()
         send(
             stream,
-            dict(attempt(seed, chosen.several), seed=seed, seconds=round(time.perf_counter() - start, 1)),
+            dict(attempt(seed, chosen.kind), seed=seed, seconds=round(time.perf_counter() - start, 1)),
         )
 
 
@@ -119,7 +121,7 @@ def started(chosen: argparse.Namespace):
         "--serve",
         *(["--inductor"] if chosen.inductor else []),
         *(["--in-turns"] if chosen.in_turns else []),
-        *(["--several"] if chosen.several else []),
+        *("--kind", chosen.kind),
     ]
     return start(command, log, dict(os.environ, OMP_NUM_THREADS="1"))
 
@@ -164,8 +166,8 @@ def show(seed: int, chosen: argparse.Namespace) -> dict:
     from benchmarks.random_models.trial import attempt
 
     prepare(chosen)
-    print(example(seed, chosen.several).source)
-    answer = attempt(seed, chosen.several)
+    print(example(seed, chosen.kind).source)
+    answer = attempt(seed, chosen.kind)
     print(answer.pop("trace", ""))
     print("\n".join(answer["refusals"]))
     return dict(answer, seed=seed, seconds=0.0)
@@ -186,9 +188,7 @@ def main() -> int:
     parser.add_argument(
         "--in-turns", action="store_true", help="run sequences of a batch one at a time wherever that may be"
     )
-    parser.add_argument(
-        "--several", action="store_true", help="models of several sequences: prompts, patches, latents"
-    )
+    parser.add_argument("--kind", choices=KINDS, default="usual", help="of models (%(default)s)")
     parser.add_argument("--save", metavar="NAME", help="also write the summary to benchmarks/results/NAME.md")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()

@@ -152,11 +152,7 @@ class Reader:
         if node in self.propagation.missing:
             raise self.propagation.missing[node]
         if node in self.propagation.lost:
-            raise refuse(
-                node,
-                self.propagation.lost[node],
-                "Keep the token dimension separate from the other dimensions",
-            )
+            raise refuse(node, *self.propagation.lost[node])
         if self.propagation.turned(node, self.propagation.signatures[node]):
             raise refuse(
                 node,
@@ -258,6 +254,12 @@ class Reader:
                 "Attend over all tokens, and slice the result afterwards",
             )
         if any(f.keys is not None for f in facts):
+            if labels.kind is not Kind.ALL and self.reads_other_rows(operands, signature, labels.row):
+                raise refuse(
+                    node,
+                    "This operation moves rows of a [tokens, tokens] matrix",
+                    "Move the rows of the queries, before the product",
+                )
             moved = [signature.reach[label] for label in (labels.row, labels.key) if label in signature.reach]
             if any(r.lo == r.hi != 0 for r in moved):
                 raise refuse(
@@ -271,6 +273,14 @@ class Reader:
                     "This scan runs along the rows of a [tokens, tokens] matrix",
                     "Scan a value that has one row per token",
                 )
+
+    def reads_other_rows(self, operands: tuple[Node, ...], signature: Signature, row: Label) -> bool:
+        """Are the rows of a matrix among the operands others than those of the result?"""
+        if signature.reshape:
+            return False
+        found = [(self.facts[a], dims) for a, dims in zip(operands, signature.operands)]
+        matrices = [(f, dims) for f, dims in found if isinstance(f, Tokens) and f.keys is not None]
+        return any(dims[f.rows.dim] not in (row, None) for f, dims in matrices)
 
     def output_fact(self, node: Node, output: int, labels: Labelling, low: int) -> Fact:
         """The fact of one output whose row 0 is of token ``low``, unless its rows are keys."""

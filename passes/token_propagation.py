@@ -20,6 +20,11 @@ from .phases import check_time
 from .rules import rule_of
 
 Slot = tuple[Node, int]  # a node and which of its outputs; -1 for a node that is one value
+KEEP_APART = "Keep the token dimension separate from the other dimensions"
+TWO_ORDERS = (
+    "This operation reads rows of tokens in two different orders",
+    "Bring both to the same order before they meet",
+)
 
 
 def outputs_of(node: Node) -> tuple[int, ...]:
@@ -75,7 +80,8 @@ class Signatures:
 class TokenPropagation:
     """Marks, spread to a fixpoint. ``marks[slot][dim]`` is the mark of that dimension.
 
-    lost     reshapes that tokens do not come through → why
+    lost     reshapes that tokens do not come through, and nodes where rows in two orders meet → why, and what
+             a user can do
     merging  those of them that would make one dimension of queries and keys
 
     Nodes are visited forth and back in the order of the graph, whenever marks around them are new. So the
@@ -89,7 +95,7 @@ class TokenPropagation:
         self.known = Signatures(graph) if known is None else known
         self.signatures, self.missing = self.known.found, self.known.missing
         self.marks: dict[Slot, dict[int, Mark]] = {}
-        self.lost: dict[Node, str] = {}
+        self.lost: dict[Node, tuple[str, str]] = {}
         self.merging: dict[Node, None] = {}
         self.keys: dict[Slot, int] = {}
         self.waiting: set[Node] = set()
@@ -149,6 +155,13 @@ class TokenPropagation:
             self.marks[slot][mark.dim] = mark
             self.wake(slot)
 
+    def place(self, node: Node, slot: Slot, mark: Mark | None) -> None:
+        """Carry a mark to a value. One that has another mark there has its rows in another order: blocks of
+        four neighbours beside blocks of every fourth row."""
+        self.add(slot, mark)
+        if mark is not None and self.marks[slot][mark.dim] != mark:
+            self.lost.setdefault(node, TWO_ORDERS)
+
     def tied(self, node: Node, signature: Signature) -> None:
         """Carry marks between equally labelled dimensions."""
         operands = tensor_operands(node)
@@ -171,13 +184,13 @@ class TokenPropagation:
             )
             if found is not None:
                 for slot, dim in tied:
-                    self.add(slot, Mark(dim, found.outer, found.inner))
+                    self.place(node, slot, Mark(dim, found.outer, found.inner))
 
     def tie_written(self, result: Slot, base: Slot) -> None:
         """Rows written among those of a value leave all others in their place."""
         for source, target in ((result, base), (base, result)):
             for mark in tuple(self.marks.get(source, {}).values()):
-                self.add(target, mark)
+                self.place(result[0], target, mark)
 
     def tie_reshape(self, node: Node, operand: Node) -> None:
         ends = ((slot_of(operand), shape_of(operand)), ((node, -1), shape_of(node)))
@@ -188,15 +201,17 @@ class TokenPropagation:
             ):
                 self.merging[node] = None
                 self.lost[node] = (
-                    f"This reshape from {list(old)} to {list(new)} merges the query and the key dimension"
+                    f"This reshape from {list(old)} to {list(new)} merges the query and the key dimension",
+                    KEEP_APART,
                 )
                 continue
             for _, moved in found:
                 if moved is None and source != (node, -1):
                     self.lost[node] = (
-                        f"This reshape from {list(old)} to {list(new)} splits the token dimension"
+                        f"This reshape from {list(old)} to {list(new)} splits the token dimension",
+                        KEEP_APART,
                     )
-                self.add(target, moved)
+                self.place(node, target, moved)
 
     # Which of two token dimensions holds the keys
 

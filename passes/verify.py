@@ -41,6 +41,7 @@ from .ir import (
 )
 from .rules import form_of, rule_of
 from .rules.facets import Form
+from .token_propagation import reshaped
 from .width import too_wide
 
 
@@ -77,7 +78,8 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
     """Every value has a fact, and every node that tokens come to has a rule and an edge for each operand.
 
     - A token dimension has the size that its fact says.
-    - A reshape has the rows that it reads of its operand.
+    - A reshape has the rows that it reads of its operand, in their order.
+    - Rows that meet are in one order.
     - What has rows has outputs with rows; a sum has none.
     - An edge by rows, halo, keys or carry reads a value with rows.
     - Random numbers are drawn by their place alone, so that every chunk can draw its own again.
@@ -98,6 +100,8 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
             check(operands == tensor_operands(node), f"{node} has edges {operands}")
             if form_of(node) is Form.RESHAPE:
                 verify_reshape(node, analysis)
+            else:
+                verify_order(node, analysis)
         for edge in analysis.edges[node]:
             fact = analysis.facts[edge.operand]
             carries = any(isinstance(f, Tokens) for f in parts_of(fact))
@@ -112,6 +116,16 @@ def verify_reshape(node: Node, analysis: Analysis) -> None:
     if isinstance(read, Tokens) and isinstance(fact, Tokens):
         same = (read.lo - shift, read.hi - shift) == (fact.lo, fact.hi)
         check(same, f"{node} has other rows than {edge.operand}")
+        moved = reshaped(read.rows, shape_of(edge.operand), shape_of(node))
+        check(moved == fact.rows, f"{node} has rows in another order than {edge.operand}")
+
+
+def verify_order(node: Node, analysis: Analysis) -> None:
+    """The rows that an operation reads one by one, and those of its results, are laid out alike."""
+    read = [analysis.facts[e.operand] for e in analysis.edges[node] if e.role in (Role.ROWS, Role.HALO)]
+    made = parts_of(analysis.facts[node]) if analysis.kinds[node] is Kind.ROWS else ()
+    orders = {(f.rows.outer, f.rows.inner) for f in (*read, *made) if isinstance(f, Tokens)}
+    check(len(orders) < 2, f"{node} meets rows in different orders")
 
 
 def verify_size(node: Node, analysis: Analysis) -> None:

@@ -377,6 +377,41 @@ def test_gradients_that_are_not_those_of_the_operators(name):
     check(mix, [40, MANY], strict=False)
 
 
+def turned(x: Tensor) -> Tensor:
+    """Four blocks, and then the first row of each, the second of each, …"""
+    return x.unflatten(1, (4, -1)).transpose(1, 2).reshape(x.shape)
+
+
+def turned_beside_attention(x: Tensor) -> Tensor:
+    parts = x.unflatten(1, (-1, 4)).transpose(1, 2)
+    beside = parts.tanh().transpose(1, 2).reshape(parts.shape)
+    return (F.scaled_dot_product_attention(parts, parts, parts) + beside).flatten(1, 2)
+
+
+def two_orders(x: Tensor) -> Tensor:
+    parts = x.unflatten(1, (4, -1)).cumsum(2)
+    return parts.flatten(1, 2) * parts.transpose(1, 2).flatten(1, 2)
+
+
+def normalised_over_blocks(x: Tensor) -> Tensor:
+    return x.unflatten(1, (4, -1)).softmax(1).flatten(1, 2)
+
+
+ACROSS = {f.__name__: f for f in (turned, turned_beside_attention, two_orders, normalised_over_blocks)}
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+@pytest.mark.parametrize("name", representatives(ACROSS, {"turned", "normalised_over_blocks"}))
+def test_blocks_that_meet_are_no_function_of_each(name):
+    """A block function would give other numbers: row by row, in another order, or over the rows of one."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        x = k + q * F.gelu(v)
+        return x + ACROSS[name](x) * scale[0]
+
+    check(mix, [40, 56], strict=False)
+
+
 def test_zeros_of_a_size_stop_no_gradient():
     def positive(x: Tensor) -> Tensor:
         return torch.where(x > 0, x, torch.zeros_like(x))

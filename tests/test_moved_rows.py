@@ -200,6 +200,18 @@ def test_both_sides_stream(after):
     assert all(r.forward.program.sweeps for r in picked)
 
 
+def test_rows_added_where_an_index_of_each_token_says():
+    """A chunk of the sums reads all rows, though it has some of them itself."""
+
+    def grouped(m, x, ids):
+        y = F.gelu(m.embed(ids))
+        return m.loss(y + torch.zeros_like(y).index_add(1, ids[0] % y.shape[1], y), ids)
+
+    model, ids = Model(grouped).double(), ids_of(2, LENGTH)
+    step, _ = compiled(model)
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
 @pytest.mark.slow
 def test_rows_written_into_a_copy_are_exact():
     model, ids = Model(put_in_place).double(), ids_of(2, LENGTH)

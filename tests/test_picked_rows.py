@@ -207,6 +207,11 @@ def mixing(x, gates, chosen, e, f, out):
     out[mask] = rows * rows.mean(0)
 
 
+def normalised(x, gates, chosen, e, f, out):
+    mask = chosen[:, 0] == e
+    out[mask] = f(x[mask].softmax(0))
+
+
 def detached(x, gates, chosen, e, f, out):
     mask = chosen[:, 0] == e
     out[mask] = f(x[mask].detach())
@@ -245,10 +250,10 @@ def listed(x, gates, chosen, e, f, out):
         out.index_add_(0, part, f(x[part]))
 
 
-OTHERS = {f.__name__: f for f in (mixing, detached, numbered, shifted, written, dropped, listed)}
+OTHERS = {f.__name__: f for f in (mixing, normalised, detached, numbered, shifted, written, dropped, listed)}
 
 
-@pytest.mark.parametrize("name", representatives(OTHERS, {"mixing", "listed"}))
+@pytest.mark.parametrize("name", representatives(OTHERS, {"mixing", "normalised", "listed"}))
 def test_what_is_no_function_of_rows_stays_exact(name):
     """The graph breaks there, as it does by default."""
     with warnings.catch_warnings():

@@ -17,10 +17,10 @@ def test_a_seed_determines_a_model():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("several", [False, True])
-def test_every_weight_and_input_is_read(several):
+@pytest.mark.parametrize("kind", soak.KINDS)
+def test_every_weight_and_input_is_read(kind):
     for seed in range(200):
-        source = example(seed, several).source
+        source = example(seed, kind).source
         compile(source, "model", "exec")
         declared, forward = source.split("def forward")
         for line in declared.split("super().__init__()")[1].splitlines():
@@ -45,7 +45,17 @@ FOUND_SEVERAL = (4, 72, 186, 228, 500)  # wrong gradients, crashes and internal 
 def test_a_seed_of_several_sequences_is_exact(seed, interpreted):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert trial.attempt(seed, several=True)["failures"] == []
+        assert trial.attempt(seed, "several")["failures"] == []
+
+
+FOUND_OPERATORS = (32, 85, 187)  # wrong gradients, and a crash, once
+
+
+@pytest.mark.parametrize("seed", representatives([*range(3), *FOUND_OPERATORS], {32}))
+def test_a_seed_of_any_operators_is_exact(seed, interpreted):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert trial.attempt(seed, "operators")["failures"] == []
 
 
 def test_a_wrong_gradient_and_a_crash_are_found(interpreted, monkeypatch):

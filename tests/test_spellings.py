@@ -731,6 +731,46 @@ def test_an_idiom_without_gradients_is_exact(name, interpreted):
     assert abs(got - loss) <= 1e-10 * abs(loss)
 
 
+def every_other_row(x):
+    """A part of the rows is written to, whose number is a symbol at the second length."""
+    x = x + 0.3 * x.mT.reshape(x.shape).tanh()
+    x[:, 4:9] = x[:, :5] * 2
+    x[:, 1::2] *= 0.5
+    return x
+
+
+def sampled(x):
+    """Rows between the tokens: at the second length, their places are numbers made of symbols."""
+    at = torch.stack((x[..., 0].tanh(), torch.zeros_like(x[..., 0])), -1)[:, None]
+    return F.grid_sample(x.mT[:, :, None], at, align_corners=False)[:, :, 0].mT
+
+
+OPERATORS = {
+    "a maximum of everything": lambda x: x / x.amax(),
+    "a complex number": lambda x: torch.exp(1j * x).imag,
+    "every other row": every_other_row,
+    "rows in between": sampled,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_along_tokens_is_no_internal_error(name, interpreted):
+    w = Weights()
+
+    def step(ids):
+        x = F.embedding(ids, w.table)
+        return loss_of(x + attend(x, w) + OPERATORS[name](x.tanh()), ids, w)
+
+    compiled = torch.compile(step, backend="streambp", options={"chunk_size": 4})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (TOKENS, 18, 20):
+            ids = torch.randint(VOCAB, (BATCH, length))
+            found, expected = (torch.autograd.grad(f(ids), (w.table, w.qkv)) for f in (compiled, step))
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert not [str(w.message) for w in caught if "internal error" in str(w.message)]
+
+
 def test_every_token_of_a_long_text_sees_itself(interpreted):
     """An identity of more than 255 tokens: its indices do not fit into a byte."""
     w, ids = Weights(), torch.randint(VOCAB, (1, 260))

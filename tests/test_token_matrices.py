@@ -145,6 +145,26 @@ def test_a_padding_mask_is_no_matrix():
     assert peak(lambda: step(ids).backward()) < limit
 
 
+MOVED = {
+    "rolled": lambda scores, places: scores.roll(1, 2),
+    "looked up": lambda scores, places: scores[:, :, places],
+    "written": lambda scores, places: torch.zeros_like(scores).index_copy(2, places, scores),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moved_rows_of_a_matrix_run_unchunked(name):
+    """A chunk has the rows of its own queries alone."""
+    model = Layer(
+        lambda _, scores, *__: MOVED[name](scores, torch.arange(scores.shape[2]).flip(0)).softmax(-1)
+    )
+    model, ids = model.double(), torch.randint(VOCABULARY, (2, 21))
+    with pytest.warns(NotStreamed, match="moves rows of a|looks up rows"):
+        step = torch.compile(model, backend="streambp", options={"chunk_size": 8})
+        found = gradients(model, lambda: step(ids))
+    assert worst_error(found, gradients(model, lambda: model(ids))) < EXACT
+
+
 @pytest.mark.parametrize("offset", [-2, 0, 1])
 @pytest.mark.parametrize("dims", [(0, 1), (2, 0), (-1, -2)])
 def test_diagonals_are_those_of_torch(offset, dims):

@@ -178,6 +178,33 @@ def test_a_reshape_keeps_its_rows():
     verify_analysis(write.graph, replace(moved, edges=shifted))
 
 
+def test_rows_keep_their_order():
+    write = Written()
+    x, other = (write.given(name, torch.randn(4 * LENGTH)) for name in ("x", "other"))
+    y = write("y", aten.view.default, x, [4, LENGTH])
+    z = write("z", aten.mul.Tensor, x, other)
+    write.graph.output((y, z))
+    marks = (Mark(0, outer=4),)
+    analysis = analyze(write.graph, LENGTH, {x: marks, other: marks})
+    verify_analysis(write.graph, analysis)
+    turned = Tokens(Mark(0, inner=4))
+    with pytest.raises(IllegalResult, match="y has rows in another order than x"):
+        verify_analysis(write.graph, replace(analysis, facts={**analysis.facts, x: turned}))
+    with pytest.raises(IllegalResult, match="z meets rows in different orders"):
+        verify_analysis(write.graph, replace(analysis, facts={**analysis.facts, other: turned}))
+
+
+def test_rows_in_two_orders_do_not_meet():
+    write = Written()
+    x = write.given("x", torch.randn(LENGTH, 4, 8))
+    rows = write("rows", aten.view.default, x, [4 * LENGTH, 8])
+    turned = write("turned", aten.permute.default, x, [1, 0, 2])
+    turned = write("flat", aten.reshape.default, turned, [4 * LENGTH, 8])
+    write.graph.output((write("met", aten.add.Tensor, rows, turned),))
+    with pytest.raises(CannotStream, match="two different orders"):
+        analyze(write.graph, LENGTH, {x: (Mark(0),)})
+
+
 # Programs
 
 ILLEGAL_PROGRAMS: dict[str, Callable[[Layer], Program]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -10,6 +11,7 @@ from .attention import attention
 from .blocks import RESIDUALS, experts, feed_forward, norm
 from .losses import BESIDE, LOSSES
 from .mixers import MIXERS
+from .operators import any_operator
 from .sequences import among_others
 from .writer import Sizes, Writer
 
@@ -71,17 +73,20 @@ class Example:
     settings: Settings
 
 
-def example(seed: int, several: bool = False) -> Example:
+def example(seed: int, kind: str = "usual") -> Example:
     """The model of a seed: the same for ever, as long as the generator stays as it is.
 
-    several  with layers over other sequences than the tokens
+    kind  ``several``: with layers over other sequences than the tokens; ``operators``: with chains of any
+          operators along the tokens for layers
     """
     random = Random(seed)
-    sizes = in_patches(random, sizes_of(random)) if several else sizes_of(random)
-    low = random.random() < 0.15
+    sizes = sizes_of(random) if kind == "usual" else in_patches(random, sizes_of(random))
+    low = random.random() < 0.15 and kind != "operators"
     w = Writer(random, sizes, exact=not low)
-    if several:
+    if kind == "several":
         w.do(f"return {loss(w, among_others(w, embedded(w), layers))}")
+    elif kind == "operators":
+        w.do(f"return {loss(w, layers(w, embedded(w), (any_operator,)))}")
     else:
         if random.random() < 0.25:
             w.padding = random.choice(("left", "right"))
@@ -164,8 +169,11 @@ def embedded(w: Writer) -> str:
     return w.let(f"{x} * {d}**0.5") if w.chance(0.2) else x
 
 
-def layers(w: Writer, x: str) -> str:
-    """One to three layers, one mostly: a mixer and perhaps a feed-forward part, behind or beside it."""
+def layers(w: Writer, x: str, mixers: Sequence[Callable[[Writer, str], str]] = ()) -> str:
+    """One to three layers, one mostly: a mixer and perhaps a feed-forward part, behind or beside it.
+
+    mixers  what they are picked from; attention mostly where none are given
+    """
     count = w.pick(*[1] * 9, 2, 2, 3)
     skips = count == 3 and w.chance(0.2)
     for number in range(count):
@@ -173,7 +181,7 @@ def layers(w: Writer, x: str) -> str:
         w.layers.append(x)
         if skips and number == 2:
             x = w.let(f"{x} + {w.layers[1]} * {w.vector(w.sizes.width)}")
-        mixer = attention if w.chance(0.55) else w.pick(*MIXERS)
+        mixer = w.pick(*mixers) if mixers else attention if w.chance(0.55) else w.pick(*MIXERS)
         after = experts if w.chance(0.3) else feed_forward
         residual = w.pick(*RESIDUALS)
         if w.chance(0.1):

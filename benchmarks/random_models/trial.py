@@ -27,7 +27,7 @@ def loaded(example):
     return module, path
 
 
-def attempt(seed: int, several: bool = False) -> dict:
+def attempt(seed: int, kind: str = "usual") -> dict:
     """Run one seed: ``failures``, ``refusals``, and counts."""
     import torch
 
@@ -35,7 +35,7 @@ def attempt(seed: int, several: bool = False) -> dict:
 
     torch._dynamo.reset()
     torch.manual_seed(seed)
-    found = example(seed, several)
+    found = example(seed, kind)
     module, path = loaded(found)
     try:
         return Trial(module, found.settings).run()

@@ -193,6 +193,11 @@ class Signature:
         object.__setattr__(self, "contracts", Contraction(self.contracts))
         object.__setattr__(self, "placed", self.placed | self.indexed)
 
+    def mixes(self, label: Label) -> bool:
+        """Does a row along this label read other rows than its own, or know the place of any?"""
+        moved = label in self.reach or label in self.placed or any(self.offsets.get(label, ()))
+        return label is not None and (moved or label == self.keys)
+
 
 @dataclass(frozen=True)
 class Edge:

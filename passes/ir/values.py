@@ -95,11 +95,11 @@ def is_view(node: Node) -> bool:
 
 
 def viewed(node: Node, among: Collection[Node] | None = None) -> Node:
-    """What a view is of, through views of views; any other node itself.
+    """What a view is of, through views of views; any other node itself, as is a view of a number.
 
     among  those views that are followed (all): a sweep writes a view that it keeps into memory of its own
     """
-    while is_view(node) and (among is None or node in among):
+    while is_view(node) and node.all_input_nodes and (among is None or node in among):
         node = node.all_input_nodes[0]
     return node
 

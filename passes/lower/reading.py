@@ -183,8 +183,9 @@ class Reading:
         return self.draft.bind(Binding(BindingRole.KEYS, node, node.name, fact.rows))
 
     def read_whole(self, node: Node) -> Node:
-        """A value as it is."""
-        if node in self.draft.inside and node not in self.sweep.summed:
+        """A value as it is, with all its rows: of a value of tokens, the chunk itself has only some."""
+        of_chunk = node in self.sweep.summed or isinstance(self.fact(node), Tokens)
+        if node in self.draft.inside and not of_chunk:
             return self.draft.values[node]
         if not is_tensor(node):
             return self.draft.bind(Binding(BindingRole.SCALAR, node, node.name))

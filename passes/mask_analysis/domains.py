@@ -18,7 +18,7 @@ from typing import TypeGuard
 
 from torch.fx import Node
 
-from ..ir import DocumentMask, KeyMask, shape_of
+from ..ir import DocumentMask, KeyMask, is_tensor, shape_of
 
 KeyMasks = tuple[KeyMask | DocumentMask, ...]
 
@@ -240,7 +240,7 @@ def merged(groups: Iterable[KeyMasks | None]) -> KeyMasks | None:
 def as_key_mask(arg: object, like: Node, band: Band, masked_value: bool | None) -> KeyMasks | None:
     """An operand of a matrix of which nothing is known, as a mask of its keys: the same for all rows, or one
     for each."""
-    if not isinstance(arg, Node):
+    if not isinstance(arg, Node) or not is_tensor(arg):
         return None
     shift, shape = len(shape_of(like)) - len(shape_of(arg)), shape_of(arg)
     row, key = band.row - shift, band.key - shift

@@ -129,12 +129,7 @@ class Shortened:
         """Operands that have a dimension of the node's own; none if rows along it do more than meet those
         beside them."""
         label = signature.outputs[0][dim]
-        if label is None or label in {
-            *signature.reach,
-            *signature.offsets,
-            *signature.placed,
-            signature.keys,
-        }:
+        if label is None or label in signature.offsets or signature.mixes(label):
             return {}
         places = dict(zip(tensor_operands(node), signature.operands))
         if any(places[a] != labels for a, labels in zip(tensor_operands(node), signature.operands)):

@@ -216,9 +216,9 @@ class Blocked:
             for a, labels in zip(operands, signature.operands)
             if self.marks.of(a)
         ]
-        moved = label in signature.reach or any(signature.offsets.get(label, ())) or label in signature.placed
         alike = bool(operands) or signature.uniform
-        return label is not None and all(r == label for r in read) and not moved and alike
+        apart = label is not None and not signature.mixes(label)
+        return apart and alike and all(r == label for r in read)
 
 
 def is_size(node: Node) -> bool:

@@ -115,7 +115,7 @@ def mixes_rows(node: Node, propagation: TokenPropagation) -> bool:
         return False
     results = {label for labels in signature.outputs for label in labels}
     return any(
-        labels[dim] in signature.reach or labels[dim] not in results or labels[dim] is None
+        labels[dim] is None or labels[dim] not in results or signature.mixes(labels[dim])
         for operand, labels in zip(tensor_operands(node), signature.operands)
         for dim in propagation.of(operand)
     )

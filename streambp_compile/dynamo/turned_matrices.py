@@ -55,7 +55,8 @@ def turns_square(node: Node) -> bool:
     """Does a node move, or normalise over, a dimension in front of one of equal size, that may be tokens?"""
     if part_of(node) is Part.ALONG:
         dims, rank = arguments(node).get("dim"), fake_of(node.args[0]).dim()
-        if dims is None or (dims[0] if isinstance(dims, (list, tuple)) else dims) in (-1, rank - 1):
+        first = next(iter(dims), None) if isinstance(dims, (list, tuple)) else dims
+        if first is None or first in (-1, rank - 1):
             return False
     elif part_of(node) not in (Part.MOVE, Part.TRANSPOSE):
         return False

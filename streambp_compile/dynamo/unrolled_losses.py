@@ -328,9 +328,5 @@ def keeps_rows(node: Node, propagation: TokenPropagation) -> bool:
         return node not in propagation.lost
     labels = [labels[d] for a, labels in marked for d in propagation.of(a)]
     return signature.rows is None and all(
-        label in signature.outputs[0]
-        and label != signature.keys
-        and label not in (*signature.reach, *signature.placed)
-        and not any(signature.offsets.get(label, ()))
-        for label in labels
+        label in signature.outputs[0] and not signature.mixes(label) for label in labels
     )

@@ -144,4 +144,7 @@ def assigned(like: Node, old: Node, new: Node, *_more: object) -> Node:
     """A value as it stands in the place of another: in its dtype and shape."""
     if fake_of(new).dtype != fake_of(old).dtype:
         new = inserted(like, torch.Tensor.to, (new, fake_of(old).dtype))
-    return inserted(like, torch.Tensor.expand, (new, fake_of(old).shape))
+    shape = fake_of(old).shape
+    if all(isinstance(size, int) for size in shape):
+        return inserted(like, torch.Tensor.expand, (new, shape))
+    return inserted(like, torch.Tensor.expand_as, (new, old))
