@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from .ir import (
     ACCUMULATORS,
+    EVERYWHERE,
     FILLED,
     HERE,
     Analysis,
@@ -122,7 +123,12 @@ def verify_reshape(node: Node, analysis: Analysis) -> None:
 
 def verify_order(node: Node, analysis: Analysis) -> None:
     """The rows that an operation reads one by one, and those of its results, are laid out alike."""
-    read = [analysis.facts[e.operand] for e in analysis.edges[node] if e.role in (Role.ROWS, Role.HALO)]
+    near = [
+        e
+        for e in analysis.edges[node]
+        if e.role is Role.ROWS or e.role is Role.HALO and e.reach != EVERYWHERE
+    ]
+    read = [analysis.facts[e.operand] for e in near]
     made = parts_of(analysis.facts[node]) if analysis.kinds[node] is Kind.ROWS else ()
     orders = {(f.rows.outer, f.rows.inner) for f in (*read, *made) if isinstance(f, Tokens)}
     check(len(orders) < 2, f"{node} meets rows in different orders")
