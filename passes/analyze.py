@@ -152,7 +152,17 @@ class Reader:
         if node in self.propagation.missing:
             raise self.propagation.missing[node]
         if node in self.propagation.lost:
-            raise refuse(node, *self.propagation.lost[node])
+            raise refuse(
+                node,
+                self.propagation.lost[node],
+                "Keep the token dimension separate from the other dimensions",
+            )
+        if node in self.propagation.crossed:
+            raise refuse(
+                node,
+                "This operation reads rows of tokens in two different orders",
+                "Bring both to the same order before they meet",
+            )
         if self.propagation.turned(node, self.propagation.signatures[node]):
             raise refuse(
                 node,

@@ -20,11 +20,6 @@ from .phases import check_time
 from .rules import rule_of
 
 Slot = tuple[Node, int]  # a node and which of its outputs; -1 for a node that is one value
-KEEP_APART = "Keep the token dimension separate from the other dimensions"
-TWO_ORDERS = (
-    "This operation reads rows of tokens in two different orders",
-    "Bring both to the same order before they meet",
-)
 
 
 def outputs_of(node: Node) -> tuple[int, ...]:
@@ -80,9 +75,9 @@ class Signatures:
 class TokenPropagation:
     """Marks, spread to a fixpoint. ``marks[slot][dim]`` is the mark of that dimension.
 
-    lost     reshapes that tokens do not come through, and nodes where rows in two orders meet → why, and what
-             a user can do
+    lost     reshapes that tokens do not come through → why
     merging  those of them that would make one dimension of queries and keys
+    crossed  nodes where rows in two orders meet: blocks of four neighbours, and blocks of every fourth row
 
     Nodes are visited forth and back in the order of the graph, whenever marks around them are new. So the
     cost is that of the nodes that tokens reach.
@@ -95,8 +90,9 @@ class TokenPropagation:
         self.known = Signatures(graph) if known is None else known
         self.signatures, self.missing = self.known.found, self.known.missing
         self.marks: dict[Slot, dict[int, Mark]] = {}
-        self.lost: dict[Node, tuple[str, str]] = {}
+        self.lost: dict[Node, str] = {}
         self.merging: dict[Node, None] = {}
+        self.crossed: set[Node] = set()
         self.keys: dict[Slot, int] = {}
         self.waiting: set[Node] = set()
         for node, marks in input_marks.items():
@@ -156,11 +152,14 @@ class TokenPropagation:
             self.wake(slot)
 
     def place(self, node: Node, slot: Slot, mark: Mark | None) -> None:
-        """Carry a mark to a value. One that has another mark there has its rows in another order: blocks of
-        four neighbours beside blocks of every fourth row."""
+        """Carry a mark to a value. One that has another mark there has its rows in another order."""
         self.add(slot, mark)
         if mark is not None and self.marks[slot][mark.dim] != mark:
-            self.lost.setdefault(node, TWO_ORDERS)
+            self.crossed.add(node)
+
+    def loses(self, node: Node) -> bool:
+        """Do tokens come to a node, and not through it?"""
+        return node in self.lost or node in self.crossed
 
     def tied(self, node: Node, signature: Signature) -> None:
         """Carry marks between equally labelled dimensions."""
@@ -201,15 +200,13 @@ class TokenPropagation:
             ):
                 self.merging[node] = None
                 self.lost[node] = (
-                    f"This reshape from {list(old)} to {list(new)} merges the query and the key dimension",
-                    KEEP_APART,
+                    f"This reshape from {list(old)} to {list(new)} merges the query and the key dimension"
                 )
                 continue
             for _, moved in found:
                 if moved is None and source != (node, -1):
                     self.lost[node] = (
-                        f"This reshape from {list(old)} to {list(new)} splits the token dimension",
-                        KEEP_APART,
+                        f"This reshape from {list(old)} to {list(new)} splits the token dimension"
                     )
                 self.place(node, target, moved)
 

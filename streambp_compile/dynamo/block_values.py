@@ -204,7 +204,7 @@ class Blocked:
         if not touched:
             return True
         signature = self.marks.signatures.get(value)
-        if signature is None or value in self.marks.lost or len(self.marks.of(value)) != 1:
+        if signature is None or self.marks.loses(value) or len(self.marks.of(value)) != 1:
             return False
         if any(len(self.marks.of(a)) > 1 or not self.has_full_rows(a) for a in touched):
             return False

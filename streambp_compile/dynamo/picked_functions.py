@@ -98,7 +98,7 @@ def width_if_row_by_row(found: PickedFunction, fakes: Sequence[torch.Tensor]) ->
     marks = {n: (Mark(0),) for n, how in places if how.dims}
     propagation = TokenPropagation(module.graph, marks, Signatures(module.graph))
     for node in propagation.met():
-        if node in propagation.missing or node in propagation.lost:
+        if node in propagation.missing or propagation.loses(node):
             raise NotRowByRow(f"what {node.target} does to rows is unknown")
         if node in propagation.signatures and mixes_rows(node, propagation):
             raise NotRowByRow(f"{node.target} lets picked rows see one another")
