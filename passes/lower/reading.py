@@ -184,8 +184,8 @@ class Reading:
 
     def read_whole(self, node: Node) -> Node:
         """A value as it is, with all its rows: of a value of tokens, the chunk itself has only some."""
-        of_chunk = node in self.sweep.summed or isinstance(self.fact(node), Tokens)
-        if node in self.draft.inside and not of_chunk:
+        partial = node in self.sweep.summed or isinstance(self.fact(node), Tokens)
+        if node in self.draft.inside and not partial:
             return self.draft.values[node]
         if not is_tensor(node):
             return self.draft.bind(Binding(BindingRole.SCALAR, node, node.name))

@@ -324,8 +324,10 @@ def keeps_rows(node: Node, propagation: TokenPropagation) -> bool:
     marked = [(a, labels) for a, labels in zip(operands, signature.operands) if propagation.of(a)]
     if draws_random(node) or propagation.of(node) and not marked and not signature.uniform:
         return False
-    if signature.reshape or propagation.loses(node):
-        return not propagation.loses(node)
+    if propagation.loses(node):
+        return False
+    if signature.reshape:
+        return True
     labels = [labels[d] for a, labels in marked for d in propagation.of(a)]
     return signature.rows is None and all(
         label in signature.outputs[0] and not signature.mixes(label) for label in labels

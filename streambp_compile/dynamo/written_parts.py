@@ -147,4 +147,4 @@ def assigned(like: Node, old: Node, new: Node, *_more: object) -> Node:
     shape = fake_of(old).shape
     if all(isinstance(size, int) for size in shape):
         return inserted(like, torch.Tensor.expand, (new, shape))
-    return inserted(like, torch.Tensor.expand_as, (new, old))
+    return inserted(like, torch.Tensor.expand_as, (new, old))  # a symbol outside a node has no tracer
