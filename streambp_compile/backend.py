@@ -53,8 +53,7 @@ from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
 from .dynamo.values import fake_of
 from .dynamo.windows import write_windows
-from .dynamo.written_parts import write_parts
-from .dynamo.written_values import read_from_writers
+from .dynamo.written_values import write_filled_values, write_new_values
 from .hints import hint_at_freed_weights, hint_at_outputs, watched
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
@@ -381,14 +380,14 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (write_picked_rows, "reading rows that a mask picks"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
     (choose_masked_values, "reading values written under a mask"),
-    (read_from_writers, "reading values that are written into"),
+    (write_new_values, "reading values that are written into"),
     (merge_unrolled, "joining the pieces of a loss"),
     (distribute_loops, "reading loops over blocks of tokens"),
+    (write_filled_values, "reading values that are filled block by block"),
     (look_back, "rewriting short convolutions"),
     (write_windows, "writing windows of tokens as blocks"),
     (write_score_filters, "reading filters of attention scores"),
     (write_relative_shifts, "reading relative shifts of attention scores"),
-    (write_parts, "reading values that are changed part by part"),
     (over_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),
     (select_rows_first, "moving row selections in front of the head"),

@@ -193,6 +193,12 @@ def is_filled(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in FILLS
 
 
+def is_blank(node: Node) -> bool:
+    """Is it a tensor of one number, or of nothing yet?"""
+    name = getattr(node.target, "_opname", "").removeprefix("new_").removesuffix("_like")
+    return name in ("zeros", "ones", "empty", "full")
+
+
 # The number each fills its result with; None: its argument says which.
 FILLS: dict[torch._ops.OpOverloadPacket, float | None] = {aten.ones: 1, aten.zeros: 0, aten.full: None}
 

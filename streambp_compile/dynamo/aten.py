@@ -28,10 +28,14 @@ from ..passes.ir import is_equal
 from ..passes.phases import check_time
 from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argument
 from .modes import is_switch
-from .values import fake_of
+from .values import CHANGED, fake_of
 
 RESULTS = "results of a call"  # in the meta of a call, what makes them
-OF_ONE_NODE = ("example_value", "unbacked_bindings")  # in the meta of a node, what is true of its value alone
+OF_ONE_NODE = (
+    "example_value",
+    "unbacked_bindings",
+    CHANGED,
+)  # in the meta of a node, what is true of its value alone
 REMEMBERED = 4096  # calls of constant sizes whose operators are kept from graph to graph
 OWN = __name__.partition(".")[0]
 

@@ -25,7 +25,7 @@ from .block_splits import may_split, split_of
 from .block_values import Blocked
 from .modes import is_switch
 from .token_axes import axes_of, traced
-from .values import fake_of, storage_of
+from .values import fake_of, is_changed, storage_of
 
 streambp = torch.ops.streambp
 
@@ -152,6 +152,8 @@ class BlockCalls:
         value = self.found.trace.values[node.args[0] if self.found.crops(node) else node]
         graph = BlockGraph(self.found.marks, self.found.length, self.found.count, self.found.full)
         boundary = list(self.boundary(value))
+        if any(is_changed(a) for _, a in boundary):
+            raise NoBlockFunction(f"{node} reads a value that is written into")
         operands = [self.operand(graph, *pair) for pair in boundary]
         if not any(place.along is Along.ROWS for place in graph.operands):
             raise NoBlockFunction(f"{node} is made of no rows")

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, is_equal
 from ..passes.rules.forward import Along, Part, part_of, read_or_written_along
 from .aten import inserted
-from .values import fake_of
+from .values import fake_of, is_changed
 
 aten = torch.ops.aten
 
@@ -41,6 +41,8 @@ def look_up_in_shape(node: Node) -> None:
     base, dim, flat = looked_up(node)
     source = flat.args[0] if flat is not None and part_of(flat) is Part.MERGE else None
     if not isinstance(source, Node) or fake_of(flat).dim() != 1 or fake_of(source).dtype is torch.bool:
+        return
+    if is_changed(source):
         return
     shape = (*fake_of(base).shape[:dim], *fake_of(source).shape, *fake_of(base).shape[dim + 1 :])
     readers = list(node.users)

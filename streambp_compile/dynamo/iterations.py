@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from ..passes.ir import ancestors, arguments, draws_random, hint
 from ..passes.phases import check_time
-from ..passes.rules.forward import cuts_into_pieces, mutated, slice_of
+from ..passes.rules.forward import cuts_into_pieces, is_blank, mutated, slice_of
 from .modes import is_switch
 from .token_axes import SHORTEST_STREAMED
 from .values import fake_of, is_parameter, storage_of
@@ -250,12 +250,6 @@ def makes_blocks(node: Node, count: int, given: Container[int]) -> bool:
 def sizes_of(node: Node) -> list[int]:
     fake = fake_of(node)
     return list(map(hint, fake.shape)) if isinstance(fake, torch.Tensor) else []
-
-
-def is_blank(node: Node) -> bool:
-    """Is it a tensor of one number, or of nothing yet?"""
-    name = getattr(node.target, "_opname", "").removeprefix("new_").removesuffix("_like")
-    return name in ("zeros", "ones", "empty", "full")
 
 
 def is_write(node: Node) -> bool:

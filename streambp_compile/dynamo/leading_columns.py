@@ -20,7 +20,7 @@ from ..passes.rules.forward import TO_THE_END, Slice, is_orderless_along, slice_
 from .aten import inserted
 from .attention import erase_unread
 from .row_slices import Parts, Rows, Sliced, columns_of, operand_dim, sliced
-from .values import fake_of
+from .values import fake_of, is_changed
 
 aten = torch.ops.aten
 
@@ -87,7 +87,7 @@ def readers_of(root: Node) -> Readers | None:
 def result_of(user: Node, value: Node, found: Readers) -> int | None:
     """The dimension of a reader's result that has the columns, -1 if none; None if their order matters."""
     dim, fake = found.dims[value], fake_of(user) if user.op == "call_function" else None
-    if not isinstance(fake, torch.Tensor):
+    if not isinstance(fake, torch.Tensor) or is_changed(user):
         return None
     cut = slice_of(user, fake_of(value).dim())
     if cut is not None and cut.dim == dim:

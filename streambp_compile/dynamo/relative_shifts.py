@@ -27,7 +27,7 @@ from .aten import inserted
 from .attention import erase_unread
 from .row_slices import sum_of
 from .token_axes import Axis, axes_of, traced
-from .values import fake_of, storage_of
+from .values import fake_of, is_changed, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -161,6 +161,8 @@ def size_of(value: object) -> Size | None:
 
 def place_map_of(node: Node, known: dict[Node, PlaceMap]) -> PlaceMap | None:
     """The place_map of a value, from that of its operand, or from a matrix that begins here."""
+    if any(map(is_changed, (node, *node.all_input_nodes))):
+        return None
     for padded in paddings(node):
         source = padded.source
         for given in filter(None, (known.get(source), rows_along(source, padded.dim - 1))):

@@ -16,7 +16,7 @@ from ..passes.ir import arguments, is_equal
 from ..passes.rules.forward import Part, part_of, slice_of
 from .aten import inserted
 from .filters import filter_of_rows
-from .values import fake_of
+from .values import fake_of, is_changed
 
 MOST_TAPS = 16
 
@@ -54,7 +54,8 @@ def taps(node: Node) -> tuple[list[Node], Callable, tuple] | None:
     if stride != 1 or fake_of(source).dim() != 3:
         return None
     before = {"valid": 0, "same": dilation * (count - 1) // 2}.get(padding, padding)
-    pad = arguments(source) if part_of(source) is Part.PAD else {}
+    changed = any(map(is_changed, (source, *source.all_input_nodes)))
+    pad = arguments(source) if part_of(source) is Part.PAD and not changed else {}
     if (
         pad.get("mode", "constant") == "constant"
         and not pad.get("value")

@@ -30,7 +30,7 @@ from ..passes.rules.forward import (
 )
 from ..passes.token_propagation import reshaped
 from .aten import inserted
-from .values import fake_of
+from .values import fake_of, is_changed
 
 aten = torch.ops.aten
 
@@ -60,7 +60,10 @@ class Parts:
 
 
 def parts_at(node: Node, dim: int) -> Parts | None:
-    """The parts of a value that ``cat`` or padding puts together along a dimension."""
+    """The parts of a value that ``cat`` or padding puts together along a dimension; None if a part, or the
+    value, is another one by the time that it is read."""
+    if any(map(is_changed, (node, *node.all_input_nodes))):
+        return None
     if part_of(node) is Part.PAD:
         return padded_parts(node, dim)
     if part_of(node) is not Part.JOIN or arguments(node)["dim"] % fake_of(node).dim() != dim:
@@ -180,6 +183,15 @@ def sliced(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node:
 
 
 def cut_out(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node:
+    made = None if is_changed(node) else made_anew(node, dim, rows, like, known)
+    if made is not None:
+        return made
+    stop = TO_THE_END if rows.stop is None else rows.stop
+    return inserted(like, aten.slice.Tensor, (node, dim, rows.start, stop))
+
+
+def made_anew(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node | None:
+    """Some rows of a value, made of what it is made of; None if they must be cut out of it."""
     parts = parts_at(node, dim)
     run = None if parts is None else run_of(parts, rows)
     if parts is not None and run is not None:
@@ -197,14 +209,16 @@ def cut_out(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node
     operands = node.all_input_nodes if may_be_repeated(node) else ()
     places = {a: operand_dim(node, a, dim) for a in operands}
     if all(at is None for at in places.values()):
-        stop = TO_THE_END if rows.stop is None else rows.stop
-        return inserted(like, aten.slice.Tensor, (node, dim, rows.start, stop))
+        return None
     values = {a: a if at is None else sliced(a, at, rows, like, known) for a, at in places.items()}
     return repeated(node, dim, values, like)
 
 
 def may_be_repeated(node: Node) -> bool:
-    return node.op == "call_function" and not is_mutable(node) and not draws_random(node)
+    """Would it give the same value again, later?"""
+    if node.op != "call_function" or is_mutable(node) or draws_random(node):
+        return False
+    return not any(map(is_changed, (node, *node.all_input_nodes)))
 
 
 def repeated(node: Node, dim: int, values: dict[Node, Node], like: Node) -> Node:

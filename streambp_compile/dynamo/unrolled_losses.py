@@ -36,7 +36,7 @@ from .tiles import (
     sum_of_piece,
     tilings,
 )
-from .values import fake_of, storage_of
+from .values import fake_of, is_changed, storage_of
 
 
 def merge_unrolled(module: GraphModule) -> GraphModule:
@@ -91,7 +91,8 @@ class Pieces:
             *self.tiles,
             *(n for key in self.complete for n in self.classes[key].values()),
         }
-        return any(mutated(n) in kept for n in self.graph.nodes)
+        changed = any(map(is_changed, (*kept, *self.externals())))
+        return changed or any(mutated(n) in kept for n in self.graph.nodes)
 
 
 def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from ..passes.ir import is_view
+
+CHANGED = "changed"  # in the meta of a node: is its memory written into after it was made?
+
 
 def fake_of(node: Node):
     return node.meta.get("example_value", node.meta.get("val"))
@@ -17,6 +21,16 @@ def storage_of(node: Node) -> int | None:
         return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
     except NotImplementedError:  # of a value inside a `torch.func` transform
         return None
+
+
+def is_changed(node: Node) -> bool:
+    """May a value be another one by the time that it is read: is its memory, or that of what it is a view of,
+    written into after it was made? What reads it must then stay where it is."""
+    while not node.meta.get(CHANGED):
+        if not is_view(node) or not node.args or not isinstance(node.args[0], Node):
+            return False
+        node = node.args[0]
+    return True
 
 
 def is_parameter(fake: object) -> bool:

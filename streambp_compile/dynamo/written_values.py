@@ -1,20 +1,239 @@
 """Values that are written into after they were made: ``mask = zeros(...); mask[rows, ends] = 1``.
 
-Python reads such a value by its first name, whoever wrote into it since. Here later readers read the writer's
-result, which is the same memory, so that the order of writes and reads is seen in the graph.
+Python reads such a value by its first name, or by a view of it, whoever wrote into it since. Here every write
+makes a new value, and what reads an old name afterwards reads that. So a value is what it is wherever it is
+read, and rewrites may look at what it is made of. What stays written in place is marked: nobody looks through
+that.
 """
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+from collections.abc import Callable, Iterator
 
-from ..passes.rules.forward import mutated
-from .values import fake_of, storage_of
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from ..passes.ir import arguments, is_view
+from ..passes.rules import find_rule, form_of, functional
+from ..passes.rules.facets import Form
+from ..passes.rules.forward import (
+    Part,
+    cuts_into_pieces,
+    is_blank,
+    is_mutable,
+    mutated,
+    part_of,
+    slice_of,
+)
+from .aten import inserted
+from .modes import is_gradient_switch
+from .values import CHANGED, fake_of, storage_of
 from .written_inputs import same_layout
+
+Modes = dict[Node, bool]  # node → are gradients recorded there?
+
+
+def write_new_values(module: GraphModule) -> GraphModule:
+    """Make new values of what is written into; but not yet of what is filled block by block, because
+    `distribute_loops` reads those writes."""
+    replace_writes(module, lambda names: not is_filled_by_blocks(names))
+    return read_from_writers(module)
+
+
+def write_filled_values(module: GraphModule) -> GraphModule:
+    """Make new values of what is filled block by block, too."""
+    replace_writes(module, lambda names: True)
+    return module
+
+
+def replace_writes(module: GraphModule, chosen: Callable[[list[Node]], bool]) -> None:
+    if any(is_mutable(node) or mutated(node) is not None for node in module.graph.nodes):
+        modes = gradient_modes(module)
+        for names in list(written_values(module, modes)):
+            if chosen(names):
+                Values(names, modes).rewrite()
+        mark_changed(module)
+
+
+def gradient_modes(module: GraphModule) -> Modes:
+    modes, recorded = Modes(), True
+    for node in module.graph.nodes:
+        recorded = bool(node.args[0]) if is_gradient_switch(node) else recorded
+        modes[node] = recorded
+    return modes
+
+
+def memory_of(node: Node) -> int | None:
+    """Whose memory a value is, or the values that a cut gives are."""
+    if node.op == "call_function" and cuts_into_pieces(node) and fake_of(node):
+        return storage_of(next(iter(node.users), node))
+    return storage_of(node)
+
+
+def written_values(module: GraphModule, modes: Modes) -> Iterator[list[Node]]:
+    """All names of the memory of each value that is made in the graph and written into, where a new value
+    can take the place of every write. The first name is the value."""
+    of_memory: dict[int, list[Node]] = {}
+    for node in module.graph.nodes:
+        memory = memory_of(node)
+        if memory is not None:
+            of_memory.setdefault(memory, []).append(node)
+    for names in of_memory.values():
+        (base, *others), known = names, set(names)
+        writes = [n for n in others if is_write(n)]
+        if not writes or base.op != "call_function" or len({modes[n] for n in names}) > 1:
+            continue
+        if all(is_name(n, known) for n in others) and all(may_put(n.args[0], base) for n in writes):
+            yield names
+
+
+def is_write(node: Node) -> bool:
+    """Does a node write into its first operand alone, as an op does that gives the result as a new value?"""
+    target = mutated(node)
+    return (
+        target is not None
+        and target is node.args[0]
+        and functional(node.target) is not None
+        and torch.Tag.inplace_view not in node.target.tags
+    )
+
+
+def is_name(node: Node, names: set[Node]) -> bool:
+    """Is a node another name of what its first operand is a name of?"""
+    if not node.args or node.args[0] not in names:
+        return False
+    return is_write(node) or is_view(node) or cuts_into_pieces(node.args[0])
+
+
+def is_filled_by_blocks(names: list[Node]) -> bool:
+    """Is a value made to be filled: by blocks of its rows, each copied to its place?"""
+    base, *others = names
+    writes = [n for n in others if is_write(n)]
+    return is_blank(base) and all(form_of(n) is Form.ASSIGN and is_block(n.args[0], base) for n in writes)
+
+
+def is_block(node: Node, base: Node) -> bool:
+    """Is a node consecutive rows of another, or one of them?"""
+    return node.args[:1] == (base,) and slice_of(node, fake_of(base).dim()) is not None
+
+
+def may_put(name: Node, base: Node) -> bool:
+    """Can new numbers of a name be put into the value that it is of?"""
+    while name is not base:
+        if not is_write(name) and not has_inverse(name):
+            return False
+        name = name.args[0]
+    return True
+
+
+RESHAPES = (Part.MERGE, Part.RESHAPE, Part.SHAPED_AS)
+
+
+def has_inverse(view: Node) -> bool:
+    rule = find_rule(view)
+    return (rule is not None and rule.put is not None) or part_of(view) in (Part.MOVE, *RESHAPES)
+
+
+class Values:
+    """The values that a piece of memory holds, one after the other.
+
+    sources  view, or write → the name that it is of
+    version  how many writes there were
+    found    name → a node that stands for it, and in which version
+    """
+
+    def __init__(self, names: list[Node], modes: Modes):
+        self.base, self.sources = names[0], {name: name.args[0] for name in names[1:]}
+        self.modes, self.version = modes, 0
+        self.found: dict[Node, tuple[int, Node | None]] = {self.base: (0, self.base)}
+
+    def rewrite(self) -> None:
+        names = {self.base, *self.sources}
+        for node in sorted(names.union(*(name.users for name in names))):
+            if node in self.sources and is_write(node):
+                self.write(node)
+                continue
+            for name in [a for a in node.all_input_nodes if a in names]:
+                node.replace_input_with(name, self.now(name, node))
+            if node in self.sources:
+                self.found[node] = (self.version, node)
+        for node in filter(is_write, reversed(self.sources)):
+            node.graph.erase_node(node)
+
+    def inserted(self, reader: Node, target: Callable, args: tuple, kwargs: dict | None = None) -> Node:
+        """A call in front of a reader."""
+        with reader.graph.inserting_before(reader):
+            node = inserted(reader, target, args, kwargs)
+        self.modes[node] = self.modes[reader]
+        return node
+
+    def now(self, name: Node, reader: Node) -> Node:
+        """What stands for a name where a node reads it."""
+        version, node = self.found[name]
+        if version == self.version and node is not None:
+            return node
+        node = self.now(self.sources[name], reader)
+        if not is_write(name):
+            node = self.inserted(reader, name.target, (node, *name.args[1:]), dict(name.kwargs))
+        if self.modes[reader] == self.modes[self.base]:  # what is made without gradients is that reader's own
+            self.found[name] = (self.version, node)
+        return node
+
+    def write(self, node: Node) -> None:
+        """The new value, of which a write changes all or a part."""
+        name = self.sources[node]
+        args, kwargs = map_arg(
+            ((name, *node.args[1:]), node.kwargs),
+            lambda a: self.now(a, node) if a in self.found else a,
+        )
+        if form_of(node) is Form.ASSIGN:
+            new = args[1]
+        else:
+            new = self.inserted(node, functional(node.target), args, kwargs)
+        new = self.as_written(node, new, args[0])
+        while name is not self.base:
+            source = self.sources[name]
+            if not is_write(name):
+                new = self.put_back(node, name, self.now(source, node), new)
+            name = source
+        if fake_of(self.base).is_contiguous() and not fake_of(new).is_contiguous():
+            new = self.inserted(node, torch.ops.aten.contiguous.default, (new,))
+        self.version += 1
+        self.found[self.base] = (self.version, new)
+        self.found[node] = (-1, None)
+
+    def as_written(self, like: Node, new: Node, old: Node) -> Node:
+        """A value as it stands in the place of another: in its dtype and shape, on its device."""
+        wanted, given = fake_of(old), fake_of(new)
+        if given.device != wanted.device:
+            new = self.inserted(like, torch.ops.aten.to.device, (new, wanted.device, wanted.dtype))
+        elif given.dtype != wanted.dtype:
+            new = self.inserted(like, torch.ops.aten.to.dtype, (new, wanted.dtype))
+        if tuple(given.shape) == tuple(wanted.shape):
+            return new
+        if all(isinstance(size, int) for size in wanted.shape):
+            return self.inserted(like, torch.ops.aten.expand.default, (new, list(wanted.shape)))
+        # a symbol outside a node has no tracer
+        return self.inserted(like, torch.ops.aten.expand_as.default, (new, old))
+
+    def put_back(self, like: Node, view: Node, source: Node, new: Node) -> Node:
+        """The value that a view is of, with new numbers where the view has them."""
+        rule = find_rule(view)
+        if rule is not None and rule.put is not None:
+            return self.inserted(like, rule.put, (source, new, *view.args[1:]))
+        if part_of(view) in RESHAPES:
+            return self.inserted(like, torch.ops.aten.reshape_as.default, (new, source))
+        given = arguments(view)
+        if "dims" not in given:
+            return self.inserted(like, view.target, (new, *view.args[1:]))
+        dims = [d % len(given["dims"]) for d in given["dims"]]
+        back = [dims.index(d) for d in range(len(dims))]
+        return self.inserted(like, torch.ops.aten.permute.default, (new, back))
 
 
 def read_from_writers(module: GraphModule) -> GraphModule:
-    """Have what reads a value after a write into it read the result of that write."""
+    """Have what reads a value after a write into it, which stays, read the result of that write."""
     place = {n: i for i, n in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
         target = mutated(node)
@@ -28,3 +247,14 @@ def is_result(node: Node, target: Node) -> bool:
     made, written = fake_of(node), fake_of(target)
     same = storage_of(node) is not None and storage_of(node) == storage_of(target)
     return same and same_layout(made, written)
+
+
+def mark_changed(module: GraphModule) -> None:
+    """Mark values whose memory is written into after they were made."""
+    last: dict[int | None, int] = {}
+    for i, node in enumerate(module.graph.nodes):
+        target = mutated(node)
+        written = [target] if target is not None else node.all_input_nodes if is_mutable(node) else []
+        last.update({memory_of(n): i for n in written})
+    for i, node in enumerate(module.graph.nodes):
+        node.meta[CHANGED] = last.get(memory_of(node), -1) > i and memory_of(node) is not None
