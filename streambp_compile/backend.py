@@ -26,6 +26,7 @@ from .dynamo.associative_scans import scan_in_blocks
 from .dynamo.aten import to_aten
 from .dynamo.attention import one_attention
 from .dynamo.blocks import over_blocks
+from .dynamo.detached_values import detach_operands
 from .dynamo.early_values import early_views, weight_updates
 from .dynamo.flash_attn import flash_attn_as_attention
 from .dynamo.higher_order import fold_maps, inline_wrappers
@@ -33,7 +34,7 @@ from .dynamo.indexed_rows import index_rows
 from .dynamo.joint_attention import part_joint_attention
 from .dynamo.leading_columns import move_leading_columns
 from .dynamo.masked_values import choose_masked_values
-from .dynamo.modes import is_switch
+from .dynamo.modes import is_switch, write_inference_as_no_grad
 from .dynamo.padded_masks import pad_before_masks
 from .dynamo.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
 from .dynamo.picked_rows import depends_on_data, reads_number_of_mask, write_picked_rows
@@ -374,11 +375,13 @@ def is_of_data(module: GraphModule) -> bool:
 
 # What is rewritten before autograd sees it, in this order, and what that is called when it fails.
 REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
+    (write_inference_as_no_grad, "reading modes"),
     (inline_wrappers, "inlining activation checkpoints and nested compile regions"),
     (flash_attn_as_attention, "reading calls of flash_attn"),
     (fold_maps, "folding calls of torch.vmap"),
     (write_picked_rows, "reading rows that a mask picks"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
+    (detach_operands, "reading what is computed without gradients"),
     (choose_masked_values, "reading values written under a mask"),
     (write_new_values, "reading values that are written into"),
     (merge_unrolled, "joining the pieces of a loss"),

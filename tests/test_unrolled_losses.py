@@ -240,7 +240,7 @@ def with_a_share_of_its_own(head, h, y):
         (counted_in_each, False),
         (attending_in_each, False),
         (written_in_place, True),
-        (written_through_a_view, False),
+        (written_through_a_view, True),
         (weighted, True),
         (with_a_share_of_its_own, False),
     ],

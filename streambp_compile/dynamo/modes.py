@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 
@@ -14,6 +14,40 @@ def is_switch(node: Node) -> bool:
 
 def is_gradient_switch(node: Node) -> bool:
     return node.target is internals.set_grad_enabled
+
+
+def write_inference_as_no_grad(module: GraphModule) -> GraphModule:
+    """Write ``torch.inference_mode`` inside a graph as switches of gradients: nothing else of it is in a
+    graph."""
+    before: dict[Node, bool] = {}
+    recorded = True
+    for node in list(module.graph.nodes):
+        if node.target is internals.enter_inference:
+            before[node], recorded = recorded, not node.args[0]
+        elif node.target is internals.exit_inference:
+            recorded = before[node.args[0]]
+        elif is_gradient_switch(node):
+            recorded = bool(node.args[0])
+            continue
+        else:
+            continue
+        with module.graph.inserting_before(node):
+            module.graph.call_function(internals.set_grad_enabled, (recorded,)).meta = dict(node.meta)
+    for node in reversed(module.graph.nodes):
+        if node.target in (internals.enter_inference, internals.exit_inference):
+            module.graph.erase_node(node)
+    return module
+
+
+GradientModes = dict[Node, bool]  # node → are gradients recorded there?
+
+
+def gradient_modes(graph: Graph) -> GradientModes:
+    modes, recorded = GradientModes(), True
+    for node in graph.nodes:
+        recorded = bool(node.args[0]) if is_gradient_switch(node) else recorded
+        modes[node] = recorded
+    return modes
 
 
 class Switches:

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import internals
 from ..passes.ir import Size, ancestors, arguments, is_equal, simplified
 from ..passes.rules import filling_of
-from ..passes.rules.forward import Part, mutated, part_of, slice_of
+from ..passes.rules.forward import Part, is_detached, mutated, part_of, slice_of
 from .aten import inserted
 from .attention import erase_unread
 from .row_slices import sum_of
@@ -161,7 +161,7 @@ def size_of(value: object) -> Size | None:
 
 def place_map_of(node: Node, known: dict[Node, PlaceMap]) -> PlaceMap | None:
     """The place_map of a value, from that of its operand, or from a matrix that begins here."""
-    if any(map(is_changed, (node, *node.all_input_nodes))):
+    if is_detached(node) or any(map(is_changed, (node, *node.all_input_nodes))):
         return None
     for padded in paddings(node):
         source = padded.source

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from .. import internals
 from ..passes.ir import arguments, is_view
 from ..passes.rules import find_rule, form_of, functional
 from ..passes.rules.facets import Form
@@ -27,18 +28,16 @@ from ..passes.rules.forward import (
     slice_of,
 )
 from .aten import inserted
-from .modes import is_gradient_switch
-from .values import CHANGED, fake_of, storage_of
+from .modes import GradientModes, gradient_modes
+from .values import CHANGED, fake_of, storage_of, wants_gradient
 from .written_inputs import same_layout
-
-Modes = dict[Node, bool]  # node → are gradients recorded there?
 
 
 def write_new_values(module: GraphModule) -> GraphModule:
     """Make new values of what is written into; but not yet of what is filled block by block, because
     `distribute_loops` reads those writes."""
-    replace_writes(module, lambda names: not is_filled_by_blocks(names))
-    return read_from_writers(module)
+    replace_writes(read_from_writers(module), lambda names: not is_filled_by_blocks(names))
+    return module
 
 
 def write_filled_values(module: GraphModule) -> GraphModule:
@@ -49,19 +48,11 @@ def write_filled_values(module: GraphModule) -> GraphModule:
 
 def replace_writes(module: GraphModule, chosen: Callable[[list[Node]], bool]) -> None:
     if any(is_mutable(node) or mutated(node) is not None for node in module.graph.nodes):
-        modes = gradient_modes(module)
+        modes = gradient_modes(module.graph)
         for names in list(written_values(module, modes)):
-            if chosen(names):
+            if chosen(names) and not is_chain(names):
                 Values(names, modes).rewrite()
         mark_changed(module)
-
-
-def gradient_modes(module: GraphModule) -> Modes:
-    modes, recorded = Modes(), True
-    for node in module.graph.nodes:
-        recorded = bool(node.args[0]) if is_gradient_switch(node) else recorded
-        modes[node] = recorded
-    return modes
 
 
 def memory_of(node: Node) -> int | None:
@@ -71,7 +62,7 @@ def memory_of(node: Node) -> int | None:
     return storage_of(node)
 
 
-def written_values(module: GraphModule, modes: Modes) -> Iterator[list[Node]]:
+def written_values(module: GraphModule, modes: GradientModes) -> Iterator[list[Node]]:
     """All names of the memory of each value that is made in the graph and written into, where a new value
     can take the place of every write. The first name is the value."""
     of_memory: dict[int, list[Node]] = {}
@@ -104,6 +95,14 @@ def is_name(node: Node, names: set[Node]) -> bool:
     if not node.args or node.args[0] not in names:
         return False
     return is_write(node) or is_view(node) or cuts_into_pieces(node.args[0])
+
+
+def is_chain(names: list[Node]) -> bool:
+    """Does nobody but the next writer read a value before its last write (``total += part``)? Then each write
+    is a value of its own as it stands, and may stay."""
+    writes = [n for n in names if is_write(n)]
+    earlier = [names[0], *writes[:-1]]
+    return all(n.args[0] is a and list(a.users) == [n] for a, n in zip(earlier, writes))
 
 
 def is_filled_by_blocks(names: list[Node]) -> bool:
@@ -143,13 +142,14 @@ class Values:
     found    name → a node that stands for it, and in which version
     """
 
-    def __init__(self, names: list[Node], modes: Modes):
+    def __init__(self, names: list[Node], modes: GradientModes):
         self.base, self.sources = names[0], {name: name.args[0] for name in names[1:]}
         self.modes, self.version = modes, 0
         self.found: dict[Node, tuple[int, Node | None]] = {self.base: (0, self.base)}
 
     def rewrite(self) -> None:
         names = {self.base, *self.sources}
+        forget_later_gradient(self.base)
         for node in sorted(names.union(*(name.users for name in names))):
             if node in self.sources and is_write(node):
                 self.write(node)
@@ -157,6 +157,7 @@ class Values:
             for name in [a for a in node.all_input_nodes if a in names]:
                 node.replace_input_with(name, self.now(name, node))
             if node in self.sources:
+                forget_later_gradient(node)
                 self.found[node] = (self.version, node)
         for node in filter(is_write, reversed(self.sources)):
             node.graph.erase_node(node)
@@ -230,6 +231,17 @@ class Values:
         dims = [d % len(given["dims"]) for d in given["dims"]]
         back = [dims.index(d) for d in range(len(dims))]
         return self.inserted(like, torch.ops.aten.permute.default, (new, back))
+
+
+def forget_later_gradient(node: Node) -> None:
+    """Dynamo's fake value has the gradient that a later write gave it; a value of its own has that of what it
+    is made of."""
+    if not wants_gradient(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return
+    args, kwargs = map_arg((node.args, node.kwargs), fake_of)
+    with internals.faked(fake_of(node)):
+        if not node.target(*args, **kwargs).requires_grad:
+            node.meta["example_value"] = fake_of(node).detach()
 
 
 def read_from_writers(module: GraphModule) -> GraphModule:

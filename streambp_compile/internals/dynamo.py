@@ -36,6 +36,10 @@ enter_autocast, exit_autocast = (
 )
 
 
+enter_inference, exit_inference = (
+    torch.autograd.grad_mode._enter_inference_mode,
+    torch.autograd.grad_mode._exit_inference_mode,
+)
 MODE_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast, torch._C._log_api_usage_once)
 
 

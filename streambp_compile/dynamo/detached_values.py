@@ -1,0 +1,57 @@
+"""What a model computes without gradients (``with torch.no_grad():``) is written so that nothing depends on
+where it is computed.
+
+Rewrites compute values where they are read, which may be outside of such a block, or read what a value in it
+is made of. So every operator in a block reads its operands without their gradients. Then no gradient flows
+through it, whatever mode it runs in.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..passes.rules.forward import is_detached, mutated
+from .aten import inserted
+from .modes import gradient_modes, is_gradient_switch, is_switch
+from .values import fake_of, is_parameter, wants_gradient
+
+
+def detach_operands(module: GraphModule) -> GraphModule:
+    """Have operators that run without gradients read values that have none."""
+    detached: dict[Node, Node] = {}
+    for node, recorded in gradient_modes(module.graph).items():
+        if is_gradient_switch(node):
+            detached.clear()  # what is written in one block is read there, in the order of the model
+        elif not recorded and computes(node):
+            for operand in filter(wants_gradient, node.all_input_nodes):
+                if operand not in detached:
+                    detached[operand] = without_gradient(operand, node)
+                node.replace_input_with(operand, detached[operand])
+    return module
+
+
+def computes(node: Node) -> bool:
+    """Does a node make new numbers, which could have gradients? A write changes what others have made, and
+    has no gradient there."""
+    if node.op not in ("call_function", "call_method", "call_module") or is_switch(node):
+        return False
+    if node.target in (operator.getitem, getattr) or is_detached(node) or mutated(node) is not None:
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    values = fake_of(node)
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+
+
+def without_gradient(value: Node, reader: Node) -> Node:
+    """A value without its gradient, in front of a reader. A weight stays one."""
+    with reader.graph.inserting_before(reader):
+        like = reader if isinstance(fake_of(reader), torch.Tensor) else value
+        node = inserted(like, torch.ops.aten.detach.default, (value,))
+    if is_parameter(fake_of(value)):
+        fake_of(node)._is_param = True
+    return node
