@@ -27,7 +27,9 @@ def detach_operands(module: GraphModule) -> GraphModule:
             detached.clear()  # what is written in one block is read there, in the order of the model
         elif not recorded and computes(node):
             for operand in filter(wants_gradient, node.all_input_nodes):
-                if operand not in detached:
+                if operand not in detached or is_parameter(
+                    fake_of(operand)
+                ):  # no weight goes between regions
                     detached[operand] = without_gradient(operand, node)
                 node.replace_input_with(operand, detached[operand])
     return module
