@@ -34,7 +34,7 @@ from .dynamo.indexed_rows import index_rows
 from .dynamo.joint_attention import part_joint_attention
 from .dynamo.leading_columns import move_leading_columns
 from .dynamo.masked_values import choose_masked_values
-from .dynamo.modes import is_switch, write_inference_as_no_grad
+from .dynamo.modes import is_switch, note_autocast, write_inference_as_no_grad
 from .dynamo.padded_masks import pad_before_masks
 from .dynamo.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
 from .dynamo.picked_rows import depends_on_data, reads_number_of_mask, write_picked_rows
@@ -381,6 +381,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (fold_maps, "folding calls of torch.vmap"),
     (write_picked_rows, "reading rows that a mask picks"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
+    (note_autocast, "reading modes"),
     (detach_operands, "reading what is computed without gradients"),
     (choose_masked_values, "reading values written under a mask"),
     (write_new_values, "reading values that are written into"),

@@ -194,3 +194,42 @@ def test_a_layer_that_is_its_own_teacher_streams(interpreted):
     model, ids = Stopped(a_target_of_its_own).double(), ids_of(2, LENGTH)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
+# Autocast, which half of a layer may run under
+
+
+def cast_keys(m: Stopped, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        k, q = m.into(with_more(m, x)), m.into(x)
+    return attention(q, k, k).float()
+
+
+def cast_streams(m: Stopped, x: Tensor) -> Tensor:
+    both = with_more(m, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = m.into(attention(*[m.into(both)] * 3))
+    return made[:, 3:].float()
+
+
+def cast_attention(m: Stopped, x: Tensor) -> Tensor:
+    keys = with_more(m, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        return attention(m.into(x), m.into(keys), m.into(keys)).float()
+
+
+def keys_beside_a_cast(m: Stopped, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        k = m.into(with_more(m, x))
+    return attention(x, k.float(), k.float())
+
+
+@pytest.mark.parametrize(
+    "mix", (cast_keys, cast_streams, cast_attention, keys_beside_a_cast), ids=lambda f: f.__name__
+)
+def test_what_is_computed_elsewhere_has_the_dtype_that_it_had(mix, interpreted):
+    """As near to eager as half precision is; in the wrong one, or in none, operands would not fit."""
+    torch.manual_seed(0)
+    model, ids = Stopped(mix), ids_of(2, LENGTH)
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < 2e-2

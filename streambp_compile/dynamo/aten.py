@@ -28,7 +28,7 @@ from ..passes.ir import is_equal
 from ..passes.phases import check_time
 from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argument
 from .modes import is_switch
-from .values import CHANGED, fake_of
+from .values import CHANGED, autocast_of, fake_of
 
 RESULTS = "results of a call"  # in the meta of a call, what makes them
 OF_ONE_NODE = (
@@ -114,7 +114,7 @@ def inserted(
     node.meta = {k: v for k, v in like.meta.items() if k not in OF_ONE_NODE}
     fakes = map_arg((args, kwargs), fake_of)
     function = getattr(torch.Tensor, target) if isinstance(target, str) else target
-    with internals.faked(fake_of(like)):
+    with internals.faked(fake_of(like)), internals.in_autocast(autocast_of(like)):
         node.meta["example_value"] = function(*fakes[0], **fakes[1])
         if not as_written and is_translatable(node):
             translate(node, Spellings())

@@ -13,6 +13,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from ..passes.ir import is_view
 from ..passes.rules.forward import is_detached, mutated
 from .aten import inserted
 from .modes import gradient_modes, is_gradient_switch, is_switch
@@ -26,7 +27,11 @@ def detach_operands(module: GraphModule) -> GraphModule:
         if is_gradient_switch(node):
             detached.clear()  # what is written in one block is read there, in the order of the model
         elif not recorded and computes(node):
-            for operand in filter(wants_gradient, node.all_input_nodes):
+            operands = list(filter(wants_gradient, node.all_input_nodes))
+            if is_view(node) and operands and is_parameter(fake_of(operands[0])):
+                detach_result(node)  # parts of weights are known by what they are of
+                continue
+            for operand in operands:
                 if operand not in detached or is_parameter(
                     fake_of(operand)
                 ):  # no weight goes between regions
@@ -57,3 +62,9 @@ def without_gradient(value: Node, reader: Node) -> Node:
     if is_parameter(fake_of(value)):
         fake_of(node)._is_param = True
     return node
+
+
+def detach_result(node: Node) -> None:
+    with node.graph.inserting_after(node):
+        detached = inserted(node, torch.ops.aten.detach.default, (node,))
+    node.replace_all_uses_with(detached, lambda user: user is not detached)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
+from .values import AUTOCAST
 
 
 def is_switch(node: Node) -> bool:
@@ -36,6 +37,19 @@ def write_inference_as_no_grad(module: GraphModule) -> GraphModule:
     for node in reversed(module.graph.nodes):
         if node.target in (internals.enter_inference, internals.exit_inference):
             module.graph.erase_node(node)
+    return module
+
+
+def note_autocast(module: GraphModule) -> GraphModule:
+    """Note for each node which autocast it runs under: elsewhere it may compute in another dtype."""
+    active: dict[Node, tuple] = {}
+    for node in module.graph.nodes:
+        if node.target is internals.enter_autocast:
+            active[node] = node.args
+        elif node.target is internals.exit_autocast:
+            del active[node.args[0]]
+        elif active:
+            node.meta[AUTOCAST] = tuple(active.values())
     return module
 
 

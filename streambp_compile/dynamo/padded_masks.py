@@ -126,7 +126,7 @@ class Padded:
             return inserted(self.like, node.target, (wider, given["diagonal"] + before))
         if part_of(node) is Part.DIAGONAL and dim == 1:
             return self.diagonal(node)
-        operands = node.all_input_nodes if may_be_repeated(node) else ()
+        operands = node.all_input_nodes if may_be_repeated(node, self.like) else ()
         places = {a: operand_dim(node, a, dim) for a in operands}
         if all(at is None for at in places.values()):
             return self.picked(node, dim)

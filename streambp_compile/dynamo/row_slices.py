@@ -30,7 +30,7 @@ from ..passes.rules.forward import (
 )
 from ..passes.token_propagation import reshaped
 from .aten import inserted
-from .values import fake_of, is_changed
+from .values import autocast_of, fake_of, is_changed
 
 aten = torch.ops.aten
 
@@ -206,7 +206,7 @@ def made_anew(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> No
         given = arguments(node)
         cut = sliced(given["self"], dim, rows, like, known)
         return inserted(like, node.target, (cut, given["diagonal"] - rows.start))
-    operands = node.all_input_nodes if may_be_repeated(node) else ()
+    operands = node.all_input_nodes if may_be_repeated(node, like) else ()
     places = {a: operand_dim(node, a, dim) for a in operands}
     if all(at is None for at in places.values()):
         return None
@@ -214,9 +214,11 @@ def made_anew(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> No
     return repeated(node, dim, values, like)
 
 
-def may_be_repeated(node: Node) -> bool:
-    """Would it give the same value again, later?"""
+def may_be_repeated(node: Node, like: Node) -> bool:
+    """Would it give the same value again, where another node is?"""
     if node.op != "call_function" or is_mutable(node) or draws_random(node):
+        return False
+    if autocast_of(node) != autocast_of(like):
         return False
     return not any(map(is_changed, (node, *node.all_input_nodes)))
 

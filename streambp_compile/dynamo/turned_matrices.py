@@ -137,7 +137,7 @@ def part_matrices(graph: Graph, readings: Readings) -> None:
         dims = {d for _, found in wanted.get(node, ()) for d in found}
         copies = {max(dims): node} if dims else {}
         parted = len(dims) == 2 and all(len(found) == 1 for _, found in wanted[node])
-        if parted and may_be_repeated(node) and storage_of(node) not in written:
+        if parted and may_be_repeated(node, node) and storage_of(node) not in written:
             copies[min(dims)] = copied_for(node, [r for r, found in wanted[node] if found == {min(dims)}])
         for dim, copy in copies.items() or [(None, node)]:
             for operand, found in readings.of(node, dim).items():

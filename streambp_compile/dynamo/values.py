@@ -8,6 +8,7 @@ from torch.fx import Node
 from ..passes.ir import is_view
 
 CHANGED = "changed"  # in the meta of a node: is its memory written into after it was made?
+AUTOCAST = "autocast"  # in the meta of a node: the arguments of each autocast that it runs under
 
 
 def fake_of(node: Node):
@@ -31,6 +32,11 @@ def is_changed(node: Node) -> bool:
             return False
         node = node.args[0]
     return True
+
+
+def autocast_of(node: Node) -> tuple:
+    """The arguments of each autocast that a node runs under, the outermost first."""
+    return node.meta.get(AUTOCAST, ())
 
 
 def is_parameter(fake: object) -> bool:

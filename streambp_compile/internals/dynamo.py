@@ -162,6 +162,15 @@ def replaying(module: GraphModule):
                 exit_autocast(entered.pop())
 
 
+@contextlib.contextmanager
+def in_autocast(arguments: Sequence[tuple]):
+    """Inside, each autocast holds that was entered with these arguments, one in another."""
+    with contextlib.ExitStack() as stack:
+        for given in arguments:
+            stack.callback(exit_autocast, enter_autocast(*given))
+        yield
+
+
 def modes_text() -> str:
     """The switches that a function may ask for: gradients, autocast of each kind of device, what numbers are
     by default."""
