@@ -237,6 +237,34 @@ def test_half_precision_is_no_worse_than_eager():
     assert errors[0] < 1.2 * errors[1] and not math.isnan(errors[0])
 
 
+def memory_of_another_dtype(layer, x):
+    """`cat` gives the wider dtype to all of its parts."""
+    q, k, v = layer.qkv(x).chunk(3, -1)
+    pairs = ((layer.key.float(), k), (layer.value, v.float()))
+    return merged(
+        F.scaled_dot_product_attention(
+            *map(heads, (q, *(torch.cat([m.expand(x.shape[0], -1, -1), t], 1) for m, t in pairs)))
+        )
+    )
+
+
+def memory_behind_nothing(layer, x):
+    """Empty values of one dimension are left out by `cat`, whatever they are put beside."""
+    q, k, v = layer.qkv(x).chunk(3, -1)
+    pairs = [(m.expand(x.shape[0], -1, -1), t) for m, t in ((layer.key, k), (layer.value, v))]
+    joined = (torch.cat([torch.empty(0, dtype=x.dtype), *pair], 1) for pair in pairs)
+    return merged(F.scaled_dot_product_attention(*map(heads, (q, *joined))))
+
+
+@pytest.mark.parametrize("attention", (memory_of_another_dtype, memory_behind_nothing))
+def test_keys_are_what_cat_makes_of_them(attention):
+    model, ids = Layer(attention).double(), torch.randint(VOCABULARY, (2, 33))
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 7, "strict": True})
+    # the gradient of the memory is rounded to float32, after sums in another order
+    exact = 1e-6 if attention is memory_of_another_dtype else EXACT
+    assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < exact
+
+
 def test_a_deep_residual_stream_is_followed_once():
     """Each sum doubles the paths to the first layer."""
     graph, aten = torch.fx.Graph(), torch.ops.aten

@@ -27,7 +27,7 @@ from .aten import inserted
 from .attention import erase_unread
 from .row_slices import sum_of
 from .token_axes import Axis, axes_of, traced
-from .values import fake_of, is_changed, storage_of
+from .values import fake_of, is_changed, joined_values, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -220,7 +220,7 @@ def paddings(node: Node) -> Iterator[Padded]:
         if len(pairs) == 1 and all(a is not None and a >= 0 for a in pairs[0][1]):
             yield Padded(node.args[0], fake_of(node).dim() - 1 - pairs[0][0], *pairs[0][1])
     if part_of(node) is Part.JOIN:
-        pieces, dim = list(given["tensors"]), given["dim"] % fake_of(node).dim()
+        pieces, dim = joined_values(node), given["dim"] % fake_of(node).dim()
         own = [i for i, piece in enumerate(pieces) if filling_of(piece) != 0]
         if len(own) == 1 < len(pieces):
             sizes = [fake_of(piece).shape[dim] for piece in pieces]

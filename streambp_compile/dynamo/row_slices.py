@@ -30,7 +30,7 @@ from ..passes.rules.forward import (
 )
 from ..passes.token_propagation import reshaped
 from .aten import inserted
-from .values import autocast_of, fake_of, is_changed
+from .values import autocast_of, fake_of, is_changed, joined_values
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def parts_at(node: Node, dim: int) -> Parts | None:
         return padded_parts(node, dim)
     if part_of(node) is not Part.JOIN or arguments(node)["dim"] % fake_of(node).dim() != dim:
         return None
-    pieces = tuple(arguments(node)["tensors"])
+    pieces = tuple(joined_values(node))
     return Parts(node, dim, pieces, tuple(fake_of(p).shape[dim] for p in pieces))
 
 
@@ -306,7 +306,9 @@ def joined_rows(parts: Parts, run: slice, like: Node) -> Node:
         padding(parts, size, like) if piece is None else piece
         for piece, size in zip(parts.pieces[run], parts.sizes[run])
     ]
-    return made[0] if len(made) == 1 else inserted(like, aten.cat.default, (made, parts.dim))
+    whole = made[0] if len(made) == 1 else inserted(like, aten.cat.default, (made, parts.dim))
+    dtype = fake_of(parts.node).dtype  # of a wider part that may not be among them
+    return whole if fake_of(whole).dtype == dtype else inserted(like, aten.to.dtype, (whole, dtype))
 
 
 def padding(parts: Parts, count: int, like: Node) -> Node:

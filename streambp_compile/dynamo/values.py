@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..passes.ir import is_view
+from ..passes.ir import arguments, is_view
 
 CHANGED = "changed"  # in the meta of a node: is its memory written into after it was made?
 AUTOCAST = "autocast"  # in the meta of a node: the arguments of each autocast that it runs under
@@ -32,6 +32,12 @@ def is_changed(node: Node) -> bool:
             return False
         node = node.args[0]
     return True
+
+
+def joined_values(node: Node) -> list[Node]:
+    """The values that ``cat`` puts together, without those that torch leaves out: empty ones of one
+    dimension."""
+    return [v for v in arguments(node)["tensors"] if fake_of(v).dim() == fake_of(node).dim()]
 
 
 def autocast_of(node: Node) -> tuple:
