@@ -36,7 +36,7 @@ from .tiles import (
     sum_of_piece,
     tilings,
 )
-from .values import fake_of, is_changed, storage_of
+from .values import fake_of, storage_of
 
 
 def merge_unrolled(module: GraphModule) -> GraphModule:
@@ -85,14 +85,17 @@ class Pieces:
         return self.classes[self.class_of[node]][next(iter(self.touched[node]))]
 
     def written(self) -> bool:
-        """Is a base, or what a piece is made into, written into?"""
+        """Is a base, what a piece is made into, or what else it reads, written into?"""
         kept = {
             *(t.base for t in self.group),
             *self.tiles,
             *(n for key in self.complete for n in self.classes[key].values()),
         }
-        changed = any(map(is_changed, (*kept, *self.externals())))
-        return changed or any(mutated(n) in kept for n in self.graph.nodes)
+        targets = {target for n in self.graph.nodes if (target := mutated(n)) is not None}
+        memory = {storage_of(target) for target in targets} - {None}
+        return not targets.isdisjoint(kept) or any(
+            storage_of(n) in memory for n in (*kept, *self.externals())
+        )
 
 
 def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:
