@@ -25,16 +25,15 @@ def detach_operands(module: GraphModule) -> GraphModule:
     detached: dict[Node, Node] = {}
     for node, recorded in gradient_modes(module.graph).items():
         if is_gradient_switch(node):
-            detached.clear()  # what is written in one block is read there, in the order of the model
+            detached.clear()  # each block reads its own
         elif not recorded and computes(node):
             operands = list(filter(wants_gradient, node.all_input_nodes))
             if is_view(node) and operands and is_parameter(fake_of(operands[0])):
                 detach_result(node)  # parts of weights are known by what they are of
                 continue
             for operand in operands:
-                if operand not in detached or is_parameter(
-                    fake_of(operand)
-                ):  # no weight goes between regions
+                # a weight for each reader, so that none goes from region to region
+                if operand not in detached or is_parameter(fake_of(operand)):
                     detached[operand] = without_gradient(operand, node)
                 node.replace_input_with(operand, detached[operand])
     return module
