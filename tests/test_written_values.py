@@ -175,7 +175,16 @@ def in_its_own_layout(m: Changing, x: Tensor) -> Tensor:
     return y.view(-1).view_as(x).to(x.dtype)
 
 
+def a_copy_of_what_changes_later(m: Changing, x: Tensor) -> Tensor:
+    kept = torch.zeros_like(x)
+    before, y = kept + 1, x * 2
+    kept.copy_(y)
+    y[..., 0] = 0.25
+    return kept * 3 + y + before
+
+
 CHANGES = (
+    a_copy_of_what_changes_later,
     a_skewed_row,
     a_skewed_column,
     scores_beside_a_sink,

@@ -188,8 +188,8 @@ class Values:
             ((name, *node.args[1:]), node.kwargs),
             lambda a: self.now(a, node) if a in self.found else a,
         )
-        if form_of(node) is Form.ASSIGN:
-            new = args[1]
+        if form_of(node) is Form.ASSIGN:  # a copy: its source may be written into later
+            new = self.inserted(node, torch.ops.aten.clone.default, (args[1],))
         else:
             new = self.inserted(node, functional(node.target), args, kwargs)
         new = self.as_written(node, new, args[0])
