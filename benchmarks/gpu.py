@@ -1,9 +1,10 @@
-"""What a machine with one GPU must show, in four parts: correctness, memory, time, profile.
+"""What a machine with one GPU must show, in five parts: correctness, memory, time, profile, attention.
 
     python benchmarks/gpu.py correctness --minutes 9
     python benchmarks/gpu.py memory --minutes 9
     python benchmarks/gpu.py time --minutes 9
     python benchmarks/gpu.py profile --minutes 9
+    python benchmarks/gpu.py attention --minutes 2
     python benchmarks/gpu.py --all --minutes 9             all of them, in this order
     python benchmarks/gpu.py --all --minutes 9 time        from the time part on
     python benchmarks/gpu.py --dry-run                     on fake tensors: all is compiled, nothing runs
@@ -38,6 +39,7 @@ PARTS = {
     "memory": "capacity",
     "time": "timing",
     "profile": "profiling",
+    "attention": "attention",
 }  # in order of worth → module
 
 
@@ -52,6 +54,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=None, help="for each part (9 on a GPU, else 60)")
     parser.add_argument(
         "--rounds", type=int, default=3, help="timed steps of each method at each length (%(default)s)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="jobs of the correctness part that run at the same time (%(default)s)",
     )
     parser.add_argument(
         "--only",
@@ -78,8 +86,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"unknown part {unknown[0]!r}; there are {', '.join(PARTS)}")
     if chosen.minutes is None:
         chosen.minutes = 9 if chosen.device == "cuda" and not chosen.dry_run else 60
-    if chosen.minutes <= 0 or chosen.rounds < 1 or chosen.threads < 1:
-        parser.error("--minutes must be more than 0, --rounds and --threads 1 or more")
+    if chosen.minutes <= 0 or min(chosen.rounds, chosen.threads, chosen.jobs) < 1:
+        parser.error("--minutes must be more than 0, --rounds, --jobs and --threads 1 or more")
     if chosen.all and len(chosen.parts) > 1:
         parser.error("--all goes on from one part: name that one alone, or none")
     return chosen
@@ -108,6 +116,7 @@ def settings_of(chosen: argparse.Namespace) -> Settings:
         scale="TINY" if chosen.tiny or chosen.dry_run else "REAL",
         minutes=chosen.minutes,
         rounds=chosen.rounds,
+        beside=chosen.jobs,
         threads=chosen.threads,
         interpret=interpreted(chosen),
         only=chosen.only,

@@ -11,8 +11,8 @@ write at its bandwidth, half a wave of idle processors per product and attention
 Models of one and of two layers are read; their difference counts for each further layer. Gradients are
 accumulated into existing ones. The optimizer is left out.
 
-streambp attends with FlashAttention-2; checkpointing is shown with the same kernel, and with cuDNN's, which
-torch takes on sm_90.
+streambp attends with the kernel that it chooses for the device, cuDNN's on sm_90 and else FlashAttention-2;
+checkpointing is shown with each that the device has.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def section(shape: Shape, tokens: int, device: Device) -> str:
     """The table of one device, its chunk lengths, and the ratios."""
     eager = tuple(checkpointed(shape, layers, tokens, device) for layers in (1, 2))
     (one, lines), (two, _) = (streamed(shape, layers, tokens, device) for layers in (1, 2))
-    columns = {"streambp, flash": whole(one, two, shape.layers)}
-    for kernel in dict(device.attention):
+    kernels = list(dict(device.attention))
+    columns = {f"streambp, {kernels[0]}": whole(one, two, shape.layers)}
+    for kernel in kernels:
         columns[f"checkpointing, {kernel}"] = whole(
             *(w.cost(tokens, device, kernel) for w in eager), shape.layers
         )

@@ -141,7 +141,7 @@ def costs_of(compiled: CompiledRegion) -> Costs:
         and value_of(n).dtype.is_floating_point
         and not compiled.is_graph_input(n)
     ]
-    sizes = [(bytes_of(value_of(n)) * region.turns, value_of(n).numel() * region.turns) for n in handed_on]
+    sizes = [(bytes_of(v) * region.turns, hint(v.numel()) * region.turns) for v in map(value_of, handed_on)]
     size, in_8_bits = (sum(each) for each in zip(*sizes)) if sizes else (0, 0)
     schedules = [s for s in (region.forward, region.backward) if s is not None]
     streamed = max(streamed_bytes(schedule, region.analysis) for schedule in schedules)

@@ -1,13 +1,14 @@
 """The parts of benchmarks/gpu.py that decide something: the search for the longest sequence, what is made of
 times, and a run whose workers die."""
 
+import dataclasses
 import json
 import sys
 import types
 
 import pytest
 
-from benchmarks.on_gpu import capacity, correctness, profiling, runner, timing
+from benchmarks.on_gpu import attention, capacity, correctness, profiling, runner, timing
 from benchmarks.on_gpu.scale import QWEN3_8B
 
 CAPACITY = 10_000
@@ -123,6 +124,7 @@ def settings_for(folder, kind="cpu"):
             scale="TINY",
             minutes=1.0,
             rounds=1,
+            beside=1,
             threads=1,
             interpret=True,
             only=(),
@@ -153,6 +155,21 @@ def test_a_worker_that_dies_costs_one_case(tmp_path):
     assert [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == found
 
 
+def test_jobs_beside_one_another_leave_what_they_find_one_after_another(tmp_path):
+    jobs = [runner.Job(f"job {n}", ({"do": "one"}, {"do": "die"}, {"do": "two"}), 60) for n in range(4)]
+    part = types.SimpleNamespace(
+        __name__="part",
+        ANY_NUMBER_AT_A_TIME=True,
+        jobs=lambda settings: jobs,
+        tables=lambda findings, settings: json.dumps(findings),
+    )
+    found = runner.run(part, "part", dataclasses.replace(settings_for(tmp_path), beside=3))
+    for job in jobs:
+        mine = [f for f in found if f["job"] == job.name]
+        assert [f.get("value", "failed") for f in mine] == ["one", "failed", "two"]
+    assert [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == found
+
+
 def test_a_worker_that_hangs_is_stopped_and_what_it_leaves_is_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "GRACE", 0.1)
     monkeypatch.setattr(runner, "SLOWER", 1)
@@ -167,7 +184,9 @@ def test_a_worker_that_hangs_is_stopped_and_what_it_leaves_is_listed(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    "part", [correctness, capacity, timing, profiling], ids=lambda part: part.__name__.rpartition(".")[2]
+    "part",
+    [correctness, capacity, timing, profiling, attention],
+    ids=lambda part: part.__name__.rpartition(".")[2],
 )
 @pytest.mark.parametrize("kind", ["cuda", "fake", "cpu"])
 def test_every_part_has_jobs_and_a_table_when_nothing_ran(part, kind, tmp_path):

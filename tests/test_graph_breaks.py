@@ -39,6 +39,26 @@ def test_a_warning_of_transformers_breaks_no_graph(name, interpreted):
     assert len(report.steps) == 1, "one graph holds the step"
 
 
+def test_a_compilation_logs_no_error(interpreted):
+    """torch before 2.13 cannot write its own settings to its log once a function is among them."""
+    records = []
+
+    class Noting(logging.Handler):
+        def emit(self, record):
+            records.append(record)
+
+    noting = Noting(logging.ERROR)
+    logger = logging.getLogger("torch._dynamo.metrics_context")
+    logger.addHandler(noting)
+    try:
+        torch._dynamo.reset()
+        model = Plain(layers=1)
+        torch.compile(lambda ids: model(ids, ids), backend="streambp")(ids_of(1, 40)).backward()
+    finally:
+        logger.removeHandler(noting)
+    assert not [record.getMessage() for record in records]
+
+
 def test_a_library_that_is_imported_after_the_backend_breaks_no_graph(monkeypatch, interpreted):
     """It adds a method to loggers, which Dynamo could not trace."""
     model, ids = Plain(layers=1), ids_of(1, 32)

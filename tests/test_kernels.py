@@ -324,7 +324,7 @@ cuda, unknown        composed  composed  composed  composed  composed  composed 
 sm70                 composed  composed efficient efficient  composed  composed  composed efficient
 sm75                 composed  composed efficient efficient  composed  composed  composed efficient
 sm80                    flash efficient     flash efficient  composed     flash efficient     flash
-sm90                    flash efficient     flash efficient  composed     flash efficient     flash
+sm90                    cudnn efficient     cudnn efficient  composed     flash efficient     cudnn
 sm90 without flash      cudnn efficient     cudnn efficient  composed efficient efficient     cudnn
 sm90 with FA3           flash efficient     flash efficient  composed     flash efficient     flash
 sm80 with FA3           cudnn efficient     cudnn efficient  composed efficient efficient     cudnn
@@ -347,7 +347,7 @@ def test_the_kernel_chosen_on_every_device():
 def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
     assert str(choose(ASKED["masked"], DEVICES["sm90"])) == (
         "efficient (slower than flash; takes masks, float32, any head width and older GPUs; "
-        "not flash: it takes no mask; not cudnn: with a mask its dQ can be NaN)"
+        "not cudnn: with a mask its dQ can be NaN; not flash: it takes no mask)"
     )
     assert dict(choose(ASKED["fp64"], DEVICES["sm75"]).passed)["efficient"] == "it does not take float64"
     assert dict(choose(ASKED["bf16"], DEVICES["sm75"]).passed)["flash"] == (
@@ -359,6 +359,15 @@ def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
     assert dict(choose(ASKED["bf16"], DEVICES["sm80 with FA3"]).passed)["flash"] == (
         "the activated FA3 needs compute capability 9.x"
     )
+
+
+def test_cudnn_plans_nothing_anew_because_a_sequence_is_longer():
+    """A plan belongs to shapes and strides: of keys in a buffer, neither may tell how long that buffer is."""
+    keys = [torch.empty(1, length, 8, 64, device="meta").transpose(1, 2)[:, :, :256] for length in (700, 900)]
+    assert len({k.stride() for k in keys}) == 2
+    assert len({fused.whatever_the_length(k).stride() for k in keys}) == 1
+    two = torch.empty(2, 700, 8, 64, device="meta").transpose(1, 2)
+    assert fused.whatever_the_length(two).stride() == two.stride()
 
 
 def test_every_fused_kernel_says_what_it_takes_beside_its_results():

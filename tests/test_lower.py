@@ -109,7 +109,7 @@ def test_a_body_names_its_kernel_and_says_why():
     query = next(n for n in write.graph.nodes if n.name == "query")
     with internals.FakeTensorMode():
         query.meta["val"] = torch.empty(2, 1, 5, 8, dtype=torch.bfloat16, device="cuda")
-    assert kernel_for(query, query, None, Target("cuda", (9, 0))).kernel.name == "flash"
+    assert kernel_for(query, query, None, Target("cuda", (9, 0))).kernel.name == "cudnn"
     assert kernel_for(query, query, None, Target("cpu")).kernel.name == "composed"
 
 

@@ -6,8 +6,11 @@ import torch
 from models import Plain, ids_of
 
 from streambp_compile import StreamHint, backend, planned_chain, target_device
+from streambp_compile.backend import Chain
 from streambp_compile.chain_plan import ChainPlan, Costs, estimated
+from streambp_compile.config import Config
 from streambp_compile.memory_limits import CERTAIN, FreeMemory
+from streambp_compile.report import Report
 
 LENGTH = 600
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -96,3 +99,22 @@ def test_layer_inputs_leave_for_the_host_where_they_would_not_fit(monkeypatch):
     assert min(s.bytes for s in simulated) < simulated[0].bytes
     for ours, wanted in zip(found, expected):
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 1 << 40}], ids=["free memory", "a budget"])
+def test_a_third_length_is_traced_no_more(options, monkeypatch):
+    """What a plan weighs are numbers: a symbol among them would bind the graph to one length."""
+    monkeypatch.setattr(backend, "is_on_gpu", lambda name, values: True)
+    monkeypatch.setattr(backend, "free_memory", lambda name, values: 1 << 40)
+    torch._dynamo.reset()
+    report, traced = Report(), []
+
+    def noted(graph, inputs):
+        traced.append(graph)
+        return Chain(graph, inputs, Config.of(None, {"chunk_size": 100, **options}), report).compiled()
+
+    model = Plain(256, 64, 4, 3).double()
+    compiled = torch.compile(step, backend=noted)
+    for length in (LENGTH, LENGTH // 2, LENGTH + 131, 2 * LENGTH):
+        compiled(model, ids_of(1, length)).backward()
+    assert len(traced) == 2

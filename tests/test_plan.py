@@ -260,7 +260,7 @@ def test_kernels_of_a_gpu_are_chosen_on_fake_tensors():
         streaming = Streaming(
             Setting(source_of_function("step", step), named("H100"), 512, dtype=torch.bfloat16), silent
         )
-        assert "attention kernel: flash (" in str(streaming.deepest.report)
+        assert "attention kernel: cudnn (" in str(streaming.deepest.report)
 
 
 class Known:

@@ -98,11 +98,9 @@ class Session:
 
     def lengths(self, name: str) -> Iterator[dict]:
         self.prepare(name)
-        yield {"held": self.held}
+        yield {"held": self.held, "cap": self.cap}
         best = None
-        trials = search(
-            self.attempt, self.order.scale.first, self.order.scale.cap - self.held, self.order.scale.grain
-        )
+        trials = search(self.attempt, self.order.scale.first, self.cap - self.held, self.order.scale.grain)
         for tokens, peak in trials:
             if peak is not None:
                 best = tokens
@@ -128,9 +126,11 @@ class Session:
     def prepare(self, name: str) -> None:
         from transformers import Qwen3ForCausalLM
 
+        self.cap = self.order.scale.cap
         if self.stage.kind == "cuda":
             whole = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.order.scale.cap / whole))
+            self.cap = min(self.cap, whole)  # a GPU of 80 GB has a little less
+            torch.cuda.set_per_process_memory_fraction(self.cap / whole)
         config = self.shape.config(self.shape.layers, 1 << 20)
         self.model = self.stage.build(lambda: Qwen3ForCausalLM(config).train(), torch.bfloat16)
         allocate_gradients(self.model)
@@ -159,7 +159,7 @@ class Session:
             self.seconds = self.stage.seconds(step)
         except torch.OutOfMemoryError:
             return None
-        return peak[0] if self.held + peak[0] <= self.order.scale.cap else None
+        return peak[0] if self.held + peak[0] <= self.cap else None
 
     def take(self, tokens: int) -> None:
         ids = self.stage.ids(self.shape.vocabulary, tokens)
@@ -212,9 +212,10 @@ def tables(findings: list[dict], settings: Settings) -> str:
     scale = getattr(scales, settings.scale)
     shape = scale.shapes[0]
     rows = [summary(name, findings) for name in (STREAMBP, CHECKPOINTING, LIGER)]
+    cap = next((f["cap"] for f in findings if "cap" in f), scale.cap)
     about = (
         f"{shape.name}, {shape.layers} layers, bfloat16, one sequence, loss and backward; all memory of "
-        f"the process under {scale.cap / GIB:.4g} GiB, weights and gradients included. *Does not fit*: the "
+        f"the process under {cap / GIB:.4g} GiB, weights and gradients included. *Does not fit*: the "
         "shortest length that was tried and did not. Other columns are of the longest that fitted; its "
         "peak is above weights and gradients, and the prediction was made without running anything."
     )

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +37,7 @@ class Settings:
     scale      name of a constant of `benchmarks.on_gpu.scale`
     minutes    for each part
     rounds     timed steps of each method at each length
+    beside     jobs of the correctness part that run at the same time; all others run one after another
     threads    on a CPU
     interpret  run chunk bodies node by node, for what is about the measuring code and not about the bodies
     only       names of jobs to run, all if empty
@@ -48,6 +51,7 @@ class Settings:
     scale: str
     minutes: float
     rounds: int
+    beside: int
     threads: int
     interpret: bool
     only: tuple[str, ...]
@@ -70,14 +74,24 @@ class Run:
     findings: list[dict] = field(default_factory=list)
     spare: processes.Worker | None = None
     workers: int = 0
+    writing: threading.RLock = field(default_factory=threading.RLock)
 
     def left(self) -> float:
         return self.settings.minutes * 60 - RESERVE - (time.monotonic() - self.started)
 
+    @property
+    def beside(self) -> int:
+        """How many jobs run at the same time: one where seconds or the device's memory are measured."""
+        return self.settings.beside if getattr(self.part, "ANY_NUMBER_AT_A_TIME", False) else 1
+
     def jobs(self, jobs: list[Job]) -> None:
         try:
-            for job in jobs:
-                self.job(job)
+            if self.beside > 1:
+                with ThreadPoolExecutor(self.beside) as pool:
+                    list(pool.map(self.job, jobs))
+            else:
+                for job in jobs:
+                    self.job(job)
         finally:
             if self.spare is not None:
                 self.spare.kill()
@@ -119,12 +133,14 @@ class Run:
                 **told,
             }
         )
-        if self.settings.kind == "cuda":
+        if self.settings.kind == "cuda" and self.beside == 1:
             self.spare = self.start()  # it imports its libraries meanwhile
         while current < len(cases):
             answer = worker.answer(max(end - time.monotonic(), 0.1))
             if "found" in answer:
                 self.add(job, cases[current], answer["found"])
+                if "failed" in answer["found"]:
+                    print(worker.tail(), file=sys.stderr, flush=True)
             elif "finished" in answer:
                 current += 1
             elif answer.get("ended"):
@@ -145,12 +161,13 @@ class Run:
         return spare or self.start()
 
     def start(self) -> processes.Worker:
-        self.workers += 1
-        return processes.start(self.settings.worker, self.scratch / f"{self.workers}.log")
+        with self.writing:
+            self.workers += 1
+            log = self.scratch / f"{self.workers}.log"
+        return processes.start(self.settings.worker, log)
 
     def add(self, job: Job, case: dict, found: dict) -> None:
         finding = {"part": self.name, "job": job.name, "case": case, **found}
-        self.findings.append(finding)
         shown = {key: value for key, value in found.items() if not isinstance(value, list) or len(value) < 10}
         seconds = time.monotonic() - self.started
         print(
@@ -158,9 +175,11 @@ class Run:
             file=sys.stderr,
             flush=True,
         )
-        with (self.settings.folder / "gpu.jsonl").open("a") as raw:
-            print(json.dumps(finding), file=raw)
-        self.write()
+        with self.writing:
+            self.findings.append(finding)
+            with (self.settings.folder / "gpu.jsonl").open("a") as raw:
+                print(json.dumps(finding), file=raw)
+            self.write()
 
     def write(self) -> None:
         text = self.part.tables(self.findings, self.settings)

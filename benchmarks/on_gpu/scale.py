@@ -75,6 +75,7 @@ class Scale:
     other_chunk: int
     width: tuple[int, int, int]
     head: tuple[int, int, int]
+    attended: tuple[tuple[int, int], ...]
 
 
 QWEN3_8B = Shape("Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936, tied=False, timed=4)
@@ -95,6 +96,7 @@ REAL = Scale(
     other_chunk=384,
     width=(256, 512, 64),
     head=(4096, 2048, 151936),
+    attended=((2048, 32768), (4096, 32768), (8192, 32768), (4096, 8192)),
 )
 TINY = Scale(
     shapes=(SMALL,),
@@ -110,4 +112,5 @@ TINY = Scale(
     other_chunk=48,
     width=(64, 96, 16),
     head=(128, 64, 2048),
+    attended=((64, 256),),
 )

@@ -125,8 +125,9 @@ class Work:
             single=max(1, int(self.single * share)),
         )
 
-    def cost(self, chunk: int, device: Device, kernel: str = "flash") -> Cost:
-        """Seconds for chunks of so many tokens, with an attention kernel of the device's table."""
+    def cost(self, chunk: int, device: Device, kernel: str | None = None) -> Cost:
+        """Seconds for chunks of so many tokens, with an attention kernel of the device's table, its first if
+        none is named."""
         count = math.ceil(self.tokens / chunk)
         beyond = max(0.0, 1 - device.cache / (self.widest * chunk))
         return Cost(

@@ -17,14 +17,14 @@ PRODUCTS, BANDWIDTH = 0.75, 0.85
 """Shares of a data sheet's dense product rate and of its bandwidth that large kernels sustain. cuBLAS in
 bfloat16 reaches about 0.7 of it on an H100, which runs into its power limit, and 0.85 on an A100; copies
 reach 0.8 to 0.93 of the bandwidth."""
-ATTENTION = {
-    "flash": {8: (0.60, 0.50), 9: (0.40, 0.33)},
-    "cudnn": {9: (0.62, 0.52)},
+ATTENTION = {  # the one that streambp takes first (`attention.selection`) before the others
+    "cudnn": {9: (0.57, 0.47)},
+    "flash": {8: (0.60, 0.50), 9: (0.35, 0.29)},
 }
 """Shares of the dense half-precision rate that attention kernels sustain, forward and backward, causal, heads
-of 128, by major compute capability. FlashAttention-2 (arXiv 2307.08691, section 4.1: up to 73 % forward and
-63 % backward on an A100, less with a causal mask); on an H100 its instructions of sm_80 reach 35 to 40 %
-(FlashAttention-3, arXiv 2407.08608, figures 5 and 6), where cuDNN's reach 60 % and more."""
+of 128, by major compute capability. 9: measured on an H100, chunks of 4096 rows against 32768 keys, a call for
+each query of a key head (benchmarks/results/gpu-attention.md). 8: FlashAttention-2 (arXiv 2307.08691, section
+4.1: up to 73 % forward and 63 % backward on an A100, less with a causal mask)."""
 OTHER_ATTENTION = (
     0.5,
     0.4,
@@ -44,7 +44,8 @@ class Device:
     bandwidth   bytes per second between the memory and the chip, sustained
     half        products in float16 and bfloat16, FLOP per second, sustained
     single      products in float32
-    attention   kernel → FLOP per second of half-precision attention, forward and backward, sustained
+    attention   kernel → FLOP per second of half-precision attention, forward and backward, sustained; first
+                the kernel that streambp takes where it can
     cache       bytes of the last cache before the memory
     launch      seconds per kernel launched
     tile        rows and columns that one processor makes at once: chunk lengths are multiples of it
@@ -79,9 +80,11 @@ class Device:
             return self.half
         return self.single if dtype.itemsize == 4 else self.single / 2
 
-    def attention_rate(self, dtype: torch.dtype, backward: bool, kernel: str = "flash") -> float:
-        """FLOP per second of a fused attention kernel; without tensor cores, half of what products reach."""
+    def attention_rate(self, dtype: torch.dtype, backward: bool, kernel: str | None = None) -> float:
+        """FLOP per second of a fused attention kernel, of the first one if none is named; without tensor
+        cores, half of what products reach."""
         rates = dict(self.attention)
+        kernel = kernel or next(iter(rates), None)
         if dtype.itemsize > 2 or kernel not in rates:
             return self.rate(dtype) / 2
         return rates[kernel][backward]

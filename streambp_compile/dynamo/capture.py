@@ -27,11 +27,11 @@ class Captured:
 
         class Recorder(torch.fx.Interpreter):
             def run_node(self, n: Node):
-                before, _ = internals.captured_after(None)
+                before = internals.newest_captured()
                 result = (
                     self.fetch_args_kwargs_from_env(n)[0][0] if internals.is_hook(n) else super().run_node(n)
                 )
-                names[n] = set(internals.captured_after(before)[1])
+                names[n] = set(internals.captured_after(before))
                 if isinstance(result, torch.Tensor) and n.op != "output":
                     tensors.append(n)
                     values.append(result)

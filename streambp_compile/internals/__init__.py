@@ -22,6 +22,7 @@ from .aten_graphs import (
     has_gradient,
     inline_numbers,
     known_number,
+    newest_captured,
 )
 from .body_inputs import BodyInputs
 from .chosen_values import is_zero_without
@@ -125,6 +126,7 @@ __all__ = [
     "body_options",
     "capture",
     "captured_after",
+    "newest_captured",
     "compile_body",
     "compile_function",
     "compile_graph",

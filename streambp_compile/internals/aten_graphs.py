@@ -132,17 +132,19 @@ def known_number(fake: object) -> bool | int | float | None:
     return number_of(getattr(fake, "constant", None))
 
 
-def captured_after(last: Node | None) -> tuple[Node | None, list[str]]:
-    """The last node captured so far, and the names of those that came after a given one."""
+def newest_captured() -> Node | None:
+    """The last node captured so far."""
     mode = get_proxy_mode()
-    if mode is None:
-        return None, []
-    names, node = [], next(iter(reversed(mode.tracer.graph.nodes)), None)
-    newest = node
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def captured_after(last: Node | None) -> list[str]:
+    """The names of the nodes that were captured after a given one, or of all."""
+    names, node = [], newest_captured()
     while node is not None and node is not last and node.op != "root":
         names.append(node.name)
         node = node.prev
-    return newest, names
+    return names
 
 
 def has_gradient(op: torch._ops.OpOverload) -> bool:

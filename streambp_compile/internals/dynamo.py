@@ -15,6 +15,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import callback_handler, compiled_autograd
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.callback import CallbackArgs
 from torch._dynamo.convert_frame import compile_lock
@@ -95,6 +96,25 @@ def ignore_library_logging() -> None:
     """
     found = (getattr(logging.Logger, name, None) for name in ONCE)
     dynamo_config.ignore_logging_functions.update(f for f in found if f is not None)
+    try:
+        dynamo_utils._get_dynamo_config_for_logging()
+    except TypeError:  # torch before 2.13 would log an error, pages long, at every compilation
+        dynamo_utils._get_dynamo_config_for_logging = settings_if_they_can_be_written(
+            dynamo_utils._get_dynamo_config_for_logging
+        )
+
+
+def settings_if_they_can_be_written(settings: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Dynamo's settings as its own log of compilations wants them; None where functions among them have no
+    text (torch/_dynamo/utils.py, `_get_dynamo_config_for_logging`)."""
+
+    def written() -> str | None:
+        try:
+            return settings()
+        except TypeError:
+            return None
+
+    return written
 
 
 def ignore_library_logging_from_now_on() -> None:

@@ -62,7 +62,8 @@ class Architecture:
 
     build   makes the model
     keys    the key ranges that its attention is proved to read, each as `Reach` prints it
-    kernels the kernels that attend on a GPU, by their names in the table
+    kernels the kernels that attend on an A100, by their names in the table; see `kernels_on`
+    even    values are as wide as queries
     labels  the name of the argument that holds the targets
     batch   sequences
     dtype   of its weights
@@ -72,10 +73,16 @@ class Architecture:
     build: Callable[[], nn.Module]
     keys: frozenset[str] = frozenset({"[-inf,0]"})
     kernels: frozenset[str] = frozenset({"flash"})
+    even: bool = True
     labels: str = "labels"
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
     given: Mapping[str, object] = field(default_factory=lambda: dict(use_cache=False))
+
+    def kernels_on(self, capability: int) -> frozenset[str]:
+        """The kernels that attend on a GPU: sm_90 is faster with cuDNN's than with FlashAttention-2."""
+        faster = {"flash": "cudnn"} if capability == 90 and self.even else {}
+        return frozenset(faster.get(name, name) for name in self.kernels)
 
 
 def hugging_face(family: str, **settings) -> Callable[[], nn.Module]:
@@ -139,7 +146,7 @@ ARCHITECTURES = {
     "mixture of experts": Architecture(
         hugging_face("qwen3_moe", num_hidden_layers=1, num_experts=8, **EXPERTS)
     ),
-    "latent attention": Architecture(hugging_face("deepseek_v3", **EXPERTS, **LATENT)),
+    "latent attention": Architecture(hugging_face("deepseek_v3", **EXPERTS, **LATENT), even=False),
     "linear attention": hand_written("linear attention", keys=NONE, kernels=NONE),
     "hand-written": hand_written("nanogpt"),
     "flex attention": hand_written("flex", kernels=NONE),  # a score function: products and a softmax

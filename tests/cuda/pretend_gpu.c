@@ -22,6 +22,8 @@ typedef struct {
 /* As torch.cuda.get_device_properties and deviceQuery print them. */
 static const Device DEVICES[] = {
     {"h200", "NVIDIA H200", 9, 0, 132, 150754820096, 62914560, 233472, 232448, 1980000, 3201000, 6144},
+    {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 85017493504, 52428800, 233472, 232448, 1980000, 2619000,
+     5120},
     {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 84974501888, 41943040, 167936, 166912, 1410000, 1593000,
      5120},
 };

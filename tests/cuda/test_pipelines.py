@@ -34,8 +34,8 @@ def test_keys_are_proved(name, compiled):
 
 
 @each
-def test_the_kernels_that_attend(name, compiled):
-    assert kernels(compiled(name).report) == ARCHITECTURES[name].kernels
+def test_the_kernels_that_attend(name, compiled, capability):
+    assert kernels(compiled(name).report) == ARCHITECTURES[name].kernels_on(capability)
 
 
 def test_chunks_of_a_large_model_are_long(monkeypatch):

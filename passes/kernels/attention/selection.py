@@ -1,4 +1,5 @@
-"""Which kernel attends: one row each, in the order in which they are tried.
+"""Which kernel attends: one row each, in the order in which they are tried. Where a GPU is fastest with
+another than the first, that row says so (``first_on``).
 
 A choice is made for a device that need not be there, when a chunk body is written; its name travels as an
 argument of the operator. A row says everything that a kernel wants, so that none raises in the middle of a
@@ -63,6 +64,7 @@ class Kernel:
     grouped     does it take fewer key heads than query heads?
     expands     does its backward make gradients for every query head first?
     diagonal    where causality may start: ``top left``, ``bottom right``, or ``any``
+    first_on    compute capabilities on which it is tried before all others
     fewest_keys below which the composed kernel runs instead
     whole_square  rows up to which it computes most of a causal square, hidden scores included
     padded      the width that a width is padded to, where that is no mere multiple
@@ -87,6 +89,7 @@ class Kernel:
     grouped: bool = True
     expands: bool = False
     diagonal: str = "any"
+    first_on: tuple[tuple[int, int], ...] = ()
     fewest_keys: int = 1
     whole_square: int = 0
     padded: Callable[[int], int] | None = None
@@ -146,8 +149,9 @@ TABLE = (
     ),
     Kernel(
         "cudnn",
-        "second to flash: it needs a plan for every number of keys and two calls for a causal chunk; "
-        "takes no mask, with which its dQ can be NaN (pytorch#196678)",
+        "fastest on compute capability 9.0 and 10.0, second to flash elsewhere: it needs a plan for every "
+        "number of keys and two calls for a causal chunk; takes no mask, with which its dQ can be NaN "
+        "(pytorch#196678)",
         fused.cudnn_forward,
         fused.cudnn_backward,
         device="cuda",
@@ -157,6 +161,7 @@ TABLE = (
         masks=False,
         expands=True,
         diagonal="top left",
+        first_on=((9, 0), (10, 0)),
         fewest_keys=2,
         forward_op=fused.CUDNN_FORWARD,
         backward_op=fused.CUDNN_BACKWARD,
@@ -208,15 +213,22 @@ class Choice:
 
 
 def choose(attention: Attention, target: Target) -> Choice:
-    """The first kernel of the table that takes this attention on this target."""
+    """The first kernel that takes this attention on this target."""
     passed: list[tuple[str, str]] = []
-    for kernel in TABLE:
+    for kernel in in_order(attention, target):
         if kernel.device in ("", target.device):
             reason = obstacle(kernel, attention, target)
             if reason is None:
                 return Choice(kernel, tuple(passed))
             passed.append((kernel.name, reason))
     raise AssertionError("the last kernel takes everything")
+
+
+def in_order(attention: Attention, target: Target) -> list[Kernel]:
+    """The table, what is fastest on this GPU first, where that was measured: values as wide as queries. A
+    flash implementation that the user activated stays first."""
+    measured = attention.width == attention.value_width and not target.flash
+    return sorted(TABLE, key=lambda kernel: not (measured and target.capability in kernel.first_on))
 
 
 def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None:
