@@ -22,9 +22,9 @@ ATTENTION = {  # the one that streambp takes first (`attention.selection`) befor
     "flash": {8: (0.60, 0.50), 9: (0.35, 0.29)},
 }
 """Shares of the dense half-precision rate that attention kernels sustain, forward and backward, causal, heads
-of 128, by major compute capability. 9: measured on an H100, chunks of 4096 rows against 32768 keys, a call for
-each query of a key head (benchmarks/results/gpu-attention.md). 8: FlashAttention-2 (arXiv 2307.08691, section
-4.1: up to 73 % forward and 63 % backward on an A100, less with a causal mask)."""
+of 128, by major compute capability. 9: measured on an H100, chunks of 4096 rows against 32768 keys, a call
+for each query of a key head (benchmarks/results/gpu-attention.md). 8: FlashAttention-2 (arXiv 2307.08691,
+section 4.1: up to 73 % forward and 63 % backward on an A100, less with a causal mask)."""
 OTHER_ATTENTION = (
     0.5,
     0.4,
