@@ -11,7 +11,7 @@ from models import gradients, worst_error
 from torch import nn
 
 from streambp_compile import NotStreamed, explain
-from streambp_compile.dynamo.row_slices import origin_of_rows
+from streambp_compile.dynamo.row_slices import origin_of_rows, same_rows
 from streambp_compile.passes.ir import PAST
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -277,4 +277,6 @@ def test_a_deep_residual_stream_is_followed_once():
     for _ in range(200):
         y = given(graph.call_function(aten.tanh.default, (x,)))
         x = given(graph.call_function(aten.add.Tensor, (x, y)))
-    assert origin_of_rows(x, 1) is None
+    known: set = set()
+    assert origin_of_rows(x, 1, known) is None and {at for at, _ in known} == set(graph.nodes)
+    assert list(same_rows(x, 1, known)) == [], "nor is it followed again"

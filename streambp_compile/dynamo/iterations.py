@@ -101,13 +101,14 @@ class Loop:
 
 def find_loop(graph: Graph, tried: set[tuple]) -> Loop | None:
     """The first loop of a graph in which iterations hand something on; ``tried`` has those that are none."""
+    names = Names()
     for group in groups(sliced_values(graph)):
         name = tuple(sorted(f"{key.base} {key.dim} {key.length}" for key in group))
         if name in tried:
             continue
         tried.add(name)
         pieces = {n: (key, i) for key, blocks in group.items() for i, same in blocks.items() for n in same}
-        loop = Matching(graph, pieces, len(next(iter(group.values())))).matched()
+        loop = Matching(graph, pieces, len(next(iter(group.values()))), names).matched()
         if loop is not None and loop.states and is_closed(loop):
             return loop
     return None
@@ -256,6 +257,26 @@ def is_write(node: Node) -> bool:
     return node.target is torch.ops.aten.copy_.default
 
 
+class Names:
+    """Names of values: equal for those that are made alike. Those of one graph serve all that look for loops
+    in it."""
+
+    def __init__(self) -> None:
+        self.names: dict[Node, int] = {}
+        self.numbers: dict[str, int] = {}
+
+    def of(self, node: Node) -> int | Node:
+        """The name of a value that is of no block; the value itself where it may be like no other."""
+        if node.op not in ("call_function", "call_method") or mutated(node) or draws_random(node):
+            return node
+        if any(mutated(u) is node for u in node.users):
+            return node
+        if node not in self.names:
+            args = map_arg((node.args, node.kwargs), lambda a: f"<{self.of(a)}>")
+            self.names[node] = self.numbers.setdefault(f"{node.target} {args}", len(self.numbers))
+        return self.names[node]
+
+
 class Matching:
     """Matches iterations of the same pieces.
 
@@ -264,14 +285,13 @@ class Matching:
     reader    the iteration that is being matched
     """
 
-    def __init__(self, graph: Graph, pieces: Mapping[Node, tuple[Sliced, int]], count: int):
+    def __init__(self, graph: Graph, pieces: Mapping[Node, tuple[Sliced, int]], count: int, names: Names):
         self.pieces, self.count = pieces, count
         self.at: dict[Node, int] = {}
         self.position: dict[Node, int] = {}
         self.reader = 1
         self.states: dict[int | Sliced, Node] = {}
-        self.names: dict[Node, int] = {}
-        self.numbers: dict[str, int] = {}
+        self.name = names.of
         lists: list[list[Node]] = [[] for _ in range(count)]
         for node in graph.nodes:
             check_time()
@@ -370,14 +390,3 @@ class Matching:
 
     def place_of(self, node: Node) -> int | Sliced | None:
         return self.pieces[node][0] if node in self.pieces else self.position.get(node)
-
-    def name(self, node: Node) -> int | Node:
-        """Equal for values that are made alike, of no block."""
-        if node.op not in ("call_function", "call_method") or mutated(node) or draws_random(node):
-            return node
-        if any(mutated(u) is node for u in node.users):
-            return node
-        if node not in self.names:
-            args = map_arg((node.args, node.kwargs), lambda a: f"<{self.name(a)}>")
-            self.names[node] = self.numbers.setdefault(f"{node.target} {args}", len(self.numbers))
-        return self.names[node]

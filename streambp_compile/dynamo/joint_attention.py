@@ -19,7 +19,7 @@ from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules.forward import Part, cuts_into_pieces, is_pointwise, part_of, slice_of
 from .aten import inserted
 from .attention import erase_unread
-from .row_slices import Parts, Rows, Sliced, operand_dim, sliced
+from .row_slices import Parts, Rows, Rowwise, Sliced, operand_dim, sliced
 from .shared_keys import OwnKeys, apart, origins
 from .values import fake_of
 
@@ -36,20 +36,22 @@ class Cut:
 
 def part_joint_attention(module: GraphModule) -> GraphModule:
     """Write attention over two streams as one for the queries of each."""
+    without: Rowwise = set()
     for node in [n for n in module.graph.nodes if part_of(n) is Part.ATTENTION]:
-        parts = streams_of(node)
+        parts = streams_of(node, without)
         cuts = {} if parts is None else cuts_between(node, parts)
         if cuts:
             for cut, value in zip(cuts, parted(node, parts, cuts)):
                 cut.replace_all_uses_with(value)
             erase_unread(module.graph, [*cuts, node])
+            without = set()
     return module
 
 
-def streams_of(node: Node) -> Parts | None:
+def streams_of(node: Node, without: Rowwise) -> Parts | None:
     """The streams that the queries of an attention are of, if its keys and values are of the same; all but
     the longest have a known number of rows."""
-    found = origins(node, ("query", "key", "value"))
+    found = origins(node, ("query", "key", "value"), without)
     if not found or any(not are_equal(parts.sizes, found[0].sizes) for parts in found):
         return None
     sizes, at = found[0].sizes, longest(found[0])

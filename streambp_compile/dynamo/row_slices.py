@@ -8,7 +8,7 @@ sees it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -91,20 +91,35 @@ def padded_parts(node: Node, dim: int) -> Parts | None:
     return Parts(node, dim, pieces, sizes)
 
 
-def origin_of_rows(node: Node, dim: int) -> Parts | None:
-    """Where the rows of a value's dimension were put together, through operations of each row by itself."""
-    found = (parts_at(n, d) for n, d in same_rows(node, dim))
-    return next((parts for parts in found if parts is not None), None)
+Rowwise = set[tuple[Node, int]]  # values, each with a dimension
 
 
-def same_rows(node: Node, dim: int) -> Iterator[tuple[Node, int]]:
+def origin_of_rows(node: Node, dim: int, without: Rowwise) -> Parts | None:
+    """Where the rows of a value's dimension were put together, through operations of each row by itself.
+
+    without  values whose rows were not put together, each with its dimension; what is found is added, so that
+             a model of many layers is not walked from each of them
+    """
+    seen: list[tuple[Node, int]] = []
+    for at in same_rows(node, dim, without):
+        parts = parts_at(*at)
+        if parts is not None:
+            return parts
+        seen.append(at)
+    without.update(seen)
+    return None
+
+
+def same_rows(
+    node: Node, dim: int, without: Set[tuple[Node, int]] = frozenset()
+) -> Iterator[tuple[Node, int]]:
     """Values of which row i becomes row i of a value's dimension, through operations of each row by itself,
-    each with its dimension; the value first."""
+    each with its dimension; the value first. Not those that are known, nor what leads to them alone."""
     seen: set[tuple[Node, int]] = set()
     stack = [(node, dim)]
     while stack:
         node, dim = at = stack.pop()
-        if at in seen:  # sums of residual branches would double the paths at every layer
+        if at in seen or at in without:  # sums of residual branches would double the paths at every layer
             continue
         seen.add(at)
         check_time()

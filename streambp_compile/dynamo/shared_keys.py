@@ -22,7 +22,7 @@ from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules.forward import Part, part_of
 from .aten import inserted
 from .attention import TORCH_SPELLING, as_autocast, erase_unread, is_fusible, score_mask, streambp
-from .row_slices import Parts, Rows, Sliced, origin_of_rows, same_rows, sliced
+from .row_slices import Parts, Rows, Rowwise, Sliced, origin_of_rows, same_rows, sliced
 from .values import fake_of, is_parameter
 
 
@@ -132,19 +132,21 @@ class OwnKeys:
 
 def part_shared_keys(module: GraphModule) -> GraphModule:
     """Write attention over a sequence's keys and a few more as attention over both apart."""
+    without: Rowwise = set()
     for node in [n for n in module.graph.nodes if part_of(n) is Part.ATTENTION]:
-        own = own_keys(node)
+        own = own_keys(node, without)
         if own is not None:
             with module.graph.inserting_before(node):
                 node.replace_all_uses_with(apart(node, own))
             erase_unread(module.graph, [node])
+            without = set()
     return module
 
 
-def own_keys(node: Node) -> OwnKeys | None:
+def own_keys(node: Node, without: Rowwise) -> OwnKeys | None:
     """Which keys of an attention are of the sequence of its queries; None where all or none are, or where
     that cannot be told."""
-    found = origins(node, ("key", "value"))
+    found = origins(node, ("key", "value"), without)
     if not found:
         return None
     query = arguments(node)["query"]
@@ -154,9 +156,12 @@ def own_keys(node: Node) -> OwnKeys | None:
     return owns[0]
 
 
-def origins(node: Node, names: Sequence[str]) -> list[Parts]:
+def origins(node: Node, names: Sequence[str], without: Rowwise) -> list[Parts]:
     """Where the rows of these operands of an attention were put together; nothing if one of them was not, or
-    if the attention cannot be written as several."""
+    if the attention cannot be written as several.
+
+    without  see `row_slices.origin_of_rows`
+    """
     given = arguments(node)
     mask = given["attn_mask"]
     if given["dropout_p"] or given["is_causal"]:
@@ -166,7 +171,7 @@ def origins(node: Node, names: Sequence[str]) -> list[Parts]:
         return []
     found = []
     for name in names:
-        parts = origin_of_rows(given[name], fake_of(given[name]).dim() - 2)
+        parts = origin_of_rows(given[name], fake_of(given[name]).dim() - 2, without)
         if parts is None:
             return []
         found.append(parts)
