@@ -26,6 +26,7 @@ from .constant_slices import shorten_constants
 from .hidden_entries import drop_hidden_shifts
 from .separate_views import separate_views
 from .shifted_rows import shift_rows
+from .written_rows import choose_by_place
 from .size_nodes import SizeNodes
 from .transposed_sums import add_before_transposing
 
@@ -124,6 +125,7 @@ def normalize(module: GraphModule) -> GraphModule:
     read_sizes_from_inputs(result.graph)
     create_from_nothing(result.graph)
     shorten_constants(result.graph)
+    choose_by_place(result.graph)
     shift_rows(result.graph)
     turn_scans(result.graph)
     draw_by_place(result.graph)

@@ -1,0 +1,91 @@
+"""Rows that are written into a value (``y[:, 0] = w``, ``x[:, 3:] *= 2``): that value, and the others where
+they have their places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir import arguments, is_equal, is_floating, shape_of, value_of
+from ..ir.values import Size
+from ..rules import is_zeros
+from .shifted_rows import has_features
+from .writing import Writing
+
+aten = torch.ops.aten
+
+
+def choose_by_place(graph: Graph) -> None:
+    """Write scatters of rows into wide values as choices: row i of a value that another is written into is a
+    row of one of the two, which its place tells."""
+    for node in list(graph.nodes):
+        written = rows_written(node)
+        if written is None or is_zeros(node.args[0]) or not has_features(node, written.dim):
+            continue
+        chosen = chosen_by_place(graph, node, written)
+        if chosen is not None:
+            node.replace_all_uses_with(chosen)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Rows ``[start, stop)`` of a dimension of ``size``; ``rows`` are written there, a single one without
+    that dimension if it is picked."""
+
+    rows: Node
+    dim: int
+    start: Size
+    stop: Size
+    size: Size
+    picked: bool
+
+
+def rows_written(node: Node) -> Written | None:
+    """What a scatter writes; None for other operators, and for places that are not known."""
+    if node.target not in (aten.select_scatter.default, aten.slice_scatter.default) or not is_floating(node):
+        return None
+    given, rank = arguments(node), len(shape_of(node))
+    dim = given["dim"] % rank
+    size, picked = value_of(node).shape[dim], node.target is aten.select_scatter.default
+    start = given["index"] if picked else given["start"] or 0
+    if not isinstance(start, int) or not picked and given["step"] != 1:
+        return None
+    start += 0 if start >= 0 else size
+    count = 1 if picked else value_of(given["src"]).shape[dim]
+    return Written(given["src"], dim, start, start + count, size, picked)
+
+
+def chosen_by_place(graph: Graph, node: Node, written: Written) -> Node | None:
+    """The value as a choice; None where a size of it is nowhere to be read."""
+    write, size = Writing(graph, node), written.size
+    place = write.places(node, written.dim)
+    start, stop, behind = (write.sizes.written(s, node) for s in (written.start, written.stop, size - written.stop))
+    rows = put_at_place(write, node, written, start, behind)
+    if place is None or start is None or stop is None or rows is None:
+        return None
+    base = node.args[0]
+    if is_equal(written.stop, written.start + 1):
+        return write(aten.where.self, write(aten.eq.Scalar, place, start), rows, base)
+    if not is_equal(written.stop, size):
+        rows = write(aten.where.self, write(aten.lt.Scalar, place, stop), rows, base)
+    if not is_equal(written.start, 0):
+        rows = write(aten.where.self, write(aten.ge.Scalar, place, start), rows, base)
+    return rows
+
+
+def put_at_place(write: Writing, node: Node, written: Written, start: object, behind: object) -> Node | None:
+    """What is written, where its rows belong; as it is where it is the same for each."""
+    rows, dim = written.rows, written.dim
+    if is_zeros(rows):
+        return write.number(0, node)
+    if written.picked:
+        return write(aten.unsqueeze.default, rows, dim)
+    if is_equal(written.stop, written.start + 1):
+        return rows
+    if not isinstance(start, int) or behind is None:
+        return None
+    amounts = [0, 0] * (len(shape_of(node)) - 1 - dim) + [start, behind]
+    padded = value_of(node).new_empty(value_of(node).shape)
+    return write(aten.constant_pad_nd.default, rows, amounts, value=padded)
