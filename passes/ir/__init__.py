@@ -45,7 +45,7 @@ from .facts import (
     is_row_wise,
     parts_of,
 )
-from .layouts import Layout, has_gaps, layout_of, strides_of_part
+from .layouts import Layout, has_gaps, is_expanded, layout_of, strides_of_part
 from .programs import (
     SHORTEST_CHUNK,
     Direction,
@@ -149,6 +149,7 @@ __all__ = [
     "has_gaps",
     "hint",
     "is_equal",
+    "is_expanded",
     "is_floating",
     "is_row_wise",
     "is_tangent",

@@ -51,6 +51,12 @@ def strides_of_part(value: torch.Tensor, sizes: Sequence[int]) -> list:
     return own if constant and has_gaps(value) else layout_of(value).strides(sizes)
 
 
+def is_expanded(value: torch.Tensor) -> bool:
+    """Has a (fake) tensor entries that share memory? Chunks read it as it is. A part of something larger has
+    memory of its own by then: one row, say, that is picked from a sum over chunks."""
+    return Layout.of(value) is None and not has_gaps(value)
+
+
 def has_gaps(value: torch.Tensor) -> bool:
     """Is a (fake) tensor, before it was expanded, part of something larger?"""
     pairs = [(hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride())]

@@ -26,9 +26,9 @@ from .constant_slices import shorten_constants
 from .hidden_entries import drop_hidden_shifts
 from .separate_views import separate_views
 from .shifted_rows import shift_rows
-from .written_rows import choose_by_place
 from .size_nodes import SizeNodes
 from .transposed_sums import add_before_transposing
+from .written_rows import choose_by_place
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 

@@ -61,7 +61,9 @@ def chosen_by_place(graph: Graph, node: Node, written: Written) -> Node | None:
     """The value as a choice; None where a size of it is nowhere to be read."""
     write, size = Writing(graph, node), written.size
     place = write.places(node, written.dim)
-    start, stop, behind = (write.sizes.written(s, node) for s in (written.start, written.stop, size - written.stop))
+    start, stop, behind = (
+        write.sizes.written(s, node) for s in (written.start, written.stop, size - written.stop)
+    )
     rows = put_at_place(write, node, written, start, behind)
     if place is None or start is None or stop is None or rows is None:
         return None
@@ -84,8 +86,16 @@ def put_at_place(write: Writing, node: Node, written: Written, start: object, be
         return write(aten.unsqueeze.default, rows, dim)
     if is_equal(written.stop, written.start + 1):
         return rows
+    if rows.target is aten.expand.default and is_same_for_all(rows.args[0], len(shape_of(node)) - dim):
+        return rows.args[0]
     if not isinstance(start, int) or behind is None:
         return None
     amounts = [0, 0] * (len(shape_of(node)) - 1 - dim) + [start, behind]
     padded = value_of(node).new_empty(value_of(node).shape)
     return write(aten.constant_pad_nd.default, rows, amounts, value=padded)
+
+
+def is_same_for_all(value: Node, from_end: int) -> bool:
+    """Has a value one row, or no rows, along a dimension that is counted from the last?"""
+    shape = shape_of(value)
+    return len(shape) < from_end or shape[-from_end] == 1

@@ -23,8 +23,8 @@ from ..passes.ir import (
     Binding,
     BindingRole,
     Body,
-    Layout,
     blocks_of,
+    is_expanded,
     layout_of,
     strides_of_part,
     total_dtype,
@@ -117,8 +117,8 @@ class BodyInputs:
         if mark is None or role in (BindingRole.WHOLE, BindingRole.TOTAL):
             if role in ACCUMULATORS:
                 return full, contiguous_strides(full)
-            dense = Layout.of(value)
-            return full, [self.size(s) for s in value.stride()] if dense is None else dense.strides(full)
+            own = [self.size(s) for s in value.stride()] if is_expanded(value) else None
+            return full, own or layout_of(value).strides(full)
         return self.part(binding, value, full)
 
     def part(self, binding: Binding, value: torch.Tensor, full: list) -> tuple[list, list]:

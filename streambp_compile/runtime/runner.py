@@ -26,11 +26,11 @@ from ..passes.ir import (
     Body,
     Direction,
     Fusion,
-    Layout,
     Plan,
     Program,
     Sweep,
     blocks_of,
+    is_expanded,
     layout_of,
     part_nodes,
     part_results,
@@ -258,7 +258,7 @@ class Runner:
             return None if binding.size is None else call.sizes(binding.size)
         fake, value = source_value(binding), call.values[binding.node]
         if role is BindingRole.WHOLE:
-            return value if Layout.of(fake) is None else laid_out(value, layout_of(fake))
+            return value if is_expanded(fake) else laid_out(value, layout_of(fake))
         if role is BindingRole.ROWS:
             value = aligned(value, binding.tokens, -binding.low, call.length)
             if binding.columns is not None:
