@@ -6,13 +6,16 @@ import pytest
 import torch
 from graphs import Written, causal_layer, eagerly
 from samples import UNFILLED, cases, sample_of
+from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from streambp_compile import internals
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
 from streambp_compile.passes.kernels.attention import Target
 from streambp_compile.passes.lower import lower
+from streambp_compile.passes.lower.reading import Inputs
 from streambp_compile.passes.partition import partition
 from streambp_compile.passes.planning.choices import Choices
 from streambp_compile.passes.planning.plan import kernel_for, plan
@@ -122,3 +125,13 @@ def test_attention_that_runs_whole_gets_a_kernel_too():
     write.graph.output((y,))
     analysis = analyze(write.graph, 5, {x: (Mark(1),)}, ())
     assert plan(partition(write.graph, analysis, (y,)), analysis).kernels[both].name == "flash_cpu"
+
+
+def test_a_size_in_which_all_symbols_cancel_is_a_constant():
+    """As an input it would be a number that tracing makes a symbol of, which no size of an input tells."""
+    with internals.FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        env = mode.shape_env
+        symbol = env.create_symbol(12, ConstantSource("length"), dynamic_dim=DimDynamic.DYNAMIC)
+        length = env.create_symintnode(symbol, hint=12, source=ConstantSource("length"))
+    cancelled = (2 * length) // length
+    assert isinstance(cancelled, torch.SymInt) and Inputs().symbol(cancelled) == 2

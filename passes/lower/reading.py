@@ -69,8 +69,11 @@ class Inputs:
         with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
             return self.graph.placeholder(name)
 
-    def symbol(self, size: torch.SymInt) -> Node:
-        """A size that is neither rows nor keys but no constant either: handed in by the driver."""
+    def symbol(self, size: torch.SymInt) -> Node | int:
+        """A size that is neither rows nor keys but no constant either: handed in by the driver. One in which
+        all symbols cancel is a constant, although it has the type of a symbol."""
+        if size.node.expr.is_number:
+            return int(size.node.expr)
         name = "size_" + "".join(c if c.isalnum() else "_" for c in str(size.node.expr))
         return self.bind(Binding(BindingRole.SCALAR, None, name, size=size))
 
