@@ -14,9 +14,18 @@ from .passes.kernels.attention import Target
 from .passes.kernels.simulated_device import device_type, simulated_capability
 from .passes.planning.devices import REFERENCE_CPU, Device, derived, known, named, with_memory
 
+
+def may_use_cudnn() -> bool:
+    """Not where gradients must be the same bits each time, as in torch's own choice (sdp_utils.cpp,
+    check_cudnn_deterministic)."""
+    strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled() and (warns or not strict)
+
+
 SWITCHES = {
     "flash": torch.backends.cuda.flash_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "cudnn": may_use_cudnn,
     "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
 }
 

@@ -393,3 +393,16 @@ def test_a_kernel_must_run_on_the_gpu_that_is_there_whichever_is_planned_for(mon
         assert target_of(gpu, planned).capability == chosen
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert target_of(gpu, (8, 0)).capability == (8, 0)
+
+
+def test_kernels_are_deterministic_where_the_user_asks_for_it():
+    gpu = torch.device("cuda")
+    assert "cudnn" not in target_of(gpu, (9, 0)).disabled
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert "cudnn" in target_of(gpu, (9, 0)).disabled
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert "cudnn" not in target_of(gpu, (9, 0)).disabled
+    finally:
+        torch.use_deterministic_algorithms(before)

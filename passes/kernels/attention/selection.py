@@ -25,7 +25,8 @@ class Target:
 
     device      ``cpu``, ``cuda``, or any other of torch's; ``hip`` for CUDA's name on AMD
     capability  of a CUDA device; None if it is not known
-    disabled    kernels that the user switched off, as by ``torch.backends.cuda.enable_flash_sdp(False)``
+    disabled    kernels that the user switched off, as by ``torch.backends.cuda.enable_flash_sdp(False)`` or
+                ``torch.use_deterministic_algorithms(True)``
     flash       behind torch's flash operator: empty for FlashAttention-2, else what the user activated
     """
 
@@ -149,9 +150,9 @@ TABLE = (
     ),
     Kernel(
         "cudnn",
-        "fastest on compute capability 9.0 and 10.0, second to flash elsewhere: it needs a plan for every "
-        "number of keys and two calls for a causal chunk; takes no mask, with which its dQ can be NaN "
-        "(pytorch#196678)",
+        "on an H100 1.6 times as fast as flash, and torch's own first choice on compute capability 9.0 and "
+        "10.0; elsewhere second to it, for it needs a plan for every number of keys and two calls for a "
+        "causal chunk; takes no mask, with which its dQ can be NaN (pytorch#196678)",
         fused.cudnn_forward,
         fused.cudnn_backward,
         device="cuda",
@@ -237,7 +238,7 @@ def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None
     width = max(kernel.widths(attention.width, attention.value_width))
     dtype = str(attention.dtype).removeprefix("torch.")
     if kernel.name in target.disabled:
-        return "it is disabled in torch.backends.cuda"
+        return "it is switched off, in torch.backends or because it is not deterministic"
     if since and attention.dtype not in since:
         return f"it does not take {dtype}"
     needed = since.get(attention.dtype)
