@@ -63,6 +63,18 @@ def rows_from_the_end(model, h):
     return y
 
 
+def more_rows_than_there_are(model, h):
+    y = h.clone()
+    y[:, -100:] *= 2
+    return y
+
+
+def no_rows(model, h):
+    y = h.clone()
+    y[:, 100:] = model.row
+    return y
+
+
 def rows_of_zeros(model, h):
     y = h.clone()
     y[:, :4] = 0
@@ -96,12 +108,14 @@ WRITES = (
     scaled_rows,
     projected_rows,
     rows_from_the_end,
+    more_rows_than_there_are,
+    no_rows,
     rows_of_zeros,
     two_halves,
     last_row_is_the_first,
     other_features,
 )
-ONE_LENGTH_ONLY = (projected_rows, two_halves, rows_from_the_end)
+ONE_LENGTH_ONLY = (projected_rows, two_halves, rows_from_the_end, more_rows_than_there_are, no_rows)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)

@@ -3,6 +3,7 @@ they have their places."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -46,20 +47,31 @@ def rows_written(node: Node) -> Written | None:
     """What a scatter writes; None for other operators, and for places that are not known."""
     if node.target not in (aten.select_scatter.default, aten.slice_scatter.default) or not is_floating(node):
         return None
-    given, rank = arguments(node), len(shape_of(node))
-    dim = given["dim"] % rank
-    size, picked = value_of(node).shape[dim], node.target is aten.select_scatter.default
+    given, value = arguments(node), value_of(node)
+    rows, dim = given["src"], given["dim"] % value.dim()
+    size, picked = value.shape[dim], node.target is aten.select_scatter.default
     start = given["index"] if picked else given["start"] or 0
-    if not isinstance(start, int) or not picked and given["step"] != 1:
+    if not isinstance(start, int) or value_of(rows).dtype != value.dtype:
         return None
-    start += 0 if start >= 0 else size
-    count = 1 if picked else value_of(given["src"]).shape[dim]
-    return Written(given["src"], dim, start, start + count, size, picked)
+    if picked:
+        start += 0 if start >= 0 else size
+        return Written(rows, dim, start, start + 1, size, picked)
+    if len(shape_of(rows)) != value.dim() or given["step"] != 1:
+        return None
+    count = value_of(rows).shape[dim]
+    if start < 0:  # counted from the end, and cut off at the first row
+        to_end = given["end"] is None or isinstance(given["end"], int) and given["end"] >= sys.maxsize
+        start = size - count if to_end else start + size if isinstance(size, int) else None
+    if start is None or isinstance(start, int) and start < 0:
+        return None
+    return Written(rows, dim, start, start + count, size, picked)
 
 
 def chosen_by_place(graph: Graph, node: Node, written: Written) -> Node | None:
     """The value as a choice; None where a size of it is nowhere to be read."""
-    write, size = Writing(graph, node), written.size
+    write, size, base = Writing(graph, node), written.size, node.args[0]
+    if is_equal(written.start, written.stop):
+        return base
     place = write.places(node, written.dim)
     start, stop, behind = (
         write.sizes.written(s, node) for s in (written.start, written.stop, size - written.stop)
@@ -67,7 +79,6 @@ def chosen_by_place(graph: Graph, node: Node, written: Written) -> Node | None:
     rows = put_at_place(write, node, written, start, behind)
     if place is None or start is None or stop is None or rows is None:
         return None
-    base = node.args[0]
     if is_equal(written.stop, written.start + 1):
         return write(aten.where.self, write(aten.eq.Scalar, place, start), rows, base)
     if not is_equal(written.stop, size):
