@@ -210,3 +210,26 @@ def test_nothing_is_looked_through_that_is_written_into(mix, interpreted):
         found = gradients(other, lambda: step(ids))
         assert worst_error(found, gradients(model, lambda: model(ids))) < EXACT
     torch.testing.assert_close(other.memory, model.memory, rtol=EXACT, atol=EXACT)
+
+
+def test_a_view_that_is_returned_shows_a_later_write(interpreted):
+    """Between graph breaks, a graph returns what the next one reads; so do pieces of a value that is cut."""
+    first, second = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        y = first(x).sin()
+        seen = y[:, :, :4]
+        y[:, :, 0] = 1.5
+        left, right = y.chunk(2, -1)
+        return left, second(y), seen, right
+
+    x = torch.randn(2, 24, 8, dtype=torch.float64)
+    torch._dynamo.reset()
+    expected = step(x)
+    found = torch.compile(step, backend="streambp", options={"chunk_size": 8})(x)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    wanted = torch.autograd.grad(sum(t.sin().sum() for t in expected), list(first.parameters()))
+    got = torch.autograd.grad(sum(t.sin().sum() for t in found), list(first.parameters()))
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

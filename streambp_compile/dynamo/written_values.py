@@ -163,9 +163,10 @@ class Values:
             node.graph.erase_node(node)
 
     def inserted(self, reader: Node, target: Callable, args: tuple, kwargs: dict | None = None) -> Node:
-        """A call in front of a reader."""
+        """A call in front of a reader, which may be what returns values, and is none itself."""
+        like = reader if isinstance(fake_of(reader), torch.Tensor) else args[0]
         with reader.graph.inserting_before(reader):
-            node = inserted(reader, target, args, kwargs)
+            node = inserted(like, target, args, kwargs)
         self.modes[node] = self.modes[reader]
         return node
 
