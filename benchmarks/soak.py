@@ -134,6 +134,11 @@ def shown(text: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", text).split(". The region runs")[0][:150]
 
 
+def without_folder(text: str) -> str:
+    """A message without the folder and the name of the file that a model was written to for this run."""
+    return re.sub(r"\S*soak_\d+_\d+\.py", "the model", text)
+
+
 def summary(results: list[dict], count: int) -> str:
     failed = sorted((a for a in results if a["failures"]), key=lambda a: a["seed"])
     refusals, seeds = Counter(), defaultdict(list)
@@ -148,7 +153,7 @@ def summary(results: list[dict], count: int) -> str:
         f"{f' ({in_turns} in turns)' if in_turns else ''}, {refused} refused; "
         f"{sum(a['seconds'] for a in results) / max(1, len(results)):.1f} seconds a model",
         "",
-        *(f"- seed {a['seed']}: {'; '.join(a['failures'])}" for a in failed),
+        *(f"- seed {a['seed']}: {without_folder('; '.join(a['failures']))}" for a in failed),
         "",
         "| models | message | seeds |",
         "| --- | --- | --- |",

@@ -35,6 +35,14 @@ from ..ir import (
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
 
+def known_number(value: object) -> Any:
+    """A number that is the same at every length, or None. One in which all sizes cancel
+    (``rows / (2 * rows)``) is a constant, although it has the type of a symbol."""
+    if isinstance(value, torch.SymInt | torch.SymFloat) and value.node.expr.is_number:
+        return int(value.node.expr) if isinstance(value, torch.SymInt) else float(value.node.expr)
+    return value if isinstance(value, int | float) else None
+
+
 class Inputs:
     """The graph of a body in the making, and its inputs so far."""
 
@@ -70,10 +78,10 @@ class Inputs:
             return self.graph.placeholder(name)
 
     def symbol(self, size: torch.SymInt) -> Node | int:
-        """A size that is neither rows nor keys but no constant either: handed in by the driver. One in which
-        all symbols cancel is a constant, although it has the type of a symbol."""
-        if size.node.expr.is_number:
-            return int(size.node.expr)
+        """A size that is neither rows nor keys: handed in by the driver, unless it is a constant."""
+        known = known_number(size)
+        if known is not None:
+            return known
         name = "size_" + "".join(c if c.isalnum() else "_" for c in str(size.node.expr))
         return self.bind(Binding(BindingRole.SCALAR, None, name, size=size))
 
@@ -270,13 +278,10 @@ class Reading:
         return isinstance(fact, Tokens) and fact.rows.dim == dim
 
     def read_int(self, node: Node) -> Any:
-        """A number that the graph computes. One in which all sizes cancel (``rows / (2 * rows)``) is a
-        constant, although it has the type of a symbol."""
-        value = value_of(node)
-        if isinstance(value, (int, float, bool)):
-            return value
-        if isinstance(value, torch.SymInt | torch.SymFloat) and value.node.expr.is_number:
-            return int(value.node.expr) if isinstance(value, torch.SymInt) else float(value.node.expr)
+        """A number that the graph computes."""
+        known = known_number(value_of(node))
+        if known is not None:
+            return known
         return self.draft.bind(Binding(BindingRole.SCALAR, node, node.name))
 
     def reshaped(self, value: Node, sizes: list) -> Node:

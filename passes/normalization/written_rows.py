@@ -60,10 +60,12 @@ def rows_written(node: Node) -> Written | None:
         return None
     count = value_of(rows).shape[dim]
     if start < 0:  # counted from the end, and cut off at the first row
-        to_end = given["end"] is None or isinstance(given["end"], int) and given["end"] >= sys.maxsize
-        start = size - count if to_end else start + size if isinstance(size, int) else None
-    if start is None or isinstance(start, int) and start < 0:
-        return None
+        if given["end"] in (None, sys.maxsize):
+            start = size - count
+        elif isinstance(size, int):
+            start = max(0, start + size)
+        else:
+            return None
     return Written(rows, dim, start, start + count, size, picked)
 
 

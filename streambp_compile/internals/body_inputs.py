@@ -117,8 +117,9 @@ class BodyInputs:
         if mark is None or role in (BindingRole.WHOLE, BindingRole.TOTAL):
             if role in ACCUMULATORS:
                 return full, contiguous_strides(full)
-            own = [self.size(s) for s in value.stride()] if is_expanded(value) else None
-            return full, own or layout_of(value).strides(full)
+            if is_expanded(value):
+                return full, [self.size(s) for s in value.stride()]
+            return full, layout_of(value).strides(full)
         return self.part(binding, value, full)
 
     def part(self, binding: Binding, value: torch.Tensor, full: list) -> tuple[list, list]:

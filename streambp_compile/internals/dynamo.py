@@ -94,8 +94,15 @@ def ignore_library_logging() -> None:
 
     GPT-2 and BERT do; the break would part the head from the loss. What a user logs breaks the graph as ever.
     """
-    found = (getattr(logging.Logger, name, None) for name in ONCE)
-    dynamo_config.ignore_logging_functions.update(f for f in found if f is not None)
+    found = {getattr(logging.Logger, name, None) for name in ONCE} - {None}
+    dynamo_config.ignore_logging_functions.update(found)
+    if found:
+        keep_log_of_compilations()
+
+
+@functools.cache
+def keep_log_of_compilations() -> None:
+    """Functions in Dynamo's settings are no errors in its own log, which writes all settings down."""
     try:
         dynamo_utils._get_dynamo_config_for_logging()
     except TypeError:  # torch before 2.13 would log an error, pages long, at every compilation

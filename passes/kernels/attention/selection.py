@@ -1,5 +1,5 @@
-"""Which kernel attends: one row each, in the order in which they are tried. Where a GPU is fastest with
-another than the first, that row says so (``first_on``).
+"""Which kernel attends: one row each, in the order in which they are tried; some GPUs try another first
+(``first_on``).
 
 A choice is made for a device that need not be there, when a chunk body is written; its name travels as an
 argument of the operator. A row says everything that a kernel wants, so that none raises in the middle of a
@@ -226,10 +226,10 @@ def choose(attention: Attention, target: Target) -> Choice:
 
 
 def in_order(attention: Attention, target: Target) -> list[Kernel]:
-    """The table, what is fastest on this GPU first, where that was measured: values as wide as queries. A
-    flash implementation that the user activated stays first."""
-    measured = attention.width == attention.value_width and not target.flash
-    return sorted(TABLE, key=lambda kernel: not (measured and target.capability in kernel.first_on))
+    """The table, with what this GPU tries first in front, if values are as wide as queries: others were not
+    measured. A flash implementation that the user activated stays first."""
+    even = attention.width == attention.value_width and not target.flash
+    return sorted(TABLE, key=lambda kernel: not (even and target.capability in kernel.first_on))
 
 
 def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None:
@@ -238,7 +238,7 @@ def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None
     width = max(kernel.widths(attention.width, attention.value_width))
     dtype = str(attention.dtype).removeprefix("torch.")
     if kernel.name in target.disabled:
-        return "it is switched off, in torch.backends or because it is not deterministic"
+        return "it is switched off in torch.backends, or ruled out by torch.use_deterministic_algorithms"
     if since and attention.dtype not in since:
         return f"it does not take {dtype}"
     needed = since.get(attention.dtype)
