@@ -337,6 +337,43 @@ def test_custom_autograd_functions(model, then):
     assert worst_error(ours[1], truth[1]) < EXACT
 
 
+class Remade(torch.autograd.Function):
+    """Keeps nothing of a model and runs it again in the backward, as reversible layers do; ``within`` makes
+    the outputs."""
+
+    @staticmethod
+    def forward(ctx, weight, call, within):
+        ctx.call = call
+        return within(call, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.call(None), gradient)
+        return None, None, None
+
+
+def with_its_graph(call, weight):
+    with torch.enable_grad():
+        return call(weight).detach()
+
+
+@pytest.mark.parametrize(
+    "within", [lambda call, weight: call(weight), with_its_graph], ids=["plain", "graph"]
+)
+@pytest.mark.parametrize(
+    "then", [*map(SMALL.get, ("gather", "cross-entropy")), torch.sin, lambda x: changed_in_place(x.clone())]
+)
+def test_logits_that_a_custom_function_returns(model, within, then):
+    def around(run):
+        # The weight ties the function to the graph; its gradient comes from the backward inside.
+        return lambda ids: Remade.apply(model.body.head.weight, lambda _: run(ids), within)
+
+    ours, truth = outcome(model, around(model.step), then), outcome(model, around(model), then)
+    torch.testing.assert_close(ours[0], truth[0], rtol=EXACT, atol=1e-12)
+    assert worst_error(ours[1], truth[1]) < EXACT
+
+
 def test_custom_functions_that_write_into_logits(model):
     with pytest.raises(RuntimeError, match="changes logits of shape .* in place"):
         InPlace.apply(model.step(IDS) * 1.0)

@@ -87,6 +87,8 @@ class LazyOutput(torch.Tensor):
     recorded  holds the expression of its value
     piece     one row block of several that a loop goes through: what is made of it waits for the others
     family    lazy outputs that share its memory
+    history   its gradient function as it was made: another one since is that of a custom autograd function
+              which returned it
     """
 
     @staticmethod
@@ -98,6 +100,7 @@ class LazyOutput(torch.Tensor):
         output.recorded, output.piece = holder, piece
         output.family = [] if family is None else family
         output.family.append(weakref.ref(output))
+        output.history = gradient_function(output)
         return output
 
     @property
@@ -120,6 +123,7 @@ class LazyOutput(torch.Tensor):
         if func in DESCRIPTIONS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        torch.utils._pytree.tree_map_only(LazyOutput, follow_history, (args, kwargs))
         first = args[0] if args and isinstance(args[0], cls) else None
         if first is not None and first.cached is None:
             if func == torch.Tensor.requires_grad.__get__:
@@ -219,6 +223,33 @@ class Attached(torch.autograd.Function):
             for node in ordered([expression]):
                 node.cached = None
             return None, *gradients()
+
+
+class Reattached(torch.autograd.Function):
+    """The value of a LazyOutput, with the history that autograd gave the LazyOutput."""
+
+    @staticmethod
+    def forward(ctx, output: LazyOutput) -> torch.Tensor:
+        return output.value().detach()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def gradient_function(output: LazyOutput) -> object:
+    with DisableTorchFunctionSubclass():
+        return output.grad_fn
+
+
+def follow_history(output: LazyOutput) -> None:
+    """Read an output that a custom autograd function returned: its gradient goes through that function, not
+    through the expression."""
+    history = gradient_function(output)
+    if history is not output.history:
+        value = Reattached.apply(output)
+        output.recorded[0], output.history = Given.of(value), history
+        output.recorded[0].cached = value
 
 
 def roots(expression: Expression) -> list[torch.Tensor]:
