@@ -48,6 +48,7 @@ from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
 from .dynamo.score_filters import write_score_filters
 from .dynamo.shared_keys import part_shared_keys
+from .dynamo.table_rows import take_table_rows_first
 from .dynamo.token_axes import Axis, capturing_once, find_axes, joined
 from .dynamo.turned_matrices import part_turned_matrices
 from .dynamo.unrolled_loops import distribute_loops
@@ -385,6 +386,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (detach_operands, "reading what is computed without gradients"),
     (choose_masked_values, "reading values written under a mask"),
     (write_new_values, "reading values that are written into"),
+    (take_table_rows_first, "reading rows of tables"),
     (merge_unrolled, "joining the pieces of a loss"),
     (distribute_loops, "reading loops over blocks of tokens"),
     (write_filled_values, "reading values that are filled block by block"),

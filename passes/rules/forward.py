@@ -333,6 +333,8 @@ def slice_of(node: Node, rank: int) -> Slice | None:
         return Slice(given["dim"] % rank, start, stop) if given["step"] == 1 else None
     if node.target is aten.narrow.default:
         dim, start, length = node.args[1:]
+        if start == 0:
+            return Slice(dim % rank, 0, length)
         known = isinstance(start, int) and isinstance(length, int)
         return Slice(dim % rank, start, start + length) if known else None
     if node.target is aten.select.int:

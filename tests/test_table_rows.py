@@ -1,0 +1,100 @@
+"""Rows of stored masks that are taken after dimensions were added: the layer streams, at every length."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import gradients, worst_error
+from torch import nn
+
+from streambp_compile import NotStreamed, explain
+from streambp_compile.passes.ir import PAST
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+EXACT, WIDTH, VOCABULARY, LONGEST = 1e-10, 8, 19, 53
+
+PARTS = {
+    "from the start": lambda table, n: table[None, None, :n, :n],
+    "from the end": lambda table, n: table[None, None, -n:, -n:],
+    "from within": lambda table, n: table[None, 5 : 5 + n, 5 : 5 + n],
+    "rows, then dimensions, then columns": lambda table, n: table[:n].unsqueeze(0)[..., :n],
+    "narrowed": lambda table, n: table.unsqueeze(0).narrow(1, 0, n).narrow(-1, 0, n),
+}
+
+
+class Model(nn.Module):
+    """A layer that attends where a stored table says so. ``learned``: its scores have a learned bias."""
+
+    def __init__(self, part, learned=False, changes=None):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.into, self.part, self.changes = nn.Linear(WIDTH, 3 * WIDTH), part, changes
+        self.register_buffer("table", torch.ones(LONGEST, LONGEST, dtype=torch.bool).tril())
+        self.bias = nn.Parameter(torch.randn(LONGEST, LONGEST)) if learned else None
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        q, k, v = (p.unsqueeze(1) for p in self.into(x).chunk(3, -1))
+        scores, length = q @ k.mT, ids.shape[1]
+        if self.changes is not None:
+            self.changes(self.table)
+        if self.bias is not None:
+            scores = scores + self.bias[None, None, :length, :length]
+        scores = scores.masked_fill(~self.part(self.table, length), float("-inf"))
+        logits = self.head(x + (scores.softmax(-1) @ v).squeeze(1))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def check_gradients(model, lengths):
+    """Gradients are exact at all lengths. Returns the report of the last one."""
+    options = {"chunk_size": 8}
+    model = model.double()
+    step = torch.compile(model, backend="streambp", options=options)
+    for length in lengths:
+        ids = torch.randint(VOCABULARY, (2, length))
+        found, truth = (gradients(model, lambda: f(ids)) for f in (step, model))
+        assert worst_error(found, truth) < EXACT
+    return explain(model, ids, streambp_options=options)
+
+
+def check(model):
+    """Every region streams besides."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotStreamed)
+        return check_gradients(model, (33, 41, 29))
+
+
+def keys_of(report):
+    backward = [region.backward for region in report.regions if region.backward is not None]
+    return {sweep.keys for region in backward for sweep in region.program.sweeps}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_stored_masks(part):
+    assert PAST in keys_of(check(Model(part)))
+
+
+def test_a_learned_bias_beside_the_mask():
+    check(Model(PARTS["from the start"], learned=True))
+
+
+@pytest.mark.filterwarnings("ignore::streambp_compile.NotStreamed")
+def test_a_table_that_is_written_into():
+    """The rows are those of after the write."""
+
+    def hide(table):
+        table[:, 3] = False
+        table[3, 3] = True
+
+    check_gradients(Model(PARTS["from the start"], changes=hide), (33,))
+
+
+@pytest.mark.filterwarnings("ignore::streambp_compile.NotStreamed")
+def test_a_dimension_that_was_split():
+    """It is no dimension of the table, and is cut where it comes to be."""
+
+    def part(table, length):
+        return table.repeat(4, 1).unflatten(0, (4, LONGEST))[1:, :length, :length].all(0)
+
+    check_gradients(Model(part), (33,))
