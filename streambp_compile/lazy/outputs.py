@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .. import internals
 from ..internals import DisableTorchFunctionSubclass
@@ -123,7 +124,9 @@ class LazyOutput(torch.Tensor):
         if func in DESCRIPTIONS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        torch.utils._pytree.tree_map_only(LazyOutput, follow_history, (args, kwargs))
+        for output in tree_leaves((args, kwargs)):
+            if isinstance(output, LazyOutput):
+                follow_history(output)
         first = args[0] if args and isinstance(args[0], cls) else None
         if first is not None and first.cached is None:
             if func == torch.Tensor.requires_grad.__get__:
