@@ -7,6 +7,7 @@
     python benchmarks/soak.py --in-turns                 sequences one at a time wherever they do not meet
     python benchmarks/soak.py --kind several             layers over prompts, patches, latents as well
     python benchmarks/soak.py --kind operators           chains of any operators along the tokens for layers
+    python benchmarks/soak.py --kind padded              such chains on tokens that are padded to whole blocks
 
 A seed determines a model (`benchmarks/random_models`), a loss, sizes, padding, precision and chunk length. It
 is compiled once and takes three training steps, two at one length and one sometimes at another; some run
@@ -34,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT = 180.0
-KINDS = ("usual", "several", "operators")
+KINDS = ("usual", "several", "operators", "padded")
 
 
 def serve(chosen: argparse.Namespace) -> None:

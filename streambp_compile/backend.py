@@ -26,6 +26,7 @@ from .dynamo.associative_scans import scan_in_blocks
 from .dynamo.aten import to_aten
 from .dynamo.attention import one_attention
 from .dynamo.blocks import over_blocks
+from .dynamo.cut_rows import cut_rows_first
 from .dynamo.detached_values import detach_operands
 from .dynamo.early_values import early_views, weight_updates
 from .dynamo.flash_attn import flash_attn_as_attention
@@ -387,6 +388,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (choose_masked_values, "reading values written under a mask"),
     (write_new_values, "reading values that are written into"),
     (take_table_rows_first, "reading rows of tables"),
+    (cut_rows_first, "reading rows that are cut off"),
     (merge_unrolled, "joining the pieces of a loss"),
     (distribute_loops, "reading loops over blocks of tokens"),
     (write_filled_values, "reading values that are filled block by block"),

@@ -339,6 +339,46 @@ def test_rows_moved_inside_blocks_have_gradients(name):
     check(mix, [40, MANY], strict=False)
 
 
+CUT = {
+    "behind": lambda x, n: F.pad(x, (0, 0, 3, -3))[:, :n],
+    "behind, longer": lambda x, n: F.pad(x, (0, 0, 1, 0)).narrow(1, 0, n),
+    "padded again": lambda x, n: F.pad(x, (0, 0, 0, 5))[:, :n],
+}
+
+
+@pytest.mark.parametrize("name", representatives(CUT, {"behind"}))
+def test_rows_behind_the_tokens_are_cut_off_before_rows_are_moved(name):
+    """Blocks come back as rows of tokens, which move as such: the region streams."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        means = blocks(v, missing(v.shape[1])).tanh() * scale[0]
+        return k + q * CUT[name](means.flatten(1, 2), v.shape[1])
+
+    check(mix, [43, 40, 61])
+
+
+MET = {
+    "ahead": lambda x: F.pad(x, (0, 0, -3, 3)),
+    "rolled": lambda x: torch.roll(x, 2, 1),
+    "summed": lambda x: x.cumsum(1),
+    "reversed": lambda x: x.flip(1),
+    "centred": lambda x: x - x.mean(1, keepdim=True),
+    "padded alone": lambda x: x + F.pad(x[:, :5], (0, 0, 0, x.shape[1] - 5)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+@pytest.mark.parametrize("name", representatives(MET, {"ahead", "summed"}))
+def test_blocks_that_meet_as_rows_before_these_are_cut(name):
+    """What lets rows of padded blocks meet is no part of the function of a block."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        rows = (blocks(v, missing(v.shape[1])).tanh() * scale[0]).flatten(1, 2)
+        return k + q * MET[name](rows)[:, : v.shape[1]]
+
+    check(mix, [43, 61], strict=False)
+
+
 def without_gradients(x: Tensor) -> Tensor:
     with torch.no_grad():
         means = x.mean(2, keepdim=True)

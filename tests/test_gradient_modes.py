@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCABULARY, gradients, ids_of, worst_error
+from selection import representatives
 from torch import Tensor, nn
 
 EXACT, WIDTH, LENGTH, TAPS = 1e-10, 16, 48, 4
@@ -179,10 +180,19 @@ STOPPED = (
     states_of_a_loop,
     a_target_of_its_own,
 )
+CHOSEN = {
+    keys,
+    columns_on_their_way,
+    rows_of_a_shift,
+    two_streams_that_are_cut,
+    blocks,
+    pieces,
+    states_of_a_loop,
+}
 
 
 @pytest.mark.filterwarnings("ignore::streambp_compile.NotStreamed")  # some are exact, and run unchunked
-@pytest.mark.parametrize("mix", STOPPED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mix", representatives(STOPPED, CHOSEN), ids=lambda f: f.__name__)
 def test_what_has_no_gradient_gets_none(mix, interpreted):
     torch.manual_seed(0)
     model, ids = Stopped(mix).double(), ids_of(2, LENGTH)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import gradients, worst_error
+from selection import representatives
 from torch import Tensor, nn
 
 from benchmarks.memory import peak
@@ -87,12 +88,15 @@ def by_split(mixed: Tensor, first: int, second: int):
     return mixed.split([first, second], 1)
 
 
+PARTINGS = (by_slices, by_slices_from_behind, by_split)
+
+
 def batch(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, length, 4, dtype=dtype), torch.randint(0, 20, (BATCH, TEXT))
 
 
 @pytest.mark.parametrize("text_first", (False, True))
-@pytest.mark.parametrize("part", (by_slices, by_slices_from_behind, by_split))
+@pytest.mark.parametrize("part", representatives(PARTINGS, {by_slices_from_behind}))
 def test_both_streams_are_exact_at_two_lengths(part, text_first):
     model = Pairs(part, text_first, turned=part is by_slices).double()
     step = torch.compile(model, backend="streambp", options=dict(chunk_size=16, strict=True))

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from selection import representatives
 from torch import Tensor, nn
 
 from benchmarks.memory import peak
@@ -121,6 +122,7 @@ MIXERS = {
         with_given_keys,
     )
 }
+CHOSEN = {"largest few", "of a window", "mask by index", "beside scores that read all", "with given keys"}
 
 
 def over_zeros(reduce):
@@ -150,6 +152,7 @@ REDUCTIONS = {
     "the last of a running sum": lambda s: s.cumsum(-1)[..., -1:],
     "turned round": lambda s: s.roll(1, -1).amax(-1, keepdim=True),
 }
+UNLIKE = {"variance", "largest", "log softmax", "place of the least", "the last key", "a key of a window"}
 
 
 class Mixer(nn.Module):
@@ -206,13 +209,13 @@ def ids(tokens: int, batch: int = 2) -> tuple[Tensor]:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", representatives(MIXERS, CHOSEN))
 def test_places_of_keys_are_exact_and_stream(name):
     assert not check(Model(MIXERS[name]), ids(28), ids(44))
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("name", representatives(REDUCTIONS, UNLIKE))
 def test_zeros_outside_a_mask_are_read_by_what_does_not_add_up(name):
     assert not check(Model(over_zeros(REDUCTIONS[name])), ids(28))
 
@@ -268,7 +271,7 @@ PICKS = {
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", PICKS)
+@pytest.mark.parametrize("name", representatives(PICKS, {"gather", "the mean of two"}))
 def test_tokens_that_point_at_others(name):
     batches = [(*ids(tokens), torch.randint(0, tokens, (2, tokens))) for tokens in (28, 44)]
     assert not check(Pointers(PICKS[name]), *batches)

@@ -101,7 +101,11 @@ def test_layer_inputs_leave_for_the_host_where_they_would_not_fit(monkeypatch):
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"memory_budget": 1 << 40}], ids=["free memory", "a budget"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"memory_budget": 1 << 40}, marks=pytest.mark.slow)],
+    ids=["free memory", "a budget"],
+)
 def test_a_third_length_is_traced_no_more(options, monkeypatch):
     """What a plan weighs are numbers: a symbol among them would bind the graph to one length."""
     monkeypatch.setattr(backend, "is_on_gpu", lambda name, values: True)

@@ -159,7 +159,7 @@ def model_of(route) -> Mixture:
     return model.double()
 
 
-@pytest.mark.parametrize("name", representatives(LOOPS, {"listed", "over_hits"}))
+@pytest.mark.parametrize("name", representatives(LOOPS, {"over_hits"}))
 def test_a_loop_breaks_no_graph(name):
     model = model_of(LOOPS[name])
     assert error_of(model, 43, 40) < EXACT
@@ -180,7 +180,7 @@ def test_an_expert_that_nobody_chooses(name):
     assert worst_error(gradients(model, lambda: step(ids, ids)), expected) < EXACT
 
 
-@pytest.mark.parametrize("name", representatives(WITH_PLACES, {"two_choices", "choosing_tokens"}))
+@pytest.mark.parametrize("name", representatives(WITH_PLACES, {"choosing_tokens"}))
 def test_experts_with_places_stream(name):
     """Also at a second length, of which the number of places is a fraction."""
     with warnings.catch_warnings():

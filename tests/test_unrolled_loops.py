@@ -166,7 +166,7 @@ def check(mix, length: int, strict: bool = True, layers: int = 1) -> None:
     [
         pytest.param(linear_attention, marks=pytest.mark.slow),
         delta_rule,
-        substituted,
+        pytest.param(substituted, marks=pytest.mark.slow),
         pytest.param(split_rows, marks=pytest.mark.slow),
         pytest.param(states_out, marks=pytest.mark.slow),
     ],

@@ -11,7 +11,7 @@ from .attention import attention
 from .blocks import RESIDUALS, experts, feed_forward, norm
 from .losses import BESIDE, LOSSES
 from .mixers import MIXERS
-from .operators import any_operator
+from .operators import any_operator, padded_operators
 from .sequences import among_others
 from .writer import Sizes, Writer
 
@@ -77,16 +77,23 @@ def example(seed: int, kind: str = "usual") -> Example:
     """The model of a seed: the same for ever, as long as the generator stays as it is.
 
     kind  ``several``: with layers over other sequences than the tokens; ``operators``: with chains of any
-          operators along the tokens for layers
+          operators along the tokens for layers; ``padded``: with such chains, and blocks, on tokens that are
+          padded to whole blocks
     """
     random = Random(seed)
-    sizes = sizes_of(random) if kind == "usual" else in_patches(random, sizes_of(random))
-    low = random.random() < 0.15 and kind != "operators"
+    sizes = sizes_of(random)
+    if kind == "padded":
+        sizes = replace(sizes, patch=random.choice((2, 3, 4, 5)))
+    elif kind != "usual":
+        sizes = in_patches(random, sizes)
+    low = random.random() < 0.15 and kind not in ("operators", "padded")
     w = Writer(random, sizes, exact=not low)
     if kind == "several":
         w.do(f"return {loss(w, among_others(w, embedded(w), layers))}")
     elif kind == "operators":
         w.do(f"return {loss(w, layers(w, embedded(w), (any_operator,)))}")
+    elif kind == "padded":
+        w.do(f"return {loss(w, layers(w, embedded(w), (padded_operators,)))}")
     else:
         if random.random() < 0.25:
             w.padding = random.choice(("left", "right"))

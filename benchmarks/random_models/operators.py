@@ -136,6 +136,34 @@ NUMBERS = (  # one number for each token, or one row for each sequence, to multi
     "x.var()",
     "x.amax()",
 )
+BLOCKS = (  # blocks of ``n`` rows, each by itself or beside the others
+    "x.reshape(B, -1, n * D).tanh().reshape(B, T, D)",
+    "(x.reshape(B, -1, n * D) * 2).softmax(-1).reshape(B, T, D) * n",
+    "x.unflatten(1, (-1, n)).softmax(2).flatten(1, 2)",
+    "x.unflatten(1, (-1, n)).cumsum(2).flatten(1, 2)",
+    "x.unflatten(1, (-1, n)).amax(2).repeat_interleave(n, 1)",
+    "x.unflatten(1, (-1, n)).mean(2, keepdim=True).expand(-1, -1, n, -1).flatten(1, 2)",
+    "F.pad(x.unflatten(1, (-1, n)).mean(2), (0, 0, 1, -1)).repeat_interleave(n, 1)",
+    "F.scaled_dot_product_attention(*[x.unflatten(1, (-1, n)).mean(2)] * 3).repeat_interleave(n, 1)",
+    "F.scaled_dot_product_attention(*[x.unflatten(1, (-1, n))] * 3).flatten(1, 2)",
+    "F.scaled_dot_product_attention(x, *[x.unflatten(1, (-1, n)).mean(2)] * 2)",
+    "(x.unflatten(1, (-1, n)) @ x.unflatten(1, (-1, n)).mT).tril().flatten(1, 2) @ x[0, :n]",
+    "x.view(-1, n, D).roll(1, 1).view(B, T, D)",
+    "x.view(-1, n, D).flip(1).cumsum(1).flip(1).view(B, T, D)",
+    "x.reshape(B, -1, n * D)[..., :D].repeat_interleave(n, 1)",
+)
+MOVES = (  # of all rows
+    "F.pad(x, (0, 0, n - 1, 1 - n))",
+    "F.pad(x, (0, 0, 1, 0))[:, :T]",
+    "F.pad(x, (0, 0, -1, 1))",
+    "torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)",
+    "x.roll(1, 1)",
+    "x.cumsum(1) / T",
+    "x.flip(1)",
+    "x - x.mean(1, keepdim=True)",
+    "F.layer_norm(x, (D,))",
+    "x[:, -1:].tanh()",
+)
 INPUTS = dict(
     picks="torch.randint(length, (BATCH, length), generator=make)",
     perm="torch.randperm(length, generator=make)",
@@ -158,4 +186,24 @@ def any_operator(w: Writer, x: str) -> str:
             if table is NUMBERS
             else w.pick(f"x + 0.3 * {made}", f"x * {made}.tanh()", f"{made}.tanh()", f"x - {made}.sigmoid()")
         )
+    return w.linear(x, w.sizes.width, w.sizes.width)
+
+
+def padded_operators(w: Writer, x: str) -> str:
+    """The same on tokens that are padded to whole blocks, of which as many as there were are taken again."""
+    n = w.sizes.patch
+    rows = f"(length + -length % {n})"
+    w.do(f"n, length = {n}, {x}.shape[1]")
+    for name, made in INPUTS.items():
+        w.given(name, made.replace("length", rows))
+    tokens = x
+    x = w.let(f"F.pad({x}, (0, 0, 0, -length % n))")
+    for _ in range(w.pick(1, 2, 2, 3, 3)):
+        w.do(f"x = {x}")
+        w.do("B, T, D = x.shape")
+        table = w.pick(BLOCKS, BLOCKS, BLOCKS, MOVES, MOVES, ORDERS, MIXES)
+        made = w.let(w.pick(*table), "y")
+        x = w.let(w.pick(made, made, f"x + 0.3 * {made}", f"x * {made}.tanh()", f"x - {made}.sigmoid()"))
+    x = w.let(w.pick(f"{x}[:, :length]", f"{x}.narrow(1, 0, length)"))
+    x = w.let(w.pick(x, f"{tokens} + {x}", f"{tokens} * {x}.tanh()"))
     return w.linear(x, w.sizes.width, w.sizes.width)

@@ -139,9 +139,11 @@ class Blocked:
         )
 
     def crops(self, node: Node) -> bool:
-        """Does it cut off the rows behind the tokens?"""
+        """Does it cut off the rows behind the tokens, of what maps each block by itself?"""
         value = self.trace.values[node]
         if form_of(value) is not Form.SLICE or not self.is_rows(node):
+            return False
+        if any(a in self.exchange or self.pads(a) for a in self.read_by(node)):
             return False
         windows = list(windows_of(value))
         return len(windows) == 1 and windows[0][1].by == 0 and self.has_full_rows(value.args[0])
