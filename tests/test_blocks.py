@@ -464,6 +464,21 @@ def test_blocks_come_back_by_the_shape_of_another_value():
     check(lambda q, k, v, scale: k + q * blocks(v).softmax(2).reshape(v.shape) * scale[0], [40, MANY])
 
 
+def test_a_token_that_is_padded_to_a_block_attends_within_it():
+    """There is one block, so that its rows look like those of a stream and of padding."""
+
+    def attend(x: Tensor) -> Tensor:
+        padded = F.pad(x.tanh(), (0, 0, 0, missing(x.shape[1]))).unflatten(1, (-1, BLOCK))
+        return F.scaled_dot_product_attention(padded, padded, padded).flatten(1, 2)[:, : x.shape[1]].exp()
+
+    x = torch.randn(2, 1, WIDTH, dtype=torch.float64, requires_grad=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = torch.autograd.grad(torch.compile(attend, backend="streambp")(x).sum(), x)
+    assert not [w for w in said if "internal error" in str(w.message)]
+    torch.testing.assert_close(found, torch.autograd.grad(attend(x).sum(), x), rtol=1e-10, atol=1e-12)
+
+
 def test_wide_values_that_blocks_exchange_run_unchunked():
     def every_row_of_every_block(q, k, v, scale):
         wide = torch.einsum("bnlq,bmsd->bnmlqsd", blocks(q), blocks(k)).tanh()

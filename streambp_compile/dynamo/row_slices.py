@@ -246,8 +246,22 @@ def repeated(node: Node, dim: int, values: dict[Node, Node], like: Node) -> Node
             source, expands = values[node.args[0]], part_of(node) is Part.EXPAND
             target = aten.expand.default if expands else aten.reshape.default
             return inserted(like, target, (source, [-1 if d == dim else s for d, s in enumerate(sizes)]))
+    if node.target is aten.unflatten.int:
+        return inserted(
+            like, node.target, *with_arguments(node, self=values[node.args[0]], sizes=parted_into(node, dim))
+        )
     args, kwargs = map_arg((node.args, node.kwargs), lambda a: values[a])
     return inserted(like, node.target, args, kwargs)
+
+
+def parted_into(node: Node, dim: int) -> list[object]:
+    """The sizes that ``unflatten`` parts a dimension into, whatever the result's dimension ``dim`` has."""
+    given, shape = arguments(node), fake_of(node).shape
+    written, first = given["sizes"], given["dim"] % fake_of(given["self"]).dim()
+    if not first <= dim < first + len(written):
+        return list(written)
+    known = [n if isinstance(n, int) else w for n, w in zip(shape[first:], written)]
+    return [-1 if first + i == dim else size for i, size in enumerate(known)]
 
 
 def size_arguments(node: Node) -> list[object] | None:
