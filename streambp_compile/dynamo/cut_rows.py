@@ -8,13 +8,16 @@ Rewritten in Dynamo's graph, before autograd sees it.
 
 from __future__ import annotations
 
+import torch
 from torch.fx import GraphModule, Node
 
 from ..passes.ir import arguments, hint, is_equal
-from ..passes.rules.forward import Part, part_of, slice_of, with_arguments
+from ..passes.rules.forward import TO_THE_END, Part, part_of, slice_of, with_arguments
 from .aten import inserted
 from .attention import erase_unread
 from .values import fake_of, is_changed
+
+aten = torch.ops.aten
 
 
 def cut_rows_first(module: GraphModule) -> GraphModule:
@@ -26,17 +29,28 @@ def cut_rows_first(module: GraphModule) -> GraphModule:
             continue
         padded, rows = node.args[0], fake_of(node).shape[dim]
         pad, at = list(arguments(padded)["pad"]), 2 * (fake_of(node).dim() - 1 - dim)
+        before, behind = pad[at : at + 2]
         with module.graph.inserting_before(node):
             value = padded.args[0]
             if not is_equal(fake_of(value).shape[dim], rows):
-                value = inserted(node, node.target, *with_arguments(node, self=value))
-            if pad[at]:
-                moved = [*pad[:at], pad[at], -pad[at], *pad[at + 2 :]]
+                value = inserted(
+                    node, aten.slice.Tensor, (value, dim, 0, end_before_padding(node, before, behind))
+                )
+            if before:
+                moved = [*pad[:at], before, -before, *pad[at + 2 :]]
                 value = inserted(padded, padded.target, *with_arguments(padded, self=value, pad=moved))
         node.replace_all_uses_with(value)
         cut.append(node)
     erase_unread(module.graph, cut)
     return module
+
+
+def end_before_padding(node: Node, before: int, behind: object) -> object:
+    """Where a slice of padded rows ends in the rows themselves, of which it takes as many."""
+    stop = slice_of(node, fake_of(node).dim()).stop
+    if not isinstance(stop, int) or stop >= 0:
+        return stop
+    return min(stop + before + behind, 0) or TO_THE_END
 
 
 def cut_behind_padding(node: Node) -> int | None:
@@ -49,8 +63,11 @@ def cut_behind_padding(node: Node) -> int | None:
     if part is None or part.start != 0 or part.lost or given.get("mode", "constant") != "constant":
         return None
     pad, at = list(given["pad"]), 2 * (fake_of(padded).dim() - 1 - part.dim)
-    before = pad[at] if len(pad) > at else None
+    before, behind = pad[at : at + 2] if len(pad) > at else (None, None)
     if not isinstance(before, int) or before < 0 or any(pad[:at] + pad[at + 2 :]):
+        return None
+    stop = fake_of(part.stop) if isinstance(part.stop, Node) else part.stop
+    if stop is None or hint(stop) < 0 and not (isinstance(stop, int) and isinstance(behind, int)):
         return None
     if is_changed(padded) or is_changed(source):
         return None
