@@ -83,7 +83,9 @@ def example(seed: int, kind: str = "usual") -> Example:
     random = Random(seed)
     sizes = sizes_of(random)
     if kind == "padded":
-        sizes = replace(sizes, patch=random.choice((2, 3, 4, 5)))
+        patch = random.choice((2, 3, 4, 5))
+        first, second = (max(n, patch + 1) for n in (sizes.tokens, sizes.second))  # operators name row `n`
+        sizes = replace(sizes, tokens=first, second=second, patch=patch)
     elif kind != "usual":
         sizes = in_patches(random, sizes)
     low = random.random() < 0.15 and kind not in ("operators", "padded")
