@@ -349,7 +349,8 @@ CUT = {
 
 @pytest.mark.parametrize("name", representatives(CUT, {"behind", "from the end"}))
 def test_rows_behind_the_tokens_are_cut_off_before_rows_are_moved(name):
-    """Blocks come back as rows of tokens, which move as such: the region streams."""
+    """Blocks come back as rows of tokens, which move as such: the region streams. An end that is counted from
+    behind does so at one length; where lengths change, its sign is not known."""
 
     def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         means = blocks(v, missing(v.shape[1])).tanh() * scale[0]

@@ -152,7 +152,7 @@ BLOCKS = (  # blocks of ``n`` rows, each by itself or beside the others
     "x.view(-1, n, D).flip(1).cumsum(1).flip(1).view(B, T, D)",
     "x.reshape(B, -1, n * D)[..., :D].repeat_interleave(n, 1)",
 )
-MOVES = (  # of all rows
+MOVES = (  # of all rows; some are above as well, and are picked more often
     "F.pad(x, (0, 0, n - 1, 1 - n))",
     "F.pad(x, (0, 0, 1, 0))[:, :T]",
     "F.pad(x, (0, 0, -1, 1))",

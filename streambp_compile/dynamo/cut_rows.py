@@ -8,6 +8,8 @@ Rewritten in Dynamo's graph, before autograd sees it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -20,49 +22,62 @@ from .values import fake_of, is_changed
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class PaddedRows:
+    """The first rows of a padded value, no more than there were before padding.
+
+    pad     what is put around, as `torch.nn.functional.pad` counts it; ``at``: where the dimension's is
+    stop    where the slice ends
+    """
+
+    dim: int
+    pad: tuple
+    at: int
+    stop: object
+
+    @property
+    def before(self) -> int:
+        """Rows put in front."""
+        return self.pad[self.at]
+
+    @property
+    def unpadded_stop(self) -> object:
+        """Where the same rows end before padding."""
+        if not isinstance(self.stop, int) or self.stop >= 0:
+            return self.stop
+        return self.stop + self.before + self.pad[self.at + 1] or TO_THE_END
+
+
 def cut_rows_first(module: GraphModule) -> GraphModule:
     """Move slices of the first rows in front of padding that moves rows back, or adds some behind."""
-    cut = []
+    moved = []
     for node in list(module.graph.nodes):
-        dim = cut_behind_padding(node)
-        if dim is None:
+        cut = cut_behind_padding(node)
+        if cut is None:
             continue
-        padded, rows = node.args[0], fake_of(node).shape[dim]
-        pad, at = list(arguments(padded)["pad"]), 2 * (fake_of(node).dim() - 1 - dim)
-        before, behind = pad[at : at + 2]
+        padded = node.args[0]
         with module.graph.inserting_before(node):
             value = padded.args[0]
-            if not is_equal(fake_of(value).shape[dim], rows):
-                value = inserted(
-                    node, aten.slice.Tensor, (value, dim, 0, end_before_padding(node, before, behind))
-                )
-            if before:
-                moved = [*pad[:at], before, -before, *pad[at + 2 :]]
-                value = inserted(padded, padded.target, *with_arguments(padded, self=value, pad=moved))
+            if not is_equal(fake_of(value).shape[cut.dim], fake_of(node).shape[cut.dim]):
+                value = inserted(node, aten.slice.Tensor, (value, cut.dim, 0, cut.unpadded_stop))
+            if cut.before:
+                pad = [*cut.pad[: cut.at], cut.before, -cut.before, *cut.pad[cut.at + 2 :]]
+                value = inserted(padded, padded.target, *with_arguments(padded, self=value, pad=pad))
         node.replace_all_uses_with(value)
-        cut.append(node)
-    erase_unread(module.graph, cut)
+        moved.append(node)
+    erase_unread(module.graph, moved)
     return module
 
 
-def end_before_padding(node: Node, before: int, behind: object) -> object:
-    """Where a slice of padded rows ends in the rows themselves, of which it takes as many."""
-    stop = slice_of(node, fake_of(node).dim()).stop
-    if not isinstance(stop, int) or stop >= 0:
-        return stop
-    return min(stop + before + behind, 0) or TO_THE_END
-
-
-def cut_behind_padding(node: Node) -> int | None:
-    """The dimension of which a node takes the first rows, fewer than there were before padding; None if it
-    does something else."""
+def cut_behind_padding(node: Node) -> PaddedRows | None:
+    """The first rows that a node takes, if it takes them of padded ones and of no padding behind."""
     padded = node.args[0] if node.args else None
     if not isinstance(padded, Node) or part_of(padded) is not Part.PAD:
         return None
     part, given, source = slice_of(node, fake_of(padded).dim()), arguments(padded), padded.args[0]
     if part is None or part.start != 0 or part.lost or given.get("mode", "constant") != "constant":
         return None
-    pad, at = list(given["pad"]), 2 * (fake_of(padded).dim() - 1 - part.dim)
+    pad, at = tuple(given["pad"]), 2 * (fake_of(padded).dim() - 1 - part.dim)
     before, behind = pad[at : at + 2] if len(pad) > at else (None, None)
     if not isinstance(before, int) or before < 0 or any(pad[:at] + pad[at + 2 :]):
         return None
@@ -74,4 +89,5 @@ def cut_behind_padding(node: Node) -> int | None:
     rows, first = fake_of(source).shape[part.dim], fake_of(node).shape[part.dim]
     fits = before <= hint(first) < hint(rows) or (before == 0 and hint(first) == hint(rows))
     # A guard where lengths change: for a shorter text the same slice might reach into what was padded.
-    return part.dim if fits and bool(first <= rows) and bool(before <= first) else None
+    fits = fits and bool(first <= rows) and bool(before <= first)
+    return PaddedRows(part.dim, pad, at, part.stop) if fits else None

@@ -246,10 +246,9 @@ def repeated(node: Node, dim: int, values: dict[Node, Node], like: Node) -> Node
             source, expands = values[node.args[0]], part_of(node) is Part.EXPAND
             target = aten.expand.default if expands else aten.reshape.default
             return inserted(like, target, (source, [-1 if d == dim else s for d, s in enumerate(sizes)]))
-    if node.target is aten.unflatten.int:
-        return inserted(
-            like, node.target, *with_arguments(node, self=values[node.args[0]], sizes=parted_into(node, dim))
-        )
+    if part_of(node) is Part.RESHAPE and "sizes" in arguments(node):  # unflatten
+        source, sizes = values[node.args[0]], parted_into(node, dim)
+        return inserted(like, node.target, *with_arguments(node, self=source, sizes=sizes))
     args, kwargs = map_arg((node.args, node.kwargs), lambda a: values[a])
     return inserted(like, node.target, args, kwargs)
 
