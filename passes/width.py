@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from .ir import (
     Analysis,
@@ -51,11 +52,9 @@ def numbers_inside(node: Node, analysis: Analysis) -> int:
     """Numbers per token that are alive at the widest moment inside a node, where that is known to be more
     than its result."""
     inside = inner_width(node, hint(analysis.length))
-    return (
-        inside // max(value_of(a).dtype.itemsize for a in tensor_operands(node) if is_floating(a))
-        if inside
-        else 0
-    )
+    given = tree_leaves([value_of(a) for a in tensor_operands(node)]) if inside else []
+    floating = [value for value in given if value.dtype.is_floating_point]
+    return inside // max(value.dtype.itemsize for value in floating or given) if inside else 0
 
 
 def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:

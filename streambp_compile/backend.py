@@ -47,6 +47,7 @@ from .dynamo.relative_shifts import write_relative_shifts
 from .dynamo.returned_views import part_returned_views, with_returned_views
 from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
+from .dynamo.running_values import write_running_values
 from .dynamo.score_filters import write_score_filters
 from .dynamo.shared_keys import part_shared_keys
 from .dynamo.table_rows import take_table_rows_first
@@ -392,6 +393,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (merge_unrolled, "joining the pieces of a loss"),
     (distribute_loops, "reading loops over blocks of tokens"),
     (write_filled_values, "reading values that are filled block by block"),
+    (write_running_values, "writing running products and maxima as blocks"),
     (look_back, "rewriting short convolutions"),
     (write_windows, "writing windows of tokens as blocks"),
     (write_score_filters, "reading filters of attention scores"),

@@ -439,7 +439,7 @@ SAMPLES = {
     },
     **{
         n: [call(n, t(3, 4), 1), call(n, t(3, 4), 0), call(n, t(4, 3, 2), -2)]
-        for n in ("aten::cumsum", "aten::logcumsumexp", "aten::cumprod")
+        for n in ("aten::cumsum", "aten::logcumsumexp", "aten::cumprod", "aten::cummax", "aten::cummin")
     },
     "streambp::reverse_scan": [
         call("streambp::reverse_scan", t(*shape), d, kind)

@@ -401,6 +401,15 @@ def test_several_rows_for_each_token_are_a_sequence_of_their_own():
     assert all(r.has_nothing_to_stream for r in report.regions if r not in streamed)
 
 
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+def test_layers_over_several_rows_for_each_token_stream_along_these(interpreted):
+    """However many tokens there are: those of the inputs are no dimension of their own in the layers."""
+    model, given = InTurn().double(), (torch.randn(2, 70, 5).double(), torch.randn(2, 70, 3).double())
+    report = explain(model, *given)
+    assert {hint(r.analysis.length) for r in report.regions if r.streamed is not None} == {70, 140}
+    assert all(r.streamed is not None or r.has_nothing_to_stream for r in report.regions)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("linear", [False, True])
 def test_an_hourglass_streams(linear, interpreted):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,9 @@ class Scan:
         """Rows of a state."""
         return self.window or 1
 
+
+Running = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
+"""Earlier rows with later ones; of what picks a row, what else is given of each row as well."""
 
 LOWEST, HIGHEST = -math.inf, math.inf  # of any dtype: see `identity_of`
 

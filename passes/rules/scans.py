@@ -6,13 +6,16 @@ Over tokens, a chunk goes on from what the rows before it came to: a state of on
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from ..ir import FUTURE, PAST, Signature, shape_of
 from . import TABLE, Rule, rule, scan_of
-from .facets import CostClass, Form, Linear, Scan
+from .facets import CostClass, Form, Linear, Running, Scan
 from .mask_domain import creation
 from .mask_domain.bounded import if_operands_are
 
@@ -26,6 +29,23 @@ def state_of_no_rows(node: Node) -> float:
     return 0.0 if scan is None else scan.identity
 
 
+def products(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+    return [a * b for a, b in zip(left, right)]
+
+
+def extreme(at_least: Callable[[Tensor, Tensor], Tensor]) -> Running:
+    """The later of two rows, if it is as extreme, or no number, as torch has it."""
+
+    def picked(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+        later = at_least(right[0], left[0]) | (right[0] != right[0])
+        return [torch.where(later, b, a) for a, b in zip(left, right)]
+
+    return picked
+
+
+PICKED: dict[str, Any] = dict(cost=KERNEL, positions=(1,), picks=True, keep=True)
+
+
 @rule(
     "aten::cumsum",
     cost=KERNEL,
@@ -36,12 +56,15 @@ def state_of_no_rows(node: Node) -> float:
     keep=True,
     form=Form.RUNNING_SUM,
 )
-@rule("aten::cumprod", cost=KERNEL, scan=Scan(1.0, join=aten.mul.Tensor), keep=True)
+@rule("aten::cumprod", cost=KERNEL, scan=Scan(1.0, join=aten.mul.Tensor), running=products, keep=True)
 @rule("aten::logcumsumexp", cost=KERNEL, scan=Scan(-math.inf, join=aten.logaddexp.default), keep=True)
+@rule("aten::cummax", running=extreme(torch.ge), **PICKED)
+@rule("aten::cummin", running=extreme(torch.le), **PICKED)
 def forward(node: Node) -> Signature:
-    rank = len(shape_of(node))
+    rank = len(shape_of(node.args[0]))
     labels = tuple(range(rank))
-    return Signature((labels,), (labels,), reach={node.args[1] % max(rank, 1): PAST})
+    outputs = len(node.target._schema.returns)
+    return Signature((labels,), (labels,) * outputs, reach={node.args[1] % max(rank, 1): PAST})
 
 
 def is_reversible(node: Node) -> bool:

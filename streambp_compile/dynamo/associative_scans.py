@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+Scan = Callable[[Sequence[Tensor]], list[Tensor]]
+Combine = Callable[[int, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+"""Earlier rows with later ones, both along so many more dimensions than the first."""
+
 BLOCKS = (64, 32, 16, 8)  # tokens; powers of two
 
 
@@ -29,15 +33,33 @@ def scan_in_blocks(
     scan      torch's own, ``(operator, leaves, dim) → leaves``
     operator  combines rows, ``(*left, *right) → results``, many at once along the first dimension
     """
-    length = leaves[0].shape[0]
-    block = next((size for size in BLOCKS if length >= 2 * size), 0)
+    block = block_for(leaves[0].shape[0])
     if dim != 0 or additional_inputs or not block:
         return scan(operator, leaves, dim, additional_inputs)
-    inside = scan_inside(operator, [in_blocks(x, block) for x in leaves])
-    ends = scan(operator, [x[:, -1] for x in inside], 0)
+
+    def combine(more: int, left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+        return combined_rows(operator, more, left, right)
+
+    return scan_of_blocks(combine, leaves, block, lambda ends: scan(operator, ends, 0))
+
+
+def block_for(length: int) -> int:
+    """Tokens of a block; 0 for fewer tokens than two blocks."""
+    return next((size for size in BLOCKS if length >= 2 * size), 0)
+
+
+def scan_of_blocks(combine: Combine, leaves: Sequence[Tensor], block: int, scan_ends: Scan) -> list[Tensor]:
+    """The scan of rows along the first dimension, in blocks of so many rows.
+
+    combine    earlier rows with later ones
+    scan_ends  the scan of the last rows of the blocks
+    """
+    length = leaves[0].shape[0]
+    inside = scan_inside(combine, [in_blocks(x, block) for x in leaves])
+    ends = scan_ends([x[:, -1] for x in inside])
     # The first block has none before it; its combination is computed, and not used.
     before = [torch.cat([x[:1], x[:-1]]).unsqueeze(1).expand_as(y) for x, y in zip(ends, inside)]
-    combined = combine(operator, 1, before, inside)
+    combined = combine(1, before, inside)
     first = in_blocks(torch.arange(length, device=leaves[0].device) < block, block)
     return [
         torch.where(first.view(*first.shape, *[1] * (x.dim() - 2)), x, y).flatten(0, 1)[:length]
@@ -53,20 +75,22 @@ def in_blocks(rows: Tensor, block: int) -> Tensor:
     return rows.unflatten(0, (-1, block))
 
 
-def scan_inside(operator: Callable, rows: Sequence[Tensor]) -> list[Tensor]:
+def scan_inside(combine: Combine, rows: Sequence[Tensor]) -> list[Tensor]:
     """The scan of each block by itself: of single rows, of pairs, of fours (Sklansky, 1960)."""
     half = 1
     while half < rows[0].shape[1]:
         parts = [x.unflatten(1, (-1, 2, half)) for x in rows]
         left, right = [x[:, :, 0] for x in parts], [x[:, :, 1] for x in parts]
         ends = [x[:, :, -1:].expand_as(x) for x in left]
-        joined = combine(operator, 2, ends, right)
+        joined = combine(2, ends, right)
         rows = [torch.stack([x, y], 2).flatten(1, 3) for x, y in zip(left, joined)]
         half *= 2
     return list(rows)
 
 
-def combine(operator: Callable, more: int, left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+def combined_rows(
+    operator: Callable, more: int, left: Sequence[Tensor], right: Sequence[Tensor]
+) -> list[Tensor]:
     """Rows combined along the first dimension, and so many more."""
     for _ in range(more):
         operator = torch.vmap(operator, in_dims=1, out_dims=1)

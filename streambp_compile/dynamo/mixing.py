@@ -30,7 +30,7 @@ def mixes(node: Node, propagation: TokenPropagation, length: int) -> bool:
         for a, labels in zip(tensor_operands(node), signature.operands)
         for d in propagation.of(a)
     )
-    return value_of(node).dtype.is_floating_point if reads else attends(node, propagation, length)
+    return first_value(node).dtype.is_floating_point if reads else attends(node, propagation, length)
 
 
 def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
@@ -148,6 +148,11 @@ def lost_bytes(propagation: TokenPropagation) -> int:
 
 def is_batch_of_matrices(node: Node) -> bool:
     """Is it, or its first output, a matrix at least?"""
-    value = value_of(node)
-    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    value = first_value(node)
     return isinstance(value, torch.Tensor) and value.dim() > 2
+
+
+def first_value(node: Node) -> object:
+    """The value of a node, or the first of several."""
+    value = value_of(node)
+    return value[0] if isinstance(value, (tuple, list)) and value else value

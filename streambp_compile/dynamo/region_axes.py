@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from ..passes.ir import bytes_of, hint
+from ..passes.ir import Mark, Size, bytes_of, hint
 from ..passes.split import Region
 from .token_axes import Axis
 from .values import fake_of
@@ -49,10 +49,28 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
 
 def lies_across(axis: Axis, attending: Axis, region: Region) -> bool:
     """Does a region apply to each token of an axis alone, and have all values with tokens of the attending
-    axis a dimension for these, too?"""
+    axis a place for these, too? Tokens that several rows of the attending axis belong to (states and actions
+    in turn) are no place of their own."""
     marked = [(n, attending.marks[n]) for n in (*region.inputs, *region.nodes) if n in attending.marks]
-    apart = all(axis.marks.get(n, found) != found for n, found in marked)
-    return apart and axis.mixing.isdisjoint(region.nodes)
+    across = all(
+        axis.marks.get(n)
+        and not any(
+            share_a_place(one, axis.length, other, attending.length)
+            for one in axis.marks[n]
+            for other in found
+        )
+        for n, found in marked
+    )
+    return across and axis.mixing.isdisjoint(region.nodes)
+
+
+def share_a_place(one: Mark, length: Size, other: Mark, other_length: Size) -> bool:
+    """Are two axes told from overlapping parts of the flat index of one dimension?"""
+    return (
+        one.dim == other.dim
+        and one.inner < other.inner * hint(other_length)
+        and other.inner < one.inner * hint(length)
+    )
 
 
 def has_more_rows(node: Node, axis: Axis) -> bool:
