@@ -91,6 +91,17 @@ def test_scans_stream(mix, length, interpreted):
     check(mix, length)
 
 
+@pytest.mark.slow
+def test_another_length_streams(interpreted):
+    """Sizes that are symbols are simplified at once, while Dynamo traces and afterwards."""
+    model = Mixing(WIDTH, MixingLayer(recurrence, WIDTH, parts=1)).double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
+    for length in (40, 77):
+        ids = ids_of(2, length)
+        found, expected = (gradients(model, lambda f=f: f(ids)) for f in (step, model))
+        assert worst_error(found, expected) < EXACT
+
+
 @pytest.mark.parametrize(
     "mix, length", [(recurrence, 12), pytest.param(backwards, 20, marks=pytest.mark.slow)]
 )

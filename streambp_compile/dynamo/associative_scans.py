@@ -69,10 +69,11 @@ def scan_of_blocks(combine: Combine, leaves: Sequence[Tensor], block: int, scan_
 
 def in_blocks(rows: Tensor, block: int) -> Tensor:
     """``[T, …]`` as ``[T / block, block, …]``, with zero rows behind where that is no whole number."""
-    missing = -rows.shape[0] % block
-    if missing:
-        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
-    return rows.unflatten(0, (-1, block))
+    length = rows.shape[0]
+    count = (length + block - 1) // block  # of symbols, sympy simplifies this one at once
+    if count * block != length:
+        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, count * block - length))
+    return rows.unflatten(0, (count, block))
 
 
 def scan_inside(combine: Combine, rows: Sequence[Tensor]) -> list[Tensor]:
