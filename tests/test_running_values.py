@@ -25,8 +25,8 @@ def of_maxima(x: Tensor) -> Tensor:
 
 
 def of_minima_and_places(x: Tensor) -> Tensor:
-    values, found = x.cummin(1)
-    return values * torch.cos(found / 10)
+    lowest, found = x.cummin(1)
+    return lowest * torch.cos(found / 10)
 
 
 def of_earlier_features(x: Tensor) -> Tensor:
@@ -99,9 +99,7 @@ def test_values_and_places_are_torch_s(name, length, dtype):
     if dtype.is_floating_point:
         x[0, length // 2, 0] = float("nan")
     op, expected = getattr(torch.ops.aten, name).default, getattr(torch, name)(x, 1)
-    found = values(x, 1, op)
-    torch.testing.assert_close(
-        found, expected if name == "cumprod" else expected.values, rtol=1e-12, atol=0, equal_nan=True
-    )
+    made = expected if name == "cumprod" else expected.values
+    torch.testing.assert_close(values(x, 1, op, made.dtype), made, rtol=1e-12, atol=0, equal_nan=True)
     if name != "cumprod":
         assert torch.equal(places(x, 1, op), expected.indices)

@@ -57,7 +57,7 @@ def is_long(node: Node) -> bool:
 def write(node: Node) -> None:
     """Write a node as a scan; and as another one, if the places of what it picks are read."""
     if not isinstance(fake_of(node), (tuple, list)):
-        replace(node, node, values, arguments(node)["dtype"])
+        replace(node, node, values, fake_of(node).dtype)  # a product of integers is an int64
         return
     for item in list(node.users):
         if item.target is operator.getitem:
@@ -75,9 +75,7 @@ def replace(old: Node, node: Node, made: Callable[..., Tensor], *more: object) -
 
 def values(x: Tensor, dim: int, op: Op, dtype: torch.dtype | None = None) -> Tensor:
     """What a running product or maximum makes of rows of any length."""
-    if dtype is None and op is torch.ops.aten.cumprod.default:
-        dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
-    rows = (x if dtype is None else x.to(dtype)).movedim(dim, 0)
+    rows = x.to(dtype or x.dtype).movedim(dim, 0)
     return scan_of_rows(combine_with(op), [rows])[0].movedim(0, dim)
 
 
