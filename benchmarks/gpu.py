@@ -1,5 +1,6 @@
-"""What a machine with one GPU must show, in five parts: correctness, memory, time, profile, attention.
+"""What a machine with one GPU must show, in six parts: duel, correctness, memory, time, profile, attention.
 
+    python benchmarks/gpu.py duel --minutes 6              beside the fastest alternatives; --only whole: all layers
     python benchmarks/gpu.py correctness --minutes 9
     python benchmarks/gpu.py memory --minutes 9
     python benchmarks/gpu.py time --minutes 9
@@ -35,6 +36,7 @@ from benchmarks.tables import processor  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PARTS = {
+    "duel": "duel",
     "correctness": "correctness",
     "memory": "capacity",
     "time": "timing",

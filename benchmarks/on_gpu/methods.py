@@ -25,20 +25,24 @@ class Method:
     checkpointed  every layer is checkpointed
     attention     the kernel that ``scaled_dot_product_attention`` must take on a GPU, a name of
                   ``torch.nn.attention.SDPBackend``; None leaves the choice to torch, or to streambp
-    compiler      ``"inductor"`` or ``"streambp"``
-    chunk_size    tokens per chunk of streambp, None for its own choice
+    compiler      ``"inductor"``, ``"layers"`` (Inductor, every decoder layer compiled alone) or ``"streambp"``
+    options       of streambp
     fused_loss    Liger's fused head and loss
+    budget        the share of a layer's activations that torch's partitioner may keep
+                  (``torch._functorch.config.activation_memory_budget``), None for its default, all
     """
 
     title: str
     checkpointed: bool = True
     attention: str | None = None
     compiler: str | None = None
-    chunk_size: int | None = None
+    options: tuple[tuple[str, object], ...] = ()
     fused_loss: bool = False
+    budget: float | None = None
 
 
 CHECKPOINTING, STREAMBP, LIGER = "checkpointing", "streambp", "liger"
+CUDNN, FLASH = "CUDNN_ATTENTION", "FLASH_ATTENTION"
 METHODS = {
     CHECKPOINTING: Method("checkpointing, cuDNN attention", attention="CUDNN_ATTENTION"),
     STREAMBP: Method("streambp", checkpointed=False, compiler="streambp"),
@@ -47,15 +51,42 @@ METHODS = {
         "checkpointing, cuDNN attention, Liger's fused loss", attention="CUDNN_ATTENTION", fused_loss=True
     ),
     "inductor": Method("Inductor + checkpointing", compiler="inductor"),
+    "flash-liger": Method("checkpointing, FlashAttention-2, Liger's loss", attention=FLASH, fused_loss=True),
+    "layers-liger": Method(
+        "Inductor layer by layer, checkpointing, cuDNN attention, Liger's loss",
+        attention=CUDNN,
+        compiler="layers",
+        fused_loss=True,
+    ),
+    "kept-liger": Method(
+        "Inductor layer by layer, nothing recomputed, cuDNN attention, Liger's loss",
+        checkpointed=False,
+        attention=CUDNN,
+        compiler="layers",
+        fused_loss=True,
+    ),
 }
 
 
 def method_of(name: str) -> Method:
-    """The row of a name; ``streambp-2048`` is streambp with chunks of 2048 tokens."""
+    """The row of a name.
+
+    ``streambp:memory_budget=40GiB,chunk_size=2048`` is streambp with these options, ``budget-0.5`` is Inductor
+    layer by layer with half of torch's activation memory budget.
+    """
     if name in METHODS:
         return METHODS[name]
-    size = int(name.removeprefix("streambp-"))
-    return Method(f"streambp, chunks of {size}", checkpointed=False, compiler="streambp", chunk_size=size)
+    if name.startswith("budget-"):
+        share = float(name.removeprefix("budget-"))
+        title = f"Inductor layer by layer, activation_memory_budget {share:g}, cuDNN attention, Liger's loss"
+        return Method(title, False, CUDNN, "layers", fused_loss=True, budget=share)
+    given = name.removeprefix(f"{STREAMBP}:").split(",")
+    pairs = tuple(
+        (key, {"True": True, "False": False}.get(value, int(value) if value.isdigit() else value))
+        for key, _, value in (option.partition("=") for option in given)
+    )
+    title = ", ".join([STREAMBP, *(f"{key} {value}" for key, value in pairs)])
+    return Method(title, checkpointed=False, compiler="streambp", options=pairs)
 
 
 class NotHere(Exception):
@@ -98,8 +129,13 @@ class Step:
         own."""
         if self.method.compiler == "streambp":
             torch._dynamo.reset()
-            options = {"chunk_size": self.method.chunk_size} if self.method.chunk_size else {}
-            self.loss, self.report = compile_streamed(self.stage, self.uncompiled, **options)
+            self.loss, self.report = compile_streamed(
+                self.stage, self.uncompiled, **dict(self.method.options)
+            )
+        elif self.method.compiler == "layers":
+            backend = functools.partial(inductor, self.stage)  # of its own: graphs are kept by backend
+            for layer in self.model.model.layers:
+                layer.compile(backend=backend)
         elif self.method.compiler:
             self.loss = torch.compile(self.uncompiled, backend=functools.partial(inductor, self.stage))
 
@@ -117,9 +153,17 @@ class Step:
         )
 
     def take(self, ids: torch.Tensor, loss: Callable | None = None) -> None:
-        with self.attending():
+        with self.attending(), self.budgeted():
             value = (loss or self.loss)(ids)
             value.backward()
+
+    def budgeted(self):
+        """Torch's partitioner reads its budget when the first step compiles."""
+        if self.method.budget is None:
+            return contextlib.nullcontext()
+        import torch._functorch.config
+
+        return torch._functorch.config.patch(activation_memory_budget=self.method.budget)
 
     def attending(self):
         if self.method.attention is None or self.stage.kind == "cpu":

@@ -16,7 +16,7 @@ from benchmarks.on_gpu.stage import Stage, allocate_gradients
 from benchmarks.on_gpu.worker import Order
 from benchmarks.tables import GIB, MIB, markdown
 
-SHOWN = 15  # kernels in a table
+SHOWN = 25  # kernels in a table
 POINTS = 3000  # of a memory curve that are kept
 KINDS = (  # a kernel is of the first kind whose pattern its name matches
     ("attention", r"flash|fmha|sdpa|attention|mha_"),

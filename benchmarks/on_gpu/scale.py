@@ -60,6 +60,9 @@ class Scale:
     width        hidden width and feed-forward width of the correctness part's models, and the width of one
                  head
     head         rows, width and words of the correctness part's head and loss
+    attended     rows and keys of the attention part
+    duel         model of the duel, ``duelled`` its tokens, ``kept`` a memory budget in which streambp may keep
+                 all that is worth keeping
     """
 
     shapes: tuple[Shape, ...]
@@ -76,6 +79,9 @@ class Scale:
     width: tuple[int, int, int]
     head: tuple[int, int, int]
     attended: tuple[tuple[int, int], ...]
+    duel: Shape
+    duelled: int
+    kept: str
 
 
 QWEN3_8B = Shape("Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936, tied=False, timed=4)
@@ -97,6 +103,9 @@ REAL = Scale(
     width=(256, 512, 64),
     head=(4096, 2048, 151936),
     attended=((2048, 32768), (4096, 32768), (8192, 32768), (4096, 8192)),
+    duel=QWEN3_4B,
+    duelled=27648,
+    kept="40GiB",
 )
 TINY = Scale(
     shapes=(SMALL,),
@@ -113,4 +122,7 @@ TINY = Scale(
     width=(64, 96, 16),
     head=(128, 64, 2048),
     attended=((64, 256),),
+    duel=SMALL,
+    duelled=256,
+    kept="40MiB",
 )

@@ -30,7 +30,7 @@ def jobs(settings: Settings) -> list[Job]:
     scale = getattr(scales, settings.scale)
     main, others = scale.shapes[0], scale.shapes[1:]
     both = [(STREAMBP, main), ("flash", main), *((STREAMBP, shape) for shape in others), (LIGER, main)]
-    both += [(f"{STREAMBP}-{chunk}", main) for chunk in scale.chunks]
+    both += [(f"{STREAMBP}:chunk_size={chunk}", main) for chunk in scale.chunks]
     both += [("inductor", main), *((name, shape) for shape in others for name in ("flash", LIGER))]
     return [
         job(name, shape, scale)
