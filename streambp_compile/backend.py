@@ -51,12 +51,13 @@ from .dynamo.running_values import write_running_values
 from .dynamo.score_filters import write_score_filters
 from .dynamo.shared_keys import part_shared_keys
 from .dynamo.table_rows import take_table_rows_first
-from .dynamo.token_axes import Axis, capturing_once, find_axes, joined
+from .dynamo.token_axes import capturing_once, find_axes, joined
 from .dynamo.turned_matrices import part_turned_matrices
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
 from .dynamo.values import fake_of
 from .dynamo.windows import write_windows
+from .dynamo.written_inputs import written_storages
 from .dynamo.written_values import write_filled_values, write_new_values
 from .hints import hint_at_freed_weights, hint_at_outputs, watched
 from .lazy.expressions import LazyRegion
@@ -66,10 +67,11 @@ from .notices import NotStreamed, StreamHint, mebibytes, warn_refused
 from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
-from .planned_chain import Links, PlannedChain, costs_of
+from .planned_chain import Links, PlannedChain, SpendingChain, costs_of
 from .region_report import RegionReport
 from .report import Report
-from .target_device import free_memory, is_on_gpu
+from .spare_memory import SpareMemory
+from .target_device import free_memory, is_on_gpu, memory_of_gpu
 
 
 def streambp(
@@ -268,7 +270,7 @@ class Chain:
         links = [(compiled(region), region) for region in cut.regions]
         later = self.computed_later(cut, compiled)
         parts = (later, self.placeholders, cut, outputs_of(self.module))
-        links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut.axes)
+        links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut)
         call = with_assertions(call, assertions)
         call = with_returned_views(call, views, self.placeholders, outputs_of(self.module))
         call = with_gradients_if_taken(call, self.read_in_branches, self.branches, self.placeholders)
@@ -284,21 +286,38 @@ class Chain:
             for name, text in region.artifacts():
                 internals.trace_artifact(name, text)
 
-    def planned(self, links: Links, link: Callable, axes: Sequence[Axis]) -> tuple[Links, Callable]:
-        """The chain by the fastest plan within the user's budget; without one, by the default plan, where
-        that fits into what is free on a GPU.
+    def planned(self, links: Links, link: Callable, cut: Cut) -> tuple[Links, Callable]:
+        """The chain by the fastest plan within the user's budget; without one, on a GPU, within what is free.
 
         Raises `OverBudget`.
         """
-        limit = self.limit()
+        axes, limit = cut.axes, self.limit()
         if limit is None or not any(c.streamed is not None for c, _ in links):
             return links, link(links, self.unplanned(links))
-        chain = PlannedChain(links, link, limit, axes, self.placeholders)
+        parts = (links, link, limit, axes, self.placeholders)
+        spends = isinstance(limit, FreeMemory) and self.is_whole_step(cut)
+        chain = self.spending(*parts) if spends else PlannedChain(*parts)
+        lengths = tuple(hint(a.length) for a in axes)
         with untimed():
-            plan = chain.plan(self.fakes, tuple(hint(a.length) for a in axes))
+            plan = chain.plan(self.fakes, lengths)
+            if isinstance(chain, SpendingChain) and plan == chain.default:
+                chain.spend(self.fakes, lengths)
         if isinstance(limit, Budget):
             self.report.notes.append(f"note: The fastest plan within {mebibytes(limit.bytes)}: {plan}.")
         return chain.by(plan), chain
+
+    def spending(self, links: Links, *parts) -> SpendingChain:
+        """The chain by the fastest plan that what is free on the GPU allows, learnt step by step."""
+        repeatable = not any(written_storages(region) for _, region in links)
+        spare = SpareMemory(memory_of_gpu(self.fakes))
+        return SpendingChain(links, *parts, spare, repeatable, self.note)
+
+    def is_whole_step(self, cut: Cut) -> bool:
+        """Does the backward begin at the outputs of this graph: is none of them hidden states or logits, from
+        which others go on?"""
+        marks = joined(cut.axes).marks if cut.axes else ()
+        ends = [n for n in self.returned() if n not in cut.lazy and is_differentiable(fake_of(n))]
+        return bool(ends) and not any(n in marks for n in ends)
 
     def limit(self) -> Limit | None:
         """What bounds the memory of a step: the user's budget, or what is free on a GPU, unless the user says
@@ -360,6 +379,10 @@ class Chain:
             functools.cache(lambda: build_region(self.module, region, views)[0]), config, compile_expression
         )
 
+    def note(self, text: str) -> None:
+        self.report.notes.append(f"note: {text}.")
+        internals.log.info("%s", text)
+
     def hint(self, text: str) -> None:
         self.report.notes.append(f"note: {text}.")
         warnings.warn(f"streambp: {text}.", StreamHint, stacklevel=2)
@@ -368,6 +391,10 @@ class Chain:
         if self.config.strict:
             raise NotStreamed(str(refusal))
         warn_refused(refusal, cost)
+
+
+def is_differentiable(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def is_of_data(module: GraphModule) -> bool:

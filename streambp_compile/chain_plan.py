@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .passes.planning.choices import DEFAULT, Choices
-from .passes.planning.kept_values import KeptValue
+from .passes.planning.kept_values import KeptValue, joined
 
 ROUNDS = 4  # plans that are simulated beyond the first; the estimate between two is off by what kernels hold
 WORTH = 0.003  # of the time of a step: what another plan has to save
 DIFFER = 0.01  # of the time of a step: what has to be saved where equal regions are to differ
+ONE_SLACK = 0.01  # of longer chunks, where few ways to compile a region are wanted
 SHORTER = (2, 4, 8, 16)  # parts of the default that the widest moment of a chunk is cut down to
 
 
@@ -61,7 +62,9 @@ class ChainPlan:
 
     def taking(self, steps: Sequence[Step]) -> ChainPlan:
         """The same plan with these steps beyond it."""
-        counts = Counter(step.region for step in steps)
+        counts: Counter = Counter()
+        for step in steps:
+            counts[step.region] += step.values
         slack = min((step.slack for step in steps if step.slack is not None), default=None)
         choices = (replace(c, keep=counts[i], slack=slack) for i, c in enumerate(self.choices))
         return replace(self, choices=tuple(choices))
@@ -127,6 +130,16 @@ class Costs:
     seconds: float = 0.0
     longer: tuple[Longer, ...] = ()
 
+    def in_grades(self) -> Costs:
+        """The same costs, where a region keeps nothing, its best value, or all that is worth keeping, and
+        chunks are the usual ones or the longest: few ways to compile a region."""
+        first, rest = self.worth_keeping[:1], self.worth_keeping[1:]
+        return replace(
+            self,
+            worth_keeping=(*first, joined(rest)) if rest else first,
+            longer=tuple(c for c in self.longer if c.slack == ONE_SLACK),
+        )
+
 
 @dataclass(frozen=True)
 class Step:
@@ -134,12 +147,14 @@ class Step:
 
     region  None: of all
     slack   of longer chunks
+    values  operations of the region whose outputs are kept
     """
 
     region: int | None
     bytes: int
     seconds: float = 0.0
     slack: float | None = None
+    values: int = 1
 
 
 def steps_of(costs: Sequence[Costs]) -> list[Step]:
@@ -156,7 +171,7 @@ def steps_of(costs: Sequence[Costs]) -> list[Step]:
 
 
 def keeping(index: int, region: Costs) -> list[Step]:
-    return [Step(index, value.bytes, value.seconds) for value in region.worth_keeping]
+    return [Step(index, v.bytes, v.seconds, values=v.count) for v in region.worth_keeping]
 
 
 def longer_chunks(costs: Sequence[Costs]) -> list[Step]:
@@ -174,6 +189,23 @@ def longer_chunks(costs: Sequence[Costs]) -> list[Step]:
 def fitting(steps: Sequence[Step], room: int) -> int:
     """How many of the first steps take no more than so many bytes."""
     return sum(1 for total in itertools.accumulate(s.bytes for s in steps) if total <= room)
+
+
+def share_saved(plan: ChainPlan, costs: Sequence[Costs]) -> float:
+    """The share of a step's time that a plan saves beside the default one, by the cost model."""
+    slack = next((c.slack for c in plan.choices if c.slack is not None), None)
+    saved = sum(
+        value.seconds
+        for region, choices in zip(costs, plan.choices)
+        for value in within_count(region.worth_keeping, choices.keep)
+    )
+    saved += sum(c.seconds for region in costs for c in region.longer if c.slack == slack)
+    return saved / max(sum(region.seconds for region in costs), 1e-12)
+
+
+def within_count(values: Iterable[KeptValue], keep: int) -> Iterable[KeptValue]:
+    """The first values, as many as come of so many operations."""
+    return (v for v, total in zip(values, itertools.accumulate(v.count for v in values)) if total <= keep)
 
 
 def saved_by(steps: Iterable[Step]) -> float:

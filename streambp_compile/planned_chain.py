@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from . import internals
 from .batch_parts import bytes_between_sweeps
-from .chain_plan import ChainPlan, Costs, Longer
+from .chain_plan import ChainPlan, Costs, Longer, share_saved, steps_of, with_more
 from .compiled_region import CompiledRegion
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of
 from .memory_limits import Lengths, Limit
+from .notices import mebibytes
 from .passes.ir import bytes_of, hint, is_row_wise, is_tensor, value_of
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.planning.chunk_length import LONGER, sequences_at_once, sweep_work, time_and_width
@@ -24,8 +25,11 @@ from .pipeline import StreamedRegion
 from .region_report import streamed_bytes
 from .runtime.memory_simulation import simulate
 from .runtime.sizes import Sizes
+from .spare_memory import SpareMemory
 
 Links = Sequence[tuple[CompiledRegion, Region]]
+MOST = 12  # searches for a faster plan in the life of a chain: each simulates some steps
+LEAST = 0.02  # of the time of a step, that a faster plan must save to be taken unasked
 NEAR = 0.875  # a plan for a longer sequence is taken for one of at least this share of its length
 
 
@@ -71,31 +75,171 @@ class PlannedChain:
         near = [known for known in self.plans if is_near(lengths, known)]
         if near:
             return self.plans[min(near)]
-        expected = [hint(length) for length in self.lengths]
-        share = max((new / old for new, old in zip(lengths, expected)), default=1.0)
-        costs = [
-            scaled(self.with_longer(c, compiled), share) for c, (compiled, _) in zip(self.costs, self.links)
-        ]
-        found = self.limit.find(
-            costs, lengths, lambda plan: simulate(self.call_by(plan), inputs, any_output=True).bytes
-        )
+        costs = self.costs_at(lengths, self.limit.spends)
+        found = self.limit.find(costs, lengths, functools.partial(self.peak_of, inputs))
         self.plans[lengths] = found
         return found
 
+    def peak_of(self, inputs: Sequence[object], plan: ChainPlan) -> int:
+        """Bytes that a step takes by a plan above weights and gradients, by its simulation."""
+        return simulate(self.call_by(plan), inputs, any_output=True).bytes
+
+    def costs_at(self, lengths: Lengths, spends: bool) -> list[Costs]:
+        """What choices cost at these lengths.
+
+        spends  with what may be taken beyond the default plan
+        """
+        expected = [hint(length) for length in self.lengths]
+        share = max((new / old for new, old in zip(lengths, expected)), default=1.0)
+        regions = [compiled for compiled, _ in self.links]
+        costs = map(self.with_longer, self.costs, regions) if spends else self.costs
+        return [scaled(c, share) for c in costs]
+
+    def lengths_of(self, args: Sequence[object]) -> Lengths:
+        """The lengths of the sequences of a call."""
+        if not any(isinstance(length, torch.SymInt) for length in self.lengths):
+            return tuple(self.lengths)
+        sizes = Sizes(dict(zip(self.placeholders, args)), fake_of)
+        return tuple(map(sizes, self.lengths))
+
     def with_longer(self, costs: Costs, compiled: CompiledRegion) -> Costs:
-        """The same costs with those of longer chunks, unless the user says how long chunks are."""
-        if compiled.config.chunk_size is not None or compiled.streamed is None or not self.limit.spends:
+        """The same costs with seconds, and with those of longer chunks unless the user says how long chunks
+        are."""
+        if compiled.streamed is None:
             return costs
         if compiled not in self.longer:
             self.longer[compiled] = longer_of(compiled.streamed)
         seconds, longer = self.longer[compiled]
-        return replace(costs, seconds=seconds, longer=longer)
+        return replace(costs, seconds=seconds, longer=longer if compiled.config.chunk_size is None else ())
 
     def __call__(self, *args):
-        if not any(isinstance(length, torch.SymInt) for length in self.lengths):
-            return self.call_by(next(iter(self.plans.values())))(*args)
-        sizes = Sizes(dict(zip(self.placeholders, args)), fake_of)
-        return self.call_by(self.plan(args, tuple(map(sizes, self.lengths))))(*args)
+        return self.call_by(self.plan(args, self.lengths_of(args)))(*args)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """A plan that takes more than the default one, to be faster.
+
+    lengths  at which it was simulated
+    bytes    that a step takes above weights and gradients
+    all      does it keep all that is worth keeping?
+    share    of the time of a step by the default plan that it saves, by the cost model
+    """
+
+    lengths: Lengths
+    plan: ChainPlan
+    bytes: int
+    all: bool
+    share: float
+
+    def at(self, lengths: Lengths) -> int:
+        """Bytes at other lengths, at most: a longer step takes less than in proportion."""
+        return int(self.bytes * max((1.0, *(new / old for new, old in zip(lengths, self.lengths)))))
+
+
+class SpendingChain(PlannedChain):
+    """Runs a chain by the fastest plan that what is free on a GPU allows, where the user states no budget.
+
+    What is free, `SpareMemory` learns in the first steps and asks again in every step; where it is short, the
+    default plan runs. A forward that runs out of memory all the same is run again by the default plan.
+
+    repeatable  does a call change nothing that it reads?
+    tell        is told of plans that are found
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        link: Callable[[Links, ChainPlan], Callable],
+        limit: Limit,
+        axes: Sequence[Axis],
+        placeholders: Sequence[Node],
+        spare: SpareMemory,
+        repeatable: bool,
+        tell: Callable[[str], None],
+    ):
+        super().__init__(links, link, limit, axes, placeholders)
+        self.spare, self.repeatable, self.tell = spare, repeatable, tell
+        self.default = ChainPlan.default(len(links))
+        self.now: dict[Lengths, ChainPlan] = {}
+        self.found: list[Spent] = []
+        self.searched: set[tuple[bool, Lengths]] = set()
+
+    def __call__(self, *args):
+        lengths = self.lengths_of(args)
+        lean = self.plan(args, lengths)
+        if any(map(internals.is_fake, args)):  # a simulation: of the plan that is taken now
+            return self.call_by(self.now.get(lengths, lean))(*args)
+        if lean != self.default or not torch.is_grad_enabled() or internals.are_saved_tensors_packed():
+            return self.call_by(lean)(*args)
+        spent = self.spend(args, lengths)
+        if spent is None:
+            return self.call_by(lean)(*args)
+        start = self.spare.start(args, spent.at(lengths))
+        if self.spare.failed:
+            return self.call_by(lean)(*args)
+        self.now[lengths] = spent.plan
+        try:
+            results = self.call_by(spent.plan)(*args)
+        except torch.OutOfMemoryError:
+            if spent.plan == lean or not self.repeatable:
+                raise
+            self.spare.failed, results = True, None
+        if results is None:  # what the failed call held is free only here
+            torch.cuda.empty_cache()
+            return self.call_by(lean)(*args)
+        self.spare.watch(results, start)
+        return results
+
+    @internals.OneAtATime()
+    def spend(self, inputs: Sequence[object], lengths: Lengths) -> Spent | None:
+        """The fastest plan for what is free now; None if steps run lean."""
+        if self.spare.failed:
+            return None
+        room = self.spare.room(inputs)
+        best = self.best(lengths, room)
+        phase = self.spare.is_learnt
+        known = any(learnt == phase and is_near(lengths, at) for learnt, at in self.searched)
+        if not known and not (best and best.all) and len(self.searched) < MOST:
+            self.searched.add((phase, lengths))
+            try:
+                self.search(inputs, lengths, room)
+            except Exception:  # an operator that has no fake form: nobody asked for a plan
+                internals.log.debug("simulating a step failed", exc_info=True)
+                self.spare.failed = True
+                return None
+            best = self.best(lengths, room)
+        return best
+
+    def best(self, lengths: Lengths, room: int) -> Spent | None:
+        """The fastest known plan that fits; the default one if none does."""
+        fitting = [s for s in self.found if s.at(lengths) <= room or s.plan == self.default]
+        return max(fitting, key=lambda s: s.share, default=None)
+
+    def search(self, inputs: Sequence[object], lengths: Lengths, room: int) -> None:
+        """Find the fastest plan that is simulated to fit, among few ways to compile a region."""
+        costs = [c.in_grades() for c in self.costs_at(lengths, spends=True)]
+        peaks: dict[ChainPlan, int] = {}
+
+        def room_of(plan: ChainPlan) -> int:
+            peaks[plan] = self.peak_of(inputs, plan)
+            return room - peaks[plan]
+
+        left, steps = room_of(self.default), steps_of(costs)
+        plan = self.default if left < 0 else with_more(self.default, costs, left, room_of)
+        share = share_saved(plan, costs)
+        if share < LEAST:
+            plan, share = self.default, 0.0
+        most = self.default.taking(steps)
+        self.found += [
+            Spent(lengths, p, peaks[p], p == most, share if p == plan else 0.0) for p in {self.default, plan}
+        ]
+        if plan != self.default:
+            self.tell(
+                f"{mebibytes(room)} of the GPU are free for a step on {' and '.join(map(str, lengths))} "
+                f"tokens. It takes {mebibytes(peaks[plan])} instead of {mebibytes(peaks[self.default])}: "
+                f"{plan}. By the cost model that saves {share:.0%} of its time"
+            )
 
 
 def is_near(lengths: Lengths, known: Lengths) -> bool:

@@ -13,6 +13,7 @@ from .passes.ir import bytes_of
 from .passes.kernels.attention import Target
 from .passes.kernels.simulated_device import device_type, simulated_capability
 from .passes.planning.devices import REFERENCE_CPU, Device, derived, known, named, with_memory
+from .spare_memory import Memory
 
 
 def may_use_cudnn() -> bool:
@@ -67,6 +68,18 @@ def free_memory(name: str | None, values: Sequence[object]) -> int:
     index = index_of_gpu(values)
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if index is None else free_on_gpu(index)
     return max(0, free - bytes_to_come(values))
+
+
+def memory_of_gpu(values: Iterable[object]) -> Memory:
+    """The counters of the GPU of the first tensor on one."""
+    index = index_of_gpu(values)
+    return Memory(
+        torch.cuda.get_device_properties(index).total_memory,
+        functools.partial(free_on_gpu, index),
+        functools.partial(torch.cuda.memory_allocated, index),
+        functools.partial(torch.cuda.max_memory_allocated, index),
+        bytes_to_come,
+    )
 
 
 def free_on_gpu(index: int) -> int:

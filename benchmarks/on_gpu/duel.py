@@ -145,9 +145,7 @@ def tables(findings: list[dict], settings: Settings) -> str:
     scale = getattr(scales, settings.scale)
     shape, tokens = scale.duel, scale.duelled
     methods = list(dict.fromkeys(f["method"] for f in findings if "method" in f))
-    merged = {
-        m: {k: v for f in findings if f.get("method") == m for k, v in f.items()} for m in methods
-    }
+    merged = {m: {k: v for f in findings if f.get("method") == m for k, v in f.items()} for m in methods}
     rows = sorted((m for m in merged if merged[m].get("deep")), key=lambda m: of_whole(merged[m], shape)[0])
     reference = merged.get(CHECKPOINTING, {})
     heads = [

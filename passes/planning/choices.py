@@ -14,13 +14,19 @@ class Choices:
                  not meet run one at a time; None: as the device has it
     keep         how many of the values worth keeping for the backward are kept, best first
     slack        the share of a sweep's best time that is given up for shorter chunks, and as much for fewer
-                 sequences of the batch at a time; None: the usual one
+                 sequences of the batch at a time, where memory is to spare; None: the usual one, where it is
+                 not
     """
 
     chunk_size: int | None = None
     chunk_bytes: int | None = None
     keep: int = 0
     slack: float | None = None
+
+    @property
+    def memory_to_spare(self) -> bool:
+        """May chunks be as long as the sequence, and may attention's backward take all heads in one call?"""
+        return self.slack is not None
 
 
 DEFAULT = Choices()

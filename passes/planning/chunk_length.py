@@ -16,9 +16,10 @@ from .devices import REFERENCE_CPU, Device
 SLACK = (
     0.05  # of the time of the best chunk length, given up for a shorter one: memory is what streaming is for
 )
-LONGER = (0.03, 0.02, 0.01, 0.005)  # the same, where memory is to spare
+LONGER = (0.03, 0.02, 0.01, 0.005, 0.0)  # the same, where memory is to spare
 FULL = 0.9  # of their rate: products are to reach it where the sequence is long enough and memory allows
 SHARE = 64  # the widest moment of a chunk takes at most one part in so many of the device's memory
+LARGER_SHARE = 8  # the same, where memory is to spare
 FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this: fewer would save nothing
 PART = 8  # logits: the widest moment of a chunk takes at most one part in so many of them all
 
@@ -55,20 +56,26 @@ def length_for(
 
     Where no length reaches ``FULL``, the best there is counts in its place. Considered are multiples of the
     device's tile whose widest moment fits into its ``SHARE`` of memory and into ``choices.chunk_bytes``, up
-    to a quarter of the sequence, and for logits up to their ``PART``. A smaller ``choices.slack`` makes
-    chunks longer, but no value so large that the allocator maps it afresh for every chunk.
+    to a quarter of the sequence, and for logits up to their ``PART``. Where memory is to spare they may be as
+    long as the sequence. A smaller ``choices.slack`` makes chunks longer, but no value so large that the
+    allocator maps it afresh for every chunk.
 
     work  of the sweep, for the whole batch or a part of it
     """
     if choices.chunk_size is not None:
         return choices.chunk_size
-    most_bytes = device.memory // SHARE
+    spare = choices.memory_to_spare
+    most_bytes = device.memory // (LARGER_SHARE if spare else SHARE)
     if choices.chunk_bytes is not None:
         most_bytes = min(most_bytes, choices.chunk_bytes)
-    longest = min(max(SHORT, hint(analysis.length) // FEWEST), most_bytes // work.widest)
-    if choices.slack is None and widens(sweep, program, analysis):
+    length = hint(analysis.length)
+    longest = min(length if spare else max(SHORT, length // FEWEST), most_bytes // work.widest)
+    if not spare and widens(sweep, program, analysis):
         longest = min(longest, work.tokens * work.single // (PART * work.widest))
-    costs = {c: work.cost(c, device) for c in lengths_up_to(longest, device.tile)}
+    lengths = {*lengths_up_to(longest, device.tile)}
+    if spare:  # whole, halves, thirds, quarters: no short chunk is left over
+        lengths |= {c for n in range(1, FEWEST + 1) if (c := rounded(length / n, device.tile)) <= longest}
+    costs = {c: work.cost(c, device, one_call=spare) for c in sorted(lengths)}
     found = shortest(costs, SLACK)
     if choices.slack is None:
         return found
@@ -93,7 +100,8 @@ def time_and_width(
     """
     chunks = chunk_lengths(program, analysis, choices, device, share)
     works = [sweep_work(sweep, analysis).of_part(share) for sweep in program.sweeps]
-    seconds = sum(work.cost(c, device).seconds for work, c in zip(works, chunks))
+    spare = choices.memory_to_spare
+    seconds = sum(work.cost(c, device, one_call=spare).seconds for work, c in zip(works, chunks))
     return seconds, max((work.widest * c for work, c in zip(works, chunks)), default=0)
 
 
@@ -120,16 +128,21 @@ def sequences_at_once(
         for work, sweep, program in works:
             part = work.of_part(at_once / (written_for or count))
             chunk = length_for(part, sweep, program, analysis, choices, device)
-            total += part.cost(chunk, device).seconds * count / at_once
+            cost = part.cost(chunk, device, one_call=choices.memory_to_spare)
+            total += cost.seconds * count / at_once
         return total
 
     most = (1 + (SLACK if choices.slack is None else choices.slack)) * seconds(count)
     return next(n for n in range(1, count + 1) if count % n == 0 and (n == count or seconds(n) <= most))
 
 
+def rounded(length: float, tile: int) -> int:
+    return math.ceil(length / tile) * tile
+
+
 def lengths_up_to(longest: int, tile: int) -> Iterator[int]:
     """Multiples of a tile in ascending order, a sixteenth apart where they are long; one at least."""
-    length = shortest = -(-SHORTEST_CHUNK // tile) * tile
+    length = shortest = rounded(SHORTEST_CHUNK, tile)
     while length <= max(longest, shortest):
         yield length
         length += max(tile, length // 16 // tile * tile)

@@ -24,6 +24,7 @@ from ..ir import (
     Role,
     Shared,
     Signature,
+    arguments,
     bytes_of,
     hint,
     is_row_wise,
@@ -96,6 +97,7 @@ class Work:
     kernels    kernels launched per chunk
     widest     bytes per token alive at the widest moment of a chunk
     single     bytes per token of the widest value by itself
+    grouped    several query heads share a key head
     """
 
     tokens: int
@@ -109,6 +111,7 @@ class Work:
     kernels: int
     widest: int
     single: int = 1
+    grouped: bool = False
 
     def of_part(self, share: float) -> Work:
         """The work for such a share of the sequences of a batch."""
@@ -125,16 +128,20 @@ class Work:
             single=max(1, int(self.single * share)),
         )
 
-    def cost(self, chunk: int, device: Device, kernel: str | None = None) -> Cost:
-        """Seconds for chunks of so many tokens, with an attention kernel of the device's table, its first if
-        none is named."""
+    def cost(self, chunk: int, device: Device, kernel: str | None = None, one_call: bool = False) -> Cost:
+        """Seconds for chunks of so many tokens.
+
+        kernel    of attention, of the device's table; its first if none is named
+        one_call  attention's backward takes grouped heads in one call
+        """
+        apart = self.grouped and not one_call
         count = math.ceil(self.tokens / chunk)
         beyond = max(0.0, 1 - device.cache / (self.widest * chunk))
         return Cost(
             products=sum(flop / device.rate(dtype) for dtype, flop, _ in self.products),
             attention=sum(
                 flop
-                / device.attention_rate(dtype, backward, kernel)
+                / device.attention_rate(dtype, backward, kernel, apart)
                 * (1 + rows_beside(device, heads) / chunk)
                 for dtype, backward, flop, heads in self.attention
             ),
@@ -205,6 +212,7 @@ def work_of(
         kernels=len(moments.steps) + len(written),
         widest=moments.widest(),
         single=moments.single,
+        grouped=any(map(has_grouped_heads, fused)),
     )
 
 
@@ -250,6 +258,12 @@ def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, i
     pairs = heads * rows * of_keys[0][-2] * reached(keys, 1, rows)
     flop = 2.0 * pairs * sum(shape[-1] for shape in of_keys) * (BACKWARD if backward else 1)
     return value_of(operands[0]).dtype, backward, flop, heads
+
+
+def has_grouped_heads(node: Node) -> bool:
+    """Does attention have fewer key heads than query heads?"""
+    given = arguments(node)
+    return shape_of(given["query"])[1] > shape_of(given["key"])[1]
 
 
 class Moments:

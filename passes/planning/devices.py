@@ -18,13 +18,14 @@ PRODUCTS, BANDWIDTH = 0.75, 0.85
 bfloat16 reaches about 0.7 of it on an H100, which runs into its power limit, and 0.85 on an A100; copies
 reach 0.8 to 0.93 of the bandwidth."""
 ATTENTION = {  # the one that streambp takes first (`attention.selection`) before the others
-    "cudnn": {9: (0.57, 0.47)},
-    "flash": {8: (0.60, 0.50), 9: (0.35, 0.29)},
+    "cudnn": {9: (0.60, 0.53)},
+    "flash": {8: (0.60, 0.50), 9: (0.35, 0.31)},
 }
 """Shares of the dense half-precision rate that attention kernels sustain, forward and backward, causal, heads
-of 128, by major compute capability. 9: measured on an H100, chunks of 4096 rows against 32768 keys, a call
-for each query of a key head (benchmarks/results/gpu-attention.md). 8: FlashAttention-2 (arXiv 2307.08691,
+of 128, by major compute capability. 9: measured on an H100, chunks of 4096 rows against 32768 keys
+(benchmarks/results/gpu-attention.md). 8: FlashAttention-2 (arXiv 2307.08691,
 section 4.1: up to 73 % forward and 63 % backward on an A100, less with a causal mask)."""
+APART = 0.89  # of the rate of attention's backward, where grouped heads are called for one by one
 OTHER_ATTENTION = (
     0.5,
     0.4,
@@ -80,14 +81,19 @@ class Device:
             return self.half
         return self.single if dtype.itemsize == 4 else self.single / 2
 
-    def attention_rate(self, dtype: torch.dtype, backward: bool, kernel: str | None = None) -> float:
+    def attention_rate(
+        self, dtype: torch.dtype, backward: bool, kernel: str | None = None, apart: bool = False
+    ) -> float:
         """FLOP per second of a fused attention kernel, of the first one if none is named; without tensor
-        cores, half of what products reach."""
+        cores, half of what products reach.
+
+        apart  the backward is called for one query of each key head at a time
+        """
         rates = dict(self.attention)
         kernel = kernel or next(iter(rates), None)
         if dtype.itemsize > 2 or kernel not in rates:
             return self.rate(dtype) / 2
-        return rates[kernel][backward]
+        return rates[kernel][backward] * (APART if backward and apart else 1)
 
     def __str__(self) -> str:
         capability = "" if self.capability is None else f" (sm_{self.capability[0]}{self.capability[1]})"

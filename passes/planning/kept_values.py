@@ -6,7 +6,7 @@ memory is left, keeping the result of a matrix product or of attention saves the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -37,15 +37,24 @@ class KeptValue:
     nodes    the values that are kept together (the outputs of one operation)
     bytes    what they take from the forward to the backward
     seconds  what the backward saves, by the device's rates
+    count    operations whose outputs they are
     """
 
     nodes: Nodes
     bytes: int
     seconds: float
+    count: int = 1
 
     def __str__(self) -> str:
         names = " and ".join(n.name for n in self.nodes)
         return f"{names}: {self.bytes / 2**20:.1f} MiB for {self.seconds * 1e3:.2f} ms"
+
+
+def joined(values: Sequence[KeptValue]) -> KeptValue:
+    """Several values that are kept together or not at all."""
+    nodes = tuple(n for v in values for n in v.nodes)
+    total, saved = sum(v.bytes for v in values), sum(v.seconds for v in values)
+    return KeptValue(nodes, total, saved, sum(v.count for v in values))
 
 
 def worth_keeping(

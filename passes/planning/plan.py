@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from torch.fx import Node
 
 from ..ir import Analysis, ChosenKernel, Plan, Program, arguments, shape_of, takes_kernel, value_of
-from ..kernels.attention import Attention, Choice, Target, choose
+from ..kernels.attention import Attention, Choice, Target, choose, in_one_call
 from ..kernels.simulated_device import device_type
 from .choices import DEFAULT, Choices
 from .chunk_length import chunk_lengths
@@ -33,7 +33,7 @@ def plan(
     device   what chunk lengths are chosen for
     alone    nodes that no other is computed together with at full length
     """
-    kernels = {n: chosen(n, target) for n in nodes_of(program) if takes_kernel(n)}
+    kernels = {n: chosen(n, target, choices) for n in nodes_of(program) if takes_kernel(n)}
     return Plan(chunk_lengths(program, analysis, choices, device), kernels, fusions(program, alone))
 
 
@@ -43,9 +43,11 @@ def nodes_of(program: Program) -> Iterable[Node]:
     return dict.fromkeys(node for part in parts for node in part)
 
 
-def chosen(node: Node, target: Target) -> ChosenKernel:
+def chosen(node: Node, target: Target, choices: Choices) -> ChosenKernel:
     given = arguments(node)
     choice = kernel_for(given["query"], given["value"], given["mask"], target)
+    if choices.memory_to_spare:
+        choice = in_one_call(choice)
     return ChosenKernel(choice.kernel.name, str(choice))
 
 

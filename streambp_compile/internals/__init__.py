@@ -95,8 +95,10 @@ from .running_step import (
     are_saved_tensors_packed,
     assert_on_device,
     graph_is_kept,
+    in_backward,
     in_custom_forward,
     use_counts,
+    when_backward_ends,
 )
 from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
 from .size_guards import guard_of
@@ -159,6 +161,7 @@ __all__ = [
     "ignore_library_logging_from_now_on",
     "in_autocast",
     "outside_of_metrics",
+    "in_backward",
     "in_custom_forward",
     "index_by_tensors",
     "inline_numbers",
@@ -204,6 +207,7 @@ __all__ = [
     "trace_value_checks_as_assertions",
     "tracing_of",
     "as_these",
+    "when_backward_ends",
     "without_code",
     "without_compiled_autograd",
     "without_device",

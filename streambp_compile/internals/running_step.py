@@ -6,6 +6,7 @@ Tested with torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch.utils import checkpoint
@@ -19,6 +20,16 @@ def assert_on_device(condition: torch.Tensor, text: str) -> None:
 def graph_is_kept() -> bool:
     """Does the running backward keep its graph (``retain_graph=True``), and so the saved values?"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def in_backward() -> bool:
+    """Does a backward run in this thread?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def when_backward_ends(then: Callable[[], None]) -> None:
+    """Call a function when the running backward has ended without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
 def use_counts(value: torch.Tensor) -> tuple[int, int]:

@@ -12,10 +12,10 @@ import torch
 
 from ..operators import define
 from .layout import heads_last
-from .selection import STAND_INS, Attention, Choice, Target, choose, scratch_of
+from .selection import STAND_INS, Attention, Choice, Target, choose, in_one_call, scratch_of
 from .streaming import attention_backward, attention_backward_, attention_forward, backward_meta, forward_meta
 
-__all__ = ["STAND_INS", "Attention", "Choice", "Target", "choose", "scratch_of"]
+__all__ = ["STAND_INS", "Attention", "Choice", "Target", "choose", "in_one_call", "scratch_of"]
 
 OPERANDS = "Tensor query, Tensor key, Tensor value"
 OPTIONS = "Tensor? mask, bool causal, float scale"

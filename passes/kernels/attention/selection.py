@@ -9,7 +9,7 @@ sweep: what a row cannot take, the next one does, and the last takes everything.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,6 +64,7 @@ class Kernel:
     wide_bias   masks come in the dtype of its scores, not of its operands
     grouped     does it take fewer key heads than query heads?
     expands     does its backward make gradients for every query head first?
+    one_call    its backward takes grouped heads in one call, whatever those gradients take
     diagonal    where causality may start: ``top left``, ``bottom right``, or ``any``
     first_on    compute capabilities on which it is tried before all others
     fewest_keys below which the composed kernel runs instead
@@ -89,6 +90,7 @@ class Kernel:
     wide_bias: bool = False
     grouped: bool = True
     expands: bool = False
+    one_call: bool = False
     diagonal: str = "any"
     first_on: tuple[tuple[int, int], ...] = ()
     fewest_keys: int = 1
@@ -194,7 +196,8 @@ TABLE = (
     ),
 )
 COMPOSED = TABLE[-1]
-ROWS = {kernel.name: kernel for kernel in TABLE}
+FASTER = {k.name: replace(k, name=f"{k.name}, one call", one_call=True) for k in TABLE if k.expands}
+ROWS = {kernel.name: kernel for kernel in (*TABLE, *FASTER.values())}
 # What may replace FlashAttention-2 (torch/nn/attention/_fa3.py, _fa4.py): major capabilities that have it,
 # and features per head that it can go backward through on all of them.
 MAJORS = {"FA3": (9,), "FA4": (9, 10)}
@@ -223,6 +226,11 @@ def choose(attention: Attention, target: Target) -> Choice:
                 return Choice(kernel, tuple(passed))
             passed.append((kernel.name, reason))
     raise AssertionError("the last kernel takes everything")
+
+
+def in_one_call(choice: Choice) -> Choice:
+    """The same choice, whose backward takes grouped heads in one call where the kernel can."""
+    return replace(choice, kernel=FASTER.get(choice.kernel.name, choice.kernel))
 
 
 def in_order(attention: Attention, target: Target) -> list[Kernel]:

@@ -137,7 +137,9 @@ GROUPS_FILL = 1 << 15  # keys of all heads that fill any GPU with one query of e
 
 def goes_apart(kernel: Kernel, key: Tensor) -> bool:
     """Are grouped heads called for one by one, so that no gradient of keys exists for every query head?"""
-    return kernel.expands and key.shape[0] * key.shape[1] * key.shape[2] >= GROUPS_FILL
+    return (
+        kernel.expands and not kernel.one_call and key.shape[0] * key.shape[1] * key.shape[2] >= GROUPS_FILL
+    )
 
 
 @dataclass(frozen=True)

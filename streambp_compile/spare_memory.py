@@ -1,0 +1,116 @@
+"""Memory that a training step on a GPU may take beyond its default plan, where the user states no budget.
+
+What is free when a step begins is not all for its activations: gradients and optimizer states may not exist
+yet, and others (a second model, buckets of an engine) allocate between its forward and its backward. The
+first steps leave room for the states of an optimizer. The allocator's peak counter, which is read and never
+reset, then tells what others took meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import internals
+
+MARGIN = 0.05  # of the device's memory, never spent: for fragments and for what no simulation sees
+UNSEEN = 2  # steps that end before what they took is believed
+STATES = 8  # bytes for each trained number until then: two moments in float32, as of Adam
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The counters of a GPU, in bytes.
+
+    total      of the device
+    free       now, the allocator's unused memory included
+    allocated  now
+    peak       the most that was allocated, since the program began or since somebody reset it
+    to_come    of gradients that the leaves among some values have not got yet
+    """
+
+    total: int
+    free: Callable[[], int]
+    allocated: Callable[[], int]
+    peak: Callable[[], int]
+    to_come: Callable[[Sequence[object]], int]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A step that begins: what is allocated, the peak so far, and what the step takes by itself."""
+
+    allocated: int
+    peak: int
+    own: int
+
+
+class SpareMemory:
+    """What steps of one compiled function may take, learnt from its first steps.
+
+    failed  a backward did not end: steps take no more than the default plan from then on
+    """
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+        self.ended = 0
+        self.certain: list[int] = []  # bytes that others took during a step, where the peak counter moved
+        self.at_most: list[int] = []  # a bound of them, where it did not
+        self.failed = self.is_under_way = False
+
+    @property
+    def is_learnt(self) -> bool:
+        return self.ended >= UNSEEN
+
+    @property
+    def others(self) -> int:
+        """Bytes that others take during a step."""
+        return max(self.certain) if self.certain else min(self.at_most, default=0)
+
+    def room(self, values: Sequence[object]) -> int:
+        """Bytes above weights and gradients that a step on these values may take now."""
+        memory = self.memory
+        room = memory.free() - memory.to_come(values) - int(MARGIN * memory.total)
+        return room - (self.others if self.is_learnt else STATES * trained_numbers(values))
+
+    def start(self, values: Sequence[object], needed: int) -> Start:
+        """Note what is allocated when a step begins.
+
+        needed  bytes that the step takes above weights and gradients, by its simulation
+        """
+        if self.is_under_way and not internals.in_backward():
+            self.failed, self.is_under_way = True, False
+        memory = self.memory
+        return Start(memory.allocated(), memory.peak(), needed + memory.to_come(values))
+
+    def watch(self, results: Sequence[object], start: Start) -> None:
+        """Have the backward of these results tell that it began and ended."""
+        begun: list[bool] = []
+
+        def begin(_gradient: torch.Tensor) -> None:
+            if not begun:
+                begun.append(True)
+                self.is_under_way = True
+                internals.when_backward_ends(lambda: self.end(start))
+
+        for value in results:
+            if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+                value.register_hook(begin)
+
+    def end(self, start: Start) -> None:
+        """A backward has ended: what did others take beside this step?"""
+        self.is_under_way = False
+        self.ended += 1
+        if self.ended > UNSEEN:
+            return
+        peak = self.memory.peak()
+        known = self.at_most if peak == start.peak else self.certain
+        known.append(max(0, peak - start.allocated - start.own))
+
+
+def trained_numbers(values: Sequence[object]) -> int:
+    """Numbers in the leaves that a backward makes gradients for."""
+    leaves = (v for v in values if isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf)
+    return sum(v.numel() for v in leaves)
