@@ -178,7 +178,6 @@ class SpendingChain(PlannedChain):
         start = self.spare.start(args, spent.at(lengths))
         if self.spare.failed:
             return self.call_by(lean)(*args)
-        self.now[lengths] = spent.plan
         try:
             results = self.call_by(spent.plan)(*args)
         except torch.OutOfMemoryError:
@@ -209,6 +208,8 @@ class SpendingChain(PlannedChain):
                 self.spare.failed = True
                 return None
             best = self.best(lengths, room)
+        if best is not None:
+            self.now[lengths] = best.plan
         return best
 
     def best(self, lengths: Lengths, room: int) -> Spent | None:

@@ -16,7 +16,7 @@ from .devices import REFERENCE_CPU, Device
 SLACK = (
     0.05  # of the time of the best chunk length, given up for a shorter one: memory is what streaming is for
 )
-LONGER = (0.03, 0.02, 0.01, 0.005, 0.0)  # the same, where memory is to spare
+LONGER = (0.03, 0.02, 0.01, 0.005)  # the same, where memory is to spare
 FULL = 0.9  # of their rate: products are to reach it where the sequence is long enough and memory allows
 SHARE = 64  # the widest moment of a chunk takes at most one part in so many of the device's memory
 LARGER_SHARE = 8  # the same, where memory is to spare
@@ -56,8 +56,8 @@ def length_for(
 
     Where no length reaches ``FULL``, the best there is counts in its place. Considered are multiples of the
     device's tile whose widest moment fits into its ``SHARE`` of memory and into ``choices.chunk_bytes``, up
-    to a quarter of the sequence, and for logits up to their ``PART``. Where memory is to spare they may be as
-    long as the sequence. A smaller ``choices.slack`` makes chunks longer, but no value so large that the
+    to a quarter of the sequence, and for logits up to their ``PART``. Where memory is to spare they may be
+    longer (``device.fewest``). A smaller ``choices.slack`` makes chunks longer, but no value so large that the
     allocator maps it afresh for every chunk.
 
     work  of the sweep, for the whole batch or a part of it
@@ -69,12 +69,13 @@ def length_for(
     if choices.chunk_bytes is not None:
         most_bytes = min(most_bytes, choices.chunk_bytes)
     length = hint(analysis.length)
-    longest = min(length if spare else max(SHORT, length // FEWEST), most_bytes // work.widest)
+    fewest = device.fewest if spare else FEWEST
+    longest = min(max(SHORT, length // fewest), most_bytes // work.widest)
     if not spare and widens(sweep, program, analysis):
         longest = min(longest, work.tokens * work.single // (PART * work.widest))
     lengths = {*lengths_up_to(longest, device.tile)}
     if spare:  # whole, halves, thirds, quarters: no short chunk is left over
-        lengths |= {c for n in range(1, FEWEST + 1) if (c := rounded(length / n, device.tile)) <= longest}
+        lengths |= {c for n in range(fewest, FEWEST + 1) if (c := rounded(length / n, device.tile)) <= longest}
     costs = {c: work.cost(c, device, one_call=spare) for c in sorted(lengths)}
     found = shortest(costs, SLACK)
     if choices.slack is None:

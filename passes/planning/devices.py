@@ -55,6 +55,7 @@ class Device:
     extra_rows  rows by which a call of attention takes longer than its own, where that is no matter of tiles
                 and processors
     mapped      bytes from which an allocator takes every value from the system afresh, page by page
+    fewest      chunks that a sequence is cut into at least, where memory is to spare
     """
 
     name: str
@@ -73,6 +74,7 @@ class Device:
     source: str
     extra_rows: float = 0.0
     mapped: float = math.inf
+    fewest: int = 1
 
     def rate(self, dtype: torch.dtype) -> float:
         """FLOP per second of matrix products in a dtype. Double precision runs at half the rate of single
@@ -186,6 +188,7 @@ REFERENCE_CPU = Device(
     source="a stated CPU, so that chunk lengths are the same on every machine",
     extra_rows=40,
     mapped=32 << 20,
+    fewest=4,
 )
 """Two cores with 512-bit vectors. What decides chunk lengths is the ratio of product rate to bandwidth, here
 7 FLOP per byte, and on CPUs with more cores both grow; and the last cache, 16 to 64 MiB on most. Half

@@ -1,4 +1,5 @@
-"""Triton kernels of grouped products: their numbers by Triton's interpreter, and that they compile."""
+"""Triton kernels of grouped products and of joined attention: their numbers by Triton's interpreter, and that
+they compile."""
 
 import os
 import subprocess
@@ -12,15 +13,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from streambp_compile.passes.kernels import grouped_triton
+from streambp_compile.passes.kernels.attention import join_triton
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_numbers(dtype):
+@pytest.mark.parametrize("command", ["grouped.py float32", "grouped.py float16", "join.py"])
+def test_numbers(command):
     """In a process of its own: Triton decides at import whether it interprets."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1])}
-    subprocess.run([sys.executable, HERE / "interpreted_grouped.py", dtype], env=environment, check=True)
+    script, *options = command.split()
+    subprocess.run([sys.executable, HERE / f"interpreted_{script}", *options], env=environment, check=True)
 
 
 def types_of(kernel, operands: str, constants: dict[str, object]) -> dict[str, str]:
@@ -44,3 +47,13 @@ def test_compiled(capability, dtype, name):
         source = ASTSource(kernel, types_of(kernel, name, constants), constants)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert made.asm["cubin"] and made.metadata.shared <= 99 * 1024
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_joining_kernel_compiles(capability):
+    types = dict.fromkeys(join_triton.join_kernel.arg_names, "i32")
+    constants = dict(ROWS=join_triton.ROWS, WIDTH=128)
+    types |= dict.fromkeys(("out", "more"), "*bf16") | dict.fromkeys(("lse", "more_lse"), "*fp32")
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(join_triton.join_kernel, types, constants)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

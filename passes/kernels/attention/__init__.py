@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import torch
 
-from ..operators import define
+from ..operators import define, nothing
 from .layout import heads_last
 from .selection import STAND_INS, Attention, Choice, Target, choose, in_one_call, scratch_of
 from .streaming import attention_backward, attention_backward_, attention_forward, backward_meta, forward_meta
 
 __all__ = ["STAND_INS", "Attention", "Choice", "Target", "choose", "in_one_call", "scratch_of"]
+
+
+def join_triton_(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
+    from .join_triton import join_ as launch
+
+    launch(out, lse, more, more_lse)
+
 
 OPERANDS = "Tensor query, Tensor key, Tensor value"
 OPTIONS = "Tensor? mask, bool causal, float scale"
@@ -29,6 +36,12 @@ define(
     " -> (Tensor, Tensor, Tensor)",
     attention_backward,
     lambda grad, q, k, v, *_: (heads_last(q.shape, q), torch.empty_like(k), torch.empty_like(v)),
+)
+define(
+    "join_triton_(Tensor(a!) out, Tensor(b!) lse, Tensor more, Tensor more_lse) -> ()",
+    join_triton_,
+    nothing,
+    composed=False,
 )
 define(
     f"attention_backward_(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {OPTIONS}, SymInt start,"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..grouped import fits_triton
 from . import layout
 from .masks import additive, hidden_rows
 from .selection import COMPOSED, ROWS, Attention, Kernel, Target, choose
@@ -218,9 +219,15 @@ def joined(
     if len(planned) == 1 and not planned[0].stacked:
         o, logsum = part(planned[0])
         return layout.heads_put_last(o), layout.dense(logsum)
-    out = layout.heads_last((batch, heads, rows, width), q if chunk.precise else query)
-    lse = query.new_empty((batch, heads, rows), dtype=layout.statistics(query))
-    for call in planned:
+    start, *others = planned
+    if start.heads is None and not start.stacked and start.piece.rows == slice(0, rows):
+        o, logsum = part(start)  # the others are joined to what it gives
+        out, lse = layout.heads_put_last(o), layout.dense(logsum)
+    else:
+        others = planned
+        out = layout.heads_last((batch, heads, rows, width), q if chunk.precise else query)
+        lse = query.new_empty((batch, heads, rows), dtype=layout.statistics(query))
+    for call in others:
         o, logsum = part(call)
         here, here_lse = (call.target(layout.by_key_head(t, key_heads)) for t in (out, lse))
         join(here, here_lse, call.put(o, shared), call.put(logsum, shared), call.piece.again)
@@ -234,6 +241,10 @@ def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, again: bool) 
     if not again:
         layout.put(out, more)
         layout.put(lse, more_lse)
+        return
+    if fits_triton(out, more) and out.stride(-1) == more.stride(-1) == 1:
+        flat = (t.flatten(1, 2) if lse.dim() == 4 else t for t in (out, lse, more, more_lse))
+        torch.ops.streambp.join_triton_(*flat)
         return
     both = torch.logaddexp(lse, more_lse)
     before, now = ((t - both).exp().unsqueeze(-1) for t in (lse, more_lse))
