@@ -19,7 +19,7 @@ SLACK = (
 LONGER = (0.03, 0.02, 0.01, 0.005)  # the same, where memory is to spare
 FULL = 0.9  # of their rate: products are to reach it where the sequence is long enough and memory allows
 SHARE = 64  # the widest moment of a chunk takes at most one part in so many of the device's memory
-LARGER_SHARE = 8  # the same, where memory is to spare
+LARGER_SHARE = 16  # the same, where memory is to spare
 FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this: fewer would save nothing
 PART = 8  # logits: the widest moment of a chunk takes at most one part in so many of them all
 
