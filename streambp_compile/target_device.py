@@ -74,7 +74,7 @@ def memory_of_gpu(values: Iterable[object]) -> Memory:
     """The counters of the GPU of the first tensor on one."""
     index = index_of_gpu(values)
     return Memory(
-        torch.cuda.get_device_properties(index).total_memory,
+        allowed_on_gpu(index),
         functools.partial(free_on_gpu, index),
         functools.partial(torch.cuda.memory_allocated, index),
         functools.partial(torch.cuda.max_memory_allocated, index),
@@ -83,9 +83,17 @@ def memory_of_gpu(values: Iterable[object]) -> Memory:
 
 
 def free_on_gpu(index: int) -> int:
-    """Bytes that torch can still take: free by the driver's word, or held by torch's allocator unused."""
-    unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    return torch.cuda.mem_get_info(index)[0] + unused
+    """Bytes that torch can still take: free by the driver's word and within the share of the device that the
+    process may use, or held by torch's allocator unused."""
+    reserved = torch.cuda.memory_reserved(index)
+    to_take = min(torch.cuda.mem_get_info(index)[0], allowed_on_gpu(index) - reserved)
+    return to_take + reserved - torch.cuda.memory_allocated(index)
+
+
+def allowed_on_gpu(index: int) -> int:
+    """Bytes of a GPU that this process may use (``torch.cuda.set_per_process_memory_fraction``)."""
+    share = torch.cuda.get_per_process_memory_fraction(index)
+    return int(share * torch.cuda.get_device_properties(index).total_memory)
 
 
 def bytes_to_come(values: Iterable[object]) -> int:
@@ -113,12 +121,12 @@ def described(index: int) -> Device:
             "for example options={'device': 'H100'}"
         ) from None
     try:
-        free = torch.cuda.mem_get_info(index)[0]
+        free, memory = torch.cuda.mem_get_info(index)[0], allowed_on_gpu(index)
     except RuntimeError:  # no context can be made here
-        free = None
+        free, memory = None, properties.total_memory
     found = known(properties.name, properties.total_memory)
     if found is not None:
-        return with_memory(found, properties.total_memory, free)
+        return with_memory(found, memory, free)
     made = derived(
         properties.name,
         (properties.major, properties.minor),
@@ -129,7 +137,7 @@ def described(index: int) -> Device:
         getattr(properties, "memory_bus_width", 0),
         properties.L2_cache_size,
     )
-    return with_memory(made, properties.total_memory, free)
+    return with_memory(made, memory, free)
 
 
 def target_of(device: torch.device, capability: tuple[int, int] | None) -> Target:

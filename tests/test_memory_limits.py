@@ -61,7 +61,10 @@ def test_memory_that_the_allocator_holds_unused_is_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (100, 900))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 20)
+    monkeypatch.setattr(target_device, "allowed_on_gpu", lambda index: 900)
     assert target_device.free_on_gpu(0) == 130
+    monkeypatch.setattr(target_device, "allowed_on_gpu", lambda index: 120)  # a share that the user set
+    assert target_device.free_on_gpu(0) == 100
 
 
 def step(model, ids):
