@@ -121,7 +121,8 @@ def described(index: int) -> Device:
             "for example options={'device': 'H100'}"
         ) from None
     try:
-        free, memory = torch.cuda.mem_get_info(index)[0], allowed_on_gpu(index)
+        memory = allowed_on_gpu(index)
+        free = min(torch.cuda.mem_get_info(index)[0], memory)
     except RuntimeError:  # no context can be made here
         free, memory = None, properties.total_memory
     found = known(properties.name, properties.total_memory)
