@@ -1,6 +1,7 @@
 """What a machine with one GPU must show, in six parts: duel, correctness, memory, time, profile, attention.
 
-    python benchmarks/gpu.py duel --minutes 6              beside the fastest alternatives; --only whole: all layers
+    python benchmarks/gpu.py duel --minutes 6              beside the fastest alternatives
+    python benchmarks/gpu.py duel --only whole             the same with all layers, in 79.2 GiB
     python benchmarks/gpu.py correctness --minutes 9
     python benchmarks/gpu.py memory --minutes 9
     python benchmarks/gpu.py time --minutes 9

@@ -258,14 +258,21 @@ def find_plan(
 
 
 def with_more(
-    default: ChainPlan, costs: Sequence[Costs], room: int, room_of: Callable[[ChainPlan], int]
+    default: ChainPlan,
+    costs: Sequence[Costs],
+    room: int,
+    room_of: Callable[[ChainPlan], int],
+    worth: float = WORTH,
 ) -> ChainPlan:
-    """Take what the room allows, simulate, and correct by what is left or missing."""
+    """Take what the room allows, simulate, and correct by what is left or missing.
+
+    worth  the share of a step's time that another plan has to save to be tried
+    """
     steps, taken, best = steps_of(costs), 0, default
     seconds = sum(region.seconds for region in costs)
     count = even(steps, fitting(steps, room), DIFFER * seconds)
     for _ in range(ROUNDS):
-        if count <= taken or saved_by(steps[taken:count]) < WORTH * seconds:
+        if count <= taken or saved_by(steps[taken:count]) < worth * seconds:
             break
         plan = default.taking(steps[:count])
         left = room_of(plan)

@@ -162,6 +162,7 @@ class SpendingChain(PlannedChain):
         self.spare, self.repeatable, self.tell = spare, repeatable, tell
         self.default = ChainPlan.default(len(links))
         self.now: dict[Lengths, ChainPlan] = {}
+        self.simulated: dict[Lengths, dict[ChainPlan, int]] = {}
         self.found: list[Spent] = []
         self.searched: set[tuple[bool, Lengths]] = set()
 
@@ -220,14 +221,15 @@ class SpendingChain(PlannedChain):
     def search(self, inputs: Sequence[object], lengths: Lengths, room: int) -> None:
         """Find the fastest plan that is simulated to fit, among few ways to compile a region."""
         costs = [c.in_grades() for c in self.costs_at(lengths, spends=True)]
-        peaks: dict[ChainPlan, int] = {}
+        peaks = self.simulated.setdefault(lengths, {})
 
         def room_of(plan: ChainPlan) -> int:
-            peaks[plan] = self.peak_of(inputs, plan)
+            if plan not in peaks:
+                peaks[plan] = self.peak_of(inputs, plan)
             return room - peaks[plan]
 
         left, steps = room_of(self.default), steps_of(costs)
-        plan = self.default if left < 0 else with_more(self.default, costs, left, room_of)
+        plan = self.default if left < 0 else with_more(self.default, costs, left, room_of, LEAST / 2)
         share = share_saved(plan, costs)
         if share < LEAST:
             plan, share = self.default, 0.0

@@ -5,12 +5,14 @@ import pytest
 import torch
 from models import Plain, ids_of
 
-from streambp_compile import StreamHint, backend, planned_chain, target_device
+from streambp_compile import StreamHint, backend, internals, planned_chain, target_device
 from streambp_compile.backend import Chain
-from streambp_compile.chain_plan import ChainPlan, Costs, estimated
+from streambp_compile.chain_plan import ChainPlan, Costs, Longer, estimated, share_saved, steps_of
 from streambp_compile.config import Config
 from streambp_compile.memory_limits import CERTAIN, FreeMemory
+from streambp_compile.passes.planning.kept_values import KeptValue
 from streambp_compile.report import Report
+from streambp_compile.spare_memory import Memory, SpareMemory
 
 LENGTH = 600
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -81,6 +83,7 @@ def test_layer_inputs_leave_for_the_host_where_they_would_not_fit(monkeypatch):
     monkeypatch.setattr(planned_chain, "simulate", noted)
     monkeypatch.setattr(backend, "is_on_gpu", lambda name, values: True)
     monkeypatch.setattr(backend, "free_memory", lambda name, values: room[0])
+    monkeypatch.setattr(backend, "memory_of_gpu", lambda values: Counters(free=0).memory())
     model, room = Plain(256, 64, 4, 3).double(), [1 << 40]
     compiled = torch.compile(step, backend="streambp", options={"chunk_size": 100})
     ids = ids_of(1, LENGTH)
@@ -94,8 +97,8 @@ def test_layer_inputs_leave_for_the_host_where_they_would_not_fit(monkeypatch):
 
     for found, wanted in zip(gradients(), expected):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    assert not simulated
     torch._dynamo.reset()
+    simulated.clear()
     room[0] = 1
     with pytest.warns(StreamHint, match="would not fit into the .* runs by a leaner plan: inputs of"):
         found = gradients()
@@ -113,6 +116,7 @@ def test_a_third_length_is_traced_no_more(options, monkeypatch):
     """What a plan weighs are numbers: a symbol among them would bind the graph to one length."""
     monkeypatch.setattr(backend, "is_on_gpu", lambda name, values: True)
     monkeypatch.setattr(backend, "free_memory", lambda name, values: 1 << 40)
+    monkeypatch.setattr(backend, "memory_of_gpu", lambda values: Counters(free=1 << 40).memory())
     torch._dynamo.reset()
     report, traced = Report(), []
 
@@ -125,3 +129,184 @@ def test_a_third_length_is_traced_no_more(options, monkeypatch):
     for length in (LENGTH, LENGTH // 2, LENGTH + 131, 2 * LENGTH):
         compiled(model, ids_of(1, length)).backward()
     assert len(traced) == 2
+
+
+# What is free is spent
+
+
+class Counters:
+    """A GPU's memory as a test says."""
+
+    def __init__(self, total=1 << 30, free=1 << 30, allocated=1 << 20, peak=1 << 20):
+        self.total, self.free, self.allocated, self.peak = total, free, allocated, peak
+
+    def memory(self, to_come=lambda values: 0):
+        counters = (lambda: self.free, lambda: self.allocated, lambda: self.peak)
+        return Memory(self.total, *counters, to_come)
+
+
+@pytest.fixture
+def counters(monkeypatch):
+    """A GPU whose memory a test says, the tensors of a CPU on it."""
+    found = Counters()
+    monkeypatch.setattr(backend, "is_on_gpu", lambda name, values: True)
+    monkeypatch.setattr(backend, "free_memory", lambda name, values: 1 << 40)
+    monkeypatch.setattr(backend, "memory_of_gpu", lambda values: found.memory())
+    torch._dynamo.reset()
+    return found
+
+
+class Trained:
+    """A small model whose steps are compiled."""
+
+    def __init__(self):
+        self.model, self.ids, self.report = Plain(256, 64, 4, 3).double(), ids_of(1, LENGTH), Report()
+        self.compiled = torch.compile(step, backend=self.backend)
+
+    def backend(self, graph, inputs):
+        return Chain(graph, inputs, Config(), self.report).compiled()
+
+    def check(self, length=None):
+        """Take a step; its gradients are eager's."""
+        ids = self.ids if length is None else ids_of(1, length)
+        found = []
+        for function in (step, self.compiled):
+            self.model.zero_grad()
+            function(self.model, ids).backward()
+            found.append([p.grad for p in self.model.parameters()])
+        for ours, wanted in zip(*found):
+            torch.testing.assert_close(wanted, ours, rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans that calls run by."""
+    taken, call_by = [], planned_chain.PlannedChain.call_by
+
+    def noted(self, plan):
+        call = call_by(self, plan)
+
+        def run(*args):
+            if not any(map(internals.is_fake, args)):
+                taken.append(plan)
+            return call(*args)
+
+        return run
+
+    monkeypatch.setattr(planned_chain.PlannedChain, "call_by", noted)
+    return taken
+
+
+def kept(plan):
+    return sum(c.keep for c in plan.choices)
+
+
+def test_steps_keep_what_the_free_memory_allows(counters, plans):
+    counters.free = 60 << 20  # the states of an optimizer are foreseen, and leave nothing of that
+    trained = Trained()
+    numbers = sum(p.numel() for p in trained.model.parameters())
+    assert 8 * numbers < counters.free - 0.05 * counters.total < 16 << 20
+    for _ in range(4):
+        trained.check()
+    assert kept(plans[-1]) > 0 and plans[-1] == plans[-2]
+    assert "of the GPU are free for a step on 600 tokens" in "".join(trained.report.notes)
+    counters.free = 56 << 20  # somebody else came
+    trained.check()
+    assert kept(plans[-1]) == 0
+
+
+def test_a_shorter_sequence_runs_by_the_plan_that_keeps_all(counters, plans, monkeypatch):
+    searched, search = [], planned_chain.SpendingChain.search
+    monkeypatch.setattr(
+        planned_chain.SpendingChain, "search", lambda self, *a: searched.append(a[1]) or search(self, *a)
+    )
+    trained = Trained()
+    for length in (LENGTH, LENGTH // 2, LENGTH // 3, LENGTH // 2, LENGTH // 4):
+        trained.check(length)
+    assert len(set(plans)) == 1 and kept(plans[0]) > 0
+    assert len(searched) <= 3, "one for the first length, and for the second, which has symbols for lengths"
+
+
+def test_a_forward_that_runs_out_of_memory_is_run_again_by_the_default_plan(counters, plans, monkeypatch):
+    trained = Trained()
+    trained.check()
+    assert kept(plans[-1]) > 0
+    call_by = planned_chain.PlannedChain.call_by
+
+    def full(self, plan):
+        def fails(*args):
+            raise torch.OutOfMemoryError("none is left")
+
+        return fails if kept(plan) else call_by(self, plan)
+
+    monkeypatch.setattr(planned_chain.PlannedChain, "call_by", full)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for _ in range(2):
+        trained.check()
+        assert kept(plans[-1]) == 0
+
+
+def test_after_a_backward_that_failed_steps_run_by_the_default_plan(counters, plans):
+    trained = Trained()
+    trained.check()
+    loss = trained.compiled(trained.model, trained.ids)
+
+    def fails(gradient):
+        raise torch.OutOfMemoryError("none is left")
+
+    handle = trained.model.embed.weight.register_hook(fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    handle.remove()
+    assert kept(plans[-1]) > 0
+    trained.check()
+    assert kept(plans[-1]) == 0
+
+
+def test_hidden_states_that_leave_the_graph_keep_steps_lean(counters, plans):
+    """What follows outside takes memory between forward and backward that nobody knows."""
+
+    def hidden(model, ids):
+        x = model.embed(ids)
+        for layer in model.layers:
+            x = layer(x)
+        return x
+
+    trained = Trained()
+    compiled = torch.compile(hidden, backend=trained.backend)
+    for _ in range(3):
+        compiled(trained.model, trained.ids).square().mean().backward()
+    assert plans and kept(plans[-1]) == 0
+
+
+def test_what_others_take_during_a_step_is_left_to_them():
+    counters, weight = (
+        Counters(total=1000, free=900, allocated=100, peak=100),
+        torch.nn.Parameter(torch.ones(5)),
+    )
+    spare = SpareMemory(counters.memory())
+    assert spare.room([weight]) == 900 - 50 - 5 * 8
+    for took in (30, 70):
+        start = spare.start([weight], needed=200)
+        counters.peak = 100 + 200 + took
+        spare.end(start)
+    assert spare.is_learnt and spare.others == 70 and spare.room([weight]) == 900 - 50 - 70
+
+
+def test_a_peak_from_before_bounds_what_others_take():
+    counters = Counters(total=1000, free=900, allocated=100, peak=500)
+    spare = SpareMemory(counters.memory(to_come=lambda values: 40))
+    spare.end(spare.start([], needed=200))
+    counters.allocated = 180
+    spare.end(spare.start([], needed=200))
+    assert spare.others == 500 - 180 - 240
+
+
+def test_a_region_is_compiled_in_few_ways():
+    values = tuple(KeptValue((), size, seconds) for size, seconds in ((5, 10.0), (7, 3.0), (9, 2.0)))
+    longer = tuple(Longer(slack, 4, 1.0) for slack in (0.03, 0.01))
+    costs = Costs(worth_keeping=values, longer=longer, seconds=100.0).in_grades()
+    assert [(v.bytes, v.seconds, v.count) for v in costs.worth_keeping] == [(5, 10.0, 1), (16, 5.0, 2)]
+    assert [c.slack for c in costs.longer] == [0.01]
+    plan = ChainPlan.default(1).taking(steps_of([costs]))
+    assert plan.choices[0].keep == 3 and share_saved(plan, [costs]) == pytest.approx(0.16)

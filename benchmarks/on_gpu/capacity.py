@@ -21,6 +21,7 @@ from benchmarks.on_gpu.worker import Order
 from benchmarks.tables import GIB, MIB, markdown
 
 PREDICTION = "prediction"
+IN_MEMORY = f"{STREAMBP}:offload=False"  # the default plan: nothing on the host, nothing kept beyond it
 PRECISION = (
     0.02  # the search ends when the shortest length that failed is so close to the longest that fitted
 )
@@ -91,7 +92,12 @@ class Session:
             yield {
                 "tokens": self.order.scale.first[0],
                 "layers": 2,
-                "predicted": predicted(self.shape, self.order.scale.first[0], 2, case["method"]),
+                "predicted": predicted(
+                    self.shape,
+                    self.order.scale.first[0],
+                    2,
+                    IN_MEMORY if case["method"] == STREAMBP else case["method"],
+                ),
             }
         else:
             yield from self.lengths(case["method"])
@@ -135,7 +141,7 @@ class Session:
         self.model = self.stage.build(lambda: Qwen3ForCausalLM(config).train(), torch.bfloat16)
         allocate_gradients(self.model)
         self.held = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
-        self.step = Step(self.stage, method_of(name), self.model)
+        self.step = Step(self.stage, method_of(IN_MEMORY if name == STREAMBP else name), self.model)
         self.cut = self.cut_once = False
         self.seconds = 0.0
         watched = self.model.model.layers[-2].input_layernorm.weight
@@ -192,7 +198,7 @@ def whole_peak(shape: scales.Shape, tokens: int) -> int:
     return less
 
 
-def predicted(shape: scales.Shape, tokens: int, layers: int, method: str = STREAMBP) -> int | None:
+def predicted(shape: scales.Shape, tokens: int, layers: int, method: str = IN_MEMORY) -> int | None:
     """Bytes above weights and gradients that a step will hold, without running it: on fake tensors, of a GPU
     where torch has one."""
     from transformers import Qwen3ForCausalLM

@@ -1,9 +1,10 @@
-"""The duel: streambp beside what people use instead, on the same weights in one process, step by step in turn.
+"""The duel: streambp beside what people use instead, on the same weights in one process, step by step.
 
 Every contender takes steps of a model of a few layers and of the same model without layers. Their difference
-over the number of layers is the time of a layer. What a layer holds from its forward to its backward is measured
-too, so that time and memory of the whole model follow, marked as estimates: a contender that keeps everything is
-fast in few layers, and does not fit in many. ``--only whole`` takes steps of the whole model instead.
+over the number of layers is the time of a layer. What a layer holds from its forward to its backward is
+measured too, so that time and memory of the whole model follow, marked as estimates: a contender that keeps
+everything is fast in few layers, and does not fit in many. ``--only whole`` takes steps of the whole model
+instead, in the memory of an H100 whatever the GPU is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from streambp_compile.spare_memory import UNSEEN
 
 PEERS = (CHECKPOINTING, LIGER, "layers-liger", "budget-0.5", "kept-liger", "flash-liger")
 PROFILED = (STREAMBP, f"{STREAMBP}:", "layers-liger")
+H100 = int(79.2 * GIB)  # bytes that torch finds on one
 RATE = 790e12  # FLOP per second of a large product in bfloat16, as an H100 was measured
 
 
@@ -62,6 +64,9 @@ class Session:
         def make(layers: int):
             return Qwen3ForCausalLM(self.shape.config(layers, self.tokens)).train()
 
+        if self.stage.kind == "cuda":
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, H100 / total))
         self.model = self.stage.build(lambda: make(case["layers"]), torch.bfloat16)
         with self.stage.inside():
             allocate_gradients(self.model)
@@ -171,10 +176,10 @@ def tables(findings: list[dict], settings: Settings) -> str:
     ]
     layers = next((f["layers"] for f in findings if "layers" in f), shape.timed)
     about = (
-        f"{shape.name}, bfloat16, one sequence of {tokens} tokens, loss and backward; steps of {layers} layers "
-        "and of none, every contender once a round, every second round in reverse, medians. The whole model "
-        "is an estimate from the two where fewer layers were timed; its ratio is to checkpointing. Peaks are above "
-        "weights and gradients, for which the whole model takes "
+        f"{shape.name}, bfloat16, one sequence of {tokens} tokens, loss and backward; steps of {layers} "
+        "layers and of none, every contender once a round, every second round in reverse, medians. The whole "
+        "model is an estimate from the two where fewer layers were timed; its ratio is to checkpointing. "
+        "Peaks are above weights and gradients, for which the whole model takes "
         f"{held(shape) / GIB:.1f} GiB more."
     )
     texts = [row(m, merged[m], reference, shape, tokens) for m in rows]
@@ -230,9 +235,9 @@ def profile(method: str, found: dict) -> str:
     ]
     return "\n\n".join(
         [
-            f"{method_of(method).title}, one step of {found['layers']} layers: {found['span']:.1f} ms from the "
-            f"first kernel to the last, idle {idle:.1f} %, {found['launches']} launches; milliseconds by kind: "
-            f"{kinds}.",
+            f"{method_of(method).title}, one step of {found['layers']} layers: {found['span']:.1f} ms from "
+            f"the first kernel to the last, idle {idle:.1f} %, {found['launches']} launches; milliseconds by "
+            f"kind: {kinds}.",
             markdown(["kernel", "ms", "share", "calls"], kernels),
         ]
     )

@@ -25,7 +25,7 @@ class Method:
     checkpointed  every layer is checkpointed
     attention     the kernel that ``scaled_dot_product_attention`` must take on a GPU, a name of
                   ``torch.nn.attention.SDPBackend``; None leaves the choice to torch, or to streambp
-    compiler      ``"inductor"``, ``"layers"`` (Inductor, every decoder layer compiled alone) or ``"streambp"``
+    compiler      ``"inductor"``, ``"layers"`` (Inductor, each decoder layer compiled alone) or ``"streambp"``
     options       of streambp
     fused_loss    Liger's fused head and loss
     budget        the share of a layer's activations that torch's partitioner may keep
@@ -71,8 +71,8 @@ METHODS = {
 def method_of(name: str) -> Method:
     """The row of a name.
 
-    ``streambp:memory_budget=40GiB,chunk_size=2048`` is streambp with these options, ``budget-0.5`` is Inductor
-    layer by layer with half of torch's activation memory budget.
+    ``streambp:memory_budget=40GiB,chunk_size=2048`` is streambp with these options, ``budget-0.5`` is
+    Inductor layer by layer with half of torch's activation memory budget.
     """
     if name in METHODS:
         return METHODS[name]

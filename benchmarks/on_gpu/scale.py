@@ -61,8 +61,8 @@ class Scale:
                  head
     head         rows, width and words of the correctness part's head and loss
     attended     rows and keys of the attention part
-    duel         model of the duel, ``duelled`` its tokens, ``kept`` a memory budget in which streambp may keep
-                 all that is worth keeping
+    duel         model of the duel, ``duelled`` its tokens, ``kept`` a memory budget in which streambp may
+                 keep all that is worth keeping
     """
 
     shapes: tuple[Shape, ...]

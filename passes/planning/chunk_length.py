@@ -57,8 +57,8 @@ def length_for(
     Where no length reaches ``FULL``, the best there is counts in its place. Considered are multiples of the
     device's tile whose widest moment fits into its ``SHARE`` of memory and into ``choices.chunk_bytes``, up
     to a quarter of the sequence, and for logits up to their ``PART``. Where memory is to spare they may be
-    longer (``device.fewest``). A smaller ``choices.slack`` makes chunks longer, but no value so large that the
-    allocator maps it afresh for every chunk.
+    longer (``device.fewest``). A smaller ``choices.slack`` makes chunks longer, but no value so large that
+    the allocator maps it afresh for every chunk.
 
     work  of the sweep, for the whole batch or a part of it
     """
@@ -75,7 +75,9 @@ def length_for(
         longest = min(longest, work.tokens * work.single // (PART * work.widest))
     lengths = {*lengths_up_to(longest, device.tile)}
     if spare:  # whole, halves, thirds, quarters: no short chunk is left over
-        lengths |= {c for n in range(fewest, FEWEST + 1) if (c := rounded(length / n, device.tile)) <= longest}
+        lengths |= {
+            c for n in range(fewest, FEWEST + 1) if (c := rounded(length / n, device.tile)) <= longest
+        }
     costs = {c: work.cost(c, device, one_call=spare) for c in sorted(lengths)}
     found = shortest(costs, SLACK)
     if choices.slack is None:
