@@ -82,7 +82,8 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
     - A reshape has the rows that it reads of its operand, in their order.
     - Rows that meet are in one order.
     - What has rows has outputs with rows; a sum has none.
-    - An edge by rows, halo, keys or carry reads a value with rows.
+    - An edge by rows, halo, keys or carry reads a value with rows; one by halo or keys, no operator with
+      several results.
     - Random numbers are drawn by their place alone, so that every chunk can draw its own again.
     """
     for node in graph.nodes:
@@ -107,6 +108,11 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
             fact = analysis.facts[edge.operand]
             carries = any(isinstance(f, Tokens) for f in parts_of(fact))
             check(edge.role is Role.WHOLE or carries, f"{node} reads {edge.role} of {edge.operand}")
+            beyond = edge.role in (Role.KEYS, Role.HALO)
+            check(
+                not beyond or is_tensor(edge.operand),
+                f"{node} reads rows of {edge.operand}, and no item of it",
+            )
 
 
 def verify_reshape(node: Node, analysis: Analysis) -> None:
@@ -155,7 +161,11 @@ def verify_program(program: Program, analysis: Analysis) -> None:
     - A scan has a state, which goes along or was saved by an earlier sweep.
     - A value that another one is written over is not read any more.
     - What is wider at full length than a streamed program may hold is declared as such.
+    - What is kept, written or added up is a tensor: of an operator with several results, its items.
     """
+    stored = (*program.kept, *program.statistics, *(n for s in program.sweeps for n in stored_by(s)))
+    for node in stored:
+        check(is_tensor(node), f"{node} is kept, and is no value but an operator with several results")
     ready, saved = set(program.inputs), set[Node]()
     whole = {n for nodes in program.full_length for n in nodes}
     for step, nodes in enumerate(program.full_length):
@@ -177,6 +187,13 @@ def verify_program(program: Program, analysis: Analysis) -> None:
     check(not undeclared, f"{undeclared} are wider than a streamed program may hold")
     for output in program.outputs:
         check(not isinstance(output, Node) or output in ready, f"output {output} is never computed")
+
+
+def stored_by(sweep: Sweep) -> Iterator[Node]:
+    """The values that a sweep leaves for what comes after it, and those whose memory it takes."""
+    yield from (*sweep.writes, *sweep.sums, *sweep.keysums)
+    for pair in sweep.in_place:
+        yield from pair
 
 
 def check_read(node: Node, operands: Iterable[Node], ready: set[Node]) -> None:

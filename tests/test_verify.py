@@ -134,6 +134,9 @@ ILLEGAL_ANALYSES: dict[str, Callable[[Layer], Analysis]] = {
     "y reads rows of w": lambda layer: layer.with_edges(
         "y", Edge(layer.nodes["w"], Role.ROWS), Edge(layer.nodes["w"], Role.ROWS)
     ),
+    "out reads rows of both, and no item of it": lambda layer: layer.with_edges(
+        "out", Edge(layer.nodes["both"], Role.HALO, Reach(1, 1))
+    ),
     "dx has no fact": lambda layer: replace(
         layer.analysis, facts={n: f for n, f in layer.analysis.facts.items() if n.name != "dx"}
     ),
@@ -220,6 +223,8 @@ ILLEGAL_PROGRAMS: dict[str, Callable[[Layer], Program]] = {
     "x before it exists": lambda layer: layer.with_sweep(  # its memory was taken over
         0, in_place=((layer.nodes["keys"], layer.nodes["x"]),)
     ),
+    "grads is kept, and is no value": lambda layer: replace(layer.program, kept=(layer.nodes["grads"],)),
+    "both is kept, and is no value": lambda layer: layer.with_sweep(0, writes=(layer.nodes["both"],)),
     "no sweep saves the states": lambda layer: layer.with_sweep(1, restored_states=(layer.nodes["keys"],)),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -124,6 +125,11 @@ def is_tangent(node: Node) -> bool:
 
 def is_tensor(node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
+
+
+def is_item(node: Node) -> bool:
+    """Is it one result of an operator that has several?"""
+    return node.target is operator.getitem
 
 
 def is_floating(node: Node) -> bool:

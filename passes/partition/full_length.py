@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir import Direction, Kind, Role, is_tensor, is_view, refuse, shape_of, tensor_operands
-from .problem import Problem, is_item
+from ..ir import Direction, Kind, Role, is_item, is_tensor, is_view, refuse, shape_of, tensor_operands
+from .problem import Problem
 
 
 @dataclass(frozen=True)

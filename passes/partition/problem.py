@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -168,8 +167,3 @@ class Problem:
         if reach is None:
             return None
         return Direction.ASCENDING if reach.looks_back() else Direction.DESCENDING
-
-
-def is_item(node: Node) -> bool:
-    """Is it one output of another node?"""
-    return node.target is operator.getitem
