@@ -75,7 +75,6 @@ class Assembly:
             tuple(n for n in self.problem.needed if n in self.choice.nodes and self.level[n] == step)
             for step in range(count + 1)
         )
-        inputs = tuple(n for n in self.problem.needed if n in self.problem.inputs)
         kept = self.problem.in_order(contents.kept)
         statistics = tuple(n for n in kept if self.is_statistic(n))
         cost = (
@@ -84,7 +83,9 @@ class Assembly:
             sum(map(len, contents.bodies)),
             tuple(d is not Direction.ASCENDING for d in self.directions),
         )
-        return cost, Program(inputs, full_length, sweeps, kept, self.problem.outputs, statistics)
+        return cost, Program(
+            self.problem.read_inputs, full_length, sweeps, kept, self.problem.outputs, statistics
+        )
 
     def contents(self) -> Contents:
         """Collect the sweeps from the last to the first: a later one says what it wants of those before
