@@ -69,6 +69,8 @@ class Search:
             self.late.add(node)
         if is_item(node) and node.args[0] in self.found or self.is_view_of_matrix(node):
             self.take(node)
+        elif self.is_padded_output(node):
+            self.take(node)
         for edge in self.problem.edges(node):
             beyond = edge.role in (Role.KEYS, Role.HALO)
             if beyond and edge.operand in self.early and edge.operand not in self.problem.inputs:
@@ -128,6 +130,12 @@ class Search:
             or node in self.found
             and self.problem.has_tokens(node)
         )
+
+    def is_padded_output(self, node: Node) -> bool:
+        """A few numbers per token that are returned, with rows before or behind all tokens (labels moved by
+        one, for the next region): no sweep writes those."""
+        beyond = node in self.problem.outputs and self.problem.has_padding(node)
+        return beyond and node in self.early
 
     def is_view_of_matrix(self, node: Node) -> bool:
         """A view, of a stored matrix or with rows beyond the tokens, that costs nothing at full length. One
