@@ -7,7 +7,7 @@ defect of this package, never of the user's model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -274,19 +274,29 @@ def verify_step(plan: Plan, nodes: Sequence[Node], step: int) -> None:
 
 
 def verify_bound(graph: Graph) -> None:
-    """Every symbol of a size in a graph that is compiled is bound: by an input that it is, or of which it is
-    a size or a stride; or by the node that finds it while the graph runs."""
+    """Every symbol of a size in a graph that is compiled is bound: by an input, or by the node that finds it
+    while the graph runs."""
     given = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
     read = [v for n in graph.nodes for v in values_of(n)]
     found = {s for n in graph.nodes for s in n.meta.get("unbacked_bindings") or ()}
-    missing = unbound(given, read) - found
-    check(not missing, f"no input of a compiled graph binds the sizes {sorted(missing, key=str)}")
+    verify_inputs(given, read, found)
 
 
-def check_bound(bindings: Sequence[Binding]) -> None:
+def verify_inputs(
+    given: Iterable[object], read: Iterable[object] = (), found: Container[object] = ()
+) -> None:
+    """Every symbol in the inputs of compiled code, and in what else it reads, is an input, or a size or a
+    stride of one.
+
+    found  those that the code finds itself
+    """
+    missing = [s for s in unbound(given, read) if s not in found]
+    check(not missing, f"no input of compiled code binds the sizes {sorted(missing, key=str)}")
+
+
+def verify_bindings(bindings: Sequence[Binding]) -> None:
     """The same of the inputs of a body, whose nodes read no other symbols than these have."""
-    missing = unbound(number for binding in bindings for number in numbers_told(binding))
-    check(not missing, f"no input of a body binds the sizes {sorted(missing, key=str)}")
+    verify_inputs(number for binding in bindings for number in numbers_told(binding))
 
 
 def verify_fused_body(body: Body, fusion: Fusion) -> None:
@@ -300,7 +310,7 @@ def verify_fused_body(body: Body, fusion: Fusion) -> None:
     written = {a for n in nodes if n.op == "call_function" for a in written_arguments(n)}
     check(written == results, f"a function at full length writes into {written}, and is to fill {results}")
     check(len(results) == len(fusion.results), "results of a function are missing")
-    check_bound(body.bindings)
+    verify_bindings(body.bindings)
 
 
 def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
@@ -324,7 +334,7 @@ def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
             rows = isinstance(analysis.facts[binding.source], Tokens)
             check(not rows or binding.source in halos, f"{binding.source} comes in at full length")
     check_sizes(dict(zip(inputs, body.bindings)).items())
-    check_bound(body.bindings)
+    verify_bindings(body.bindings)
     check_writes(nodes, dict(zip(inputs, body.bindings)), sweep)
 
 

@@ -351,7 +351,7 @@ def with_unbound_size(body: Body) -> Body:
 ILLEGAL_BODIES: dict[str, Callable[[Layer], Body]] = {
     "inputs for": lambda layer: replace(layer.bodies[-1], bindings=layer.bodies[-1].bindings[1:]),
     "has a constant": lambda layer: with_constant(layer.bodies[-1]),
-    "no input of a body binds the sizes": lambda layer: with_unbound_size(layer.bodies[-1]),
+    "no input of compiled code binds the sizes": lambda layer: with_unbound_size(layer.bodies[-1]),
     "returns something": lambda layer: returning(layer.bodies[-1]),
     "comes in at full length": lambda layer: layer.with_binding(BindingRole.KEYS, role=BindingRole.WHOLE),
     "as long as all tokens": lambda layer: full_length_buffer(layer.bodies[-1]),
@@ -376,7 +376,7 @@ def test_the_inputs_of_compiled_graphs_bind_all_sizes():
     given = next(iter(graph.nodes))
     with given.meta["val"].fake_mode:
         given.meta["val"] = torch.cat((given.meta["val"], given.meta["val"]))
-    with pytest.raises(IllegalResult, match="no input of a compiled graph binds the sizes"):
+    with pytest.raises(IllegalResult, match="no input of compiled code binds the sizes"):
         verify_bound(graph)
 
 
