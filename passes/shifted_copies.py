@@ -24,6 +24,7 @@ from .ir import (
     Tokens,
     bytes_of,
     is_floating,
+    is_item,
     is_tensor,
     tensor_operands,
     value_of,
@@ -112,7 +113,7 @@ class Copies:
             node = stack.pop()
             if not self.has_own_rows(node) or is_product(node):
                 return False
-            operands = [e.operand for e in self.edges[node] if shift_of(e) is not None]
+            operands = [e.operand for e in self.analysis.edges[node] if shift_of(e) is not None]
             new = {a for a in operands if a.op == "call_function" and self.kinds[a] is Kind.ROWS} - seen
             seen |= new
             stack += new
@@ -120,7 +121,9 @@ class Copies:
 
     def has_own_rows(self, node: Node) -> bool:
         """Is a node computed from its own rows, constantly shifted ones, and what has no rows? Blocks are
-        counted from the first token, and cannot be moved."""
+        counted from the first token, and cannot be moved. An item is computed with its operator."""
+        if is_item(node) and not self.has_own_rows(node.args[0]):
+            return False
         fact = self.analysis.facts.get(node)
         facts = fact if isinstance(fact, tuple) else (fact,)
         if node.op != "call_function" or self.analysis.kinds[node] is not Kind.ROWS or block_of(node) > 1:

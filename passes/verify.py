@@ -7,7 +7,7 @@ defect of this package, never of the user's model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -29,15 +29,22 @@ from .ir import (
     Role,
     Sweep,
     Tokens,
+    cannot_tell,
+    computed_by,
     draws_random,
     hint,
     is_tensor,
+    numbers_told,
     part_nodes,
     part_results,
     parts_of,
     shape_of,
+    sizes_of,
     takes_kernel,
     tensor_operands,
+    unbound,
+    value_of,
+    values_of,
     viewed,
 )
 from .rules import form_of, rule_of
@@ -82,7 +89,8 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
     - A reshape has the rows that it reads of its operand, in their order.
     - Rows that meet are in one order.
     - What has rows has outputs with rows; a sum has none.
-    - An edge by rows, halo, keys or carry reads a value with rows.
+    - An edge by rows, halo, keys or carry reads a value with rows; one by halo or keys, no operator with
+      several results.
     - Random numbers are drawn by their place alone, so that every chunk can draw its own again.
     """
     for node in graph.nodes:
@@ -107,6 +115,11 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
             fact = analysis.facts[edge.operand]
             carries = any(isinstance(f, Tokens) for f in parts_of(fact))
             check(edge.role is Role.WHOLE or carries, f"{node} reads {edge.role} of {edge.operand}")
+            beyond = edge.role in (Role.KEYS, Role.HALO)
+            check(
+                not beyond or is_tensor(edge.operand),
+                f"{node} reads rows of {edge.operand}, and no item of it",
+            )
 
 
 def verify_reshape(node: Node, analysis: Analysis) -> None:
@@ -150,12 +163,18 @@ def verify_size(node: Node, analysis: Analysis) -> None:
 def verify_program(program: Program, analysis: Analysis) -> None:
     """Everything is computed before it is read.
 
+    - Its inputs tell the sizes of all that it computes, at any length.
     - What a sweep reads beyond its own rows is at full length, or is appended in that sweep.
     - A sum is read after its sweep; a key sum is read in it only where its rows are final.
     - A scan has a state, which goes along or was saved by an earlier sweep.
     - A value that another one is written over is not read any more.
     - What is wider at full length than a streamed program may hold is declared as such.
+    - What is kept, written or added up is a tensor: of an operator with several results, its items.
     """
+    verify_told(program, analysis)
+    stored = (*program.kept, *program.statistics, *(n for s in program.sweeps for n in stored_by(s)))
+    for node in stored:
+        check(is_tensor(node), f"{node} is kept, and is no value but an operator with several results")
     ready, saved = set(program.inputs), set[Node]()
     whole = {n for nodes in program.full_length for n in nodes}
     for step, nodes in enumerate(program.full_length):
@@ -177,6 +196,20 @@ def verify_program(program: Program, analysis: Analysis) -> None:
     check(not undeclared, f"{undeclared} are wider than a streamed program may hold")
     for output in program.outputs:
         check(not isinstance(output, Node) or output in ready, f"output {output} is never computed")
+
+
+def verify_told(program: Program, analysis: Analysis) -> None:
+    """The inputs of a program tell the number of tokens, and the sizes of all that it computes."""
+    inputs = [value_of(n) for n in program.inputs if n.op != "get_attr"]
+    untold = cannot_tell(inputs, [analysis.length, *sizes_of(computed_by(program))])
+    check(not untold, f"no input of a program tells the sizes {untold}")
+
+
+def stored_by(sweep: Sweep) -> Iterator[Node]:
+    """The values that a sweep leaves for what comes after it, and those whose memory it takes."""
+    yield from (*sweep.writes, *sweep.sums, *sweep.keysums)
+    for pair in sweep.in_place:
+        yield from pair
 
 
 def check_read(node: Node, operands: Iterable[Node], ready: set[Node]) -> None:
@@ -240,6 +273,32 @@ def verify_step(plan: Plan, nodes: Sequence[Node], step: int) -> None:
     check(not waiting, f"{waiting} are never computed")
 
 
+def verify_bound(graph: Graph) -> None:
+    """Every symbol of a size in a graph that is compiled is bound: by an input, or by the node that finds it
+    while the graph runs."""
+    given = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
+    read = [v for n in graph.nodes for v in values_of(n)]
+    found = {s for n in graph.nodes for s in n.meta.get("unbacked_bindings") or ()}
+    verify_inputs(given, read, found)
+
+
+def verify_inputs(
+    given: Iterable[object], read: Iterable[object] = (), found: Container[object] = ()
+) -> None:
+    """Every symbol in the inputs of compiled code, and in what else it reads, is an input, or a size or a
+    stride of one.
+
+    found  those that the code finds itself
+    """
+    missing = [s for s in unbound(given, read) if s not in found]
+    check(not missing, f"no input of compiled code binds the sizes {sorted(missing, key=str)}")
+
+
+def verify_bindings(bindings: Sequence[Binding]) -> None:
+    """The same of the inputs of a body, whose nodes read no other symbols than these have."""
+    verify_inputs(number for binding in bindings for number in numbers_told(binding))
+
+
 def verify_fused_body(body: Body, fusion: Fusion) -> None:
     """A function at full length reads values as they are, and writes into the memory of its results alone."""
     nodes = list(body.graph.graph.nodes)
@@ -251,12 +310,14 @@ def verify_fused_body(body: Body, fusion: Fusion) -> None:
     written = {a for n in nodes if n.op == "call_function" for a in written_arguments(n)}
     check(written == results, f"a function at full length writes into {written}, and is to fill {results}")
     check(len(results) == len(fusion.results), "results of a function are missing")
+    verify_bindings(body.bindings)
 
 
 def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
     """A chunk body is a function of its bindings, and all that it makes is as long as a chunk.
 
     - Its inputs are the bindings, in order; it has no constants and returns nothing.
+    - Every symbol in the sizes of its inputs is an input by itself, or a size of one.
     - A value with rows comes in whole only where a node reads rows around the chunk.
     - The number of all tokens sizes nothing inside.
     - It writes into buffers, accumulators and states alone, and over inputs that the sweep says. It fills all
@@ -273,6 +334,7 @@ def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
             rows = isinstance(analysis.facts[binding.source], Tokens)
             check(not rows or binding.source in halos, f"{binding.source} comes in at full length")
     check_sizes(dict(zip(inputs, body.bindings)).items())
+    verify_bindings(body.bindings)
     check_writes(nodes, dict(zip(inputs, body.bindings)), sweep)
 
 

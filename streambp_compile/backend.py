@@ -42,7 +42,15 @@ from .dynamo.picked_rows import depends_on_data, reads_number_of_mask, write_pic
 from .dynamo.python_floats import floats_as_tensors, reads_number
 from .dynamo.region_axes import axis_of
 from .dynamo.region_modules import build_region, region_text
-from .dynamo.regions import WIDER, WIDER_THAN_LAYERS, lazy_regions, subclass_between, traits_of, whole_graph
+from .dynamo.regions import (
+    WIDER,
+    WIDER_THAN_LAYERS,
+    lazy_regions,
+    subclass_between,
+    traits_of,
+    whole_graph,
+    with_sizes,
+)
 from .dynamo.relative_shifts import write_relative_shifts
 from .dynamo.returned_views import part_returned_views, with_returned_views
 from .dynamo.rewrites import look_back
@@ -235,12 +243,20 @@ class Chain:
             regions = split(graph, traits_of(graph, axis), apart.__contains__) if axis else ()
             unfit = TRANSFORMED if self.transformed else subclass_between(regions)
             if unfit is not None or not regions:
-                return Cut(() if unfit else axes, (), (), whole_graph(graph), {}, unfit)
+                return Cut(
+                    () if unfit else axes,
+                    (),
+                    (),
+                    [with_sizes(r, graph) for r in whole_graph(graph)],
+                    {},
+                    unfit,
+                )
             lazy: dict[Node, Region] = {}
             broken = internals.graph_break(self.given)
             regions, lazy = lazy_regions(regions, axis, WIDER if broken is None else WIDER_THAN_LAYERS)
             hint_at_outputs(self.hint, self.returned(), regions, axis, broken)
-        return Cut(axes, updates, views, regions, lazy)
+            lazy = {n: with_sizes(region, graph) for n, region in lazy.items()}
+        return Cut(axes, updates, views, [with_sizes(r, graph) for r in regions], lazy)
 
     def chained(self) -> Callable:
         """The regions, compiled and linked. Raises `CannotStream` for DTensors and where a defect stands in

@@ -11,10 +11,19 @@ from torch.fx import GraphModule, Node
 
 from .dynamo.token_axes import SHORTEST_STREAMED, Axis
 from .dynamo.values import fake_of, is_parameter
-from .passes.ir import CannotStream, Refusal, Size, bytes_of, hint, is_tensor, value_of, where_of
+from .passes.ir import (
+    CannotStream,
+    Refusal,
+    Size,
+    bytes_of,
+    cannot_tell,
+    hint,
+    is_tensor,
+    value_of,
+    where_of,
+)
 from .passes.rules import CostClass, cost_of, find_rule, is_product
 from .passes.split import Region
-from .runtime.sizes import cannot_tell
 
 WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
 SMALLEST_BLOCK = 512  # bytes: what torch's allocator on a GPU rounds up to

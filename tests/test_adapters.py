@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from streambp_compile import explain
-from streambp_compile.runtime.sizes import cannot_tell
+from streambp_compile.passes.ir import cannot_tell
 
 VIRTUAL = 8
 

@@ -277,3 +277,42 @@ def test_the_filter_is_a_convolution(name):
     torch.testing.assert_close(streambp.filtered(x, weight, *how), expected)
     wanted = (x.requires_grad_(), weight.requires_grad_())
     torch.autograd.gradcheck(lambda x, weight: streambp.filtered(x, weight, *how), wanted)
+
+
+class Drafts(nn.Module):
+    """A draft layer unrolled over three steps: targets and ids move on by one token each time, and a step
+    attends to its own keys of the steps before, in columns behind those of all tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def layer(self, x: Tensor, past: list) -> tuple[Tensor, list]:
+        tokens, q = x.shape[1], self.q(x)
+        past = [*past, (self.k(x), self.v(x))]
+        scores = q @ past[0][0].mT + torch.full((tokens, tokens), -torch.inf, dtype=x.dtype).triu(1)
+        for k, _ in past[1:]:
+            scores = torch.cat((scores, (q * k).sum(-1, keepdim=True)), -1)
+        shares = scores.softmax(-1)
+        out = shares[..., :tokens] @ past[0][1]
+        for i, (_, v) in enumerate(past[1:]):
+            out = out + shares[..., tokens + i, None] * v
+        return x + out, past
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        past, loss = [], 0.0
+        for _ in range(3):
+            x, past = self.layer(x + self.embed(ids), past)
+            ids = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), 1)
+            loss = loss + F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        return loss
+
+
+def test_unrolled_drafts_stream(interpreted):
+    model = Drafts().double()
+    step = compiled(model)
+    for length in (LENGTH, 40):
+        x, ids = torch.randn(2, length, WIDTH).double(), ids_of(2, length)
+        truth = gradients(model, lambda x=x, ids=ids: model(x, ids))
+        assert worst_error(gradients(model, lambda x=x, ids=ids: step(x, ids)), truth) < EXACT

@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from graphs import Written, causal_layer
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import (
     HERE,
     Analysis,
+    Binding,
     BindingRole,
     Body,
     CannotStream,
@@ -37,6 +40,7 @@ from streambp_compile.passes.verify import (
     IllegalResult,
     verify_analysis,
     verify_body,
+    verify_bound,
     verify_normalized,
     verify_plan,
     verify_program,
@@ -134,6 +138,9 @@ ILLEGAL_ANALYSES: dict[str, Callable[[Layer], Analysis]] = {
     "y reads rows of w": lambda layer: layer.with_edges(
         "y", Edge(layer.nodes["w"], Role.ROWS), Edge(layer.nodes["w"], Role.ROWS)
     ),
+    "out reads rows of both, and no item of it": lambda layer: layer.with_edges(
+        "out", Edge(layer.nodes["both"], Role.HALO, Reach(1, 1))
+    ),
     "dx has no fact": lambda layer: replace(
         layer.analysis, facts={n: f for n, f in layer.analysis.facts.items() if n.name != "dx"}
     ),
@@ -220,6 +227,8 @@ ILLEGAL_PROGRAMS: dict[str, Callable[[Layer], Program]] = {
     "x before it exists": lambda layer: layer.with_sweep(  # its memory was taken over
         0, in_place=((layer.nodes["keys"], layer.nodes["x"]),)
     ),
+    "grads is kept, and is no value": lambda layer: replace(layer.program, kept=(layer.nodes["grads"],)),
+    "both is kept, and is no value": lambda layer: layer.with_sweep(0, writes=(layer.nodes["both"],)),
     "no sweep saves the states": lambda layer: layer.with_sweep(1, restored_states=(layer.nodes["keys"],)),
 }
 
@@ -233,6 +242,17 @@ def test_an_illegal_program(layer, message):
 def forward() -> tuple[Layer, Program]:
     layer = Layer()
     return layer, partition(layer.graph, layer.analysis, (layer.nodes["y"],))
+
+
+def symbolic(*sizes: int) -> GraphModule:
+    """The graph of a function of a tensor of these sizes, which are symbols."""
+    return make_fx(lambda x: (x / x.shape[0]).sum(), tracing_mode="symbolic")(torch.ones(sizes))
+
+
+def test_the_inputs_of_a_program_tell_its_sizes(layer):
+    size = next(iter(symbolic(6).graph.nodes)).meta["val"].shape[0]
+    with pytest.raises(IllegalResult, match="no input of a program tells the sizes"):
+        verify_program(layer.program, replace(layer.analysis, length=size))
 
 
 def test_keys_of_the_same_sweep_are_appended():
@@ -319,9 +339,19 @@ def full_length_buffer(body: Body) -> Body:
     return added(body, aten.empty.memory_format, [twice, 8])
 
 
+def with_unbound_size(body: Body) -> Body:
+    """With an input that is twice a size, and none that is this size."""
+    graph, size = body.graph.graph, next(iter(symbolic(6).graph.nodes)).meta["val"].shape[0]
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        graph.placeholder("twice")
+    twice = Binding(BindingRole.SCALAR, None, "twice", size=2 * size)
+    return replace(body, bindings=(*body.bindings, twice))
+
+
 ILLEGAL_BODIES: dict[str, Callable[[Layer], Body]] = {
     "inputs for": lambda layer: replace(layer.bodies[-1], bindings=layer.bodies[-1].bindings[1:]),
     "has a constant": lambda layer: with_constant(layer.bodies[-1]),
+    "no input of compiled code binds the sizes": lambda layer: with_unbound_size(layer.bodies[-1]),
     "returns something": lambda layer: returning(layer.bodies[-1]),
     "comes in at full length": lambda layer: layer.with_binding(BindingRole.KEYS, role=BindingRole.WHOLE),
     "as long as all tokens": lambda layer: full_length_buffer(layer.bodies[-1]),
@@ -337,6 +367,17 @@ ILLEGAL_BODIES: dict[str, Callable[[Layer], Body]] = {
 def test_an_illegal_chunk_body(layer, message):
     with pytest.raises(IllegalResult, match=message):
         verify_body(ILLEGAL_BODIES[message](layer), layer.program.sweeps[-1], layer.analysis)
+
+
+def test_the_inputs_of_compiled_graphs_bind_all_sizes():
+    """A tensor of ``2 s`` rows tells ``s``, but no code generator asks it."""
+    graph = symbolic(6, 3).graph
+    verify_bound(graph)
+    given = next(iter(graph.nodes))
+    with given.meta["val"].fake_mode:
+        given.meta["val"] = torch.cat((given.meta["val"], given.meta["val"]))
+    with pytest.raises(IllegalResult, match="no input of compiled code binds the sizes"):
+        verify_bound(graph)
 
 
 def test_a_misspelt_contraction_fails_on_its_line():

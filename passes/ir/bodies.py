@@ -9,6 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .facts import Mark
+from .layouts import is_expanded
+from .values import value_of
 
 
 class BindingRole(enum.Enum):
@@ -85,6 +87,17 @@ class Binding:
         """The token dimension of a binding that is known to have one."""
         assert self.mark is not None, f"{self} has no token dimension"
         return self.mark
+
+
+def numbers_told(binding: Binding) -> list[object]:
+    """The numbers in which an input of a body is written: itself; or its sizes but for that of its rows, for
+    which the body has a number of its own, and its strides where it is read as it is."""
+    value = binding.size if binding.source is None else value_of(binding.source, binding.output)
+    if not isinstance(value, torch.Tensor):
+        return [value]
+    sizes = [s for d, s in enumerate(value.shape) if binding.mark is None or d != binding.mark.dim]
+    as_it_is = binding.role is BindingRole.WHOLE and is_expanded(value)
+    return [*sizes, *(value.stride() if as_it_is else ())]
 
 
 @dataclass(frozen=True)

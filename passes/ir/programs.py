@@ -113,6 +113,12 @@ class Program:
         return "\n".join([*lines, f"returns {', '.join(map(str, self.outputs))}"])
 
 
+def computed_by(program: Program) -> list[Node]:
+    """All that a program computes, at full length and in sweeps."""
+    parts = (*program.full_length, *(sweep.nodes for sweep in program.sweeps))
+    return list(dict.fromkeys(n for part in parts for n in part))
+
+
 @dataclass(frozen=True)
 class Fusion:
     """Nodes at full length that one compiled function computes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -26,14 +27,38 @@ def rank_of(node: Node, output: int | None = None) -> int:
     return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
-def symbols_in(size: Size) -> list[torch.SymInt]:
-    """The symbols that a size is an expression of; none of a number, and none of a symbol itself."""
-    if not isinstance(size, torch.SymInt) or size.node.expr.is_Symbol:
+def expression_of(number: Any) -> sympy.Expr | None:
+    """The expression of sizes that a number is; None of a plain number, and of the size of a ragged
+    dimension."""
+    symbolic = isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return getattr(number.node, "expr", None) if symbolic else None
+
+
+def symbols_in(size: Any) -> list[torch.SymInt]:
+    """The symbols that a number is an expression of; none of a plain number, and none of a symbol itself."""
+    expr = expression_of(size)
+    if expr is None or expr.is_Symbol:
         return []
-    return [
-        size.node.shape_env.create_symintnode(s, hint=None)
-        for s in sorted(size.node.expr.free_symbols, key=str)
-    ]
+    return [size.node.shape_env.create_symintnode(s, hint=None) for s in sorted(expr.free_symbols, key=str)]
+
+
+def numbers_of(value: object) -> list[object]:
+    """The numbers that tell a fake value: it is one, or they are its sizes and strides."""
+    if not isinstance(value, torch.Tensor):
+        return [value]
+    return [*value.shape, *(value.stride() if value.layout is torch.strided else ())]
+
+
+def unbound(given: Iterable[object], read: Iterable[object] = ()) -> set[sympy.Symbol]:
+    """The symbols in inputs, and in what else is read, that no input is, nor has as a size or a stride.
+
+    What compiles code for these inputs binds no others: of an input of size ``2 s`` it does not tell ``s``.
+    """
+    numbers = [n for value in given for n in numbers_of(value)]
+    found = [e for e in map(expression_of, numbers) if e is not None]
+    used = [e for v in read for n in numbers_of(v) if (e := expression_of(n)) is not None]
+    bound = {e for e in found if e.is_Symbol}
+    return {s for e in (*found, *used) for s in e.free_symbols} - bound
 
 
 UNKNOWN_SIZE = Refusal(
@@ -85,6 +110,32 @@ def parted(expr) -> tuple[object, int, int]:
     return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
 
 
+def values_of(node: Node) -> tuple[Any, ...]:
+    """The fake values of a node: one, or those of an operator with several results."""
+    value = value_of(node)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def sizes_of(nodes: Iterable[Node]) -> list[Size]:
+    """The sizes of the tensors that nodes compute, and the symbols that these are expressions of."""
+    sizes = [s for n in nodes for v in values_of(n) if isinstance(v, torch.Tensor) for s in v.shape]
+    return [*sizes, *(symbol for s in sizes for symbol in symbols_in(s))]
+
+
+def cannot_tell(inputs: Iterable[object], sizes: Iterable[object]) -> list[Any]:
+    """The sizes that those of the inputs, given as fake values, do not tell."""
+    sizes_of = (v.shape if isinstance(v, torch.Tensor) else [v] for v in inputs)
+    given = {
+        parted(s.node.expr)[0]: sympy.Dummy(integer=True, positive=True)  # no number: some divide by it
+        for v in sizes_of
+        for s in v
+        if isinstance(s, torch.SymInt) and not s.node.expr.is_number
+    }
+    known = set(given.values())
+    wanted = {s.node.expr: s for s in sizes if isinstance(s, torch.SymInt)}
+    return [s for expr, s in wanted.items() if expr not in given and expr.subs(given).free_symbols - known]
+
+
 def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:
     return tuple(hint(s) for s in value_of(node, output).shape)
 
@@ -124,6 +175,11 @@ def is_tangent(node: Node) -> bool:
 
 def is_tensor(node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
+
+
+def is_item(node: Node) -> bool:
+    """Is it one result of an operator that has several?"""
+    return node.target is operator.getitem
 
 
 def is_floating(node: Node) -> bool:

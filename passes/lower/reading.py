@@ -21,11 +21,11 @@ from ..ir import (
     Kind,
     Mark,
     Role,
-    Size,
     Sweep,
     Tokens,
     hint,
     is_tensor,
+    numbers_told,
     shape_of,
     symbols_in,
     total_dtype,
@@ -56,18 +56,10 @@ class Inputs:
         key = (role, source, binding.name if source is None else None, binding.low, binding.output)
         if key not in self.bindings:
             self.bindings[key] = (binding, self.placeholder(binding))
-            for given in self.sizes_of(binding):  # Inductor wants each symbol of an expression by itself
+            for given in numbers_told(binding):  # Inductor wants each symbol of an expression by itself
                 for symbol in symbols_in(given):
                     self.symbol(symbol)
         return self.bindings[key][1]
-
-    @staticmethod
-    def sizes_of(binding: Binding) -> list[Size]:
-        """The sizes that an input is told by, or is: those of its shape but for its rows, or a number."""
-        value = binding.size if binding.source is None else value_of(binding.source, binding.output)
-        if isinstance(value, torch.Tensor):
-            return [s for d, s in enumerate(value.shape) if binding.mark is None or d != binding.mark.dim]
-        return [value] if isinstance(value, torch.SymInt) else []
 
     def placeholder(self, binding: Binding) -> Node:
         last = list(self.bindings.values())[-1][1] if self.bindings else None

@@ -22,6 +22,7 @@ from ..ir import (
     Tokens,
     bytes_of,
     hint,
+    is_item,
     is_tensor,
     value_of,
     viewed,
@@ -31,7 +32,7 @@ from ..rules import is_compared, state_rows
 from .crossing import narrowest_crossing
 from .full_length import FullLength
 from .levels import Levels, is_causal
-from .problem import Problem, is_item
+from .problem import Problem
 
 # Bytes kept, then bytes written for later sweeps (over others that need no memory), then nodes computed, then
 # sweeps that descend.
@@ -74,7 +75,6 @@ class Assembly:
             tuple(n for n in self.problem.needed if n in self.choice.nodes and self.level[n] == step)
             for step in range(count + 1)
         )
-        inputs = tuple(n for n in self.problem.needed if n in self.problem.inputs)
         kept = self.problem.in_order(contents.kept)
         statistics = tuple(n for n in kept if self.is_statistic(n))
         cost = (
@@ -83,7 +83,9 @@ class Assembly:
             sum(map(len, contents.bodies)),
             tuple(d is not Direction.ASCENDING for d in self.directions),
         )
-        return cost, Program(inputs, full_length, sweeps, kept, self.problem.outputs, statistics)
+        return cost, Program(
+            self.problem.read_inputs, full_length, sweeps, kept, self.problem.outputs, statistics
+        )
 
     def contents(self) -> Contents:
         """Collect the sweeps from the last to the first: a later one says what it wants of those before
@@ -128,9 +130,9 @@ class Assembly:
 
     def is_kept_for(self, edge: Edge, at: int, kept: set[Node]) -> bool:
         """Is an operand read at full length from a sweep's point of view: as keys or a halo, or instead of
-        being computed again?"""
+        being computed again? An operator with several results is no value: its items are kept."""
         operand = edge.operand
-        if self.kinds[operand] is Kind.SUM:
+        if self.kinds[operand] is Kind.SUM or not is_tensor(operand):
             return False
         if edge.role in (Role.KEYS, Role.HALO):
             return True

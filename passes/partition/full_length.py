@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir import Direction, Kind, Role, is_tensor, is_view, refuse, shape_of, tensor_operands
-from .problem import Problem, is_item
+from ..ir import Direction, Kind, Role, is_item, is_tensor, is_view, refuse, shape_of, tensor_operands
+from .problem import Problem
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Search:
         if node not in self.early and self.is_late(node):
             self.late.add(node)
         if is_item(node) and node.args[0] in self.found or self.is_view_of_matrix(node):
+            self.take(node)
+        elif self.is_padded_output(node):
             self.take(node)
         for edge in self.problem.edges(node):
             beyond = edge.role in (Role.KEYS, Role.HALO)
@@ -128,6 +130,12 @@ class Search:
             or node in self.found
             and self.problem.has_tokens(node)
         )
+
+    def is_padded_output(self, node: Node) -> bool:
+        """A few numbers per token that are returned, with rows before or behind all tokens (labels moved by
+        one, for the next region): no sweep writes those."""
+        beyond = node in self.problem.outputs and self.problem.has_padding(node)
+        return beyond and node in self.early
 
     def is_view_of_matrix(self, node: Node) -> bool:
         """A view, of a stored matrix or with rows beyond the tokens, that costs nothing at full length. One

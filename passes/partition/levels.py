@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir import EVERYWHERE, Direction, Edge, Kind, Role, viewed
+from ..ir import EVERYWHERE, Direction, Edge, Kind, Role, is_item, viewed
 from ..phases import check_time
 from .full_length import FullLength
-from .problem import Problem, is_item
+from .problem import Problem
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +18,16 @@ from ..ir import (
     Role,
     Tokens,
     bytes_of,
+    cannot_tell,
     hint,
     is_equal,
     is_row_wise,
+    is_tangent,
+    is_tensor,
     is_view,
     parts_of,
     shape_of,
+    sizes_of,
     value_of,
 )
 from ..rules import inner_width
@@ -70,6 +73,26 @@ class Problem:
                 found.add(node)
                 stack.extend(() if node in self.inputs else node.all_input_nodes)
         return self.in_order(found)
+
+    @functools.cached_property
+    def read_inputs(self) -> tuple[Node, ...]:
+        """The inputs that the outputs are computed from, and those that tell sizes which these do not."""
+        read = {n for n in self.needed if n in self.inputs}
+        wanted = [self.analysis.length, *sizes_of(n for n in self.needed if n not in read)]
+        given = [value_of(n) for n in read]
+        others = [
+            n for n in self.graph.nodes if n.op == "placeholder" and n not in read and not is_tangent(n)
+        ]
+        untold = cannot_tell(given, wanted)
+        for node in sorted(others, key=lambda n: bytes_of(value_of(n)) if is_tensor(n) else 0):
+            if not untold:
+                break
+            left = cannot_tell([*given, value_of(node)], untold)
+            if len(left) < len(untold):
+                read.add(node)
+                given.append(value_of(node))
+                untold = left
+        return self.in_order(read)
 
     def in_order(self, nodes: set[Node]) -> tuple[Node, ...]:
         return tuple(sorted(nodes, key=self.order.__getitem__))
@@ -168,8 +191,3 @@ class Problem:
         if reach is None:
             return None
         return Direction.ASCENDING if reach.looks_back() else Direction.DESCENDING
-
-
-def is_item(node: Node) -> bool:
-    """Is it one output of another node?"""
-    return node.target is operator.getitem

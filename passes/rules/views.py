@@ -221,14 +221,17 @@ def select(node: Node) -> Signature:
 
 
 def emit_select_scatter(body, node: Node):
-    """One row written among zeros: the chunk that has it takes it."""
+    """One row written among zeros: the chunk that has it takes it. Or one column of keys, or beyond them."""
     dim, index = argument(node, 2, "dim", 0) % len(shape_of(node)), argument(node, 3, "index")
     row = functools.partial(body.graph.call_function, torch.ops.aten.unsqueeze.default)
     if body.carries_tokens(node, dim):
         return body.row_put(node, dim, index, row((body.read_whole(node.args[1]), dim)), node.args[1])
     if body.carries_keys(node, dim) and is_key(body, node, dim, index):
         return body.key_put(node, dim, index, row((body.read(node.args[1]), dim)), node.args[1])
-    return body.copy(node)
+    if not body.carries_keys(node, dim):
+        return body.copy(node)
+    operands = (body.operand(edge) for edge in body.edges(node))
+    return body.graph.call_function(node.target, (*operands, dim, body.column(node, index)))
 
 
 @rule("aten::select_scatter", emit=emit_select_scatter, cost=FUSED, linear="self + src", writes=0)

@@ -6,17 +6,18 @@ Outputs that merely widen a small value (logits beside a loss) leave the last re
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
 from .. import internals
-from ..passes.ir import Refusal, bytes_of, where_of
+from ..passes.ir import Refusal, bytes_of, unbound, where_of
 from ..passes.rules.forward import mutated
 from ..passes.split import Region, Traits
 from .modes import is_switch
 from .token_axes import Axis
-from .values import fake_of, storage_of
+from .values import fake_of, storage_of, wants_gradient
 from .written_inputs import written_storages
 
 # An output is lazy if it is this many times wider than what its region reads. What leaves a graph at a break
@@ -31,6 +32,23 @@ def whole_graph(graph: Graph) -> tuple[Region, ...]:
     inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
     returned = next(n for n in graph.nodes if n.op == "output").all_input_nodes
     return (Region(nodes, inputs, tuple(n for n in returned if n in inside)),)
+
+
+def with_sizes(region: Region, graph: Graph) -> Region:
+    """A region that is handed every size of what it computes: where its inputs have a symbol in expressions
+    alone (``2 s`` rows), also the input of the graph that is this symbol, or has it as a size."""
+    read = list(map(fake_of, region.nodes))
+    inputs = [n for n in region.inputs if n.op != "get_attr"]
+    missing = unbound(map(fake_of, inputs), read)
+    if not missing:
+        return region
+    more = [n for n in graph.find_nodes(op="placeholder") if n not in inputs and not wants_gradient(n)]
+    for node in sorted(more, key=lambda n: isinstance(fake_of(n), torch.Tensor)):
+        left = unbound(map(fake_of, (*inputs, node)), read)
+        if len(left) < len(missing):
+            inputs.append(node)
+            missing = left
+    return replace(region, inputs=tuple(dict.fromkeys((*region.inputs, *inputs))))
 
 
 def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:

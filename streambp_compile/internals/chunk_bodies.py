@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from ..passes.ir import Body, hint
 from ..passes.kernels.simulated_device import device_type
 from ..passes.phases import summary
+from ..passes.verify import verify_inputs
 from . import inductor
 from .body_inputs import BodyInputs
 from .dynamo import NO_DEFECTS, OneAtATime
@@ -144,6 +145,7 @@ def compile_body(
 
 def compile_once(body: Body, inputs: BodyInputs, again: bool = False) -> list[Artifact]:
     """The artifacts of a body's text; with ``again``, after compiling one for the hints of these inputs."""
+    verify_inputs(inputs.values)
     described = [describe(v) for v in inputs.values]
     artifacts = COMPILED.setdefault(
         f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}", []

@@ -23,6 +23,7 @@ from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..passes.verify import verify_bound
 from .dynamo import OneAtATime
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -89,10 +90,11 @@ class Tile2DKernel(CppTile2DKernel):
             super().store(name, index, value, mode)
 
 
-def compile_fx_inner(*args, **kwargs) -> Callable:
-    """Inductor's function of that name, with `Tile2DKernel`."""
+def compile_fx_inner(module: GraphModule, *args, **kwargs) -> Callable:
+    """Inductor's function of that name, with `Tile2DKernel`, for graphs whose inputs bind all sizes."""
+    verify_bound(module.graph)
     with mock.patch.object(CppKernelProxy, "tile2d_kernel_cls", Tile2DKernel):
-        return inner(*args, **kwargs)
+        return inner(module, *args, **kwargs)
 
 
 @OneAtATime()

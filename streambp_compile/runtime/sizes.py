@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
@@ -35,17 +34,3 @@ class Sizes:
             return size
         expr = size.node.expr
         return self.known[expr] if expr in self.known else int(expr.subs(self.known))
-
-
-def cannot_tell(inputs: Sequence[object], sizes: Iterable[Size]) -> list[Size]:
-    """The sizes that those of the inputs, given as fake values, do not tell."""
-    sizes_of = (v.shape if isinstance(v, torch.Tensor) else [v] for v in inputs)
-    given = {
-        parted(s.node.expr)[0]: sympy.Dummy(integer=True, positive=True)  # no number: some divide by it
-        for v in sizes_of
-        for s in v
-        if isinstance(s, torch.SymInt) and not s.node.expr.is_number
-    }
-    known = set(given.values())
-    wanted = {s.node.expr: s for s in sizes if isinstance(s, torch.SymInt)}
-    return [s for expr, s in wanted.items() if expr not in given and expr.subs(given).free_symbols - known]

@@ -1,0 +1,201 @@
+"""Every small model of the tests, compiled at one length, is exact at three others.
+
+From the second length on, the number of tokens is a symbol: whatever reads a size must be handed that size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import test_blocks
+import test_key_places
+import test_position_tables
+import test_scans
+import test_shifted_rows
+import test_strict_causality
+import test_windows
+import torch
+import torch.nn.functional as F
+from models import (
+    VOCABULARY,
+    Layer,
+    LlamaLike,
+    Mixing,
+    MixingLayer,
+    Plain,
+    gradients,
+    hugging_face,
+    ids_of,
+    worst_error,
+)
+from selection import representatives
+from test_objectives import WIDTH, Trained
+from torch import Tensor, nn
+
+from benchmarks.losses import OBJECTIVES, Batch
+from benchmarks.zoo import OWN, ROWS
+
+LENGTHS = (43, 61, 24, 40)
+WHOLE_BLOCKS = (40, 64, 24, 48)
+EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, and how to give it a batch.
+
+    build  the model
+    batch  length in tokens → its arguments
+    exact  the largest error that passes
+    lengths  at which it is tried
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], tuple]
+    exact: float = EXACT
+    lengths: tuple[int, ...] = LENGTHS
+
+
+class Distilled(nn.Module):
+    """Features of a frozen teacher beside the loss: what a mean divides by is a number of the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = Plain(width=32), Plain(width=32)
+        self.map = nn.Linear(32, 32)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, y = self.student.embed(ids), self.teacher.embed(ids)
+        apart = 0.0
+        for layer, other in zip(self.student.layers, self.teacher.layers):
+            x, y = layer(x), other(y)
+            apart = apart + F.mse_loss(self.map(x), y)
+        return self.student.loss(x, ids) + apart
+
+
+class Folded(nn.Module):
+    """A layer whose rows are all tokens of the batch, twice each: no size of its input is the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(VOCABULARY, 32), Layer(32, 2), nn.Linear(32, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.layer(self.embed(torch.cat((ids, ids), 1))).flatten(0, 1)
+        places = torch.arange(rows.shape[0], dtype=rows.dtype) / rows.shape[0]
+        return (self.head(rows).logsumexp(-1) * places).mean()
+
+
+class Causal(nn.Module):
+    """A mixer of hidden states between two projections."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.embed, self.head, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), mix
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids).tanh()
+        return F.cross_entropy(self.head(h + self.mix(h)).flatten(0, 1), ids.flatten())
+
+
+class Row(nn.Module):
+    """A model of the zoo, of its own batches."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.model, _, self.loss = ROWS[name].build(max(LENGTHS))
+
+    def forward(self, batch: dict) -> Tensor:
+        return self.loss(self.model, **batch)
+
+
+class Labelled(nn.Module):
+    """A model of Hugging Face under its own loss."""
+
+    def __init__(self, name: str, **options):
+        super().__init__()
+        self.model = hugging_face(name, **options)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, labels=ids).loss
+
+
+def one(length: int) -> tuple:
+    return (ids_of(2, length),)
+
+
+def few(length: int) -> tuple:
+    """Of the smallest vocabulary that these models have."""
+    return (ids_of(2, length) % min(test_key_places.VOCABULARY, test_position_tables.VOCABULARY),)
+
+
+def two(length: int) -> tuple:
+    return ids_of(2, length), ids_of(2, length)
+
+
+def widened(batch: dict) -> dict:
+    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+
+
+def of_objective(name: str) -> Model:
+    return Model(partial(Trained, name), lambda n: (ids_of(4, n), Batch(4, n, WIDTH, VOCABULARY)))
+
+
+def of_zoo(name: str) -> Model:
+    return Model(partial(Row, name), lambda n: (widened(ROWS[name].build(n)[1]),))
+
+
+def mixing(width: int) -> Callable[[Callable], nn.Module]:
+    return lambda mix: Mixing(width, MixingLayer(mix, width, weight=(2,)))
+
+
+def with_table(mixer: Callable) -> nn.Module:
+    return test_position_tables.Model(mixer, max(LENGTHS))
+
+
+MIXERS = {  # kind → its mixers, and a model of one
+    "scan": (test_scans.MIXERS, test_scans.Scanned),
+    "blocks": (test_blocks.MIXERS, mixing(test_blocks.WIDTH)),
+    "windows": (test_windows.MIXERS, mixing(test_windows.WIDTH)),
+    "keys": (test_key_places.MIXERS, test_key_places.Model),
+    "shift": (test_shifted_rows.MIXERS, test_shifted_rows.Mixed),
+    "strict": (test_strict_causality.MIXERS, Causal),
+    "table": ({m.__name__: m for m in test_position_tables.MIXERS}, with_table),
+}
+FAMILIES = ("Llama", "Qwen3", "Mistral", "GPT2", "Gemma2")
+MODELS = {
+    "plain": Model(Plain, two),
+    "llama-like": Model(LlamaLike, two),
+    "distilled": Model(Distilled, one),
+    "folded": Model(Folded, one),
+    **{name: Model(partial(Labelled, name), one, 1e-5) for name in FAMILIES},
+    **{f"zoo: {name}": of_zoo(name) for name in OWN if name != "flex"},  # which has no backward on a CPU
+    **{f"loss: {name}": of_objective(name) for name in OBJECTIVES},
+    **{
+        f"{kind}: {name}": Model(
+            partial(build, mix),
+            few if kind in ("keys", "table") else one,
+            lengths=WHOLE_BLOCKS if kind == "blocks" else LENGTHS,
+        )
+        for kind, (mixers, build) in MIXERS.items()
+        for name, mix in mixers.items()
+    },
+}
+CHOSEN = {"distilled", "folded", "zoo: packed"}
+
+
+@pytest.mark.filterwarnings("ignore:streambp", r"error:[\s\S]*internal error")
+@pytest.mark.parametrize("name", representatives(MODELS, CHOSEN))
+def test_three_other_lengths_are_exact(name, interpreted):
+    given = MODELS[name]
+    model = given.build().double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    for length in given.lengths:
+        batch = given.batch(length)
+        found, truth = (gradients(model, lambda f=f: f(*batch)) for f in (step, model))
+        truth = {n: g for n, g in truth.items() if g.norm() > 1e-12}  # a bias may cancel out
+        assert worst_error({n: found[n] for n in truth}, truth) < given.exact, f"{length} tokens"
