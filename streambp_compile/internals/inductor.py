@@ -91,10 +91,15 @@ class Tile2DKernel(CppTile2DKernel):
 
 
 def compile_fx_inner(module: GraphModule, *args, **kwargs) -> Callable:
-    """Inductor's function of that name, with `Tile2DKernel`, for graphs whose inputs bind all sizes."""
+    """Inductor's function of that name, for graphs of ours, whose inputs bind all sizes."""
     verify_bound(module.graph)
+    return compile_given(module, *args, **kwargs)
+
+
+def compile_given(*args, **kwargs) -> Callable:
+    """Inductor's ``compile_fx_inner`` with `Tile2DKernel`."""
     with mock.patch.object(CppKernelProxy, "tile2d_kernel_cls", Tile2DKernel):
-        return inner(module, *args, **kwargs)
+        return inner(*args, **kwargs)
 
 
 @OneAtATime()
@@ -140,7 +145,7 @@ def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | N
     """The whole graph as ``backend="inductor"`` compiles it, after an internal error."""
     patches = list_mode_options(mode) if mode else {}
     with functorch_config.patch(unlift_effect_tokens=False), inductor_config.patch(patches):
-        return compile_fx(module, list(inputs), inner_compile=compile_fx_inner)
+        return compile_fx(module, list(inputs), inner_compile=compile_given)
 
 
 @OneAtATime()
