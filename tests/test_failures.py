@@ -153,7 +153,7 @@ def test_what_inductor_cannot_compile_either_is_the_users_own_error(monkeypatch)
     def broken(*args, **kwargs):
         raise Broken("no kernel")
 
-    monkeypatch.setattr(internals.inductor, "compile_given", broken)
+    monkeypatch.setattr(internals.inductor, "compile_fx_inner", broken)
     monkeypatch.setattr(internals.chunk_bodies, "function_of", broken)
     monkeypatch.setattr(internals.chunk_bodies, "COMPILED", {})  # nothing that an earlier test has compiled
     with pytest.raises(Exception, match="no kernel"):

@@ -177,4 +177,4 @@ def function_of(body: Body, inputs: BodyInputs) -> Callable:
         # Inductor looks code up by a pickle of a graph and its sizes; torch 2.11 cannot pickle this cache.
         inputs.mode.cache_enabled = False
         inputs.env.fake_tensor_cache.clear()
-        return inductor.compile_fx_inner(traced, examples)
+        return inductor.compile_ours(traced, examples)

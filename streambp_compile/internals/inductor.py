@@ -90,16 +90,16 @@ class Tile2DKernel(CppTile2DKernel):
             super().store(name, index, value, mode)
 
 
-def compile_fx_inner(module: GraphModule, *args, **kwargs) -> Callable:
-    """Inductor's function of that name, for graphs of ours, whose inputs bind all sizes."""
-    verify_bound(module.graph)
-    return compile_given(module, *args, **kwargs)
-
-
-def compile_given(*args, **kwargs) -> Callable:
-    """Inductor's ``compile_fx_inner`` with `Tile2DKernel`."""
+def compile_fx_inner(*args, **kwargs) -> Callable:
+    """Inductor's function of that name, with `Tile2DKernel`."""
     with mock.patch.object(CppKernelProxy, "tile2d_kernel_cls", Tile2DKernel):
         return inner(*args, **kwargs)
+
+
+def compile_ours(module: GraphModule, *args, **kwargs) -> Callable:
+    """Inductor on a graph of ours, whose inputs bind all sizes."""
+    verify_bound(module.graph)
+    return compile_fx_inner(module, *args, **kwargs)
 
 
 @OneAtATime()
@@ -120,10 +120,10 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     returned = plain.graph.output_node().args[0]
     around = {i: given.index(out) for i, out in enumerate(returned) if out in given}
     if not around:
-        return compile_fx_inner(plain, inputs, **kwargs)
+        return compile_ours(plain, inputs, **kwargs)
     plain.graph.output_node().args = (tuple(out for out in returned if out not in given),)
     plain.recompile()
-    call = compile_fx_inner(plain, inputs, **kwargs)
+    call = compile_ours(plain, inputs, **kwargs)
     strides = TracingContext.get().output_strides
     if strides:
         for i in around:
@@ -145,7 +145,7 @@ def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | N
     """The whole graph as ``backend="inductor"`` compiles it, after an internal error."""
     patches = list_mode_options(mode) if mode else {}
     with functorch_config.patch(unlift_effect_tokens=False), inductor_config.patch(patches):
-        return compile_fx(module, list(inputs), inner_compile=compile_given)
+        return compile_fx(module, list(inputs), inner_compile=compile_fx_inner)
 
 
 @OneAtATime()
@@ -161,5 +161,5 @@ def compile_function(function: Callable, examples: Sequence[object]) -> Callable
         )(*examples)
         fakes = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
         rewrite(traced)
-        artifact = compile_fx_inner(traced, fakes, is_inference=True)
+        artifact = compile_ours(traced, fakes, is_inference=True)
     return lambda *args: artifact(list(args))[0]
