@@ -184,9 +184,7 @@ def work_of(
     """The work of a sweep that computes ``nodes``, given in graph order."""
     length, moments = hint(analysis.length), Moments(nodes, analysis)
     written = [n for n in writes if n not in moments.widths and is_tensor(n)]
-    products = {n: rule_of(n).signature(n) for n in nodes if is_product(n)}
-    fused = [n for n, signature in products.items() if signature.rows is not None]
-    products = {n: signature for n, signature in products.items() if signature.rows is None}
+    products, fused = products_of(nodes)
     added = [n for n in sums if is_tensor(n) and cost_of(n) is not CostClass.SCATTER]
     key_edges = {
         e.operand
@@ -214,6 +212,13 @@ def work_of(
         single=moments.single,
         grouped=any(map(has_grouped_heads, fused)),
     )
+
+
+def products_of(nodes: Iterable[Node]) -> tuple[dict[Node, Signature], list[Node]]:
+    """Matrix products with their signatures, and calls of attention."""
+    found = {n: rule_of(n).signature(n) for n in nodes if is_product(n)}
+    fused = [n for n, signature in found.items() if signature.rows is not None]
+    return {n: s for n, s in found.items() if s.rows is None}, fused
 
 
 def numel(node: Node) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from ..backend import Chain
 from ..chain_plan import ChainPlan
 from ..config import Config
 from ..dynamo.values import fake_of
+from ..linked_regions import Cut
 from ..memory_limits import Budget
 from ..passes.ir import is_tensor, outputs_of, value_of
 from ..passes.kernels.simulated_device import cpu_stands_for_cuda
@@ -141,8 +142,8 @@ class ProbedChain(Chain):
 
     plans: PlannedChain | None = None
 
-    def planned(self, links: Links, link: Callable, axes: Sequence) -> tuple[Links, Callable]:
-        self.plans = PlannedChain(links, link, Budget(0), axes, self.placeholders)
+    def planned(self, links: Links, link: Callable, cut: Cut) -> tuple[Links, Callable]:
+        self.plans = PlannedChain(links, link, Budget(0), cut.axes, self.placeholders)
         return links, self.plans.call_by(ChainPlan.default(len(links)))
 
 
