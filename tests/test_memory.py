@@ -10,9 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import peak
 from streambp_compile import NotStreamed, explain
+from streambp_compile.backend import Reporting
+from streambp_compile.config import Config
 from streambp_compile.passes.ir import PAST, EveryRowHasVisibleKey, KeyMask, MaskedOutsideBand
 from streambp_compile.passes.kernels.products import copied_operands
+from streambp_compile.report import Report
 from streambp_compile.runtime.mask_guards import Guard
+from streambp_compile.runtime.memory_simulation import Ledger, simulate
 
 LENGTH, VOCABULARY = 2048, 4096
 
@@ -134,6 +138,19 @@ def test_a_check_of_a_stored_mask_takes_no_memory_of_its_size():
         assert guard.answers((mask, keep)).tolist() == [False, True]
         keep[1, 0] = False
         assert guard.answers((mask, keep)).tolist() == [False, False]
+
+
+def test_a_body_that_ran_before_takes_as_much_again(fresh_dynamo):
+    """A simulation runs each chunk body once for inputs of the same sizes; all of them would say the same."""
+
+    class RunsAll(Ledger):
+        """A ledger of its own class runs every body."""
+
+    model, report = Plain(256, 64, 4, 3), Report()
+    reporting = Reporting(Config(chunk_size=100), report)
+    torch.compile(lambda ids: model(ids, ids), backend=reporting)(ids_of(1, 350))
+    counted, found = (simulate(*report.steps[0], counting=kind).bytes for kind in (None, RunsAll))
+    assert counted == found > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,14 +19,24 @@ from torch._subclasses import fake_tensor
 
 from . import chunk_bodies
 
+ALIGNED = 64  # elements: beyond any load of a kernel
 KERNELS = ("cpp", "cpp_pybinding")  # what builds the code of kernels on a CPU
 
 
 @contextlib.contextmanager
-def without_kernels():
-    """Run Inductor's artifacts on fake tensors: they allocate and free as ever, and launch nothing."""
+def without_kernels(counted: Callable[[object, Callable, list], object] | None = None):
+    """Run Inductor's artifacts on fake tensors: they allocate and free as ever, and launch nothing.
+
+    counted  runs an artifact, given what tells the call from others, the artifact's wrapper and its inputs
+    """
+
+    def run(artifact: CompiledFxGraph, inputs: list) -> object:
+        if counted is None:
+            return wrapper_alone(artifact)(inputs)
+        return counted((id(artifact), *map(described, inputs)), wrapper_alone(artifact), inputs)
+
     before = CompiledFxGraph.__call__
-    CompiledFxGraph.__call__ = lambda artifact, inputs: wrapper_alone(artifact)(inputs)
+    CompiledFxGraph.__call__ = run
     try:
         yield
     finally:
@@ -85,6 +95,14 @@ def wrapper_alone(artifact: CompiledFxGraph) -> Callable:
     )
     alone = types.FunctionType(call.__func__.__code__, names, closure=call.__func__.__closure__)
     return functools.partial(alone, call.__self__)
+
+
+def described(value: object) -> object:
+    """What an artifact's allocations depend on: sizes and strides, and whether a kernel could load from where
+    the value begins."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (value.shape, value.stride(), value.storage_offset() % ALIGNED)
 
 
 def generated(function: Callable) -> types.MethodType:

@@ -62,6 +62,7 @@ class Ledger(internals.TorchDispatchMode):
         self.block = BLOCKS.get(device_type(torch.device(device)), 1)
         self.known: weakref.WeakSet = weakref.WeakSet()
         self.held = self.peak = 0
+        self.taken: dict[object, int] = {}  # bytes that a call takes which leaves nothing behind
         self.running: object = None  # the operator whose results are counted
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -76,6 +77,20 @@ class Ledger(internals.TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self.count(value)
         self.use(SCRATCH[func](*args) if func in SCRATCH else scratch_of(func, args))
+        return result
+
+    def once(self, key: object, run: Callable[[list], object], inputs: list) -> object:
+        """Run an artifact. One that returns nothing, as chunk bodies do, runs once for inputs of the same
+        sizes; from then on, what it took is counted."""
+        if key in self.taken:
+            self.use(self.taken[key])
+            inputs.clear()
+            return ()
+        held, peak, self.peak = self.held, self.peak, self.held
+        result = run(inputs)
+        if not result:
+            self.taken[key] = self.peak - held
+        self.peak = max(peak, self.peak)
         return result
 
     def use(self, scratch: int) -> None:
@@ -153,7 +168,7 @@ def simulate(
                 if value.requires_grad:
                     value.grad = torch.zeros_like(value)
                     ledger.know(value.grad)
-        with ledger, internals.without_kernels():
+        with ledger, internals.without_kernels(ledger.once if type(ledger) is Ledger else None):
             outputs = call(*inputs)
             ends = [o for o in outputs if internals.is_fake(o) and o.requires_grad]
             del outputs
