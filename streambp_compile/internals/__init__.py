@@ -87,8 +87,8 @@ from .fake_tensors import (
     stand_in_whole,
     without_guards,
 )
-from .inductor import compile_function, compile_graph, compile_plainly, rewrite
-from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
+from .inductor import compile_function, compile_graph, compile_plainly, floats_are_tensors, rewrite
+from .joint_graphs import effects_inside, keep_inputs_partition, tracing_of
 from .numbers_asked import number_read
 from .picked_branches import begin_branch, end_branch
 from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
