@@ -1,18 +1,19 @@
 """Torch's own lists of optimizers, modules and operators through the backend, in float64, against eager.
 
     python -m benchmarks.torch_lists optim_db                  every optimizer, in all its configurations
-    python -m benchmarks.torch_lists module_db op_db           every module and operator, forward and gradients
+    python -m benchmarks.torch_lists module_db op_db           modules and operators, forward and gradients
     python -m benchmarks.torch_lists op_db --only cumsum,add   some of them, anew
-    python -m benchmarks.torch_lists --page                    write benchmarks/results/torch-lists.md, run nothing
+    python -m benchmarks.torch_lists --page                    write the page, run nothing
 
-An entry has several cases: sample inputs, layouts, in-place variants, options. A case that eager cannot run, or
-in which eager differs from itself, says nothing. Where values or gradients differ from eager's, or an error is
-raised, stock Inductor runs the same case: what it does as well is not counted against this backend. What is
-compiled runs node by node, which takes seconds where code generation takes minutes; `--compiled` compiles it.
-Inputs are small, so dimensions of two entries may already be tokens here, in chunks of two.
+An entry has several cases: sample inputs, layouts, in-place variants, options. A case that eager cannot run,
+or in which eager differs from itself, says nothing. Where values or gradients differ from eager's, or an
+error is raised, stock Inductor runs the same case: what it does as well is not counted against this backend.
+What is compiled runs node by node, which takes seconds where code generation takes minutes; ``--compiled``
+compiles it. Inputs are small: a dimension of two entries may be tokens here, in chunks of two.
 
-Answers are kept in ``out/torch-lists``, and a run goes on where the last one ended. The exit status is the number
-of cases that are wrong, or crash where Inductor does not.
+Answers are kept in ``out/torch-lists``, and a run goes on where the last one ended. The page is
+``benchmarks/results/torch-lists.md``. The exit status is the number of cases that are wrong, or raise an
+error where Inductor does not.
 """
 
 from __future__ import annotations
@@ -169,19 +170,19 @@ def optimizer_cases(info) -> Iterator[Case]:
     import torch
 
     options = [found.kwargs for found in info.optim_inputs_func(device="cpu")]
-    options += [{"lr": torch.tensor(0.01, dtype=torch.float64), "capturable": True}] * info.has_capturable_arg
-    options += [{"lr": torch.tensor(0.01, dtype=torch.float64)}, {"groups": 2}]
+    options += [{"lr": torch.tensor(0.01), "capturable": True}] * info.has_capturable_arg
+    options += [{"lr": torch.tensor(0.01)}, {"groups": 2}]
     for given in options:
         foreach = [{"foreach": v} for v in (False, True)] if "foreach" in info.supported_impls else [{}]
         fused = [{"fused": True}] if "cpu" in info.supports_fused_on else []
         for way in (*foreach, *fused):
             yield Case(
                 ", ".join(f"{k}={v}" for k, v in {**given, **way}.items()) or "default",
-                functools_of(info, {**given, **way}),
+                steps_of(info, {**given, **way}),
             )
 
 
-def functools_of(info, options: dict) -> Callable[[Compile], list[object]]:
+def steps_of(info, options: dict) -> Callable[[Compile], list[object]]:
     import torch
 
     def values(compiled: Compile) -> list[object]:
@@ -296,6 +297,7 @@ def serve(name: str, compiled: bool) -> None:
     from streambp_compile.dynamo import token_axes
 
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)  # of step counters, too: others compute with them in float32
     warnings.simplefilter("ignore")
     candidate.SHORTEST_STREAMED = token_axes.SHORTEST_STREAMED = CHUNK
     if not compiled:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
 from . import internals
+from .candidate import SMALLEST_BLOCK
 from .chain_plan import ChainPlan, may_leave
 from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
@@ -196,19 +197,22 @@ class Chain:
             refusal = refusal_of(error, "linking regions", "graph", self.given)
             if self.config.strict:
                 raise NotStreamed(str(refusal)) from error
-        call = self.plain(refusal)
-        values = (fake_of(n) for n in self.given.graph.nodes if n.op != "placeholder")
-        tensors = [v for v in values if isinstance(v, torch.Tensor) and not internals.is_unbacked(v)]
         known = refusal.reason != UNKNOWN_SIZE.reason
-        self.refuse(refusal, max(map(bytes_of, tensors), default=None) if known else None)
+        widest = widest_of(n for n in self.given.graph.nodes if n.op not in ("placeholder", "get_attr"))
+        ends = widest_of([*placeholders_of(self.given), *self.given.graph.output_node().all_input_nodes])
+        call = self.plain(
+            refusal, small := refusal.op == TRANSFORMED.op and widest <= max(ends, SMALLEST_BLOCK)
+        )
+        if not small:
+            self.refuse(refusal, widest or None if known else None)
         return call
 
     def plain(self, refusal: Refusal, costs_nothing: bool = False) -> Callable:
         """The given graph through Inductor alone."""
         call = internals.compile_plainly(self.given, self.example_inputs, self.config.mode)
         whole = RegionReport(self.given, refusal=refusal, costs_nothing=costs_nothing)
-        placeholders = [n for n in self.given.graph.nodes if n.op == "placeholder"]
-        self.report.add(self.given, [whole], (), call, fakes_of(placeholders, self.example_inputs))
+        fakes = fakes_of(placeholders_of(self.given), self.example_inputs)
+        self.report.add(self.given, [whole], (), call, fakes)
         return call
 
     def rewritten(self) -> GraphModule:
@@ -271,7 +275,7 @@ class Chain:
             raise CannotStream(TRANSFORMED)
         with time_limit(self.config.analysis_seconds, self.hint), capturing_once():
             self.module = self.rewritten()
-            self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+            self.placeholders = placeholders_of(self.module)
             self.fakes = fakes_of(self.placeholders, [*self.example_inputs, *self.attributes])
             views = part_returned_views(self.module)
             assertions = part_assertions(self.module)
@@ -392,6 +396,16 @@ class Chain:
         if self.config.strict:
             raise NotStreamed(str(refusal))
         warn_refused(refusal, cost)
+
+
+def placeholders_of(module: GraphModule) -> list[Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def widest_of(nodes: Iterable[Node]) -> int:
+    """The bytes of the largest value of some nodes; sizes that depend on data are not known."""
+    fakes = (v for v in map(fake_of, nodes) if isinstance(v, torch.Tensor))
+    return max((bytes_of(v) for v in fakes if not internals.is_unbacked(v)), default=0)
 
 
 def held_by(module: GraphModule) -> list[torch.Tensor]:
