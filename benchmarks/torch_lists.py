@@ -48,6 +48,10 @@ VERDICTS = (EQUAL, SAME, CANNOT, RANDOM, WRONG, CRASH)
 Compile = Callable[[Callable], Callable]
 
 
+def eager(function: Callable) -> Callable:
+    return function
+
+
 @dataclass(frozen=True)
 class Case:
     """One program: a function of how to compile, which returns values to compare."""
@@ -189,6 +193,8 @@ def steps_of(info, options: dict) -> Callable[[Compile], list[object]]:
         torch.manual_seed(0)
         given = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         groups = given.pop("groups", 1)
+        if compiled is eager:  # which takes this option on a GPU alone, and computes the same without it
+            given.pop("capturable", None)
         shapes = [(5, 3), (4, 4)] if info.optim_cls is torch.optim.Muon else [(5, 3), (7,), (2, 3, 2)]
         weights = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in shapes]
         parts = [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:]}]
@@ -274,7 +280,7 @@ def tried(case: Case, expected: list[object], backend: str, options: dict | None
 
 def verdict(case: Case) -> tuple[str, str]:
     try:
-        expected, again = case.values(lambda f: f), case.values(lambda f: f)
+        expected, again = case.values(eager), case.values(eager)
     except Exception as error:  # noqa: BLE001
         return CANNOT, processes.first_line(error)
     if difference(again, expected):
@@ -288,7 +294,7 @@ def verdict(case: Case) -> tuple[str, str]:
     return SAME, f"{found}: {why}" if why == other else f"{found}: {why}; Inductor, {stock}: {other}"
 
 
-def serve(name: str, compiled: bool) -> None:
+def serve(name: str, compiled: bool, quick: bool) -> None:
     """Answer requests for entries, one a line."""
     stream = processes.answers()
     import torch
@@ -308,8 +314,9 @@ def serve(name: str, compiled: bool) -> None:
     processes.send(stream, {"entries": list(known)})
     for line in sys.stdin:
         entry = json.loads(line)["entry"]
-        cases = [(case.name, *verdict(case)) for case in known[entry]()]
-        processes.send(stream, {"entry": entry, "cases": cases})
+        asked = itertools.islice(known[entry](), 1 if quick else None)
+        cases = [(case.name, *verdict(case)) for case in asked]
+        processes.send(stream, {"entry": entry, "cases": cases, "quick": quick})
 
 
 # The process of the lists
@@ -331,6 +338,7 @@ def sweep(name: str, chosen: argparse.Namespace) -> None:
         name,
         "--serve",
         *["--compiled"] * chosen.compiled,
+        *["--quick"] * chosen.quick,
     ]
     log = KEPT / f"{name}.log"
 
@@ -341,11 +349,12 @@ def sweep(name: str, chosen: argparse.Namespace) -> None:
     running, names = worker()
     only = set(chosen.only.split(",")) if chosen.only else set()
     known = {} if only else answers_of(name)
+    known = {n: a for n, a in known.items() if chosen.quick or not a.get("quick")}
     for entry in [n for n in names if n not in known and (not only or n in only)]:
         running.ask({"entry": entry})
         answer = running.answer(chosen.limit)
         if "error" in answer:
-            answer = {"entry": entry, "cases": [("all", CRASH, answer["error"])]}
+            answer = {"entry": entry, "cases": [("all", CRASH, answer["error"])], "quick": chosen.quick}
             running, _ = worker()
         with (KEPT / f"{name}.jsonl").open("a") as kept:
             print(json.dumps(answer), file=kept)
@@ -383,13 +392,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("lists", nargs="*", choices=[*LISTS, []], help="what to run")
     parser.add_argument("--only", default="", help="entries by name, with commas between; they run anew")
+    parser.add_argument("--quick", action="store_true", help="the first case of each entry")
     parser.add_argument("--compiled", action="store_true", help="compile what runs node by node otherwise")
     parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="for one entry")
     parser.add_argument("--page", action="store_true", help="write the page")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
-        serve(chosen.lists[0], chosen.compiled)
+        serve(chosen.lists[0], chosen.compiled, chosen.quick)
         return
     for name in chosen.lists:
         sweep(name, chosen)
