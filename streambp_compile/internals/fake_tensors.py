@@ -163,7 +163,7 @@ def storages_of(values: Iterable[object]) -> Iterator[int]:
     for value in values:
         for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
             is_real = type(part) in (torch.Tensor, torch.nn.Parameter) and part.device.type != "meta"
-            if is_real and part.layout is torch.strided:
+            if is_real and torch._C._has_storage(part):  # neither sparse nor inside a `torch.func` transform
                 yield part.untyped_storage()._cdata
 
 
