@@ -394,7 +394,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="entries by name, with commas between; they run anew")
     parser.add_argument("--quick", action="store_true", help="the first case of each entry")
     parser.add_argument("--compiled", action="store_true", help="compile what runs node by node otherwise")
-    parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="for one entry")
+    parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="for one entry")
     parser.add_argument("--page", action="store_true", help="write the page")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
