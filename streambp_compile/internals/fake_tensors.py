@@ -147,14 +147,15 @@ class NothingReal(TorchDispatchMode):
 @contextlib.contextmanager
 def mode_of(fakes: Sequence[object]) -> Iterator[None]:
     """Inside, the mode of some fakes alone, for traces that `NothingReal` would change: under it, autograd
-    writes ``weight.data`` as a detached value.
+    writes ``weight.data`` as a detached value. Without fakes, the mode that is active.
 
     Raises `RealTensorRead` if a real tensor is among them.
     """
     if any(True for _ in storages_of(fakes)):
         raise RealTensorRead("a real tensor is to be traced")
-    mode = detect_fake_mode(fakes)
-    with _disable_current_modes(), mode or contextlib.nullcontext():
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    own = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), active or detect_fake_mode(fakes))
+    with _disable_current_modes(), own or contextlib.nullcontext():
         yield
 
 
