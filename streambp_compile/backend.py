@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
 from . import internals
+from .candidate import SMALLEST_BLOCK
 from .chain_plan import ChainPlan, may_leave
 from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
@@ -30,6 +31,7 @@ from .dynamo.cut_rows import cut_rows_first
 from .dynamo.detached_values import detach_operands
 from .dynamo.early_values import early_views, weight_updates
 from .dynamo.flash_attn import flash_attn_as_attention
+from .dynamo.graph_inputs import attributes_as_inputs, fakes_of, with_attributes
 from .dynamo.higher_order import fold_maps, inline_wrappers
 from .dynamo.indexed_rows import index_rows
 from .dynamo.joint_attention import part_joint_attention
@@ -58,6 +60,7 @@ from .dynamo.row_selection import select_rows_first
 from .dynamo.running_values import write_running_values
 from .dynamo.score_filters import write_score_filters
 from .dynamo.shared_keys import part_shared_keys
+from .dynamo.state_updates import only_updates_state
 from .dynamo.table_rows import take_table_rows_first
 from .dynamo.token_axes import capturing_once, find_axes, joined
 from .dynamo.turned_matrices import part_turned_matrices
@@ -141,6 +144,13 @@ TRANSFORMED = Refusal(
 )
 
 
+UPDATE = Refusal(
+    "graph",
+    "It only writes into its inputs (an optimizer, a moving average, gradient clipping)",
+    "Nothing to do",
+)
+
+
 SHARDED = Refusal(
     "torch.distributed.tensor.DTensor",
     "The graph computes with DTensors (tensor parallel layers, or a weight that is sharded), and chunks are "
@@ -161,11 +171,9 @@ class Chain:
         report: Report | None = None,
     ):
         self.config, self.given, self.example_inputs = config, module, list(example_inputs)
-        self.transformed = any(map(internals.is_transform, module.graph.nodes))
+        self.attributes: list[torch.Tensor] = []
         self.branches, self.read_in_branches = 0, dict[str, tuple[int, ...]]()
         self.report = Report() if report is None else report
-        if config.mode in WITH_GRAPHS:
-            self.say_no_graphs()
 
     def say_no_graphs(self) -> None:
         """Tell that a mode which records CUDA graphs records none here."""
@@ -180,10 +188,16 @@ class Chain:
             self.report.notes.append(f"note: {text}.")
 
     def compiled(self) -> Callable:
-        """The chain; or, if DTensors or a defect of ours stand in its way, the given graph through Inductor
-        alone."""
+        """The chain; or the given graph through Inductor alone, if it has nothing to stream, or if DTensors
+        or a defect of ours stand in its way."""
+        if only_updates_state(self.given):
+            return self.plain(UPDATE, costs_nothing=True)
+        if self.config.mode in WITH_GRAPHS:
+            self.say_no_graphs()
         try:
-            return self.chained()
+            # What fails in there has changed nothing, so that the graph may run as it was given.
+            with internals.NothingReal([*self.example_inputs, *held_by(self.given)]):
+                return self.chained()
         except (*internals.NO_DEFECTS, OverBudget):
             raise
         except Exception as error:
@@ -193,27 +207,39 @@ class Chain:
             refusal = refusal_of(error, "linking regions", "graph", self.given)
             if self.config.strict:
                 raise NotStreamed(str(refusal)) from error
-        call = internals.compile_plainly(self.given, self.example_inputs, self.config.mode)
-        whole = RegionReport(self.given, refusal=refusal)
-        self.report.add(self.given, [whole], (), call, self.example_inputs)
-        values = (fake_of(n) for n in self.given.graph.nodes if n.op != "placeholder")
-        tensors = [v for v in values if isinstance(v, torch.Tensor) and not internals.is_unbacked(v)]
         known = refusal.reason != UNKNOWN_SIZE.reason
-        self.refuse(refusal, max(map(bytes_of, tensors), default=None) if known else None)
+        widest = widest_of(n for n in self.given.graph.nodes if n.op not in ("placeholder", "get_attr"))
+        ends = widest_of([*placeholders_of(self.given), *self.given.graph.output_node().all_input_nodes])
+        call = self.plain(
+            refusal, small := refusal.op == TRANSFORMED.op and widest <= max(ends, SMALLEST_BLOCK)
+        )
+        if not small:
+            self.refuse(refusal, widest or None if known else None)
+        return call
+
+    def plain(self, refusal: Refusal, costs_nothing: bool = False) -> Callable:
+        """The given graph through Inductor alone."""
+        call = internals.compile_plainly(self.given, self.example_inputs, self.config.mode)
+        whole = RegionReport(self.given, refusal=refusal, costs_nothing=costs_nothing)
+        fakes = fakes_of(placeholders_of(self.given), self.example_inputs)
+        self.report.add(self.given, [whole], (), call, fakes)
         return call
 
     def rewritten(self) -> GraphModule:
         """The graph with all that is written otherwise before autograd sees it, as a copy."""
         module = copied(self.given)
+        self.attributes = attributes_as_inputs(module)
         with phase("reading numbers that change"):
             constants = floats_as_tensors(module)
             if any(map(reads_number, module.graph.nodes)):
                 internals.break_at_read_numbers()
         if constants:
             internals.make_constant(constants)
-        for rewrite, doing in () if self.transformed else REWRITES:
+        for rewrite, doing in REWRITES:
             with phase(doing):
                 module = rewrite(module)
+            if rewrite is inline_wrappers:
+                self.attributes += attributes_as_inputs(module)
             if rewrite is write_picked_rows and reads_number_of_mask(module):
                 internals.break_at_picked_rows()
             if rewrite is to_aten:
@@ -235,13 +261,13 @@ class Chain:
     def cut(self) -> Cut:
         graph = self.module.graph
         with phase("finding the token dimension"):
-            axes = () if self.transformed else find_axes(self.module, self.fakes)
+            axes = find_axes(self.module, self.fakes)
         axis = joined(axes)
         with phase("cutting the graph into regions"):
             updates, views = weight_updates(graph), early_views(graph, axis)
             apart = {n for n in graph.nodes if is_switch(n)}.union(updates, views)
             regions = split(graph, traits_of(graph, axis), apart.__contains__) if axis else ()
-            unfit = TRANSFORMED if self.transformed else subclass_between(regions)
+            unfit = subclass_between(regions)
             if unfit is not None or not regions:
                 return Cut(
                     () if unfit else axes,
@@ -259,17 +285,18 @@ class Chain:
         return Cut(axes, updates, views, [with_sizes(r, graph) for r in regions], lazy)
 
     def chained(self) -> Callable:
-        """The regions, compiled and linked. Raises `CannotStream` for DTensors and where a defect stands in
-        the way."""
+        """The regions, compiled and linked. Raises `CannotStream` for DTensors, for transforms, and where a
+        defect stands in the way."""
         if any(map(internals.is_sharded, map(fake_of, self.given.graph.nodes))):
             raise CannotStream(SHARDED)
+        if any(map(internals.is_transform, self.given.graph.nodes)):
+            raise CannotStream(TRANSFORMED)
         with time_limit(self.config.analysis_seconds, self.hint), capturing_once():
             self.module = self.rewritten()
-            views = {} if self.transformed else part_returned_views(self.module)
-            assertions = [] if self.transformed else part_assertions(self.module)
-            self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
-            given = zip(self.placeholders, self.example_inputs)
-            self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in given]
+            self.placeholders = placeholders_of(self.module)
+            self.fakes = fakes_of(self.placeholders, [*self.example_inputs, *self.attributes])
+            views = part_returned_views(self.module)
+            assertions = part_assertions(self.module)
             cut = self.cut()
         built: dict[str, CompiledRegion] = {}
 
@@ -291,7 +318,7 @@ class Chain:
         call = with_returned_views(call, views, self.placeholders, outputs_of(self.module))
         call = with_gradients_if_taken(call, self.read_in_branches, self.branches, self.placeholders)
         self.record(links, [a.length for a in cut.axes], call)
-        return watched(self.hint, call, self.example_inputs)
+        return watched(self.hint, with_attributes(call, self.attributes), self.example_inputs)
 
     def record(self, links: Links, lengths: Sequence[object], call: Callable) -> None:
         """Add the chain to the report, and that to the structured trace."""
@@ -378,7 +405,8 @@ class Chain:
     @staticmethod
     def outside_tracing(compiled: Callable, region: Region) -> Callable:
         """Compile a lazy region when it is first read, long after Dynamo has left."""
-        with internals.tracing_of(internals.detect_fake_mode([fake_of(n) for n in region.inputs])):
+        mode = internals.detect_fake_mode([fake_of(n) for n in region.inputs])
+        with internals.tracing_of(mode), internals.NothingReal(()):
             return compiled(region).call
 
     def recordable(self, region: Region, views: Sequence[Node]) -> LazyRegion:
@@ -411,6 +439,24 @@ class Chain:
 
 def is_differentiable(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def placeholders_of(module: GraphModule) -> list[Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def widest_of(nodes: Iterable[Node]) -> int:
+    """The bytes of the largest value of some nodes; sizes that depend on data are not known."""
+    fakes = (v for v in map(fake_of, nodes) if isinstance(v, torch.Tensor))
+    return max((bytes_of(v) for v in fakes if not internals.is_unbacked(v)), default=0)
+
+
+def held_by(module: GraphModule) -> list[torch.Tensor]:
+    """The tensors that a module and its nested graphs have as attributes."""
+    return [v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)] + [
+        *module.parameters(),
+        *module.buffers(),
+    ]
 
 
 def is_of_data(module: GraphModule) -> bool:

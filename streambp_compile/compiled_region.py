@@ -104,7 +104,7 @@ class CompiledRegion:
 
     def streamed_or_unchunked(self) -> Callable:
         try:
-            with internals.detect_fake_mode(self.fakes), internals.effects_inside():
+            with internals.mode_of(self.fakes), internals.effects_inside():
                 try:
                     call = self.traced()
                 except TraceAgain:
@@ -173,7 +173,8 @@ class CompiledRegion:
     def compiled_again(self, choices: Choices, may_check: bool) -> CompiledRegion:
         """The same region, compiled outside of Dynamo."""
         parts = (self.module, self.fakes, self.region, self.axis, self.config, self.refuse)
-        with internals.tracing_of(internals.detect_fake_mode(self.fakes)):
+        mode = internals.detect_fake_mode(self.fakes)
+        with internals.tracing_of(mode), internals.NothingReal(()):
             return CompiledRegion(*parts, may_check, self.candidate.unfit, choices)
 
     def is_graph_input(self, placeholder: Node) -> bool:

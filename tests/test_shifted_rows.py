@@ -316,3 +316,21 @@ def test_unrolled_drafts_stream(interpreted):
         x, ids = torch.randn(2, length, WIDTH).double(), ids_of(2, length)
         truth = gradients(model, lambda x=x, ids=ids: model(x, ids))
         assert worst_error(gradients(model, lambda x=x, ids=ids: step(x, ids)), truth) < EXACT
+
+
+@pytest.mark.filterwarnings("ignore::streambp_compile.NotStreamed")
+@pytest.mark.parametrize("padding", [(1, 0), (3, 4), (-2, 3), (2, -3)])
+def test_gradients_of_values_padded_along_the_tokens(padding):
+    """No value has features, so that nothing tells which token is row 0 of the incoming gradient."""
+
+    def pad(x):
+        return F.pad(x, padding)
+
+    x = torch.randn(2, 3, 40, dtype=torch.float64, requires_grad=True)
+    expected = pad(x)
+    gradient = torch.randn_like(expected)
+    found = torch.compile(pad, backend="streambp", options={"chunk_size": 8})(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y, x, gradient)[0] for y in (found, expected)), rtol=0, atol=0
+    )

@@ -112,7 +112,10 @@ def check_domains(problem: Problem, choice: FullLength) -> None:
                 else "Build masks where they are used, from positions and padding"
             )
             raise refuse(node, "A [tokens, tokens] matrix is an output of this region", remedy)
-        filled = is_output and fills_with_zeros(node) or node in problem.analysis.shifted_copies
+        filled = (
+            is_output and fills_with_zeros(node) and not any(map(problem.has_padding, tensor_operands(node)))
+        )
+        filled |= node in problem.analysis.shifted_copies
         if problem.has_padding(node) and tensor_operands(node) and not filled:
             raise refuse(
                 node,

@@ -66,7 +66,8 @@ def compute_fakes(module: GraphModule) -> None:
     which different layers would seem to lie in the same memory."""
 
     def given(operand: Node) -> object:
-        return getattr(module, operand.target) if operand.op == "get_attr" else fake_of(operand)
+        value = getattr(module, operand.target) if operand.op == "get_attr" else None
+        return fake_of(operand) if value is None or isinstance(value, torch.Tensor) else value
 
     known = [fake_of(n) for n in module.graph.nodes]
     with internals.replaying(module) as replay, internals.as_these(known):

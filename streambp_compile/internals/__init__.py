@@ -72,6 +72,8 @@ from .dynamo import (
     without_compiled_autograd,
 )
 from .fake_tensors import (
+    NothingReal,
+    as_fake,
     as_these,
     describe,
     faked,
@@ -79,13 +81,14 @@ from .fake_tensors import (
     is_batched,
     is_fake,
     is_unbacked,
+    mode_of,
     parts_of,
     stand_in,
     stand_in_whole,
     without_guards,
 )
-from .inductor import compile_function, compile_graph, compile_plainly, rewrite
-from .joint_graphs import effects_inside, floats_are_tensors, keep_inputs_partition, tracing_of
+from .inductor import compile_function, compile_graph, compile_plainly, floats_are_tensors, rewrite
+from .joint_graphs import effects_inside, keep_inputs_partition, tracing_of
 from .numbers_asked import number_read
 from .picked_branches import begin_branch, end_branch
 from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
@@ -115,11 +118,13 @@ __all__ = [
     "HigherOrderOperator",
     "LIFTS",
     "MODE_SWITCHES",
+    "NothingReal",
     "NO_DEFECTS",
     "OneAtATime",
     "PADDINGS",
     "TorchDispatchMode",
     "aot_autograd",
+    "as_fake",
     "apart_from_checkpoint",
     "are_saved_tensors_packed",
     "apart_from_ddp",
@@ -189,6 +194,7 @@ __all__ = [
     "leave_map",
     "log",
     "make_constant",
+    "mode_of",
     "make_fx",
     "modes_text",
     "newest_captured",

@@ -29,7 +29,7 @@ from ..passes.normalization.normalize import (
 from ..passes.normalization.random_numbers import normal, normal_around, randn, uniform
 from ..passes.rules import kept
 from .dynamo import OneAtATime
-from .fake_tensors import stand_in
+from .fake_tensors import mode_of, stand_in
 
 aten = torch.ops.aten
 
@@ -95,7 +95,8 @@ def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
         else f
         for f in fakes
     ]
-    module = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
+    with mode_of(given):
+        module = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
     inline_numbers(module)
     for node in module.graph.nodes:  # a constant of one number needs no copy of its own
         source = node.args[0] if node.args and node.target in LIFTS else None

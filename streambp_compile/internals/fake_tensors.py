@@ -6,14 +6,19 @@ Tested with torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_leaves
 
 from ..passes.ir import hint
 
@@ -93,3 +98,82 @@ def without_guards(fakes: Sequence[object]):
     mode = detect_fake_mode(fakes)
     env = None if mode is None else mode.shape_env
     return contextlib.nullcontext() if env is None else env.suppress_guards()
+
+
+def as_fake(mode: FakeTensorMode, value: object) -> object:
+    """A tensor as a fake of a mode, with numbers for sizes; any other value is itself."""
+    if not isinstance(value, torch.Tensor) or is_fake(value):
+        return value
+    return mode.from_tensor(value, static_shapes=True)
+
+
+class RealTensorRead(RuntimeError):
+    """An operator got a real tensor while a graph was analysed."""
+
+
+class NothingReal(TorchDispatchMode):
+    """Inside, graphs are analysed: operators get fake tensors, so that what fails has changed nothing.
+
+    Tensors of the user reach no operator. Other real tensors, which are constants, are read; only those that
+    were made inside are written into.
+
+    values  tensors of the user
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, values: Iterable[object]):
+        super().__init__()
+        self.of_user = set(storages_of(values))
+        self.made: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        read = set(storages_of(tree_leaves((args, kwargs))))
+        if not self.of_user.isdisjoint(read):
+            raise RealTensorRead(f"a tensor of the user reached {func} while a graph was analysed")
+        written = set(storages_of(tree_leaves(written_arguments(func, args, kwargs)))) if read else set()
+        if not written <= self.made:
+            raise RealTensorRead(f"{func} writes into a constant while a graph is analysed")
+        results = func(*args, **kwargs)
+        self.made.update(storages_of(tree_leaves(results)))
+        return results
+
+
+@contextlib.contextmanager
+def mode_of(fakes: Sequence[object]) -> Iterator[None]:
+    """Inside, the mode of some fakes alone, for traces that `NothingReal` would change: under it, autograd
+    writes ``weight.data`` as a detached value. Without fakes, the mode that is active.
+
+    Raises `RealTensorRead` if a real tensor is among them.
+    """
+    if any(True for _ in storages_of(fakes)):
+        raise RealTensorRead("a real tensor is to be traced")
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    own = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), active or detect_fake_mode(fakes))
+    with _disable_current_modes(), own or contextlib.nullcontext():
+        yield
+
+
+def storages_of(values: Iterable[object]) -> Iterator[int]:
+    """The memory of real tensors among some values."""
+    for value in values:
+        for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
+            is_real = type(part) in (torch.Tensor, torch.nn.Parameter) and part.device.type != "meta"
+            if is_real and torch._C._has_storage(part):  # neither sparse nor inside a `torch.func` transform
+                yield part.untyped_storage()._cdata
+
+
+def written_arguments(func: object, args: Sequence[object], kwargs: dict[str, object]) -> list[object]:
+    """What an operator writes into, by its schema."""
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+        return []
+    return [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
@@ -142,10 +143,30 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
 
 @OneAtATime()
 def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | None = None) -> Callable:
-    """The whole graph as ``backend="inductor"`` compiles it, after an internal error."""
+    """The whole graph as ``backend="inductor"`` compiles it: after an internal error, and where nothing
+    streams."""
     patches = list_mode_options(mode) if mode else {}
-    with functorch_config.patch(unlift_effect_tokens=False), inductor_config.patch(patches):
+    with (
+        functorch_config.patch(unlift_effect_tokens=False),
+        inductor_config.patch(patches),
+        contextlib.nullcontext() if has_symbolic_floats(module) else floats_are_tensors(),
+    ):
         return compile_fx(module, list(inputs), inner_compile=compile_fx_inner)
+
+
+def has_symbolic_floats(module: GraphModule) -> bool:
+    values = (n.meta.get("example_value", n.meta.get("val")) for n in module.graph.nodes)
+    return any(isinstance(value, torch.SymFloat) for value in values)
+
+
+def floats_are_tensors():
+    """Leave out AOTAutograd's pass that turns symbolic floats into tensors.
+
+    It makes every float constant that it does not know; in regions none is left for it
+    (dynamo/python_floats.py). With it, torch 2.13 also drops writes into inputs of one float64 number, such
+    as the step counter of an optimizer.
+    """
+    return mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda module: None)
 
 
 @OneAtATime()

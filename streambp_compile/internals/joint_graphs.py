@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,9 +45,3 @@ def tracing_of(mode: FakeTensorMode | None) -> Iterator[None]:
     a time."""
     with OneAtATime(), tracing(TracingContext(mode)):
         yield
-
-
-def floats_are_tensors():
-    """AOTAutograd's pass that turns symbolic floats into tensors would make every float constant that it does
-    not know: in regions none is left for it (dynamo/python_floats.py)."""
-    return mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda module: None)
