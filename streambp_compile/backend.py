@@ -53,6 +53,7 @@ from .dynamo.shared_keys import part_shared_keys
 from .dynamo.table_rows import take_table_rows_first
 from .dynamo.token_axes import Axis, capturing_once, find_axes, joined
 from .dynamo.turned_matrices import part_turned_matrices
+from .dynamo.unknown_sizes import OfUnknownSize, part_unknown_sizes, write_counts_as_sums
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
 from .dynamo.values import fake_of
@@ -153,6 +154,7 @@ class Chain:
         self.config, self.given, self.example_inputs = config, module, list(example_inputs)
         self.transformed = any(map(internals.is_transform, module.graph.nodes))
         self.branches, self.read_in_branches = 0, dict[str, tuple[int, ...]]()
+        self.of_unknown_size: OfUnknownSize | None = None
         self.report = Report() if report is None else report
         if config.mode in WITH_GRAPHS:
             self.say_no_graphs()
@@ -208,6 +210,8 @@ class Chain:
                 internals.break_at_picked_rows()
             if rewrite is to_aten:
                 self.prove_branches(module)
+            if rewrite is note_autocast:
+                self.of_unknown_size = part_unknown_sizes(module)
         if is_of_data(module):
             internals.break_at_picked_rows()
         return module
@@ -237,7 +241,8 @@ class Chain:
             lazy: dict[Node, Region] = {}
             broken = internals.graph_break(self.given)
             regions, lazy = lazy_regions(regions, axis, WIDER if broken is None else WIDER_THAN_LAYERS)
-            hint_at_outputs(self.hint, self.returned(), regions, axis, broken)
+            own = () if self.of_unknown_size is None else self.of_unknown_size.returned
+            hint_at_outputs(self.hint, self.returned().difference(own), regions, axis, broken)
         return Cut(axes, updates, views, regions, lazy)
 
     def chained(self) -> Callable:
@@ -271,6 +276,8 @@ class Chain:
         links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut.axes)
         call = with_assertions(call, assertions)
         call = with_returned_views(call, views, self.placeholders, outputs_of(self.module))
+        if self.of_unknown_size is not None:
+            call = self.of_unknown_size.after(call)
         call = with_gradients_if_taken(call, self.read_in_branches, self.branches, self.placeholders)
         self.record(links, [a.length for a in cut.axes], call)
         return watched(self.hint, call, self.example_inputs)
@@ -382,6 +389,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (inline_wrappers, "inlining activation checkpoints and nested compile regions"),
     (flash_attn_as_attention, "reading calls of flash_attn"),
     (fold_maps, "folding calls of torch.vmap"),
+    (write_counts_as_sums, "reading counts of choices"),
     (write_picked_rows, "reading rows that a mask picks"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
     (note_autocast, "reading modes"),

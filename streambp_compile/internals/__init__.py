@@ -73,6 +73,7 @@ from .dynamo import (
 )
 from .fake_tensors import (
     as_these,
+    assert_size,
     describe,
     faked,
     has_symbols,
@@ -122,6 +123,7 @@ __all__ = [
     "are_saved_tensors_packed",
     "apart_from_ddp",
     "assert_on_device",
+    "assert_size",
     "before_autograd",
     "body_options",
     "capture",
