@@ -56,7 +56,7 @@ from .dynamo.turned_matrices import part_turned_matrices
 from .dynamo.unknown_sizes import OfUnknownSize, part_unknown_sizes, write_counts_as_sums
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
-from .dynamo.values import fake_of
+from .dynamo.values import fake_of, wants_gradient
 from .dynamo.windows import write_windows
 from .dynamo.written_values import write_filled_values, write_new_values
 from .hints import hint_at_freed_weights, hint_at_outputs, watched
@@ -113,6 +113,9 @@ IN_PIECES = (
 )
 
 
+SMALL = 0.05  # of what a step holds in any case: a region that costs less is worth no warning
+
+
 @dataclass(frozen=True)
 class Reporting:
     """The backend with options that are checked already, which reports what it does: a ``backend=`` of
@@ -155,6 +158,7 @@ class Chain:
         self.transformed = any(map(internals.is_transform, module.graph.nodes))
         self.branches, self.read_in_branches = 0, dict[str, tuple[int, ...]]()
         self.of_unknown_size: OfUnknownSize | None = None
+        self.held = 0  # bytes that a step holds in any case
         self.report = Report() if report is None else report
         if config.mode in WITH_GRAPHS:
             self.say_no_graphs()
@@ -258,6 +262,7 @@ class Chain:
             given = zip(self.placeholders, self.example_inputs)
             self.fakes = [fake_of(n) if fake_of(n) is not None else v for n, v in given]
             cut = self.cut()
+        self.held = held_by(cut.regions, self.placeholders)
         built: dict[str, CompiledRegion] = {}
 
         def compiled(region: Region) -> CompiledRegion:
@@ -374,7 +379,18 @@ class Chain:
     def refuse(self, refusal: Refusal, cost: int | None) -> None:
         if self.config.strict:
             raise NotStreamed(str(refusal))
+        if cost is not None and cost < SMALL * self.held:
+            internals.log.debug("not worth a warning, at %d bytes of %d: %s", cost, self.held, refusal)
+            return
         warn_refused(refusal, cost)
+
+
+def held_by(regions: Sequence[Region], placeholders: Sequence[Node]) -> int:
+    """Bytes that a step holds however its regions run: gradients of the graph's inputs, and what goes from
+    region to region."""
+    between = {n for region in regions for n in region.inputs if n.op != "placeholder"}
+    values = [fake_of(n) for n in (*filter(wants_gradient, placeholders), *between)]
+    return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor) and not internals.is_unbacked(v))
 
 
 def is_of_data(module: GraphModule) -> bool:

@@ -13,6 +13,7 @@ from .dynamo.token_axes import SHORTEST_STREAMED, Axis
 from .dynamo.values import fake_of, is_parameter
 from .passes.ir import CannotStream, Refusal, Size, bytes_of, hint, is_tensor, value_of, where_of
 from .passes.rules import CostClass, cost_of, find_rule, is_product
+from .passes.rules.forward import mutated
 from .passes.split import Region
 from .runtime.sizes import cannot_tell
 
@@ -138,7 +139,7 @@ class Candidate:
                 )
             )
 
-    def tangent_of(self, tangents: int, before: int = 0) -> list[int]:
+    def tangent_of(self, graph_module: GraphModule, tangents: int, before: int = 0) -> list[int]:
         """For each tangent, the output that it is the gradient of.
 
         before  outputs of the joint graph before those of the region: inputs that torch functions write into
@@ -149,12 +150,22 @@ class Candidate:
             for i, n in enumerate(self.region.outputs)
             if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad
         ]
-        if tangents and len(found) != tangents:
-            raise CannotStream(
+        if tangents and not self.region.outputs:  # such as weights that ``max_norm`` renormalises
+            raise (NothingToStream if self.costs_nothing(graph_module) else CannotStream)(
                 Refusal(
                     "region",
+                    "This region only writes into inputs of the compiled function",
+                    "Nothing to do for weights; write rows of tokens into buffers outside the function",
+                )
+            )
+        if tangents and len(found) != tangents:
+            writing = next((n for n in self.region.nodes if mutated(n) is not None), None)
+            raise CannotStream(
+                Refusal(
+                    "region" if writing is None else str(writing.target),
                     f"This region gets {tangents} gradients for {len(found)} differentiable outputs",
-                    "Do not change the inputs of a layer in place",
+                    "Do not change the inputs of a layer in place, as max_norm of an embedding does, too",
+                    "" if writing is None else where_of(writing),
                 )
             )
         return [before + i for i in found]
