@@ -105,6 +105,16 @@ def classes() -> list[Class]:
     return list(dict.fromkeys(found))
 
 
+def in_turn(rows: Sequence[Class]) -> list[Class]:
+    """The first class of each kind, then the second of each."""
+    of_kind = Counter[str]()
+    places = {}
+    for row in rows:
+        places[row] = of_kind[row.kind]
+        of_kind[row.kind] += 1
+    return sorted(rows, key=places.__getitem__)
+
+
 # Models
 
 
@@ -136,7 +146,7 @@ def model_of(row: Class, make: Callable):
     config = make()
     for part in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))):
         if part is not None:
-            part.use_cache = False
+            complete(part)
     built = getattr(transformers, row.name)
     with torch.device("meta"):
         count = sum(p.numel() for p in built(config).parameters())
@@ -144,6 +154,20 @@ def model_of(row: Class, make: Callable):
         raise ValueError(f"{count / 1e6:.0f} million parameters")
     torch.manual_seed(0)
     return built(config).train()
+
+
+def complete(config) -> None:
+    """What no configuration needs to be built, and a model to run."""
+    config.use_cache = False
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
+        config.decoder_start_token_id = 1
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if "mrope_section" in rotary:  # which share the dimensions of a head
+        half = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+        rotary["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
 # Inputs
@@ -209,6 +233,8 @@ def batches(row: Class, model, length: int, size: int = 2) -> Iterator[dict]:
             batch["attention_mask"] = (
                 mask.view(size, 1, -1).repeat(1, 2, 1) if batch[main].dim() == 3 else mask
             )
+        for other in sorted(needed(model) & set(layouts) - {main}):
+            batch[other] = layouts[other][0]()
         if "bbox" in known:
             corner = torch.randint(0, 300, (size, length, 2), generator=make)
             batch["bbox"] = torch.cat((corner, corner + 20), -1)
@@ -218,6 +244,12 @@ def batches(row: Class, model, length: int, size: int = 2) -> Iterator[dict]:
         yield batch
         if "attention_mask" in batch:
             yield {k: v for k, v in batch.items() if k != "attention_mask"}
+
+
+def needed(model) -> set[str]:
+    """Inputs that the forward of a model asks for by its signature."""
+    given = inspect.signature(model.forward).parameters.values()
+    return {p.name for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
 
 
 def words(config) -> int:
@@ -330,6 +362,8 @@ def at_other_lengths(row: Class, model, batch: dict, layout: int) -> Chosen:
     elif all(second[k].shape == v.shape for k, v in batch.items() if v.dim() > 1):
         second, notes = runs(LENGTHS[0], 3) or second, ["one length"]
     long = None if notes else runs(LONG)
+    if row.kind == "image-text-to-text" and not any("pixel" in name for name in batch):
+        notes.append("a text without images")
     return Chosen(model, [b for b in (batch, second) if b is not None], long, notes)
 
 
@@ -653,12 +687,8 @@ def main() -> int:
         print(" ".join(line_of(row, answer)), file=sys.stderr, flush=True)
 
     if not given.page:
-        run(
-            [r for r in asked(rows, given.only) if given.again or r.key not in answers],
-            given.jobs,
-            given.limit,
-            tell,
-        )
+        waiting = [r for r in asked(rows, given.only) if given.again or r.key not in answers]
+        run(in_turn(waiting), given.jobs, given.limit, tell)
     zoo.RESULTS.mkdir(exist_ok=True)
     text = page(rows, answers)
     (zoo.RESULTS / f"{given.save}.md").write_text(text, encoding="utf-8")
