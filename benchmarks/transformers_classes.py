@@ -568,7 +568,8 @@ def crash_of(answer: dict) -> str:
 
 
 def is_whole(answer: dict) -> bool:
-    return answer.get("regions", 0) > 0 and answer["streamed"] == answer["regions"]
+    ran = "crash" not in answer and answer.get("regions", 0) > 0
+    return ran and answer["streamed"] == answer["regions"]
 
 
 HEADS = ["class", "family", "error", "exact", "streamed", "graphs, breaks", "aot_eager's", "peak / eager's"]
@@ -605,7 +606,7 @@ def line_of(row: Class, answer: dict) -> list[str]:
 def summary(rows: Sequence[Class], answers: dict[str, dict]) -> str:
     ran = [answers[row.key] for row in rows]
     able = [a for a in ran if "missing" not in a]
-    exact = sum(is_exact(a) and not crash_of(a) for a in able)
+    exact = sum(is_exact(a) and "crash" not in a for a in able)
     crashed = sum(bool(crash_of(a)) for a in able)
     return (
         f"{len(ran)} classes ran, {len(able)} of them in eager: {exact} exact, {crashed} crash or time out, "
