@@ -260,8 +260,10 @@ class Reader:
         if labels.key is not None and any((f.lo, f.hi) != (0, 0) for f in facts):
             raise refuse(
                 node,
-                "The attention keys are shifted against the token sequence",
-                "Attend over all tokens, and slice the result afterwards",
+                "The keys of this product are a piece of the sequence that does not begin with its first "
+                "token",
+                "Where a loop goes over blocks of tokens, pad to whole blocks; otherwise attend over all "
+                "tokens, and slice the result",
             )
         if any(f.keys is not None for f in facts):
             if labels.kind is not Kind.ALL and self.reads_other_rows(operands, signature, labels.row):

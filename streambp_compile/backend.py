@@ -64,9 +64,10 @@ from .dynamo.state_updates import only_updates_state
 from .dynamo.table_rows import take_table_rows_first
 from .dynamo.token_axes import capturing_once, find_axes, joined
 from .dynamo.turned_matrices import part_turned_matrices
+from .dynamo.unknown_sizes import OfUnknownSize, part_unknown_sizes, write_counts_as_sums
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
-from .dynamo.values import fake_of
+from .dynamo.values import fake_of, wants_gradient
 from .dynamo.windows import write_windows
 from .dynamo.written_inputs import written_storages
 from .dynamo.written_values import write_filled_values, write_new_values
@@ -125,6 +126,9 @@ IN_PIECES = (
 )
 
 
+SMALL = 0.05  # of what a step holds in any case: a region that costs less is worth no warning
+
+
 @dataclass(frozen=True)
 class Reporting:
     """The backend with options that are checked already, which reports what it does: a ``backend=`` of
@@ -173,6 +177,8 @@ class Chain:
         self.config, self.given, self.example_inputs = config, module, list(example_inputs)
         self.attributes: list[torch.Tensor] = []
         self.branches, self.read_in_branches = 0, dict[str, tuple[int, ...]]()
+        self.of_unknown_size: OfUnknownSize | None = None
+        self.held = 0  # bytes that a step holds in any case
         self.report = Report() if report is None else report
 
     def say_no_graphs(self) -> None:
@@ -196,7 +202,7 @@ class Chain:
             self.say_no_graphs()
         try:
             # What fails in there has changed nothing, so that the graph may run as it was given.
-            with internals.NothingReal([*self.example_inputs, *held_by(self.given)]):
+            with internals.NothingReal([*self.example_inputs, *attributes_of(self.given)]):
                 return self.chained()
         except (*internals.NO_DEFECTS, OverBudget):
             raise
@@ -244,6 +250,8 @@ class Chain:
                 internals.break_at_picked_rows()
             if rewrite is to_aten:
                 self.prove_branches(module)
+            if rewrite is note_autocast:
+                self.of_unknown_size = part_unknown_sizes(module)
         if is_of_data(module):
             internals.break_at_picked_rows()
         return module
@@ -280,7 +288,8 @@ class Chain:
             lazy: dict[Node, Region] = {}
             broken = internals.graph_break(self.given)
             regions, lazy = lazy_regions(regions, axis, WIDER if broken is None else WIDER_THAN_LAYERS)
-            hint_at_outputs(self.hint, self.returned(), regions, axis, broken)
+            own = () if self.of_unknown_size is None else self.of_unknown_size.returned
+            hint_at_outputs(self.hint, self.returned().difference(own), regions, axis, broken)
             lazy = {n: with_sizes(region, graph) for n, region in lazy.items()}
         return Cut(axes, updates, views, [with_sizes(r, graph) for r in regions], lazy)
 
@@ -298,6 +307,7 @@ class Chain:
             views = part_returned_views(self.module)
             assertions = part_assertions(self.module)
             cut = self.cut()
+        self.held = held_by(cut.regions, self.placeholders)
         built: dict[str, CompiledRegion] = {}
 
         def compiled(region: Region) -> CompiledRegion:
@@ -316,6 +326,8 @@ class Chain:
         links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut)
         call = with_assertions(call, assertions)
         call = with_returned_views(call, views, self.placeholders, outputs_of(self.module))
+        if self.of_unknown_size is not None:
+            call = self.of_unknown_size.after(call)
         call = with_gradients_if_taken(call, self.read_in_branches, self.branches, self.placeholders)
         self.record(links, [a.length for a in cut.axes], call)
         return watched(self.hint, with_attributes(call, self.attributes), self.example_inputs)
@@ -434,6 +446,9 @@ class Chain:
     def refuse(self, refusal: Refusal, cost: int | None) -> None:
         if self.config.strict:
             raise NotStreamed(str(refusal))
+        if cost is not None and cost < SMALL * self.held:
+            internals.log.debug("not worth a warning, at %d bytes of %d: %s", cost, self.held, refusal)
+            return
         warn_refused(refusal, cost)
 
 
@@ -451,12 +466,20 @@ def widest_of(nodes: Iterable[Node]) -> int:
     return max((bytes_of(v) for v in fakes if not internals.is_unbacked(v)), default=0)
 
 
-def held_by(module: GraphModule) -> list[torch.Tensor]:
+def attributes_of(module: GraphModule) -> list[torch.Tensor]:
     """The tensors that a module and its nested graphs have as attributes."""
     return [v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)] + [
         *module.parameters(),
         *module.buffers(),
     ]
+
+
+def held_by(regions: Sequence[Region], placeholders: Sequence[Node]) -> int:
+    """Bytes that a step holds however its regions run: gradients of the graph's inputs, and what goes from
+    region to region."""
+    between = {n for region in regions for n in region.inputs if n.op != "placeholder"}
+    values = [fake_of(n) for n in (*filter(wants_gradient, placeholders), *between)]
+    return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor) and not internals.is_unbacked(v))
 
 
 def is_of_data(module: GraphModule) -> bool:
@@ -472,6 +495,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (flash_attn_as_attention, "reading calls of flash_attn"),
     (fold_maps, "folding calls of torch.vmap"),
     (write_picked_rows, "reading rows that a mask picks"),
+    (write_counts_as_sums, "reading counts of choices"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
     (note_autocast, "reading modes"),
     (detach_operands, "reading what is computed without gradients"),

@@ -23,6 +23,7 @@ from .passes.ir import (
     where_of,
 )
 from .passes.rules import CostClass, cost_of, find_rule, is_product
+from .passes.rules.forward import mutated
 from .passes.split import Region
 
 WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
@@ -147,7 +148,7 @@ class Candidate:
                 )
             )
 
-    def tangent_of(self, tangents: int, before: int = 0) -> list[int]:
+    def tangent_of(self, graph_module: GraphModule, tangents: int, before: int = 0) -> list[int]:
         """For each tangent, the output that it is the gradient of.
 
         before  outputs of the joint graph before those of the region: inputs that torch functions write into
@@ -158,12 +159,22 @@ class Candidate:
             for i, n in enumerate(self.region.outputs)
             if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad
         ]
-        if tangents and len(found) != tangents:
-            raise CannotStream(
+        if tangents and not self.region.outputs:  # such as weights that ``max_norm`` renormalises
+            raise (NothingToStream if self.costs_nothing(graph_module) else CannotStream)(
                 Refusal(
                     "region",
+                    "This region only writes into inputs of the compiled function",
+                    "Nothing to do for weights; write rows of tokens into buffers outside the function",
+                )
+            )
+        if tangents and len(found) != tangents:
+            writing = next((n for n in self.region.nodes if mutated(n) is not None), None)
+            raise CannotStream(
+                Refusal(
+                    "region" if writing is None else str(writing.target),
                     f"This region gets {tangents} gradients for {len(found)} differentiable outputs",
-                    "Do not change the inputs of a layer in place",
+                    "Do not change the inputs of a layer in place, as max_norm of an embedding does, too",
+                    "" if writing is None else where_of(writing),
                 )
             )
         return [before + i for i in found]

@@ -252,7 +252,7 @@ class CompiledRegion:
             self.input_marks(),
             forward_outputs,
             tangents,
-            self.candidate.tangent_of(tangents, forward_outputs - len(outputs_of(self.module))),
+            self.candidate.tangent_of(graph_module, tangents, forward_outputs - len(outputs_of(self.module))),
             replace(self.choices, chunk_size=self.config.chunk_size),
             functools.partial(internals.compile_body, mode=self.config.mode, tell=self.tell),
             self.checkable(),

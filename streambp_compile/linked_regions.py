@@ -162,7 +162,8 @@ def prepare_weights(cut: Cut, values: dict[Node, object]) -> None:
     """Change weights that the function changes before it uses them, and take the early views."""
     with torch.no_grad():
         for node in cut.updates:
-            values[node] = node.target(values[node.args[0]], *node.args[1:], **node.kwargs)
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
     for node in cut.views:
         values[node] = node.target(*map_arg(node.args, values.__getitem__))
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_compile import (
@@ -240,3 +241,50 @@ def test_a_length_that_the_compiler_must_not_know_is_refused_by_name():
     with pytest.warns(NotStreamed, match="A size is known only while the graph runs"):
         value = torch.compile(function, backend="streambp")(x)
     torch.testing.assert_close(torch.autograd.grad(value, x)[0], truth)
+
+
+@torch.library.custom_op("streambp_tests::of_unknown_tokens", mutates_args=())
+def of_unknown_tokens(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(1).cos()
+
+
+@of_unknown_tokens.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("words, warned", [(11, True), (40000, False)])
+def test_what_costs_little_of_a_step_is_in_the_report_alone(words, warned):
+    """Beside the gradient of a wide head, a layer of some kilobytes is worth no warning."""
+
+    def function(x, weight, head, labels):
+        return loss_of(x + of_unknown_tokens(x), weight, head[:, :11], labels) + head.mean()
+
+    x, weight, _, labels = inputs()
+    head = torch.randn(WIDTH, words, dtype=torch.float64, requires_grad=True)
+    assert bool(refusals(function, (x, weight, head, labels))) is warned
+    with pytest.raises(BackendCompilerFailed, match="NotStreamed"):
+        refusals(function, (x, weight, head, labels), strict=True)
+
+
+@pytest.mark.parametrize("places", [lambda labels: labels, lambda labels: (labels + 1) % 11])
+def test_a_weight_that_is_renormalised_before_it_is_read_is_no_layer_that_changes_its_input(places):
+    def function(x, weight, table, labels):
+        return loss_of(
+            x + F.embedding(places(labels), table, max_norm=1.0), weight, x[0].mT[:, :11].clone(), labels
+        )
+
+    x, weight, _, labels = inputs()
+    table = torch.randn(11, WIDTH, dtype=torch.float64, requires_grad=True)
+    assert not [told for told in refusals(function, (x, weight, table, labels)) if "in place" in told]
+
+
+def test_a_last_block_that_is_shorter_is_told_to_be_padded():
+    def function(x, weight, head, labels):
+        q, k, v = (x @ weight).split(WIDTH, -1)
+        blocks = [(k[:, i : i + 5], v[:, i : i + 5], q[:, i : i + 5]) for i in range(0, TOKENS, 5)]
+        done = [(b @ a.mT).tril() @ c for a, c, b in blocks]
+        return F.cross_entropy((torch.cat(done, 1) @ head).flatten(0, 1), labels.flatten())
+
+    (told,) = refusals(function, inputs())
+    assert "a piece of the sequence" in told and "pad to whole blocks" in told

@@ -1,8 +1,11 @@
 """Which dimension of the inputs carries the tokens."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from models import Mixing, MixingLayer, gradients, ids_of, worst_error
 from torch import nn
 
@@ -185,3 +188,21 @@ def test_a_capture_is_made_again_after_a_change():
     assert first is again
     first, again = capture_twice(rewritten)
     assert first is not again
+
+
+def test_a_batch_that_changes_is_a_number_though_no_input_has_tokens(interpreted, fresh_dynamo):
+    """An image has none, and the first value that has is a weight."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.ViTConfig(image_size=16, patch_size=4, num_labels=2, **sizes)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = transformers.ViTForImageClassification(config).double()
+    step = torch.compile(lambda **batch: model(**batch).loss, backend="streambp", options={"chunk_size": 16})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (2, 3, 5):
+            images = torch.randn(size, 3, 16, 16, dtype=torch.float64)
+            batch = dict(pixel_values=images, labels=torch.arange(size) % 2)
+            truth = gradients(model, lambda: model(**batch).loss)
+            found = gradients(model, lambda: step(**batch))
+            torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)  # those of keys' biases are zero
+    assert not [w for w in caught if "internal error" in str(w.message)]

@@ -72,6 +72,8 @@ def hint(size: Size) -> int:
     """The size as a number: itself, or the length at which the graph was traced. Raises `CannotStream`."""
     if isinstance(size, int):
         return size
+    if size.node.expr.is_Integer:  # the data told it once, and something has asserted what it is since
+        return int(size.node.expr)
     if size.node.hint is None:
         raise CannotStream(UNKNOWN_SIZE)
     return int(size.node.hint)

@@ -7,6 +7,13 @@ from torch.fx import Node
 PLACES_ALONG = {"topk": 2, "sort": 1, "max": 1, "argsort": 1, "argmax": 1}
 """Functions that tell places along a dimension, and which of their arguments that dimension is."""
 WITH_VALUES = ("topk", "sort", "max")  # those whose second result are the places
+REARRANGING = frozenset(
+    (
+        *("flatten", "reshape", "view", "ravel", "squeeze", "unsqueeze", "permute", "transpose", "t"),
+        *("contiguous", "clone", "detach", "expand", "long", "int", "getitem"),
+    )
+)
+"""Functions that move the numbers of their first operand, or leave some of them out."""
 RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
 
 

@@ -99,13 +99,31 @@ def weight_updates(graph: Graph) -> tuple[Node, ...]:
             and weight.op == "placeholder"
             and is_parameter(fake_of(weight))
             and not node.users
-            and node.all_input_nodes == [target]
+            and (places := places_of_inputs(node, target)) is not None
             and storage_of(weight) not in read
         ):
-            found += [target, node] if alias else [node]
+            found += [*places, target, node] if alias else [*places, node]
         elif not any(is_alias_alone(node, user) for user in node.users):
             read |= {storage_of(a) for a in node.all_input_nodes}
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
+
+
+def places_of_inputs(node: Node, target: Node) -> list[Node] | None:
+    """What has to be computed for a write: whole numbers, of inputs alone (``max_norm`` of an embedding reads
+    the ids). None where it reads anything else."""
+    found: set[Node] = set()
+    stack = [n for n in node.all_input_nodes if n is not target]
+    while stack:
+        each = stack.pop()
+        value = fake_of(each)
+        real = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        if each.op == "placeholder" or each in found:
+            continue
+        if real or each.op != "call_function" or mutated(each) is not None:
+            return None
+        found.add(each)
+        stack += each.all_input_nodes
+    return sorted(found)
 
 
 def is_alias_alone(node: Node, writer: Node) -> bool:

@@ -269,7 +269,8 @@ class Trace:
         if first is None:
             return None
         for node, mark in plain:
-            if node is first or node.op == "placeholder":
+            hidden = fake_of(node).dim() == 3 and mark.dim == 1 and len(marks[node]) == 1
+            if node is first or node.op == "placeholder" or hidden:  # an input may be an image, or a weight
                 fix_sizes(fake_of(node).shape[: mark.dim])
         mixers = {
             origin_of(n)

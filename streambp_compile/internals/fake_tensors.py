@@ -32,6 +32,11 @@ def is_unbacked(value: object) -> bool:
     return bool(free_unbacked_symbols(value))
 
 
+def assert_size(size: int | torch.SymInt, number: int) -> None:
+    """Note that a size which depends on data is this number, wherever it is read."""
+    torch._check(size == number)
+
+
 def is_batched(value: torch.Tensor) -> bool:
     """Is this code running inside ``torch.vmap``?"""
     return torch._C._functorch.is_batchedtensor(value)
