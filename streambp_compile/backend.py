@@ -164,6 +164,9 @@ class Chain:
         self.attributes: list[torch.Tensor] = []
         self.branches, self.read_in_branches = 0, dict[str, tuple[int, ...]]()
         self.report = Report() if report is None else report
+        self.only_updates = only_updates_state(module)
+        if config.mode in WITH_GRAPHS and not self.only_updates:
+            self.say_no_graphs()
 
     def say_no_graphs(self) -> None:
         """Tell that a mode which records CUDA graphs records none here."""
@@ -180,10 +183,8 @@ class Chain:
     def compiled(self) -> Callable:
         """The chain; or the given graph through Inductor alone, if it has nothing to stream, or if DTensors
         or a defect of ours stand in its way."""
-        if only_updates_state(self.given):
+        if self.only_updates:
             return self.plain(UPDATE, costs_nothing=True)
-        if self.config.mode in WITH_GRAPHS:
-            self.say_no_graphs()
         try:
             # What fails in there has changed nothing, so that the graph may run as it was given.
             with internals.NothingReal([*self.example_inputs, *held_by(self.given)]):
