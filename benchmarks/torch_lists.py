@@ -369,10 +369,12 @@ def sweep(name: str, chosen: argparse.Namespace) -> None:
 def page() -> str:
     """The answers of all lists: counts, what is this backend's alone, and what Inductor does as well."""
     known = {name: answers_of(name) for name in LISTS}
-    rows, failures, shared = [], [], []
+    rows, failures, shared, quick = [], [], [], 0
     for name, answers in known.items():
         count = Counter(v for a in answers.values() for _, v, _ in a["cases"])
-        rows.append([name, str(len(answers)), str(count.total()), *(str(count[v]) for v in VERDICTS)])
+        held = f"{len(answers)} of {len(entries(name))}"
+        rows.append([name, held, str(count.total()), *(str(count[v]) for v in VERDICTS)])
+        quick += sum(a.get("quick", False) for a in answers.values())
         for entry, answer in answers.items():
             for found, into in ((WRONG, failures), (CRASH, failures), (SAME, shared)):
                 cases = [(case, why) for case, v, why in answer["cases"] if v == found]
@@ -380,6 +382,7 @@ def page() -> str:
                     into.append([name, entry, f"{found}, {len(cases)}×", f"{cases[0][0]}: {cases[0][1]}"])
     heads = ["list", "entry", "cases", "the first of them, and its cause"]
     parts = [markdown(["list", "entries", "cases", *VERDICTS], rows)]
+    parts += [f"Of {quick} entries, only the first case has run (`--quick`)."] * bool(quick)
     parts += [
         "## Wrong, or an error where Inductor has none",
         markdown(heads, failures, 4) if failures else "None.",

@@ -180,6 +180,9 @@ class Chain:
         self.of_unknown_size: OfUnknownSize | None = None
         self.held = 0  # bytes that a step holds in any case
         self.report = Report() if report is None else report
+        self.only_updates = only_updates_state(module)
+        if config.mode in WITH_GRAPHS and not self.only_updates:
+            self.say_no_graphs()
 
     def say_no_graphs(self) -> None:
         """Tell that a mode which records CUDA graphs records none here."""
@@ -196,10 +199,8 @@ class Chain:
     def compiled(self) -> Callable:
         """The chain; or the given graph through Inductor alone, if it has nothing to stream, or if DTensors
         or a defect of ours stand in its way."""
-        if only_updates_state(self.given):
+        if self.only_updates:
             return self.plain(UPDATE, costs_nothing=True)
-        if self.config.mode in WITH_GRAPHS:
-            self.say_no_graphs()
         try:
             # What fails in there has changed nothing, so that the graph may run as it was given.
             with internals.NothingReal([*self.example_inputs, *attributes_of(self.given)]):

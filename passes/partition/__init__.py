@@ -20,6 +20,7 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from ..ir import Analysis, Direction, Program, bytes_of, refuse, tensor_operands, value_of
+from ..rules import is_zeros
 from ..rules.views import fills_with_zeros
 from ..width import too_wide
 from . import assembly
@@ -112,9 +113,9 @@ def check_domains(problem: Problem, choice: FullLength) -> None:
                 else "Build masks where they are used, from positions and padding"
             )
             raise refuse(node, "A [tokens, tokens] matrix is an output of this region", remedy)
-        filled = (
-            is_output and fills_with_zeros(node) and not any(map(problem.has_padding, tensor_operands(node)))
-        )
+        # Rows beyond the tokens that an operand has are none that the op fills.
+        given = [a for a in tensor_operands(node) if not is_zeros(a)]
+        filled = is_output and fills_with_zeros(node) and not any(map(problem.has_padding, given))
         filled |= node in problem.analysis.shifted_copies
         if problem.has_padding(node) and tensor_operands(node) and not filled:
             raise refuse(
