@@ -357,7 +357,7 @@ class Chain:
         with untimed():
             plan = chain.plan(self.fakes, lengths)
             if isinstance(chain, SpendingChain) and plan == chain.default:
-                chain.spend(self.fakes, lengths)
+                chain.tell_most()
         if isinstance(limit, Budget):
             self.report.notes.append(f"note: The fastest plan within {mebibytes(limit.bytes)}: {plan}.")
         return chain.by(plan), chain

@@ -25,7 +25,7 @@ from .pipeline import StreamedRegion
 from .region_report import streamed_bytes
 from .runtime.memory_simulation import simulate
 from .runtime.sizes import Sizes
-from .spare_memory import SpareMemory
+from .spare_memory import UNSEEN, SpareMemory
 
 Links = Sequence[tuple[CompiledRegion, Region]]
 MOST = 12  # searches for a faster plan in the life of a chain: each simulates some steps
@@ -140,8 +140,9 @@ class Spent:
 class SpendingChain(PlannedChain):
     """Runs a chain by the fastest plan that what is free on a GPU allows, where the user states no budget.
 
-    What is free, `SpareMemory` learns in the first steps and asks again in every step; where it is short, the
-    default plan runs. A forward that runs out of memory all the same is run again by the default plan.
+    The first steps run by the default plan, and `SpareMemory` learns from them. Then it asks in every step
+    what is free; where that is short, the default plan runs. A forward that runs out of memory all the same
+    is run again by the default plan.
 
     repeatable  does a call change nothing that it reads?
     tell        is told of plans that are found
@@ -164,7 +165,7 @@ class SpendingChain(PlannedChain):
         self.now: dict[Lengths, ChainPlan] = {}
         self.simulated: dict[Lengths, dict[ChainPlan, int]] = {}
         self.found: list[Spent] = []
-        self.searched: set[tuple[bool, Lengths]] = set()
+        self.searched: set[Lengths] = set()
 
     def __call__(self, *args):
         lengths = self.lengths_of(args)
@@ -196,52 +197,76 @@ class SpendingChain(PlannedChain):
         """The fastest plan for what is free now; None if steps run lean."""
         if self.spare.failed:
             return None
-        room = self.spare.room(inputs)
-        best = self.best(lengths, room)
-        phase = self.spare.is_learnt
-        known = any(learnt == phase and is_near(lengths, at) for learnt, at in self.searched)
-        if not known and not (best and best.all) and len(self.searched) < MOST:
-            self.searched.add((phase, lengths))
-            try:
-                self.search(inputs, lengths, room)
-            except Exception:  # an operator that has no fake form: nobody asked for a plan
-                internals.log.debug("simulating a step failed", exc_info=True)
-                self.spare.failed = True
-                return None
-            best = self.best(lengths, room)
-        if best is not None:
-            self.now[lengths] = best.plan
+        try:
+            best = self.fastest(inputs, lengths) if self.spare.is_learnt else self.lean(inputs, lengths)
+        except Exception:  # an operator that has no fake form: nobody asked for a plan
+            internals.log.debug("simulating a step failed", exc_info=True)
+            self.spare.failed = True
+            return None
+        self.now[lengths] = best.plan
         return best
 
+    def fastest(self, inputs: Sequence[object], lengths: Lengths) -> Spent:
+        """The fastest known plan that fits what is free now; where more may fit, one is looked for."""
+        room = self.spare.room(inputs)
+        best = self.best(lengths, room)
+        known = any(is_near(lengths, at) for at in self.searched)
+        if not known and not (best and best.all) and len(self.searched) < MOST:
+            self.searched.add(lengths)
+            self.found.append(self.search(inputs, lengths, room))
+            best = self.best(lengths, room)
+        return best or self.lean(inputs, lengths)
+
     def best(self, lengths: Lengths, room: int) -> Spent | None:
-        """The fastest known plan that fits; the default one if none does."""
-        fitting = [s for s in self.found if s.at(lengths) <= room or s.plan == self.default]
+        """The fastest known plan that fits."""
+        fitting = [s for s in self.found if s.at(lengths) <= room]
         return max(fitting, key=lambda s: s.share, default=None)
 
-    def search(self, inputs: Sequence[object], lengths: Lengths, room: int) -> None:
-        """Find the fastest plan that is simulated to fit, among few ways to compile a region."""
-        costs = [c.in_grades() for c in self.costs_at(lengths, spends=True)]
+    def lean(self, inputs: Sequence[object], lengths: Lengths) -> Spent:
+        """The default plan, and what it takes at these lengths or at longer ones near by."""
+        near = [at for at, peaks in self.simulated.items() if is_near(lengths, at) and self.default in peaks]
+        at = min(near, default=lengths)
+        return Spent(at, self.default, self.peak_at(inputs, at, self.default), all=False, share=0.0)
+
+    def peak_at(self, inputs: Sequence[object], lengths: Lengths, plan: ChainPlan) -> int:
+        """The peak of a step by a plan; it is simulated once for a length."""
         peaks = self.simulated.setdefault(lengths, {})
+        if plan not in peaks:
+            peaks[plan] = self.peak_of(inputs, plan)
+        return peaks[plan]
+
+    def search(self, inputs: Sequence[object], lengths: Lengths, room: int) -> Spent:
+        """Find the fastest plan that is simulated to fit, among few ways to compile a region."""
+        lean, costs = self.lean(inputs, lengths), self.in_grades(lengths)
 
         def room_of(plan: ChainPlan) -> int:
-            if plan not in peaks:
-                peaks[plan] = self.peak_of(inputs, plan)
-            return room - peaks[plan]
+            return room - self.peak_at(inputs, lengths, plan)
 
-        left, steps = room_of(self.default), steps_of(costs)
-        plan = self.default if left < 0 else with_more(self.default, costs, left, room_of, LEAST / 2)
+        left = room - lean.bytes
+        plan = with_more(self.default, costs, left, room_of, LEAST / 2) if left > 0 else self.default
         share = share_saved(plan, costs)
         if share < LEAST:
-            plan, share = self.default, 0.0
-        most = self.default.taking(steps)
-        self.found += [
-            Spent(lengths, p, peaks[p], p == most, share if p == plan else 0.0) for p in {self.default, plan}
-        ]
-        if plan != self.default:
+            return replace(lean, lengths=lengths)
+        taken = self.peak_at(inputs, lengths, plan)
+        self.tell(
+            f"{mebibytes(room)} of the GPU are free for a step on {' and '.join(map(str, lengths))} "
+            f"tokens. It takes {mebibytes(taken)} instead of {mebibytes(lean.bytes)}: {plan}. By the cost "
+            f"model that saves {share:.0%} of its time"
+        )
+        return Spent(lengths, plan, taken, plan == self.default.taking(steps_of(costs)), share)
+
+    def in_grades(self, lengths: Lengths) -> list[Costs]:
+        return [c.in_grades() for c in self.costs_at(lengths, spends=True)]
+
+    def tell_most(self) -> None:
+        """Tell, when the graph is compiled, what later steps may take."""
+        costs = self.in_grades(tuple(map(hint, self.lengths)))
+        steps = steps_of(costs)
+        share = share_saved(self.default.taking(steps), costs)
+        if share >= LEAST:
             self.tell(
-                f"{mebibytes(room)} of the GPU are free for a step on {' and '.join(map(str, lengths))} "
-                f"tokens. It takes {mebibytes(peaks[plan])} instead of {mebibytes(peaks[self.default])}: "
-                f"{plan}. By the cost model that saves {share:.0%} of its time"
+                f"After {UNSEEN} steps, a step takes up to {mebibytes(sum(s.bytes for s in steps))} more of "
+                f"what is free on the GPU. By the cost model that saves up to {share:.0%} of its time"
             )
 
 

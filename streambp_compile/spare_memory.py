@@ -1,8 +1,8 @@
 """Memory that a training step on a GPU may take beyond its default plan, where the user states no budget.
 
 What is free when a step begins is not all for its activations: gradients and optimizer states may not exist
-yet, and others (a second model, buckets of an engine) allocate between its forward and its backward. The
-first steps leave room for the states of an optimizer. The allocator's peak counter, which is read and never
+yet, and others (a second call, another model, buckets of an engine) allocate between its forward and its
+backward. So the first steps run by the default plan. The allocator's peak counter, which is read and never
 reset, then tells what others took meanwhile.
 """
 
@@ -17,7 +17,6 @@ from . import internals
 
 MARGIN = 0.05  # of the device's memory, never spent: for fragments and for what no simulation sees
 UNSEEN = 2  # steps that end before what they took is believed
-STATES = 8  # bytes for each trained number until then: two moments in float32, as of Adam
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class SpareMemory:
     def room(self, values: Sequence[object]) -> int:
         """Bytes above weights and gradients that a step on these values may take now."""
         memory = self.memory
-        room = memory.free() - memory.to_come(values) - int(MARGIN * memory.total)
-        return room - (self.others if self.is_learnt else STATES * trained_numbers(values))
+        return memory.free() - memory.to_come(values) - self.others - int(MARGIN * memory.total)
 
     def start(self, values: Sequence[object], needed: int) -> Start:
         """Note what is allocated when a step begins.
@@ -108,9 +106,3 @@ class SpareMemory:
         peak = self.memory.peak()
         known = self.at_most if peak == start.peak else self.certain
         known.append(max(0, peak - start.allocated - start.own))
-
-
-def trained_numbers(values: Sequence[object]) -> int:
-    """Numbers in the leaves that a backward makes gradients for."""
-    leaves = (v for v in values if isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf)
-    return sum(v.numel() for v in leaves)

@@ -202,13 +202,12 @@ def kept(plan):
 
 
 def test_steps_keep_what_the_free_memory_allows(counters, plans):
-    counters.free = 60 << 20  # the states of an optimizer are foreseen, and leave nothing of that
+    counters.free = 62 << 20
     trained = Trained()
-    numbers = sum(p.numel() for p in trained.model.parameters())
-    assert 8 * numbers < counters.free - 0.05 * counters.total < 16 << 20
     for _ in range(4):
         trained.check()
-    assert kept(plans[-1]) > 0 and plans[-1] == plans[-2]
+    assert [kept(plan) > 0 for plan in plans] == [False, False, True, True] and plans[3] == plans[2]
+    assert "After 2 steps, a step takes up to" in trained.report.notes[0]
     assert "of the GPU are free for a step on 600 tokens" in "".join(trained.report.notes)
     counters.free = 56 << 20  # somebody else came
     trained.check()
@@ -221,15 +220,16 @@ def test_a_shorter_sequence_runs_by_the_plan_that_keeps_all(counters, plans, mon
         planned_chain.SpendingChain, "search", lambda self, *a: searched.append(a[1]) or search(self, *a)
     )
     trained = Trained()
-    for length in (LENGTH, LENGTH // 2, LENGTH // 3, LENGTH // 2, LENGTH // 4):
+    for length in (LENGTH, LENGTH // 2, LENGTH // 2, LENGTH // 3, LENGTH // 2, LENGTH // 4):
         trained.check(length)
-    assert len(set(plans)) == 1 and kept(plans[0]) > 0
-    assert len(searched) <= 3, "one for the first length, and for the second, which has symbols for lengths"
+    assert len(set(plans[3:])) == 1 and kept(plans[3]) > 0
+    assert len(searched) == 1
 
 
 def test_a_forward_that_runs_out_of_memory_is_run_again_by_the_default_plan(counters, plans, monkeypatch):
     trained = Trained()
-    trained.check()
+    for _ in range(3):
+        trained.check()
     assert kept(plans[-1]) > 0
     call_by = planned_chain.PlannedChain.call_by
 
@@ -248,7 +248,8 @@ def test_a_forward_that_runs_out_of_memory_is_run_again_by_the_default_plan(coun
 
 def test_after_a_backward_that_failed_steps_run_by_the_default_plan(counters, plans):
     trained = Trained()
-    trained.check()
+    for _ in range(2):
+        trained.check()
     loss = trained.compiled(trained.model, trained.ids)
 
     def fails(gradient):
@@ -280,17 +281,14 @@ def test_hidden_states_that_leave_the_graph_keep_steps_lean(counters, plans):
 
 
 def test_what_others_take_during_a_step_is_left_to_them():
-    counters, weight = (
-        Counters(total=1000, free=900, allocated=100, peak=100),
-        torch.nn.Parameter(torch.ones(5)),
-    )
-    spare = SpareMemory(counters.memory())
-    assert spare.room([weight]) == 900 - 50 - 5 * 8
+    counters = Counters(total=1000, free=900, allocated=100, peak=100)
+    spare = SpareMemory(counters.memory(to_come=lambda values: 40))
     for took in (30, 70):
-        start = spare.start([weight], needed=200)
-        counters.peak = 100 + 200 + took
+        assert not spare.is_learnt
+        start = spare.start([], needed=200)
+        counters.peak = 100 + 200 + 40 + took
         spare.end(start)
-    assert spare.is_learnt and spare.others == 70 and spare.room([weight]) == 900 - 50 - 70
+    assert spare.is_learnt and spare.others == 70 and spare.room([]) == 900 - 40 - 70 - 50
 
 
 def test_a_peak_from_before_bounds_what_others_take():
