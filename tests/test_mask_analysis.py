@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from graphs import Written, traced
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from samples import SAMPLES, Index
 from torch import Tensor
@@ -669,6 +669,7 @@ arithmetic = st.sampled_from(
 
 
 @settings(max_examples=40, deadline=None)
+@example(steps=[(torch.add, 1, False), (torch.mul, ("<", 0), False)], dtype=torch.int64)
 @given(
     steps=st.lists(
         st.tuples(arithmetic, st.one_of(numbers, half_plane), st.booleans()), min_size=1, max_size=5

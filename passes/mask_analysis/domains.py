@@ -101,6 +101,9 @@ class Indicator:
     visible: Interval
     hidden: Interval
 
+    def is_of_zeros_and_ones(self) -> bool:
+        return all(number.is_exactly(0) or number.is_exactly(1) for number in (self.visible, self.hidden))
+
 
 @dataclass(frozen=True)
 class Distance:

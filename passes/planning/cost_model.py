@@ -24,7 +24,6 @@ from ..ir import (
     Role,
     Shared,
     Signature,
-    arguments,
     bytes_of,
     hint,
     is_row_wise,
@@ -256,9 +255,7 @@ def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, i
     rows, width = shape_of(operands[0])[-2:]
     heads = numel(operands[0]) // (rows * width)
     of_keys = [
-        shape_of(a)
-        for a, labels in zip(operands, signature.operands)
-        if signature.keys in labels and signature.rows not in labels
+        shape_of(a) for a, labels in zip(operands, signature.operands) if is_of_keys(labels, signature)
     ]
     pairs = heads * rows * of_keys[0][-2] * reached(keys, 1, rows)
     flop = 2.0 * pairs * sum(shape[-1] for shape in of_keys) * (BACKWARD if backward else 1)
@@ -267,8 +264,14 @@ def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, i
 
 def has_grouped_heads(node: Node) -> bool:
     """Does attention have fewer key heads than query heads?"""
-    given = arguments(node)
-    return shape_of(given["query"])[1] > shape_of(given["key"])[1]
+    signature, operands = rule_of(node).signature(node), tensor_operands(node)
+    of_keys = (a for a, labels in zip(operands, signature.operands) if is_of_keys(labels, signature))
+    return any(math.prod(shape_of(a)[:-2]) < math.prod(shape_of(operands[0])[:-2]) for a in of_keys)
+
+
+def is_of_keys(labels: Sequence[object], signature: Signature) -> bool:
+    """Has an operand of attention keys and no rows?"""
+    return signature.keys in labels and signature.rows not in labels
 
 
 class Moments:

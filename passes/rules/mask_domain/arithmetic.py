@@ -153,6 +153,8 @@ def indicator_with_padding(node: Node, known: Known) -> Indicator | None:
     for first, second in (node.args[:2], node.args[1::-1]):
         if not (isinstance(first, Node) and second in known.integral and known(second) is None):
             continue
+        if second in known.indicators and not known.indicators[second].is_of_zeros_and_ones():
+            continue
         indicator = known.indicators.get(first)
         if indicator is None or not indicator.hidden.is_exactly(0):
             continue
