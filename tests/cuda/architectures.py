@@ -187,12 +187,13 @@ def not_run(*args):
 def structure(report: Report) -> str:
     """What a report says of regions, sweeps, roles, proofs and kept values.
 
-    Not in it: names, operators, kernels, and what is chosen for a device: chunk lengths, and how many
-    sequences of the batch run at a time.
+    Not in it: names, operators, kernels, and what is chosen for a device: chunk lengths, how many sequences
+    of the batch run at a time, and what a step may take of a GPU's free memory.
     """
+    notes = (note for note in report.notes if "free on the GPU" not in note)
     times = " ".join(str(i) for i in report.order)
     regions = (line for i, r in enumerate(report.regions) for line in region_lines(i, r))
-    return "\n".join([f"regions {times}", *regions, *report.notes])
+    return "\n".join([f"regions {times}", *regions, *notes])
 
 
 def region_lines(index: int, region: RegionReport) -> list[str]:
