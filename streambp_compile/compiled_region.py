@@ -104,7 +104,7 @@ class CompiledRegion:
 
     def streamed_or_unchunked(self) -> Callable:
         try:
-            with internals.mode_of(self.fakes), internals.effects_inside():
+            with internals.mode_of(self.fakes), internals.of_regions():
                 try:
                     call = self.traced()
                 except TraceAgain:

@@ -308,3 +308,29 @@ def test_a_region_is_compiled_in_few_ways():
     assert [c.slack for c in costs.longer] == [0.01]
     plan = ChainPlan.default(1).taking(steps_of([costs]))
     assert plan.choices[0].keep == 3 and share_saved(plan, [costs]) == pytest.approx(0.16)
+
+
+def two_calls(model, ids, function):
+    """Two calls of one compiled function before one backward, as for preferences."""
+    return -torch.nn.functional.logsigmoid(function(model, ids) - 2 * function(model, ids.flip(1)))
+
+
+def kept_graph(model, ids, function):
+    """Two backwards of one forward."""
+    loss = function(model, ids)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("of", [two_calls, kept_graph])
+def test_kept_values_are_read_as_often_as_backwards_want(of, counters, plans):
+    trained = Trained()
+    for _ in range(3):
+        found = []
+        for function in (step, trained.compiled):
+            trained.model.zero_grad()
+            of(trained.model, trained.ids, function).backward()
+            found.append([p.grad for p in trained.model.parameters()])
+        for wanted, ours in zip(*found):
+            torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+    assert kept(plans[-1]) > 0

@@ -89,7 +89,7 @@ from .fake_tensors import (
     without_guards,
 )
 from .inductor import compile_function, compile_graph, compile_plainly, floats_are_tensors, rewrite
-from .joint_graphs import effects_inside, keep_inputs_partition, tracing_of
+from .joint_graphs import keep_inputs_partition, of_regions, tracing_of
 from .numbers_asked import number_read
 from .picked_branches import begin_branch, end_branch
 from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
@@ -144,7 +144,7 @@ __all__ = [
     "has_symbols",
     "detect_fake_mode",
     "disable_current_modes",
-    "effects_inside",
+    "of_regions",
     "end_branch",
     "enter_autocast",
     "enter_inference",

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,9 +36,15 @@ def keep_inputs_partition(
     return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs)
 
 
-def effects_inside():
-    """AOTAutograd's graphs without the tokens that order effects among inputs and outputs."""
-    return functorch_config.patch(unlift_effect_tokens=True)
+@contextlib.contextmanager
+def of_regions() -> Iterator[None]:
+    """How AOTAutograd compiles regions: without the tokens that order effects among inputs and outputs, and
+    with no kept value that the backward may overwrite, for ``retain_graph=True`` has it read again."""
+    with (
+        functorch_config.patch(unlift_effect_tokens=True),
+        mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),
+    ):
+        yield
 
 
 @contextlib.contextmanager
