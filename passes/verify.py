@@ -167,7 +167,7 @@ def verify_program(program: Program, analysis: Analysis) -> None:
     - What a sweep reads beyond its own rows is at full length, or is appended in that sweep.
     - A sum is read after its sweep; a key sum is read in it only where its rows are final.
     - A scan has a state, which goes along or was saved by an earlier sweep.
-    - A value that another one is written over is not read any more.
+    - A value that another one is written over is not read any more, and no view of it is a result.
     - What is wider at full length than a streamed program may hold is declared as such.
     - What is kept, written or added up is a tensor: of an operator with several results, its items.
     """
@@ -191,6 +191,8 @@ def verify_program(program: Program, analysis: Analysis) -> None:
         verify_sweep(sweep, ready, analysis)
         ready.update((*sweep.writes, *sweep.sums, *sweep.keysums))
         gone = {source for _, source in sweep.in_place}
+        views = [n for n in sweep.writes if viewed(n) in gone]
+        check(not views, f"{views} are views of values that their sweep writes over")
         ready = {n for n in ready if viewed(n, whole) not in gone}
     undeclared = set(too_wide(program, analysis)).difference(program.too_wide)
     check(not undeclared, f"{undeclared} are wider than a streamed program may hold")

@@ -105,3 +105,29 @@ def test_a_gradient_that_another_backward_reads_is_not_written_over(order, optio
     compiled = torch.compile(layers, backend="streambp", options=options)
     for _ in range(2):
         torch.testing.assert_close(found(compiled), found(layers), rtol=1e-10, atol=1e-12)
+
+
+def filled_column(x: Tensor, column: Tensor) -> Tensor:
+    x = x.clone()
+    x[..., 1] = column
+    return x
+
+
+WRITTEN = {  # the function, and the shape of the part that it writes
+    "a column": (filled_column, (3, LENGTH)),
+    "an entry of the batch": (lambda x, row: torch.select_scatter(x, row, 0, 1), (LENGTH, 5)),
+    "some columns": (lambda x, columns: torch.slice_scatter(x, columns, 2, 1, 3), (3, LENGTH, 2)),
+}
+
+
+@pytest.mark.parametrize("write, shape", WRITTEN.values(), ids=WRITTEN)
+def test_a_view_of_a_gradient_is_not_lost_when_that_is_written_over(write, shape):
+    """The gradient of the written part is a view of the incoming one; that of the rest may be written there."""
+    x = torch.randn(3, LENGTH, 5, dtype=torch.double, requires_grad=True)
+    part = torch.randn(shape, dtype=torch.double, requires_grad=True)
+    incoming = torch.randn_like(x)
+    compiled = torch.compile(write, backend="streambp", options={"chunk_size": 8})
+    wanted, found = (
+        torch.autograd.grad(function(x, part), (x, part), incoming.clone()) for function in (write, compiled)
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)

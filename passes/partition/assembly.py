@@ -259,8 +259,10 @@ class Assembly:
         """Is this the last sweep that reads a value, and does it read own rows alone?
 
         What reads it at full length must have done so before. No sweep may read a view of it, which is the
-        same memory by another name.
+        same memory by another name, and this one may write none: a chunk's results are written in turn.
         """
+        if any(viewed(n) is source for n in sweeps[at].writes):
+            return False
         inside, later = set(sweeps[at].nodes), {n for s in sweeps[at + 1 :] for n in s.nodes}
         whole, edges = self.choice.nodes, list[Edge]()
         for node in (n for n in self.problem.needed if n not in self.problem.inputs):
