@@ -122,7 +122,7 @@ WRITTEN = {  # the function, and the shape of the part that it writes
 
 @pytest.mark.parametrize("write, shape", WRITTEN.values(), ids=WRITTEN)
 def test_a_view_of_a_gradient_is_not_lost_when_that_is_written_over(write, shape):
-    """The gradient of the written part is a view of the incoming one; that of the rest may be written there."""
+    """The gradient of the written part is a view of the incoming one, over which the other may be written."""
     x = torch.randn(3, LENGTH, 5, dtype=torch.double, requires_grad=True)
     part = torch.randn(shape, dtype=torch.double, requires_grad=True)
     incoming = torch.randn_like(x)
