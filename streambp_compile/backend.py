@@ -352,7 +352,7 @@ class Chain:
             return links, link(links, self.unplanned(links))
         parts = (links, link, limit, axes, self.placeholders)
         spends = isinstance(limit, FreeMemory) and self.is_whole_step(cut)
-        chain = self.spending(*parts) if spends else PlannedChain(*parts)
+        chain = self.spending(cut, *parts) if spends else PlannedChain(*parts)
         lengths = tuple(hint(a.length) for a in axes)
         with untimed():
             plan = chain.plan(self.fakes, lengths)
@@ -362,17 +362,17 @@ class Chain:
             self.report.notes.append(f"note: The fastest plan within {mebibytes(limit.bytes)}: {plan}.")
         return chain.by(plan), chain
 
-    def spending(self, links: Links, *parts) -> SpendingChain:
+    def spending(self, cut: Cut, *parts) -> SpendingChain:
         """The chain by the fastest plan that what is free on the GPU allows, learnt step by step."""
-        repeatable = not any(written_storages(region) for _, region in links)
+        repeatable = not cut.updates and not any(map(written_storages, cut.regions))
         spare = SpareMemory(memory_of_gpu(self.fakes))
-        return SpendingChain(links, *parts, spare, repeatable, self.note)
+        return SpendingChain(*parts, spare=spare, repeatable=repeatable, tell=self.note)
 
     def is_whole_step(self, cut: Cut) -> bool:
         """Does the backward begin at the outputs of this graph: is none of them hidden states or logits, from
         which others go on?"""
         marks = joined(cut.axes).marks if cut.axes else ()
-        ends = [n for n in self.returned() if n not in cut.lazy and is_differentiable(fake_of(n))]
+        ends = [n for n in self.returned() if n not in cut.lazy and wants_gradient(n)]
         return bool(ends) and not any(n in marks for n in ends)
 
     def limit(self) -> Limit | None:
@@ -451,10 +451,6 @@ class Chain:
             internals.log.debug("not worth a warning, at %d bytes of %d: %s", cost, self.held, refusal)
             return
         warn_refused(refusal, cost)
-
-
-def is_differentiable(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def placeholders_of(module: GraphModule) -> list[Node]:

@@ -148,20 +148,10 @@ class SpendingChain(PlannedChain):
     tell        is told of plans that are found
     """
 
-    def __init__(
-        self,
-        links: Links,
-        link: Callable[[Links, ChainPlan], Callable],
-        limit: Limit,
-        axes: Sequence[Axis],
-        placeholders: Sequence[Node],
-        spare: SpareMemory,
-        repeatable: bool,
-        tell: Callable[[str], None],
-    ):
-        super().__init__(links, link, limit, axes, placeholders)
+    def __init__(self, *parts, spare: SpareMemory, repeatable: bool, tell: Callable[[str], None]):
+        super().__init__(*parts)
         self.spare, self.repeatable, self.tell = spare, repeatable, tell
-        self.default = ChainPlan.default(len(links))
+        self.default = ChainPlan.default(len(self.links))
         self.now: dict[Lengths, ChainPlan] = {}
         self.simulated: dict[Lengths, dict[ChainPlan, int]] = {}
         self.found: list[Spent] = []

@@ -3,11 +3,21 @@ computed together at full length."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from torch.fx import Node
 
-from ..ir import Analysis, ChosenKernel, Plan, Program, arguments, shape_of, takes_kernel, value_of
+from ..ir import (
+    Analysis,
+    ChosenKernel,
+    Plan,
+    Program,
+    arguments,
+    computed_by,
+    shape_of,
+    takes_kernel,
+    value_of,
+)
 from ..kernels.attention import Attention, Choice, Target, choose, in_one_call
 from ..kernels.simulated_device import device_type
 from .choices import DEFAULT, Choices
@@ -33,14 +43,8 @@ def plan(
     device   what chunk lengths are chosen for
     alone    nodes that no other is computed together with at full length
     """
-    kernels = {n: chosen(n, target, choices) for n in nodes_of(program) if takes_kernel(n)}
+    kernels = {n: chosen(n, target, choices) for n in computed_by(program) if takes_kernel(n)}
     return Plan(chunk_lengths(program, analysis, choices, device), kernels, fusions(program, alone))
-
-
-def nodes_of(program: Program) -> Iterable[Node]:
-    """All that a program computes, each node once."""
-    parts = (*program.full_length, *(sweep.nodes for sweep in program.sweeps))
-    return dict.fromkeys(node for part in parts for node in part)
 
 
 def chosen(node: Node, target: Target, choices: Choices) -> ChosenKernel:
