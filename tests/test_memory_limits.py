@@ -334,3 +334,27 @@ def test_kept_values_are_read_as_often_as_backwards_want(of, counters, plans):
         for wanted, ours in zip(*found):
             torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
     assert kept(plans[-1]) > 0
+
+
+def test_a_forward_that_changes_weights_is_not_run_again(counters, plans, monkeypatch):
+    """The change would be made twice."""
+
+    def shrinking(model, ids):
+        model.embed.weight.data.mul_(0.5)
+        return model(ids, ids)
+
+    trained = Trained()
+    compiled = torch.compile(shrinking, backend=trained.backend)
+    for _ in range(3):
+        compiled(trained.model, trained.ids).backward()
+    assert kept(plans[-1]) > 0
+
+    def fails(*args):
+        raise torch.OutOfMemoryError("none is left")
+
+    call_by = planned_chain.PlannedChain.call_by
+    monkeypatch.setattr(
+        planned_chain.PlannedChain, "call_by", lambda self, plan: fails if kept(plan) else call_by(self, plan)
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        compiled(trained.model, trained.ids)
