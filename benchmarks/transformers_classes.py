@@ -453,16 +453,23 @@ def streamed(model, eager: Callable, inputs: list[dict], truths: list[list]) -> 
         answer = traced(compiled, model, inputs, truths)
     if answer["error"] > bound_of(model) and "crash" not in answer:
         kept = {k: v.clone() for k, v in model.state_dict().items()}
-        answer["noise"] = zoo.rounding(model, eager, inputs[0], truths[0])
-        model.load_state_dict(kept)
+        answer["noise"] = 0.0
+        for batch, truth in zip(inputs, truths):
+            answer["noise"] = max(answer["noise"], zoo.rounding(model, eager, batch, truth))
+            model.load_state_dict(kept)
     told = [str(w.message) for w in caught if str(w.message).startswith("streambp")]
     regions = report.regions
     return answer | dict(
         step=step,
         regions=sum(r.times for r in regions),
-        streamed=sum(r.times for r in regions if r.streamed is not None or r.has_nothing_to_stream),
+        streamed=sum(r.times for r in regions if is_streamed(r)),
         reasons=list(dict.fromkeys(map(zoo.shortened, told))),
     )
+
+
+def is_streamed(region) -> bool:
+    """Does all of a region stream, or is there nothing in it to stream?"""
+    return region.has_nothing_to_stream or region.streamed is not None and not region.at_full_length
 
 
 def bound_of(model) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
@@ -21,6 +22,7 @@ from .ir import (
     Role,
     Sweep,
     Tokens,
+    bytes_of,
     hint,
     is_floating,
     is_tensor,
@@ -28,6 +30,7 @@ from .ir import (
     shape_of,
     tensor_operands,
     value_of,
+    viewed,
 )
 from .rules import inner_width
 
@@ -71,6 +74,25 @@ def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:
     return tuple(n for n in held(program, analysis) if is_too_wide(n))
 
 
+def widest_at_full_length(program: Program) -> tuple[int, Node | None]:
+    """The most bytes that operations at full length hold at a time, beside what the program is given and
+    returns, and the first of these operations; what a compiler fuses takes less."""
+    given = {*program.inputs, *(viewed(o) for o in program.outputs if isinstance(o, Node))}
+    order = [n for n in chain.from_iterable(program.full_length) if is_tensor(n)]
+    made = [n for n in order if n not in given and not is_view(n)]
+    own = set(made)
+    last = {viewed(operand): node for node in order for operand in node.all_input_nodes}
+    ended: dict[Node, int] = {}
+    for node in made:
+        ended[last.get(node, node)] = ended.get(last.get(node, node), 0) + bytes_of(value_of(node))
+    held, widest = 0, 0
+    for node in order:
+        held += bytes_of(value_of(node)) if node in own else 0
+        widest = max(widest, held)
+        held -= ended.get(node, 0)
+    return widest, next(iter(made), None)
+
+
 def held(program: Program, analysis: Analysis) -> list[Node]:
     """What exists at full length while the program runs and is neither an input nor an output."""
     swept = (n for s in program.sweeps for n in (*s.writes, *s.keysums))
@@ -83,6 +105,12 @@ def held(program: Program, analysis: Analysis) -> list[Node]:
 def widest_needed(program: Program, analysis: Analysis) -> int:
     """Numbers per token of the widest value that the region cannot do without."""
     return max((width(n, analysis) for n in needed_values(program, analysis)), default=0)
+
+
+def bytes_needed(program: Program, analysis: Analysis) -> int:
+    """Bytes of the largest value with rows that the region cannot do without."""
+    rows = (n for n in needed_values(program, analysis) if width(n, analysis))
+    return max((bytes_of(value_of(n)) for n in rows), default=0)
 
 
 def needed_values(program: Program, analysis: Analysis) -> Iterator[Node]:

@@ -444,13 +444,13 @@ class Chain:
         self.report.notes.append(f"note: {text}.")
         warnings.warn(f"streambp: {text}.", StreamHint, stacklevel=2)
 
-    def refuse(self, refusal: Refusal, cost: int | None) -> None:
+    def refuse(self, refusal: Refusal, cost: int | None, warn: Callable = warn_refused) -> None:
         if self.config.strict:
             raise NotStreamed(str(refusal))
         if cost is not None and cost < SMALL * self.held:
             internals.log.debug("not worth a warning, at %d bytes of %d: %s", cost, self.held, refusal)
             return
-        warn_refused(refusal, cost)
+        warn(refusal, cost)
 
 
 def placeholders_of(module: GraphModule) -> list[Node]:

@@ -18,14 +18,16 @@ from .dynamo.block_functions import write_out
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of
 from .dynamo.written_inputs import written_buffers, written_storages
-from .notices import NotStreamed, StreamHint, mebibytes
+from .notices import NotStreamed, StreamHint, mebibytes, warn_part_refused
 from .passes.ir import (
+    Analysis,
     CannotStream,
     Condition,
     EveryRowHasVisibleKey,
     Mark,
     MaskedOutsideBand,
     PositionsIncrease,
+    Program,
     Refusal,
     bytes_of,
     outputs_of,
@@ -36,6 +38,7 @@ from .passes.ir import (
 from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.split import Region
+from .passes.width import LOGITS, bytes_needed, widest_at_full_length
 from .pipeline import StreamedRegion, stream
 from .region_drivers import forward_and_backward, run_forward
 from .region_report import RegionReport
@@ -282,6 +285,22 @@ class CompiledRegion:
                 raise CannotStream(refusal)
             cost = mebibytes(bytes_of(value_of(node)))
             warnings.warn(f"streambp: {refusal}. It takes {cost}.", StreamHint, stacklevel=2)
+        self.check_full_length(region.forward.program, region.analysis)
+
+    def check_full_length(self, program: Program, analysis: Analysis) -> None:
+        """Warn of operations at full length that hold far more than what the region reads and returns."""
+        taken, first = widest_at_full_length(program)
+        if first is not None and taken > LOGITS * bytes_needed(program, analysis):
+            self.report.at_full_length = taken
+            refusal = Refusal(
+                str(first.target),
+                "From here on, operations of a streamed region run at full length: nothing shows that they "
+                "work token by token along the sequence that the region is chunked along",
+                "Nothing to do for a small part; otherwise compile what computes another sequence (an "
+                "encoder, a branch) with torch.compile of its own",
+                where_of(first),
+            )
+            self.refuse(refusal, taken, warn=warn_part_refused)
 
     def compile_forward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
         return driver_of(module) or internals.compile_graph(module, inputs)

@@ -36,6 +36,8 @@ class RegionReport:
     joint     its joint forward-backward graph (forward alone under ``no_grad``), in ATen operations
     streamed  analysis and schedules, or None with a ``refusal``
     costs_nothing  it runs unchunked, but holds no more than what enters and leaves it
+    at_full_length  bytes that a part of a streamed region holds, which runs at full length; 0 where that is
+                    little beside what the region reads and returns
     times     number of its occurrences in the model
     recomputable  its outputs are recomputed in the backward of the next region, not kept
     """
@@ -48,6 +50,7 @@ class RegionReport:
     streamed: StreamedRegion | None = None
     refusal: Refusal | None = None
     costs_nothing: bool = False
+    at_full_length: int = 0
 
     @property
     def has_nothing_to_stream(self) -> bool:
@@ -97,6 +100,10 @@ class RegionReport:
         lines += describe(forward, self.streamed.forward, self.streamed)
         if self.backward is not None:
             lines += describe("backward", self.backward, self.streamed)
+        if self.at_full_length:
+            lines.append(
+                f"  a part runs at full length, and holds {mebibytes(self.at_full_length)} at a time"
+            )
         lines += [
             f"  checked in every call: {condition}; where it fails, all keys are read"
             for condition in self.streamed.analysis.conditions

@@ -11,7 +11,7 @@ from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import Mark, Program
 from streambp_compile.passes.partition import partition
 from streambp_compile.passes.verify import IllegalResult, verify_program
-from streambp_compile.passes.width import KEYS, too_wide, width
+from streambp_compile.passes.width import KEYS, bytes_needed, too_wide, widest_at_full_length, width
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 LENGTH, WIDTH = 5, 8
@@ -72,3 +72,17 @@ def test_a_layer_holds_nothing_too_wide():
     analysis = analyze(write.graph, LENGTH, seeds)
     program = partition(write.graph, analysis, gradients)
     assert isinstance(program, Program) and program.too_wide == ()
+
+
+def test_operations_at_full_length_hold_what_is_alive_at_a_time():
+    write = Written()
+    x, table = write.given("x", torch.randn(1, LENGTH, WIDTH)), write.given("table", torch.randn(100, WIDTH))
+    wide = write("wide", aten.exp.default, write("wider", aten.mul.Tensor, table, table))
+    row = write("row", aten.sum.dim_IntList, wide, [0])
+    y = write("y", aten.add.Tensor, x, row)
+    write.graph.output((y,))
+    analysis = analyze(write.graph, LENGTH, {x: (Mark(1),)})
+    program = partition(write.graph, analysis, (y,))
+    taken, first = widest_at_full_length(program)
+    assert (taken, first.name) == (2 * 100 * WIDTH * 4, "wider")
+    assert bytes_needed(program, analysis) == LENGTH * WIDTH * 4
