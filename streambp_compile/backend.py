@@ -75,7 +75,7 @@ from .hints import hint_at_freed_weights, hint_at_outputs, watched
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .memory_limits import Budget, FreeMemory, Limit, OverBudget
-from .notices import NotStreamed, StreamHint, mebibytes, warn_refused
+from .notices import NotStreamed, StreamHint, mebibytes, warn_part_refused, warn_refused
 from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
@@ -444,13 +444,13 @@ class Chain:
         self.report.notes.append(f"note: {text}.")
         warnings.warn(f"streambp: {text}.", StreamHint, stacklevel=2)
 
-    def refuse(self, refusal: Refusal, cost: int | None, warn: Callable = warn_refused) -> None:
+    def refuse(self, refusal: Refusal, cost: int | None) -> None:
         if self.config.strict:
             raise NotStreamed(str(refusal))
         if cost is not None and cost < SMALL * self.held:
             internals.log.debug("not worth a warning, at %d bytes of %d: %s", cost, self.held, refusal)
             return
-        warn(refusal, cost)
+        (warn_part_refused if refusal.of_part else warn_refused)(refusal, cost)
 
 
 def placeholders_of(module: GraphModule) -> list[Node]:

@@ -18,7 +18,7 @@ from .dynamo.block_functions import write_out
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of
 from .dynamo.written_inputs import written_buffers, written_storages
-from .notices import NotStreamed, StreamHint, mebibytes, warn_part_refused
+from .notices import NotStreamed, StreamHint, mebibytes
 from .passes.ir import (
     Analysis,
     CannotStream,
@@ -299,8 +299,9 @@ class CompiledRegion:
                 "Nothing to do for a small part; otherwise compile what computes another sequence (an "
                 "encoder, a branch) with torch.compile of its own",
                 where_of(first),
+                of_part=True,
             )
-            self.refuse(refusal, taken, warn=warn_part_refused)
+            self.refuse(refusal, taken)
 
     def compile_forward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
         return driver_of(module) or internals.compile_graph(module, inputs)
