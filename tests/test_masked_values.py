@@ -91,10 +91,30 @@ def as_many_rows(x, mask, token, image):
     return x
 
 
+def rows_added(x, mask, token, image):
+    """As Qwen3-VL adds features of an image behind its first layers."""
+    x = x.clone()
+    x[mask, :] = x[mask, :] + image.flatten(0, 1).to(x.dtype)
+    return x
+
+
+def rows_mixed(x, mask, token, image):
+    x[mask] = 0.5 * x[mask] * token - image.flatten(0, 1)
+    return x
+
+
+def rows_added_after_a_write(x, mask, token, image):
+    picked = x[mask]
+    x[:, 3:9] = 0.0
+    x[mask] = picked + image.flatten(0, 1)
+    return x
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (row, one_of_many, number, in_columns, of_each_sequence, features, in_a_copy, scattered)
     + (scattered_by_columns, scattered_in_place, as_many_rows, with_more_dimensions)
+    + (rows_added, rows_mixed, rows_added_after_a_write)
 }
 
 

@@ -133,6 +133,8 @@ def index(node: Node) -> Signature:
     front if they are apart."""
     x, indices = node.args[0], list(node.args[1])
     rank = len(shape_of(x))
+    if any(ix is not None and value_of(ix).dtype in (torch.bool, torch.uint8) for ix in indices):
+        return all_at_once(node)  # how many rows a mask picks depends on the data
     indices += [None] * (rank - len(indices))
     used = [i for i, ix in enumerate(indices) if ix is not None]
     index_rank = max(len(shape_of(indices[i])) for i in used)
