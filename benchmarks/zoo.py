@@ -401,10 +401,7 @@ def with_image(config, length: int) -> dict:
 
 def pictured(config, length: int) -> dict:
     """The same, and the image."""
-    import torch
-
-    side, make = config.vision_config.image_size, torch.Generator().manual_seed(2)
-    return dict(with_image(config, length), pixel_values=torch.randn(2, 3, side, side, generator=make))
+    return dict(with_image(config, length), pixel_values=pixels(2, config))
 
 
 def typed(config, length: int) -> dict:
@@ -428,8 +425,27 @@ def grids(config, length: int) -> dict:
     )
 
 
+def tiles(config, length: int) -> dict:
+    """The same, the images of both sequences as tiles of four tokens each."""
+    return dict(with_image(config, length), pixel_values=pixels(2 * IMAGE_TOKENS // 4, config))
+
+
+def listed(config, length: int) -> dict:
+    """The same, with a list of images for each sequence."""
+    return dict(with_image(config, length), pixel_values=pixels(2, config).unsqueeze(1))
+
+
+def pixels(count: int, config):
+    import torch
+
+    side, make = config.vision_config.image_size, torch.Generator().manual_seed(2)
+    rows, columns = side if isinstance(side, (list, tuple)) else (side, side)
+    return torch.randn(count, 3, rows, columns, generator=make)
+
+
 IMAGE_TOKENS = 16
 IMAGE_TOKEN = 2  # which no text has
+PATCHES = dict(depth=2, out_hidden_size=64, num_heads=2, patch_size=4)
 VISION = dict(
     hidden_size=32,
     intermediate_size=64,
@@ -690,6 +706,49 @@ ROWS |= {
             dict(depth=2, embed_dim=32, hidden_size=64, num_heads=2, patch_size=4),
             batch=grids,
             words=dict(rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)),
+        ),
+    ),
+    "Qwen2.5-VL": Row(
+        "vision",
+        multimodal(
+            "qwen2_5_vl",
+            "Qwen2_5_VLForConditionalGeneration",
+            "qwen2_5_vl_text",
+            dict(PATCHES, intermediate_size=64, hidden_size=32, window_size=16, fullatt_block_indexes=[1]),
+            batch=grids,
+            words=dict(rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)),
+        ),
+    ),
+    "Qwen3-VL": Row(
+        "vision",
+        multimodal(
+            "qwen3_vl",
+            "Qwen3VLForConditionalGeneration",
+            "qwen3_vl_text",
+            dict(PATCHES, intermediate_size=64, hidden_size=32, deepstack_visual_indexes=[0, 1]),
+            batch=grids,
+            words=dict(rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)),
+        ),
+    ),
+    "InternVL": Row(
+        "vision",
+        multimodal(
+            "internvl",
+            "InternVLForConditionalGeneration",
+            "qwen2",
+            dict(VISION, model_type="internvl_vision", image_size=[16, 16], patch_size=[4, 4]),
+            batch=tiles,
+        ),
+    ),
+    "Idefics 3": Row(
+        "vision",
+        multimodal(
+            "idefics3",
+            "Idefics3ForConditionalGeneration",
+            "llama",
+            dict(VISION, model_type="idefics3_vision"),
+            batch=listed,
+            scale_factor=1,
         ),
     ),
     "DINOv2": Row("vision", sized("dinov2", "Dinov2ForImageClassification")),

@@ -76,7 +76,7 @@ def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:
 
 def widest_at_full_length(program: Program) -> tuple[int, Node | None]:
     """The most bytes that operations at full length hold at a time, beside what the program is given and
-    returns, and the first of these operations; what a compiler fuses takes less."""
+    returns, and the one of them whose result is the largest; what a compiler fuses takes less."""
     given = {*program.inputs, *(viewed(o) for o in program.outputs if isinstance(o, Node))}
     order = [n for n in chain.from_iterable(program.full_length) if is_tensor(n)]
     made = [n for n in order if n not in given and not is_view(n)]
@@ -90,7 +90,7 @@ def widest_at_full_length(program: Program) -> tuple[int, Node | None]:
         held += bytes_of(value_of(node)) if node in own else 0
         widest = max(widest, held)
         held -= ended.get(node, 0)
-    return widest, next(iter(made), None)
+    return widest, max(made, key=lambda n: bytes_of(value_of(n)), default=None)
 
 
 def held(program: Program, analysis: Analysis) -> list[Node]:

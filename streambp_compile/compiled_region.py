@@ -289,16 +289,16 @@ class CompiledRegion:
 
     def check_full_length(self, program: Program, analysis: Analysis) -> None:
         """Warn of operations at full length that hold far more than what the region reads and returns."""
-        taken, first = widest_at_full_length(program)
-        if first is not None and taken > LOGITS * bytes_needed(program, analysis):
+        taken, largest = widest_at_full_length(program)
+        if largest is not None and taken > LOGITS * bytes_needed(program, analysis):
             self.report.at_full_length = taken
             refusal = Refusal(
-                str(first.target),
-                "From here on, operations of a streamed region run at full length: nothing shows that they "
+                str(largest.target),
+                "This and other operations of a streamed region run at full length: nothing shows that they "
                 "work token by token along the sequence that the region is chunked along",
                 "Nothing to do for a small part; otherwise compile what computes another sequence (an "
                 "encoder, a branch) with torch.compile of its own",
-                where_of(first),
+                where_of(largest),
                 of_part=True,
             )
             self.refuse(refusal, taken)
