@@ -28,12 +28,14 @@ FAMILIES = {
     "fsdp2": 2,
     "deepspeed_zero": 2,
     "parallel": 2,
+    "tensor_parallel": 4,
     "compilation": 1,
     "adapters": 1,
     "quantized": 1,
     "trainers": 1,
     "trl_trainers": 1,
 }
+DIVIDED = {"tensor_parallel"}  # of as many tokens as the processes divide evenly
 RESULTS = Path(__file__).parent / "results" / "engines.md"
 HEADS = (
     "setup",
@@ -54,7 +56,8 @@ def row_of(family: str, name: str, lengths: Sequence[int]) -> Row:
     from . import zoo
 
     zoo.interpret_bodies()
-    return measured(setups_of(family)[name], lengths)
+    divisor = FAMILIES[family] if family in DIVIDED else 1
+    return measured(setups_of(family)[name], [n - n % divisor for n in lengths])
 
 
 def setups_of(family: str) -> dict:
@@ -156,13 +159,13 @@ def saved() -> list[list[str]]:
 
 PREFACE = """# Engines and trainers
 
-`python -m benchmarks.engines --save`: sequences of 97 tokens in chunks of 16, small models on a CPU,
-chunk bodies interpreted. *error*: the largest relative error of a parameter's gradient (of its change after
-a step or two, for trainers and DeepSpeed) against the same setup without streaming. Decoders of this
-repository are in float64, where ZeRO reduces gradients in float32; models of Hugging Face compute norms and
-losses in float32, which is an error of about 1e-7 by itself. *layers*, *head*: do all layers, and the head
-with its loss, stream? *collectives*: of one step. *what it says*: every warning, and in parentheses what is
-known of a part that does not stream without one."""
+`python -m benchmarks.engines --save`: sequences of 97 tokens (96 where tensor parallel processes share
+them) in chunks of 16, small models on a CPU, chunk bodies interpreted. *error*: the largest relative error of
+a parameter's gradient (of its change after a step or two, for trainers and DeepSpeed) against the same setup
+without streaming. Decoders of this repository are in float64, where ZeRO reduces gradients in float32; models
+of Hugging Face compute norms and losses in float32, which is an error of about 1e-7 by itself. *layers*,
+*head*: do all layers, and the head with its loss, stream? *collectives*: of one step. *what it says*: every
+warning, and in parentheses what is known of a part that does not stream without one."""
 
 
 if __name__ == "__main__":

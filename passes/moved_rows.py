@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from .ir import Label, Signature, is_tensor, shape_of, tensor_operands, value_of
-from .rules import block_of, find_rule, is_product
+from .rules import along_of, block_of, find_rule, is_product
 from .token_propagation import TokenPropagation
 
 FEATURES = 8  # numbers per row at least: fewer may as well exist at full length
@@ -58,10 +58,11 @@ def moving(node: Node, sequences: Sequence[Rows]) -> Signature | None:
 
 
 def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
-    """What the rules say of a node that may move rows: of no product, of no attention, and of no function of
-    blocks, whose states are no rows of a sequence."""
+    """What the rules say of a node that may move rows: of no product, of no attention, of no function of
+    blocks, whose states are no rows of a sequence, and of no collective, which has the same tokens on
+    several processes before or after."""
     signature = known_signature(node, sequences)
-    if signature is None or signature.reshape or signature.rows is not None:
+    if signature is None or signature.reshape or signature.rows is not None or along_of(node) is not None:
         return None
     return None if is_product(node) or block_of(node) > 1 else signature
 

@@ -30,6 +30,7 @@ class Traits:
     recomputable  it costs little to compute and gives the same bits when computed again
     storage       whose memory its value is
     moves         it makes rows of one sequence from those of another
+    received      its rows come from other processes: the backward has them sent again, and no cut keeps them
     """
 
     bytes: int
@@ -41,6 +42,12 @@ class Traits:
     recomputable: bool = False
     storage: int | None = None
     moves: bool = False
+    received: bool = False
+
+    @property
+    def crosses(self) -> bool:
+        """May its value cross a cut?"""
+        return self.bytes >= 0 and not self.received
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,8 @@ def layer_cuts(
             # its layer has
             continue
         chain.begin(end + 1)
-        cuts += head_cut(body, widths, traits, mixer, end, cuts, most if following is None else layer)
+        if not traits[body[mixer]].received:  # what widens such rows was cut off in front of them
+            cuts += head_cut(body, widths, traits, mixer, end, cuts, most if following is None else layer)
         cuts += [] if following is None else [end]
     return cuts
 
@@ -237,14 +245,14 @@ FORBIDDEN = 1 << 100
 def frontier(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[int]:
     """Bytes alive after each node of the body: made up to there and read later.
 
-    No cut can be where a value is alive that cannot cross one (no tensor, a matrix of tokens by tokens), nor
-    before the last write into one that is.
+    No cut can be where a value is alive that cannot cross one (no tensor, a matrix of tokens by tokens, rows
+    of other processes), nor before the last write into one that is.
     """
     place = {n: i for i, n in enumerate(body)}
     change = [0] * (len(body) + 1)
     for i, node in enumerate(body):
         end = max((place[u] for u in node.users if u in place), default=i)
-        size = FORBIDDEN if traits[node].bytes < 0 else traits[node].bytes
+        size = traits[node].bytes if traits[node].crosses else FORBIDDEN
         change[i] += size if end > i else 0
         change[end] -= size if end > i else 0
     for first, last in unfinished(body, traits):

@@ -2,7 +2,7 @@
 
 A program that keeps logits, or what is inside an MLP, for every token is not a streamed one. Widths are
 numbers per token. They are compared with the widest value that a region cannot do without: its inputs, its
-outputs, and hidden states that it looks up for token ids.
+outputs, hidden states that it looks up for token ids, and those that processes exchange.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .ir import (
     value_of,
     viewed,
 )
-from .rules import inner_width
+from .rules import along_of, inner_width
 
 # What rows alone make can be computed again, so it is kept only if it is hardly wider than hidden states:
 # twice, as a short convolution over an expanded state is. An MLP is 2.5 to 4 times as wide, logits 8 and
@@ -114,9 +114,12 @@ def bytes_needed(program: Program, analysis: Analysis) -> int:
 
 
 def needed_values(program: Program, analysis: Analysis) -> Iterator[Node]:
-    """Inputs, outputs, and what is looked up for token ids."""
+    """Inputs, outputs, what is looked up for token ids, and what comes from other processes or goes to
+    them."""
     yield from program.inputs
     yield from (o for o in program.outputs if isinstance(o, Node))
+    for node in (n for nodes in program.full_length for n in nodes if along_of(n) is not None):
+        yield from (node, *tensor_operands(node))
     for node in (n for sweep in program.sweeps for n in sweep.nodes):
         table, rows = table_and_rows(analysis.edges[node])
         if any(map(is_floating, table)) and rows and not any(map(is_floating, rows)):

@@ -31,7 +31,7 @@ from .dynamo.cut_rows import cut_rows_first
 from .dynamo.detached_values import detach_operands
 from .dynamo.early_values import early_views, weight_updates
 from .dynamo.flash_attn import flash_attn_as_attention
-from .dynamo.graph_inputs import attributes_as_inputs, fakes_of, with_attributes
+from .dynamo.graph_inputs import attributes_as_inputs, fakes_of, meshes_as_attributes, with_attributes
 from .dynamo.higher_order import fold_maps, inline_wrappers
 from .dynamo.indexed_rows import index_rows
 from .dynamo.joint_attention import part_joint_attention
@@ -41,6 +41,7 @@ from .dynamo.modes import is_switch, note_autocast, write_inference_as_no_grad
 from .dynamo.padded_masks import pad_before_masks
 from .dynamo.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
 from .dynamo.picked_rows import depends_on_data, reads_number_of_mask, write_picked_rows
+from .dynamo.processes import check_parts, spans_processes
 from .dynamo.python_floats import floats_as_tensors, reads_number
 from .dynamo.region_axes import axis_of
 from .dynamo.region_modules import build_region, region_text
@@ -67,7 +68,7 @@ from .dynamo.turned_matrices import part_turned_matrices
 from .dynamo.unknown_sizes import OfUnknownSize, part_unknown_sizes, write_counts_as_sums
 from .dynamo.unrolled_loops import distribute_loops
 from .dynamo.unrolled_losses import merge_unrolled
-from .dynamo.values import fake_of, wants_gradient
+from .dynamo.values import fake_of, own_of, wants_gradient
 from .dynamo.windows import write_windows
 from .dynamo.written_inputs import written_storages
 from .dynamo.written_values import write_filled_values, write_new_values
@@ -75,7 +76,14 @@ from .hints import hint_at_freed_weights, hint_at_outputs, watched
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .memory_limits import Budget, FreeMemory, Limit, OverBudget
-from .notices import NotStreamed, StreamHint, mebibytes, warn_part_refused, warn_refused
+from .notices import (
+    NotStreamed,
+    PlansDiffer,
+    StreamHint,
+    mebibytes,
+    warn_part_refused,
+    warn_refused,
+)
 from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split
@@ -126,6 +134,12 @@ IN_PIECES = (
 )
 
 
+SHARE_OF_FREE = (
+    "memory_budget is a share of what is free, which is not the same on every process, and processes that "
+    "compute together must plan alike. It is left out; give a number of bytes instead"
+)
+
+
 SMALL = 0.05  # of what a step holds in any case: a region that costs less is worth no warning
 
 
@@ -155,15 +169,6 @@ UPDATE = Refusal(
 )
 
 
-SHARDED = Refusal(
-    "torch.distributed.tensor.DTensor",
-    "The graph computes with DTensors (tensor parallel layers, or a weight that is sharded), and chunks are "
-    "compiled for plain tensors",
-    "Compile functions that get plain tensors, such as head and loss, and call to_local() or full_tensor() "
-    "outside of them",
-)
-
-
 class Chain:
     """Compiles one Dynamo graph. The result is a function of the graph's inputs."""
 
@@ -174,7 +179,9 @@ class Chain:
         config: Config,
         report: Report | None = None,
     ):
-        self.config, self.given, self.example_inputs = config, module, list(example_inputs)
+        self.given, self.example_inputs = module, list(example_inputs)
+        self.spans_processes = spans_processes(module.graph.nodes)
+        self.config = config.on_every_process() if self.spans_processes else config
         self.attributes: list[torch.Tensor] = []
         self.branches, self.read_in_branches = 0, dict[str, tuple[int, ...]]()
         self.of_unknown_size: OfUnknownSize | None = None
@@ -197,15 +204,15 @@ class Chain:
             self.report.notes.append(f"note: {text}.")
 
     def compiled(self) -> Callable:
-        """The chain; or the given graph through Inductor alone, if it has nothing to stream, or if DTensors
-        or a defect of ours stand in its way."""
+        """The chain; or the given graph through Inductor alone, if it has nothing to stream, or if uneven
+        DTensors or a defect of ours stand in its way."""
         if self.only_updates:
             return self.plain(UPDATE, costs_nothing=True)
         try:
             # What fails in there has changed nothing, so that the graph may run as it was given.
             with internals.NothingReal([*self.example_inputs, *attributes_of(self.given)]):
                 return self.chained()
-        except (*internals.NO_DEFECTS, OverBudget):
+        except (*internals.NO_DEFECTS, OverBudget, PlansDiffer):
             raise
         except Exception as error:
             internals.log.debug("a graph could not be cut into regions", exc_info=True)
@@ -236,6 +243,7 @@ class Chain:
         """The graph with all that is written otherwise before autograd sees it, as a copy."""
         module = copied(self.given)
         self.attributes = attributes_as_inputs(module)
+        meshes_as_attributes(module)
         with phase("reading numbers that change"):
             constants = floats_as_tensors(module)
             if any(map(reads_number, module.graph.nodes)):
@@ -295,12 +303,11 @@ class Chain:
         return Cut(axes, updates, views, [with_sizes(r, graph) for r in regions], lazy)
 
     def chained(self) -> Callable:
-        """The regions, compiled and linked. Raises `CannotStream` for DTensors, for transforms, and where a
-        defect stands in the way."""
-        if any(map(internals.is_sharded, map(fake_of, self.given.graph.nodes))):
-            raise CannotStream(SHARDED)
+        """The regions, compiled and linked. Raises `CannotStream` for uneven DTensors, for transforms, and
+        where a defect stands in the way."""
         if any(map(internals.is_transform, self.given.graph.nodes)):
             raise CannotStream(TRANSFORMED)
+        check_parts(self.given.graph.nodes)
         with time_limit(self.config.analysis_seconds, self.hint), capturing_once():
             self.module = self.rewritten()
             self.placeholders = placeholders_of(self.module)
@@ -319,6 +326,7 @@ class Chain:
                 built[text] = CompiledRegion(
                     module, inputs, region, own, self.config, self.refuse, unfit=cut.unfit
                 )
+                built[text].compare_plans(text)
             return built[text]
 
         links = [(compiled(region), region) for region in cut.regions]
@@ -377,8 +385,14 @@ class Chain:
 
     def limit(self) -> Limit | None:
         """What bounds the memory of a step: the user's budget, or what is free on a GPU, unless the user says
-        where layer inputs wait."""
-        config, budget = self.config, self.config.budget(self.fakes)
+        where layer inputs wait. What is free on one process is not on another: where they compute together,
+        only a number of bytes does."""
+        config = self.config
+        if self.spans_processes and (config.memory_budget is None or isinstance(config.memory_budget, float)):
+            if config.memory_budget is not None:
+                self.hint(SHARE_OF_FREE)
+            return None
+        budget = config.budget(self.fakes)
         if budget is not None:
             return Budget(budget, config.offload is not False, config.lossy)
         if config.offload is not None or config.lossy or not is_on_gpu(config.device, self.fakes):
@@ -459,7 +473,7 @@ def placeholders_of(module: GraphModule) -> list[Node]:
 
 def widest_of(nodes: Iterable[Node]) -> int:
     """The bytes of the largest value of some nodes; sizes that depend on data are not known."""
-    fakes = (v for v in map(fake_of, nodes) if isinstance(v, torch.Tensor))
+    fakes = (v for v in map(own_of, nodes) if isinstance(v, torch.Tensor))
     return max((bytes_of(v) for v in fakes if not internals.is_unbacked(v)), default=0)
 
 
@@ -475,7 +489,7 @@ def held_by(regions: Sequence[Region], placeholders: Sequence[Node]) -> int:
     """Bytes that a step holds however its regions run: gradients of the graph's inputs, and what goes from
     region to region."""
     between = {n for region in regions for n in region.inputs if n.op != "placeholder"}
-    values = [fake_of(n) for n in (*filter(wants_gradient, placeholders), *between)]
+    values = [own_of(n) for n in (*filter(wants_gradient, placeholders), *between)]
     return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor) and not internals.is_unbacked(v))
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from . import internals
 from .dynamo.token_axes import SHORTEST_STREAMED, Axis
-from .dynamo.values import fake_of, is_parameter
+from .dynamo.values import fake_of, is_parameter, own_of
 from .passes.ir import (
     CannotStream,
     Refusal,
@@ -58,7 +59,7 @@ class Candidate:
         The axis may name an input of another region that has as many rows (labels of strided features).
         """
         values = ((n, m) for n in (*self.inputs, *self.region.nodes) for m in self.axis.marks.get(n, ()))
-        sizes = (fake_of(n).shape[m.dim] for n, m in values if (m.outer, m.inner) == (1, 1))
+        sizes = (own_of(n).shape[m.dim] for n, m in values if (m.outer, m.inner) == (1, 1))
         same = (s for s in (self.axis.length, *sizes) if hint(s) == hint(self.axis.length))
         told = (s for s in same if not cannot_tell(self.fakes, [s]))
         return next((s for s in told if s == self.axis.length), self.axis.length)
@@ -103,7 +104,7 @@ class Candidate:
         """Raises `CannotStream`, or what is given, where no input brings tokens into the region."""
         if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
             small = self.whole_cost(graph_module) <= max(
-                (bytes_of(fake_of(n)) for n in self.axis.marks), default=0
+                (bytes_of(own_of(n)) for n in self.axis.marks), default=0
             )
             raise (NothingToStream if small else refused)(
                 Refusal(
@@ -154,11 +155,8 @@ class Candidate:
         before  outputs of the joint graph before those of the region: inputs that torch functions write into
                 (running averages), as AOTAutograd returns them
         """
-        found = [
-            i
-            for i, n in enumerate(self.region.outputs)
-            if isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad
-        ]
+        parts = [(fake_of(n), part) for n in self.region.outputs for part in internals.parts_of(fake_of(n))]
+        found = [i for i, (v, _) in enumerate(parts) if isinstance(v, torch.Tensor) and v.requires_grad]
         if tangents and not self.region.outputs:  # such as weights that ``max_norm`` renormalises
             raise (NothingToStream if self.costs_nothing(graph_module) else CannotStream)(
                 Refusal(
@@ -182,7 +180,7 @@ class Candidate:
     def costs_nothing(self, graph_module: GraphModule) -> bool:
         """Is no value inside larger than one that goes in or out, and exists in any case? Or than an
         allocator's smallest block?"""
-        ends = (fake_of(n) for n in (*self.inputs, *self.region.outputs))
+        ends = (own_of(n) for n in (*self.inputs, *self.region.outputs))
         widest = max((bytes_of(e) for e in ends if isinstance(e, torch.Tensor)), default=0)
         return self.whole_cost(graph_module) <= max(widest, SMALLEST_BLOCK)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,10 +16,11 @@ from .candidate import Candidate, NothingToStream
 from .config import Config
 from .dynamo.attention import torch_attention
 from .dynamo.block_functions import write_out
+from .dynamo.processes import spans_processes
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of
 from .dynamo.written_inputs import written_buffers, written_storages
-from .notices import NotStreamed, StreamHint, mebibytes
+from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes
 from .passes.ir import (
     Analysis,
     CannotStream,
@@ -39,7 +41,7 @@ from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.split import Region
 from .passes.width import LOGITS, bytes_needed, widest_at_full_length
-from .pipeline import StreamedRegion, stream
+from .pipeline import StreamedRegion, collectives_of, stream
 from .region_drivers import forward_and_backward, run_forward
 from .region_report import RegionReport
 from .runtime.mask_guards import Guard
@@ -85,14 +87,15 @@ class CompiledRegion:
             refuse,
         )
         self.candidate = Candidate(region, axis, inputs, unfit)
-        self.may_check, self.choices = may_check, choices
+        self.spans_processes = spans_processes((*region.inputs, *region.nodes))
+        self.may_check, self.choices = may_check and not self.spans_processes, choices
         self.unconditional: CompiledRegion | None = None
         self.variants: dict[Choices, CompiledRegion] = {choices: self}
         self.flat = [
-            (i, n if len(parts) == 1 else None)
-            for i, (n, parts) in enumerate(zip(self.candidate.inputs, map(internals.parts_of, inputs)))
-            for _ in parts
-        ]  # what AOTAutograd takes: of which input it is, and its node unless that is a tensor subclass
+            (i, n if part is internals.local_of(value) else None)
+            for i, (n, value) in enumerate(zip(self.candidate.inputs, inputs))
+            for part in internals.parts_of(value)
+        ]  # what AOTAutograd takes: of which input it is, and its node if it is all or this process's of it
         self.writes = len(written_storages(region)) > len(written_buffers(region))
         self.report = RegionReport(module, recomputable=region.recomputable)
         self.streamed: StreamedRegion | None = None
@@ -180,6 +183,23 @@ class CompiledRegion:
         with internals.tracing_of(mode), internals.NothingReal(()):
             return CompiledRegion(*parts, may_check, self.candidate.unfit, choices)
 
+    def compare_plans(self, text: str) -> None:
+        """Compare how this process runs the region, whose text is the same on every process, with the others
+        that run it. Raises `PlansDiffer`."""
+        for group, plan in collectives_of(self.streamed).items():
+            others = internals.others_with_another(f"{self.config} {text}", group, plan)
+            if others:
+                raise PlansDiffer(
+                    f"streambp: Processes {others} run other collectives than this one in the region at "
+                    f"{self.begins()}, and would wait for each other. Compile the same functions with the "
+                    "same options and shapes on every process, and name the device in "
+                    'options={"device": ...} where their GPUs differ'
+                )
+
+    def begins(self) -> str:
+        """The user's line of its first operation."""
+        return next(filter(None, map(where_of, self.module.graph.nodes)), "")
+
     def is_graph_input(self, placeholder: Node) -> bool:
         """Is an input of the joint graph one of the whole graph, or a view of one, which is alive in any
         case?"""
@@ -199,9 +219,23 @@ class CompiledRegion:
             if n is not None
             and self.may_check
             and isinstance(fake_of(n), torch.Tensor)
+            and not internals.is_sharded(fake_of(n))
             and not fake_of(n).requires_grad
             and not isinstance(fake_of(n), torch.nn.Parameter)
         ]
+
+    def returned(self) -> int:
+        """How many outputs AOTAutograd makes of those of the region."""
+        outputs = (internals.parts_of(fake_of(n)) for n in self.region.outputs)
+        others = len(outputs_of(self.module)) - len(self.region.outputs)  # buffers that it writes into
+        return sum(map(len, outputs)) + others
+
+    def outputs(self) -> list[object]:
+        """The output of the streamed joint graph for each of the region; the first part of a DTensor."""
+        parts = [internals.parts_of(fake_of(n)) for n in self.region.outputs]
+        ends = [0, *itertools.accumulate(map(len, parts))]
+        flat = outputs_of(self.streamed.joint)
+        return [flat[i] for i in ends[:-1]]
 
     def device(self) -> torch.device:
         """Where the region runs: the device of its first input that is a tensor."""
@@ -211,6 +245,7 @@ class CompiledRegion:
 
     def cut(self, joint: GraphModule, joint_inputs, *, num_fwd_outputs: int, **kwargs):
         """AOTAutograd's partition function."""
+        internals.read_meshes_of_primals(joint, len(joint_inputs[1]))
         self.report.joint = joint
         if not self.streams(joint, num_fwd_outputs, len(joint_inputs[1])):
             return internals.keep_inputs_partition(
@@ -242,20 +277,20 @@ class CompiledRegion:
         return any([torch_attention(self.module), write_out(self.module)])
 
     def tell(self, text: str) -> None:
-        where = next(filter(None, map(where_of, self.module.graph.nodes)), "")
-        warnings.warn(f"streambp: {text}. The region begins at {where}.", StreamHint, stacklevel=2)
+        warnings.warn(f"streambp: {text}. The region begins at {self.begins()}.", StreamHint, stacklevel=2)
 
     def stream(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> StreamedRegion:
         self.candidate.check(graph_module)
         internals.inline_numbers(graph_module)
-        device = planned_for(self.config.device, self.fakes, self.config.memory_budget is not None)
+        weighs = self.config.memory_budget is not None
+        device = planned_for(self.config.device, self.fakes, weighs, self.spans_processes)
         region = stream(
             graph_module,
             self.candidate.length(),
             self.input_marks(),
             forward_outputs,
             tangents,
-            self.candidate.tangent_of(graph_module, tangents, forward_outputs - len(outputs_of(self.module))),
+            self.candidate.tangent_of(graph_module, tangents, forward_outputs - self.returned()),
             replace(self.choices, chunk_size=self.config.chunk_size),
             functools.partial(internals.compile_body, mode=self.config.mode, tell=self.tell),
             self.checkable(),

@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .passes.planning.devices import named
@@ -96,6 +96,10 @@ class Config:
             return None
         found = budget_of(self.memory_budget)
         return int(found * free_memory(self.device, values)) if isinstance(found, float) else found
+
+    def on_every_process(self) -> Config:
+        """The same choices where processes must plan alike: how long analysis takes decides nothing."""
+        return replace(self, analysis_seconds=math.inf)
 
     @staticmethod
     def of(mode: str | None, options: Mapping[str, Any] | None) -> Config:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from . import internals
 from .dynamo.regions import WIDER, wide_between, widest_input
 from .dynamo.token_axes import Axis
-from .dynamo.values import fake_of
+from .dynamo.values import fake_of, own_of
 from .notices import mebibytes
 from .passes.ir import bytes_of, where_of
 from .passes.split import Region
@@ -34,9 +34,9 @@ def hint_at_outputs(
     kept = [n for r in regions[:-1] for n in r.outputs if n in returned and n in axis.marks]
     widest = widest_input(regions[-1], axis)
     last = [n for n in regions[-1].outputs if n in axis.marks]
-    logits = [n for n in last if bytes_of(fake_of(n)) >= WIDER * widest]
+    logits = [n for n in last if bytes_of(own_of(n)) >= WIDER * widest]
     told = hint_at_break_inside(tell, returned.intersection(axis.marks).difference(logits), broken)
-    wide = sum(map(bytes_of, map(fake_of, kept))) > widest  # a few numbers per token cost nothing
+    wide = sum(map(bytes_of, map(own_of, kept))) > widest  # a few numbers per token cost nothing
     if len(kept) > 1 and wide and not told:
         tell(
             f"The compiled function returns {len(kept)} values of its layers, which keep {size_of(kept)} "
@@ -54,7 +54,7 @@ def hint_at_outputs(
 
 
 def size_of(values: Iterable[Node]) -> str:
-    return mebibytes(sum(bytes_of(fake_of(n)) for n in values))
+    return mebibytes(sum(bytes_of(own_of(n)) for n in values))
 
 
 def hint_at_logits(tell: Tell, size: str, broken: internals.GraphBreak | None) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .passes.analyze import analyze
-from .passes.ir import Analysis, Mark, Size, is_tensor, outputs_of, value_of
+from .passes.ir import Analysis, Mark, Size, is_equal, is_tensor, outputs_of, shape_of, value_of
 from .passes.normalization.folded_products import unfold_products
 from .passes.normalization.learned_queries import attend_over_tokens
 from .passes.normalization.token_reductions import merge_over_tokens
+from .passes.rules import ends_along
 from .passes.shifted_copies import copy_shifted
 from .passes.token_propagation import Signatures, TokenPropagation
 
@@ -58,11 +59,16 @@ def analyzed(
 ) -> tuple[Joint, Analysis]:
     """The region, its reductions over tokens written for chunks, and the facts of its whole joint graph.
 
-    Tokens of the inputs tell those of the tangents.
+    Tokens of the inputs tell those of the tangents. Where collectives gather or scatter as many rows as there
+    are tokens, these are tokens as well, unless the value is known to have them elsewhere.
     """
     marks = {region.primals[i]: m for i, m in input_marks.items()}
     known = Signatures(region.graph)
     propagation = TokenPropagation(region.graph, marks, known)
+    for node, dim in ends_along(region.graph):
+        if is_equal(shape_of(node)[dim], length) and not propagation.of(node):
+            marks[node] = (Mark(dim),)
+            propagation = TokenPropagation(region.graph, marks, known)
     while any([rewrite(region.graph, propagation) for rewrite in WHERE_TOKENS_ARE]):
         region = with_outputs_of_graph(region)
         known = Signatures(region.graph)

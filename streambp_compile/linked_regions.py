@@ -24,7 +24,7 @@ from .dynamo.values import fake_of, storage_of
 from .dynamo.written_inputs import written_storages
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import lazy_output
-from .passes.ir import Condition, Refusal, outputs_of
+from .passes.ir import Condition, Refusal
 from .passes.split import Region
 from .runtime.compression import Compression
 from .runtime.gradient_ownership import hand_over, plain_references
@@ -120,7 +120,7 @@ def handed_over(links: Sequence[tuple[CompiledRegion, Region]], dropped: Sequenc
         node
         for compiled, region in links
         if compiled.streamed is not None and not region.recomputable and not written_storages(region)
-        for node, output in zip(region.outputs, outputs_of(compiled.streamed.joint))
+        for node, output in zip(region.outputs, compiled.outputs())
         if readers[node] == sharing[storage_of(node)] == 1 and compiled.streamed.has_own_memory(output)
     }
     return [tuple(n for n in gone if n in free) for gone in dropped]

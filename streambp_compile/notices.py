@@ -12,6 +12,10 @@ class NotStreamed(UserWarning, RuntimeError):
     error."""
 
 
+class PlansDiffer(RuntimeError):
+    """Processes that compute together have planned a region differently, and would wait for each other."""
+
+
 class StreamHint(UserWarning):
     """Memory or time that the user can save outside this package; the text says how."""
 

@@ -6,6 +6,7 @@ normalize → propagate tokens → analyze → partition → plan → lower → 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +32,7 @@ from .passes.planning.devices import REFERENCE_CPU, Device
 from .passes.planning.kept_values import KeptValue, worth_keeping
 from .passes.planning.plan import CPU, plan
 from .passes.planning.shorter_chunks import shorter_chunks
+from .passes.rules import communicates
 from .passes.verify import (
     verify_analysis,
     verify_body,
@@ -109,6 +111,23 @@ class StreamedRegion:
         written = {n for sweep in program.sweeps for n in sweep.writes}
         once = program.outputs.count(output) == 1
         return output in written and once and output not in viewed and output not in self.saved
+
+
+def collectives_of(region: StreamedRegion | None) -> dict[str, str]:
+    """For each group of processes, the collectives of a region in their order, on which all of the group have
+    to agree."""
+    found: dict[str, list[str]] = {}
+    for schedule in () if region is None else filter(None, (region.forward, region.backward)):
+        sweeps = [
+            (f"{s.direction} by {c}", s.nodes) for s, c in zip(schedule.program.sweeps, schedule.chunks)
+        ]
+        whole = [("full length", nodes) for nodes in schedule.program.full_length]
+        steps = itertools.chain.from_iterable(itertools.zip_longest(whole, sweeps))
+        for name, nodes in filter(None, steps):
+            for node in filter(communicates, nodes):
+                if node.args and isinstance(node.args[-1], str):
+                    found.setdefault(node.args[-1], []).append(f"{name}: {node.target}")
+    return {group: "\n".join([f"{region.turns} turns", *lines]) for group, lines in found.items() if region}
 
 
 def stream(

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import internals
 from .joint_regions import unit
-from .passes.ir import Layout, is_tensor, outputs_of
+from .passes.ir import Layout, is_tensor, outputs_of, value_of
 from .passes.kernels.products import scale_
 from .passes.kernels.simulated_device import device_type
 from .pipeline import StreamedRegion
@@ -30,11 +30,12 @@ def forward_and_backward(
     owner, outputs = GraphModule({}, Graph()), outputs_of(region.joint)
     if region.fused:
         return fused_modules(region, outputs, forward_outputs, located, owner)
-    symbols = [n for n in region.saved if not is_tensor(n)]
     tensors = [n for n in region.saved if is_tensor(n)]
-    returned = [*outputs[:forward_outputs], *tensors, *symbols]
+    meshes = [n for n in region.saved if internals.mesh_of(value_of(n)) is not None]
+    symbols = [n for n in region.saved if not is_tensor(n) and n not in meshes]
+    returned = [*outputs[:forward_outputs], *tensors, *meshes, *symbols]
     forward = one_call(owner, region.placeholders, located(run_forward(region, returned)), returned)
-    given = [*symbols, *tensors, *region.tangents]
+    given = [*symbols, *tensors, *meshes, *region.tangents]
     backward = one_call(owner, given, located(run_backward(region, given)), outputs[forward_outputs:])
     return forward, backward
 

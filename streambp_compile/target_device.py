@@ -31,10 +31,13 @@ SWITCHES = {
 }
 
 
-def planned_for(name: str | None, values: Iterable[object], weighs: bool = False) -> Device:
+def planned_for(
+    name: str | None, values: Iterable[object], weighs: bool = False, alike: bool = False
+) -> Device:
     """The device of that name; else the GPU of the first tensor on one; else the stated CPU.
 
     weighs  does the plan weigh seconds against bytes? Then a GPU's own rates count, not its data sheet's
+    alike   must other processes plan alike? Then nothing is measured
 
     Raises ValueError for an unknown name.
     """
@@ -45,7 +48,7 @@ def planned_for(name: str | None, values: Iterable[object], weighs: bool = False
         return REFERENCE_CPU
     device = described(index)
     in_table = known(device.name, device.memory) is not None
-    return device if in_table and not weighs else measured_here(index)
+    return device if alike or in_table and not weighs else measured_here(index)
 
 
 def is_on_gpu(name: str | None, values: Iterable[object]) -> bool:

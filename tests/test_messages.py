@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 ERRORS = {
+    "PlansDiffer",
     "ValueError",
     "RuntimeError",
     "TypeError",

@@ -22,12 +22,14 @@ from ..mask_analysis.evaluation import evaluate
 from ..rules import filling_of, form_of, is_zeros
 from ..rules.facets import Form
 from ..rules.scans import is_reversible
+from .collectives import name_dimensions
 from .constant_slices import shorten_constants
 from .hidden_entries import drop_hidden_shifts
 from .separate_views import separate_views
 from .shifted_rows import shift_rows
 from .size_nodes import SizeNodes
 from .transposed_sums import add_before_transposing
+from .writing import Writing
 from .written_rows import choose_by_place
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
@@ -87,6 +89,14 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
+def index_put(x: torch.Tensor, indices, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    """One number where a mask is true is a choice that each token makes by itself."""
+    mask = indices[0] if len(indices) == 1 else None
+    if accumulate or mask is None or mask.dtype is not torch.bool or values.numel() != 1:
+        return NotImplemented
+    return torch.where(mask.reshape([*mask.shape, *[1] * (x.dim() - mask.dim())]), values.reshape([]), x)
+
+
 def eye(rows: int, columns: int | None = None, *, dtype=None, layout=None, device=None, pin_memory=None):
     """Ones where the indices are equal. Torch's decomposition counts in the smallest unsigned dtype, in which
     no device has a range of more than 255 numbers."""
@@ -124,6 +134,7 @@ def normalize(module: GraphModule) -> GraphModule:
     result = copied(module)
     read_sizes_from_inputs(result.graph)
     create_from_nothing(result.graph)
+    name_dimensions(result.graph)
     shorten_constants(result.graph)
     choose_by_place(result.graph)
     shift_rows(result.graph)
@@ -131,6 +142,7 @@ def normalize(module: GraphModule) -> GraphModule:
     draw_by_place(result.graph)
     scatter_to_extremes(result.graph)
     scatter_to_zeros(result.graph)
+    put_in_each_row(result.graph)
     fuse_attention(result.graph)
     drop_proved_masks(result.graph)
     group_heads(result.graph)
@@ -235,6 +247,25 @@ def scatter_to_zeros(graph: Graph) -> None:
             new = emitted(graph, node, streambp.sum_at.default, (index, source, dim, size))
             node.replace_all_uses_with(new)
             graph.erase_node(node)
+
+
+def put_in_each_row(graph: Graph) -> None:
+    """One number put into each row of zeros (``zeros[range(n), index] = numbers``): the gradient of picking
+    one, which reads no zeros."""
+    for node in list(graph.nodes):
+        if form_of(node) is not Form.PUT_ROWS or len(shape_of(node)) != 2 or not is_zeros(node.args[0]):
+            continue
+        indices, numbers, writing = node.args[1], node.args[2], Writing(graph, node)
+        if len(indices) != 2 or None in indices or form_of(indices[0]) is not Form.RANGE:
+            continue
+        every, index, rows = indices[0], indices[1], shape_of(node)[:1]
+        counts = (every.kwargs["start"], every.kwargs["step"]) == (0, 1)
+        size = writing.sizes.written(value_of(node).shape[1], node)
+        if counts and all(shape_of(n) == rows for n in (every, index, numbers)) and size is not None:
+            index, numbers = (writing(aten.unsqueeze.default, n, 1) for n in (index, numbers))
+            node.replace_all_uses_with(
+                emitted(graph, node, streambp.sum_at.default, (index, numbers, 1, size))
+            )
 
 
 def turn_scans(graph: Graph) -> None:

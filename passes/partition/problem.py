@@ -30,7 +30,7 @@ from ..ir import (
     sizes_of,
     value_of,
 )
-from ..rules import inner_width
+from ..rules import ends_along, inner_width
 
 FEW_BYTES = 16  # per token: four numbers in float32
 NARROW = (
@@ -129,8 +129,10 @@ class Problem:
 
     @functools.cached_property
     def hidden(self) -> dict[Node, Mark]:
-        """Inputs with rows of tokens, and no columns of them, and where their rows are."""
-        facts = ((n, self.analysis.facts[n]) for n in self.inputs)
+        """Inputs with rows of tokens, and no columns of them, and where their rows are; what comes from other
+        processes or goes to them has to exist, too."""
+        given = self.inputs.union(end for end, _ in ends_along(self.graph) if end in self.all_needed)
+        facts = ((n, self.analysis.facts[n]) for n in given)
         return {n: fact.rows for n, fact in facts if isinstance(fact, Tokens) and fact.keys is None}
 
     @functools.cached_property

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ..ir import (
     CannotStream,
@@ -37,6 +37,7 @@ from ..ir import (
 )
 from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
 from ..kernels import blocks as _blocks  # noqa: F401  registers torch.ops.streambp
+from ..kernels import collectives as _collectives  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
 from ..kernels import picked_rows as _picked_rows  # noqa: F401  registers torch.ops.streambp
 from ..kernels import token_loops as _token_loops  # noqa: F401  registers torch.ops.streambp
@@ -82,6 +83,8 @@ class Rule:
     width       node, tokens → bytes per token that are alive at the widest moment inside
     indices     node → its operands that are indices, each with the least and the greatest that is allowed
     around      its ``emit`` reads the rows around a chunk, of operands at full length
+    communicates  it takes part in a collective, which all processes of a group run, in one order
+    along       the argument that names the dimension along which a collective gathers or scatters
     """
 
     signature: Callable[[Node], Signature]
@@ -111,6 +114,8 @@ class Rule:
     width: Callable[[Node, int], int] | None = None
     indices: Callable[[Node], Indices] | None = None
     around: bool = False
+    communicates: bool = False
+    along: str | None = None
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
@@ -312,6 +317,26 @@ def is_random(node: Node) -> bool:
     return found is not None and found.random
 
 
+def communicates(node: Node) -> bool:
+    """Does a node take part in a collective over several processes?"""
+    found = find_rule(node) if node.op == "call_function" else None
+    return found is not None and found.communicates
+
+
+def along_of(node: Node) -> int | None:
+    """The dimension along which a collective gathers the parts of several processes, or keeps one of
+    them."""
+    found = find_rule(node) if node.op == "call_function" else None
+    return None if found is None or found.along is None else arguments(node)[found.along]
+
+
+def ends_along(graph: Graph) -> list[tuple[Node, int]]:
+    """What collectives gather and scatter, and what they make of it, each with the dimension along which they
+    do."""
+    found = [(n, dim) for n in graph.nodes if (dim := along_of(n)) is not None]
+    return list(dict.fromkeys((end, dim) for n, dim in found for end in (tensor_operands(n)[0], n)))
+
+
 def filling_of(node: object) -> float | None:
     """The number that a value of one number is filled with; None of what is not known to be one."""
     if not isinstance(node, Node) or node.op != "call_function":
@@ -358,6 +383,7 @@ for _family in (
     "picked_rows",
     "token_loops",
     "filters",
+    "collectives",
 ):
     BUILT_IN.append(_family)
     importlib.import_module(f"{__name__}.{_family}")

@@ -34,7 +34,7 @@ class Captured:
                 names[n] = set(internals.captured_after(before))
                 if isinstance(result, torch.Tensor) and n.op != "output":
                     tensors.append(n)
-                    values.append(result)
+                    values.append(internals.local_of(result))
                 return result
 
         values: list[torch.Tensor] = []

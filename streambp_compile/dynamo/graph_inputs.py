@@ -37,6 +37,22 @@ def attributes_as_inputs(module: GraphModule) -> list[torch.Tensor]:
     return tensors
 
 
+def meshes_as_attributes(module: GraphModule) -> None:
+    """Read each mesh of devices, which Dynamo hands over as an input and has guarded, as an attribute: what
+    traces a part of the graph then meets the mesh itself."""
+    graph = module.graph
+    for node in graph.find_nodes(op="placeholder"):
+        mesh = internals.mesh_of(fake_of(node))
+        if mesh is None:
+            continue
+        name, node.meta["example_value"] = f"mesh_{node.name}", mesh
+        setattr(module, name, mesh)
+        for user in list(node.users):
+            with graph.inserting_before(user):
+                user.replace_input_with(node, graph.create_node("get_attr", name))
+    module.recompile()
+
+
 def with_attributes(call: Callable, tensors: Sequence[torch.Tensor]) -> Callable:
     """A call that gives these tensors after the inputs."""
     return (lambda *args: call(*args, *tensors)) if tensors else call

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..passes.ir import Mark, bytes_of, is_tensor, shape_of, tensor_operands, value_of
-from ..passes.rules import block_of, is_product
+from ..passes.rules import along_of, block_of, is_product
 from ..passes.token_propagation import TokenPropagation
 from .values import is_parameter
 
@@ -76,6 +76,17 @@ def is_pair(node: Node, propagation: TokenPropagation, length: int) -> bool:
         and any(is_all(node, mark, length) for mark in marks.values())
         and all(shape_of(node)[d] == length * mark.outer * mark.inner for d, mark in marks.items())
     )
+
+
+def exchanges(node: Node, propagation: TokenPropagation) -> bool:
+    """Does a collective gather or scatter along these rows?"""
+    dim = along_of(node)
+    return dim is not None and any(dim in propagation.of(n) for n in (node, tensor_operands(node)[0]))
+
+
+def gathers(node: Node) -> bool:
+    """Has the result of a collective more numbers than what this process gives?"""
+    return value_of(node).numel() > value_of(tensor_operands(node)[0]).numel()
 
 
 def crosses(node: Node, propagation: TokenPropagation, other: TokenPropagation) -> bool:

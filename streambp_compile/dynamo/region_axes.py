@@ -10,7 +10,7 @@ from torch.fx import Node
 from ..passes.ir import Mark, Size, bytes_of, hint
 from ..passes.split import Region
 from .token_axes import Axis
-from .values import fake_of
+from .values import own_of
 
 MANY_ROWS = 64  # of a sequence that streams beside the one that attends
 FAR = 4  # times the bytes of what attends: a sequence that carries more is the one to stream along
@@ -36,7 +36,7 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
 
     def carried(axis: Axis) -> int:
         """Bytes of values with tokens of this axis alone: scores of two sequences speak for neither."""
-        return sum(bytes_of(fake_of(n)) for n in values if n in axis.marks and not has_more_rows(n, axis))
+        return sum(bytes_of(own_of(n)) for n in values if n in axis.marks and not has_more_rows(n, axis))
 
     most = max(parted or axes, key=lambda a: (carried(a), hint(a.length)), default=None)
     if parted or not fitting:
@@ -76,6 +76,6 @@ def share_a_place(one: Mark, length: Size, other: Mark, other_length: Size) -> b
 def has_more_rows(node: Node, axis: Axis) -> bool:
     """Has a value rows beside those of the tokens (a prefix of learned ones)?"""
     return any(
-        hint(fake_of(node).shape[m.dim]) > hint(axis.length) * m.outer * m.inner
+        hint(own_of(node).shape[m.dim]) > hint(axis.length) * m.outer * m.inner
         for m in axis.marks.get(node, ())
     )

@@ -100,6 +100,9 @@ def fresh(fake: object, computed: bool, written: bool = False):
     """
     if not isinstance(fake, torch.Tensor):
         return fake
+    if internals.is_sharded(fake):
+        local = fresh(internals.local_of(fake).detach(), computed, written)
+        return internals.with_local(fake, local)
     dense = is_dense(fake) or not computed
     if isinstance(fake, torch.nn.Parameter) or dense and fake.is_leaf and not written:
         return fake

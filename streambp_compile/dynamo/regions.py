@@ -16,8 +16,9 @@ from ..passes.ir import Refusal, bytes_of, unbound, where_of
 from ..passes.rules.forward import mutated
 from ..passes.split import Region, Traits
 from .modes import is_switch
+from .processes import spans_processes
 from .token_axes import Axis
-from .values import fake_of, storage_of, wants_gradient
+from .values import fake_of, own_of, storage_of, wants_gradient
 from .written_inputs import written_storages
 
 # An output is lazy if it is this many times wider than what its region reads. What leaves a graph at a break
@@ -59,7 +60,8 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
         plain = fake is None or isinstance(fake, (int, float, bool, torch.SymInt, torch.Size))
         # Of tokens by tokens: never to exist, so never to cross a cut.
         matrix = len(axis.marks.get(node, ())) > 1 and node not in axis.grids
-        size = bytes_of(fake) if tensor and not matrix else 0 if plain else -1
+        own = own_of(node)
+        size = bytes_of(own) if tensor and not matrix else 0 if plain else -1
         found[node] = Traits(
             size,
             tensor and fake.requires_grad,
@@ -70,6 +72,7 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
             node in axis.recomputable,
             storage_of(node),
             node in axis.moving,
+            node in axis.received,
         )
     return found
 
@@ -77,7 +80,7 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
 def widest_input(region: Region, axis: Axis) -> int:
     return max(
         (
-            bytes_of(fake_of(n))
+            bytes_of(own_of(n))
             for n in region.inputs
             if n in axis.marks and fake_of(n).dtype.is_floating_point
         ),
@@ -91,6 +94,8 @@ def lazy_regions(
     """Take outputs that merely widen a small value (logits), by this factor at least, out of the last region;
     each gets a region of its own.
 
+    What processes compute together is not left to whether one of them reads it.
+
     Logits beside a loss go whatever they are made of. Logits alone go where a head makes them, not where
     attention would be done again.
     """
@@ -98,10 +103,11 @@ def lazy_regions(
     expanding = [
         n
         for n in last.outputs
-        if n in axis.marks and bytes_of(fake_of(n)) >= factor * widest_input(last, axis)
+        if n in axis.marks and bytes_of(own_of(n)) >= factor * widest_input(last, axis)
     ]
     # what writes into buffers happens once, and now
-    lazy = [n for n in expanding if not written_storages(narrowed(last, (n,)))]
+    alone = [(n, narrowed(last, (n,))) for n in expanding]
+    lazy = [n for n, part in alone if not written_storages(part) and not spans_processes(part.nodes)]
     nothing_else = len(lazy) == len(last.outputs)
     if not lazy or nothing_else and any(n in axis.mixing for n in narrowed(last, tuple(lazy)).nodes):
         return list(regions), {}
@@ -126,7 +132,7 @@ def wide_between(regions: Sequence[Region], axis: Axis) -> list[Node]:
 
 
 def tensor_bytes(node: Node) -> int:
-    fake = fake_of(node)
+    fake = own_of(node)
     return bytes_of(fake) if isinstance(fake, torch.Tensor) else 0
 
 
@@ -152,7 +158,8 @@ def subclass_between(regions: Sequence[Region]) -> Refusal | None:
     """Why values of a tensor subclass cannot go from region to region: regions are compiled for plain tensors
     (subclasses as weights are)."""
     for node in (n for region in regions for n in region.outputs):
-        if internals.is_traceable_wrapper_subclass(fake_of(node)):
+        value = fake_of(node)
+        if internals.is_traceable_wrapper_subclass(value) and not internals.is_sharded(value):
             return Refusal(
                 str(node),
                 f"The hidden states are {type(fake_of(node)).__name__}, a tensor subclass",

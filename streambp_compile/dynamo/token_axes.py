@@ -32,12 +32,14 @@ from ..passes.ir import (
 from ..passes.moved_rows import Rows, moves_rows, picked_rows
 from ..passes.normalization.normalize import normalize
 from ..passes.normalization.sorted_rows import undo_sorts
-from ..passes.rules import is_product
+from ..passes.rules import along_of, communicates, ends_along, is_product
 from ..passes.token_propagation import Signatures, TokenPropagation
 from .capture import Captured
 from .mixing import (
     attends,
     crosses,
+    exchanges,
+    gathers,
     is_all,
     is_batch_of_matrices,
     is_feature,
@@ -47,7 +49,7 @@ from .mixing import (
     mixes,
     touches,
 )
-from .values import fake_of, is_parameter
+from .values import is_parameter, own_of
 
 SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
 
@@ -58,8 +60,9 @@ class Axis:
 
     mixing        nodes that let one token see another
     attending     those of them that are attention of these tokens
-    recomputable  nodes that are neither products nor random
+    recomputable  nodes that are neither products nor random nor collectives
     moving        nodes that make rows of one sequence from those of another
+    received      of those that mix, nodes that get rows of other processes
     grids         of several axes as one: values with a vector for each pair of tokens of two sequences (the
                   patches of each frame), which are no scores of one over the other
     """
@@ -70,6 +73,7 @@ class Axis:
     attending: frozenset[Node]
     recomputable: frozenset[Node]
     moving: frozenset[Node] = frozenset()
+    received: frozenset[Node] = frozenset()
     grids: frozenset[Node] = frozenset()
 
 
@@ -82,14 +86,15 @@ def joined(axes: Sequence[Axis]) -> Axis | None:
     for axis in reversed(axes):
         for node, found in axis.marks.items():
             marks.setdefault(node, {}).update({m.dim: m for m in found})
-    mixing, attending = (
-        frozenset().union(*(getattr(a, name) for a in axes)) for name in ("mixing", "attending")
+    mixing, attending, received = (
+        frozenset().union(*(getattr(a, name) for a in axes)) for name in ("mixing", "attending", "received")
     )
     return replace(
         axes[0],
         marks={n: tuple(found.values()) for n, found in marks.items()},
         mixing=mixing,
         attending=attending,
+        received=received,
         grids=frozenset(n for n, found in marks.items() if is_grid(n, found, axes)),
     )
 
@@ -97,7 +102,7 @@ def joined(axes: Sequence[Axis]) -> Axis | None:
 def is_grid(node: Node, dims: Collection[int], axes: Sequence[Axis]) -> bool:
     """Has a value one dimension for the tokens of each of two sequences, and features behind?"""
     each = [len(a.marks.get(node, ())) for a in axes]
-    return len(dims) > 1 and max(each) == 1 and max(dims) < fake_of(node).dim() - 1
+    return len(dims) > 1 and max(each) == 1 and max(dims) < own_of(node).dim() - 1
 
 
 def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
@@ -167,6 +172,7 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
         ):
             born += trace.candidate(node, dim)
     chosen += [c for c in born if c.attends]
+    chosen += trace.parts_of_processes(chosen)
     chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
     chosen += trace.picked(chosen)
     moving = trace.moving(chosen)
@@ -194,14 +200,13 @@ class Trace:
         )
         self.placeholders = self.graph.find_nodes(op="placeholder")
         self.known = Signatures(self.graph)
+        self.ends = ends_along(self.graph)
         self.weights = made_of_weights(self.graph, dict(zip(self.placeholders, fakes)))
 
     def candidate(self, node: Node, dim: int) -> list[Candidate]:
         """A dimension of a value as the token axis, if anything comes of it."""
-        propagation, length = (
-            TokenPropagation(self.graph, {node: (Mark(dim),)}, self.known),
-            shape_of(node)[dim],
-        )
+        length = shape_of(node)[dim]
+        propagation = self.followed(node, dim, length)
         mixers = frozenset(n for n in propagation.met() if mixes(n, propagation, length))
         marked = [value_of(n) for n in propagation.marked() if is_tensor(n)]
         width = sum(bytes_of(value) for value in marked if value.dtype.is_floating_point)
@@ -213,6 +218,28 @@ class Trace:
         evidence = frozenset(n for n in telling if not is_linear_layer(n, propagation, self.weights))
         lost = lost_bytes(propagation) / width
         return [Candidate(mixers, by_attention, evidence, feature, width, lost, length, propagation)]
+
+    def followed(self, node: Node, dim: int, length: int) -> TokenPropagation:
+        """Where the rows of a value go. If a collective parts them among processes, or joins them again, all
+        rows of that number that collectives give or take are these: of another layer, as a rule."""
+        found = TokenPropagation(self.graph, {node: (Mark(dim),)}, self.known)
+        ends = [(end, d) for end, d in self.ends if shape_of(end)[d] == length]
+        others = {end: (Mark(d),) for end, d in ends if not found.of(end)}
+        if not others or not any(d in found.of(end) for end, d in ends):
+            return found
+        return TokenPropagation(self.graph, {node: (Mark(dim),), **others}, self.known)
+
+    def parts_of_processes(self, chosen: Sequence[Candidate]) -> list[Candidate]:
+        """The sequences that are what one process holds of chosen ones (sequence parallel), or the other way
+        round."""
+        found: list[Candidate] = []
+        for node in self.graph.nodes:
+            dim = along_of(node)
+            ends = () if dim is None else (tensor_operands(node)[0], node)
+            known = [any(dim in c.propagation.of(end) for c in (*chosen, *found)) for end in ends]
+            if any(known) and not all(known):
+                found += self.candidate(ends[known.index(False)], dim)
+        return found
 
     def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
         """Queries of attention, or its scores, and their dimension of rows."""
@@ -264,33 +291,37 @@ class Trace:
         marks = {n: tuple(propagation.of(v).values()) for n, v in self.values.items() if propagation.of(v)}
         plain = [(n, m) for n, found in marks.items() for m in found if (m.outer, m.inner) == (1, 1)]
         first, at = next(
-            ((n, m) for n, m in plain if hint(fake_of(n).shape[m.dim]) == chosen.length), (None, None)
+            ((n, m) for n, m in plain if hint(own_of(n).shape[m.dim]) == chosen.length), (None, None)
         )
         if first is None:
             return None
         for node, mark in plain:
-            hidden = fake_of(node).dim() == 3 and mark.dim == 1 and len(marks[node]) == 1
+            hidden = own_of(node).dim() == 3 and mark.dim == 1 and len(marks[node]) == 1
             if node is first or node.op == "placeholder" or hidden:  # an input may be an image, or a weight
-                fix_sizes(fake_of(node).shape[: mark.dim])
+                fix_sizes(own_of(node).shape[: mark.dim])
         mixers = {
             origin_of(n)
             for n in propagation.met()
             if mixes(n, propagation, chosen.length)
+            or exchanges(n, propagation)
             or n in propagation.missing
             and touches(n, propagation)
             and is_tensor(n)
             and (value_of(n).dtype.is_floating_point or value_of(n).is_complex())
         }
         attending = {origin_of(n) for n in chosen.attends | crossing}
-        mixing, attending = (
+        received = {origin_of(n) for n in propagation.met() if exchanges(n, propagation) and gathers(n)}
+        mixing, attending, received = (
             frozenset(n for n, names in self.captured_for.items() if names & found)
-            for found in (mixers | attending, attending)
+            for found in (mixers | attending, attending, received)
         )
-        once = {origin_of(n) for n in graph.nodes if n in propagation.missing or is_product(n)}
+        once = {
+            origin_of(n) for n in graph.nodes if n in propagation.missing or is_product(n) or communicates(n)
+        }
         recomputable = frozenset(
             n for n, names in self.captured_for.items() if not names & (once | self.random)
         )
-        return Axis(fake_of(first).shape[at.dim], marks, mixing, attending, recomputable)
+        return Axis(own_of(first).shape[at.dim], marks, mixing, attending, recomputable, received=received)
 
 
 def fix_sizes(sizes: Sequence[Size]) -> None:

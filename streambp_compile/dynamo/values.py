@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from .. import internals
 from ..passes.ir import arguments, is_view
 
 CHANGED = "changed"  # in the meta of a node: is its memory written into after it was made?
@@ -15,9 +16,14 @@ def fake_of(node: Node):
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def own_of(node: Node):
+    """What this process holds of the value of a node: of a DTensor, its part."""
+    return internals.local_of(fake_of(node))
+
+
 def storage_of(node: Node) -> int | None:
     """Whose memory the value of a node is; equal numbers, the same memory."""
-    fake = fake_of(node)
+    fake = own_of(node)
     try:
         return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
     except NotImplementedError:  # of a value inside a `torch.func` transform

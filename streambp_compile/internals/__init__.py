@@ -35,9 +35,9 @@ from .distributed import (
     heads_apart,
     is_ddp_piece,
     is_fsdp_hook,
-    is_sharded,
     keep_ddp_graphs_whole,
 )
+from .dtensors import is_sharded, is_uneven, local_of, mesh_of, others_with_another, with_local
 from .dynamo import (
     ASSERTIONS,
     MODE_SWITCHES,
@@ -89,7 +89,7 @@ from .fake_tensors import (
     without_guards,
 )
 from .inductor import compile_function, compile_graph, compile_plainly, floats_are_tensors, rewrite
-from .joint_graphs import keep_inputs_partition, of_regions, tracing_of
+from .joint_graphs import keep_inputs_partition, of_regions, read_meshes_of_primals, tracing_of
 from .numbers_asked import number_read
 from .picked_branches import begin_branch, end_branch
 from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
@@ -183,6 +183,7 @@ __all__ = [
     "is_traced_for",
     "is_traceable_wrapper_subclass",
     "is_transform",
+    "is_uneven",
     "begin_branch",
     "break_at_picked_rows",
     "break_at_read_numbers",
@@ -194,14 +195,18 @@ __all__ = [
     "keep_ddp_graphs_whole",
     "keep_inputs_partition",
     "leave_map",
+    "local_of",
     "log",
     "make_constant",
+    "mesh_of",
     "mode_of",
     "make_fx",
     "modes_text",
     "newest_captured",
     "number_read",
+    "read_meshes_of_primals",
     "reading_no_numbers",
+    "others_with_another",
     "parts_of",
     "replaying",
     "rewrite",
@@ -216,6 +221,7 @@ __all__ = [
     "tracing_of",
     "as_these",
     "when_backward_ends",
+    "with_local",
     "without_code",
     "without_compiled_autograd",
     "without_device",

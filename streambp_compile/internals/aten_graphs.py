@@ -19,6 +19,7 @@ from ..passes.normalization.diagonals import diagonal, diagonal_backward, diagon
 from ..passes.normalization.normalize import (
     as_strided,
     eye,
+    index_put,
     layer_norm,
     mean,
     repeat,
@@ -28,8 +29,9 @@ from ..passes.normalization.normalize import (
 )
 from ..passes.normalization.random_numbers import normal, normal_around, randn, uniform
 from ..passes.rules import kept
+from .dtensors import is_sharded, local_of, with_local
 from .dynamo import OneAtATime
-from .fake_tensors import mode_of, stand_in
+from .fake_tensors import mode_of, stand_in, stand_in_whole
 
 aten = torch.ops.aten
 
@@ -46,6 +48,7 @@ def decompositions() -> dict:
     table[aten.mean.default] = mean
     table[aten.repeat.default] = repeat
     table[aten.stack.default] = stack
+    table[aten.index_put.default] = index_put
     table[aten.eye.default] = table[aten.eye.m] = eye
     table[aten.as_strided.default] = as_strided
     table[aten.diagonal.default] = diagonal
@@ -73,14 +76,20 @@ def decompositions() -> dict:
 def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
     """The forward of a function on fake inputs, as one ATen graph in the spelling of the rules.
 
+    Of a DTensor, the part of this process is the input.
+
     Sizes are numbers there: a symbol that became one on the way (in a range of so many tokens) would be one
     for Dynamo as well.
     """
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        numbers = [stand_in(value) for value in inputs]
+        numbers = [stand_in_whole(v) if is_sharded(v) else stand_in(v) for v in inputs]
+
+        def of_parts(*parts):
+            return function(*map(with_local, numbers, parts))
+
         return make_fx(
-            function, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True
-        )(*numbers)
+            of_parts, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*map(local_of, numbers))
 
 
 @OneAtATime()

@@ -157,9 +157,3 @@ def heads_apart(weights: Sequence[object]) -> list[HeadApart]:
         and type(module).forward is torch.nn.Linear.forward
         and "forward" not in vars(module)
     ]
-
-
-def is_sharded(value: object) -> bool:
-    """Is this a DTensor? None is made where its module was never imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from ..passes.ir import hint
+from .dtensors import is_sharded, local_of, mesh_of
 
 
 def is_fake(value: object) -> bool:
@@ -44,7 +45,8 @@ def is_batched(value: torch.Tensor) -> bool:
 
 def describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)}{tuple(value.stride())}{value.dtype}{value.device}"
+        placed = f" {value._spec}" if is_sharded(value) else ""
+        return f"{tuple(value.shape)}{tuple(value.stride())}{value.dtype}{value.device}{placed}"
     return str(value)
 
 
@@ -75,12 +77,13 @@ def stand_in(fake: object) -> object:
 def stand_in_whole(fake: object) -> object:
     """As `stand_in`, a tensor subclass of its own class."""
     if not is_traceable_wrapper_subclass(fake):
-        return stand_in(fake)
+        return mesh_of(fake) or stand_in(fake)
     names, context = fake.__tensor_flatten__()
     parts = {name: stand_in_whole(getattr(fake, name)) for name in names}
+    sizes, strides = (tuple(map(hint, part)) for part in (fake.shape, fake.stride()))
     return (
         type(fake)
-        .__tensor_unflatten__(parts, context, fake.shape, fake.stride())
+        .__tensor_unflatten__(parts, context, torch.Size(sizes), strides)
         .requires_grad_(fake.requires_grad)
     )
 
@@ -94,7 +97,7 @@ def faked(like: torch.Tensor):
 
 def as_these(fakes: Sequence[object]):
     """Inside, what is created is fake as these are: Dynamo hands a backend a mode that is not theirs."""
-    modes = (f.fake_mode for f in fakes if isinstance(f, FakeTensor))
+    modes = (f.fake_mode for f in map(local_of, fakes) if isinstance(f, FakeTensor))
     return next(modes, contextlib.nullcontext())
 
 
@@ -159,7 +162,8 @@ def mode_of(fakes: Sequence[object]) -> Iterator[None]:
     if any(True for _ in storages_of(fakes)):
         raise RealTensorRead("a real tensor is to be traced")
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    own = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), active or detect_fake_mode(fakes))
+    modes = (f.fake_mode for f in map(local_of, fakes) if isinstance(f, FakeTensor))
+    own = next(modes, active or detect_fake_mode(fakes))
     with _disable_current_modes(), own or contextlib.nullcontext():
         yield
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from ..passes.ir import draws_random
+from .dtensors import mesh_of
 from .dynamo import OneAtATime
 from .inductor import rewrite
 
@@ -33,7 +34,22 @@ def keep_inputs_partition(
     primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]
     tensors = [n for n in primals if isinstance(n.meta.get("val"), torch.Tensor)]
     symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
-    return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs)
+    meshes = [n for n in primals if mesh_of(n.meta.get("val")) is not None]
+    more = {"saved_opaque_nodes": meshes} if meshes else {}  # which torch 2.11 does not know
+    return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs, **more)
+
+
+def read_meshes_of_primals(joint: GraphModule, tangents: int) -> None:
+    """Read each mesh of devices from an input of the forward, if it has it: a tangent that is a DTensor
+    brings its mesh along, and AOTAutograd takes equal meshes for one value, even one that the forward
+    returns."""
+    inputs = joint.graph.find_nodes(op="placeholder")
+    given = inputs[: len(inputs) - tangents]
+    for node in inputs[len(given) :]:
+        mesh = mesh_of(node.meta.get("val"))
+        same = [n for n in given if mesh is not None and mesh_of(n.meta.get("val")) == mesh]
+        if same:
+            node.replace_all_uses_with(same[0])
 
 
 @contextlib.contextmanager

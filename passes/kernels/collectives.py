@@ -1,0 +1,40 @@
+"""Gathering and scattering along any dimension: torch's collectives do it along the first alone, and move the
+parts of the processes before or after."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .operators import define
+
+
+def gathered(part: Tensor, dim: int, processes: int, group: str) -> Tensor:
+    """The parts of all processes of a group, one behind the other along ``dim``."""
+    ops = torch.ops._c10d_functional
+    parts = ops.wait_tensor(ops.all_gather_into_tensor(part.contiguous(), processes, group))
+    return parts.view(processes, *part.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def scattered(whole: Tensor, dim: int, reduction: str, processes: int, group: str) -> Tensor:
+    """The part along ``dim`` that this process has of a reduction over all processes of a group."""
+    ops = torch.ops._c10d_functional
+    parts = whole.unflatten(dim, (processes, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
+    own = ops.wait_tensor(ops.reduce_scatter_tensor(parts, reduction, processes, group))
+    return own.view([*whole.shape[:dim], whole.shape[dim] // processes, *whole.shape[dim + 1 :]])
+
+
+define(
+    "gathered(Tensor part, int dim, int processes, str group) -> Tensor",
+    gathered,
+    lambda part, dim, processes, group: part.new_empty(
+        [*part.shape[:dim], part.shape[dim] * processes, *part.shape[dim + 1 :]]
+    ),
+)
+define(
+    "scattered(Tensor whole, int dim, str reduction, int processes, str group) -> Tensor",
+    scattered,
+    lambda whole, dim, reduction, processes, group: whole.new_empty(
+        [*whole.shape[:dim], whole.shape[dim] // processes, *whole.shape[dim + 1 :]]
+    ),
+)

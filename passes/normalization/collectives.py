@@ -1,0 +1,109 @@
+"""Gathering and scattering along the dimension that is meant.
+
+Torch's collectives put the parts of several processes behind one another along the first dimension. Where
+they belong along another one (the tokens of sequence parallel), values are split and joined around them:
+``cat(split(all_gather(x)), dim)``. Such a chain is one operator here, which names its dimension.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir import metadata_for, shape_of, value_of
+from ..rules import form_of
+from ..rules.facets import Form
+
+aten, streambp = torch.ops.aten, torch.ops.streambp
+c10d = torch.ops._c10d_functional
+
+
+def name_dimensions(graph: Graph) -> None:
+    """Write collectives along the first dimension, and how values are split and joined around them, as
+    ``streambp.gathered`` and ``streambp.scattered``."""
+    for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+        part, processes, group = node.args
+        for waited in waits_for(node) if isinstance(group, str) else ():
+            for result, dim in gathers(waited, part, processes):
+                write(result, streambp.gathered.default, (part, dim, processes, group))
+    for node in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
+        parts, reduction, processes, group = node.args
+        whole, dim = scatters(parts, processes) or (parts, 0)
+        for waited in waits_for(node) if isinstance(group, str) else ():
+            write(waited, streambp.scattered.default, (whole, dim, reduction, processes, group))
+
+
+def waits_for(node: Node) -> list[Node]:
+    """The finished results of a collective."""
+    return [n for n in node.users if n.target is c10d.wait_tensor.default]
+
+
+def write(node: Node, target: torch._ops.OpOverload, args: tuple) -> None:
+    """Have the readers of a node read this call in its place."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args)
+    value = target(*(value_of(a) if isinstance(a, Node) else a for a in args))
+    new.meta = metadata_for(node, value)
+    node.replace_all_uses_with(new)
+
+
+def gathers(waited: Node, part: Node, processes: int) -> list[tuple[Node, int]]:
+    """The values that are all parts behind one another, each with the dimension along which they are."""
+    joined = [n for split in waited.users for item in split.users for n in item.users if is_joined(n, waited)]
+    found = [
+        (n, dim) for n in dict.fromkeys(joined) if shape_of(n) == longer(part, dim := dim_of(n), processes)
+    ]
+    for node in waited.users:
+        if form_of(node) is Form.RESHAPE:
+            ways = [d for d in range(len(shape_of(part))) if shape_of(node) == longer(part, d, processes)]
+            found += [(node, d) for d in ways if all(s == 1 for s in shape_of(part)[:d])]
+    return [*found, (waited, 0)]
+
+
+def longer(part: Node, dim: int, times: int) -> tuple:
+    shape = shape_of(part)
+    return (*shape[:dim], shape[dim] * times, *shape[dim + 1 :])
+
+
+def scatters(parts: Node, processes: int) -> tuple[Node, int] | None:
+    """What was split into these parts for the processes, and the dimension; None if nothing was."""
+    items: Sequence[Node] = parts.args[0] if form_of(parts) is Form.JOINED else ()
+    if len(items) != processes or not is_item(items[0]) or dim_of(parts) != 0:
+        return None
+    split = items[0].args[0]
+    whole, dim = split.args[0], dim_of(split, 2)
+    return (whole, dim) if is_split_of(items, whole, dim) else None
+
+
+def is_joined(node: Node, waited: Node) -> bool:
+    """Does a node put what was split along the first dimension behind one another, all of it in order?"""
+    return form_of(node) is Form.JOINED and is_split_of(node.args[0], waited, 0)
+
+
+def is_split_of(items: Sequence[Node], whole: Node, dim: int) -> bool:
+    """Are these all parts of a value that was split along a dimension, of one length and in order?"""
+    for i, item in enumerate(items):
+        if not is_item(item) or item.args[1] != i:
+            return False
+        split = item.args[0]
+        if split.args[0] is not whole or dim_of(split, 2) != dim or len(value_of(split)) != len(items):
+            return False
+    return len({shape_of(item)[dim] for item in items}) == 1
+
+
+def is_item(node: object) -> bool:
+    """Is it an item of a split?"""
+    return (
+        isinstance(node, Node)
+        and node.target is operator.getitem
+        and node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default)
+    )
+
+
+def dim_of(node: Node, position: int = 1) -> int:
+    """The dimension along which a node splits or joins."""
+    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    return dim % len(shape_of(node.args[0] if position == 2 else node))
