@@ -38,6 +38,9 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
         """Bytes of values with tokens of this axis alone: scores of two sequences speak for neither."""
         return sum(bytes_of(own_of(n)) for n in values if n in axis.marks and not has_more_rows(n, axis))
 
+    if not any(nodes & a.attending for a in fitting) and any(nodes & a.received for a in fitting):
+        # All tokens, and those of one process: each of the two is exchanged for the other here.
+        fitting.sort(key=carried, reverse=True)
     most = max(parted or axes, key=lambda a: (carried(a), hint(a.length)), default=None)
     if parted or not fitting:
         return most
