@@ -290,6 +290,13 @@ def as_transformers_did(head, x, mask, y):
     return nn.CrossEntropyLoss()(logits.view(-1, logits.shape[-1]) / 0.7, y[:, 1:][mask[:, 1:]].view(-1))
 
 
+def on_their_devices(head, x, mask, y):
+    """As Qwen2-Audio has it: the mask is moved to each device by itself."""
+    logits, mask = head(x), mask.long()[:, 1:]
+    picked = logits[:, :-1][mask.to(logits.device) != 0].contiguous()
+    return F.cross_entropy(picked, y[:, 1:][mask.to(y.device) != 0].contiguous().to(picked.device))
+
+
 def of_one_sequence(head, x, mask, y):
     mask = mask.flatten()
     loss = F.cross_entropy(
@@ -346,7 +353,15 @@ def selected(head, x, mask, y):
 
 LOSSES = {
     f.__name__: f
-    for f in (picked_logits, picked_states, by_place, as_transformers_did, of_one_sequence, of_classes)
+    for f in (
+        picked_logits,
+        picked_states,
+        by_place,
+        as_transformers_did,
+        on_their_devices,
+        of_one_sequence,
+        of_classes,
+    )
     + (two_masks, of_a_mask_that_changes, counted, distilled, compared, pooled, each_sequence, selected)
 }
 

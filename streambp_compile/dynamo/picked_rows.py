@@ -74,18 +74,26 @@ def compare_with_zero(graph: Graph) -> None:
 
 
 def unify_masks(graph: Graph) -> None:
-    """Write masks that are computed twice by Python's operators (``x[:, 1:][mask[:, 1:]]``) once."""
+    """Write masks that are computed twice by Python's operators, or by methods (``x[:, 1:][mask[:, 1:]]``,
+    ``x[mask.to(x.device) != 0]``), once."""
     written = {storage_of(value) for node in graph.nodes if (value := mutated(node)) is not None}
     known: dict[str, Node] = {}
     for node in list(graph.nodes):
-        if not is_integral(node) or node.op != "call_function" or node.target not in OPERATORS:
+        if not is_integral(node) or not is_spelling(node):
             continue
         read = node.all_input_nodes
         if all(map(is_integral, read)) and written.isdisjoint(map(storage_of, (node, *read))):
-            first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            first = known.setdefault(f"{node.op} {node.target} {node.args} {node.kwargs}", node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
+
+
+def is_spelling(node: Node) -> bool:
+    """Is a node one of Python's operators, or a method that writes into nothing?"""
+    if node.op == "call_method":
+        return not node.target.endswith("_")
+    return node.op == "call_function" and node.target in OPERATORS
 
 
 def is_integral(node: Node) -> bool:
