@@ -8,7 +8,7 @@ outputs, hidden states that it looks up for token ids, and those that processes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 from torch.fx import Node
@@ -74,10 +74,13 @@ def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:
     return tuple(n for n in held(program, analysis) if is_too_wide(n))
 
 
-def widest_at_full_length(program: Program) -> tuple[int, Node | None]:
+def widest_at_full_length(program: Program, apart: Collection[Node] = frozenset()) -> tuple[int, Node | None]:
     """The most bytes that operations at full length hold at a time, beside what the program is given and
-    returns, and the one of them whose result is the largest; what a compiler fuses takes less."""
-    given = {*program.inputs, *(viewed(o) for o in program.outputs if isinstance(o, Node))}
+    returns, and the one of them whose result is the largest; what a compiler fuses takes less.
+
+    apart  nodes whose values do not count
+    """
+    given = {*apart, *program.inputs, *(viewed(o) for o in program.outputs if isinstance(o, Node))}
     order = [n for n in chain.from_iterable(program.full_length) if is_tensor(n)]
     made = [n for n in order if n not in given and not is_view(n)]
     own = set(made)

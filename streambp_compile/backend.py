@@ -81,7 +81,6 @@ from .notices import (
     PlansDiffer,
     StreamHint,
     mebibytes,
-    warn_part_refused,
     warn_refused,
 )
 from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of
@@ -464,7 +463,7 @@ class Chain:
         if cost is not None and cost < SMALL * self.held:
             internals.log.debug("not worth a warning, at %d bytes of %d: %s", cost, self.held, refusal)
             return
-        (warn_part_refused if refusal.of_part else warn_refused)(refusal, cost)
+        warn_refused(refusal, cost)
 
 
 def placeholders_of(module: GraphModule) -> list[Node]:

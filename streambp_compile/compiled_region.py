@@ -16,20 +16,19 @@ from .candidate import Candidate, NothingToStream
 from .config import Config
 from .dynamo.attention import torch_attention
 from .dynamo.block_functions import write_out
+from .dynamo.mixing import made_of_weights
 from .dynamo.processes import spans_processes
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of
 from .dynamo.written_inputs import written_buffers, written_storages
 from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes
 from .passes.ir import (
-    Analysis,
     CannotStream,
     Condition,
     EveryRowHasVisibleKey,
     Mark,
     MaskedOutsideBand,
     PositionsIncrease,
-    Program,
     Refusal,
     bytes_of,
     outputs_of,
@@ -300,6 +299,7 @@ class CompiledRegion:
             bytes_of_chunk,
         )
         self.check_width(region)
+        self.note_full_length(region)
         return region
 
     def check_width(self, region: StreamedRegion) -> None:
@@ -320,23 +320,18 @@ class CompiledRegion:
                 raise CannotStream(refusal)
             cost = mebibytes(bytes_of(value_of(node)))
             warnings.warn(f"streambp: {refusal}. It takes {cost}.", StreamHint, stacklevel=2)
-        self.check_full_length(region.forward.program, region.analysis)
 
-    def check_full_length(self, program: Program, analysis: Analysis) -> None:
-        """Warn of operations at full length that hold far more than what the region reads and returns."""
-        taken, largest = widest_at_full_length(program)
-        if largest is not None and taken > LOGITS * bytes_needed(program, analysis):
-            self.report.at_full_length = taken
-            refusal = Refusal(
-                str(largest.target),
-                "This and other operations of a streamed region run at full length: nothing shows that they "
-                "work token by token along the sequence that the region is chunked along",
-                "Nothing to do for a small part; otherwise compile what computes another sequence (an "
-                "encoder, a branch) with torch.compile of its own",
-                where_of(largest),
-                of_part=True,
-            )
-            self.refuse(refusal, taken)
+    def note_full_length(self, region: StreamedRegion) -> None:
+        """Note where operations at full length hold far more than what the region reads and returns; those
+        that compute with weights alone do not grow with the tokens."""
+        if region.fused:  # gradients of weights are among them
+            return
+        program = region.forward.program
+        given = {p: None if n is None else fake_of(n) for p, (_, n) in zip(region.placeholders, self.flat)}
+        taken, largest = widest_at_full_length(program, made_of_weights(region.joint.graph, given))
+        if largest is not None and taken > LOGITS * bytes_needed(program, region.analysis):
+            self.report.at_full_length, self.report.widest_part = taken, where_of(largest)
+            internals.log.info("a part runs at full length, and holds %d bytes: %s", taken, where_of(largest))
 
     def compile_forward(self, module: GraphModule, inputs: Sequence[object]) -> Callable:
         return driver_of(module) or internals.compile_graph(module, inputs)

@@ -32,13 +32,3 @@ def warn_refused(refusal: Refusal, cost: int | None) -> None:
         NotStreamed,
         stacklevel=2,
     )
-
-
-def warn_part_refused(refusal: Refusal, cost: int | None) -> None:
-    """Warn of a part of a streamed region that runs at full length, and holds so many bytes at a time."""
-    warnings.warn(
-        f"streambp cannot stream a part of a region: {refusal}. That part holds {mebibytes(cost or 0)} at a "
-        "time; gradients stay exact.",
-        NotStreamed,
-        stacklevel=2,
-    )

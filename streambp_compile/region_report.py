@@ -38,6 +38,7 @@ class RegionReport:
     costs_nothing  it runs unchunked, but holds no more than what enters and leaves it
     at_full_length  bytes that a part of a streamed region holds, which runs at full length; 0 where that is
                     little beside what the region reads and returns
+    widest_part     the user's line of the largest value of that part
     times     number of its occurrences in the model
     recomputable  its outputs are recomputed in the backward of the next region, not kept
     """
@@ -51,6 +52,7 @@ class RegionReport:
     refusal: Refusal | None = None
     costs_nothing: bool = False
     at_full_length: int = 0
+    widest_part: str = ""
 
     @property
     def has_nothing_to_stream(self) -> bool:
@@ -101,9 +103,10 @@ class RegionReport:
         if self.backward is not None:
             lines += describe("backward", self.backward, self.streamed)
         if self.at_full_length:
-            lines.append(
-                f"  a part runs at full length, and holds {mebibytes(self.at_full_length)} at a time"
-            )
+            lines += [
+                f"  a part runs at full length, and holds {mebibytes(self.at_full_length)} at a time; its "
+                f"largest value: {self.widest_part}"
+            ]
         lines += [
             f"  checked in every call: {condition}; where it fails, all keys are read"
             for condition in self.streamed.analysis.conditions

@@ -28,7 +28,6 @@ TELLING = {"warn", "hint", "tell", "assert_on_device"}
 PICKING = {"next"}  # functions whose arguments are looked into
 PASSED_ON = {"reason"}  # an argument of `refuse` itself
 LONGEST = 200  # characters of one sentence
-CANNOT = ("streambp cannot stream a region: …", "streambp cannot stream a part of a region: …")
 PRIVATE = re.compile(
     r"\b(spread|gauge|bands?|settle[ds]?|fed|feeds?|heavy|light|noted|remade|rehears\w+|distilled|deferred|"
     r"unfit|made of|what has none|nobody|hands? on|its products|given up|made again)\b"
@@ -134,7 +133,7 @@ class Source:
         if isinstance(text, ast.Call) and name_of(text.func) == "str":
             return  # a refusal's, collected where that is made
         for found in self.texts(text):
-            if not found.startswith(("streambp: …", *CANNOT, "note: …")):
+            if not found.startswith(("streambp: …", "streambp cannot stream a region: …", "note: …")):
                 yield Message(self.place(node), found)
 
     def place(self, node: ast.AST) -> str:

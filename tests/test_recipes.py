@@ -5,12 +5,21 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
-from benchmarks.setups import decoder, parallel
+from benchmarks.setups import decoder, parallel, tensor_parallel
 from benchmarks.setups.measurement import reported
 from benchmarks.zoo import interpret_bodies
 
@@ -96,10 +105,33 @@ def compiled_head() -> bool:
 
 
 def split_layers() -> bool:
-    model, ids = decoder.decoder(), decoder.ids_of(LENGTH)
-    loss = decoder.next_token_loss
-    names = ran(PARALLEL, 0, torch=torch, model=model, loss=loss)
-    return streams(lambda: names["step"](ids, ids).backward())
+    """In a group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = WithLoss()
+        names = dict(
+            torch=torch,
+            model=model,
+            batch={"ids": decoder.ids_of(LENGTH)},
+            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)),
+            plan={"model.layers.*.mlp.up": ColwiseParallel(), "model.layers.*.mlp.down": RowwiseParallel()},
+            parallelize_module=parallelize_module,
+            loss_parallel=loss_parallel,
+        )
+        return streams(lambda: ran(PARALLEL, 0, **names))
+    finally:
+        dist.destroy_process_group()
+
+
+class WithLoss(torch.nn.Module):
+    """A model that returns its loss by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = tensor_parallel.Model(checkpointed=False)
+
+    def forward(self, ids):
+        return SimpleNamespace(loss=self.model(ids))
 
 
 @pytest.mark.parametrize(

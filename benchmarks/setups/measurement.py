@@ -177,7 +177,7 @@ def is_head(region, vocabulary: int) -> bool:
     leave = any(vocabulary in shape_of(n)[1:] for n in outputs)
     made = [shape_of(n) for n in region.streamed.joint.graph.nodes if "mm" in str(n.target)]
     own = {vocabulary, *(vocabulary // parts for parts in (2, 4))}  # of a process that has a part of it
-    return not leave and any(not own.isdisjoint(shape) for shape in made)
+    return not leave and any(isinstance(size, int) and size in own for shape in made for size in shape)
 
 
 def without_folder(text: str) -> str:

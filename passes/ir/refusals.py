@@ -9,16 +9,12 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a region cannot be streamed, and what its author can do about it.
-
-    of_part  the rest of the region streams
-    """
+    """Why a region cannot be streamed, and what its author can do about it."""
 
     op: str
     reason: str
     hint: str
     where: str = ""
-    of_part: bool = False
 
     def __str__(self) -> str:
         at = f" at {self.where}" if self.where else ""

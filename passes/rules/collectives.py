@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ..ir import Signature, shape_of
-from . import rule, rule_by_name
+from . import rule_by_name
 from .facets import CostClass, Linear
 from .signatures import broadcast
 
@@ -40,7 +40,7 @@ def along_first(node: Node) -> Signature:
     return Signature((("parts", *behind),), ((None, *behind),), contracts="all")
 
 
-@rule("streambp::gathered", "streambp::scattered", cost=KERNEL, communicates=True, along="dim")
+@rule_by_name("streambp::gathered", "streambp::scattered", cost=KERNEL, communicates=True, along="dim")
 def along_a_dimension(node: Node) -> Signature:
     """Along one dimension lie the parts of several processes."""
     apart, rank = node.args[1], len(shape_of(node))
