@@ -445,7 +445,6 @@ def pixels(count: int, config):
 
 IMAGE_TOKENS = 16
 IMAGE_TOKEN = 2  # which no text has
-PATCHES = dict(depth=2, out_hidden_size=64, num_heads=2, patch_size=4)
 VISION = dict(
     hidden_size=32,
     intermediate_size=64,
@@ -479,6 +478,18 @@ def multimodal(
         return hugging_face(family, head, batch=batch, **parts, **given)(length)
 
     return build
+
+
+def qwen_vl(family: str, name: str, **vision) -> Callable:
+    """A Qwen-VL, with settings of its encoder of images beside depth, heads and patches."""
+    return multimodal(
+        family,
+        f"{name}ForConditionalGeneration",
+        f"{family}_text",
+        dict(depth=2, num_heads=2, patch_size=4, **vision),
+        batch=grids,
+        words=dict(rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)),
+    )
 
 
 def sized(family: str, head: str, **given) -> Callable:
@@ -697,37 +708,28 @@ ROWS |= {
             mm_tokens_per_image=IMAGE_TOKENS,
         ),
     ),
-    "Qwen2-VL": Row(
-        "vision",
-        multimodal(
-            "qwen2_vl",
-            "Qwen2VLForConditionalGeneration",
-            "qwen2_vl_text",
-            dict(depth=2, embed_dim=32, hidden_size=64, num_heads=2, patch_size=4),
-            batch=grids,
-            words=dict(rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)),
-        ),
-    ),
+    "Qwen2-VL": Row("vision", qwen_vl("qwen2_vl", "Qwen2VL", embed_dim=32, hidden_size=64)),
     "Qwen2.5-VL": Row(
         "vision",
-        multimodal(
+        qwen_vl(
             "qwen2_5_vl",
-            "Qwen2_5_VLForConditionalGeneration",
-            "qwen2_5_vl_text",
-            dict(PATCHES, intermediate_size=64, hidden_size=32, window_size=16, fullatt_block_indexes=[1]),
-            batch=grids,
-            words=dict(rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)),
+            "Qwen2_5_VL",
+            hidden_size=32,
+            intermediate_size=64,
+            out_hidden_size=64,
+            window_size=16,
+            fullatt_block_indexes=[1],
         ),
     ),
     "Qwen3-VL": Row(
         "vision",
-        multimodal(
+        qwen_vl(
             "qwen3_vl",
-            "Qwen3VLForConditionalGeneration",
-            "qwen3_vl_text",
-            dict(PATCHES, intermediate_size=64, hidden_size=32, deepstack_visual_indexes=[0, 1]),
-            batch=grids,
-            words=dict(rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)),
+            "Qwen3VL",
+            hidden_size=32,
+            intermediate_size=64,
+            out_hidden_size=64,
+            deepstack_visual_indexes=[0, 1],
         ),
     ),
     "InternVL": Row(
@@ -1155,6 +1157,7 @@ def shortened(reason: str) -> str:
     """A refusal without what all of them say, and without the folders of the file."""
     text = reason.removeprefix("streambp cannot stream a region: ").replace("; gradients stay exact", "")
     text = re.sub(r"\S*/([\w.-]+\.py:\d+): (.*?): ", r"\1 `\2`: ", text)
+    text = re.sub(r"\S*/([\w.-]+\.py:\d+)", r"\1", text)
     return text if len(text) <= 240 else text[:239] + "…"
 
 

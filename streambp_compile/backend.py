@@ -76,13 +76,7 @@ from .hints import hint_at_freed_weights, hint_at_outputs, watched
 from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .memory_limits import Budget, FreeMemory, Limit, OverBudget
-from .notices import (
-    NotStreamed,
-    PlansDiffer,
-    StreamHint,
-    mebibytes,
-    warn_refused,
-)
+from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes, warn_refused
 from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of
 from .passes.phases import phase, time_limit, untimed
 from .passes.split import Region, split

@@ -5,7 +5,6 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,7 +130,7 @@ class WithLoss(torch.nn.Module):
         self.model = tensor_parallel.Model(checkpointed=False)
 
     def forward(self, ids):
-        return SimpleNamespace(loss=self.model(ids))
+        return types.SimpleNamespace(loss=self.model(ids))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """DTensors: what each process holds of them, and the meshes of devices that they lie on; and whether
 processes that compute together plan alike.
 
-Tested with torch 2.13.
+Tested with torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
