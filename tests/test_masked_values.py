@@ -160,3 +160,21 @@ def test_no_mask_is_true():
     inputs = x, torch.zeros_like(mask), image, labels
     expected = gradients(model, lambda: model(*inputs))
     assert worst_error(gradients(model, lambda: step(*inputs)), expected) < EXACT
+
+
+def test_rows_that_the_mask_leaves_reach_no_gradient():
+    """They are NaN, as those of padding may be."""
+    x, mask, _, _ = batch()
+    x[1, 30:] = torch.nan
+    make = torch.Generator().manual_seed(2)
+    token, image = (torch.randn(*n, generator=make, dtype=x.dtype) for n in ((12,), (2, 8, 12)))
+    token.requires_grad_()
+
+    def loss(x):
+        made = rows_mixed(x.clone(), mask, token, image)
+        return torch.where(mask[..., None], made, 0.0).square().sum()
+
+    compiled = torch.compile(loss, backend="streambp")
+    expected, ours = (torch.autograd.grad(f(x), token)[0] for f in (loss, compiled))
+    assert expected.isfinite().all()
+    torch.testing.assert_close(ours, expected)

@@ -1,8 +1,9 @@
 """Values that are written where a mask is true, as a choice that each token makes by itself. Rewritten in
 Dynamo's graph, before autograd sees it.
 
-``x[mask] = row``, ``x[mask] = rows``, ``x[mask] = x[mask] + rows`` and ``x.masked_scatter(mask, rows)``
-become ``torch.where``: no index is made whose length depends on the data.
+``x[mask] = row``, ``x[mask] = rows`` and ``x.masked_scatter(mask, rows)`` become ``torch.where``: nothing is
+written by an index whose length depends on the data. Rows that are made of those that stand there
+(``x[mask] = x[mask] + rows``) exist once, as many as the mask picks.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
+from .. import internals
 from ..passes.ir import arguments
-from ..passes.rules import form_of, linear_of
+from ..passes.rules import form_of
 from ..passes.rules.facets import Form
-from ..passes.rules.forward import Part, is_pointwise, mutated, part_of, written_argument
+from ..passes.rules.forward import Part, part_of, written_argument
 from .aten import inserted
-from .values import fake_of, storage_of
+from .values import fake_of
 
 aten = torch.ops.aten
 
@@ -89,79 +90,27 @@ def under_mask(base: Tensor, mask: Tensor, row: Tensor, ahead: int, behind: int)
 
 
 def rows_under_mask(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | None:
-    """For ``x[mask] = rows``, the base, a function that puts the rows in order, and its other operands.
-
-    Rows may be made of those that stand there (``x[mask] + rows``): what is linear in each number works on
-    all rows as well, and the gradient of those that the mask does not choose is zero.
-    """
+    """For ``x[mask] = rows`` with a row for each true entry, the base, `each_in_order` and its other
+    operands."""
     found = written_under_mask(node)
     if found is None:
         return None
     base, mask, rows, ahead = found
     if ahead or fake_of(base).dim() != fake_of(mask).dim() + 1 or fake_of(rows).dim() != 2:
         return None
-    made = made_of_picked(rows, base, mask)
-    given = [a for n in made for a in n.all_input_nodes if a not in made] if made else [rows]
-    given = [a for a in dict.fromkeys(given) if a is not base]
-    if any(is_written(n, node) for n in (*given, mask, *([base] if made else ()))):
+    if internals.is_unbacked(fake_of(rows)) or not fake_of(rows).shape[0]:  # none to look up
         return None
-
-    def put(base: Tensor, mask: Tensor, *operands: Tensor) -> Tensor:
-        values = {base_node: base, **{n: spread(mask, v, count) for n, v in zip(given, operands)}}
-        for each in made:
-            args = map_arg((each.args, each.kwargs), values.__getitem__)
-            values[each] = base if is_pick(each, base_node) else each.target(*args[0], **args[1])
-        return torch.where(mask.unsqueeze(-1), values[rows], base)
-
-    base_node, count = base, fake_of(rows).shape[0]
-    return base, put, (mask, *given)
+    return base, each_in_order, (mask, rows)
 
 
-def made_of_picked(rows: Node, base: Node, mask: Node) -> list[Node]:
-    """The operations, in order, that make rows of those that a mask picks from a value; none if the rows do
-    not depend on that value, or by others than operations that are linear in each number."""
-    found, stack = set(), [rows]
-    while stack:
-        node = stack.pop()
-        if node in found or fake_of(node).dim() < 2:
-            continue
-        if is_pick(node, base) and node.args[1][0] is mask:
-            found.add(node)
-        elif node.op == "call_function" and is_pointwise(node) and linear_of(node) is not None:
-            found.add(node)
-            stack += node.all_input_nodes
-    return sorted(found) if any(is_pick(n, base) for n in found) else []
+def each_in_order(base: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """`in_order`, with a mask of rows.
 
-
-def is_pick(node: Node, base: Node) -> bool:
-    """Does it read the rows of a value that one mask picks (``x[mask]``)?"""
-    if part_of(node) is not Part.INDEX or form_of(node) is not Form.LOOK_UP or node.args[0] is not base:
-        return False
-    indices = node.args[1]
-    one = isinstance(indices, (list, tuple)) and all(i is None for i in indices[1:])
-    return one and isinstance(indices[0], Node) and fake_of(indices[0]).dtype is torch.bool
-
-
-def is_written(value: Node, until: Node) -> bool:
-    """Is a value written into after it was made, and before a node runs?"""
-    memory, node = storage_of(value), value.next
-    while node is not until:
-        written = mutated(node)
-        if written is not None and storage_of(written) == memory:
-            return True
-        node = node.next
-    return False
-
-
-def spread(mask: Tensor, value: Tensor, count: object) -> Tensor:
-    """Rows that belong to the true entries of a mask, each at its place; what has no rows of its own stays.
-
-    mask   [*leading, T]
-    value  [count, C], or what is broadcast to that
+    base  [*leading, T, C]
+    mask  [*leading, T]
+    rows  [*, C]
     """
-    if value.dim() < 2 or value.shape[0] != count:
-        return value
-    return torch.nn.functional.embedding(places(mask), value)
+    return in_order(base, mask.unsqueeze(-1), rows)
 
 
 def rows_in_order(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | None:
@@ -184,13 +133,9 @@ def in_order(base: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     source  [*, C]
     """
     chosen = mask[..., 0].expand(base.shape[:-1])
-    rows = torch.nn.functional.embedding(places(chosen), source.reshape(-1, source.shape[-1]))
-    return torch.where(chosen.unsqueeze(-1), rows, base)
-
-
-def places(chosen: Tensor) -> Tensor:
-    """For each true entry of a mask [*leading, T], how many come before it."""
     upto = chosen.long().cumsum(-1)
     counts = upto[..., -1].flatten()
     earlier = (counts.cumsum(0) - counts).view(upto.shape[:-1]).unsqueeze(-1)
-    return (upto + earlier - 1).clamp(min=0)
+    place = (upto + earlier - 1).clamp(min=0)
+    rows = torch.nn.functional.embedding(place, source.reshape(-1, source.shape[-1]))
+    return torch.where(chosen.unsqueeze(-1), rows, base)
