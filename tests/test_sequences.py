@@ -439,35 +439,45 @@ def test_a_text_of_one_token():
 
 
 class Bytes(nn.Module):
-    """Layers of patches of four bytes; a layer of the bytes within each patch (arXiv 2305.07185)."""
+    """Layers of patches of some bytes; layers of the bytes within each patch (arXiv 2305.07185)."""
 
-    def __init__(self, causal: bool):
+    def __init__(self, causal: bool, patch: int, layers: int):
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.shorten, self.lengthen = nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.of_patches, self.qkv, self.causal = Layer(WIDTH, 4), nn.Linear(WIDTH, 3 * WIDTH), causal
+        self.shorten, self.lengthen = nn.Linear(patch * WIDTH, WIDTH), nn.Linear(WIDTH, patch * WIDTH)
+        self.of_patches = nn.ModuleList(Layer(WIDTH, 4) for _ in range(layers))
+        self.of_bytes = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(layers))
+        self.causal, self.patch = causal, patch
 
-    def within(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+    def within(self, x: Tensor, qkv: nn.Linear) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in qkv(x).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return x + mixed.transpose(1, 2).flatten(2)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        patches = self.of_patches(self.shorten(x.unflatten(1, (-1, 4)).flatten(2)))
+        patches = self.shorten(x.unflatten(1, (-1, self.patch)).flatten(2))
+        for layer in self.of_patches:
+            patches = layer(patches)
         before = F.pad(patches, (0, 0, 1, -1))
-        x = self.within(self.lengthen(before).reshape(-1, 4, WIDTH) + x.reshape(-1, 4, WIDTH))
+        x = self.lengthen(before).reshape(-1, self.patch, WIDTH) + x.reshape(-1, self.patch, WIDTH)
+        for qkv in self.of_bytes:
+            x = self.within(x, qkv)
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("causal", representatives((False, True), {True}))
-def test_attention_within_patches_streams_along_the_patches(causal):
-    model = Bytes(causal).double()
+@pytest.mark.parametrize("case", representatives(((False, 4, 1), (True, 4, 1), (True, 8, 2)), {(True, 8, 2)}))
+def test_attention_within_patches_streams_along_the_patches(case):
+    model, patch = Bytes(*case).double(), case[1]
     step = torch.compile(model, backend="streambp", options={"chunk_size": 8, "strict": True})
     for length in (64, 96):
         ids = ids_of(2, length)
         found, expected = (gradients(model, lambda f=f: f(ids)) for f in (step, model))
         assert worst_error(found, expected) < EXACT
+    torch._dynamo.reset()
+    report = explain(model, ids_of(2, 96))
+    if patch >= 8:  # whose bytes might be tokens themselves
+        assert {hint(r.analysis.length) for r in report.regions if r.analysis} == {96 // patch}, report
 
 
 def test_few_latents_are_not_what_a_long_text_streams_along():
@@ -635,3 +645,25 @@ def test_experts_of_patches_are_sorted():
     step = torch.compile(model, backend="streambp", options={"chunk_size": 8})
     found, truth = (gradients(model, lambda: f(ids)) for f in (step, model))
     assert worst_error(found, truth) < EXACT
+
+
+def test_rows_of_one_number_beside_a_text_of_any_length():
+    """A suffix whose one-hot rows want gradients, and a target that is all whose logits are read (GCG, arXiv
+    2307.15043)."""
+    model = Plain(layers=2).double().requires_grad_(False)
+
+    def loss(ids: Tensor, suffix: Tensor, target: Tensor) -> Tensor:
+        table = model.embed.weight
+        x = torch.cat((model.embed(ids), suffix @ table, model.embed(target)), 1)
+        for layer in model.layers:
+            x = layer(x)
+        logits = model.head(model.norm(x))[:, -target.shape[1] - 1 : -1]
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    step = torch.compile(loss, backend="streambp", options={"chunk_size": 8, "strict": True})
+    for length in (30, 47):
+        ids, target = ids_of(2, length), ids_of(2, 12)
+        torch._dynamo.mark_dynamic(ids, 1)
+        suffix = F.one_hot(ids_of(2, 10), VOCABULARY).double().requires_grad_()
+        found, expected = (torch.autograd.grad(f(ids, suffix, target), suffix) for f in (step, loss))
+        assert (found[0] - expected[0]).abs().max() < EXACT * expected[0].abs().max()

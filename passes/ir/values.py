@@ -89,6 +89,12 @@ def is_equal(a: Size, b: Size) -> bool:
     return any(e.has(sympy.Function) for e in (first, second)) and simplified(first - second) == 0
 
 
+def differs_by_a_number(a: Size, b: Size) -> bool:
+    """Are there as many more of these than of those at every length?"""
+    difference = a - b
+    return isinstance(difference, int) or simplified(difference.node.expr).is_number
+
+
 def simplified(expr: sympy.Expr) -> sympy.Expr:
     """An expression of sizes with divisions without a remainder carried out: ``T * T // T`` is T, as a view
     with a -1 in it has it."""

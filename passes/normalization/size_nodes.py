@@ -44,7 +44,7 @@ class SizeNodes:
             self.parts.setdefault(part, (expr, rest))
 
     def written(self, size: int | torch.SymInt, before: Node) -> Node | int | None:
-        """A node (or number) for a size, or None if it is no sum of products of sizes of inputs."""
+        """A node or number for a size; None if no sums, products, quotients of input sizes make it."""
         return size if isinstance(size, int) else self.expression(simplified(size.node.expr), before)
 
     def expression(self, expr, before: Node) -> Node | int | None:
@@ -58,6 +58,9 @@ class SizeNodes:
             whole, rest = self.parts[expr]
             return self.sum(self.input_size(whole, before), -rest, before)
         terms = expr.args
+        if type(expr).__name__ == "FloorDiv":
+            over, under = (self.expression(part, before) for part in terms)
+            return None if over is None or under is None else self.quotient(over, under, before)
         if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
             terms = [expr.base] * int(expr.exp)
         elif not (expr.is_Add or expr.is_Mul):
@@ -83,6 +86,9 @@ class SizeNodes:
 
     def product(self, a: Node | int, b: Node | int, before: Node) -> Node | int:
         return self.combined(operator.mul, a, b, before)
+
+    def quotient(self, a: Node | int, b: Node | int, before: Node) -> Node | int:
+        return self.combined(operator.floordiv, a, b, before)
 
     def combined(self, combine: Callable, a: Node | int, b: Node | int, before: Node) -> Node | int:
         values = [value_of(p) if isinstance(p, Node) else p for p in (a, b)]

@@ -7,12 +7,13 @@ from torch.fx import GraphModule, Node
 
 from ..passes.ir import Mark, bytes_of, hint, is_equal, shape_of, tensor_operands
 from ..passes.kernels.blocks import blocks_in
-from ..passes.rules import form_of, windows_of
+from ..passes.rules import form_of, is_product, windows_of
 from ..passes.rules.facets import Form
 from ..passes.rules.forward import Part, part_of
 from ..passes.token_propagation import TokenPropagation
 from .block_functions import NoBlockFunction
 from .block_splits import Split
+from .mixing import attends
 from .token_axes import Axis, Trace
 from .values import fake_of
 
@@ -171,6 +172,16 @@ class Blocked:
         mark = self.mark_of(node)
         apart = node in self.starts or node in self.rowless
         return not apart and mark is not None and mark.inner == self.length and self.is_rows(node)
+
+    def are_tokens(self) -> bool:
+        """Do blocks attend to one another, and do linear layers map them, as tokens of a layer?"""
+        values = [v for n in self.exchange for v in self.between(n)]
+        mapped = [v for n in self.inside for v in self.between(n) if is_product(v)]
+        return any(attends(v, self.marks, self.count) for v in values) and any(
+            any(a in self.trace.weights for a in tensor_operands(v))
+            and any(m.inner == 1 for a in tensor_operands(v) for m in self.marks.of(a).values())
+            for v in mapped
+        )
 
     def lets_meet(self, node: Node) -> bool:
         """Does a node let blocks meet? So does what only follows from such values, and is small."""

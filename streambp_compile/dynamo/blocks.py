@@ -90,6 +90,8 @@ class BlockCalls:
         what is made of the blocks: then blocks are the tokens of another sequence."""
         if not self.found.readers and not any(map(self.found.leaves, self.found.inside)):
             raise NoBlockFunction("no rows of tokens come out")
+        if self.found.are_tokens():
+            raise NoBlockFunction("blocks are the tokens of another sequence: they attend to one another")
         for node in wanted:
             if node in self.found.trace.unsorted:
                 raise NoBlockFunction(f"{node} is in another order than that of blocks")

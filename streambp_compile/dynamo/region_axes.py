@@ -10,9 +10,9 @@ from torch.fx import Node
 from ..passes.ir import Mark, Size, bytes_of, hint
 from ..passes.split import Region
 from .token_axes import Axis
-from .values import own_of
+from .values import fake_of, is_parameter, own_of
 
-MANY_ROWS = 64  # of a sequence that streams beside the one that attends
+MANY_ROWS = 64  # rows of a sequence that streams beside the one that attends; fewer, where that is shorter
 FAR = 4  # times the bytes of what attends: a sequence that carries more is the one to stream along
 
 
@@ -32,7 +32,7 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
         a for a in axes if not nodes.isdisjoint(a.mixing)
     ]
 
-    values = [n for n in (*region.inputs, *region.nodes) if sum(n in a.marks for a in axes) == 1]
+    values = [n for n in values_of(region) if sum(n in a.marks for a in axes) == 1]
 
     def carried(axis: Axis) -> int:
         """Bytes of values with tokens of this axis alone: scores of two sequences speak for neither."""
@@ -44,17 +44,23 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
     most = max(parted or axes, key=lambda a: (carried(a), hint(a.length)), default=None)
     if parted or not fitting:
         return most
-    beside = [a for a in axes if hint(a.length) >= MANY_ROWS and lies_across(a, fitting[0], region)]
+    many = min(MANY_ROWS, hint(fitting[0].length))
+    beside = [a for a in axes if hint(a.length) >= many and lies_across(a, fitting[0], region)]
     if beside:
         return max(beside, key=lambda a: hint(a.length))
     return most if carried(most) > FAR * carried(fitting[0]) else fitting[0]
 
 
+def values_of(region: Region) -> list[Node]:
+    """What a region reads or makes, without weights, whose rows may be of a place in a patch."""
+    return [n for n in (*region.inputs, *region.nodes) if not is_parameter(fake_of(n))]
+
+
 def lies_across(axis: Axis, attending: Axis, region: Region) -> bool:
     """Does a region apply to each token of an axis alone, and have all values with tokens of the attending
-    axis a place for these, too? Tokens that several rows of the attending axis belong to (states and actions
-    in turn) are no place of their own."""
-    marked = [(n, attending.marks[n]) for n in (*region.inputs, *region.nodes) if n in attending.marks]
+    axis a place for these, too? Weights need none. Tokens that several rows of the attending axis belong to
+    (states and actions in turn) are no place of their own."""
+    marked = [(n, attending.marks[n]) for n in values_of(region) if n in attending.marks]
     across = all(
         axis.marks.get(n)
         and not any(

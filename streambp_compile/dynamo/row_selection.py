@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from ..passes.ir import arguments, is_equal
+from ..passes.ir import arguments, differs_by_a_number, is_equal
 from ..passes.rules.forward import Part, is_pointwise, mutated, part_of, slice_of, steps_over_rows
 from .aten import inserted
 from .modes import is_switch
@@ -68,10 +68,14 @@ def may_move(node: Node, to: Node) -> bool:
 
 
 def picks_rows(node: Node) -> bool:
-    """``x[i]``, ``x[i, j]`` of whole numbers, ``index_select``, or ``x[::2]``, that leave the last dimension
-    as it is."""
+    """``x[i]``, ``x[i, j]`` of whole numbers, ``index_select``, ``x[::2]``, or a slice whose rows are not so
+    many fewer at every length (``x[-30:]``), that leave the last dimension as it is."""
     if not isinstance(fake_of(node), torch.Tensor) or not node.args or not isinstance(node.args[0], Node):
         return False
+    part = slice_of(node, fake_of(node).dim())
+    if part is not None and not part.lost and part.dim < fake_of(node).dim() - 1:
+        sizes = (fake_of(n).shape[part.dim] for n in (node, node.args[0]))
+        return not differs_by_a_number(*sizes)
     if steps_over_rows(node):
         rank = fake_of(node).dim()
         return arguments(node)["dim"] % rank < rank - 1

@@ -21,6 +21,7 @@ from ..passes.ir import (
     Mark,
     Size,
     bytes_of,
+    differs_by_a_number,
     draws_random,
     hint,
     is_tensor,
@@ -49,7 +50,7 @@ from .mixing import (
     mixes,
     touches,
 )
-from .values import is_parameter, own_of
+from .values import fake_of, is_parameter, own_of
 
 SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
 
@@ -172,12 +173,15 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
         ):
             born += trace.candidate(node, dim)
     chosen += [c for c in born if c.attends]
+    chosen = [c for c in chosen if c.mixers or not any(carries_all_of(c, other) for other in chosen)]
     chosen += trace.parts_of_processes(chosen)
     chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
     chosen += trace.picked(chosen)
     moving = trace.moving(chosen)
     found_axes = (trace.axis(c, [other.propagation for other in chosen if other is not c]) for c in chosen)
-    return tuple(replace(axis, moving=moving) for axis in found_axes if axis is not None)
+    by_length = [part for axis in found_axes if axis is not None for part in parted(axis)]
+    moving = moving.union(*(axis.moving for axis in by_length))
+    return tuple(replace(axis, moving=moving) for axis in by_length)
 
 
 class Trace:
@@ -324,6 +328,55 @@ class Trace:
         return Axis(own_of(first).shape[at.dim], marks, mixing, attending, recomputable, received=received)
 
 
+def parted(axis: Axis) -> list[Axis]:
+    """An axis at a length that may change, and one for each other number of rows along it that is not the
+    tokens and so many more or fewer: of a prompt of any length, a suffix of 30 tokens and the last 30 rows.
+
+    Joining and slicing these is what moves rows (`Axis.moving`). Weights and constants (a table of positions)
+    are cut where they are read, and are no sequences.
+    """
+
+    def rows_of(node: Node) -> Size | None:
+        marks, fake = axis.marks.get(node, ()), fake_of(node)
+        if len(marks) != 1 or node.op == "placeholder" or not isinstance(fake, torch.Tensor):
+            return None
+        (mark,) = marks
+        plain = mark.outer == mark.inner == 1 and fake.is_floating_point()
+        return own_of(node).shape[mark.dim] if plain else None
+
+    lengths = [axis.length]
+    moving = set()
+    for node in axis.marks if isinstance(axis.length, torch.SymInt) else ():
+        rows = {n: size for n in (node, *node.all_input_nodes) if (size := rows_of(n)) is not None}
+        if node in rows and fake_of(node).requires_grad:
+            others = [s for s in rows.values() if not any(differs_by_a_number(s, n) for n in lengths)]
+            lengths += others[:1]
+            if not all(differs_by_a_number(size, rows[node]) for size in rows.values()):
+                moving.add(node)
+    if not moving:
+        return [axis]
+
+    def is_along(node: Node, length: Size) -> bool:
+        sizes = ((own_of(node).shape[m.dim], m.outer * m.inner) for m in axis.marks[node])
+        return all(differs_by_a_number(size, length * count) for size, count in sizes)
+
+    found = []
+    for length in lengths:
+        marks = {n: m for n, m in axis.marks.items() if is_along(n, length)}
+        mixing, attending = (nodes & marks.keys() for nodes in (axis.mixing, axis.attending))
+        found.append(
+            replace(
+                axis,
+                length=length,
+                marks=marks,
+                mixing=mixing,
+                attending=attending,
+                moving=axis.moving | moving,
+            )
+        )
+    return found
+
+
 def fix_sizes(sizes: Sequence[Size]) -> None:
     """The batch, whose rows lie among those of tokens, becomes a constant of this graph: Dynamo compiles
     another for another batch."""
@@ -363,6 +416,13 @@ def attending_alone(candidate: Candidate, chosen: Sequence[Candidate]) -> frozen
         if any(touches(n, other.propagation) for other in chosen)
     }
     return candidate.attends - taken - features
+
+
+def carries_all_of(candidate: Candidate, other: Candidate) -> bool:
+    """Has every value with tokens of a candidate rows of another sequence that attends? Bytes are so the
+    rows of patches, where patches attend to one another."""
+    marked = set(candidate.propagation.marked())
+    return bool(other.attends) and other is not candidate and marked <= set(other.propagation.marked())
 
 
 def preferred(found: Sequence[Candidate]) -> Candidate | None:
