@@ -72,21 +72,26 @@ def picks_rows(node: Node) -> bool:
     many fewer at every length (``x[-30:]``), that leave the last dimension as it is."""
     if not isinstance(fake_of(node), torch.Tensor) or not node.args or not isinstance(node.args[0], Node):
         return False
-    part = slice_of(node, fake_of(node).dim())
-    if part is not None and not part.lost and part.dim < fake_of(node).dim() - 1:
-        sizes = (fake_of(n).shape[part.dim] for n in (node, node.args[0]))
-        return not differs_by_a_number(*sizes)
+    rank = fake_of(node.args[0]).dim()
+    part = slice_of(node, rank) if rank else None
+    if part is not None:
+        return part.dim < rank - 1 and not part.lost and changes_by_more_than_a_number(node, part.dim)
     if steps_over_rows(node):
         rank = fake_of(node).dim()
         return arguments(node)["dim"] % rank < rank - 1
     if part_of(node) is not Part.INDEX:
         return False
-    rank, given = fake_of(node.args[0]).dim(), arguments(node)
+    given = arguments(node)
     if "dim" in given:
         return isinstance(given["dim"], int) and given["dim"] % rank < rank - 1
     chosen = [i for i in given["indices"] if i is not None]
     numbers = all(fake_of(i).dtype in (torch.int64, torch.int32) for i in chosen)
     return numbers and len(given["indices"]) < rank
+
+
+def changes_by_more_than_a_number(node: Node, dim: int) -> bool:
+    before, after = (fake_of(n).shape[dim] for n in (node.args[0], node))
+    return not differs_by_a_number(before, after)
 
 
 def way_to_head(node: Node) -> list[Node]:
