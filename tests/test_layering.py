@@ -19,6 +19,7 @@ PARTS = (
     "deferral",
     "moved_rows",
     "width",
+    "zero_values",
 )  # no passes, but parts of analyze, split and the pipeline
 
 

@@ -36,7 +36,7 @@ OPERATORS = frozenset(filter(callable, vars(operator).values())) - WRITING
 
 def write_picked_rows(module: GraphModule) -> GraphModule:
     """Write what is done to picked rows as calls of ``streambp::picked_rows``."""
-    if not any(depends_on_data(n) or is_number_read(n) for n in module.graph.nodes):
+    if not any(map(depends_on_data, module.graph.nodes)):
         return module
     compare_with_zero(module.graph)
     unify_masks(module.graph)
@@ -108,16 +108,6 @@ def depends_on_data(node: Node) -> bool:
     values = fake_of(node)
     values = values if isinstance(values, (tuple, list)) else (values,)
     return any(internals.is_unbacked(v) for v in values if v is not None)
-
-
-def is_number_read(node: Node) -> bool:
-    return node.target is internals.number_read
-
-
-def reads_number_of_mask(module: GraphModule) -> bool:
-    """Does anything in a graph read what is a number for Python?"""
-    parts = (m for m in module.modules() if isinstance(m, GraphModule))
-    return any(is_number_read(n) for part in parts for n in part.graph.nodes)
 
 
 def puts_back(node: Node) -> bool:

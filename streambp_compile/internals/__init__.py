@@ -25,7 +25,6 @@ from .aten_graphs import (
     newest_captured,
 )
 from .body_inputs import BodyInputs
-from .chosen_values import is_zero_without
 from .chunk_bodies import body_options, compile_body
 from .distributed import (
     Engine,
@@ -90,7 +89,6 @@ from .fake_tensors import (
 )
 from .inductor import compile_function, compile_graph, compile_plainly, floats_are_tensors, rewrite
 from .joint_graphs import keep_inputs_partition, of_regions, read_meshes_of_primals, tracing_of
-from .numbers_asked import number_read
 from .picked_branches import begin_branch, end_branch
 from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
 from .read_numbers import break_at_read_numbers, break_where_numbers_are_read, reading_no_numbers
@@ -191,7 +189,6 @@ __all__ = [
     "capture_picked_rows",
     "capture_with_picked_rows",
     "is_unbacked",
-    "is_zero_without",
     "keep_ddp_graphs_whole",
     "keep_inputs_partition",
     "leave_map",
@@ -203,7 +200,6 @@ __all__ = [
     "make_fx",
     "modes_text",
     "newest_captured",
-    "number_read",
     "read_meshes_of_primals",
     "reading_no_numbers",
     "others_with_another",
