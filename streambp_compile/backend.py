@@ -25,8 +25,9 @@ from .config import WITH_GRAPHS, Config
 from .dynamo.assertions import part_assertions, with_assertions
 from .dynamo.associative_scans import scan_in_blocks
 from .dynamo.aten import to_aten
-from .dynamo.attention import one_attention
+from .dynamo.attention_calls import one_attention
 from .dynamo.blocks import over_blocks
+from .dynamo.convolutions import look_back
 from .dynamo.cut_rows import cut_rows_first
 from .dynamo.detached_values import detach_operands
 from .dynamo.early_values import early_views, weight_updates
@@ -56,7 +57,6 @@ from .dynamo.regions import (
 )
 from .dynamo.relative_shifts import write_relative_shifts
 from .dynamo.returned_views import part_returned_views, with_returned_views
-from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
 from .dynamo.running_values import write_running_values
 from .dynamo.score_filters import write_score_filters

@@ -1,4 +1,4 @@
-"""Branches on whether a mask picks a row (internals/picked_branches.py), of which Dynamo has traced the side
+"""Branches on whether a mask picks a row (internals/branch_tracing.py), of which Dynamo has traced the side
 where it does: the proof that this side does nothing where it picks none."""
 
 from __future__ import annotations

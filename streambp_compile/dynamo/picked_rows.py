@@ -26,7 +26,7 @@ from .aten import Named, inserted
 from .modes import is_switch
 from .picked_functions import NotRowByRow, register
 from .picked_graphs import PickedGraph, is_count, is_unknown, last_of_picked, mask_of
-from .picked_losses import Rows, picked_loss
+from .picked_losses import MappedRows, picked_loss
 from .values import fake_of, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
@@ -42,7 +42,7 @@ def write_picked_rows(module: GraphModule) -> GraphModule:
     unify_masks(module.graph)
     with internals.replaying(module) as replay:
         modes: dict[Node, str] = {}
-        known: dict[str, Known] = {}
+        known: dict[str, PickedTrace] = {}
         for node in list(module.graph.nodes):
             if is_switch(node):
                 replay(node)
@@ -128,7 +128,7 @@ def erase_rows_unread(graph: Graph) -> None:
 
 
 @dataclass
-class Known:
+class PickedTrace:
     """What was read at a node: its trace, the functions of rows in it, and their names by last node."""
 
     trace: GraphModule
@@ -143,7 +143,7 @@ class PutBack:
     inputs  what that reads of others
     """
 
-    def __init__(self, node: Node, modes: dict[Node, str], known: dict[str, Known]):
+    def __init__(self, node: Node, modes: dict[Node, str], known: dict[str, PickedTrace]):
         self.node, self.modes, self.known = node, modes, known
         self.graph = node.graph
         found, stack = {node}, list(node.all_input_nodes)
@@ -164,7 +164,7 @@ class PutBack:
         found = self.known.get(text)
         if found is None:
             trace = internals.capture_with_picked_rows(self.computed, list(map(fake_of, self.inputs)))
-            found = Known(trace, [PickedGraph(trace, n) for n in last_of_picked(trace)])
+            found = PickedTrace(trace, [PickedGraph(trace, n) for n in last_of_picked(trace)])
         last = found.trace.graph.output_node().args[0]
         if mutated(self.node) is not None and [rows.last for rows in found.rows] != [last]:
             raise NotRowByRow("it writes something else than picked rows")
@@ -201,7 +201,7 @@ class PutBack:
         self.graph.erase_node(self.node)
         return True
 
-    def mapped(self, rows: Rows) -> Node:
+    def mapped(self, rows: MappedRows) -> Node:
         """What is done to picked rows, done to all of them."""
         value = self.outside(rows.source)
         for each in rows.maps:

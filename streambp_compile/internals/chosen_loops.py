@@ -2,7 +2,7 @@
 Dynamo traces.
 
 How many there are depends on the data, so that Dynamo ends its graph there by default. Here such a loop goes
-over all choices, in order, and each round is a branch (internals/picked_branches.py), which does something
+over all choices, in order, and each round is a branch (internals/branch_tracing.py), which does something
 only where the choice was made.
 
 Tested with torch 2.13.
@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..passes.rules.named_calls import REARRANGING, lists_places, name_of, places_along
 from ..passes.zero_values import Entries, are_written, value_of, zeros_of
-from .picked_branches import begun, branches_of
+from .branch_tracing import begun, branches_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Listed:
 
 
 @dataclass
-class Loop:
+class ListedLoop:
     """A loop over listed places: its iterator, and which round is next."""
 
     listed: Listed
@@ -67,7 +67,7 @@ def in_loops(
         if listed is not None:
             if isinstance(frame.stack[-1], ListVariable) or not hasattr(frame.stack[-1], "next_variable"):
                 give_up(frame.output)
-            loops[id(frame.stack[-1])] = Loop(listed, frame.stack[-1])
+            loops[id(frame.stack[-1])] = ListedLoop(listed, frame.stack[-1])
         return
     loop = loops.get(id(frame.stack[-1])) if here.opname == "FOR_ITER" else None
     if loop is None or loop.next_round == loop.listed.among:

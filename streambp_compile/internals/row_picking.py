@@ -22,11 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .aten_graphs import decompositions
+from .branch_tracing import branches_of, take_branches
 from .chosen_loops import in_loops
 from .distributed import defined_in
 from .dynamo import OneAtATime
 from .fake_tensors import stand_in
-from .picked_branches import branches_of, take_branches
 
 BROKEN_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """Functions that pick rows in a way that no graph of ours can hold: Dynamo breaks their graphs, as it does by
