@@ -78,7 +78,7 @@ def condition_of(node: Node) -> tuple[Entries, list[Node], bool]:
 
 def are_written(way: Sequence[Node], nodes: Iterator[Node]) -> bool:
     """Does a node write into the memory of one of these values?"""
-    memory = {storage_of(n) for n in way}
+    memory = {storage_of(n) for n in way} - {None}
     written = map(mutated, nodes)
     return any(value is not None and storage_of(value) in memory for value in written)
 

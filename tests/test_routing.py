@@ -256,6 +256,13 @@ def chosen_again(x, gates, chosen, out, experts):
             out.index_add_(0, rows, f(x[rows]))
 
 
+def places_written(x, gates, chosen, out, experts):
+    chosen.mul_(EXPERTS)
+    for e in torch.unique(chosen.int()):
+        rows, slot = torch.where(chosen == e)
+        out.index_add_(0, rows, experts[int(e) // EXPERTS](x[rows]))
+
+
 def types_asked(x, gates, chosen, out, experts):
     """What is true of a number, and not of a tensor."""
     for e, f in enumerate(experts):
@@ -288,6 +295,7 @@ OTHERS = {
         listed,
         one_number,
         over_listed,
+        places_written,
         types_asked,
         looked_up,
         is_among,

@@ -11,7 +11,7 @@ Tested with torch 2.13.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,21 +95,23 @@ def looped_over(frame: InstructionTranslatorBase) -> Listed | None:
 
 
 def listed_by(node: Node) -> Listed | None:
-    """The places that a value lists."""
+    """The places that a value lists, if nothing writes into it, or into what it is computed of."""
+    way = [node]
     while name_of(node) in ("getitem", "flatten", "squeeze") and isinstance(node.args[0], Node):
         if name_of(node) == "getitem" and node.args[1] not in (0, (slice(None), 0)):
             return None
         node = node.args[0]
-    if len(node.all_input_nodes) != 1:
-        return None
-    (source,) = node.all_input_nodes
-    value = value_of(source)
+        way.append(node)
+    source = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+    value = None if source is None else value_of(source)
     if not isinstance(value, torch.Tensor):
         return None
     if lists_places(node) and value.dim() == 1:
-        return listed(node, value.shape[0], lambda place: Entries(source, (0, place)))
+        return listed(way, value.shape[0], lambda place: Entries(source, (0, place)))
     if name_of(node) in UNIQUE and not node.kwargs and len(node.args) == 1:
-        return listed(node, choices_among(source), lambda place: Entries(source, number=place))
+        of = choices_of(source)
+        among = value_of(of[-1]).shape[places_along(of[-2])[1]] if of else None
+        return listed([*way, *of], among, lambda place: Entries(source, number=place))
     return None
 
 
@@ -117,21 +119,23 @@ UNIQUE = ("unique", "_return_output")
 MOST = 1024  # places to list
 
 
-def choices_among(node: Node) -> int | None:
-    """The number below which all numbers of a value are, if they are places that ``topk`` tells."""
+def choices_of(node: Node) -> list[Node]:
+    """The values on the way from places that ``topk`` tells to what they are told of; none for others."""
+    way = [node]
     while (found := places_along(node)) is None:
         if name_of(node) not in REARRANGING or not isinstance(node.args[0], Node):
-            return None
+            return []
         node = node.args[0]
-    return value_of(found[0]).shape[found[1]]
+        way.append(node)
+    return [*way, found[0]]
 
 
-def listed(node: Node, among: object, entries: Callable[[int], Entries]) -> Listed | None:
-    """A list of so many places, if nothing writes into what it is computed of."""
+def listed(way: Sequence[Node], among: object, entries: Callable[[int], Entries]) -> Listed | None:
+    """A list of so many places, computed by these values."""
     if not isinstance(among, int) or not 1 < among <= MOST:
         return None
-    way = [node, *zeros_of(entries(0))[1]]
-    return None if are_written(way, node.graph.nodes) else Listed(among, lambda i: zeros_of(entries(i))[0])
+    way = [*way, *zeros_of(entries(0))[1]]
+    return None if are_written(way, way[0].graph.nodes) else Listed(among, lambda i: zeros_of(entries(i))[0])
 
 
 def takes_number_first(frame: InstructionTranslatorBase) -> bool:
