@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streambp_compile.plan.sources import Source, config_class, source_of_config
+from streambp_compile.plan.sources import PlannedModel, config_class, source_of_config
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shape:
     def trained(self) -> str:
         return "lora" if self.lora else "full"
 
-    def source(self) -> Source:
+    def source(self) -> PlannedModel:
         config = config_class(self.family)(
             vocab_size=self.vocabulary,
             hidden_size=self.width,

@@ -134,7 +134,7 @@ def moves_values(node: Node, traits: Mapping[Node, Traits], cheap: Collection[No
 LONGEST_CHAIN = 2  # scans and convolutions of a region that read one another: each wants sweeps of its own
 
 
-class Chain:
+class ScanChain:
     """How many scans and convolutions of a region read one another, one behind the other."""
 
     def __init__(self, body: Sequence[Node], traits: Mapping[Node, Traits]):
@@ -163,7 +163,7 @@ def layer_cuts(
     layer = layer_width(body, widths, traits, mixers)
     most = most_between_layers(body, traits)
     cuts: list[int] = []
-    chain = Chain(body, traits)
+    chain = ScanChain(body, traits)
     for mixer, following in zip(mixers, [*mixers[1:], None]):
         check_time()
         end = len(body) - 1 if following is None else narrowest(widths, mixer, following)[-1]

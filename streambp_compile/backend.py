@@ -25,8 +25,9 @@ from .config import WITH_GRAPHS, Config
 from .dynamo.assertions import part_assertions, with_assertions
 from .dynamo.associative_scans import scan_in_blocks
 from .dynamo.aten import to_aten
-from .dynamo.attention import one_attention
+from .dynamo.attention_calls import one_attention
 from .dynamo.blocks import over_blocks
+from .dynamo.convolutions import look_back
 from .dynamo.cut_rows import cut_rows_first
 from .dynamo.detached_values import detach_operands
 from .dynamo.early_values import early_views, weight_updates
@@ -40,7 +41,7 @@ from .dynamo.masked_values import choose_masked_values
 from .dynamo.modes import is_switch, note_autocast, write_inference_as_no_grad
 from .dynamo.padded_masks import pad_before_masks
 from .dynamo.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
-from .dynamo.picked_rows import depends_on_data, reads_number_of_mask, write_picked_rows
+from .dynamo.picked_rows import depends_on_data, write_picked_rows
 from .dynamo.processes import check_parts, spans_processes
 from .dynamo.python_floats import floats_as_tensors, reads_number
 from .dynamo.region_axes import axis_of
@@ -56,7 +57,6 @@ from .dynamo.regions import (
 )
 from .dynamo.relative_shifts import write_relative_shifts
 from .dynamo.returned_views import part_returned_views, with_returned_views
-from .dynamo.rewrites import look_back
 from .dynamo.row_selection import select_rows_first
 from .dynamo.running_values import write_running_values
 from .dynamo.score_filters import write_score_filters
@@ -248,8 +248,6 @@ class Chain:
                 module = rewrite(module)
             if rewrite is inline_wrappers:
                 self.attributes += attributes_as_inputs(module)
-            if rewrite is write_picked_rows and reads_number_of_mask(module):
-                internals.break_at_picked_rows()
             if rewrite is to_aten:
                 self.prove_branches(module)
             if rewrite is note_autocast:
@@ -488,8 +486,7 @@ def held_by(regions: Sequence[Region], placeholders: Sequence[Node]) -> int:
 
 def is_of_data(module: GraphModule) -> bool:
     """Is anything in a graph that only our rewrites take out of it (picked rows, a branch on them)?"""
-    nodes = module.graph.nodes
-    return any(depends_on_data(n) or is_in_branches(n) for n in nodes) or reads_number_of_mask(module)
+    return any(depends_on_data(n) or is_in_branches(n) for n in module.graph.nodes)
 
 
 # What is rewritten before autograd sees it, in this order, and what that is called when it fails.

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .batch_analysis import Unfit, of_batch
-from .joint_regions import Joint, parted
+from .joint_regions import Ends, Joint, parted
 from .passes.ir import (
     Analysis,
     CannotStream,
@@ -133,7 +133,7 @@ def in_turn(
         turns = shape_of(widest)[mark.dim] // at_once
         smaller, new = Smaller(region.module, by_batch, at_once, turns).written()
         known = set(smaller.graph.nodes)
-        part = parted(smaller, len(region.forward), len(region.tangents), region.tangent_of)
+        part = parted(smaller, Ends(len(region.forward), region.tangent_of))
         part, facts = follow(part)
     except Abandoned:
         raise

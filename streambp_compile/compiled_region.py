@@ -14,13 +14,14 @@ from torch.fx import GraphModule, Node
 from . import internals
 from .candidate import Candidate, NothingToStream
 from .config import Config
-from .dynamo.attention import torch_attention
+from .dynamo.attention_calls import torch_attention
 from .dynamo.block_functions import write_out
 from .dynamo.mixing import made_of_weights
 from .dynamo.processes import spans_processes
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of
 from .dynamo.written_inputs import written_buffers, written_storages
+from .joint_regions import Ends, JointInputs
 from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes
 from .passes.ir import (
     CannotStream,
@@ -40,7 +41,7 @@ from .passes.phases import Abandoned, abandoned, phase, time_limit
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.split import Region
 from .passes.width import LOGITS, bytes_needed, widest_at_full_length
-from .pipeline import StreamedRegion, collectives_of, stream
+from .pipeline import Machine, StreamedRegion, collectives_of, stream
 from .region_drivers import forward_and_backward, run_forward
 from .region_report import RegionReport
 from .runtime.mask_guards import Guard
@@ -283,20 +284,24 @@ class CompiledRegion:
         internals.inline_numbers(graph_module)
         weighs = self.config.memory_budget is not None
         device = planned_for(self.config.device, self.fakes, weighs, self.spans_processes)
+        before = forward_outputs - self.returned()
+        tangent_of = self.candidate.tangent_of(graph_module, tangents, before)
         region = stream(
             graph_module,
-            self.candidate.length(),
-            self.input_marks(),
-            forward_outputs,
-            tangents,
-            self.candidate.tangent_of(graph_module, tangents, forward_outputs - self.returned()),
+            Ends(forward_outputs, tangent_of if tangents else ()),
+            JointInputs(
+                self.candidate.length(),
+                self.input_marks(),
+                self.checkable(),
+                [i for i, (_, n) in enumerate(self.flat) if n is not None and n.op != "placeholder"],
+            ),
             replace(self.choices, chunk_size=self.config.chunk_size),
-            functools.partial(internals.compile_body, mode=self.config.mode, tell=self.tell),
-            self.checkable(),
-            target_of(self.device(), device.capability),
-            device,
-            [i for i, (_, n) in enumerate(self.flat) if n is not None and n.op != "placeholder"],
-            bytes_of_chunk,
+            Machine(
+                functools.partial(internals.compile_body, mode=self.config.mode, tell=self.tell),
+                target_of(self.device(), device.capability),
+                device,
+                bytes_of_chunk,
+            ),
         )
         self.check_width(region)
         self.note_full_length(region)

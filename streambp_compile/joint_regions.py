@@ -11,14 +11,26 @@ from torch.fx import Graph, GraphModule, Node
 
 from .passes.analyze import analyze
 from .passes.ir import Analysis, Mark, Size, is_equal, is_tensor, outputs_of, shape_of, value_of
-from .passes.normalization.folded_products import unfold_products
-from .passes.normalization.learned_queries import attend_over_tokens
-from .passes.normalization.token_reductions import merge_over_tokens
+from .passes.normalization.normalize import WHERE_TOKENS_ARE
 from .passes.rules import ends_along
 from .passes.shifted_copies import copy_shifted
 from .passes.token_propagation import Signatures, TokenPropagation
 
-InputMarks = Mapping[int, tuple[Mark, ...]]
+
+@dataclass(frozen=True)
+class JointInputs:
+    """What is known of the inputs of a region's joint graph, by their positions.
+
+    length     the number of tokens
+    marks      the token marks of an input
+    checkable  inputs that may be masks; the caller checks the result's conditions on them
+    movable    inputs that a caller may hand over, so that gradients are written over them
+    """
+
+    length: Size
+    marks: Mapping[int, tuple[Mark, ...]]
+    checkable: Sequence[int] = ()
+    movable: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -40,29 +52,39 @@ class Joint:
         return self.module.graph
 
 
-def parted(module: GraphModule, forward_outputs: int, tangents: int, tangent_of: Sequence[int]) -> Joint:
+@dataclass(frozen=True)
+class Ends:
+    """How the inputs and outputs of a joint graph are parted.
+
+    outputs     how many of its outputs are the forward's, which come first
+    tangent_of  for each of its last inputs, the tangents: the forward output it is the gradient of
+    """
+
+    outputs: int
+    tangent_of: Sequence[int] = ()
+
+
+def parted(module: GraphModule, ends: Ends) -> Joint:
     """Which inputs and outputs of a joint graph are the forward's, and which the backward's."""
     inputs = tuple(n for n in module.graph.nodes if n.op == "placeholder")
-    first_tangent, outputs = len(inputs) - tangents, outputs_of(module)
+    first_tangent, outputs = len(inputs) - len(ends.tangent_of), outputs_of(module)
     return Joint(
         module,
         inputs[:first_tangent],
         inputs[first_tangent:],
-        tuple(tangent_of),
-        outputs[:forward_outputs],
-        outputs[forward_outputs:],
+        tuple(ends.tangent_of),
+        outputs[: ends.outputs],
+        outputs[ends.outputs :],
     )
 
 
-def analyzed(
-    region: Joint, length: Size, input_marks: InputMarks, checkable: Sequence[int]
-) -> tuple[Joint, Analysis]:
+def analyzed(region: Joint, inputs: JointInputs) -> tuple[Joint, Analysis]:
     """The region, its reductions over tokens written for chunks, and the facts of its whole joint graph.
 
     Tokens of the inputs tell those of the tangents. Where collectives gather or scatter as many rows as there
     are tokens, these are tokens as well, unless the value is known to have them elsewhere.
     """
-    marks = {region.primals[i]: m for i, m in input_marks.items()}
+    marks, length = {region.primals[i]: m for i, m in inputs.marks.items()}, inputs.length
     known = Signatures(region.graph)
     propagation = TokenPropagation(region.graph, marks, known)
     for node, dim in ends_along(region.graph):
@@ -74,12 +96,9 @@ def analyzed(
         known = Signatures(region.graph)
         propagation = TokenPropagation(region.graph, marks, known)
     marks.update(marks_of_tangents(region, propagation))
-    analysis = analyze(region.graph, length, marks, {region.primals[i] for i in checkable}, known)
+    checkable = {region.primals[i] for i in inputs.checkable}
+    analysis = analyze(region.graph, length, marks, checkable, known)
     return region, copy_shifted(region.graph, analysis)
-
-
-# Each leaves nothing that it would write again.
-WHERE_TOKENS_ARE = (attend_over_tokens, merge_over_tokens, unfold_products)
 
 
 def with_outputs_of_graph(region: Joint) -> Joint:

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from . import internals
 from .chain_plan import ChainPlan
 from .compiled_region import CompiledRegion
-from .dynamo.buffer_updates import Buffers, State
+from .dynamo.buffer_updates import Buffers, BufferState
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of, storage_of
 from .dynamo.written_inputs import written_storages
@@ -66,7 +66,7 @@ class Later:
     returned: frozenset[Node]
     freed: Callable[[internals.Engine], None]
 
-    def result(self, state: State, ready: dict[Node, Callable]) -> torch.Tensor:
+    def result(self, state: BufferState, ready: dict[Node, Callable]) -> torch.Tensor:
         node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
         given = tuple(state.read(n) for n in inputs)
 
@@ -130,7 +130,7 @@ def run_region(
     run: Callable,
     region: Region,
     values: dict[Node, object],
-    state: State,
+    state: BufferState,
     recipes: dict[Node, Again],
     leave: Leave | None = None,
 ) -> None:
@@ -150,7 +150,7 @@ def run_region(
 
 
 def result_of(
-    output: object, state: State, later: Mapping[Node, Later], ready: dict[Node, Callable]
+    output: object, state: BufferState, later: Mapping[Node, Later], ready: dict[Node, Callable]
 ) -> object:
     """What the chain returns for one output of its graph."""
     if not isinstance(output, Node):

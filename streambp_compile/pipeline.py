@@ -13,19 +13,11 @@ from dataclasses import dataclass, field, replace
 from torch.fx import GraphModule, Node
 
 from .batch_parts import BatchParts, Follow, in_turn, may_take_turns, worth_parting
-from .joint_regions import InputMarks, Joint, analyzed, parted
-from .passes.ir import (
-    Analysis,
-    Body,
-    CannotStream,
-    Plan,
-    Program,
-    Size,
-)
+from .joint_regions import Ends, Joint, JointInputs, analyzed, parted
+from .passes.ir import Analysis, Body, CannotStream, Plan, Program
 from .passes.kernels.attention import Target
 from .passes.lower import lower, lower_fusions
-from .passes.normalization.normalize import normalize
-from .passes.normalization.sorted_rows import undo_sorts
+from .passes.normalization.normalize import normal_form
 from .passes.phases import Abandoned, phase, untimed
 from .passes.planning.choices import Choices
 from .passes.planning.devices import REFERENCE_CPU, Device
@@ -130,41 +122,37 @@ def collectives_of(region: StreamedRegion | None) -> dict[str, str]:
     return {group: "\n".join([f"{region.turns} turns", *lines]) for group, lines in found.items() if region}
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What chunk bodies are compiled by, and for which device.
+
+    target  the device that chunk bodies are written for
+    device  what chunk lengths are chosen for
+    held    tells the bytes that a compiled body takes for so many tokens; None: as the cost model says
+    """
+
+    compile_body: CompileBody
+    target: Target = CPU
+    device: Device = REFERENCE_CPU
+    held: BytesHeld | None = None
+
+
 def stream(
-    joint: GraphModule,
-    length: Size,
-    input_marks: InputMarks,
-    forward_outputs: int,
-    tangents: int,
-    tangent_of: Sequence[int],
-    choices: Choices,
-    compile_body: CompileBody,
-    checkable: Sequence[int] = (),
-    target: Target = CPU,
-    device: Device = REFERENCE_CPU,
-    movable: Sequence[int] = (),
-    held: BytesHeld | None = None,
+    joint: GraphModule, ends: Ends, inputs: JointInputs, choices: Choices, machine: Machine
 ) -> StreamedRegion:
     """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
 
-    input_marks  input position → token marks of that input
-    tangent_of   for each tangent, the forward output it is the gradient of
-    checkable    positions of inputs that may be masks; the caller checks the result's conditions on them
-    target       the device that chunk bodies are written for
-    device       what chunk lengths are chosen for
-    movable      positions of inputs that a caller may hand over, so that gradients are written over them
-    held         tells the bytes that a compiled body takes for so many tokens; None: as the cost model says
     Raises `CannotStream`.
     """
-    follow = functools.partial(analyzed, length=length, input_marks=input_marks, checkable=checkable)
-    region, analysis = followed(joint, forward_outputs, tangents, tangent_of, follow)
-    programs = assigned(region, analysis, choices.keep, device, [region.primals[i] for i in movable])
+    device, follow = machine.device, functools.partial(analyzed, inputs=inputs)
+    region, analysis = followed(joint, ends, follow)
+    programs = assigned(region, analysis, choices.keep, device, [region.primals[i] for i in inputs.movable])
     region, analysis, programs, batch = by_batch(region, analysis, programs, follow, choices, device)
-    how = (analysis, choices, compile_body, target, device, held, batch)
+    how = (analysis, choices, machine, batch)
     forward = schedule(programs.forward, *how)
     backward = None if programs.backward is None else schedule(programs.backward, *how)
-    inputs = (region.primals, region.tangents, programs.saved)
-    return StreamedRegion(region.module, analysis, *inputs, forward, backward, programs.fused, device, batch)
+    given = (region.primals, region.tangents, programs.saved)
+    return StreamedRegion(region.module, analysis, *given, forward, backward, programs.fused, device, batch)
 
 
 def by_batch(
@@ -198,12 +186,10 @@ def by_batch(
     return whole, analysis, programs, None
 
 
-def followed(
-    joint: GraphModule, forward_outputs: int, tangents: int, tangent_of: Sequence[int], follow: Follow
-) -> tuple[Joint, Analysis]:
+def followed(joint: GraphModule, ends: Ends, follow: Follow) -> tuple[Joint, Analysis]:
     """A joint graph in normal form, and where its tokens are. Raises `CannotStream`."""
     with phase("normalising the joint graph"):
-        region = parted(undo_sorts(normalize(joint)), forward_outputs, tangents, tangent_of)
+        region = parted(normal_form(joint), ends)
         verify_normalized(region.graph)
     with phase("following tokens through the joint graph"):
         region, analysis = follow(region)
@@ -226,15 +212,13 @@ def schedule(
     program: Program,
     analysis: Analysis,
     choices: Choices,
-    compile_body: CompileBody,
-    target: Target,
-    device: Device,
-    held: BytesHeld | None = None,
+    machine: Machine,
     batch: BatchParts | None = None,
 ) -> Schedule:
     """Chunk lengths, compiled chunk bodies and the runner of one direction."""
+    device, compile_body = machine.device, machine.compile_body
     with phase("choosing chunk lengths"):
-        planned = plan(program, analysis, choices, target, device, batch.sums if batch else ())
+        planned = plan(program, analysis, choices, machine.target, device, batch.sums if batch else ())
         verify_plan(planned, program)
     with phase("writing chunk bodies"):
         bodies, fused = lower(program, analysis, planned), lower_fusions(planned)
@@ -245,8 +229,8 @@ def schedule(
     with phase("compiling chunk bodies"), untimed():
         compiled = tuple(map(compile_body, bodies, planned.chunks))
         functions = {fusion: (body, compile_body(body, 1)) for fusion, body in fused.items()}
-        if held is not None:
-            taken = functools.partial(bytes_taken, held, bodies, compiled)
+        if machine.held is not None:
+            taken = functools.partial(bytes_taken, machine.held, bodies, compiled)
             chunks = shorter_chunks(program, analysis, choices, device, planned.chunks, taken)
             planned = replace(planned, chunks=chunks)
     runner = Runner(program, analysis, planned, bodies, compiled, functions)

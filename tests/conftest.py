@@ -164,8 +164,6 @@ def as_lowered(body, inputs):
 @pytest.fixture(autouse=True)
 def no_function_given_up():
     """Models of tests share forwards, and a function that breaks its graph once breaks it again."""
-    picked = sys.modules.get("streambp_compile.internals.picked_rows")
-    for functions in (
-        () if picked is None else (picked.BROKEN_THERE, picked.BRANCHING_THERE, picked.READING_THERE)
-    ):
+    picked = sys.modules.get("streambp_compile.internals.row_picking")
+    for functions in () if picked is None else (picked.BROKEN_THERE, picked.BRANCHING_THERE):
         functions.clear()

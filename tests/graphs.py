@@ -13,9 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from streambp_compile import internals
+from streambp_compile.joint_regions import Ends, JointInputs
 from streambp_compile.passes.ir import Mark, outputs_of
 from streambp_compile.passes.planning.choices import Choices
-from streambp_compile.pipeline import StreamedRegion, stream
+from streambp_compile.pipeline import Machine, StreamedRegion, stream
 
 
 def single(target, args, kwargs) -> tuple[Graph, Node]:
@@ -130,13 +131,10 @@ def streamed(function, inputs, marks: dict[int, int], length: int, chunk: int = 
     joint, outputs, tangents = joint_of(function, *inputs)
     return stream(
         joint,
-        length,
-        {i: (Mark(d),) for i, d in marks.items()},
-        outputs,
-        tangents,
-        list(range(tangents)),
+        Ends(outputs, range(tangents)),
+        JointInputs(length, {i: (Mark(d),) for i, d in marks.items()}),
         Choices(chunk),
-        eagerly,
+        Machine(eagerly),
     )
 
 

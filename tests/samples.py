@@ -11,7 +11,7 @@ from graphs import single
 from torch.utils._pytree import tree_map
 
 from streambp_compile.passes.ir import tensor_operands
-from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction
+from streambp_compile.passes.kernels.blocks import FUNCTIONS, BlockAxis, BlockFunction, Unit
 from streambp_compile.passes.kernels.picked_rows import FUNCTIONS as PICKED
 from streambp_compile.passes.kernels.picked_rows import Picked, PickedFunction
 from streambp_compile.passes.kernels.token_loops import FUNCTIONS as STEPS
@@ -77,11 +77,11 @@ def over_blocks(result):
         made = rows + rows.sum((0, 2), keepdim=True) * weight.sum()
         return made if result == "rows" else made.sum(1)
 
-    along = Along.ROWS if result == "rows" else Along.WHOLE
-    places = (Axis(Along.ROWS, 1), Axis(Along.WHOLE))
+    along = Unit.ROWS if result == "rows" else Unit.WHOLE
+    places = (BlockAxis(Unit.ROWS, 1), BlockAxis(Unit.WHOLE))
     shape = (2, 6, 3) if result == "rows" else (2, 3)
     FUNCTIONS[f"sample {result}"] = BlockFunction(
-        torch.fx.symbolic_trace(body), 1, places, Axis(along, 1), shape, torch.float64
+        torch.fx.symbolic_trace(body), 1, places, BlockAxis(along, 1), shape, torch.float64
     )
     return call("streambp::over_blocks", [t(2, 6, 3), t(3)], f"sample {result}")
 

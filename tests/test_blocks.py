@@ -14,7 +14,7 @@ from benchmarks.zoo import ROWS
 from streambp_compile import NotStreamed, explain
 from streambp_compile.dynamo.block_functions import NoBlockFunction, for_any_count
 from streambp_compile.passes.ir import blocks_of
-from streambp_compile.passes.kernels.blocks import FUNCTIONS, Along, padded_rows
+from streambp_compile.passes.kernels.blocks import FUNCTIONS, Unit, padded_rows
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10
@@ -294,7 +294,7 @@ def test_a_short_block_is_filled_up_by_its_last_row():
 
 def test_gradients_are_block_functions_of_their_own():
     check(linear_attention, [43])
-    names = [n for n, f in FUNCTIONS.items() if "_" not in n and f.result.along is Along.BLOCKS]
+    names = [n for n, f in FUNCTIONS.items() if "_" not in n and f.result.along is Unit.BLOCKS]
     found = FUNCTIONS[names[-1]]
     grads = {i: FUNCTIONS.get(f"{names[-1]}_{i}") for i in range(len(found.operands))}
     assert any(grads.values())

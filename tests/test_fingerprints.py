@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from streambp_compile.lazy.fingerprints import Contents, fingerprint
+from streambp_compile.lazy.fingerprints import TensorContents, fingerprint
 
 DTYPES = [
     torch.float64,
@@ -25,7 +25,7 @@ def filled(dtype: torch.dtype) -> torch.Tensor:
 def test_a_bit_that_changed(dtype):
     """Odd numbers of entries, too: not all bytes are of whole words."""
     tensor = filled(dtype)
-    before, contents = fingerprint(tensor), Contents.of([tensor])
+    before, contents = fingerprint(tensor), TensorContents.of([tensor])
     contents.check()
     data = tensor.detach().view(torch.uint8).flatten()
     for place in (0, 1, len(data) // 2, len(data) - 1):
@@ -49,7 +49,7 @@ CHANGES = {
 @pytest.mark.parametrize("how", CHANGES)
 def test_changes_of_the_whole(how):
     tensor = torch.randn(64, 64, dtype=torch.float64)
-    contents = Contents.of([tensor])
+    contents = TensorContents.of([tensor])
     CHANGES[how](tensor.data)
     with pytest.raises(RuntimeError, match="before optimizer.step"):
         contents.check()
@@ -57,11 +57,11 @@ def test_changes_of_the_whole(how):
 
 def test_changes_that_a_version_counter_or_the_memory_shows():
     tensor, other = torch.randn(3), torch.randn(5)
-    contents = Contents.of([tensor, other], [])
+    contents = TensorContents.of([tensor, other], [])
     tensor.mul_(1)
     with pytest.raises(RuntimeError, match=r"shape \(3,\).* changed in place"):
         contents.check()
-    contents = Contents.of([tensor, other], [])
+    contents = TensorContents.of([tensor, other], [])
     other.data = other.data.clone()
     with pytest.raises(RuntimeError, match=r"shape \(5,\).* other memory"):
         contents.check()
@@ -73,13 +73,13 @@ def test_parts_of_memory():
     views = base.T, base[:, 3:11], base[5:9], base[::3].T, base[0:0], base[2, 3], base.expand(2, 30, 40)
     for view in views:
         assert fingerprint(view) == fingerprint(view)
-        Contents.of([view]).check()
-    contents = Contents.of([base[:, :7]])
+        TensorContents.of([view]).check()
+    contents = TensorContents.of([base[:, :7]])
     base.data[3, 9] = 0
     contents.check()
     with torch.inference_mode():
         tensor = torch.ones(3)
-    Contents.of([tensor]).check()
+    TensorContents.of([tensor]).check()
 
 
 def test_random_numbers_of_the_user_stay_as_they_were():

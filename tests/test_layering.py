@@ -19,6 +19,7 @@ PARTS = (
     "deferral",
     "moved_rows",
     "width",
+    "zero_values",
 )  # no passes, but parts of analyze, split and the pipeline
 
 
@@ -162,3 +163,12 @@ def test_functions_are_short_and_flat(path):
 def test_no_room_for_everything():
     """No ``utils``, ``helpers``, ``misc`` or ``info``: a name says what is inside."""
     assert not {m.rpartition(".")[2] for m in MODULES} & {"utils", "helpers", "misc", "info", "common"}
+
+
+def test_a_class_has_one_home():
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: places for name, places in homes.items() if len(places) > 1}

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from streambp_compile import internals
+from streambp_compile.joint_regions import Ends, JointInputs
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
 from streambp_compile.passes.kernels.attention import Target
@@ -19,7 +20,7 @@ from streambp_compile.passes.lower.reading import Inputs
 from streambp_compile.passes.partition import partition
 from streambp_compile.passes.planning.choices import Choices
 from streambp_compile.passes.planning.plan import kernel_for, plan
-from streambp_compile.pipeline import stream
+from streambp_compile.pipeline import Machine, stream
 
 aten = torch.ops.aten
 
@@ -75,13 +76,10 @@ def check(name, number, computed, operand, dim, chunk):
     try:
         region = stream(
             GraphModule({}, graph),
-            length,
-            {operand: (Mark(dim),)},
-            len(nodes),
-            0,
-            (),
+            Ends(len(nodes)),
+            JointInputs(length, {operand: (Mark(dim),)}),
             Choices(chunk),
-            eagerly,
+            Machine(eagerly),
         )
     except CannotStream:
         return

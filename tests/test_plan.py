@@ -18,7 +18,7 @@ from streambp_compile.plan.layer_stacks import pattern, stack_of
 from streambp_compile.plan.options import tokens_of
 from streambp_compile.plan.sources import source_of, source_of_function
 from streambp_compile.plan.tables import Answer
-from streambp_compile.plan.training import State, freeze, state_of
+from streambp_compile.plan.training import SteadyBytes, freeze, state_of
 from streambp_compile.plan.whole_model import Prediction, Setting, Streaming, checkpointing
 
 LENGTH, LAYERS, WIDTH, VOCABULARY = 300, 6, 64, 256
@@ -123,7 +123,7 @@ def test_state_is_counted_term_by_term():
     stack, elements = stack_of(model), sum(p.numel() for p in model.parameters())
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     outside = elements - LAYERS * layer
-    assert state_of(model, stack, "adamw", 1) == State(
+    assert state_of(model, stack, "adamw", 1) == SteadyBytes(
         2 * elements, 2 * elements, 4 * elements, 0, 0, *[elements] * 2
     )
     assert state_of(model, stack, "adamw32", 1).optimizer == 12 * elements

@@ -36,22 +36,6 @@ def counted_one_hot(x, gates, chosen, out, experts):
             out.index_add_(0, rows, f(x[rows]) * gates[rows, slot, None])
 
 
-def listed(x, gates, chosen, out, experts):
-    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
-    for e in range(EXPERTS):
-        if counts[e] == 0:
-            continue
-        rows, slot = torch.where(chosen == e)
-        out[rows] += experts[e](x[rows]) * gates[rows, slot, None]
-
-
-def one_number(x, gates, chosen, out, experts):
-    for e, f in enumerate(experts):
-        mask = (chosen == e).any(-1)
-        if mask.sum().item() > 0:
-            out[mask] += f(x[mask]) * (gates * (chosen == e)).sum(-1)[mask][:, None]
-
-
 def over_hits(x, gates, chosen, out, experts):
     with torch.no_grad():
         hot = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
@@ -70,15 +54,7 @@ def over_unique(x, gates, chosen, out, experts):
         out.index_add_(0, rows, experts[e](x[rows]) * gates[rows, slot, None])
 
 
-def over_listed(x, gates, chosen, out, experts):
-    for e in chosen.unique().tolist():
-        rows, slot = torch.where(chosen == e)
-        out.index_add_(0, rows, experts[e](x[rows]) * gates[rows, slot, None])
-
-
-LOOPS = {
-    f.__name__: f for f in (counted, counted_one_hot, listed, one_number, over_hits, over_unique, over_listed)
-}
+LOOPS = {f.__name__: f for f in (counted, counted_one_hot, over_hits, over_unique)}
 
 # Experts of which each has so many places, or takes so many tokens
 
@@ -209,6 +185,28 @@ def at_least_two(x, gates, chosen, out, experts):
             out.index_add_(0, rows, f(x[rows]))
 
 
+def listed(x, gates, chosen, out, experts):
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    for e in range(EXPERTS):
+        if counts[e] == 0:
+            continue
+        rows, slot = torch.where(chosen == e)
+        out[rows] += experts[e](x[rows]) * gates[rows, slot, None]
+
+
+def one_number(x, gates, chosen, out, experts):
+    for e, f in enumerate(experts):
+        mask = (chosen == e).any(-1)
+        if mask.sum().item() > 0:
+            out[mask] += f(x[mask]) * (gates * (chosen == e)).sum(-1)[mask][:, None]
+
+
+def over_listed(x, gates, chosen, out, experts):
+    for e in chosen.unique().tolist():
+        rows, slot = torch.where(chosen == e)
+        out.index_add_(0, rows, experts[e](x[rows]) * gates[rows, slot, None])
+
+
 def numbers_read(x, gates, chosen, out, experts):
     """Numbers that are no condition."""
     counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
@@ -258,6 +256,13 @@ def chosen_again(x, gates, chosen, out, experts):
             out.index_add_(0, rows, f(x[rows]))
 
 
+def places_written(x, gates, chosen, out, experts):
+    chosen.mul_(EXPERTS)
+    for e in torch.unique(chosen.int()):
+        rows, slot = torch.where(chosen == e)
+        out.index_add_(0, rows, experts[int(e) // EXPERTS](x[rows]))
+
+
 def types_asked(x, gates, chosen, out, experts):
     """What is true of a number, and not of a tensor."""
     for e, f in enumerate(experts):
@@ -287,6 +292,10 @@ def is_among(x, gates, chosen, out, experts):
 OTHERS = {
     f.__name__: f
     for f in (
+        listed,
+        one_number,
+        over_listed,
+        places_written,
         types_asked,
         looked_up,
         is_among,

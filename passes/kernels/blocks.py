@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from .operators import define
 
 
-class Along(enum.Enum):
+class Unit(enum.Enum):
     """What a dimension of an operand, or of the result, counts."""
 
     ROWS = "rows"  # tokens: one row per token, padded by zeros to full blocks inside
@@ -26,10 +26,10 @@ class Along(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Axis:
+class BlockAxis:
     """Where an operand or a result of a block function has its tokens or blocks."""
 
-    along: Along
+    along: Unit
     dim: int = 0
 
 
@@ -39,7 +39,7 @@ class BlockFunction:
 
     module    ``(number of blocks, *operands) → result``; rows come and go as full blocks
     length    tokens per block
-    operands  an `Axis` for each operand; at least one has rows
+    operands  an `BlockAxis` for each operand; at least one has rows
     result    the axis of the result
     shape     of the result; the size of its axis says nothing
     width     bytes per token that are alive at the widest moment inside
@@ -49,8 +49,8 @@ class BlockFunction:
 
     module: GraphModule
     length: int
-    operands: tuple[Axis, ...]
-    result: Axis
+    operands: tuple[BlockAxis, ...]
+    result: BlockAxis
     shape: tuple[int, ...]
     dtype: torch.dtype
     width: int = 0
@@ -62,7 +62,7 @@ class BlockFunction:
 
     def rows_of(self, operands: list[Tensor]) -> int:
         """The number of tokens."""
-        return next(x.shape[a.dim] for x, a in zip(operands, self.operands) if a.along is Along.ROWS)
+        return next(x.shape[a.dim] for x, a in zip(operands, self.operands) if a.along is Unit.ROWS)
 
 
 FUNCTIONS: dict[str, BlockFunction] = {}
@@ -81,14 +81,14 @@ def over_blocks(operands: list[Tensor], function: str) -> Tensor:
     count = blocks_in(rows, found.length)
     given = []
     for x, axis in zip(operands, found.operands):
-        if axis.along is Along.ROWS:
+        if axis.along is Unit.ROWS:
             x = padded_rows(x, axis.dim, count * found.length, found.full)
-        elif axis.along is Along.BLOCKS and found.full:
+        elif axis.along is Unit.BLOCKS and found.full:
             x = padded_rows(x, axis.dim, count)
         given.append(x)
     result = found.module(count, *given)
-    if found.result.along is not Along.WHOLE:
-        size = rows if found.result.along is Along.ROWS else found.blocks_in(rows)
+    if found.result.along is not Unit.WHOLE:
+        size = rows if found.result.along is Unit.ROWS else found.blocks_in(rows)
         result = result.narrow(found.result.dim, 0, size)
     return result.clone(memory_format=torch.contiguous_format)
 
@@ -96,8 +96,8 @@ def over_blocks(operands: list[Tensor], function: str) -> Tensor:
 def over_blocks_meta(operands: list[Tensor], function: str) -> Tensor:
     found = FUNCTIONS[function]
     rows, shape = found.rows_of(operands), list(found.shape)
-    if found.result.along is not Along.WHOLE:
-        per_row = found.result.along is Along.ROWS
+    if found.result.along is not Unit.WHOLE:
+        per_row = found.result.along is Unit.ROWS
         shape[found.result.dim] = rows if per_row else found.blocks_in(rows)
     return operands[0].new_empty(shape, dtype=found.dtype)
 

@@ -52,7 +52,7 @@ def add_grouped_outer_(left: Tensor, right: Tensor, groups: Tensor, total: Tenso
 
 
 @dataclass(frozen=True)
-class Kernel:
+class GroupedKernel:
     """A kernel, whether it fits two operands, and the reason for its place in its table."""
 
     name: str
@@ -61,7 +61,7 @@ class Kernel:
     run: Callable
 
 
-def kernel_for(table: tuple[Kernel, ...], first: Tensor, second: Tensor) -> Kernel:
+def kernel_for(table: tuple[GroupedKernel, ...], first: Tensor, second: Tensor) -> GroupedKernel:
     """The first of a table that fits these operands."""
     return next(kernel for kernel in table if kernel.fits(first, second))
 
@@ -162,13 +162,15 @@ def has_triton() -> bool:
 
 LOOP = "free on a CPU; on other devices, and for float64, it synchronises"
 PRODUCTS = (
-    Kernel(
+    GroupedKernel(
         "torch", fits_torch, "CUTLASS, as fast as a plain product; reads offsets on the device", run_torch
     ),
-    Kernel("triton", fits_triton, "reads offsets on the device, on any GPU; no sorted copies", run_triton),
-    Kernel("loop", always, LOOP, run_loop),
+    GroupedKernel("triton", fits_triton, "reads offsets on the device, on any GPU; no copies", run_triton),
+    GroupedKernel("loop", always, LOOP, run_loop),
 )
 SUMS = (  # torch's kernel would round the part of every chunk to bfloat16, and write groups that have no rows
-    Kernel("triton", fits_triton, "accumulates in float32 and leaves groups without rows alone", add_triton),
-    Kernel("loop", always, LOOP, add_loop),
+    GroupedKernel(
+        "triton", fits_triton, "accumulates in float32; leaves groups without rows alone", add_triton
+    ),
+    GroupedKernel("loop", always, LOOP, add_loop),
 )

@@ -15,7 +15,7 @@ from .reading import Reading
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-class Rows(Reading):
+class RowReading(Reading):
     """What a body knows of its rows."""
 
     def operand(self, edge: Edge) -> Node:

@@ -16,13 +16,13 @@ from torch.fx.node import Argument
 from ..ir import Binding, BindingRole, Edge, Kind, Role, Tokens, total_dtype, value_of
 from ..rules import Rule, rule_of, scan_of, state_rows
 from ..rules.facets import Merge, Scan
-from .rows import Rows
+from .rows import RowReading
 
 TENSORS = (torch.Tensor, tuple, list)  # values of nodes that edges are of
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
 
-class Writer(Rows):
+class Writer(RowReading):
     """Writes one node. Rules with an ``emit`` call its public methods; everything else is copied."""
 
     def write(self) -> None:

@@ -32,7 +32,7 @@ from .size_nodes import SizeNodes
 
 
 @dataclass(frozen=True)
-class Part:
+class SliceBounds:
     """``start`` and ``count`` of a slice: numbers, or nodes where they depend on sizes."""
 
     start: int | Node
@@ -53,7 +53,7 @@ def shorten_constants(graph: Graph) -> None:
             node.replace_all_uses_with(short)
 
 
-def part_of(node: Node, sizes: SizeNodes) -> tuple[int, Part | None]:
+def part_of(node: Node, sizes: SizeNodes) -> tuple[int, SliceBounds | None]:
     given = arguments(node)
     dim, start = given["dim"] % len(shape_of(node)), given["start"] or 0
     whole = sizes.written(value_of(given["self"]).shape[dim], node)
@@ -64,7 +64,7 @@ def part_of(node: Node, sizes: SizeNodes) -> tuple[int, Part | None]:
     count = sizes.written(value_of(node).shape[dim], node)
     if count is None and given["end"] == sys.maxsize:
         count = sizes.sum(whole, sizes.product(start, -1, node), node)
-    return dim, None if count is None else Part(start, count)
+    return dim, None if count is None else SliceBounds(start, count)
 
 
 class Shortened:
@@ -74,7 +74,12 @@ class Shortened:
     """
 
     def __init__(
-        self, graph: Graph, before: Node, part: Part, sizes: SizeNodes, hopeless: set[tuple[Node, int]]
+        self,
+        graph: Graph,
+        before: Node,
+        part: SliceBounds,
+        sizes: SizeNodes,
+        hopeless: set[tuple[Node, int]],
     ):
         self.graph, self.before, self.part, self.sizes, self.hopeless = graph, before, part, sizes, hopeless
         self.known: dict[tuple[Node, int], Node | None] = {}

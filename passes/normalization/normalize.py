@@ -24,10 +24,14 @@ from ..rules.facets import Form
 from ..rules.scans import is_reversible
 from .collectives import name_dimensions
 from .constant_slices import shorten_constants
+from .folded_products import unfold_products
 from .hidden_entries import drop_hidden_shifts
+from .learned_queries import attend_over_tokens
 from .separate_views import separate_views
 from .shifted_rows import shift_rows
 from .size_nodes import SizeNodes
+from .sorted_rows import undo_sorts
+from .token_reductions import merge_over_tokens
 from .transposed_sums import add_before_transposing
 from .writing import Writing
 from .written_rows import choose_by_place
@@ -127,31 +131,6 @@ def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: 
     accurate = x.to(torch.promote_types(x.dtype, torch.float32))
     result, average, deviation = decomposed(accurate, shape, weight, bias, eps)
     return result.to(x.dtype), average, deviation
-
-
-def normalize(module: GraphModule) -> GraphModule:
-    """A copy of the graph in the spelling of the rules; the given module is left alone."""
-    result = copied(module)
-    read_sizes_from_inputs(result.graph)
-    create_from_nothing(result.graph)
-    name_dimensions(result.graph)
-    shorten_constants(result.graph)
-    choose_by_place(result.graph)
-    shift_rows(result.graph)
-    turn_scans(result.graph)
-    draw_by_place(result.graph)
-    scatter_to_extremes(result.graph)
-    scatter_to_zeros(result.graph)
-    put_in_each_row(result.graph)
-    fuse_attention(result.graph)
-    drop_proved_masks(result.graph)
-    group_heads(result.graph)
-    drop_hidden_shifts(result.graph)
-    add_before_transposing(result.graph)
-    separate_views(result.graph)
-    result.graph.eliminate_dead_code()
-    result.recompile()
-    return result
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:
@@ -501,3 +480,47 @@ def group_heads(graph: Graph) -> None:
                 grad.meta["val"] = call.meta["val"][i]
                 if total is not None:
                     total.replace_all_uses_with(grad)
+
+
+STEPS: tuple[Callable[[Graph], object], ...] = (
+    read_sizes_from_inputs,
+    create_from_nothing,
+    name_dimensions,
+    shorten_constants,
+    choose_by_place,
+    shift_rows,
+    turn_scans,
+    draw_by_place,
+    scatter_to_extremes,
+    scatter_to_zeros,
+    put_in_each_row,
+    fuse_attention,
+    drop_proved_masks,
+    group_heads,
+    drop_hidden_shifts,
+    add_before_transposing,
+    separate_views,
+)
+"""The rewrites of a joint graph, in order."""
+
+WHERE_TOKENS_ARE = (attend_over_tokens, merge_over_tokens, unfold_products)
+"""The rewrites that need to know where tokens are, in order, until none finds anything. Each leaves nothing
+that it would write again."""
+
+
+def normalize(module: GraphModule) -> GraphModule:
+    """A copy of the graph in the spelling of the rules; the given module is left alone."""
+    result = copied(module)
+    for step in STEPS:
+        step(result.graph)
+    result.graph.eliminate_dead_code()
+    result.recompile()
+    return result
+
+
+def normal_form(module: GraphModule, unsorted: set[int] | None = None) -> GraphModule:
+    """A normalized copy of the graph, without the sorts that are undone in it.
+
+    unsorted  see `undo_sorts`
+    """
+    return undo_sorts(normalize(module), unsorted)

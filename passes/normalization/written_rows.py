@@ -31,7 +31,7 @@ def choose_by_place(graph: Graph) -> None:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenRows:
     """Rows ``[start, stop)`` of a dimension of ``size``; ``rows`` are written there, a single one without
     that dimension if it is picked."""
 
@@ -43,7 +43,7 @@ class Written:
     picked: bool
 
 
-def rows_written(node: Node) -> Written | None:
+def rows_written(node: Node) -> WrittenRows | None:
     """What a scatter writes; None for other operators, and for places that are not known."""
     if node.target not in (aten.select_scatter.default, aten.slice_scatter.default) or not is_floating(node):
         return None
@@ -55,7 +55,7 @@ def rows_written(node: Node) -> Written | None:
         return None
     if picked:
         start += 0 if start >= 0 else size
-        return Written(rows, dim, start, start + 1, size, picked)
+        return WrittenRows(rows, dim, start, start + 1, size, picked)
     if len(shape_of(rows)) != value.dim() or given["step"] != 1:
         return None
     count = value_of(rows).shape[dim]
@@ -66,10 +66,10 @@ def rows_written(node: Node) -> Written | None:
             start = max(0, start + size)
         else:
             return None
-    return Written(rows, dim, start, start + count, size, picked)
+    return WrittenRows(rows, dim, start, start + count, size, picked)
 
 
-def chosen_by_place(graph: Graph, node: Node, written: Written) -> Node | None:
+def chosen_by_place(graph: Graph, node: Node, written: WrittenRows) -> Node | None:
     """The value as a choice; None where a size of it is nowhere to be read."""
     write, size, base = Writing(graph, node), written.size, node.args[0]
     if is_equal(written.start, written.stop):
@@ -90,7 +90,9 @@ def chosen_by_place(graph: Graph, node: Node, written: Written) -> Node | None:
     return rows
 
 
-def put_at_place(write: Writing, node: Node, written: Written, start: object, behind: object) -> Node | None:
+def put_at_place(
+    write: Writing, node: Node, written: WrittenRows, start: object, behind: object
+) -> Node | None:
     """What is written, where its rows belong; as it is where it is the same for each."""
     rows, dim = written.rows, written.dim
     if is_zeros(rows):

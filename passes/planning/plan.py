@@ -18,7 +18,7 @@ from ..ir import (
     takes_kernel,
     value_of,
 )
-from ..kernels.attention import Attention, Choice, Target, choose, in_one_call
+from ..kernels.attention import Attention, KernelChoice, Target, choose, in_one_call
 from ..kernels.simulated_device import device_type
 from .choices import DEFAULT, Choices
 from .chunk_length import chunk_lengths
@@ -55,7 +55,7 @@ def chosen(node: Node, target: Target, choices: Choices) -> ChosenKernel:
     return ChosenKernel(choice.kernel.name, str(choice))
 
 
-def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> Choice:
+def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> KernelChoice:
     """The kernel for these operands on a target; a CPU's for operands on a CPU, whatever the target."""
     like = value_of(query)
     known = (target.device == "cpu") == (device_type(like) == "cpu")

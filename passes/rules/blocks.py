@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..ir import Signature, Tokens, refuse, shape_of, tensor_operands
-from ..kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction
+from ..kernels.blocks import FUNCTIONS, BlockAxis, BlockFunction, Unit
 from . import rule
 from .facets import CostClass
 
@@ -34,19 +34,19 @@ def emit_over_blocks(body, node: Node):
     given = []
     for edge, axis in zip(body.edges(node), found.operands):
         value = body.operand(edge)
-        if axis.along is Along.ROWS:
+        if axis.along is Unit.ROWS:
             check_whole(body, node, edge.operand)
             size = shared(body, operator.mul, (count, found.length))
             value = shared(body, streambp.padded_rows.default, (value, axis.dim, size, found.full))
-        elif axis.along is Along.BLOCKS:
+        elif axis.along is Unit.BLOCKS:
             value = shared(body, streambp.rows_at.default, (value, axis.dim, first, made))
             if found.full:
                 value = shared(body, streambp.padded_rows.default, (value, axis.dim, count))
         given.append(value)
     result = inlined(body, found, [count, *given])
-    if found.result.along is Along.ROWS:
+    if found.result.along is Unit.ROWS:
         return call(streambp.rows_at.default, (result, found.result.dim, 0, body.scalar("rows")))
-    if found.result.along is Along.WHOLE:
+    if found.result.along is Unit.WHOLE:
         return body.added(node, result)
     if found.full:
         result = call(streambp.rows_at.default, (result, found.result.dim, 0, made))
@@ -96,8 +96,8 @@ def shared(body, target: Callable, args: tuple, kwargs: dict | None = None) -> N
 def over_blocks(node: Node) -> Signature:
     found = function_of(node)
 
-    def labels(number: int, rank: int, axis: Axis) -> tuple:
-        rows = axis.dim if axis.along is Along.ROWS else None
+    def labels(number: int, rank: int, axis: BlockAxis) -> tuple:
+        rows = axis.dim if axis.along is Unit.ROWS else None
         return tuple("t" if d == rows else ("block", number, d) for d in range(rank))
 
     places = enumerate(zip(tensor_operands(node), found.operands))

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from .. import internals
 from ..passes.ir import Mark, bytes_of, hint, is_tensor, is_view, shape_of, value_of
-from ..passes.kernels.blocks import FUNCTIONS, Along, Axis, BlockFunction, over_blocks
+from ..passes.kernels.blocks import FUNCTIONS, BlockAxis, BlockFunction, Unit, over_blocks
 from ..passes.rules import find_rule, for_any_layout, functional
 from ..passes.rules.forward import mutated
 from ..passes.token_propagation import TokenPropagation
@@ -40,12 +40,12 @@ class BlockGraph:
         self.marks, self.length, self.blocks, self.full = marks, length, count, full
         self.graph, self.values = Graph(), dict[Node, Node]()
         self.count = self.graph.placeholder("count")
-        self.operands: list[Axis] = []
+        self.operands: list[BlockAxis] = []
 
     def times(self, factor: int) -> Node:
         return self.graph.call_function(operator.mul, (self.count, factor))
 
-    def read(self, value: Node, place: Axis, mark: Mark | None) -> None:
+    def read(self, value: Node, place: BlockAxis, mark: Mark | None) -> None:
         """Read a captured value as an operand; its rows, or blocks, have a dimension of their own there."""
         placeholder = self.graph.placeholder(f"operand_{len(self.operands)}")
         self.operands.append(place)
@@ -56,8 +56,8 @@ class BlockGraph:
         else:
             self.values[value] = placeholder
 
-    def inner(self, place: Axis, mark: Mark) -> int:
-        return mark.inner // (self.length if place.along is Along.ROWS else 1)
+    def inner(self, place: BlockAxis, mark: Mark) -> int:
+        return mark.inner // (self.length if place.along is Unit.ROWS else 1)
 
     def sizes(self, value: Node) -> list:
         found = self.marks.of(value)
@@ -72,7 +72,7 @@ class BlockGraph:
         made, mark = self.copied(value), next(iter(self.marks.of(value).values()))
         unit = self.length if per_row else 1
         shape, outer, inner = list(shape_of(value)), mark.outer, mark.inner // unit
-        place = Axis(Along.ROWS if per_row else Along.BLOCKS, mark.dim + (outer != 1))
+        place = BlockAxis(Unit.ROWS if per_row else Unit.BLOCKS, mark.dim + (outer != 1))
         apart = [s for s in (outer, 0, inner) if s != 1]
         shape[mark.dim : mark.dim + 1] = [s or self.blocks * unit for s in apart]
         if len(apart) > 1:
@@ -137,11 +137,11 @@ def check_differentiable(module: GraphModule) -> None:
             raise NoBlockFunction(f"{node.target} has no gradient")
 
 
-def shape_at(x: torch.Tensor, axis: Axis, found: BlockFunction, count: int) -> list[int]:
+def shape_at(x: torch.Tensor, axis: BlockAxis, found: BlockFunction, count: int) -> list[int]:
     """The shape of an operand of so many blocks."""
     shape = list(map(hint, x.shape))
-    if axis.along is not Along.WHOLE:
-        shape[axis.dim] = count * (found.length if axis.along is Along.ROWS else 1)
+    if axis.along is not Unit.WHOLE:
+        shape[axis.dim] = count * (found.length if axis.along is Unit.ROWS else 1)
     return shape
 
 
@@ -198,7 +198,7 @@ def most_alive(nodes: Sequence[Node]) -> int:
 
 def traced(found: BlockFunction, fakes: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Graph:
     """The gradients for so many blocks."""
-    unit = {Along.ROWS: found.length, Along.BLOCKS: 1}
+    unit = {Unit.ROWS: found.length, Unit.BLOCKS: 1}
     shape = list(found.shape)
     shape[found.result.dim] = count * unit[found.result.along]
 

@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 
 from .. import internals
 from ..passes.ir import ancestors, bytes_of, draws_random
-from ..passes.kernels.blocks import Along
-from ..passes.kernels.blocks import Axis as Place
+from ..passes.kernels.blocks import BlockAxis as Place
+from ..passes.kernels.blocks import Unit
 from ..passes.rules.forward import is_detached, mutated
 from .aten import inserted
 from .block_functions import BlockGraph, NoBlockFunction, register
@@ -157,7 +157,7 @@ class BlockCalls:
         if any(is_changed(a) for _, a in boundary):
             raise NoBlockFunction(f"{node} reads a value that is written into")
         operands = [self.operand(graph, *pair) for pair in boundary]
-        if not any(place.along is Along.ROWS for place in graph.operands):
+        if not any(place.along is Unit.ROWS for place in graph.operands):
             raise NoBlockFunction(f"{node} is made of no rows")
         made, mark = graph.result(value, self.found.leaves(node))
         inner = mark.inner // (self.found.length if self.found.leaves(node) else 1)
@@ -204,14 +204,14 @@ class BlockCalls:
         if not found:
             if self.found.axis.marks.get(node):
                 raise NoBlockFunction(f"{node} has tokens, and no blocks")
-            graph.read(value, Place(Along.WHOLE), None)
+            graph.read(value, Place(Unit.WHOLE), None)
             return source
         mark = next(iter(found.values()))
         if len(found) > 1 or not self.found.has_full_rows(value):
             raise NoBlockFunction(f"{node} has neither rows nor blocks alone")
-        along = Along.ROWS if source is not node or self.found.is_rows(source) else Along.BLOCKS
+        along = Unit.ROWS if source is not node or self.found.is_rows(source) else Unit.BLOCKS
         graph.read(value, Place(along, mark.dim + (mark.outer != 1)), mark)
-        inner = mark.inner // (self.found.length if along is Along.ROWS else 1)
+        inner = mark.inner // (self.found.length if along is Unit.ROWS else 1)
         if mark.outer == inner == 1:
             return source
         sizes = [size for size in (mark.outer, -1, inner) if size != 1]

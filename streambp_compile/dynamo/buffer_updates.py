@@ -28,7 +28,7 @@ class Buffers:
         nodes = {n for region in regions for n in (*region.inputs, *region.outputs)} if owner else set()
         self.owner = {n: owner[storage_of(n)] for n in nodes if storage_of(n) in owner}
 
-    def of_call(self, values: dict[Node, object]) -> State:
+    def of_call(self, values: dict[Node, object]) -> BufferState:
         """Masks made under ``inference_mode`` get another tensor on their memory, which autograd can keep."""
         if torch.is_grad_enabled():
             values.update(
@@ -38,10 +38,10 @@ class Buffers:
                     if isinstance(v, torch.Tensor) and v.is_inference() and n not in self.owner
                 }
             )
-        return State(self, values)
+        return BufferState(self, values)
 
 
-class State:
+class BufferState:
     """The values of one call, with the contents that each updated buffer has so far."""
 
     def __init__(self, buffers: Buffers, values: dict[Node, object]):

@@ -25,7 +25,7 @@ class Captured:
         self.tensors: list[Node] = []
         names, tensors = self.names, self.tensors
 
-        class Recorder(torch.fx.Interpreter):
+        class CapturingInterpreter(torch.fx.Interpreter):
             def run_node(self, n: Node):
                 before = internals.newest_captured()
                 result = (
@@ -42,7 +42,7 @@ class Captured:
         def run(*args):
             tensors.clear()
             values.clear()
-            Recorder(graph_module).run(*args)
+            CapturingInterpreter(graph_module).run(*args)
             return list(values)
 
         self.module = internals.capture(run, fakes)

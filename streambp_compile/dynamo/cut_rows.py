@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules.forward import TO_THE_END, Part, part_of, slice_of, with_arguments
 from .aten import inserted
-from .attention import erase_unread
+from .attention_calls import erase_unread
 from .values import fake_of, is_changed
 
 aten = torch.ops.aten

@@ -18,14 +18,14 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules.forward import Part, cuts_into_pieces, is_pointwise, part_of, slice_of
 from .aten import inserted
-from .attention import erase_unread
-from .row_slices import Parts, Rows, Rowwise, Sliced, operand_dim, sliced
+from .attention_calls import erase_unread
+from .row_slices import Parts, RowRange, Rowwise, Sliced, operand_dim, sliced
 from .shared_keys import OwnKeys, apart, origins
 from .values import fake_of
 
 
 @dataclass(frozen=True)
-class Cut:
+class TakenRows:
     """Rows that a node takes of a value: ``start`` to before ``stop`` (None: the end) of a dimension."""
 
     source: Node
@@ -82,7 +82,7 @@ def cuts_between(node: Node, parts: Parts) -> dict[Node, tuple[int, int]]:
     return found
 
 
-def cut_of(node: Node) -> Cut | None:
+def cut_of(node: Node) -> TakenRows | None:
     if node.target is operator.getitem and cuts_into_pieces(node.args[0]):
         source = node.args[0].args[0]
         dim = arguments(node.args[0])["dim"] % fake_of(source).dim()
@@ -90,15 +90,15 @@ def cut_of(node: Node) -> Cut | None:
             return None
         sizes = [piece.shape[dim] for piece in fake_of(node.args[0])]
         start = sum(sizes[: node.args[1]])
-        return Cut(source, dim, start, start + sizes[node.args[1]])
+        return TakenRows(source, dim, start, start + sizes[node.args[1]])
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
     if source is None or not isinstance(fake_of(source), torch.Tensor):
         return None
     taken = slice_of(node, fake_of(source).dim())
-    return None if taken is None or taken.lost else Cut(source, taken.dim, taken.start, taken.stop)
+    return None if taken is None or taken.lost else TakenRows(source, taken.dim, taken.start, taken.stop)
 
 
-def is_result(node: Node, cut: Cut) -> bool:
+def is_result(node: Node, cut: TakenRows) -> bool:
     """Is what is cut the result of an attention, with nothing but weights applied to each row?"""
     value, dim = cut.source, cut.dim
     while value is not node:
@@ -112,7 +112,7 @@ def is_result(node: Node, cut: Cut) -> bool:
     return dim == fake_of(node).dim() - 2
 
 
-def streams_between(parts: Parts, cut: Cut) -> tuple[int, int] | None:
+def streams_between(parts: Parts, cut: TakenRows) -> tuple[int, int] | None:
     """The streams that the rows of a cut are, if it is made where streams meet."""
     count = len(parts.sizes)
     bounds = [sum(parts.sizes[:i]) for i in range(count + 1)]
@@ -126,13 +126,13 @@ def streams_between(parts: Parts, cut: Cut) -> tuple[int, int] | None:
     return (first, end) if first is not None and end is not None and first < end else None
 
 
-def rows_between(parts: Parts, first: int, end: int) -> Rows:
+def rows_between(parts: Parts, first: int, end: int) -> RowRange:
     """The rows of some streams, counted from the side on which all numbers are known."""
     before, behind = parts.sizes[:first], parts.sizes[end:]
     start = sum(before) if are_known(before) else -sum(parts.sizes[first:])
     if not behind:
-        return Rows(start, None)
-    return Rows(start, -sum(behind) if are_known(behind) else sum(parts.sizes[:end]))
+        return RowRange(start, None)
+    return RowRange(start, -sum(behind) if are_known(behind) else sum(parts.sizes[:end]))
 
 
 def parted(node: Node, parts: Parts, cuts: dict[Node, tuple[int, int]]) -> list[Node]:

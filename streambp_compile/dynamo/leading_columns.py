@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import Size, is_equal
 from ..passes.rules.forward import TO_THE_END, Slice, is_orderless_along, slice_of
 from .aten import inserted
-from .attention import erase_unread
-from .row_slices import Parts, Rows, Sliced, columns_of, operand_dim, sliced
+from .attention_calls import erase_unread
+from .row_slices import Parts, RowRange, Sliced, columns_of, operand_dim, sliced
 from .values import fake_of, is_changed
 
 aten = torch.ops.aten
@@ -112,8 +112,9 @@ class Move:
     def __init__(self, front: int, behind: int, readers: Readers):
         self.front, self.behind, self.readers = front, behind, readers
         self.count = front + behind
-        self.own = Rows(front, -behind or None)
-        self.groups = [(Rows(0, front), front)] * bool(front) + [(Rows(-behind, None), behind)] * bool(behind)
+        self.own = RowRange(front, -behind or None)
+        groups = ((RowRange(0, front), front), (RowRange(-behind, None), behind))
+        self.groups = [(rows, count) for rows, count in groups if count]
         self.known: Sliced = {}
 
     def write(self) -> None:
@@ -131,7 +132,7 @@ class Move:
                     self.apply(node)
         erase_unread(graph, changed)
 
-    def part_of(self, cut: Slice, value: Node) -> tuple[Rows, int, int | None] | None:
+    def part_of(self, cut: Slice, value: Node) -> tuple[RowRange, int, int | None] | None:
         """The part that has the columns of a slice, and where they are in it; None of those of several."""
         width = fake_of(value).shape[cut.dim]
         start, stop = (size_of(bound, width) for bound in (cut.start, cut.stop))
@@ -140,14 +141,17 @@ class Move:
         stop = start + 1 if cut.lost else stop
         if is_equal(start, self.front) and is_equal(stop, width - self.behind):
             return self.own, 0, None
-        for group, first in ((Rows(0, self.front), 0), (Rows(-self.behind, None), width - self.behind)):
+        for group, first in (
+            (RowRange(0, self.front), 0),
+            (RowRange(-self.behind, None), width - self.behind),
+        ):
             size = self.front if group.is_front() else self.behind
             a, b = (next((i for i in range(size + 1) if is_equal(first + i, x)), None) for x in (start, stop))
             if size and a is not None and b is not None and a < b:
                 return group, a, b
         return None
 
-    def cut(self, node: Node, part: Rows, start: int, stop: int | None) -> Node:
+    def cut(self, node: Node, part: RowRange, start: int, stop: int | None) -> Node:
         cut = self.readers.cuts[node]
         made = sliced(node.args[0], cut.dim, part, node, self.known)
         if stop is not None and not is_equal(fake_of(made).shape[cut.dim], stop - start):

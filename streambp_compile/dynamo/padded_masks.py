@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, is_equal
 from ..passes.rules.forward import Part, filling_of, is_filled, part_of, with_arguments
 from .aten import inserted
-from .attention import erase_unread
+from .attention_calls import erase_unread
 from .row_slices import (
     Parts,
     columns_of,

@@ -1,9 +1,8 @@
-"""Branches on whether a mask picks a row (internals/picked_branches.py), of which Dynamo has traced the side
+"""Branches on whether a mask picks a row (internals/branch_tracing.py), of which Dynamo has traced the side
 where it does: the proof that this side does nothing where it picks none."""
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from .. import internals
 from ..passes.ir import outputs_of
 from ..passes.rules import is_zeros
 from ..passes.rules.forward import added_values, chosen_value, copied_value, keeps_zeros, mutated
+from ..passes.zero_values import Entries, zeros_of
 from .aten import inserted
 from .values import fake_of, storage_of, wants_gradient
 
@@ -127,19 +127,13 @@ class Side:
 
     def __post_init__(self) -> None:
         self.begin, self.before, self.after = self.end.args
-        self.zeros: dict[Node, bool] = dict.fromkeys(self.begin.args[0], True)
-
-    @functools.cached_property
-    def choice(self) -> tuple[Node, int] | None:
-        """The choices, and which of them nobody makes where the branch is not taken, if it is that."""
-        if self.mask.target is not aten.eq.Scalar:
-            return None
-        choices, value = self.mask.args
-        return (choices, value) if isinstance(choices, Node) and isinstance(value, int) else None
+        self.entries, way = zeros_of(Entries(self.mask))
+        self.memory = {storage_of(n) for n in way}
+        self.zeros: dict[Node, bool] = {self.mask: True}
 
     @property
     def mask(self) -> Node:
-        return self.begin.args[0][0]
+        return self.begin.args[0]
 
     def taken(self) -> Node:
         with self.begin.graph.inserting_before(self.begin):
@@ -153,12 +147,6 @@ class Side:
 
     def check(self) -> None:
         """Raises `DoesSomethingElse`."""
-        masks = {storage_of(n) for n in self.begin.args[0]}
-        node = min(self.begin.args[0])
-        while node is not self.end:
-            if (written := mutated(node)) is not None and storage_of(written) in masks:
-                raise DoesSomethingElse(f"{node} writes into the mask")
-            node = node.next
         for node in self.nodes():
             if node.target in internals.ASSERTIONS or internals.is_hook(node):
                 raise DoesSomethingElse(f"{node} is an assertion or a hook")
@@ -169,6 +157,9 @@ class Side:
             same = internals.describe(fake_of(was)) == internals.describe(fake_of(now))
             if not same or self.unchanged(now) is not self.unchanged(was):
                 raise DoesSomethingElse(f"{now} is no longer {was}")
+        for node in self.begin.graph.nodes:
+            if (written := mutated(node)) is not None and storage_of(written) in self.memory:
+                raise DoesSomethingElse(f"{node} writes into the mask, or into what it is made of")
 
     def writes_nothing(self, node: Node, written: Node) -> bool:
         value = copied_value(node)
@@ -196,7 +187,9 @@ class Side:
     def made_of_zeros(self, node: Node) -> bool:
         if node.op != "call_function":
             return False
-        if self.choice is not None and internals.is_zero_without(node, *self.choice):
+        entries, way = zeros_of(Entries(node))
+        if entries == self.entries:
+            self.memory.update(map(storage_of, way))
             return True
         if node.target is operator.getitem:
             call = node.args[0]

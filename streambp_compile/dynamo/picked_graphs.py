@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +20,6 @@ from ..passes.rules.forward import Part, part_of, written_argument
 from .picked_functions import NotRowByRow
 
 aten = torch.ops.aten
-PROBED = 7  # picked places of which it is computed which coordinate a value holds
-FAR = 1 << 40  # such places lie so far apart that no arithmetic makes one coordinate of another
 
 
 def last_of_picked(trace: GraphModule) -> list[Node]:
@@ -60,6 +59,60 @@ def mask_of(nodes: Sequence[Node]) -> Node:
     return masks[0]
 
 
+def coordinates_of(nodes: Sequence[Node]) -> dict[Node, int]:
+    """The values that hold one coordinate of each picked place, and the dimension of the mask that it is."""
+    lists: dict[Node, int] = {}  # values of all coordinates, and the dimension along which these lie
+    found: dict[Node, int] = {}
+    for node in nodes:
+        source = next((a for a in node.args[:1] if isinstance(a, Node)), None)
+        if form_of(node) is Form.PLACES:
+            lists[node] = 1
+        elif node.target is operator.getitem and source.target is aten.unbind.int:
+            if lists.get(source.args[0]) == arguments(source)["dim"] % 2:
+                found[node] = node.args[1]
+        elif node.target is aten.select.int and lists.get(source) == node.args[1] % 2:
+            found[node] = node.args[2] % source.meta["val"].shape[lists[source]]
+        elif source in lists and (turned := is_turned(node)) is not None:
+            lists[node] = 1 - lists[source] if turned else lists[source]
+        elif source in lists and source.meta["val"].shape[lists[source]] == 1 and is_same_list(node):
+            found[node] = 0
+        elif source in found and is_same_list(node):
+            found[node] = found[source]
+    return found
+
+
+def is_turned(node: Node) -> bool | None:
+    """Does a node exchange the two dimensions of a list of places? None if it does anything but that or
+    nothing."""
+    if part_of(node) is Part.TRANSPOSE:
+        return True
+    if node.target is aten.permute.default:
+        return node.args[1][0] % 2 == 1
+    if part_of(node) is Part.MOVE:
+        return (node.args[1] - node.args[2]) % 2 == 1
+    return False if is_same(node) or is_whole_slice(node) else None
+
+
+def is_same(node: Node) -> bool:
+    """Has a node the whole numbers of its operand?"""
+    copies = part_of(node) is Part.COPY or form_of(node) is Form.ALIAS
+    return copies and node.meta["val"].dtype is torch.int64
+
+
+def is_whole_slice(node: Node) -> bool:
+    if node.target is not aten.slice.Tensor:
+        return False
+    given = arguments(node)
+    return not given["start"] and given["step"] == 1 and given["end"] in (None, sys.maxsize)
+
+
+def is_same_list(node: Node) -> bool:
+    """Is a node the list of numbers that its operand is?"""
+    shaped = part_of(node) is Part.MERGE or form_of(node) in (Form.SQUEEZE, Form.RESHAPE)
+    same = shaped or is_same(node) or is_whole_slice(node)
+    return same and is_tensor(node) and node.meta["val"].dim() == 1
+
+
 class PickedGraph:
     """What is done to picked rows, read from a trace.
 
@@ -79,8 +132,7 @@ class PickedGraph:
         self.nodes = sorted({n for n in ancestors([last]) if n.op != "output"})
         self.picked = self.made_of_picked()
         self.mask = mask_of(self.nodes)
-        with internals.disable_current_modes():
-            self.coordinates = self.read_coordinates()
+        self.coordinates = coordinates_of(self.nodes)
         self.graph, self.values = Graph(), dict[Node, Node]()
         self.count = self.graph.placeholder("count")
         self.operands: list[Node] = []
@@ -101,26 +153,6 @@ class PickedGraph:
 
     def picks_places(self, node: Node) -> bool:
         return form_of(node) is Form.PLACES or bool(masks_of(node))
-
-    def read_coordinates(self) -> dict[Node, int]:
-        """Which dimension of the mask a value of the picked places is: computed on an example."""
-        rank = self.mask.meta["val"].dim()
-        drawn = torch.Generator().manual_seed(0)
-        example = torch.randint(FAR, (PROBED, rank), generator=drawn)
-        values: dict[Node, object] = {}
-        for node in self.nodes:
-            if form_of(node) is Form.PLACES:
-                values[node] = example
-            elif (
-                node.op == "call_function"
-                and node.all_input_nodes
-                and set(node.all_input_nodes) <= set(values)
-            ):
-                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-        columns = example.unbind(1)
-        found = ((n, v) for n, v in values.items() if isinstance(v, torch.Tensor) and v.dtype is torch.int64)
-        return {n: d for n, v in found for d, column in enumerate(columns) if torch.equal(v, column)}
 
     def dims(self, indices: Sequence[Node | None]) -> tuple[int, ...]:
         """The dimensions of the mask that some indices are, of the leading dimensions of a value."""

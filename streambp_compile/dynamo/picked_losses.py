@@ -18,7 +18,7 @@ from ..passes.rules.forward import Part, is_pointwise, part_of
 
 
 @dataclass(frozen=True)
-class Rows:
+class MappedRows:
     """Rows that are picked from a value, and then mapped.
 
     source  the value
@@ -36,8 +36,8 @@ class PickedLoss:
     """A loss of picked rows: its operator, the rows, their labels, and all its other arguments."""
 
     operator: torch._ops.OpOverload
-    rows: Rows
-    labels: Rows
+    rows: MappedRows
+    labels: MappedRows
     others: dict
 
 
@@ -61,14 +61,14 @@ def picked_loss(trace: GraphModule) -> PickedLoss | None:
     return PickedLoss(last.target, rows, labels, others) if whole else None
 
 
-def picked(node: Node) -> Rows | None:
+def picked(node: Node) -> MappedRows | None:
     """The rows of ``source[mask]`` that a node maps number by number, or else None."""
     maps: list[Node] = []
     while True:
         if form_of(node) is Form.LOOK_UP:
             source, (mask, *more) = node.args[0], node.args[1]
             by_mask = not more and mask is not None and mask.meta["val"].dtype is torch.bool
-            return Rows(source, mask, maps[::-1]) if by_mask else None
+            return MappedRows(source, mask, maps[::-1]) if by_mask else None
         if not node.all_input_nodes or not maps_numbers(node) and not is_same(node):
             return None
         if maps_numbers(node):

@@ -26,7 +26,7 @@ from .aten import Named, inserted
 from .modes import is_switch
 from .picked_functions import NotRowByRow, register
 from .picked_graphs import PickedGraph, is_count, is_unknown, last_of_picked, mask_of
-from .picked_losses import Rows, picked_loss
+from .picked_losses import MappedRows, picked_loss
 from .values import fake_of, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
@@ -36,13 +36,13 @@ OPERATORS = frozenset(filter(callable, vars(operator).values())) - WRITING
 
 def write_picked_rows(module: GraphModule) -> GraphModule:
     """Write what is done to picked rows as calls of ``streambp::picked_rows``."""
-    if not any(depends_on_data(n) or is_number_read(n) for n in module.graph.nodes):
+    if not any(map(depends_on_data, module.graph.nodes)):
         return module
     compare_with_zero(module.graph)
     unify_masks(module.graph)
     with internals.replaying(module) as replay:
         modes: dict[Node, str] = {}
-        known: dict[str, Known] = {}
+        known: dict[str, PickedTrace] = {}
         for node in list(module.graph.nodes):
             if is_switch(node):
                 replay(node)
@@ -110,16 +110,6 @@ def depends_on_data(node: Node) -> bool:
     return any(internals.is_unbacked(v) for v in values if v is not None)
 
 
-def is_number_read(node: Node) -> bool:
-    return node.target is internals.number_read
-
-
-def reads_number_of_mask(module: GraphModule) -> bool:
-    """Does anything in a graph read what is a number for Python?"""
-    parts = (m for m in module.modules() if isinstance(m, GraphModule))
-    return any(is_number_read(n) for part in parts for n in part.graph.nodes)
-
-
 def puts_back(node: Node) -> bool:
     """Does a node make a value of known size from picked rows? A check of a size makes nothing."""
     makes = isinstance(fake_of(node), torch.Tensor) or mutated(node) is not None
@@ -138,7 +128,7 @@ def erase_rows_unread(graph: Graph) -> None:
 
 
 @dataclass
-class Known:
+class PickedTrace:
     """What was read at a node: its trace, the functions of rows in it, and their names by last node."""
 
     trace: GraphModule
@@ -153,7 +143,7 @@ class PutBack:
     inputs  what that reads of others
     """
 
-    def __init__(self, node: Node, modes: dict[Node, str], known: dict[str, Known]):
+    def __init__(self, node: Node, modes: dict[Node, str], known: dict[str, PickedTrace]):
         self.node, self.modes, self.known = node, modes, known
         self.graph = node.graph
         found, stack = {node}, list(node.all_input_nodes)
@@ -174,7 +164,7 @@ class PutBack:
         found = self.known.get(text)
         if found is None:
             trace = internals.capture_with_picked_rows(self.computed, list(map(fake_of, self.inputs)))
-            found = Known(trace, [PickedGraph(trace, n) for n in last_of_picked(trace)])
+            found = PickedTrace(trace, [PickedGraph(trace, n) for n in last_of_picked(trace)])
         last = found.trace.graph.output_node().args[0]
         if mutated(self.node) is not None and [rows.last for rows in found.rows] != [last]:
             raise NotRowByRow("it writes something else than picked rows")
@@ -211,7 +201,7 @@ class PutBack:
         self.graph.erase_node(self.node)
         return True
 
-    def mapped(self, rows: Rows) -> Node:
+    def mapped(self, rows: MappedRows) -> Node:
         """What is done to picked rows, done to all of them."""
         value = self.outside(rows.source)
         for each in rows.maps:

@@ -24,7 +24,7 @@ from ..passes.ir import Size, ancestors, arguments, is_equal, simplified
 from ..passes.rules import filling_of
 from ..passes.rules.forward import Part, is_detached, mutated, part_of, slice_of
 from .aten import inserted
-from .attention import erase_unread
+from .attention_calls import erase_unread
 from .row_slices import sum_of
 from .token_axes import Axis, axes_of, traced
 from .values import fake_of, is_changed, joined_values, storage_of
@@ -200,7 +200,7 @@ def remade_rows(source: Node | None, new: Sequence[Size]) -> PlaceMap | None:
 
 
 @dataclass(frozen=True)
-class Padded:
+class ZerosAround:
     """Zeros before and behind a value, along a dimension."""
 
     source: Node
@@ -209,7 +209,7 @@ class Padded:
     behind: Size
 
 
-def paddings(node: Node) -> Iterator[Padded]:
+def paddings(node: Node) -> Iterator[ZerosAround]:
     """What a node pads with zeros, by ``pad`` or ``cat``."""
     given = arguments(node) if part_of(node) in (Part.PAD, Part.JOIN) else {}
     if part_of(node) is Part.PAD and given.get("mode", "constant") == "constant" and not given.get("value"):
@@ -218,16 +218,16 @@ def paddings(node: Node) -> Iterator[Padded]:
             (i // 2, amounts[i : i + 2]) for i in range(0, len(amounts), 2) if amounts[i : i + 2] != [0, 0]
         ]
         if len(pairs) == 1 and all(a is not None and a >= 0 for a in pairs[0][1]):
-            yield Padded(node.args[0], fake_of(node).dim() - 1 - pairs[0][0], *pairs[0][1])
+            yield ZerosAround(node.args[0], fake_of(node).dim() - 1 - pairs[0][0], *pairs[0][1])
     if part_of(node) is Part.JOIN:
         pieces, dim = joined_values(node), given["dim"] % fake_of(node).dim()
         own = [i for i, piece in enumerate(pieces) if filling_of(piece) != 0]
         if len(own) == 1 < len(pieces):
             sizes = [fake_of(piece).shape[dim] for piece in pieces]
-            yield Padded(pieces[own[0]], dim, sum(sizes[: own[0]]), sum(sizes[own[0] + 1 :]))
+            yield ZerosAround(pieces[own[0]], dim, sum(sizes[: own[0]]), sum(sizes[own[0] + 1 :]))
 
 
-def with_padding(given: PlaceMap, padded: Padded) -> PlaceMap | None:
+def with_padding(given: PlaceMap, padded: ZerosAround) -> PlaceMap | None:
     """Zeros around each row; or before and behind all rows."""
     at, rows, width = padded.dim - given.at, given.rows, given.width
     more = padded.before + padded.behind

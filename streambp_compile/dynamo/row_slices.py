@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """Rows from ``start`` to before ``stop`` of a dimension, counted as Python's slices do; ``stop`` may be
     None, the end."""
 
@@ -182,10 +182,10 @@ def reshaped_dim(node: Node, given: torch.Tensor, dim: int) -> int | None:
 # The slice itself
 
 
-Sliced = dict[tuple[Node, int, Rows], Node]
+Sliced = dict[tuple[Node, int, RowRange], Node]
 
 
-def sliced(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node:
+def sliced(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -> Node:
     """Some rows of a value, where the graph is being written. Other rows of what it is made of are not read,
     as far as that can be told.
 
@@ -197,7 +197,7 @@ def sliced(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node:
     return known[node, dim, rows]
 
 
-def cut_out(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node:
+def cut_out(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -> Node:
     made = None if is_changed(node) else made_anew(node, dim, rows, like, known)
     if made is not None:
         return made
@@ -205,7 +205,7 @@ def cut_out(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node
     return inserted(like, aten.slice.Tensor, (node, dim, rows.start, stop))
 
 
-def made_anew(node: Node, dim: int, rows: Rows, like: Node, known: Sliced) -> Node | None:
+def made_anew(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -> Node | None:
     """Some rows of a value, made of what it is made of; None if they must be cut out of it."""
     parts = parts_at(node, dim)
     run = None if parts is None else run_of(parts, rows)
@@ -272,7 +272,7 @@ def size_arguments(node: Node) -> list[object] | None:
     return [s if isinstance(s, int) else w for s, w in zip(fake_of(node).shape, written)]
 
 
-def counted(node: Node, rows: Rows, like: Node) -> Node:
+def counted(node: Node, rows: RowRange, like: Node) -> Node:
     """Some of consecutive numbers, counted anew."""
     given = arguments(node)
     first, end = given.get("start", 0), given["end"]
@@ -296,7 +296,7 @@ def sum_of(size: object, by: int, like: Node) -> object:
     return size + by
 
 
-def count_of(size: object, rows: Rows, like: Node) -> object:
+def count_of(size: object, rows: RowRange, like: Node) -> object:
     """How many rows these are of so many."""
     if rows.is_front():
         return rows.stop
@@ -308,14 +308,14 @@ def count_of(size: object, rows: Rows, like: Node) -> object:
 # Parts
 
 
-def run_of(parts: Parts, rows: Rows) -> slice | None:
+def run_of(parts: Parts, rows: RowRange) -> slice | None:
     """The consecutive parts that are these rows, if any."""
     count = len(parts.sizes)
     runs = (slice(i, j) for i in range(count) for j in range(i + 1, count + 1))
     return next((run for run in runs if is_run(parts.sizes, run, rows)), None)
 
 
-def is_run(sizes: Sequence[object], run: slice, rows: Rows) -> bool:
+def is_run(sizes: Sequence[object], run: slice, rows: RowRange) -> bool:
     before, inside, after = (
         sum(part) if all(isinstance(n, int) for n in part) else None
         for part in (sizes[: run.start], sizes[run], sizes[run.stop :])

@@ -21,8 +21,8 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules.forward import Part, part_of
 from .aten import inserted
-from .attention import TORCH_SPELLING, as_autocast, erase_unread, is_fusible, score_mask, streambp
-from .row_slices import Parts, Rows, Rowwise, Sliced, origin_of_rows, same_rows, sliced
+from .attention_calls import TORCH_SPELLING, as_autocast, erase_unread, is_fusible, score_mask, streambp
+from .row_slices import Parts, RowRange, Rowwise, Sliced, origin_of_rows, same_rows, sliced
 from .values import fake_of, is_parameter
 
 
@@ -121,13 +121,13 @@ class OwnKeys:
     behind: int
 
     @property
-    def rows(self) -> Rows:
-        return Rows(self.before, -self.behind if self.behind else None)
+    def rows(self) -> RowRange:
+        return RowRange(self.before, -self.behind if self.behind else None)
 
     @property
-    def others(self) -> tuple[Rows, ...]:
-        front = (Rows(0, self.before),) if self.before else ()
-        return (*front, Rows(-self.behind, None)) if self.behind else front
+    def others(self) -> tuple[RowRange, ...]:
+        front = (RowRange(0, self.before),) if self.before else ()
+        return (*front, RowRange(-self.behind, None)) if self.behind else front
 
 
 def part_shared_keys(module: GraphModule) -> GraphModule:
@@ -222,7 +222,7 @@ def inputs_of(node: Node) -> set[Node]:
     return found
 
 
-def apart(node: Node, own: OwnKeys, queries: Rows | None = None) -> Node:
+def apart(node: Node, own: OwnKeys, queries: RowRange | None = None) -> Node:
     """The attention of a node, over the sequence's own keys and over the others.
 
     queries  the rows of queries that attend; None: all of them
@@ -230,12 +230,12 @@ def apart(node: Node, own: OwnKeys, queries: Rows | None = None) -> Node:
     given: dict = arguments(node)
     known: Sliced = {}
 
-    def cut(operand: Node, dim: int, *rows: Rows) -> Node:
+    def cut(operand: Node, dim: int, *rows: RowRange) -> Node:
         at = fake_of(operand).dim() + dim
         made = [sliced(operand, at, r, node, known) for r in rows]
         return made[0] if len(made) == 1 else inserted(node, torch.ops.aten.cat.default, (made, at))
 
-    def cut_mask(mask: Node | None, dim: int, *rows: Rows) -> Node | None:
+    def cut_mask(mask: Node | None, dim: int, *rows: RowRange) -> Node | None:
         """One that is the same for all rows, or for all keys, is that of some as well."""
         same = mask is None or fake_of(mask).dim() < -dim or is_equal(fake_of(mask).shape[dim], 1)
         return mask if same else cut(mask, dim, *rows)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from ..passes.ir import viewed
 from ..passes.rules.forward import Part, part_of, slice_of, with_arguments
 from .aten import inserted
-from .attention import erase_unread
+from .attention_calls import erase_unread
 from .row_slices import operand_dim
 from .values import fake_of, is_changed
 

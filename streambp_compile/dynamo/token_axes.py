@@ -31,8 +31,7 @@ from ..passes.ir import (
     value_of,
 )
 from ..passes.moved_rows import Rows, moves_rows, picked_rows
-from ..passes.normalization.normalize import normalize
-from ..passes.normalization.sorted_rows import undo_sorts
+from ..passes.normalization.normalize import normal_form
 from ..passes.rules import along_of, communicates, ends_along, is_product
 from ..passes.token_propagation import Signatures, TokenPropagation
 from .capture import Captured
@@ -117,7 +116,7 @@ def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
 
 
 @dataclass(frozen=True)
-class Written:
+class GraphText:
     """A graph as it is at one time, and the values that enter it."""
 
     nodes: tuple[Node, ...]
@@ -125,7 +124,7 @@ class Written:
     fakes: tuple[int, ...]
 
 
-LAST: ContextVar[list[tuple[Written, Trace]] | None] = ContextVar("last", default=None)
+LAST: ContextVar[list[tuple[GraphText, Trace]] | None] = ContextVar("last", default=None)
 
 
 @contextlib.contextmanager
@@ -142,7 +141,7 @@ def traced(module: GraphModule, fakes: Sequence[object]) -> Trace:
     """The captured forward of a graph; the last one inside `capturing_once`, if it is still true."""
     nodes, last = tuple(module.graph.nodes), LAST.get()
     text = "\n".join(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs}" for n in nodes)
-    written = Written(nodes, text, tuple(map(id, fakes)))
+    written = GraphText(nodes, text, tuple(map(id, fakes)))
     if last and last[0][0] == written:
         return last[0][1]
     trace = Trace(module, fakes)
@@ -153,7 +152,7 @@ def traced(module: GraphModule, fakes: Sequence[object]) -> Trace:
 
 def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
     """The token axes of a captured forward."""
-    found: list[Candidate] = []
+    found: list[AxisCandidate] = []
     for node, fake in zip(trace.placeholders, fakes):
         if isinstance(fake, torch.Tensor) and not is_parameter(fake) and fake.dim() <= 3:
             for dim, size in enumerate(fake.shape):
@@ -165,7 +164,7 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
         left = [replace(c, mixers=attending_alone(c, chosen)) for c in found]
         found = [c for c in left if c.mixers and c not in chosen]
         chosen += [preferred(found)] if found else []
-    born: list[Candidate] = []
+    born: list[AxisCandidate] = []
     for node, dim in trace.rows_of_attention():
         if not any(
             dim in c.propagation.of(node) and is_all(node, c.propagation.of(node)[dim], c.length)
@@ -195,7 +194,7 @@ class Trace:
         captured = Captured(module, fakes)
         self.random = {n.name for n in captured.module.graph.nodes if draws_random(n)}
         places: set[int] = set()
-        rewritten = undo_sorts(normalize(captured.module), places)
+        rewritten = normal_form(captured.module, places)
         self.unsorted = frozenset(n for i, n in enumerate(captured.tensors) if i in places)
         self.graph, self.captured_for, self.values = (
             rewritten.graph,
@@ -207,7 +206,7 @@ class Trace:
         self.ends = ends_along(self.graph)
         self.weights = made_of_weights(self.graph, dict(zip(self.placeholders, fakes)))
 
-    def candidate(self, node: Node, dim: int) -> list[Candidate]:
+    def candidate(self, node: Node, dim: int) -> list[AxisCandidate]:
         """A dimension of a value as the token axis, if anything comes of it."""
         length = shape_of(node)[dim]
         propagation = self.followed(node, dim, length)
@@ -221,7 +220,7 @@ class Trace:
         telling = by_attention if feature else mixers
         evidence = frozenset(n for n in telling if not is_linear_layer(n, propagation, self.weights))
         lost = lost_bytes(propagation) / width
-        return [Candidate(mixers, by_attention, evidence, feature, width, lost, length, propagation)]
+        return [AxisCandidate(mixers, by_attention, evidence, feature, width, lost, length, propagation)]
 
     def followed(self, node: Node, dim: int, length: int) -> TokenPropagation:
         """Where the rows of a value go. If a collective parts them among processes, or joins them again, all
@@ -233,10 +232,10 @@ class Trace:
             return found
         return TokenPropagation(self.graph, {node: (Mark(dim),), **others}, self.known)
 
-    def parts_of_processes(self, chosen: Sequence[Candidate]) -> list[Candidate]:
+    def parts_of_processes(self, chosen: Sequence[AxisCandidate]) -> list[AxisCandidate]:
         """The sequences that are what one process holds of chosen ones (sequence parallel), or the other way
         round."""
-        found: list[Candidate] = []
+        found: list[AxisCandidate] = []
         for node in self.graph.nodes:
             dim = along_of(node)
             ends = () if dim is None else (tensor_operands(node)[0], node)
@@ -261,9 +260,9 @@ class Trace:
             if rows is not None and shape_of(operand)[labels.index(rows)] >= SHORTEST_STREAMED:
                 yield operand, labels.index(rows)
 
-    def picked(self, chosen: Sequence[Candidate]) -> list[Candidate]:
+    def picked(self, chosen: Sequence[AxisCandidate]) -> list[AxisCandidate]:
         """Sequences of rows that are picked from others, by an index or a step."""
-        known_rows: dict[Rows, Candidate] = {}
+        known_rows: dict[Rows, AxisCandidate] = {}
 
         def rows_from(node: Node, dim: int) -> Rows | None:
             for candidate in self.candidate(node, dim) if shape_of(node)[dim] >= SHORTEST_STREAMED else ():
@@ -277,7 +276,7 @@ class Trace:
             known += [] if found is None else [found]
         return [known_rows[rows] for rows in known[len(chosen) :]]
 
-    def moving(self, chosen: Sequence[Candidate]) -> frozenset[Node]:
+    def moving(self, chosen: Sequence[AxisCandidate]) -> frozenset[Node]:
         """Nodes of the Dynamo graph that make rows of one sequence from those of another."""
         sequences = [c.rows for c in chosen]
         names = {origin_of(n) for n in self.graph.nodes if moves_rows(n, sequences)}
@@ -287,7 +286,7 @@ class Trace:
             if names & own and isinstance(n.target, torch._ops.OpOverload)
         )
 
-    def axis(self, chosen: Candidate, others: Sequence[TokenPropagation]) -> Axis | None:
+    def axis(self, chosen: AxisCandidate, others: Sequence[TokenPropagation]) -> Axis | None:
         """Where the tokens of a candidate go in the Dynamo graph; None if they have no dimension of their own
         in it."""
         graph, propagation = self.graph, chosen.propagation
@@ -385,7 +384,7 @@ def fix_sizes(sizes: Sequence[Size]) -> None:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AxisCandidate:
     """A dimension of a value, propagated through the graph: the ops that mix its rows (by attention, or
     otherwise), those of them that cannot be linear layers over features, the bytes that carry it, the part of
     them that loses it."""
@@ -404,7 +403,7 @@ class Candidate:
         return Rows(self.propagation, self.length)
 
 
-def attending_alone(candidate: Candidate, chosen: Sequence[Candidate]) -> frozenset[Node]:
+def attending_alone(candidate: AxisCandidate, chosen: Sequence[AxisCandidate]) -> frozenset[Node]:
     """The attention of a candidate that no chosen sequence has.
 
     A square weight that is applied to rows of a chosen sequence mixes their features.
@@ -418,14 +417,14 @@ def attending_alone(candidate: Candidate, chosen: Sequence[Candidate]) -> frozen
     return candidate.attends - taken - features
 
 
-def carries_all_of(candidate: Candidate, other: Candidate) -> bool:
+def carries_all_of(candidate: AxisCandidate, other: AxisCandidate) -> bool:
     """Has every value with tokens of a candidate rows of another sequence that attends? Bytes are so the
     rows of patches, where patches attend to one another."""
     marked = set(candidate.propagation.marked())
     return bool(other.attends) and other is not candidate and marked <= set(other.propagation.marked())
 
 
-def preferred(found: Sequence[Candidate]) -> Candidate | None:
+def preferred(found: Sequence[AxisCandidate]) -> AxisCandidate | None:
     """The most mixers; of those that lose about as few bytes, that no weight has, and that carry about as
     many, the most rows.
 
@@ -445,7 +444,7 @@ def preferred(found: Sequence[Candidate]) -> Candidate | None:
     return max(found, key=lambda c: c.length, default=None)
 
 
-def is_place_in_block(candidate: Candidate, rival: Candidate) -> bool:
+def is_place_in_block(candidate: AxisCandidate, rival: AxisCandidate) -> bool:
     """Are the rows of a candidate those of a block, wherever a rival's attention reads all tokens?"""
     if not rival.attends or not rival.attends < candidate.attends:
         return False

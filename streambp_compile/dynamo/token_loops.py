@@ -48,7 +48,7 @@ class TokenDistribution(Distribution):
 
     def write_chain(self) -> None:
         """The chain of states, as one scan."""
-        step = Step(self)
+        step = ChainStep(self)
         rows, wholes = step.operands()
         name = register(step.module(), step.size, [*map(fake_of, (*rows, *wholes))], len(rows))
         sources = self.sources
@@ -97,7 +97,7 @@ class TokenDistribution(Distribution):
         return fake_of(self.loop.states[0].initial).device
 
 
-class Step:
+class ChainStep:
     """The graph of a step of the chain.
 
     It reads the packed states, whether the token is the first, what else has a row per token, the states

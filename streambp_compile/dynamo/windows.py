@@ -20,7 +20,7 @@ from ..passes.ir import arguments, hint, is_equal
 from ..passes.rules import windows_of
 from ..passes.rules.forward import Part, mutated, part_of
 from .aten import inserted
-from .rewrites import MOST_TAPS, single
+from .convolutions import MOST_TAPS, single
 from .token_axes import Trace, axes_of, traced
 from .values import fake_of, storage_of
 

@@ -12,7 +12,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-from .associative_scans import is_traced_for, trace_scans_as
 from .aten_graphs import (
     LIFTS,
     before_autograd,
@@ -25,7 +24,7 @@ from .aten_graphs import (
     newest_captured,
 )
 from .body_inputs import BodyInputs
-from .chosen_values import is_zero_without
+from .branch_tracing import begin_branch, end_branch
 from .chunk_bodies import body_options, compile_body
 from .distributed import (
     Engine,
@@ -90,10 +89,8 @@ from .fake_tensors import (
 )
 from .inductor import compile_function, compile_graph, compile_plainly, floats_are_tensors, rewrite
 from .joint_graphs import keep_inputs_partition, of_regions, read_meshes_of_primals, tracing_of
-from .numbers_asked import number_read
-from .picked_branches import begin_branch, end_branch
-from .picked_rows import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
 from .read_numbers import break_at_read_numbers, break_where_numbers_are_read, reading_no_numbers
+from .row_picking import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
 from .running_step import (
     apart_from_checkpoint,
     are_saved_tensors_packed,
@@ -104,6 +101,7 @@ from .running_step import (
     use_counts,
     when_backward_ends,
 )
+from .scan_tracing import is_traced_for, trace_scans_as
 from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
 from .size_guards import guard_of
 from .structured_trace import trace_artifact
@@ -191,7 +189,6 @@ __all__ = [
     "capture_picked_rows",
     "capture_with_picked_rows",
     "is_unbacked",
-    "is_zero_without",
     "keep_ddp_graphs_whole",
     "keep_inputs_partition",
     "leave_map",
@@ -203,7 +200,6 @@ __all__ = [
     "make_fx",
     "modes_text",
     "newest_captured",
-    "number_read",
     "read_meshes_of_primals",
     "reading_no_numbers",
     "others_with_another",

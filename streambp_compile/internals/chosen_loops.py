@@ -2,7 +2,7 @@
 Dynamo traces.
 
 How many there are depends on the data, so that Dynamo ends its graph there by default. Here such a loop goes
-over all choices, in order, and each round is a branch (internals/picked_branches.py), which does something
+over all choices, in order, and each round is a branch (internals/branch_tracing.py), which does something
 only where the choice was made.
 
 Tested with torch 2.13.
@@ -11,7 +11,7 @@ Tested with torch 2.13.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +21,32 @@ from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .chosen_values import Choices, made_choices
-from .picked_branches import begun, branches_of, chosen_somewhere
+from ..passes.rules.named_calls import REARRANGING, lists_places, name_of, places_along
+from ..passes.zero_values import Entries, are_written, value_of, zeros_of
+from .branch_tracing import begun, branches_of
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Places that a value lists, each once, in order: those where another value is not zero, or those that
+    are among some numbers.
+
+    among    how many places there are
+    entries  the entries that are zero where a place is not listed
+    """
+
+    among: int
+    entries: Callable[[int], Entries]
 
 
 @dataclass
-class Loop:
-    """A loop over choices: its iterator, and which round is next."""
+class ListedLoop:
+    """A loop over listed places: its iterator, and which round is next."""
 
-    choices: Choices
+    listed: Listed
     iterator: VariableTracker
     next_round: int = 0
 
@@ -40,33 +55,33 @@ class Loop:
 def in_loops(
     frame: InstructionTranslatorBase, here: Instruction, give_up: Callable[[object], None]
 ) -> Iterator[None]:
-    """Around one instruction: a loop over choices that have been made begins there, or goes on."""
+    """Around one instruction: a loop over listed places begins there, or goes on."""
     loops = vars(frame.output).setdefault("loops", {})
     if here.opname == "GET_ITER":
-        choices = looped_over(frame)
-        if choices is not None:
+        listed = looped_over(frame)
+        if listed is not None:
             frame.output.took_branch = True
             pairs = frame.stack[-1].as_proxy().node.meta["example_value"].dim() == 2
-            frame.stack[-1] = as_list(choices, pairs)
+            frame.stack[-1] = as_list(listed.among, pairs)
         yield
-        if choices is not None:
+        if listed is not None:
             if isinstance(frame.stack[-1], ListVariable) or not hasattr(frame.stack[-1], "next_variable"):
                 give_up(frame.output)
-            loops[id(frame.stack[-1])] = Loop(choices, frame.stack[-1])
+            loops[id(frame.stack[-1])] = ListedLoop(listed, frame.stack[-1])
         return
     loop = loops.get(id(frame.stack[-1])) if here.opname == "FOR_ITER" else None
-    if loop is None or loop.next_round == loop.choices.among:
+    if loop is None or loop.next_round == loop.listed.among:
         yield
         return
-    mask = chosen_somewhere(loop.choices, loop.next_round)
+    entries = loop.listed.entries(loop.next_round)
     loop.next_round += 1
-    branch = begun(frame, here, [mask])
+    branch = begun(frame, here, entries.mask())
     yield
     branches_of(frame.output).append(branch)
 
 
-def looped_over(frame: InstructionTranslatorBase) -> Choices | None:
-    """The choices, if a loop that begins here goes over those that have been made, each once, in order."""
+def looped_over(frame: InstructionTranslatorBase) -> Listed | None:
+    """The places, if a loop that begins here goes over a list of them."""
     value = frame.stack[-1]
     if not isinstance(value, TensorVariable):
         return None
@@ -76,7 +91,51 @@ def looped_over(frame: InstructionTranslatorBase) -> Choices | None:
         return None
     if fake.dim() == 2 and not takes_number_first(frame):
         return None
-    return made_choices(node)
+    return listed_by(node)
+
+
+def listed_by(node: Node) -> Listed | None:
+    """The places that a value lists, if nothing writes into it, or into what it is computed of."""
+    way = [node]
+    while name_of(node) in ("getitem", "flatten", "squeeze") and isinstance(node.args[0], Node):
+        if name_of(node) == "getitem" and node.args[1] not in (0, (slice(None), 0)):
+            return None
+        node = node.args[0]
+        way.append(node)
+    source = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+    value = None if source is None else value_of(source)
+    if not isinstance(value, torch.Tensor):
+        return None
+    if lists_places(node) and value.dim() == 1:
+        return listed(way, value.shape[0], lambda place: Entries(source, (0, place)))
+    if name_of(node) in UNIQUE and not node.kwargs and len(node.args) == 1:
+        of = choices_of(source)
+        among = value_of(of[-1]).shape[places_along(of[-2])[1]] if of else None
+        return listed([*way, *of], among, lambda place: Entries(source, number=place))
+    return None
+
+
+UNIQUE = ("unique", "_return_output")
+MOST = 1024  # places to list
+
+
+def choices_of(node: Node) -> list[Node]:
+    """The values on the way from places that ``topk`` tells to what they are told of; none for others."""
+    way = [node]
+    while (found := places_along(node)) is None:
+        if name_of(node) not in REARRANGING or not isinstance(node.args[0], Node):
+            return []
+        node = node.args[0]
+        way.append(node)
+    return [*way, found[0]]
+
+
+def listed(way: Sequence[Node], among: object, entries: Callable[[int], Entries]) -> Listed | None:
+    """A list of so many places, computed by these values."""
+    if not isinstance(among, int) or not 1 < among <= MOST:
+        return None
+    way = [*way, *zeros_of(entries(0))[1]]
+    return None if are_written(way, way[0].graph.nodes) else Listed(among, lambda i: zeros_of(entries(i))[0])
 
 
 def takes_number_first(frame: InstructionTranslatorBase) -> bool:
@@ -107,9 +166,9 @@ def single_calls(inst: Instruction) -> list[tuple[str, object]]:
     return [(inst.opname, inst.arg if inst.opname == "BINARY_OP" else inst.argval)]
 
 
-def as_list(choices: Choices, pairs: bool) -> ListVariable:
-    """All choices as a list; of lists with one number, where each is a row."""
-    numbers: list[VariableTracker] = [ConstantVariable.create(i) for i in range(choices.among)]
+def as_list(among: int, pairs: bool) -> ListVariable:
+    """All places as a list; of lists with one number, where each is a row."""
+    numbers: list[VariableTracker] = [ConstantVariable.create(i) for i in range(among)]
     if pairs:
         numbers = [ListVariable([n], mutation_type=ValueMutationNew()) for n in numbers]
     return ListVariable(numbers, mutation_type=ValueMutationNew())

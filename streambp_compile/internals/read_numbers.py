@@ -18,7 +18,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator, tls
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .distributed import defined_in
-from .picked_rows import written_by_user
+from .row_picking import written_by_user
 
 READ_BY_PYTHON: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """Functions that read numbers in a way that no graph of ours can hold: Dynamo breaks their graphs, as it does

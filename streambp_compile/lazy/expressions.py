@@ -27,7 +27,7 @@ from ..notices import warn_refused
 from ..passes.ir import Refusal, bytes_of
 from ..passes.phases import summary
 from ..passes.rules.forward import TO_THE_END, may_be_deferred, takes_lengths
-from .fingerprints import Contents
+from .fingerprints import TensorContents
 
 # a value this many times smaller than the logits is worth computing; anything wider waits for what is done to
 # it next
@@ -81,7 +81,7 @@ class Given(Expression):
     """A tensor from outside: labels, a temperature, a mask."""
 
     tensor: torch.Tensor
-    contents: Contents | None = field(default=None, init=False)
+    contents: TensorContents | None = field(default=None, init=False)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Given:
@@ -95,7 +95,7 @@ class Given(Expression):
         if by_copy:
             self.tensor = self.tensor.clone()
         elif self.contents is None:
-            self.contents = Contents.of([self.tensor])
+            self.contents = TensorContents.of([self.tensor])
 
     def check(self) -> None:
         if self.cached is None and self.contents is not None:
@@ -129,7 +129,7 @@ class Source(Expression):
     inputs: tuple[object, ...]
     whole: Callable[[], torch.Tensor]
     modes: Modes
-    contents: Contents
+    contents: TensorContents
     hooks: list[Callable] = field(default_factory=list)
 
     def evaluate(self) -> torch.Tensor:
@@ -326,7 +326,7 @@ def whole(results: Sequence[Expression]) -> list[torch.Tensor]:
 
 def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
     """Values far smaller than logits, in one pass over tokens; whole where that fails."""
-    written = Written(results)
+    written = WrittenExpression(results)
     source = next(n for n in written.nodes if isinstance(n, Source))
     first = source.region
     text = "\n".join(written.text)
@@ -364,7 +364,7 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
         return whole(results)
 
 
-class Written:
+class WrittenExpression:
     """An expression as text, free of shapes, and as a graph.
 
     inputs  tensors, and numbers that may change from step to step: lengths, bounds of slices, temperatures

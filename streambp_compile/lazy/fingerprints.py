@@ -21,7 +21,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
-class Contents:
+class TensorContents:
     """What some tensors held at one time.
 
     Making one and checking it reads the watched tensors once each (for a head of 151936 words by 4096 in
@@ -44,13 +44,15 @@ class Contents:
     watched: tuple[int, ...]
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], watched: Sequence[int] | None = None) -> Contents:
+    def of(tensors: Sequence[Tensor], watched: Sequence[int] | None = None) -> TensorContents:
         """What tensors hold. Those not watched, which no caller reaches, are compared by version."""
         places = tuple(range(len(tensors)) if watched is None else watched)
         memory = tuple(t.untyped_storage() for t in tensors)
         sums = fingerprints([tensors[i] for i in places]) if places else None
         versions = tuple(map(version_of, tensors))
-        return Contents(tuple(tensors), memory, tuple(m.nbytes() for m in memory), versions, sums, places)
+        return TensorContents(
+            tuple(tensors), memory, tuple(m.nbytes() for m in memory), versions, sums, places
+        )
 
     def check(self) -> None:
         """Raises RuntimeError if a tensor does not hold what it held."""

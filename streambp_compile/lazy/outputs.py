@@ -42,7 +42,7 @@ from .expressions import (
     streamed,
     whole,
 )
-from .fingerprints import Contents
+from .fingerprints import TensorContents
 from .loops import is_piece, joined
 
 DESCRIPTIONS = {
@@ -290,7 +290,7 @@ def lazy_output(
         )
         fake = fake.clone()
     tensors = [(v, seen) for v, seen in zip(inputs, exposed) if isinstance(v, torch.Tensor)]
-    contents = Contents.of([v for v, _ in tensors], [i for i, (_, seen) in enumerate(tensors) if seen])
+    contents = TensorContents.of([v for v, _ in tensors], [i for i, (_, seen) in enumerate(tensors) if seen])
     return LazyOutput(Source(fake, region, inputs, compute, Modes.now(like.device), contents))
 
 

@@ -26,7 +26,7 @@ HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
 
 
 @dataclass(frozen=True)
-class Source:
+class PlannedModel:
     """A model to plan for.
 
     title      what tables call it
@@ -43,7 +43,7 @@ class Source:
     fixed: bool = False
 
 
-def source_of(text: str) -> Source:
+def source_of(text: str) -> PlannedModel:
     """The model that a text names: a file, a folder with ``config.json``, the name of a configuration class
     or model type of transformers, or ``module:function``.
 
@@ -106,7 +106,7 @@ def config_class(model_type: str) -> type:
     return known[model_type]
 
 
-def source_of_config(config, name: str) -> Source:
+def source_of_config(config, name: str) -> PlannedModel:
     text = config.get_text_config()
     title = f"{name} ({config.model_type})" if name != config.model_type else name
     positions = getattr(text, "max_position_embeddings", None)
@@ -115,7 +115,7 @@ def source_of_config(config, name: str) -> Source:
         ids = torch.empty((batch, tokens), dtype=torch.int64, device="meta")
         return model_of(config), (), dict(input_ids=ids, labels=ids)
 
-    return Source(title, make, torch.bfloat16, positions)
+    return PlannedModel(title, make, torch.bfloat16, positions)
 
 
 def model_of(config) -> nn.Module:
@@ -165,7 +165,7 @@ def module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def source_of_function(title: str, function: Callable) -> Source:
+def source_of_function(title: str, function: Callable) -> PlannedModel:
     """A function that returns a module and its inputs; it may take ``batch`` and ``tokens``."""
     takes = inspect.signature(function).parameters
 
@@ -183,4 +183,4 @@ def source_of_function(title: str, function: Callable) -> Source:
             return module, (), dict(inputs)
         return module, inputs if isinstance(inputs, tuple) else (inputs,), {}
 
-    return Source(title, make, fixed="tokens" not in takes)
+    return PlannedModel(title, make, fixed="tokens" not in takes)

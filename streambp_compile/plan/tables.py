@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from .training import OPTIMIZERS, State
+from .training import OPTIMIZERS, SteadyBytes
 from .whole_model import Prediction, Setting
 
 GIB = 2**30
@@ -66,7 +66,7 @@ def headline(answer: Answer, lengths: bool = True) -> str:
 
 def terms(answer: Answer) -> list[tuple[str, int]]:
     """What is there besides the step, by name."""
-    state: State = answer.setting.state
+    state: SteadyBytes = answer.setting.state
     shared = f", 1/{answer.setting.shards}" if answer.setting.shards > 1 else ""
     found = [
         (f"weights{shared}", state.weights),

@@ -80,7 +80,7 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class State:
+class SteadyBytes:
     """Bytes on one device that are there in every step, term by term.
 
     weights, gradients, optimizer  the share of one device
@@ -102,7 +102,7 @@ class State:
         return self.weights + self.gradients + self.optimizer + self.gathered + self.reduced
 
 
-def state_of(model: nn.Module, stack: Stack | None, optimizer: str, shards: int) -> State:
+def state_of(model: nn.Module, stack: Stack | None, optimizer: str, shards: int) -> SteadyBytes:
     """What training a model takes; FSDP2 or ZeRO-3 divides it between so many devices.
 
     Raises ValueError for an unknown optimizer.
@@ -120,7 +120,7 @@ def state_of(model: nn.Module, stack: Stack | None, optimizer: str, shards: int)
         inside = {id(p) for layer in layers for p in layer.parameters()}
         gathered = nbytes(p for p in weights if id(p) not in inside) + min(2, len(layers)) * largest
         reduced = max((nbytes(p for p in m.parameters() if p.requires_grad) for m in layers), default=0)
-    return State(
+    return SteadyBytes(
         math.ceil(nbytes(weights) / shards),
         math.ceil(nbytes(learn) / shards),
         math.ceil(kept / shards),

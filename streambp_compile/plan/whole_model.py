@@ -19,9 +19,9 @@ from ..runtime.memory_simulation import simulate
 from .fake_steps import FakeStep, StreamedStep, checkpointed_step, fake_device
 from .layer_stacks import Stack, checkpointed, stack_of
 from .plan_levels import Level, levels_of
-from .sources import Source
+from .sources import PlannedModel
 from .step_memory import StepMemory
-from .training import State, freeze, state_of
+from .training import SteadyBytes, freeze, state_of
 
 Progress = Callable[[str], None]
 # bytes per second and direction between a GPU and its host, sustained: PCIe of generation 3, 4 and 5
@@ -40,7 +40,7 @@ class Setting:
     chunk_size tokens per chunk; None lets each sweep choose
     """
 
-    source: Source
+    source: PlannedModel
     device: Device
     tokens: int
     batch: int = 1
@@ -63,7 +63,7 @@ class Setting:
         return stack_of(self.source.make(self.batch, self.tokens)[0])
 
     @functools.cached_property
-    def state(self) -> State:
+    def state(self) -> SteadyBytes:
         return state_of(self.model()[0], self.stack, self.optimizer, self.shards)
 
     @property

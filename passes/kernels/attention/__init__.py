@@ -12,10 +12,10 @@ import torch
 
 from ..operators import define, nothing
 from .layout import heads_last
-from .selection import STAND_INS, Attention, Choice, Target, choose, in_one_call, scratch_of
+from .selection import STAND_INS, Attention, KernelChoice, Target, choose, in_one_call, scratch_of
 from .streaming import attention_backward, attention_backward_, attention_forward, backward_meta, forward_meta
 
-__all__ = ["STAND_INS", "Attention", "Choice", "Target", "choose", "in_one_call", "scratch_of"]
+__all__ = ["STAND_INS", "Attention", "KernelChoice", "Target", "choose", "in_one_call", "scratch_of"]
 
 
 def join_triton_(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:

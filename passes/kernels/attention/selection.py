@@ -205,7 +205,7 @@ WIDEST = {"FA4": 128}
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernel that attends, and why each one before it was passed over."""
 
     kernel: Kernel
@@ -216,19 +216,19 @@ class Choice:
         return f"{self.kernel.name} ({self.kernel.reason}{before})"
 
 
-def choose(attention: Attention, target: Target) -> Choice:
+def choose(attention: Attention, target: Target) -> KernelChoice:
     """The first kernel that takes this attention on this target."""
     passed: list[tuple[str, str]] = []
     for kernel in in_order(attention, target):
         if kernel.device in ("", target.device):
             reason = obstacle(kernel, attention, target)
             if reason is None:
-                return Choice(kernel, tuple(passed))
+                return KernelChoice(kernel, tuple(passed))
             passed.append((kernel.name, reason))
     raise AssertionError("the last kernel takes everything")
 
 
-def in_one_call(choice: Choice) -> Choice:
+def in_one_call(choice: KernelChoice) -> KernelChoice:
     """The same choice, whose backward takes grouped heads in one call where the kernel can."""
     return replace(choice, kernel=FASTER.get(choice.kernel.name, choice.kernel))
 

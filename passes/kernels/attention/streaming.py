@@ -79,7 +79,7 @@ def triangle(rows: slice, first: int, again: bool) -> Iterator[Piece]:
 
 
 @dataclass(frozen=True)
-class Call:
+class PieceCall:
     """One kernel call of a piece: how operands are taken from ``[B, Hkv, G, C, ...]``, and results put back.
 
     heads    the one query of each key head that it covers, or None for all
@@ -116,7 +116,7 @@ def calls(
     key_heads: int,
     bias: Tensor | None,
     apart: bool = False,
-) -> Iterator[Call]:
+) -> Iterator[PieceCall]:
     """Kernel calls that cover a chunk, in an order that starts with what all rows read.
 
     shared  query heads of a key head
@@ -124,13 +124,13 @@ def calls(
     """
     for piece in parts:
         if shared == 1 or kernel.grouped and not apart:
-            yield Call(piece, bias, None, False)
+            yield PieceCall(piece, bias, None, False)
         elif not kernel.grouped and piece.diagonal is None and (bias is None or bias.shape[1:3] == (1, 1)):
-            yield Call(piece, bias, None, True)
+            yield PieceCall(piece, bias, None, True)
         else:
             for g in range(shared):
                 each = None if bias is None or bias.shape[1] == 1 else layout.by_key_head(bias, key_heads)
-                yield Call(piece, bias if each is None else each.select(2, g), g, False)
+                yield PieceCall(piece, bias if each is None else each.select(2, g), g, False)
 
 
 GROUPS_FILL = 1 << 15  # keys of all heads that fill any GPU with one query of each: 256 blocks of 128
@@ -210,7 +210,7 @@ def joined(
     planned = list(calls(chunk.kernel, chunk.parts, shared, key_heads, chunk.bias))
     grouped = layout.by_key_head(q, key_heads)
 
-    def part(call: Call) -> tuple[Tensor, Tensor]:
+    def part(call: PieceCall) -> tuple[Tensor, Tensor]:
         keys, values = (layout.cut(t, 2, call.piece.keys) for t in (k, v))
         queries, diagonal = call.take(grouped), call.piece.diagonal
         o, logsum = chunk.kernel.forward(queries, keys, values, call.bias, diagonal, scale)
@@ -287,7 +287,7 @@ def gradients(
     shared = query.shape[1] // key_heads
     planned = list(calls(kernel, chunk.parts, shared, key_heads, chunk.bias, goes_apart(kernel, key)))
 
-    def part(call: Call) -> Tensor:
+    def part(call: PieceCall) -> Tensor:
         g, q, o, logsum = map(call.take, grouped)
         keys, values, dk, dv = (layout.cut(t, 2, call.piece.keys) for t in (k, v, key_grad, value_grad))
         made = kernel.backward(g, q, keys, values, o, logsum, call.bias, call.piece.diagonal, scale, dk, dv)

@@ -75,17 +75,17 @@ class Instead:
 
 
 @dataclass(frozen=True)
-class Operand:
+class OperandNumbers:
     """The numbers of an operand: of a constant without a mask, and twice the same."""
 
     mask: Band | None
     visible: Interval
     hidden: Interval
 
-    def aligned_with(self, mask: Band) -> Operand:
+    def aligned_with(self, mask: Band) -> OperandNumbers:
         """The same matrix by a mask, if its own is the complement of that."""
         if self.mask is not None and self.mask.exact and complement(self.mask) == mask:
-            return Operand(mask, self.hidden, self.visible)
+            return OperandNumbers(mask, self.hidden, self.visible)
         return self
 
 
@@ -149,7 +149,7 @@ def combined(node: Node, args: Sequence[object], known: Known, function: Numbers
     return result_of(node, intersection(*masks), visible, hidden) if alike else None
 
 
-def may_wrap(args: Sequence[object], operands: Sequence[Operand]) -> bool:
+def may_wrap(args: Sequence[object], operands: Sequence[OperandNumbers]) -> bool:
     """Is there an integer that another operand's dtype cannot hold, in which the op may compute?"""
     whole = [(a, o) for a, o in zip(args, operands) if is_integer(a)]
     limits = [limits_of(a) for a, _ in whole]
@@ -165,26 +165,26 @@ def is_integer(arg: object) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
-def operand_of(arg: object, node: Node, known: Known) -> Operand | None:
+def operand_of(arg: object, node: Node, known: Known) -> OperandNumbers | None:
     """An operand's numbers in the dimensions of a broadcast result."""
     value = broadcast_value(arg, node, known)
     if is_constant(value):
         const = constant(value.const, arg)
-        return None if const is None else Operand(None, const, const)
+        return None if const is None else OperandNumbers(None, const, const)
     indicator = known.indicators.get(arg) if isinstance(arg, Node) else None
     if indicator is not None:
         mask = broadcast_value(arg, node, Instead(known, arg, indicator.mask))
-        return Operand(mask, indicator.visible, indicator.hidden) if isinstance(mask, Band) else None
+        return OperandNumbers(mask, indicator.visible, indicator.hidden) if isinstance(mask, Band) else None
     return of_boolean(value, node) if is_boolean(arg) else None
 
 
-def of_boolean(value: Abstract, node: Node) -> Operand | None:
+def of_boolean(value: Abstract, node: Node) -> OperandNumbers | None:
     """A boolean mask as the numbers 0 and 1."""
     zero, one = Interval(0.0, 0.0), Interval(1.0, 1.0)
     for mask, visible, hidden in ((value, one, zero), (negation(value), zero, one)):
         band = document_band(mask, node) if isinstance(mask, DocumentMask) else mask
         if isinstance(band, Band) and band.outside is False:
-            return Operand(band, visible, hidden)
+            return OperandNumbers(band, visible, hidden)
     return None
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dis
 import functools
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import sympy
 import torch
+from sympy.logic.boolalg import Boolean
 from torch._dynamo.bytecode_analysis import JUMP_OPCODES, TERMINAL_OPCODES
 from torch._dynamo.bytecode_transformation import Instruction
 from torch._dynamo.side_effects import SideEffects
@@ -26,16 +27,12 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.fx.node import map_arg
 
-from .chosen_values import Choices, choice_asked_for
+from ..passes.zero_values import are_written, condition_of, value_of
 from .dynamo import modes_text
 
-COUNTS = (1, 2, 3, 10, 1 << 20)  # of picked rows, for which a condition must be the same
-DRAWN = 16  # masks of one row at random, for which it must be the same, too
 EFFECTS = ("mutation", "store_attr", "store_cell", "store_global", "register_hook")
 """What Dynamo calls when code changes something that is no local variable."""
 
@@ -47,9 +44,8 @@ class CannotTakeBranch(Exception):
     """A branch was traced as if rows are picked, and does something else too."""
 
 
-def begin_branch(masks: Sequence[torch.Tensor]) -> None:
-    """In a graph: what follows, up to `end_branch`, is done only where one of these masks is true somewhere.
-    They are true together."""
+def begin_branch(mask: torch.Tensor) -> None:
+    """In a graph: what follows, up to `end_branch`, may be left out where this mask is zero everywhere."""
     raise AssertionError("the backend removes this call")
 
 
@@ -147,14 +143,12 @@ def take_branches(
     may: Callable[[object], bool],
     give_up: Callable[[object], None],
     in_loops: Callable[..., AbstractContextManager],
-    is_unfit: Callable[[InstructionTranslatorBase, Instruction], bool],
 ) -> None:
     """Have Dynamo trace branches on whether a mask picks a row as if it does.
 
     may       whether it should, for an `OutputGraph`
     give_up   called where a branch does something else too; raises Dynamo's restart
     in_loops  around each instruction: loops of which each round is a branch
-    is_unfit  whether the graph would not show what an instruction does
     """
     before = InstructionTranslatorBase.step
     if hasattr(before, "__wrapped__"):
@@ -170,8 +164,6 @@ def take_branches(
             while found and found[-1].ends_at(self, here):
                 found.pop().end(here)
         except CannotTakeBranch:
-            give_up(self.output)
-        if is_unfit(self, here):
             give_up(self.output)
         if begins(self, here):
             return True
@@ -210,10 +202,10 @@ def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
     wants_true, wants_false = (jump.opname.endswith(end) for end in ("IF_TRUE", "IF_FALSE"))
     if not jump.opname.startswith("POP_JUMP") or not (wants_true or wants_false) or not frame.stack:
         return False
-    found = condition(frame.stack[-1], vars(frame.output).setdefault("answers", {}))
+    found = condition(frame.stack[-1])
     if found is None:
         return False
-    masks, if_none = found
+    mask, if_none = found
     jumps, at = if_none is wants_false, frame.instruction_pointer
     sides = [frame.indexof[jump.target], at + 1]
     picked, none = sides if jumps else reversed(sides)
@@ -224,15 +216,15 @@ def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
     frame.current_instruction = jump
     frame.instruction_pointer = at + 1
     frame.pop()
-    branches_of(frame.output).append(begun(frame, frame.instructions[join], masks))
+    branches_of(frame.output).append(begun(frame, frame.instructions[join], mask))
     if jumps:
         frame.jump(jump)
     return True
 
 
-def begun(frame: InstructionTranslatorBase, join: Instruction, masks: Sequence[Node]) -> Branch:
+def begun(frame: InstructionTranslatorBase, join: Instruction, mask: Node) -> Branch:
     """A branch that begins here."""
-    begin = masks[0].graph.call_function(begin_branch, (tuple(masks),))
+    begin = mask.graph.call_function(begin_branch, (mask,))
     frame.output.took_branch = True
     return Branch(frame, join, begin, reachable_from(frame))
 
@@ -322,123 +314,49 @@ def known_objects(output: object) -> dict[int, object]:
     return vars(output).setdefault("known_objects", {})
 
 
-def condition(value: VariableTracker, answers: dict[str, bool | None]) -> tuple[list[Node], bool] | None:
-    """Masks of which a condition tells whether they pick a row, and what it is if they do not.
+def condition(value: VariableTracker) -> tuple[Node, bool] | None:
+    """A mask of which a condition tells whether it picks a row, and the condition if it does not.
 
-    answers  what was computed for conditions of tensors before
+    The condition may be any other one where the mask picks rows: the side that is traced is then taken.
     """
-    if isinstance(value, TensorVariable):
-        node = value.as_proxy().node
-        return of_tensor(node, answers) or of_choices(node)
-    return of_number(value) if isinstance(value, SymNodeVariable) else None
-
-
-def of_choices(node: Node) -> tuple[list[Node], bool] | None:
-    """`condition` of a value that is computed of choices (``counts[e] > 0``), with a mask of where one is."""
-    found = choice_asked_for(node)
-    if found is None:
+    if isinstance(value, SymNodeVariable):
+        return of_number(value)
+    if not isinstance(value, TensorVariable):
         return None
-    choices, value, if_none = found
-    return [chosen_somewhere(choices, value)], if_none
+    node = value.as_proxy().node
+    entries, way, if_none = condition_of(node)
+    whole = value_of(entries.node)
+    if free_unbacked_symbols(whole) or not whole.dim() or whole.is_floating_point():
+        return None
+    return None if are_written(way, node.graph.nodes) else (entries.mask(), if_none)
 
 
-def chosen_somewhere(choices: Choices, value: int) -> Node:
-    """A mask of where a choice was made."""
-    mask = choices.node.graph.call_function(operator.eq, (choices.node, value))
-    mask.meta["example_value"] = choices.node.meta["example_value"] == value
-    return mask
-
-
-def of_number(value: SymNodeVariable) -> tuple[list[Node], bool] | None:
+def of_number(value: SymNodeVariable) -> tuple[Node, bool] | None:
     """`condition` of a count of picked rows (``rows.numel() == 0``, ``len(rows)``)."""
     expression = getattr(getattr(value.sym_num, "node", None), "expr", None)
     symbols = getattr(expression, "free_symbols", set())
     if len(symbols) != 1 or not free_unbacked_symbols(value.sym_num):
         return None
     (symbol,) = symbols
-    if_none, *others = (bool(expression.subs(symbol, count)) for count in (0, *COUNTS))
+    if_none, if_some = (holds(expression, symbol, count) for count in (0, 1 + ANY_COUNT))
+    is_other = None not in (if_none, if_some) and if_none is not if_some
     nodes = iter(reversed(value.as_proxy().node.graph.nodes))
     made = next((n for n in nodes if symbol in n.meta.get("unbacked_bindings", ())), None)
     masks = [] if made is None else [n for n in made.all_input_nodes if is_mask(n)]
-    return (masks, if_none) if len(masks) == 1 and set(others) == {not if_none} else None
+    return (masks[0], if_none) if len(masks) == 1 and is_other else None
+
+
+ANY_COUNT = sympy.Symbol("count", integer=True, nonnegative=True)
+
+
+def holds(expression: sympy.Basic, symbol: sympy.Symbol, count: object) -> bool | None:
+    """Does a condition hold of a count, whatever number a symbol in it stands for? None if that is open."""
+    found = expression.subs(symbol, count)
+    found = found if isinstance(found, Boolean) else sympy.Ne(found, 0)
+    return bool(found) if found in (sympy.true, sympy.false) else None
 
 
 def is_mask(node: Node) -> bool:
-    value = node.meta.get("example_value")
+    value = value_of(node)
     whole = isinstance(value, torch.Tensor) and not free_unbacked_symbols(value)
     return whole and value.dtype is torch.bool and value.dim() > 0
-
-
-def masks_behind(node: Node) -> bool:
-    """Is a value computed of a mask alone?"""
-    while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-        if is_mask(node):
-            return True
-    return False
-
-
-def of_tensor(node: Node, answers: dict[str, bool | None]) -> tuple[list[Node], bool] | None:
-    """`condition` of a value that is computed of masks alone (``mask.any()``, ``mask.sum() > 0``)."""
-    chain: list[Node] = []
-    found: list[tuple[Node, bool]] = []
-    while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
-        chain.insert(0, node)
-        node = node.all_input_nodes[0]
-        if_none = remembered(chain, node, answers) if is_mask(node) else None
-        if if_none is not None:
-            found.append((node, if_none))
-    agreeing = [mask for mask, if_none in found if if_none is found[0][1]]
-    return (agreeing, found[0][1]) if found else None
-
-
-def remembered(chain: Sequence[Node], mask: Node, answers: dict[str, bool | None]) -> bool | None:
-    """`answer_if_none`, from what was computed before where it was."""
-    size = [s if isinstance(s, int) else s.node.hint for s in mask.meta["example_value"].shape]
-    calls = [f"{n.target} {map_arg((n.args, n.kwargs), lambda _: None)}" for n in chain]
-    text = f"{size} {calls}"
-    if text not in answers:
-        answers[text] = answer_if_none(chain, mask, size) if all(size) else None
-    return answers[text]
-
-
-def answer_if_none(chain: Sequence[Node], mask: Node, size: Sequence[int]) -> bool | None:
-    """What a condition is where a mask picks nothing, if it is the other wherever it picks something, by some
-    examples."""
-    try:
-        with torch._C.DisableTorchFunction(), unset_fake_temporarily(), torch.no_grad():
-            if_none, *others = (asked(chain, mask, example) for example in examples(size))
-    except Exception:  # whatever the user's condition needs that a mask of booleans has not
-        return None
-    return if_none if set(others) == {not if_none} else None
-
-
-def examples(size: Sequence[int]) -> Iterable[torch.Tensor]:
-    """Masks: one that picks nothing, and others that pick one row, some, and all.
-
-    Neighbours are among those of one row, so that what reads every other row is found out.
-    """
-    none = torch.zeros(size, dtype=torch.bool)
-    yield none
-    drawn = torch.Generator().manual_seed(0)
-    places = {0, 1, none.numel() - 2, none.numel() - 1}
-    places.update(torch.randint(none.numel(), (DRAWN,), generator=drawn).tolist())
-    for place in sorted(p for p in places if 0 <= p < none.numel()):
-        one = none.clone()
-        one.view(-1)[place] = True
-        yield one
-    some = none.clone()
-    some.view(-1)[::2] = True
-    yield some
-    yield ~none
-
-
-def asked(chain: Sequence[Node], start: Node, mask: torch.Tensor) -> bool:
-    values: dict[Node, object] = {start: mask}
-    for node in chain:
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        if node.op == "call_method":
-            values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
-        else:
-            values[node] = node.target(*args, **kwargs)
-    return bool(values[chain[-1]])

@@ -1,8 +1,5 @@
-"""What is rewritten in torch functions, before autograd sees it, because no rule could stream what it
-becomes.
-
-Gradients of what is written here come from autograd, as those of the user's own functions do.
-"""
+"""Convolutions along the tokens that keep their number, written before autograd sees them: short ones as sums
+of shifted rows, others, of any length and in groups, as one operator with its gradients."""
 
 from __future__ import annotations
 
@@ -13,11 +10,12 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from ..passes.ir import arguments, is_equal
+from ..passes.kernels import filters
 from ..passes.rules.forward import Part, part_of, slice_of
 from .aten import inserted
-from .filters import filter_of_rows
 from .values import fake_of, is_changed
 
+streambp = torch.ops.streambp
 MOST_TAPS = 16
 
 
@@ -107,3 +105,37 @@ def is_prefix(node: Node) -> bool:
     """``x[..., :n]`` of ``[B, C, T]``."""
     part = slice_of(node, 3)
     return part is not None and not part.lost and part.dim == 2 and part.start == 0
+
+
+def filter_of_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    before: int,
+    dilation: int,
+    groups: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A convolution of ``[B, C, T]`` by ``[O, C / groups, K]``, of which tap k reads the row
+    ``before - k * dilation`` before its own; as autocast computes it."""
+    made = streambp.filtered(x.to(dtype), weight.to(dtype), before, dilation, groups)
+    return made if bias is None else made + bias[:, None].to(dtype)
+
+
+def keep_operands(ctx, inputs: tuple, output: torch.Tensor) -> None:
+    x, weight, *ctx.how = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def filtered_back(ctx, grad: torch.Tensor):
+    (x, weight), (before, dilation, groups) = ctx.saved_tensors, ctx.how
+    behind = filters.reach(weight.shape[-1], before, dilation)[1]
+    given = filter_grad = None
+    if ctx.needs_input_grad[0]:
+        given = streambp.filtered(grad, filters.turned(weight, groups), behind, dilation, groups)
+    if ctx.needs_input_grad[1]:
+        filter_grad = streambp.filter_grad(x, grad, weight, before, dilation, groups)
+    return given, filter_grad, None, None, None
+
+
+torch.library.register_autograd("streambp::filtered", filtered_back, setup_context=keep_operands)

@@ -22,12 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .aten_graphs import decompositions
+from .branch_tracing import branches_of, take_branches
 from .chosen_loops import in_loops
 from .distributed import defined_in
 from .dynamo import OneAtATime
 from .fake_tensors import stand_in
-from .numbers_asked import read_numbers_later, uses_as_no_number
-from .picked_branches import branches_of, take_branches
 
 BROKEN_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """Functions that pick rows in a way that no graph of ours can hold: Dynamo breaks their graphs, as it does by
@@ -35,10 +34,6 @@ default."""
 
 BRANCHING_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """Functions with a branch on whether a mask picks a row that does something else, too: Dynamo breaks their
-graphs there."""
-
-READING_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
-"""Functions that read a number of a mask, or of choices, and do more with it than branch: Dynamo breaks their
 graphs there."""
 
 
@@ -61,12 +56,7 @@ def capture_picked_rows(package: str) -> None:
     OutputGraph.__init__ = init
     OutputGraph.compile_subgraph = outside_of_branches(OutputGraph.compile_subgraph)
     InstructionTranslator.run = traced_again_where_it_failed(InstructionTranslator.run)
-    take_branches(may_take_branches, trace_again, in_loops, uses_as_no_number)
-    read_numbers_later(may_read_later)
-
-
-def may_read_later(output: OutputGraph) -> bool:
-    return may_take_branches(output) and output.picking_rows not in READING_THERE
+    take_branches(may_take_branches, trace_again, in_loops)
 
 
 def may_take_branches(output: OutputGraph) -> bool:
@@ -81,13 +71,8 @@ def took_branch(output: OutputGraph) -> bool:
 def trace_again(output: OutputGraph) -> None:
     """Have Dynamo trace a function again: with a graph break where it branches on picked rows, if it does, or
     else where it picks some. Raises Dynamo's restart."""
-    if getattr(output, "read_numbers", False) and may_read_later(output):
-        found = READING_THERE
-    elif took_branch(output) and may_take_branches(output):
-        found = BRANCHING_THERE
-    else:
-        found = BROKEN_THERE
-    found.add(output.picking_rows)
+    branches = took_branch(output) and may_take_branches(output)
+    (BRANCHING_THERE if branches else BROKEN_THERE).add(output.picking_rows)
     raise TensorifyScalarRestartAnalysis from None
 
 
@@ -120,7 +105,6 @@ def traced_again_where_it_failed(before: Callable[[InstructionTranslator], None]
         except Exception:
             function = getattr(self.output, "picking_rows", None)
             picked = self.output.shape_env.unbacked_symint_counter or took_branch(self.output)
-            picked = picked or getattr(self.output, "read_numbers", False)
             if function is None or not picked:
                 raise
             trace_again(self.output)
