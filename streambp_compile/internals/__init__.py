@@ -27,6 +27,7 @@ from .aten_graphs import (
 from .body_inputs import BodyInputs
 from .chosen_values import is_zero_without
 from .chunk_bodies import body_options, compile_body
+from .compilers import cpp_compiler
 from .distributed import (
     Engine,
     HeadApart,
@@ -139,6 +140,7 @@ __all__ = [
     "compile_function",
     "compile_graph",
     "compile_plainly",
+    "cpp_compiler",
     "decompositions",
     "describe",
     "has_symbols",
