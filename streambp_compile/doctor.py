@@ -26,11 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from . import internals
 from .backend import Reporting
 from .config import Config
-from .explain import predict
 from .live_memory import peak, peak_on_gpu
 from .passes.kernels.attention import Attention, choose
 from .passes.phases import summary
-from .report import Report
+from .report import Report, predict
 from .supported import NEWEST, OLDEST, dotted, numbers
 from .target_device import target_of
 
