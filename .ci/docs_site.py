@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: README.md is the first page, and what lies outside of docs/ is shown as a path, not as a link."""
+"""Hooks of mkdocs: README.md is the first page; of what lies outside of docs/, names are shown, no links."""
 
 import re
 from pathlib import Path
