@@ -95,7 +95,8 @@ class Report:
         """The headline, the predicted peak, what does not stream, and the seconds of stages, in one line."""
         lost = [r for r in self.regions if r.streamed is None and not r.has_nothing_to_stream]
         reasons = [f"not streamed: {r.refusal}" for r in lost]
-        return "; ".join(filter(None, [self.headline, self.peak and str(self.peak), *reasons, self.timing]))
+        peak = str(self.peak) if self.peak else ""
+        return "; ".join(filter(None, [self.headline, peak, *reasons, self.timing]))
 
     @property
     def timing(self) -> str:
