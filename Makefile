@@ -8,6 +8,10 @@
 #   make test-all     all tests, the slow ones too; chunk bodies of whole models are compiled
 #   make lint         formatting and static checks
 #
+#   make dist         a wheel and a source archive, in dist/
+#   make test-dist    installs the wheel beside torch alone, in an environment of its own, and streams a first model
+#   make docs         the pages of docs/ and the API as a site, in out/site; a warning is an error
+#
 #   make test-trainers   the tests with PEFT, Accelerate, TRL, Lightning and DeepSpeed, in an environment of their own
 #
 # And, with neither a GPU nor CUDA installed (docs/testing-without-a-gpu.md):
@@ -29,13 +33,14 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 
 VENV_CUDA := .venv-cuda
+VENV_BARE := .venv-bare
 VENV_TRAINERS := .venv-trainers
 RUN_TRAINERS := $(VENV_TRAINERS)/bin/python
 STAMP_TRAINERS := $(VENV_TRAINERS)/installed
 RUN_CUDA := $(VENV_CUDA)/bin/python-gpu
 STRUCTURES := out/structures
 
-.PHONY: venv demo test test-quick test-compiled test-all test-cuda test-oldest test-trainers lint types clean
+.PHONY: venv demo test test-quick test-compiled test-all test-cuda test-oldest test-trainers dist test-dist docs lint types clean
 
 venv: $(STAMP)
 
@@ -92,6 +97,22 @@ $(STAMP_TRAINERS): pyproject.toml
 test-trainers: $(STAMP_TRAINERS)
 	$(RUN_TRAINERS) -m pytest -q tests/trainers tests/test_trl.py tests/test_recipes.py
 
+dist: venv
+	rm -rf dist build
+	$(RUN) -m pip install --quiet $(PIP_ARGS) -e '.[dist]'
+	$(RUN) -m build --outdir dist > /dev/null
+	$(RUN) .ci/check_dist.py
+
+# Outside of the checkout, so that nothing of it can be imported.
+test-dist: dist
+	$(PYTHON) -m venv --clear $(VENV_BARE)
+	$(VENV_BARE)/bin/python -m pip install --quiet $(PIP_ARGS) torch==$(TORCH) dist/*.whl
+	cd dist && ../$(VENV_BARE)/bin/python -m streambp_compile.doctor
+
+docs: venv
+	$(RUN) -m pip install --quiet $(PIP_ARGS) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
 lint: venv
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
@@ -100,5 +121,5 @@ types: venv
 	$(RUN) -m mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) $(VENV_TRAINERS) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_CUDA) $(VENV_BARE) $(VENV_TRAINERS) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,8 +35,8 @@ from benchmarks.fakes import SHAPES, Shape
 from streambp_compile.passes.planning.devices import named
 from streambp_compile.plan.commands import longest_by
 from streambp_compile.plan.fake_steps import simulating
-from streambp_compile.plan.progress import Progress
 from streambp_compile.plan.whole_model import Prediction, Setting, Streaming, checkpointing
+from streambp_compile.progress import Progress
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30

@@ -63,13 +63,69 @@ PHASE: ContextVar[str] = ContextVar("phase", default="analysing the graph")
 TIMER: ContextVar[Timer | None] = ContextVar("timer", default=None)
 
 
+class Clock:
+    """Seconds of each stage of a compilation, by its name; a stage within another counts for itself alone.
+
+    seconds  is added to
+    """
+
+    def __init__(self, seconds: dict[str, float]):
+        self.seconds, self.stage, self.since = seconds, "", time.monotonic()
+
+    def enter(self, stage: str) -> str:
+        """Count for this stage from now on. Returns the one before."""
+        now, before = time.monotonic(), self.stage
+        if before:
+            self.seconds[before] = self.seconds.get(before, 0.0) + now - self.since
+        self.stage, self.since = stage, now
+        return before
+
+
+CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
+REWRITES = "rewrites"
+STAGES = {  # of phases; all others are rewrites of Dynamo's graph
+    "preparing the joint graph": "analysis",
+    "normalising the joint graph": "analysis",
+    "following tokens through the joint graph": "analysis",
+    "looking at the sequences of the batch": "analysis",
+    "assigning operations to sweeps": "planning",
+    "choosing chunk lengths": "planning",
+    "writing chunk bodies": "chunk bodies",
+    "compiling chunk bodies": "Inductor",
+}
+
+
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[None]:
+    """What happens inside counts for this stage, if a `Clock` runs."""
+    clock = CLOCK.get()
+    before = clock.enter(name) if clock else ""
+    try:
+        yield
+    finally:
+        if clock:
+            clock.enter(before)
+
+
+@contextlib.contextmanager
+def clocked(seconds: dict[str, float]) -> Iterator[None]:
+    """Add the seconds of all stages inside to ``seconds``; what is in none counts as rewrites."""
+    before = CLOCK.set(Clock(seconds))
+    try:
+        with stage(REWRITES):
+            yield
+    finally:
+        CLOCK.reset(before)
+
+
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """What happens inside is this phase. An unexpected error becomes `Abandoned`; want of memory does not."""
     before = PHASE.set(name)
     try:
         check_time()
-        yield
+        with stage(STAGES.get(name, REWRITES)):
+            yield
     except (CannotStream, MemoryError, torch.OutOfMemoryError, Warning):
         raise
     except Exception as error:

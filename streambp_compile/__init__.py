@@ -7,6 +7,11 @@ No import is needed for that: the backend is found through its entry point. This
 want besides.
 """
 
+# ruff: noqa: E402, I001
+from .supported import check_torch
+
+check_torch()  # before anything that needs torch's internals
+
 from .explain import explain
 from .notices import NotStreamed, StreamHint
 from .passes.ir import EVERYWHERE, FUTURE, PAST, Reach, Signature

@@ -10,8 +10,9 @@ its hooks) when the layer is done. Equal regions share one trace, one analysis a
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,12 +78,13 @@ from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .memory_limits import Budget, FreeMemory, Limit, OverBudget
 from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes, warn_refused
-from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of
-from .passes.phases import phase, time_limit, untimed
+from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of, where_of
+from .passes.phases import clocked, phase, time_limit, untimed
 from .passes.split import Region, split
 from .planned_chain import Links, PlannedChain, SpendingChain, costs_of
+from .progress import Compiling
 from .region_report import RegionReport
-from .report import Report
+from .report import Report, predict
 from .spare_memory import SpareMemory
 from .target_device import free_memory, is_on_gpu, memory_of_gpu
 
@@ -201,6 +203,17 @@ class Chain:
         DTensors or a defect of ours stand in its way."""
         if self.only_updates:
             return self.plain(UPDATE, costs_nothing=True)
+        self.report.seconds["Dynamo"] = self.report.seconds.get("Dynamo", 0.0) + internals.seconds_so_far()
+        with clocked(self.report.seconds), Compiling() as self.progress:
+            call = self.chained_or_plain()
+            self.progress.last = self.report.headline
+        if internals.log.isEnabledFor(logging.INFO):
+            predict(self.report)
+            internals.log.info("%s", self.report.summary)
+        return call
+
+    def chained_or_plain(self) -> Callable:
+        """`compiled`, where the graph does more than update values."""
         try:
             # What fails in there has changed nothing, so that the graph may run as it was given.
             with internals.NothingReal([*self.example_inputs, *attributes_of(self.given)]):
@@ -320,7 +333,7 @@ class Chain:
                 built[text].compare_plans(text)
             return built[text]
 
-        links = [(compiled(region), region) for region in cut.regions]
+        links = [(compiled(region), region) for region in self.told(cut.regions)]
         later = self.computed_later(cut, compiled)
         parts = (later, self.placeholders, cut, outputs_of(self.module))
         links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut)
@@ -331,6 +344,13 @@ class Chain:
         call = with_gradients_if_taken(call, self.read_in_branches, self.branches, self.placeholders)
         self.record(links, [a.length for a in cut.axes], call)
         return watched(self.hint, with_attributes(call, self.attributes), self.example_inputs)
+
+    def told(self, regions: Sequence[Region]) -> Iterator[Region]:
+        """The regions, while the line on the terminal says which one it is."""
+        for i, region in enumerate(regions):
+            where = next(filter(None, map(where_of, region.nodes)), "no operation")
+            self.progress.region(i, len(regions), where)
+            yield region
 
     def record(self, links: Links, lengths: Sequence[object], call: Callable) -> None:
         """Add the chain to the report, and that to the structured trace."""

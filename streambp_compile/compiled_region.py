@@ -37,7 +37,7 @@ from .passes.ir import (
     viewed,
     where_of,
 )
-from .passes.phases import Abandoned, abandoned, phase, time_limit
+from .passes.phases import Abandoned, abandoned, phase, stage, time_limit
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.split import Region
 from .passes.width import LOGITS, bytes_needed, widest_at_full_length
@@ -145,7 +145,8 @@ class CompiledRegion:
             partition_fn=self.cut,
             decompositions=internals.decompositions(),
         )
-        return compile_(self.module, self.fakes)
+        with stage("AOTAutograd"):
+            return compile_(self.module, self.fakes)
 
     def checked(self, *inputs: object) -> object:
         """A call that skips keys only where the masks of its inputs allow it."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -10,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 from . import internals
 from .config import Config
 from .page.files import trace
-from .passes.phases import summary
-from .report import Report
-from .runtime.memory_simulation import simulate, without_data
+from .report import Report, predict
+from .runtime.memory_simulation import main_device, without_data
 
 
 def explain(
@@ -22,46 +24,44 @@ def explain(
     streambp_mode: str | None = None,
     **kwargs,
 ) -> Report:
-    """Compile ``fn`` for these arguments, run its forward once, and report every region and the memory of a
-    step.
+    """Plan ``fn`` for these arguments, and report every region and the memory of a step.
 
     fn                a function or module, as given to ``torch.compile``
-    args, kwargs      its arguments; with fake tensors, on any device, nothing is computed
+    args, kwargs      its arguments, real or fake, on any device
     streambp_options  the ``options=`` of the backend
     streambp_mode     the ``mode=`` of ``torch.compile``
 
-    The report prints itself. ``report.regions[i]`` leads to the split, joint and chunk-body graphs as
-    ``torch.fx.GraphModule``.
+    Nothing is computed, and on a CPU no code is built. A function that breaks its graph is compiled and runs
+    its forward once, because what follows a break may depend on values.
 
-    Raises ValueError for unknown options and modes.
+    The report prints itself, and leads to all graphs. Raises ValueError for unknown options and modes.
     """
     from .backend import Chain  # not with this package: it looks at the libraries that are there by then
 
     internals.ignore_library_logging()  # this module may be older than the libraries
     report = Report()
     config = Config.of(streambp_mode, streambp_options)
+    fake, caller = any(map(internals.is_fake, tree_leaves((args, kwargs)))), sys._getframe()
 
-    fake = any(map(internals.is_fake, tree_leaves((args, kwargs))))
+    with contextlib.ExitStack() as unbuilt:
 
-    def backend(module, example_inputs):
-        call = Chain(module, example_inputs, config, report).compiled()
-        return without_data(call) if fake else call
+        def backend(module, example_inputs):
+            alone = not report.steps and internals.is_all_of(module, caller)
+            if alone and main_device(example_inputs) == "cpu":
+                unbuilt.enter_context(internals.without_code(like_triton=False))
+            call = Chain(module, example_inputs, config, report).compiled()
+            return stop if alone else without_data(call) if fake else call
 
-    torch.compile(fn, backend=backend)(*args, **kwargs)
-    predict(report)
+        with contextlib.suppress(Planned):
+            torch.compile(fn, backend=backend)(*args, **kwargs)
+        predict(report)
     trace(report)
     return report
 
 
-def predict(report: Report) -> None:
-    """Simulate the step if it is one graph; between several graphs, code runs that only the user knows."""
-    if len(report.steps) != 1:
-        return
-    try:
-        report.peak = simulate(*report.steps[0])
-    except Exception as error:  # an operator that has no fake form: the report is still good
-        internals.log.debug("simulating a step failed", exc_info=True)
-        report.notes.append(
-            f"note: The peak memory of a step could not be predicted ({summary(error)}); the rest of this "
-            "report is complete."
-        )
+class Planned(BaseException):
+    """The only graph of a function is planned, and need not run. No handler of a user may stop this."""
+
+
+def stop(*_args: object) -> NoReturn:
+    raise Planned

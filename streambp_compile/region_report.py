@@ -60,6 +60,16 @@ class RegionReport:
         return self.streamed is None and (self.costs_nothing or self.joint is None and self.refusal is None)
 
     @property
+    def bytes(self) -> int:
+        """What it holds: the more of its two directions by the cost model, or its widest value unchunked."""
+        if self.streamed is not None:
+            directions = filter(None, (self.forward, self.backward))
+            held = (streamed_bytes(d, self.streamed.analysis) for d in directions)
+            return max(self.at_full_length, *held) * self.streamed.turns
+        nodes = () if self.joint is None else self.joint.graph.nodes
+        return max((bytes_of(value_of(n)) for n in nodes if is_tensor(n)), default=0)
+
+    @property
     def analysis(self) -> Analysis | None:
         return self.streamed.analysis if self.streamed else None
 

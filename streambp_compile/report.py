@@ -9,8 +9,10 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
+from . import internals
+from .passes.phases import summary
 from .region_report import RegionReport
-from .runtime.memory_simulation import Peak
+from .runtime.memory_simulation import Peak, simulate
 from .runtime.memory_timeline import Timeline, record
 
 
@@ -25,6 +27,7 @@ class Report:
     notes    hints about memory
     lengths  number of tokens of each sequence that streams, the main one first
     peak     predicted peak memory of a step, if it was simulated
+    seconds  of compilation, by stage
     """
 
     regions: list[RegionReport] = field(default_factory=list)
@@ -34,6 +37,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     lengths: Sequence[object] = ()
     peak: Peak | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def add(
         self,
@@ -78,18 +82,52 @@ class Report:
 
         save([self] if beside is None else [self, beside], names, Path(path))
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """How many regions stream, in one line."""
         streamed = sum(r.times for r in self.regions if r.streamed is not None)
-        total = sum(r.times for r in self.regions)
         idle = sum(r.times for r in self.regions if r.has_nothing_to_stream)
         others = f", {idle} with nothing to stream" if idle else ""
+        return f"streambp: {streamed} of {len(self.order)} regions streamed{others}"
+
+    @property
+    def summary(self) -> str:
+        """The headline, the predicted peak, what does not stream, and the seconds of stages, in one line."""
+        lost = [r for r in self.regions if r.streamed is None and not r.has_nothing_to_stream]
+        reasons = [f"not streamed: {r.refusal}" for r in lost]
+        peak = str(self.peak) if self.peak else ""
+        return "; ".join(filter(None, [self.headline, peak, *reasons, self.timing]))
+
+    @property
+    def timing(self) -> str:
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"compiled in {sum(self.seconds.values()):.1f} s: {stages}" if stages else ""
+
+    def __str__(self) -> str:
+        """The regions that hold most come first; those with nothing to stream share a line."""
         head = (
-            f"streambp: {streamed} of {total} regions streamed{others}, {len(self.regions)} distinct, "
+            f"{self.headline}, {len(self.regions)} distinct, "
             f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} "
             f"graph{'s' * (len(self.split) != 1)}"
         )
         devices = dict.fromkeys(str(r.streamed.device) for r in self.regions if r.streamed is not None)
         head = "\n".join([head, *(f"planned for {device}" for device in devices)])
-        return "\n\n".join(
-            [head, *map(str, self.regions), *([str(self.peak)] if self.peak else []), *self.notes]
+        shown = sorted((r for r in self.regions if not r.has_nothing_to_stream), key=lambda r: -r.bytes)
+        idle = ", ".join(f"{r.name} ×{r.times}" for r in self.regions if r.has_nothing_to_stream)
+        tail = [f"nothing to stream in {idle}"] if idle else []
+        tail += [str(part) for part in (self.peak, self.timing) if part]
+        return "\n\n".join([head, *map(str, shown), *tail, *self.notes])
+
+
+def predict(report: Report) -> None:
+    """Simulate the step if it is one graph; between several graphs, code runs that only the user knows."""
+    if len(report.steps) != 1 or report.peak is not None:
+        return
+    try:
+        report.peak = simulate(*report.steps[0])
+    except Exception as error:  # an operator that has no fake form: the report is still good
+        internals.log.debug("simulating a step failed", exc_info=True)
+        report.notes.append(
+            f"note: The peak memory of a step could not be predicted ({summary(error)}); the rest of this "
+            "report is complete."
         )

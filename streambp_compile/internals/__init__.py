@@ -26,6 +26,7 @@ from .aten_graphs import (
 from .body_inputs import BodyInputs
 from .branch_tracing import begin_branch, end_branch
 from .chunk_bodies import body_options, compile_body
+from .compilers import cpp_compiler
 from .distributed import (
     Engine,
     HeadApart,
@@ -57,6 +58,7 @@ from .dynamo import (
     ignore_library_logging_from_now_on,
     in_autocast,
     index_by_tensors,
+    is_all_of,
     is_compiled_backward,
     is_hook,
     is_transform,
@@ -65,6 +67,7 @@ from .dynamo import (
     modes_text,
     outside_of_metrics,
     replaying,
+    seconds_so_far,
     set_grad_enabled,
     symbolic_functions,
     trace_methods_of_attributes,
@@ -137,6 +140,7 @@ __all__ = [
     "compile_function",
     "compile_graph",
     "compile_plainly",
+    "cpp_compiler",
     "decompositions",
     "describe",
     "has_symbols",
@@ -171,6 +175,7 @@ __all__ = [
     "index_by_tensors",
     "inline_numbers",
     "known_number",
+    "is_all_of",
     "is_batched",
     "is_compiled_backward",
     "is_ddp_piece",
@@ -206,6 +211,7 @@ __all__ = [
     "parts_of",
     "replaying",
     "rewrite",
+    "seconds_so_far",
     "set_grad_enabled",
     "stand_in",
     "stand_in_whole",

@@ -8,8 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
+import time
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -63,6 +67,8 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)
 
 ASSERTIONS = (torch._assert, torch._assert_async)  # what ``assert`` of a value becomes in Dynamo's graph
+# What runs around a function that Dynamo reads.
+AROUND = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
 ONCE = ("info_once", "warning_once", "warning_advice")  # what transformers adds to logging.Logger
 
 
@@ -270,6 +276,23 @@ def graph_break(module: GraphModule) -> GraphBreak | None:
     return GraphBreak(
         f"{last.filename}:{last.lineno}" if last else "a line unknown", lines[0].rstrip("."), remedy
     )
+
+
+def is_all_of(module: GraphModule, caller: types.FrameType) -> bool:
+    """Is this Dynamo graph all of the function that ``caller`` calls: neither broken, nor of a function that
+    runs within it?"""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame is not caller:
+        if not frame.f_code.co_filename.startswith(AROUND):
+            return False
+        frame = frame.f_back
+    return graph_break(module) is None
+
+
+def seconds_so_far() -> float:
+    """Seconds since Dynamo began with the function that it now compiles; 0 where it compiles none."""
+    context = get_metrics_context()
+    return (time.time_ns() - context._start_time_ns) * 1e-9 if context.in_progress() else 0.0
 
 
 @contextlib.contextmanager

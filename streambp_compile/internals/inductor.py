@@ -24,6 +24,7 @@ from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..passes.phases import stage
 from ..passes.verify import verify_bound
 from .dynamo import OneAtATime
 
@@ -104,6 +105,7 @@ def compile_ours(module: GraphModule, *args, **kwargs) -> Callable:
 
 
 @OneAtATime()
+@stage("Inductor")
 def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
     """Inductor on the graph of an unchunked region; ops that only the rules kept are decomposed now.
 
@@ -142,6 +144,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
 
 
 @OneAtATime()
+@stage("Inductor")
 def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | None = None) -> Callable:
     """The whole graph as ``backend="inductor"`` compiles it: after an internal error, and where nothing
     streams."""

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from ..page.files import save
 from ..passes.phases import summary
+from ..progress import Progress
 from .budgets import CLOSE, all_plans, fastest_within, frontier, longest
 from .fake_steps import simulating
 from .fronts import Front, draw, text_of_front, values_of_front
 from .options import bytes_of_text, memory_of, parser, settings_of
-from .progress import Progress
 from .tables import Answer, Longest, text_of, text_of_longest, values_of, values_of_longest
 from .whole_model import Prediction, Setting, Streaming, checkpointing, report_of
 

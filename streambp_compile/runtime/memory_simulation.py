@@ -18,6 +18,7 @@ from ..passes.ir import Body
 from ..passes.kernels.attention import STAND_INS, scratch_of
 from ..passes.kernels.operators import KERNELS, SCRATCH
 from ..passes.kernels.simulated_device import device_type
+from .gradient_ownership import plain_references
 from .places import InBackward, within
 
 aten = torch.ops.aten
@@ -159,6 +160,7 @@ def simulate(
     any_output  without a loss, go back from all differentiable outputs
     counting  makes the ledger of a device type; by default a plain `Ledger`
     """
+    plain_references()  # finds out once by values of its own, which are none of the step's
     with internals.FakeTensorMode(allow_non_fake_inputs=True), internals.outside_of_metrics():
         inputs = [internals.stand_in_whole(f) for f in fakes]
         ledger = (counting or Ledger)(main_device(inputs))
