@@ -301,6 +301,8 @@ class Chain:
         if any(map(internals.is_transform, self.given.graph.nodes)):
             raise CannotStream(TRANSFORMED)
         check_parts(self.given.graph.nodes)
+        if internals.on_cpu(self.example_inputs):
+            internals.prepare_compiler()
         with time_limit(self.config.analysis_seconds, self.hint), capturing_once():
             self.module = self.rewritten()
             self.placeholders = placeholders_of(self.module)
@@ -323,6 +325,8 @@ class Chain:
             return built[text]
 
         links = [(compiled(region), region) for region in cut.regions]
+        for region in built.values():
+            region.settle()
         later = self.computed_later(cut, compiled)
         parts = (later, self.placeholders, cut, outputs_of(self.module))
         links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut)
@@ -427,7 +431,9 @@ class Chain:
         """Compile a lazy region when it is first read, long after Dynamo has left."""
         mode = internals.detect_fake_mode([fake_of(n) for n in region.inputs])
         with internals.tracing_of(mode), internals.NothingReal(()):
-            return compiled(region).call
+            lazy = compiled(region)
+            lazy.settle()
+            return lazy.call
 
     def recordable(self, region: Region, views: Sequence[Node]) -> LazyRegion:
         """A lazy region for what will be done to its output outside: each such expression is a function

@@ -139,6 +139,8 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(internals.chunk_bodies, "function_of", as_lowered)
     patch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)
     patch.setattr(internals.chunk_bodies, "COMPILED", INTERPRETED)
+    patch.setattr(internals.stored_bodies, "is_on", lambda: False)
+    patch.setattr(internals, "prepare_compiler", lambda: None)
     zoo.interpret_bodies()
 
 

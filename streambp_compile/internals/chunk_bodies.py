@@ -5,6 +5,7 @@ Tested with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from ..passes.ir import Body, hint
 from ..passes.kernels.simulated_device import device_type
 from ..passes.phases import summary
 from ..passes.verify import verify_inputs
-from . import inductor
+from . import inductor, kernel_builds, stored_bodies
 from .body_inputs import BodyInputs
 from .dynamo import NO_DEFECTS, OneAtATime
 from .fake_tensors import describe
 from .inductor import rewrite
-from .size_guards import guard_of, places_of
+from .kernel_builds import Kernels
+from .size_guards import conditions_of, guard_of, places_of
 
 log = logging.getLogger(__name__)
 MOST_ARTIFACTS = 8  # of one body: what still meets other sizes then would be compiled for every call
@@ -45,12 +47,14 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Artifact:
     """A compiled body and what Inductor assumed of its sizes, such as that 32-bit indices suffice.
 
-    run    a function of the list of inputs
-    holds  are the assumptions true of these inputs?
+    run      a function of the list of inputs
+    holds    are the assumptions true of these inputs?
+    kernels  those that ``run`` waits for
     """
 
     run: Callable
     holds: Callable[[Sequence[object]], bool]
+    kernels: Kernels
 
 
 COMPILED: dict[
@@ -65,8 +69,10 @@ class TooManySizes(Exception):
 class CompiledBody:
     """A compiled chunk body: runs the first artifact that fits the sizes of a call, or compiles one."""
 
-    def __init__(self, body: Body, chunk: int, mode: str | None, tell: Callable[[str], None]):
-        self.body, self.chunk, self.mode, self.tell = body, chunk, mode, tell
+    def __init__(
+        self, body: Body, chunk: int, mode: str | None, tell: Callable[[str], None], store: bool = True
+    ):
+        self.body, self.chunk, self.mode, self.tell, self.store = body, chunk, mode, tell, store
         self.artifacts = self.compiled({})
 
     def __call__(self, args: list) -> object:
@@ -110,7 +116,13 @@ class CompiledBody:
     def compiled(self, sizes: Mapping[object, int]) -> list[Artifact]:
         """All artifacts of this body; with ``sizes``, after compiling one for them."""
         with inductor_config.patch(body_options(self.mode)):
-            return compile_once(self.body, BodyInputs(self.body, self.chunk, sizes), again=bool(sizes))
+            inputs = BodyInputs(self.body, self.chunk, sizes)
+            return compile_once(self.body, inputs, again=bool(sizes), store=self.store)
+
+    def wait(self) -> None:
+        """Wait until the kernels of its artifacts are built. Raises what their compiler says."""
+        for artifact in self.artifacts:
+            artifact.kernels.wait()
 
     def sizes(self, args: Sequence[object]) -> dict[object, int]:
         """The sizes of a call, by the names that `BodyInputs` gives them."""
@@ -130,33 +142,55 @@ def body_options(mode: str | None) -> dict[str, object]:
 
 
 def compile_body(
-    body: Body, chunk: int, mode: str | None = None, tell: Callable[[str], None] = log.warning
-) -> Callable:
+    body: Body,
+    chunk: int,
+    mode: str | None = None,
+    tell: Callable[[str], None] = log.warning,
+    store: bool = True,
+) -> CompiledBody:
     """Compile a body with Inductor; bodies of the same text on the same inputs share artifacts.
 
-    mode  `torch.compile`'s mode, as Inductor options
-    tell  is told where sizes of a call find no compiled code
+    mode   `torch.compile`'s mode, as Inductor options
+    tell   is told where sizes of a call find no compiled code
+    store  keep compiled code on disk, and look for it there (`stored_bodies`)
 
-    Returns a function of the list of inputs. Raises if Inductor fixed a size that must stay free: code for
-    the sizes of one call, compiled when none fits them, may hold for these alone.
+    Returns a function of the list of inputs, whose kernels may still be built. Raises if Inductor fixed a
+    size that must stay free: code for the sizes of one call, compiled when none fits them, may hold for these
+    alone.
     """
-    return CompiledBody(body, chunk, mode, tell)
+    return CompiledBody(body, chunk, mode, tell, store)
 
 
-def compile_once(body: Body, inputs: BodyInputs, again: bool = False) -> list[Artifact]:
+def compile_once(body: Body, inputs: BodyInputs, again: bool = False, store: bool = True) -> list[Artifact]:
     """The artifacts of a body's text; with ``again``, after compiling one for the hints of these inputs."""
     verify_inputs(inputs.values)
     described = [describe(v) for v in inputs.values]
-    artifacts = COMPILED.setdefault(
-        f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}", []
-    )
+    text = f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}"
+    artifacts = COMPILED.setdefault(text, [])
     if again or not artifacts:
-        run = function_of(body, inputs)
-        fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
-        if fixed and not again:  # code for one call may hold for its sizes alone
-            raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
-        artifacts.append(Artifact(run, guard_of(inputs)))
+        hints = [hint(s) for s in inputs.symbols.values()]
+        on_cpu = kernel_builds.on_cpu(inputs.values)
+        key = stored_bodies.key_of(body.graph, text, [*hints, again], on_cpu) if store else None
+        artifacts.append(artifact_of(body, inputs, again, key))
     return artifacts
+
+
+def artifact_of(body: Body, inputs: BodyInputs, again: bool, key: str | None) -> Artifact:
+    """A body's code from disk, or compiled and, if it has a key, stored."""
+    with kernel_builds.built_later(inputs.values) as kernels:
+        stored = None if key is None else stored_bodies.read(key, inputs.values)
+        if stored is None:
+            with contextlib.nullcontext() if key is None else stored_bodies.compiling():
+                run = function_of(body, inputs)
+            fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
+            if fixed and not again:  # code for one call may hold for its sizes alone
+                raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
+            stored = run, conditions_of(inputs)
+            if key is not None:
+                stored_bodies.write(key, *stored)
+    run, conditions = stored
+    kernels.of(run)
+    return Artifact(run, guard_of(conditions), kernels)
 
 
 def function_of(body: Body, inputs: BodyInputs) -> Callable:
