@@ -16,7 +16,9 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from ..passes.ir import Body, hint
@@ -165,7 +167,7 @@ def compile_once(body: Body, inputs: BodyInputs, again: bool = False, store: boo
     """The artifacts of a body's text; with ``again``, after compiling one for the hints of these inputs."""
     verify_inputs(inputs.values)
     described = [describe(v) for v in inputs.values]
-    text = f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}"
+    text = f"{text_of(body.graph)}|{described}|{inductor_config.save_config_portable()}"
     artifacts = COMPILED.setdefault(text, [])
     if again or not artifacts:
         hints = [hint(s) for s in inputs.symbols.values()]
@@ -173,6 +175,32 @@ def compile_once(body: Body, inputs: BodyInputs, again: bool = False, store: boo
         key = stored_bodies.key_of(body.graph, text, [*hints, again], on_cpu) if store else None
         artifacts.append(artifact_of(body, inputs, again, key))
     return artifacts
+
+
+class Name(str):
+    """What a node is called in the text of its graph."""
+
+    __repr__ = str.__str__
+
+
+def text_of(graph: GraphModule) -> str:
+    """The operations of a body, whatever its nodes are called: those of another length differ in names,
+    aliases and unread values alone. The code itself, where that does not tell all."""
+    nodes = list(graph.graph.nodes)
+    if any(stored_bodies.is_hidden(n.op, n.target) for n in nodes):
+        return graph.code
+    read, names, lines = set[Node](), dict[Node, Name](), []
+    for node in reversed(nodes):
+        if node in read or node.is_impure() or getattr(node.target, "_schema", None) is None:
+            read.update((node, *node.all_input_nodes))
+    for node in filter(read.__contains__, nodes):
+        if node.target is torch.ops.aten.alias.default:
+            names[node] = names[node.args[0]]
+            continue
+        given = map_arg((node.args, node.kwargs), names.__getitem__) if node.op != "placeholder" else ""
+        names[node] = Name(f"%{len(lines)}")
+        lines.append(f"{names[node]} = {node.op if node.op == 'placeholder' else node.target} {given}")
+    return "\n".join(lines)
 
 
 def artifact_of(body: Body, inputs: BodyInputs, again: bool, key: str | None) -> Artifact:

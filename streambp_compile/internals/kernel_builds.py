@@ -1,7 +1,7 @@
 """The C++ compiler at work on kernels of some chunk bodies while others are still traced and written.
 
-Inductor's generated module waits for its kernels when it is imported. Here it waits when it first runs, or when
-`Kernels.wait` is called: the compiler runs in processes of its own, and most of the time goes into it.
+Inductor's generated module waits for its kernels when it is imported. Here it waits when it first runs, or
+when `Kernels.wait` is called: the compiler runs in processes of its own, and takes most of the time.
 
 Tested with torch 2.11 and 2.13.
 """

@@ -1,10 +1,10 @@
-"""Compiled chunk bodies on disk, beside Inductor's own cache: a second process traces and compiles none again.
+"""Compiled chunk bodies on disk, beside Inductor's own cache: a second process compiles none again.
 
-Inductor's cache of graphs cannot hold them: it checks conditions on integers that are inputs alone, and a body
-also has sizes that only its tensors tell. An entry therefore holds the conditions as `size_guards` writes them.
-It is found by the text of the body and its inputs, their hints, the options of Inductor, the device, and the
-sources of torch and of this package. Entries are written at once (`os.replace`), so that processes may write the
-same one. What cannot be read counts as missing.
+Inductor's cache of graphs cannot hold them: it checks conditions on integers that are inputs, and a body also
+has sizes that only its tensors tell. An entry therefore holds the conditions as `size_guards` writes them. It
+is found by the text of the body and its inputs, their hints, the options of Inductor, the device, and the
+sources of torch and of this package. An entry appears at once under its name, so that several processes may
+write it. What cannot be read counts as missing.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -88,7 +88,7 @@ def path_of(key: str) -> Path:
 
 
 def read(key: str, examples: Sequence[object]) -> tuple[Callable, str] | None:
-    """A compiled body, a function of the list of inputs, and its conditions on sizes; None if there is none."""
+    """A compiled body, a function of its inputs as a list, and its conditions on sizes; or None."""
     try:
         content = path_of(key).read_bytes()
         graph, conditions = pickle.loads(content)
