@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -166,7 +167,7 @@ def compile_body(
 def compile_once(body: Body, inputs: BodyInputs, again: bool = False, store: bool = True) -> list[Artifact]:
     """The artifacts of a body's text; with ``again``, after compiling one for the hints of these inputs."""
     verify_inputs(inputs.values)
-    described = [describe(v) for v in inputs.values]
+    described = symbols_in_order("|".join(map(describe, inputs.values)))
     text = f"{text_of(body.graph)}|{described}|{inductor_config.save_config_portable()}"
     artifacts = COMPILED.setdefault(text, [])
     if again or not artifacts:
@@ -175,6 +176,13 @@ def compile_once(body: Body, inputs: BodyInputs, again: bool = False, store: boo
         key = stored_bodies.key_of(body.graph, text, [*hints, again], on_cpu) if store else None
         artifacts.append(artifact_of(body, inputs, again, key))
     return artifacts
+
+
+def symbols_in_order(text: str) -> str:
+    """Sizes in a description of inputs, named in their order: unused ones decide names as well."""
+    names = dict.fromkeys(re.findall(r"\b[su]\d+\b", text))
+    order = {name: f"{name[0]}_{i}" for i, name in enumerate(names)}
+    return re.sub(r"\b[su]\d+\b", lambda found: order[found[0]], text)
 
 
 class Name(str):
