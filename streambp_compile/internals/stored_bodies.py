@@ -83,8 +83,13 @@ def is_hidden(op: str, target: object) -> bool:
     return op in ("get_attr", "call_module") or isinstance(target, HigherOrderOperator)
 
 
+def folder() -> Path:
+    """Where entries are, beside those of Inductor."""
+    return Path(cache_dir()) / "streambp"
+
+
 def path_of(key: str) -> Path:
-    return Path(cache_dir()) / "streambp" / key[:2] / key
+    return folder() / key[:2] / key
 
 
 def read(key: str, examples: Sequence[object]) -> tuple[Callable, str] | None:
