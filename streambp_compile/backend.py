@@ -201,6 +201,8 @@ class Chain:
         DTensors or a defect of ours stand in its way."""
         if self.only_updates:
             return self.plain(UPDATE, costs_nothing=True)
+        if internals.on_cpu(self.example_inputs):
+            internals.prepare_compiler()
         try:
             # What fails in there has changed nothing, so that the graph may run as it was given.
             with internals.NothingReal([*self.example_inputs, *attributes_of(self.given)]):
@@ -301,8 +303,6 @@ class Chain:
         if any(map(internals.is_transform, self.given.graph.nodes)):
             raise CannotStream(TRANSFORMED)
         check_parts(self.given.graph.nodes)
-        if internals.on_cpu(self.example_inputs):
-            internals.prepare_compiler()
         with time_limit(self.config.analysis_seconds, self.hint), capturing_once():
             self.module = self.rewritten()
             self.placeholders = placeholders_of(self.module)
