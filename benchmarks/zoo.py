@@ -1036,6 +1036,7 @@ def interpret_bodies() -> None:
         return call
 
     internals.inductor.compile_fx_inner = interpreted
+    internals.stored_bodies.is_on = lambda: False
 
 
 def serve(name: str, chosen: argparse.Namespace) -> None:

@@ -214,6 +214,8 @@ class Chain:
 
     def chained_or_plain(self) -> Callable:
         """`compiled`, where the graph does more than update values."""
+        if internals.on_cpu(self.example_inputs):
+            internals.prepare_compiler()
         try:
             # What fails in there has changed nothing, so that the graph may run as it was given.
             with internals.NothingReal([*self.example_inputs, *attributes_of(self.given)]):
@@ -334,6 +336,8 @@ class Chain:
             return built[text]
 
         links = [(compiled(region), region) for region in self.told(cut.regions)]
+        for region in built.values():
+            region.settle()
         later = self.computed_later(cut, compiled)
         parts = (later, self.placeholders, cut, outputs_of(self.module))
         links, call = self.planned(links, lambda chain, plan: linked(chain, plan, *parts), cut)
@@ -445,7 +449,9 @@ class Chain:
         """Compile a lazy region when it is first read, long after Dynamo has left."""
         mode = internals.detect_fake_mode([fake_of(n) for n in region.inputs])
         with internals.tracing_of(mode), internals.NothingReal(()):
-            return compiled(region).call
+            lazy = compiled(region)
+            lazy.settle()
+            return lazy.call
 
     def recordable(self, region: Region, views: Sequence[Node]) -> LazyRegion:
         """A lazy region for what will be done to its output outside: each such expression is a function

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from .dynamo.written_inputs import written_buffers, written_storages
 from .joint_regions import Ends, JointInputs
 from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes
 from .passes.ir import (
+    Body,
     CannotStream,
     Condition,
     EveryRowHasVisibleKey,
@@ -100,6 +100,7 @@ class CompiledRegion:
         self.report = RegionReport(module, recomputable=region.recomputable)
         self.streamed: StreamedRegion | None = None
         self.guard: Guard | None = None
+        self.bodies: list[internals.CompiledBody] = []
         self.unchecked = self.compiled() if region.nodes else None
         self.call = self.checked if self.guard else self.unchecked
 
@@ -123,11 +124,16 @@ class CompiledRegion:
         except internals.NO_DEFECTS:
             raise
         except Exception as error:
-            internals.log.debug("compiling a region failed", exc_info=True)
-            doing = "tracing the region" if self.report.joint is None else "compiling the region"
-            refusal = refusal_of(error, doing, "region", self.module)
-            if self.config.strict:
-                raise NotStreamed(str(refusal)) from error
+            return self.unstreamed(error)
+
+    def unstreamed(self, error: Exception) -> Callable:
+        """The region, compiled by Inductor alone after an internal error. Raises `NotStreamed` under
+        ``strict``."""
+        internals.log.debug("compiling a region failed", exc_info=error)
+        doing = "tracing the region" if self.report.joint is None else "compiling the region"
+        refusal = refusal_of(error, doing, "region", self.module)
+        if self.config.strict:
+            raise NotStreamed(str(refusal)) from error
         self.written_out()
         call = internals.compile_plainly(self.module, self.fakes, self.config.mode)
         self.streamed = self.report.streamed = None
@@ -182,7 +188,9 @@ class CompiledRegion:
         parts = (self.module, self.fakes, self.region, self.axis, self.config, self.refuse)
         mode = internals.detect_fake_mode(self.fakes)
         with internals.tracing_of(mode), internals.NothingReal(()):
-            return CompiledRegion(*parts, may_check, self.candidate.unfit, choices)
+            again = CompiledRegion(*parts, may_check, self.candidate.unfit, choices)
+            again.settle()
+        return again
 
     def compare_plans(self, text: str) -> None:
         """Compare how this process runs the region, whose text is the same on every process, with the others
@@ -297,16 +305,27 @@ class CompiledRegion:
                 [i for i, (_, n) in enumerate(self.flat) if n is not None and n.op != "placeholder"],
             ),
             replace(self.choices, chunk_size=self.config.chunk_size),
-            Machine(
-                functools.partial(internals.compile_body, mode=self.config.mode, tell=self.tell),
-                target_of(self.device(), device.capability),
-                device,
-                bytes_of_chunk,
-            ),
+            Machine(self.compile_body, target_of(self.device(), device.capability), device, bytes_of_chunk),
         )
         self.check_width(region)
         self.note_full_length(region)
         return region
+
+    def compile_body(self, body: Body, chunk: int) -> Callable:
+        config = self.config
+        self.bodies.append(internals.compile_body(body, chunk, config.mode, self.tell, config.cache))
+        return self.bodies[-1]
+
+    def settle(self) -> None:
+        """Wait until the kernels of its bodies are built; if one cannot be, the region runs unchunked."""
+        try:
+            for body in self.bodies:
+                body.wait()
+        except internals.NO_DEFECTS:
+            raise
+        except Exception as error:
+            self.guard, self.call = None, self.unstreamed(error)
+            self.unchecked = self.call
 
     def check_width(self, region: StreamedRegion) -> None:
         """Warn of values at full length that are wider than a streamed program may hold.

@@ -54,6 +54,8 @@ class Config:
     lossy             may layer inputs wait for the backward in 8 bits a number? Gradients are not exact then.
                       Without a budget they do, unless ``offload`` sends them to the host as they are; with
                       one, where the default plan does not fit
+    cache             keep compiled chunk bodies on disk beside Inductor's cache, where Inductor's settings
+                      allow one, so that the next process compiles none of them again
     mode              Inductor's mode for chunk bodies (the ``mode=`` of ``torch.compile``), without CUDA
                       graphs
     """
@@ -65,6 +67,7 @@ class Config:
     memory_budget: int | float | str | None = None
     offload: bool | None = None
     lossy: bool = False
+    cache: bool = True
     mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +88,8 @@ class Config:
             budget_of(self.memory_budget)
         if self.offload is not None and not isinstance(self.offload, bool):
             raise ValueError(f"offload must be None, True or False; got {self.offload!r}")
+        if not isinstance(self.cache, bool):
+            raise ValueError(f"cache must be True or False; got {self.cache!r}")
         if not isinstance(self.lossy, bool):
             raise ValueError(f"lossy must be True or False; got {self.lossy!r}")
         if self.mode not in MODES:

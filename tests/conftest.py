@@ -76,6 +76,17 @@ def two_threads():
     torch.set_num_threads(max(1, 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_stored_bodies(tmp_path_factory):
+    """Tests read no chunk body that an earlier run has stored."""
+    from streambp_compile.internals import stored_bodies
+
+    place = tmp_path_factory.mktemp("bodies")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_bodies, "folder", lambda: place)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_seed():
     torch.manual_seed(0)
@@ -139,6 +150,8 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(internals.chunk_bodies, "function_of", as_lowered)
     patch.setattr(internals.inductor, "compile_fx_inner", internals.inductor.compile_fx_inner)
     patch.setattr(internals.chunk_bodies, "COMPILED", INTERPRETED)
+    patch.setattr(internals.stored_bodies, "is_on", lambda: False)
+    patch.setattr(internals, "prepare_compiler", lambda: None)
     zoo.interpret_bodies()
 
 

@@ -346,7 +346,7 @@ def test_no_grad(trained_before):
     [
         (
             {"chunksize": 3},
-            "analysis_seconds, memory_budget, offload, lossy. Did you mean 'chunk_size'?",
+            "analysis_seconds, memory_budget, offload, lossy, cache. Did you mean 'chunk_size'?",
         ),
         ({"chunk_size": 0}, "chunk_size must be"),
         ({"chunk_size": True}, "chunk_size must be"),

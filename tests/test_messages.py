@@ -33,7 +33,7 @@ PRIVATE = re.compile(
     r"unfit|made of|what has none|nobody|hands? on|its products|given up|made again)\b"
 )
 # A capital, or the name of an option.
-STARTS = re.compile(r"[A-Z…]|\w+(_\w+|=)|strict |mode |offload |lossy ")
+STARTS = re.compile(r"[A-Z…]|\w+(_\w+|=)|strict |mode |offload |lossy |cache ")
 
 
 @dataclass(frozen=True)

@@ -380,7 +380,7 @@ def test_conditions_on_sizes_that_tracing_found_equal():
     rows, length = inputs.symbol("rows", 48), inputs.symbol("length", 48)
     assert 3 * rows < 1000 and 5 * length > 7 and rows == length
     inputs.values = [rows, inputs.empty([length], [1], torch.float32, torch.device("cpu"))]
-    holds = internals.guard_of(inputs)
+    holds = internals.guard_of(internals.conditions_of(inputs))
     assert holds([48, torch.empty(48)]) and not holds([400, torch.empty(400)])
 
 

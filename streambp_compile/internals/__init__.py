@@ -25,7 +25,7 @@ from .aten_graphs import (
 )
 from .body_inputs import BodyInputs
 from .branch_tracing import begin_branch, end_branch
-from .chunk_bodies import body_options, compile_body
+from .chunk_bodies import CompiledBody, body_options, compile_body
 from .compilers import cpp_compiler
 from .distributed import (
     Engine,
@@ -92,6 +92,7 @@ from .fake_tensors import (
 )
 from .inductor import compile_function, compile_graph, compile_plainly, floats_are_tensors, rewrite
 from .joint_graphs import keep_inputs_partition, of_regions, read_meshes_of_primals, tracing_of
+from .kernel_builds import on_cpu, prepare_compiler
 from .read_numbers import break_at_read_numbers, break_where_numbers_are_read, reading_no_numbers
 from .row_picking import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
 from .running_step import (
@@ -106,13 +107,14 @@ from .running_step import (
 )
 from .scan_tracing import is_traced_for, trace_scans_as
 from .simulated_artifacts import generated, generated_line, without_code, without_device, without_kernels
-from .size_guards import guard_of
+from .size_guards import conditions_of, guard_of
 from .structured_trace import trace_artifact
 from .value_checks import trace_value_checks_as_assertions
 
 __all__ = [
     "ASSERTIONS",
     "BodyInputs",
+    "CompiledBody",
     "DisableTorchFunctionSubclass",
     "Engine",
     "FakeTensorMode",
@@ -165,7 +167,10 @@ __all__ = [
     "has_gradient",
     "graph_is_kept",
     "use_counts",
+    "conditions_of",
     "guard_of",
+    "on_cpu",
+    "prepare_compiler",
     "ignore_library_logging",
     "ignore_library_logging_from_now_on",
     "in_autocast",

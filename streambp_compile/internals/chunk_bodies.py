@@ -5,7 +5,9 @@ Tested with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,19 +17,22 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from ..passes.ir import Body, hint
 from ..passes.kernels.simulated_device import device_type
 from ..passes.phases import summary
 from ..passes.verify import verify_inputs
-from . import inductor
+from . import inductor, kernel_builds, stored_bodies
 from .body_inputs import BodyInputs
 from .dynamo import NO_DEFECTS, OneAtATime
 from .fake_tensors import describe
 from .inductor import rewrite
-from .size_guards import guard_of, places_of
+from .kernel_builds import Kernels
+from .size_guards import conditions_of, guard_of, places_of
 
 log = logging.getLogger(__name__)
 MOST_ARTIFACTS = 8  # of one body: what still meets other sizes then would be compiled for every call
@@ -45,12 +50,14 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Artifact:
     """A compiled body and what Inductor assumed of its sizes, such as that 32-bit indices suffice.
 
-    run    a function of the list of inputs
-    holds  are the assumptions true of these inputs?
+    run      a function of the list of inputs
+    holds    are the assumptions true of these inputs?
+    kernels  those that ``run`` waits for
     """
 
     run: Callable
     holds: Callable[[Sequence[object]], bool]
+    kernels: Kernels
 
 
 COMPILED: dict[
@@ -65,8 +72,10 @@ class TooManySizes(Exception):
 class CompiledBody:
     """A compiled chunk body: runs the first artifact that fits the sizes of a call, or compiles one."""
 
-    def __init__(self, body: Body, chunk: int, mode: str | None, tell: Callable[[str], None]):
-        self.body, self.chunk, self.mode, self.tell = body, chunk, mode, tell
+    def __init__(
+        self, body: Body, chunk: int, mode: str | None, tell: Callable[[str], None], store: bool = True
+    ):
+        self.body, self.chunk, self.mode, self.tell, self.store = body, chunk, mode, tell, store
         self.artifacts = self.compiled({})
 
     def __call__(self, args: list) -> object:
@@ -110,7 +119,13 @@ class CompiledBody:
     def compiled(self, sizes: Mapping[object, int]) -> list[Artifact]:
         """All artifacts of this body; with ``sizes``, after compiling one for them."""
         with inductor_config.patch(body_options(self.mode)):
-            return compile_once(self.body, BodyInputs(self.body, self.chunk, sizes), again=bool(sizes))
+            inputs = BodyInputs(self.body, self.chunk, sizes)
+            return compile_once(self.body, inputs, again=bool(sizes), store=self.store)
+
+    def wait(self) -> None:
+        """Wait until the kernels of its artifacts are built. Raises what their compiler says."""
+        for artifact in self.artifacts:
+            artifact.kernels.wait()
 
     def sizes(self, args: Sequence[object]) -> dict[object, int]:
         """The sizes of a call, by the names that `BodyInputs` gives them."""
@@ -130,33 +145,88 @@ def body_options(mode: str | None) -> dict[str, object]:
 
 
 def compile_body(
-    body: Body, chunk: int, mode: str | None = None, tell: Callable[[str], None] = log.warning
-) -> Callable:
+    body: Body,
+    chunk: int,
+    mode: str | None = None,
+    tell: Callable[[str], None] = log.warning,
+    store: bool = True,
+) -> CompiledBody:
     """Compile a body with Inductor; bodies of the same text on the same inputs share artifacts.
 
-    mode  `torch.compile`'s mode, as Inductor options
-    tell  is told where sizes of a call find no compiled code
+    mode   `torch.compile`'s mode, as Inductor options
+    tell   is told where sizes of a call find no compiled code
+    store  keep compiled code on disk, and look for it there (`stored_bodies`)
 
-    Returns a function of the list of inputs. Raises if Inductor fixed a size that must stay free: code for
-    the sizes of one call, compiled when none fits them, may hold for these alone.
+    Returns a function of the list of inputs, whose kernels may still be built. Raises if Inductor fixed a
+    size that must stay free: code for the sizes of one call, compiled when none fits them, may hold for these
+    alone.
     """
-    return CompiledBody(body, chunk, mode, tell)
+    return CompiledBody(body, chunk, mode, tell, store)
 
 
-def compile_once(body: Body, inputs: BodyInputs, again: bool = False) -> list[Artifact]:
+def compile_once(body: Body, inputs: BodyInputs, again: bool = False, store: bool = True) -> list[Artifact]:
     """The artifacts of a body's text; with ``again``, after compiling one for the hints of these inputs."""
     verify_inputs(inputs.values)
-    described = [describe(v) for v in inputs.values]
-    artifacts = COMPILED.setdefault(
-        f"{body.graph.code}|{described}|{inductor_config.save_config_portable()}", []
-    )
+    described = symbols_in_order("|".join(map(describe, inputs.values)))
+    text = f"{text_of(body.graph)}|{described}|{inductor_config.save_config_portable()}"
+    artifacts = COMPILED.setdefault(text, [])
     if again or not artifacts:
-        run = function_of(body, inputs)
-        fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
-        if fixed and not again:  # code for one call may hold for its sizes alone
-            raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
-        artifacts.append(Artifact(run, guard_of(inputs)))
+        hints = [hint(s) for s in inputs.symbols.values()]
+        on_cpu = kernel_builds.on_cpu(inputs.values)
+        key = stored_bodies.key_of(body.graph, text, [*hints, again], on_cpu) if store else None
+        artifacts.append(artifact_of(body, inputs, again, key))
     return artifacts
+
+
+def symbols_in_order(text: str) -> str:
+    """Sizes in a description of inputs, named in their order: unused ones decide names as well."""
+    names = dict.fromkeys(re.findall(r"\b[su]\d+\b", text))
+    order = {name: f"{name[0]}_{i}" for i, name in enumerate(names)}
+    return re.sub(r"\b[su]\d+\b", lambda found: order[found[0]], text)
+
+
+class Name(str):
+    """What a node is called in the text of its graph."""
+
+    __repr__ = str.__str__
+
+
+def text_of(graph: GraphModule) -> str:
+    """The operations of a body, whatever its nodes are called: those of another length differ in names,
+    aliases and unread values alone. The code itself, where that does not tell all."""
+    nodes = list(graph.graph.nodes)
+    if any(stored_bodies.is_hidden(n.op, n.target) for n in nodes):
+        return graph.code
+    read, names, lines = set[Node](), dict[Node, Name](), []
+    for node in reversed(nodes):
+        if node in read or node.is_impure() or getattr(node.target, "_schema", None) is None:
+            read.update((node, *node.all_input_nodes))
+    for node in filter(read.__contains__, nodes):
+        if node.target is torch.ops.aten.alias.default:
+            names[node] = names[node.args[0]]
+            continue
+        given = map_arg((node.args, node.kwargs), names.__getitem__) if node.op != "placeholder" else ""
+        names[node] = Name(f"%{len(lines)}")
+        lines.append(f"{names[node]} = {node.op if node.op == 'placeholder' else node.target} {given}")
+    return "\n".join(lines)
+
+
+def artifact_of(body: Body, inputs: BodyInputs, again: bool, key: str | None) -> Artifact:
+    """A body's code from disk, or compiled and, if it has a key, stored."""
+    with kernel_builds.built_later(inputs.values) as kernels:
+        stored = None if key is None else stored_bodies.read(key, inputs.values)
+        if stored is None:
+            with contextlib.nullcontext() if key is None else stored_bodies.compiling():
+                run = function_of(body, inputs)
+            fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
+            if fixed and not again:  # code for one call may hold for its sizes alone
+                raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
+            stored = run, conditions_of(inputs)
+            if key is not None:
+                stored_bodies.write(key, *stored)
+    run, conditions = stored
+    kernels.of(run)
+    return Artifact(run, guard_of(conditions), kernels)
 
 
 def function_of(body: Body, inputs: BodyInputs) -> Callable:

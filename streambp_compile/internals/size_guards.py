@@ -53,8 +53,9 @@ def places_of(values: Sequence[object]) -> dict[object, Place]:
     return {**sizes, **numbers}
 
 
-def guard_of(inputs: BodyInputs) -> Callable[[Sequence[object]], bool]:
-    """The conditions on sizes under which a body was traced and compiled, as a function of its inputs.
+def conditions_of(inputs: BodyInputs) -> str:
+    """The conditions on sizes under which a body was traced and compiled, as Python text about ``args``, its
+    inputs.
 
     That a size differs from another is left out: code for sizes that differ is right for equal ones too (in
     the chunk that reads all keys, for one). That it is neither 0 nor 1 is kept: those are broadcast, or have
@@ -66,5 +67,9 @@ def guard_of(inputs: BodyInputs) -> Callable[[Sequence[object]], bool]:
     terms = [
         c.xreplace({s: sympy.Symbol(str(places[s]), integer=True) for s in c.free_symbols}) for c in kept
     ]
-    text = " and ".join(f"({PythonPrinter().doprint(term)})" for term in terms)
-    return eval(f"lambda args: {text or True}", {"math": math})
+    return " and ".join(f"({PythonPrinter().doprint(term)})" for term in terms) or "True"
+
+
+def guard_of(conditions: str) -> Callable[[Sequence[object]], bool]:
+    """Conditions as a function of the inputs of a body."""
+    return eval(f"lambda args: {conditions}", {"math": math})

@@ -1,0 +1,98 @@
+"""The C++ compiler at work on kernels of some chunk bodies while others are still traced and written.
+
+Inductor's generated module waits for its kernels when it is imported. Here it waits when it first runs, or
+when `Kernels.wait` is called: the compiler runs in processes of its own, and takes most of the time.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from unittest import mock
+
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.output_code import CompiledFxGraph
+
+from .dynamo import OneAtATime
+
+SMALLEST_KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel(float* out) { out[0] = 1; }
+"""
+
+
+class Kernels:
+    """The kernels of one artifact, as they are built."""
+
+    def __init__(self) -> None:
+        self.building: list[tuple[AsyncCompile, dict]] = []
+        self.graph: CompiledFxGraph | None = None
+        self.call: Callable | None = None
+
+    def of(self, run: Callable) -> None:
+        """These kernels are those of an artifact, whose first call waits for them."""
+        if self.building and isinstance(run, CompiledFxGraph):
+            self.graph, self.call = run, run.current_callable
+            run.current_callable = functools.partial(Kernels.first_call, self, self.call)
+        else:
+            self.wait()
+
+    def first_call(self, call: Callable, inputs: list) -> object:
+        self.wait()
+        return call(inputs)
+
+    def wait(self) -> None:
+        """Wait until all are built. Raises what the C++ compiler says."""
+        with OneAtATime():
+            while self.building:
+                compiler, scope = self.building[-1]
+                compiler.wait(scope)
+                self.building.pop()
+            if self.graph is not None:
+                self.graph.current_callable, self.graph = self.call, None
+
+
+@contextlib.contextmanager
+def built_later(inputs: Sequence[object]) -> Iterator[Kernels]:
+    """What Inductor compiles inside for these inputs does not wait for its kernels, if they run on a CPU."""
+    kernels = Kernels()
+
+    def later(compiler: AsyncCompile, scope: dict) -> None:
+        kernels.building.append((compiler, scope))
+
+    if on_cpu(inputs):
+        with mock.patch.object(AsyncCompile, "wait", later):
+            yield kernels
+    else:
+        yield kernels
+
+
+def on_cpu(values: Sequence[object]) -> bool:
+    """Are all tensors among these values on the CPU?"""
+    return all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+
+
+@functools.cache
+def prepare_compiler() -> Future[str]:
+    """Begin what Inductor needs once for C++ code: the vectors of the processor, which are returned, and then
+    torch's headers in compiled form. Without it the first kernel waits for both."""
+    found: Future[str] = Future()
+    threading.Thread(target=prepare, args=(found,), daemon=True).start()
+    return found
+
+
+def prepare(found: Future[str]) -> None:
+    try:
+        found.set_result(str(pick_vec_isa()))
+        CppPythonBindingsCodeCache.load_pybinding(["float*"], SMALLEST_KERNEL)
+    except Exception as error:
+        if not found.done():
+            found.set_exception(error)
