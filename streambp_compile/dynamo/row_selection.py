@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from .. import internals
 from ..passes.ir import arguments, differs_by_a_number, is_equal
 from ..passes.rules.forward import Part, is_pointwise, mutated, part_of, slice_of, steps_over_rows
 from .aten import inserted
@@ -70,14 +71,14 @@ def may_move(node: Node, to: Node) -> bool:
 def picks_rows(node: Node) -> bool:
     """``x[i]``, ``x[i, j]`` of whole numbers, ``index_select``, ``x[::2]``, or a slice whose rows are not so
     many fewer at every length (``x[-30:]``), that leave the last dimension as it is."""
-    if not isinstance(fake_of(node), torch.Tensor) or not node.args or not isinstance(node.args[0], Node):
+    source = node.args[0] if node.args else None
+    rank = own.dim() if isinstance(source, Node) and isinstance(own := fake_of(source), torch.Tensor) else 0
+    if not rank or not isinstance(fake_of(node), torch.Tensor):
         return False
-    rank = fake_of(node.args[0]).dim()
-    part = slice_of(node, rank) if rank else None
+    part = slice_of(node, rank)
     if part is not None:
         return part.dim < rank - 1 and not part.lost and changes_by_more_than_a_number(node, part.dim)
     if steps_over_rows(node):
-        rank = fake_of(node).dim()
         return arguments(node)["dim"] % rank < rank - 1
     if part_of(node) is not Part.INDEX:
         return False
@@ -91,7 +92,7 @@ def picks_rows(node: Node) -> bool:
 
 def changes_by_more_than_a_number(node: Node, dim: int) -> bool:
     before, after = (fake_of(n).shape[dim] for n in (node.args[0], node))
-    return not differs_by_a_number(before, after)
+    return not internals.is_unbacked(fake_of(node)) and not differs_by_a_number(before, after)
 
 
 def way_to_head(node: Node) -> list[Node]:
