@@ -15,16 +15,7 @@ import torch
 from torch.fx import Node
 
 from .rules.forward import mutated
-from .rules.named_calls import name_of
-
-VIEWS = frozenset("flatten reshape view ravel squeeze unsqueeze contiguous clone detach alias".split())
-TURNS = frozenset(("permute", "transpose", "t"))
-CASTS = frozenset("to _to_copy type long int bool float double half bfloat16".split())
-PICKS = frozenset(("getitem", "select"))
-TOTALS = frozenset(("sum", "any", "count_nonzero"))
-COUNTS = frozenset(("one_hot", "bincount"))
-NEGATIONS = frozenset(("logical_not", "bitwise_not", "not_", "invert"))
-NAMES = {"greater": "gt", "greater_equal": "ge", "not_equal": "ne", "less": "lt", "less_equal": "le"}
+from .rules.named_calls import CASTS, COMPARISONS, COUNTS, NEGATIONS, PICKS, TOTALS, TURNS, VIEWS, name_of
 
 
 @dataclass(frozen=True)
@@ -168,7 +159,7 @@ def compared(node: Node) -> tuple[str, Any]:
     """A comparison with a number: its name, and the number."""
     name, given = name_of(node), [*node.args[1:], *node.kwargs.values()]
     number = given[0] if len(given) == 1 and isinstance(given[0], (bool, int, float)) else None
-    return NAMES.get(name, name), number
+    return COMPARISONS.get(name, name), number
 
 
 def is_counted(node: Node) -> bool:

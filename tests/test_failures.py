@@ -85,8 +85,7 @@ BEFORE_REGIONS = {  # what fails → the phase that the warning names
     "linked": "linking regions",
 }
 IN_A_REGION = {
-    (pipeline, "normalize"): "normalising the joint graph",
-    (pipeline, "undo_sorts"): "normalising the joint graph",
+    (pipeline, "normal_form"): "normalising the joint graph",
     (joint_regions, "TokenPropagation"): "following tokens",
     (joint_regions, "analyze"): "following tokens",
     (pipeline, "verify_analysis"): "following tokens",

@@ -16,6 +16,17 @@ REARRANGING = frozenset(
 """Functions that move the numbers of their first operand, or leave some of them out."""
 RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
 
+# Functions whose numbers are zero where those of their operand are (passes/zero_values.py)
+VIEWS = frozenset("flatten reshape view ravel squeeze unsqueeze contiguous clone detach alias".split())
+TURNS = frozenset(("permute", "transpose", "t"))
+CASTS = frozenset("to _to_copy type long int bool float double half bfloat16".split())
+PICKS = frozenset(("getitem", "select"))
+TOTALS = frozenset(("sum", "any", "count_nonzero"))
+COUNTS = frozenset(("one_hot", "bincount"))
+NEGATIONS = frozenset(("logical_not", "bitwise_not", "not_", "invert"))
+COMPARISONS = {"greater": "gt", "greater_equal": "ge", "not_equal": "ne", "less": "lt", "less_equal": "le"}
+"""The other spelling of a comparison → the one that is looked for."""
+
 
 def name_of(node: Node) -> str:
     """The name of a function, of a method, or of an ATen operator without its overload."""

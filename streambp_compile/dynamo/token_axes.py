@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
@@ -177,10 +177,11 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
     chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
     chosen += trace.picked(chosen)
     moving = trace.moving(chosen)
+    constant = {n for n, value in trace.values.items() if value in trace.weights}
     found_axes = (trace.axis(c, [other.propagation for other in chosen if other is not c]) for c in chosen)
-    by_length = [part for axis in found_axes if axis is not None for part in parted(axis)]
-    moving = moving.union(*(axis.moving for axis in by_length))
-    return tuple(replace(axis, moving=moving) for axis in by_length)
+    parts = [part for axis in found_axes if axis is not None for part in by_length(axis, constant)]
+    moving = moving.union(*(axis.moving for axis in parts))
+    return tuple(replace(axis, moving=moving) for axis in parts)
 
 
 class Trace:
@@ -327,53 +328,45 @@ class Trace:
         return Axis(own_of(first).shape[at.dim], marks, mixing, attending, recomputable, received=received)
 
 
-def parted(axis: Axis) -> list[Axis]:
+def by_length(axis: Axis, constant: Container[Node]) -> list[Axis]:
     """An axis at a length that may change, and one for each other number of rows along it that is not the
     tokens and so many more or fewer: of a prompt of any length, a suffix of 30 tokens and the last 30 rows.
 
-    Joining and slicing these is what moves rows (`Axis.moving`). Weights and constants (a table of positions)
-    are cut where they are read, and are no sequences.
+    Joining and slicing these is what moves rows (`Axis.moving`).
+
+    constant  values made of weights alone (a table of positions), which are cut where they are read
     """
-
-    def rows_of(node: Node) -> Size | None:
-        marks, fake = axis.marks.get(node, ()), fake_of(node)
-        if len(marks) != 1 or node.op == "placeholder" or not isinstance(fake, torch.Tensor):
-            return None
-        (mark,) = marks
-        plain = mark.outer == mark.inner == 1 and fake.is_floating_point()
-        return own_of(node).shape[mark.dim] if plain else None
-
-    lengths = [axis.length]
-    moving = set()
+    lengths, moving = [axis.length], set()
     for node in axis.marks if isinstance(axis.length, torch.SymInt) else ():
-        rows = {n: size for n in (node, *node.all_input_nodes) if (size := rows_of(n)) is not None}
+        found = {n: rows_along(axis, n) for n in (node, *node.all_input_nodes) if n not in constant}
+        rows = {n: size for n, size in found.items() if size is not None}
         if node in rows and fake_of(node).requires_grad:
-            others = [s for s in rows.values() if not any(differs_by_a_number(s, n) for n in lengths)]
-            lengths += others[:1]
+            for size in rows.values():
+                lengths += [] if any(differs_by_a_number(size, n) for n in lengths) else [size]
             if not all(differs_by_a_number(size, rows[node]) for size in rows.values()):
                 moving.add(node)
-    if not moving:
-        return [axis]
+    return [rows_of_length(axis, length, axis.moving | moving) for length in lengths] if moving else [axis]
 
-    def is_along(node: Node, length: Size) -> bool:
+
+def rows_along(axis: Axis, node: Node) -> Size | None:
+    """How many rows a value has along an axis, if that dimension has nothing else and no other has rows."""
+    marks, fake = axis.marks.get(node, ()), fake_of(node)
+    if len(marks) != 1 or not isinstance(fake, torch.Tensor) or not fake.is_floating_point():
+        return None
+    (mark,) = marks
+    return own_of(node).shape[mark.dim] if mark.outer == mark.inner == 1 else None
+
+
+def rows_of_length(axis: Axis, length: Size, moving: frozenset[Node]) -> Axis:
+    """The part of an axis whose values have so many rows, or a constant number more or fewer."""
+
+    def fits(node: Node) -> bool:
         sizes = ((own_of(node).shape[m.dim], m.outer * m.inner) for m in axis.marks[node])
         return all(differs_by_a_number(size, length * count) for size, count in sizes)
 
-    found = []
-    for length in lengths:
-        marks = {n: m for n, m in axis.marks.items() if is_along(n, length)}
-        mixing, attending = (nodes & marks.keys() for nodes in (axis.mixing, axis.attending))
-        found.append(
-            replace(
-                axis,
-                length=length,
-                marks=marks,
-                mixing=mixing,
-                attending=attending,
-                moving=axis.moving | moving,
-            )
-        )
-    return found
+    marks = {n: found for n, found in axis.marks.items() if fits(n)}
+    mixing, attending = (nodes & marks.keys() for nodes in (axis.mixing, axis.attending))
+    return replace(axis, length=length, marks=marks, mixing=mixing, attending=attending, moving=moving)
 
 
 def fix_sizes(sizes: Sequence[Size]) -> None:

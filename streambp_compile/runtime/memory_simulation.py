@@ -160,7 +160,8 @@ def simulate(
     any_output  without a loss, go back from all differentiable outputs
     counting  makes the ledger of a device type; by default a plain `Ledger`
     """
-    plain_references()  # finds out once by values of its own, which are none of the step's
+    with internals.outside_of_metrics():
+        plain_references()  # finds out once by values of its own, which are none of the step's
     with internals.FakeTensorMode(allow_non_fake_inputs=True), internals.outside_of_metrics():
         inputs = [internals.stand_in_whole(f) for f in fakes]
         ledger = (counting or Ledger)(main_device(inputs))

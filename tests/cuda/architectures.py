@@ -180,8 +180,17 @@ class Compiled(Exception):
     """The step was compiled; on fake tensors there is nothing to run."""
 
 
-def not_run(*args):
-    raise Compiled
+class NotRun:
+    """In place of compiled code."""
+
+    def __call__(self, *args):
+        raise Compiled
+
+    def wait(self) -> None:
+        """No kernel of it is built."""
+
+
+not_run = NotRun()
 
 
 def structure(report: Report) -> str:
