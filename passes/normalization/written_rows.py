@@ -74,6 +74,8 @@ def chosen_by_place(graph: Graph, node: Node, written: WrittenRows) -> Node | No
     write, size, base = Writing(graph, node), written.size, node.args[0]
     if is_equal(written.start, written.stop):
         return base
+    if is_equal(written.start, 0) and is_equal(written.stop, size):
+        return write(aten.unsqueeze.default, written.rows, written.dim) if written.picked else written.rows
     place = write.places(node, written.dim)
     start, stop, behind = (
         write.sizes.written(s, node) for s in (written.start, written.stop, size - written.stop)
