@@ -98,7 +98,7 @@ test-trainers: $(STAMP_TRAINERS)
 	$(RUN_TRAINERS) -m pytest -q tests/trainers tests/test_trl.py tests/test_recipes.py
 
 dist: venv
-	rm -rf dist build
+	rm -rf dist build *.egg-info
 	$(RUN) -m pip install --quiet $(PIP_ARGS) -e '.[dist]'
 	$(RUN) -m build --outdir dist > /dev/null
 	$(RUN) .ci/check_dist.py

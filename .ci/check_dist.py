@@ -23,17 +23,16 @@ def of_code(names: list[str]) -> Counter:
 
 def main() -> int:
     (wheel,), (source,) = (ROOT / "dist").glob("*.whl"), (ROOT / "dist").glob("*.tar.gz")
-    wanted = files("streambp_compile") | files("passes")
+    wanted = {f"streambp_compile/{name}" for name in files("passes")} | files("streambp_compile")
     with tarfile.open(source) as archive:
         in_source = of_code([n.partition("/")[2] for n in archive.getnames()])
     in_wheel = of_code(zipfile.ZipFile(wheel).namelist())
-    installed = {n if n.startswith("streambp_compile") else f"streambp_compile/{n}" for n in wanted}
     wrong = [f"{source.name}: {n}" for n in sorted(in_source.keys() ^ wanted)]
-    wrong += [f"{wheel.name}: {n}" for n in sorted(in_wheel.keys() ^ installed)]
+    wrong += [f"{wheel.name}: {n}" for n in sorted(in_wheel.keys() ^ wanted)]
     wrong += [
         f"twice: {n}" for n, count in (in_source + in_wheel).items() if max(in_source[n], in_wheel[n]) > 1
     ]
-    print("\n".join(wrong) or f"{len(installed)} files, each once, in {wheel.name} and {source.name}")
+    print("\n".join(wrong) or f"{len(wanted)} files, each once, in {wheel.name} and {source.name}")
     return bool(wrong)
 
 
