@@ -91,8 +91,10 @@ def is_equal(a: Size, b: Size) -> bool:
 
 def differs_by_a_number(a: Size, b: Size) -> bool:
     """Are there as many more of these than of those at every length?"""
-    difference = a - b
-    return isinstance(difference, int) or simplified(difference.node.expr).is_number
+    if isinstance(a, int) and isinstance(b, int):
+        return True
+    first, second = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (a, b))
+    return first == second or simplified(first - second).is_number
 
 
 def simplified(expr: sympy.Expr) -> sympy.Expr:

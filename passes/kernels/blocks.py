@@ -39,7 +39,7 @@ class BlockFunction:
 
     module    ``(number of blocks, *operands) → result``; rows come and go as full blocks
     length    tokens per block
-    operands  an `BlockAxis` for each operand; at least one has rows
+    operands  a `BlockAxis` for each operand; at least one has rows
     result    the axis of the result
     shape     of the result; the size of its axis says nothing
     width     bytes per token that are alive at the widest moment inside

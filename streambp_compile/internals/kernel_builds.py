@@ -63,13 +63,16 @@ class Kernels:
 @contextlib.contextmanager
 def built_later(inputs: Sequence[object]) -> Iterator[Kernels]:
     """What Inductor compiles inside for these inputs does not wait for its kernels, if they run on a CPU."""
-    kernels = Kernels()
+    kernels, thread, wait = Kernels(), threading.get_ident(), AsyncCompile.wait
 
     def later(compiler: AsyncCompile, scope: dict) -> None:
-        kernels.building.append((compiler, scope))
+        if threading.get_ident() == thread:
+            kernels.building.append((compiler, scope))
+        else:  # it compiles something else
+            wait(compiler, scope)
 
     if on_cpu(inputs):
-        with mock.patch.object(AsyncCompile, "wait", later):
+        with OneAtATime(), mock.patch.object(AsyncCompile, "wait", later):
             yield kernels
     else:
         yield kernels
