@@ -26,7 +26,6 @@ from .aten_graphs import (
 from .body_inputs import BodyInputs
 from .branch_tracing import begin_branch, end_branch
 from .chunk_bodies import CompiledBody, body_options, compile_body
-from .compilers import cpp_compiler
 from .distributed import (
     Engine,
     HeadApart,
@@ -92,7 +91,7 @@ from .fake_tensors import (
 )
 from .inductor import compile_function, compile_graph, compile_plainly, floats_are_tensors, rewrite
 from .joint_graphs import keep_inputs_partition, of_regions, read_meshes_of_primals, tracing_of
-from .kernel_builds import on_cpu, prepare_compiler
+from .kernel_builds import cpp_compiler, on_cpu, prepare_compiler
 from .read_numbers import break_at_read_numbers, break_where_numbers_are_read, reading_no_numbers
 from .row_picking import break_at_picked_rows, capture_picked_rows, capture_with_picked_rows
 from .running_step import (

@@ -16,8 +16,10 @@ from concurrent.futures import Future
 from unittest import mock
 
 import torch
+from torch._inductor import exc
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.output_code import CompiledFxGraph
 
@@ -81,6 +83,14 @@ def built_later(inputs: Sequence[object]) -> Iterator[Kernels]:
 def on_cpu(values: Sequence[object]) -> bool:
     """Are all tensors among these values on the CPU?"""
     return all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor finds, as a command; None where it finds none."""
+    try:
+        return get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError):
+        return None
 
 
 @functools.cache
