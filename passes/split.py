@@ -115,7 +115,7 @@ def all_cuts(
         mixers = [] if moves else [i for i, n in enumerate(part) if traits[n].mixing]
         inside = layer_cuts(part, alive, traits, mixers)
         if last < len(body) - 1:
-            layer = [narrowest(alive, mixers[-1], len(part))[-1]] if mixers else []
+            layer = [layer_end(part, inside, narrowest(alive, mixers[-1], len(part)))] if mixers else []
             inside = [*inside, *layer, *({len(part) - 1}.difference(layer))]
         if first == 0 and not moves:
             prelude = prelude_cut(part, alive, traits, inside)
@@ -355,7 +355,7 @@ def head_cut(
     adds_up = any(traits[n].bytes > 0 and not traits[n].tokens for n in after)
     if not (widens or adds_up):
         return []
-    return [equal_to_layer_before(body, cuts, places) if cuts else places[-1]]
+    return [layer_end(body, cuts, places)]
 
 
 def narrowest_before_widest(
@@ -370,8 +370,10 @@ def narrowest_before_widest(
     return [i for i in alive if widths[i] == least]
 
 
-def equal_to_layer_before(body: Sequence[Node], cuts: Sequence[int], places: Sequence[int]) -> int:
+def layer_end(body: Sequence[Node], cuts: Sequence[int], places: Sequence[int]) -> int:
     """The last of some places that ends a layer equal to the one before it; without one, the last place."""
+    if not cuts:
+        return places[-1]
     start = cuts[-1] + 1
     before = shape_of_piece(body[cuts[-2] + 1 if len(cuts) > 1 else 0 : start])
     longest = shape_of_piece(body[start : places[-1] + 1])

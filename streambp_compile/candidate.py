@@ -20,7 +20,9 @@ from .passes.ir import (
     cannot_tell,
     hint,
     is_tensor,
+    outputs_of,
     value_of,
+    viewed,
     where_of,
 )
 from .passes.rules import CostClass, cost_of, find_rule, is_product
@@ -180,18 +182,24 @@ class Candidate:
     def costs_nothing(self, graph_module: GraphModule) -> bool:
         """Is no value inside larger than one that goes in or out, and exists in any case? Or than an
         allocator's smallest block?"""
+        return self.whole_cost(graph_module) <= self.widest_end()
+
+    def widest_end(self) -> int:
+        """Compute the bytes of the largest value that goes in or out, at least one block of an allocator."""
         ends = (own_of(n) for n in (*self.inputs, *self.region.outputs))
-        widest = max((bytes_of(e) for e in ends if isinstance(e, torch.Tensor)), default=0)
-        return self.whole_cost(graph_module) <= max(widest, SMALLEST_BLOCK)
+        return max([SMALLEST_BLOCK, *(bytes_of(e) for e in ends if isinstance(e, torch.Tensor))])
 
     def is_fragment(self, graph_module: GraphModule) -> bool:
         """Is this a piece between graph breaks that takes no more memory than what goes in and out?
 
-        It has no products, and Inductor fuses the rest.
+        Inductor fuses all but products, and a product's result is kept: all of them are counted.
         """
         calls = [n for n in graph_module.graph.nodes if n.op == "call_function"]
-        cheap = (cost_of(n) in WITHOUT_MEMORY or find_rule(n) and not is_product(n) for n in calls)
-        return self.costs_nothing(graph_module) and all(cheap)
+        whole = [n for n in calls if cost_of(n) not in WITHOUT_MEMORY and (is_product(n) or not find_rule(n))]
+        returned = {viewed(n) for n in outputs_of(graph_module) if isinstance(n, Node)}
+        kept = sum(bytes_of(value_of(n)) for n in whole if is_tensor(n) and n not in returned)
+        known = all(map(find_rule, whole))
+        return known and kept <= self.widest_end() and self.costs_nothing(graph_module)
 
     def whole_cost(self, graph_module: GraphModule) -> int:
         return max(
