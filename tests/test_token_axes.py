@@ -6,15 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from models import Mixing, MixingLayer, gradients, ids_of, worst_error
+from models import Mixing, MixingLayer, Plain, gradients, ids_of, worst_error
 from torch import nn
 
-from streambp_compile import NotStreamed, Report
+from streambp_compile import NotStreamed, Report, explain
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.dynamo import capture, token_axes
 
 WIDTH, VOCABULARY = 32, 11
+EXACT = 1e-12
 
 
 class Layer(nn.Module):
@@ -206,3 +207,24 @@ def test_a_batch_that_changes_is_a_number_though_no_input_has_tokens(interpreted
             found = gradients(model, lambda: step(**batch))
             torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)  # those of keys' biases are zero
     assert not [w for w in caught if "internal error" in str(w.message)]
+
+
+class Taught(Plain):
+    def loss(self, x, labels):
+        candidates, teacher = labels
+        chosen = self.head(self.norm(x)).log_softmax(-1).gather(-1, candidates)
+        return -(chosen * teacher).sum(-1).mean()
+
+
+def test_an_index_beside_the_text_has_its_rows(interpreted):
+    """Candidates of a teacher, as many rows as the text, picked from the student's logits at any length."""
+    model = Taught(vocabulary=500).double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 8, "strict": True})
+    for length in (30, 47):
+        candidates, teacher = torch.randint(0, 500, (2, length, 3)), torch.rand(2, length, 3).double()
+        ids = ids_of(2, length)
+        for given in (ids, candidates, teacher):
+            torch._dynamo.mark_dynamic(given, 1)
+        found, truth = (gradients(model, lambda f=f: f(ids, (candidates, teacher))) for f in (step, model))
+        assert worst_error(found, truth) < EXACT
+    assert not explain(model, ids, (candidates, teacher)).notes

@@ -24,9 +24,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import is_equal
+from ..passes.ir import hint, is_equal
 from ..passes.phases import check_time
-from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argument
+from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, read_or_written_along, written_argument
 from .modes import is_switch
 from .values import CHANGED, autocast_of, fake_of
 
@@ -59,8 +59,26 @@ def to_aten(module: GraphModule) -> GraphModule:
             for item in list(node.users):
                 module.graph.erase_node(item)
             module.graph.erase_node(node)
+    for node in module.graph.nodes:
+        guard_equal_rows(node)
     module.recompile()
     return module
+
+
+def guard_equal_rows(node: Node) -> None:
+    """Guard that the rows of an index are those of what it reads, where they are as many at this length.
+
+    ``gather`` and ``scatter`` allow an index of fewer rows, so torch gives the two numbers a symbol each.
+    Other operators of several operands guard their sizes themselves.
+    """
+    along = read_or_written_along(node)
+    if along is None:
+        return
+    base, *others = (fake_of(n).shape for n in (along.base, along.index, along.values) if n is not None)
+    for dim in {*range(len(base))} - {along.dim % max(len(base), 1)}:
+        for a, b in ((base[dim], other[dim]) for other in others):
+            if not internals.is_unbacked(a) and not internals.is_unbacked(b) and hint(a) == hint(b):
+                bool(a == b)  # evaluated, the equation is guarded
 
 
 def write_sizes(node: Node) -> None:
