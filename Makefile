@@ -3,6 +3,7 @@
 #   make demo         one step on 8192 tokens beside gradient checkpointing, then training; results in out/
 #   make demo QUICK=1 the same on 2048 tokens
 #   make test         the tests; chunk bodies mostly run node by node, most whole models wait for test-compiled
+#   make test-long    tests of several seconds each
 #   make test-quick   some of every module
 #   make test-compiled   whole models, with chunk bodies that Inductor compiles
 #   make test-all     all tests, the slow ones too; chunk bodies of whole models are compiled
@@ -40,7 +41,7 @@ STAMP_TRAINERS := $(VENV_TRAINERS)/installed
 RUN_CUDA := $(VENV_CUDA)/bin/python-gpu
 STRUCTURES := out/structures
 
-.PHONY: venv demo test test-quick test-compiled test-all test-cuda test-oldest test-trainers dist test-dist docs lint types clean
+.PHONY: venv demo test test-long test-quick test-compiled test-all test-cuda test-oldest test-trainers dist test-dist docs lint types clean
 
 venv: $(STAMP)
 
@@ -56,13 +57,17 @@ demo: venv
 
 PYTEST_ARGS = -m pytest -q -n $(JOBS) --dist worksteal
 PYTEST = $(RUN) $(PYTEST_ARGS)
-DEFAULT_TESTS = -m "not slow and (inductor or quick or not models)" tests
+BELONGS = not slow and (inductor or quick or not models)
+DEFAULT_TESTS = -m "$(BELONGS) and not long" tests
 
 test: venv
 	$(PYTEST) $(DEFAULT_TESTS)
 
+test-long: venv
+	$(PYTEST) -m "$(BELONGS) and long" tests
+
 test-quick: venv
-	$(PYTEST) -m "quick and not slow" tests
+	$(PYTEST) -m "quick and not slow and not long" tests
 
 test-compiled: venv
 	$(PYTEST) --inductor -m "models and not inductor and not slow" tests

@@ -133,6 +133,12 @@ def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
     return bool(made.intersection(new_dims(node, signature))) or bool(made) and writes_rows(node)
 
 
+def picks_rows_of(rows: Rows, node: Node) -> bool:
+    """Does a node pick rows of a sequence by an index, and are its rows no longer those of the sequence?"""
+    signature = moving(node, [rows])
+    return signature is not None and bool(new_dims(node, signature)) and worth_a_sequence(node, signature)
+
+
 def regroups_rows(node: Node, sequences: Sequence[Rows]) -> bool:
     """Does a reshape make a row of each of several values of a token (states and actions in turn), or one of
     the tokens of a patch?"""

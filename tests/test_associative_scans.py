@@ -74,6 +74,7 @@ def check(mix, length: int, strict: bool = True) -> None:
     assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mix, length",
     [

@@ -322,6 +322,7 @@ def test_random_numbers_are_drawn_for_all_at_once(at_once):
     assert not parts(explain(model, *batch_of(45)))
 
 
+@pytest.mark.long
 def test_sizes_are_told_by_inputs_of_the_whole_batch(take_turns):
     """One with batch and tokens in one dimension has a row per token in a turn of one sequence; its rows of
     all sequences were taken for the tokens (found by random models)."""

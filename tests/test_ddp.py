@@ -52,6 +52,7 @@ def events_of_a_step() -> list[str]:
     return events
 
 
+@pytest.mark.long
 def test_buckets_are_reduced_while_the_backward_goes_on(ranks):
     for events in ranks.run(events_of_a_step):
         layers = [e.split(".")[1] for e in events if e.startswith("layers.")]

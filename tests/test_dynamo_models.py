@@ -10,6 +10,7 @@ from benchmarks import dynamo_models, dynamo_operators
 REPRESENTATIVES = {"DistilBertForQuestionAnswering"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(dynamo_models.MODELS, REPRESENTATIVES))
 def test_a_model_is_exact(name, interpreted):
     with warnings.catch_warnings():

@@ -46,6 +46,7 @@ def absorbed_latent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhts,bsc->bthc", weights, latent)[..., :4].flatten(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mix",
     [

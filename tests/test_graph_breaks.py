@@ -28,6 +28,7 @@ SIZES = {
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["GPT2", pytest.param("Bert", marks=pytest.mark.slow)])
 def test_a_warning_of_transformers_breaks_no_graph(name, interpreted):
     config = getattr(transformers, f"{name}Config")(**SIZES[name])
@@ -169,6 +170,7 @@ def test_a_break_before_the_loss(between, chunk, interpreted):
     check_step(model, torch.compile(model, backend="streambp", options={"chunk_size": chunk}), model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loss", [changed_in_place, *(pytest.param(f, marks=pytest.mark.slow) for f in (shifted_loss, read_twice))]
 )

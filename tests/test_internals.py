@@ -90,6 +90,7 @@ def test_a_whole_region_with_attention_keeps_its_inputs_alone():
     assert [n.op for n in returned[outputs:]] == ["placeholder"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 traces an inverse without its check")
 def test_an_op_with_effects_keeps_its_region_whole_and_exact(interpreted):
     model, ids = Plain(layers=1).double(), ids_of(1, 64)
@@ -215,6 +216,7 @@ def test_code_that_fixes_a_size_is_code_for_that_size(monkeypatch):
     assert len(said) == 2 and f"{most} ranges of sizes have code of their own" in said[0]
 
 
+@pytest.mark.long
 def test_a_body_that_cannot_be_compiled_again_runs_operator_by_operator(monkeypatch, interpreted):
     """Its first artifact fits no call, and no second one is to be had."""
     once = internals.chunk_bodies.compile_once

@@ -95,6 +95,7 @@ def batch(length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
     return torch.randn(BATCH, length, 4, dtype=dtype), torch.randint(0, 20, (BATCH, TEXT))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text_first", (False, True))
 @pytest.mark.parametrize("part", representatives(PARTINGS, {by_slices_from_behind}))
 def test_both_streams_are_exact_at_two_lengths(part, text_first):
@@ -106,6 +107,7 @@ def test_both_streams_are_exact_at_two_lengths(part, text_first):
         assert worst_error(found, expected) < EXACT
 
 
+@pytest.mark.long
 def test_padding_of_the_text_is_masked():
     model = Pairs(by_slices, True).double()
     step = torch.compile(model, backend="streambp", options=dict(chunk_size=16, strict=True))
@@ -114,6 +116,7 @@ def test_padding_of_the_text_is_masked():
     assert worst_error(found, expected) < EXACT
 
 
+@pytest.mark.long
 def test_all_regions_stream_along_the_image():
     model, given = Pairs(by_slices, False), batch(2048, torch.float32)
     report = explain(model, *given)

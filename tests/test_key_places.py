@@ -208,24 +208,28 @@ def ids(tokens: int, batch: int = 2) -> tuple[Tensor]:
     return (torch.randint(0, VOCABULARY, (batch, tokens)),)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", representatives(MIXERS, CHOSEN))
 def test_places_of_keys_are_exact_and_stream(name):
     assert not check(Model(MIXERS[name]), ids(28), ids(44))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", representatives(REDUCTIONS, UNLIKE))
 def test_zeros_outside_a_mask_are_read_by_what_does_not_add_up(name):
     assert not check(Model(over_zeros(REDUCTIONS[name])), ids(28))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.inductor
 def test_an_indexer_compiled_by_inductor():
     assert not check(Model(mask_by_index), ids(28))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interpreted")
 def test_sorted_keys_are_refused_by_a_sentence():
     def mix(q, k, v):
@@ -235,6 +239,7 @@ def test_sorted_keys_are_refused_by_a_sentence():
     assert "sorts the keys of each row" in refusal
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interpreted")
 def test_no_matrix_exists_where_keys_are_picked():
     model, batch = Model(mask_by_index), ids(512, batch=1)
@@ -270,6 +275,7 @@ PICKS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", representatives(PICKS, {"gather", "the mean of two"}))
 def test_tokens_that_point_at_others(name):

@@ -230,6 +230,7 @@ def test_small_results_stream(model, name):
         assert peak(lambda: SMALL[name](model.step(IDS))) < 0.6 * one
 
 
+@pytest.mark.long
 def test_masks_of_any_number_of_rows(model):
     """As many rows are made as are read, and what was compiled serves any number."""
 
@@ -246,6 +247,7 @@ def test_masks_of_any_number_of_rows(model):
     assert counted[-1] == counted[2]
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_integers_and_pairs(model):
     with torch.no_grad():
@@ -261,6 +263,7 @@ def test_integers_and_pairs(model):
         assert logits.cached is None
 
 
+@pytest.mark.long
 def test_two_tensors_of_logits(model):
     """A student and its teacher: one pass over both."""
     torch.manual_seed(1)
@@ -442,6 +445,7 @@ UNSEEN = {  # what no version counter sees
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", UNSEEN)
 def test_read_after_a_write_that_autograd_does_not_see(how):
     model = Head(64).double()
@@ -530,6 +534,7 @@ def test_lengths_share_what_was_compiled(model):
     assert counters["stats"]["unique_graphs"] == before
 
 
+@pytest.mark.long
 @CONSTANT
 def test_autocast():
     torch.manual_seed(0)

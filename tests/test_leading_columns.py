@@ -71,6 +71,7 @@ class Layer(nn.Module):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(SINKS, ["masked_behind"]))
 def test_sinks_in_front(name):
     model, options = Layer(SINKS[name]).double(), {"chunk_size": 8}

@@ -69,6 +69,7 @@ READS = [
 CHOSEN = {(grouped, 4, 2), (masked_completely, 2, 2), (biased, 4, 4)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "reads", representatives(READS, CHOSEN), ids=lambda r: " ".join(map(str, (r[0].__name__, *r[1:])))
 )
@@ -82,6 +83,7 @@ def test_gradients(reads):
         assert worst_error(found, expected) < EXACT
 
 
+@pytest.mark.long
 def test_scores_exist_for_one_chunk():
     model, x = Reader(plainly), torch.randn(BATCH, 2048, WIDTH)
     for parameter in model.parameters():

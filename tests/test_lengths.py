@@ -188,6 +188,7 @@ MODELS = {
 CHOSEN = {"distilled", "folded", "zoo: packed"}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:streambp", r"error:[\s\S]*internal error")
 @pytest.mark.parametrize("name", representatives(MODELS, CHOSEN))
 def test_three_other_lengths_are_exact(name, interpreted):

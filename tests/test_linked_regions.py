@@ -91,6 +91,7 @@ def test_gradients_are_written_over_what_nobody_else_reads(kind, times, taken):
     assert worst_error(ours, truth) < EXACT
 
 
+@pytest.mark.long
 def test_a_kept_graph_goes_back_twice():
     model, ids = Plain(layers=1).double(), ids_of()
     loss = torch.compile(model, backend="streambp", options={"chunk_size": 32})(ids, ids)

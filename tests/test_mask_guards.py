@@ -315,6 +315,7 @@ def test_lowest_numbers_prune_until_a_row_sees_no_key(hide):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "hide, good, bad",
     [

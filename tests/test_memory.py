@@ -33,6 +33,7 @@ def step_peak(model, loss, ids) -> int:
     return peak(step)
 
 
+@pytest.mark.long
 def test_peak_of_a_step(fresh_dynamo):
     model = Plain(VOCABULARY, 128, 4, 4)
     ids = ids_of(1, LENGTH)
@@ -140,6 +141,7 @@ def test_a_check_of_a_stored_mask_takes_no_memory_of_its_size():
         assert guard.answers((mask, keep)).tolist() == [False, False]
 
 
+@pytest.mark.long
 def test_a_body_that_ran_before_takes_as_much_again(fresh_dynamo):
     """A simulation runs each chunk body once for inputs of the same sizes; all of them would say the same."""
 

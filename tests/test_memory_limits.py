@@ -73,6 +73,7 @@ def step(model, ids):
     return model(ids, ids)
 
 
+@pytest.mark.long
 def test_layer_inputs_leave_for_the_host_where_they_would_not_fit(monkeypatch):
     simulated, simulate = [], planned_chain.simulate
 
@@ -107,6 +108,7 @@ def test_layer_inputs_leave_for_the_host_where_they_would_not_fit(monkeypatch):
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"memory_budget": 1 << 40}, marks=pytest.mark.slow)],
@@ -201,6 +203,7 @@ def kept(plan):
     return sum(c.keep for c in plan.choices)
 
 
+@pytest.mark.long
 def test_steps_keep_what_the_free_memory_allows(counters, plans):
     counters.free = 62 << 20
     trained = Trained()
@@ -214,6 +217,7 @@ def test_steps_keep_what_the_free_memory_allows(counters, plans):
     assert kept(plans[-1]) == 0
 
 
+@pytest.mark.long
 def test_a_shorter_sequence_runs_by_the_plan_that_keeps_all(counters, plans, monkeypatch):
     searched, search = [], planned_chain.SpendingChain.search
     monkeypatch.setattr(
@@ -226,6 +230,7 @@ def test_a_shorter_sequence_runs_by_the_plan_that_keeps_all(counters, plans, mon
     assert len(searched) == 1
 
 
+@pytest.mark.long
 def test_a_forward_that_runs_out_of_memory_is_run_again_by_the_default_plan(counters, plans, monkeypatch):
     trained = Trained()
     for _ in range(3):
@@ -246,6 +251,7 @@ def test_a_forward_that_runs_out_of_memory_is_run_again_by_the_default_plan(coun
         assert kept(plans[-1]) == 0
 
 
+@pytest.mark.long
 def test_after_a_backward_that_failed_steps_run_by_the_default_plan(counters, plans):
     trained = Trained()
     for _ in range(2):
@@ -322,6 +328,7 @@ def kept_graph(model, ids, function):
     return loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", [two_calls, kept_graph])
 def test_kept_values_are_read_as_often_as_backwards_want(of, counters, plans):
     trained = Trained()

@@ -212,6 +212,29 @@ def test_rows_added_where_an_index_of_each_token_says():
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+def bucketed(m, x, ids):
+    """Attention within blocks of tokens of like content, and the block before (Reformer, arXiv 2001.04451)."""
+    for turn in (x, x.flip(-1)):
+        buckets = torch.cat((turn[..., :4], -turn[..., :4]), -1).detach().argmax(-1)
+        order = (buckets * x.shape[1] + torch.arange(x.shape[1])).argsort(-1)
+        sorted_ = m.inner.norm1(x).gather(1, wide(order)).unflatten(1, (-1, 8))
+        keys = torch.cat((sorted_.roll(1, 1), sorted_), 2)
+        y = ((sorted_ @ keys.mT).softmax(-1) @ keys).flatten(1, 2)
+        x = x + m.inner.down(F.gelu(m.inner.up(y.gather(1, wide(order.argsort(-1))))))
+    return m.loss(x, ids)
+
+
+@pytest.mark.long
+def test_blocks_of_sorted_tokens_stream():
+    """Nothing else mixes tokens: rows picked by an index part the layers, and these from the head."""
+    model, (step, report) = (made := Model(bucketed).double()), compiled(made)
+    for length in (40, 56):
+        ids = ids_of(2, length)
+        found, truth = (gradients(model, lambda f=f: f(ids)) for f in (step, model))
+        assert worst_error(found, truth) < EXACT
+    assert len(report.regions) > 2 and all(r.streamed for r in report.regions)
+
+
 @pytest.mark.slow
 def test_rows_written_into_a_copy_are_exact():
     model, ids = Model(put_in_place).double(), ids_of(2, LENGTH)

@@ -38,6 +38,7 @@ def test_nested_regions_stream():
     assert all(r.refusal is None for r in report.regions)
 
 
+@pytest.mark.long
 def test_nested_regions_under_autocast():
     """What is computed again, to know the layers apart, has the dtypes of autocast."""
     nested, ids = model().float(), ids_of(2, 61)

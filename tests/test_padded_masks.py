@@ -78,6 +78,7 @@ class Layer(nn.Module):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(MASKS, ["documents"]))
 def test_masks_with_more_columns(name):
     """Exact at other lengths too, and the attention is computed in chunks."""

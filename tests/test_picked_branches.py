@@ -116,6 +116,7 @@ def test_a_branch_breaks_no_graph(name):
     assert streams_whole(model)
 
 
+@pytest.mark.long
 def test_all_sizes_symbolic_from_the_start():
     model = Mixture(if_any).double()
     step = torch.compile(model, backend="streambp", dynamic=True, options={"chunk_size": 16})

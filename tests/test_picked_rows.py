@@ -126,6 +126,7 @@ def test_masks_over_batch_and_tokens_stream():
     assert error_of(Mixture(apply, flat=False).double(), 43) < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_experts_in_a_loop_stream_in_compiled_bodies():
     assert error_of(Mixture(places).double(), 43) < EXACT

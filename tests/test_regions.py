@@ -49,6 +49,7 @@ PARTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("part", representatives(PARTS, {"slices", "turned"}))
 def test_parts_of_something_wider_cross_a_cut(part, grad, interpreted):
@@ -85,6 +86,7 @@ class Stacked(nn.Module):
         return F.cross_entropy((x @ self.table.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_layers_whose_weights_are_one_tensor_are_equal(frozen, interpreted):
     model, ids = Stacked(5).double(), torch.randint(VOCAB, (2, 61))

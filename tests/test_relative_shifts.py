@@ -120,6 +120,7 @@ def assert_exact(model, step) -> None:
         assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(SHIFTS, {"music_transformer"}))
 def test_relative_shifts_stream(name):
     """All of it, at lengths that change: a warning is an error here."""
@@ -135,6 +136,7 @@ def test_relative_shifts_compile():
     assert_exact(model, torch.compile(model, backend="streambp", options={"chunk_size": 16}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(HIDDEN, {"filled"}))
 def test_entries_of_the_next_row_are_left_out_where_a_mask_hides_them(name):
     model = model_of(relative(music_transformer, HIDDEN[name]))
@@ -143,6 +145,7 @@ def test_entries_of_the_next_row_are_left_out_where_a_mask_hides_them(name):
     assert "causal, proved" in str(report)
 
 
+@pytest.mark.long
 def test_entries_of_the_next_row_count_where_nothing_hides_them():
     model = model_of(relative(music_transformer))
     with warnings.catch_warnings(record=True) as seen:
@@ -184,6 +187,7 @@ def shared_positions(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
     return torch.where(at <= at[:, None], scores, INF).softmax(-1) @ v
 
 
+@pytest.mark.long
 def test_relative_positions_are_no_keys_though_counted_with_them():
     model = model_of(shared_positions)
     assert_exact(model, torch.compile(model, backend="streambp", options={"chunk_size": 16}))

@@ -135,6 +135,7 @@ def model_of(route) -> Mixture:
     return model.double()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(LOOPS, {"over_hits"}))
 def test_a_loop_breaks_no_graph(name):
     model = model_of(LOOPS[name])
@@ -156,6 +157,7 @@ def test_an_expert_that_nobody_chooses(name):
     assert worst_error(gradients(model, lambda: step(ids, ids)), expected) < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(WITH_PLACES, {"choosing_tokens"}))
 def test_experts_with_places_stream(name):
     """Also at a second length, of which the number of places is a fraction."""

@@ -57,6 +57,7 @@ def test_running_values_stream(case, interpreted):
     assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 def test_other_lengths_are_exact(interpreted):
     model = Mixing(WIDTH, MixingLayer(of_maxima, WIDTH, parts=1)).double()
@@ -82,6 +83,7 @@ class Documents(nn.Module):
         return self.model.head(self.model.layers(x)).logsumexp(-1).mean()
 
 
+@pytest.mark.long
 def test_positions_in_documents_stream(interpreted):
     model, ids = Documents().double(), ids_of(2, 90)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})

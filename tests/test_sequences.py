@@ -142,6 +142,7 @@ class Patches(nn.Module):
         return F.cross_entropy(self.head(x[:, 0]), torch.arange(len(x)))
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_layers_over_patches_of_an_image_stream():
     """The patch embedding does not, which costs nothing: no warning, and no error where all is to stream."""
@@ -420,6 +421,7 @@ def test_an_hourglass_streams(linear, interpreted):
         assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+@pytest.mark.long
 def test_a_text_of_one_token():
     """Shifted losses have no rows then: reshapes of empty values have no place for tokens."""
     model = Plain(layers=1).double()
@@ -466,6 +468,7 @@ class Bytes(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", representatives(((False, 4, 1), (True, 4, 1), (True, 8, 2)), {(True, 8, 2)}))
 def test_attention_within_patches_streams_along_the_patches(case):
     model, patch = Bytes(*case).double(), case[1]
@@ -480,6 +483,7 @@ def test_attention_within_patches_streams_along_the_patches(case):
         assert {hint(r.analysis.length) for r in report.regions if r.analysis} == {96 // patch}, report
 
 
+@pytest.mark.long
 def test_few_latents_are_not_what_a_long_text_streams_along():
     report = explain(Latents(), ids_of(2, 2048), streambp_options={"chunk_size": 64})
     assert hint(report.regions[0].analysis.length) == 2048, report
@@ -506,6 +510,7 @@ class Frames(nn.Module):
         return (self.head(x[:, :-1]) - video[:, 1:]).square().mean()
 
 
+@pytest.mark.long
 def test_attention_within_frames_streams_along_the_frames():
     model, given = Frames().double(), torch.randn(2, 66, 9, 4, dtype=torch.float64)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
@@ -534,6 +539,7 @@ class Captioner(nn.Module):
         return F.cross_entropy(self.head(x[:, 9:-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
+@pytest.mark.long
 def test_a_text_behind_a_prompt_streams_along_both():
     """The rows of the text alone are no sequence of these layers, although all their values have them."""
     model, given = Captioner().double(), (torch.randn(2, 70, 4, dtype=torch.float64), ids_of(2, 80))
@@ -558,6 +564,7 @@ class Prompted(Plain):
         return self.loss(x[:, self.PROMPT :], labels)
 
 
+@pytest.mark.long
 def test_rows_that_leave_are_no_other_sequence():
     """The head reads those that stay; no region holds them at full length for it."""
     torch.manual_seed(0)
@@ -588,6 +595,7 @@ class PatchedText(nn.Module):
         return (self.out(x[:, :-1]).unflatten(-1, (4, 8)) - patches).square().mean()
 
 
+@pytest.mark.long
 def test_patches_of_ids_behind_a_start_row():
     """Row 0 of the ids is of the token that row 1 of the layer is of, in whatever shape the ids are."""
     model, ids = PatchedText().double(), ids_of(2, 72)
@@ -639,6 +647,7 @@ class SortedPatches(nn.Module):
         return (tokens + self.out(x).unflatten(-1, (4, 8)).flatten(1, 2)).square().mean()
 
 
+@pytest.mark.long
 def test_experts_of_patches_are_sorted():
     """What maps a patch to its tokens is derived from experts in the order of patches, and reads them so."""
     model, ids = SortedPatches().double(), ids_of(3, 48)
@@ -647,6 +656,7 @@ def test_experts_of_patches_are_sorted():
     assert worst_error(found, truth) < EXACT
 
 
+@pytest.mark.long
 def test_rows_of_one_number_beside_a_text_of_any_length():
     """A suffix whose one-hot rows want gradients, and a target that is all whose logits are read (GCG, arXiv
     2307.15043)."""

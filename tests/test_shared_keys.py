@@ -182,6 +182,7 @@ def given(attention, length):
     return torch.randint(VOCABULARY, (2, length)), *memory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick_of(CASES))
 def test_more_keys(name):
     check(Layer(CASES[name]).double(), given(CASES[name], 17), given(CASES[name], 20), chunk=7)
@@ -194,6 +195,7 @@ def test_more_keys_in_other_chunks(name, chunk):
     check(Layer(CASES[name]).double(), given(CASES[name], 17), chunk=chunk)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick_of([n for n in CASES if n not in WITHOUT_CAUSALITY]))
 def test_only_visible_keys_are_read(name):
     report = explain(Layer(CASES[name]).double(), *given(CASES[name], 17), streambp_options={"chunk_size": 7})
@@ -227,6 +229,7 @@ def test_keys_that_torch_adds(more):
     check(Torch(**more).double(), *((torch.randint(VOCABULARY, (2, n)),) for n in (17, 20)), chunk=7)
 
 
+@pytest.mark.long
 def test_half_precision_is_no_worse_than_eager():
     model, ids = Layer(memory_keys).double(), given(memory_keys, 33)
     truth = gradients(model, lambda: model(*ids))

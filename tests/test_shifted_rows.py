@@ -128,6 +128,7 @@ def test_rows_that_share_the_dimension_of_the_tokens_are_no_tokens(name, interpr
 CHOSEN = {"one padding", "both ways", "depthwise, cut behind", "dense", "long, in groups"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(MIXERS, CHOSEN))
 def test_neighbours_stream(name, interpreted):
     """All of it: a region that is compiled whole warns, and a warning is an error here."""
@@ -136,6 +137,7 @@ def test_neighbours_stream(name, interpreted):
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(("one padding", "dense", "long, in groups"), {"dense"}))
 def test_lengths_share_a_graph(name, interpreted):
     model = Mixed(MIXERS[name]).double()
@@ -309,6 +311,7 @@ class Drafts(nn.Module):
         return loss
 
 
+@pytest.mark.long
 def test_unrolled_drafts_stream(interpreted):
     model = Drafts().double()
     step = compiled(model)

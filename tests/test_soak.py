@@ -41,6 +41,7 @@ def test_a_seed_is_exact(seed, interpreted):
 FOUND_SEVERAL = (4, 72, 186, 228, 500)  # wrong gradients, crashes and internal errors, once
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", representatives([*range(3), *FOUND_SEVERAL], {4}))
 def test_a_seed_of_several_sequences_is_exact(seed, interpreted):
     with warnings.catch_warnings():
@@ -51,6 +52,7 @@ def test_a_seed_of_several_sequences_is_exact(seed, interpreted):
 FOUND_OPERATORS = (32, 85, 187)  # wrong gradients, and a crash, once
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", representatives([*range(3), *FOUND_OPERATORS], {32}))
 def test_a_seed_of_any_operators_is_exact(seed, interpreted):
     with warnings.catch_warnings():

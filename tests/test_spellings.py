@@ -753,6 +753,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_along_tokens_is_no_internal_error(name, interpreted):
     w = Weights()

@@ -145,6 +145,7 @@ def step(model: nn.Module, losses) -> dict[str, Tensor]:
     return {**found, **{n: b.double().clone() for n, b in model.named_buffers()}}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::streambp_compile.NotStreamed")  # batch norm: sums over tokens
 @pytest.mark.parametrize("name", STATES)
 def test_state_that_the_forward_updates(name):
@@ -162,6 +163,7 @@ def test_state_that_the_forward_updates(name):
     assert all(buffers[n] is b for n, b in model.named_buffers())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error::streambp_compile.NotStreamed")
 def test_weights_that_are_clamped_before_their_use_stream():
     report = explain(Model([Clamped(), Clamped()]), ids_of(2, 37))
@@ -283,6 +285,7 @@ def quantised() -> Model:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_quantised_weights_stream():
     truth, model, ids = quantised(), quantised(), ids_of(2, 37)
@@ -327,6 +330,7 @@ def test_logits_of_a_quantised_head_are_read_later():
         logits.sum().item()
 
 
+@pytest.mark.long
 def test_hidden_states_of_a_subclass_are_refused_by_name():
     model = Model([Layer(32, 2)]).double()
     model.embed.weight = nn.Parameter(Held(model.embed.weight.detach()))
@@ -352,6 +356,7 @@ class Spelt(Layer):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+@pytest.mark.long
 def test_a_transform_inside_is_refused_by_name():
     model, ids = Model([Spelt(32, 2)]).double(), ids_of(2, 37)
     weights = dict(model.named_parameters())
@@ -365,6 +370,7 @@ def test_a_transform_inside_is_refused_by_name():
         torch.compile(gradient, backend="streambp", options={"strict": True})(weights)
 
 
+@pytest.mark.long
 def test_a_mask_made_in_inference_mode():
     class Masked(Layer):
         def forward(self, x, mask):

@@ -168,6 +168,7 @@ def test_torch_carries_entries_to_another_machine(another_process, tmp_path):
     assert doubled() == HIT
 
 
+@pytest.mark.long
 def test_kernels_that_cannot_be_built_leave_the_region_unchunked(another_process, monkeypatch):
     def broken(kernels):
         raise RuntimeError("the compiler failed")

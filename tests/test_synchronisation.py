@@ -22,6 +22,7 @@ def test_a_step(as_on_gpu, monkeypatch):
     assert {"streambp.grouped_mm.default", "streambp.add_grouped_outer_.default"} <= called
 
 
+@pytest.mark.long
 def test_a_step_whose_sequences_take_turns(as_on_gpu, take_turns, monkeypatch):
     take_turns(1)
     report = simulated("cpu", monkeypatch, Attending, sequences=2)

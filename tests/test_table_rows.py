@@ -71,11 +71,13 @@ def keys_of(report):
     return {sweep.keys for region in backward for sweep in region.program.sweeps}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spelling", representatives(PARTS, ["from the end", "narrowed"]))
 def test_stored_masks(spelling):
     assert PAST in keys_of(check(Model(PARTS[spelling])))
 
 
+@pytest.mark.long
 def test_a_learned_bias_beside_the_mask():
     check(Model(PARTS["from the start"], learned=True))
 

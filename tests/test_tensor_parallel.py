@@ -49,6 +49,7 @@ def four_ranks():
     group.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives([s for s in tensor_parallel.SETUPS if s != ON_MESH], CHOSEN))
 def test_gradients_are_those_of_the_model_that_is_not_split(name, ranks):
     check(ranks.run(row_of, name))

@@ -51,6 +51,7 @@ def trained(function, ids: dict[int, torch.Tensor], models: list[Plain]) -> list
     return found
 
 
+@pytest.mark.long
 @pytest.mark.inductor  # `torch.fx.Interpreter`, which interprets bodies in other tests, is for one thread
 @pytest.mark.parametrize(
     "models", [[0, 1], pytest.param([0, 0], marks=pytest.mark.slow)], ids=["each", "one"]

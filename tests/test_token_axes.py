@@ -191,6 +191,7 @@ def test_a_capture_is_made_again_after_a_change():
     assert first is not again
 
 
+@pytest.mark.long
 def test_a_batch_that_changes_is_a_number_though_no_input_has_tokens(interpreted, fresh_dynamo):
     """An image has none, and the first value that has is a weight."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)

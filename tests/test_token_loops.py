@@ -70,6 +70,7 @@ def check(mix: nn.Module, lengths=(11, 13), strict: bool = True) -> None:
         assert worst_error(gradients(model, lambda ids=ids: step(ids)), truth) < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mix",
     [Delta, lambda: Cell(nn.GRUCell), pytest.param(lambda: Cell(nn.LSTMCell), marks=pytest.mark.slow)],
@@ -79,6 +80,7 @@ def test_loops_over_tokens_stream(mix):
     check(mix())
 
 
+@pytest.mark.long
 def test_rows_written_and_the_last_state_read():
     check(Written())
 

@@ -104,6 +104,7 @@ def check(model, lengths=(21, 35)):
     return explain(model, torch.randint(VOCABULARY, (2, 35)), streambp_options=options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(WAYS, ["of_heads", "looked_up"]))
 def test_scores(name):
     report = check(Layer(WAYS[name]).double())
@@ -111,6 +112,7 @@ def test_scores(name):
     assert name not in ("of_heads", "by_einsum") or reaches == {PAST}
 
 
+@pytest.mark.long
 def test_a_wide_look_up_of_keys_adds_its_gradient_to_the_sum_itself():
     """So that no chunk makes another value so wide, and no zeros so wide are kept."""
     report = check(Layer(looked_up).double())
@@ -123,6 +125,7 @@ def test_a_wide_look_up_of_keys_adds_its_gradient_to_the_sum_itself():
     assert not any(n.target == aten.full.default for s in sweeps for n in s.writes)
 
 
+@pytest.mark.long
 def test_contrast_of_rows_and_of_columns():
     check(Contrast(None).double())
 

@@ -83,6 +83,7 @@ class Routed(nn.Module):
         return x + y.tanh() + (0 if loss is None else loss)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(CASES, {"counted", "deviating", "different", "read_next"}))
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_counted_costs_no_streaming(name, interpreted, fresh_dynamo):

@@ -161,6 +161,7 @@ def check(mix, length: int, strict: bool = True, layers: int = 1) -> None:
     assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mix",
     [
@@ -175,6 +176,7 @@ def test_loops_stream(mix):
     check(mix, 4 * BLOCK, layers=2 if mix is delta_rule else 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mix, length",
     [
@@ -223,6 +225,7 @@ def test_what_is_written_in_part_is_a_new_value():
     check(mix, 64)
 
 
+@pytest.mark.long
 def test_gradients_of_a_block_function_share_what_they_need():
     """In a body that computes several of them, the rows of a block are made, and its system solved, once."""
     model, ids = model_of(substituted), ids_of(2, 64)

@@ -140,6 +140,7 @@ def what_is_merged(monkeypatch) -> list[dict]:
     return merged
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loss", representatives(ROLLED, {chunked, under_checkpointing, means, log_probabilities, two_heads})
 )
@@ -164,6 +165,7 @@ def by_sixteen(head, h, y):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", representatives((chunked, means, log_probabilities, by_sixteen), {chunked}))
 def test_lengths_share_a_graph(loss, interpreted):
     """Four chunks of any length are one graph; pieces of sixteen rows are as many as there are."""
@@ -291,6 +293,7 @@ def test_pieces_of_pieces(interpreted):
     )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 def test_hooks_of_pieces_see_pieces(interpreted, monkeypatch):
     def loss(head, h, y):

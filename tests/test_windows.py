@@ -78,6 +78,7 @@ MIXERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(MIXERS, {"filters", "unfold of planes"}))
 def test_windows_stream(name):
     """All of it, for lengths that are whole windows and others: a warning is an error here."""
@@ -94,6 +95,7 @@ def back_to_rows(made: Tensor, back) -> Tensor:
     return turned(back(F.pad(mixed, (1, -1))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "back",
     [
@@ -207,6 +209,7 @@ class Strided(nn.Module):
         return F.cross_entropy(self.head(rows).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 def test_labels_of_strided_features_at_other_lengths():
     """The tokens have two names then: half the features, and the labels."""

@@ -135,6 +135,7 @@ def test_rows_that_are_written_stream(write, dynamic):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_a_row_that_is_picked_has_memory_of_its_own():
     """The graph has a view of all rows there; what chunks add up has not."""

@@ -14,6 +14,7 @@ EXACT = dict(
 PLAIN = ("nanogpt", "packed", "value residual", "one-hot experts", "relative shift")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(PLAIN, {"nanogpt"}))
 def test_own_rows_are_exact_and_proved(name, interpreted):
     answer = zoo.measure(name, tokens=0)
@@ -21,6 +22,7 @@ def test_own_rows_are_exact_and_proved(name, interpreted):
     assert zoo.is_proved(answer), answer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", representatives(("stored mask", "sorted experts", "in place"), {"stored mask"})
 )

@@ -24,9 +24,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import hint, is_equal
+from ..passes.ir import arguments, hint, is_equal
 from ..passes.phases import check_time
-from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, read_or_written_along, written_argument
+from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argument
 from .modes import is_switch
 from .values import CHANGED, autocast_of, fake_of
 
@@ -71,11 +71,15 @@ def guard_equal_rows(node: Node) -> None:
     ``gather`` and ``scatter`` allow an index of fewer rows, so torch gives the two numbers a symbol each.
     Other operators of several operands guard their sizes themselves.
     """
-    along = read_or_written_along(node)
-    if along is None:
+    given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+    index = given.get("index", given.get("indices"))
+    if not isinstance(index, Node) or not isinstance(given.get("dim"), int):
         return
-    base, *others = (fake_of(n).shape for n in (along.base, along.index, along.values) if n is not None)
-    for dim in {*range(len(base))} - {along.dim % max(len(base), 1)}:
+    base, *others = (
+        fake_of(n).shape for n in (given["self"], index, given.get("src")) if isinstance(n, Node)
+    )
+    others = [shape for shape in others if len(shape) == len(base)]  # `index_select` has one number a row
+    for dim in {*range(len(base))} - {given["dim"] % max(len(base), 1)}:
         for a, b in ((base[dim], other[dim]) for other in others):
             if not internals.is_unbacked(a) and not internals.is_unbacked(b) and hint(a) == hint(b):
                 bool(a == b)  # evaluated, the equation is guarded

@@ -30,7 +30,7 @@ from ..passes.ir import (
     tensor_operands,
     value_of,
 )
-from ..passes.moved_rows import Rows, moves_rows, picked_rows
+from ..passes.moved_rows import Rows, moves_rows, picked_rows, picks_rows_of
 from ..passes.normalization.normalize import normal_form
 from ..passes.rules import along_of, communicates, ends_along, is_product
 from ..passes.token_propagation import Signatures, TokenPropagation
@@ -308,6 +308,7 @@ class Trace:
             for n in propagation.met()
             if mixes(n, propagation, chosen.length)
             or exchanges(n, propagation)
+            or picks_rows_of(chosen.rows, n)
             or n in propagation.missing
             and touches(n, propagation)
             and is_tensor(n)
