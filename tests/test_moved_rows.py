@@ -213,7 +213,7 @@ def test_rows_added_where_an_index_of_each_token_says():
 
 
 def bucketed(m, x, ids):
-    """Attention within blocks of tokens of like content, and the block before (Reformer, arXiv 2001.04451)."""
+    """Attention in blocks of tokens of like content, and the block before (Reformer, arXiv 2001.04451)."""
     for turn in (x, x.flip(-1)):
         buckets = torch.cat((turn[..., :4], -turn[..., :4]), -1).detach().argmax(-1)
         order = (buckets * x.shape[1] + torch.arange(x.shape[1])).argsort(-1)
