@@ -143,7 +143,7 @@ def verify_order(node: Node, analysis: Analysis) -> None:
     ]
     read = [analysis.facts[e.operand] for e in near]
     made = parts_of(analysis.facts[node]) if analysis.kinds[node] is Kind.ROWS else ()
-    orders = {(f.rows.outer, f.rows.inner) for f in (*read, *made) if isinstance(f, Tokens)}
+    orders = {(f.rows.outer, f.rows.inner / f.rows.block) for f in (*read, *made) if isinstance(f, Tokens)}
     check(len(orders) < 2, f"{node} meets rows in different orders")
 
 
@@ -152,8 +152,8 @@ def verify_size(node: Node, analysis: Analysis) -> None:
     fact, length = analysis.facts[node], hint(analysis.length)
     if not isinstance(fact, Tokens) or not is_tensor(node):
         return
-    size, step = shape_of(node)[fact.rows.dim], fact.rows.outer * fact.rows.inner
-    rows = size // step
+    size, step = shape_of(node)[fact.rows.dim], fact.rows.step
+    rows, length = size // step, fact.rows.count(length)
     # a mask may be stored for more tokens than there are
     stored = node.op == "placeholder" and fact.keys is not None and rows >= length
     check(rows == length + fact.hi - fact.lo or stored, f"{node}: {rows} rows, but its fact says {fact}")

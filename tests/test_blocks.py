@@ -12,9 +12,8 @@ from torch import Tensor
 
 from benchmarks.zoo import ROWS
 from streambp_compile import NotStreamed, explain
-from streambp_compile.dynamo.block_functions import NoBlockFunction, for_any_count
-from streambp_compile.passes.ir import blocks_of
-from streambp_compile.passes.kernels.blocks import FUNCTIONS, Unit, padded_rows
+from streambp_compile.dynamo.any_count import NotForAnyCount, for_any_count
+from streambp_compile.runtime.runner import Chunk
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10
@@ -286,25 +285,10 @@ def test_many_blocks_are_read_by_rows_that_stream():
     check(gates_of_blocks, [1024], chunk=128)
 
 
-def test_a_short_block_is_filled_up_by_its_last_row():
-    x = torch.arange(1.0, 7).view(1, 3, 2)
-    assert padded_rows(x, 1, 5)[0, 3:].tolist() == [[0, 0]] * 2
-    assert padded_rows(x, 1, 5, True)[0, 3:].tolist() == [[5, 6]] * 2
-
-
-def test_gradients_are_block_functions_of_their_own():
-    check(linear_attention, [43])
-    names = [n for n, f in FUNCTIONS.items() if "_" not in n and f.result.along is Unit.BLOCKS]
-    found = FUNCTIONS[names[-1]]
-    grads = {i: FUNCTIONS.get(f"{names[-1]}_{i}") for i in range(len(found.operands))}
-    assert any(grads.values())
-    for i, grad in grads.items():
-        assert grad is None or grad.operands == (found.result, *found.operands)
-        assert grad is None or grad.result == found.operands[i]
-
-
-def test_a_chunk_holds_whole_blocks():
-    assert [blocks_of("blocks_8", rows) for rows in (1, 8, 9, 24)] == [1, 1, 2, 3]
+def test_a_chunk_counts_its_blocks():
+    chunks = [Chunk(16, stop, 0, stop, 43) for stop in (17, 24, 25, 40)]
+    assert [chunk.scalar("rows_8") for chunk in chunks] == [1, 1, 2, 3]
+    assert {chunk.scalar("first_8") for chunk in chunks} == {2}
 
 
 def rows_of_blocks(x: Tensor) -> Tensor:
@@ -499,5 +483,5 @@ def test_sizes_that_do_not_grow_evenly_are_refused():
 
     grown = for_any_count([graph(6), graph(10), graph(16)])
     assert [n.target for n in grown.graph.nodes if n.target is operator.mul] == [operator.mul]
-    with pytest.raises(NoBlockFunction, match="do not grow"):
+    with pytest.raises(NotForAnyCount, match="do not grow"):
         for_any_count([graph(6), graph(10), graph(17)])

@@ -92,11 +92,38 @@ EVERYWHERE = Reach(-math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Mark:
-    """One dimension that carries tokens: its flat index is ``(o * T + t) * inner + i``."""
+    """One dimension that carries tokens, with ``inner`` rows for each block of ``block`` tokens.
+
+    Entry ``(o * N + n) * inner + i`` is of block ``n``: of tokens ``block * n`` to before ``block * (n + 1)``.
+    The last block may have fewer tokens, and has all rows. With blocks of one token, ``n`` is the token.
+    """
 
     dim: int
     outer: int = 1
     inner: int = 1
+    block: int = 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Has the dimension one row for each token, and nothing else?"""
+        return self.outer == self.inner == self.block == 1
+
+    @property
+    def step(self) -> int:
+        """Rows of one block, of all sequences that share the dimension."""
+        return self.outer * self.inner
+
+    def count(self, tokens: Size) -> Size:
+        """The number of blocks that so many tokens fill; the last may be short."""
+        return tokens if self.block == 1 else -(-tokens // self.block)
+
+    def size(self, tokens: Size) -> Size:
+        """The size of the dimension for so many tokens."""
+        return self.count(tokens) * self.step
+
+    def regrouped(self, dim: int, given: int, made: int) -> Mark:
+        """The mark of the same rows in another dimension, where ``given`` tokens of a block are ``made``."""
+        return Mark(dim, self.outer, self.inner * made // given, self.block * made // given)
 
 
 @dataclass(frozen=True)
@@ -117,7 +144,7 @@ class Tokens:
         names = []
         for i in range(rank):
             if i == self.rows.dim:
-                name = "[t]"
+                name = "[t]" if self.rows.block == 1 else f"[t/{self.rows.block}]"
                 if self.rows.outer != 1:
                     name = f"(b {name})"
                 if self.rows.inner != 1:
@@ -173,6 +200,7 @@ class Signature:
     placed     labels along which the op names rows by their place, so that no fewer rows can be asked of it
     indexed    labels along which an operand's numbers name entries (``placed`` as well): all of them exist at
                once where they are rows, and are counted from the first of all where they are keys
+    blocks     tokens of a block along labels of the operands, and of the outputs: rows stay rows, in blocks
     """
 
     operands: tuple[Labels, ...]
@@ -187,6 +215,7 @@ class Signature:
     uniform: bool = False
     placed: frozenset[Label] = frozenset()
     indexed: frozenset[Label] = frozenset()
+    blocks: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a contraction that does not exist."""
@@ -380,6 +409,11 @@ class Analysis:
         fact = self.facts[node]
         assert isinstance(fact, Tokens), f"{node} has no rows"
         return fact
+
+    def block(self, node: Node) -> int:
+        """Tokens of a block that no chunk may part, of a value with rows of blocks; else one."""
+        marks = (f.rows for f in parts_of(self.facts[node]) if isinstance(f, Tokens))
+        return math.lcm(*(mark.block for mark in marks))
 
     def table(self) -> str:
         lines = []
