@@ -196,7 +196,8 @@ class TokenPropagation:
             if source is not None:
                 found, own = self.marks[source[0]][source[1]], source[2]
                 for slot, dim, block in tied:
-                    self.place(node, slot, found.regrouped(dim, own, block))
+                    same = found if block == own else found.grouped(block)
+                    self.place(node, slot, same.moved(dim))
 
     def tie_written(self, result: Slot, base: Slot) -> None:
         """Rows written among those of a value leave all others in their place."""

@@ -7,6 +7,7 @@ defect of this package, never of the user's model.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -342,7 +343,7 @@ def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
 
 def check_sizes(inputs: Iterable[tuple[Node, object]]) -> None:
     """Sizes, which are items of lists, are of no number of all tokens."""
-    lengths = [n for n, b in inputs if str(b).split() == ["scalar", "length"]]
+    lengths = [n for n, b in inputs if re.fullmatch(r"scalar +length(_\d+)?", str(b))]
     for node in lengths:
         for user in node.users:
             sized = any(node in a for a in user.args if isinstance(a, (list, tuple)))

@@ -315,7 +315,7 @@ MOVED = {
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 @pytest.mark.parametrize("name", representatives(MOVED, {"behind"}))
 def test_rows_moved_inside_blocks_have_gradients(name):
-    """Operators that normalisation writes are differentiated, or no part of a block function."""
+    """Operators that normalisation writes are differentiated."""
 
     def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         return k + q * MOVED[name](v).reshape(v.shape) * scale[0]
@@ -395,7 +395,7 @@ OWN_GRADIENTS = {
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 @pytest.mark.parametrize("name", representatives(OWN_GRADIENTS, {"a user's backward", "straight-through"}))
 def test_gradients_that_are_not_those_of_the_operators(name):
-    """A block function would derive its own; these stay as they are."""
+    """Autograd sees the operators between blocks as they are."""
 
     def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         return k + q * OWN_GRADIENTS[name](blocks(v)).flatten(1, 2) * scale[0]
@@ -429,7 +429,7 @@ ACROSS = {f.__name__: f for f in (turned, turned_beside_attention, two_orders, n
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 @pytest.mark.parametrize("name", representatives(ACROSS, {"turned", "normalised_over_blocks"}))
 def test_blocks_that_meet_are_no_function_of_each(name):
-    """A block function would give other numbers: row by row, in another order, or over the rows of one."""
+    """Block by block there would be other numbers: row by row, in another order, or over the rows of one."""
 
     def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         x = k + q * F.gelu(v)

@@ -13,8 +13,8 @@ from .bodies import (
     Body,
     ChosenKernel,
     in_blocks,
-    parted_name,
     numbers_told,
+    parted_name,
 )
 from .facts import (
     EVERYWHERE,

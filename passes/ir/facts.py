@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
@@ -94,8 +94,9 @@ EVERYWHERE = Reach(-math.inf, math.inf)
 class Mark:
     """One dimension that carries tokens, with ``inner`` rows for each block of ``block`` tokens.
 
-    Entry ``(o * N + n) * inner + i`` is of block ``n``: of tokens ``block * n`` to before ``block * (n + 1)``.
-    The last block may have fewer tokens, and has all rows. With blocks of one token, ``n`` is the token.
+    Entry ``(o * N + n) * inner + i`` is of block ``n``: of tokens ``block * n`` to before
+    ``block * (n + 1)``. The last block may have fewer tokens, and has all rows. With blocks of one token,
+    ``n`` is the token.
     """
 
     dim: int
@@ -121,9 +122,14 @@ class Mark:
         """The size of the dimension for so many tokens."""
         return self.count(tokens) * self.step
 
-    def regrouped(self, dim: int, given: int, made: int) -> Mark:
-        """The mark of the same rows in another dimension, where ``given`` tokens of a block are ``made``."""
-        return Mark(dim, self.outer, self.inner * made // given, self.block * made // given)
+    def moved(self, dim: int) -> Mark:
+        """The same rows in another dimension."""
+        return replace(self, dim=dim)
+
+    def grouped(self, rows: int) -> Mark:
+        """The same rows in blocks of a multiple of so many rows; for one row, in the smallest blocks."""
+        inner = self.inner // math.gcd(self.inner, self.block) if rows == 1 else math.lcm(self.inner, rows)
+        return replace(self, inner=inner, block=self.block * inner // self.inner)
 
 
 @dataclass(frozen=True)
@@ -200,7 +206,7 @@ class Signature:
     placed     labels along which the op names rows by their place, so that no fewer rows can be asked of it
     indexed    labels along which an operand's numbers name entries (``placed`` as well): all of them exist at
                once where they are rows, and are counted from the first of all where they are keys
-    blocks     tokens of a block along labels of the operands, and of the outputs: rows stay rows, in blocks
+    blocks     rows of a block along labels of the operands, and of the outputs, where these differ
     """
 
     operands: tuple[Labels, ...]
@@ -410,10 +416,11 @@ class Analysis:
         assert isinstance(fact, Tokens), f"{node} has no rows"
         return fact
 
-    def block(self, node: Node) -> int:
-        """Tokens of a block that no chunk may part, of a value with rows of blocks; else one."""
-        marks = (f.rows for f in parts_of(self.facts[node]) if isinstance(f, Tokens))
-        return math.lcm(*(mark.block for mark in marks))
+    def block(self, nodes: Iterable[Node]) -> int:
+        """Tokens that a chunk is a multiple of: blocks that some nodes read, or make, are not parted."""
+        values = {value for node in nodes for value in (node, *node.all_input_nodes)}
+        facts = (fact for value in values for fact in parts_of(self.facts[value]))
+        return math.lcm(*(fact.rows.block for fact in facts if isinstance(fact, Tokens)))
 
     def table(self) -> str:
         lines = []

@@ -17,7 +17,7 @@ from .operators import define, nothing
 def regrouped(x: Tensor, dim: int, size: int, given: int, made: int) -> Tensor:
     """The first rows of a value, or all of them with zeros behind.
 
-    given, made  tokens of a block before and behind; one of them is 1
+    given, made  rows of a block before and behind; one of them is 1: there, tokens count
     """
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size - x.shape[dim]]).contiguous()
 
@@ -40,9 +40,7 @@ def add_among_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
     full.narrow(dim, min(start, full.shape[dim]), count).add_(rows.narrow(dim, 0, count))
 
 
-define(
-    "regrouped(Tensor x, int dim, SymInt size, int given, int made) -> Tensor", regrouped, regrouped_meta
-)
+define("regrouped(Tensor x, int dim, SymInt size, int given, int made) -> Tensor", regrouped, regrouped_meta)
 define("at_once(Tensor x, int dim) -> Tensor", copied, copied_meta)
 define("by_block(Tensor x, int dim) -> Tensor", copied, copied_meta)
 define("add_among_rows_(Tensor rows, int dim, SymInt start, Tensor(a!) full) -> ()", add_among_rows_, nothing)

@@ -60,7 +60,14 @@ class Inputs:
             for given in numbers_told(binding):  # Inductor wants each symbol of an expression by itself
                 for symbol in symbols_in(given):
                     self.symbol(symbol)
+            if binding.mark is not None:  # strides of row views are written in these
+                self.counts(binding.mark.block)
         return self.bindings[key][1]
+
+    def counts(self, block: int) -> None:
+        """Have the rows of a chunk and of all tokens as inputs, counted in blocks of so many tokens."""
+        for name in ("rows", "length"):
+            self.bind(Binding(BindingRole.SCALAR, None, in_blocks(name, block)))
 
     def placeholder(self, binding: Binding) -> Node:
         last = list(self.bindings.values())[-1][1] if self.bindings else None

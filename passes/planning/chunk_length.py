@@ -35,7 +35,7 @@ def chunk_lengths(
 
     share  of the sequences that the program is written for: more or fewer of them at a time
     """
-    block = math.lcm(*(analysis.block(n) for s in program.sweeps for n in s.nodes))
+    block = analysis.block(n for s in program.sweeps for n in s.nodes)
     works = [sweep_work(s, analysis).of_part(share) for s in program.sweeps]
     found = [length_for(w, s, program, analysis, choices, device) for w, s in zip(works, program.sweeps)]
     lengths = [-(-length // block) * block for length in found]

@@ -66,7 +66,7 @@ def shorter(
     tile = device.tile
     least = -(-SHORTEST_CHUNK // (tile * sequences(program, analysis))) * tile
     bound = chunk <= least or sweep.saved_states or sweep.restored_states
-    if bound or not widens(sweep, program, analysis) or any(analysis.block(n) > 1 for n in sweep.nodes):
+    if bound or not widens(sweep, program, analysis) or analysis.block(sweep.nodes) > 1:
         return chunk
     room, widest = room_for_chunks(sweep, program, analysis)
     if room * WORTH < widest or (taken := held(chunk)) < room:

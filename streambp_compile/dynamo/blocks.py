@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -44,7 +45,8 @@ def part_blocks(module: GraphModule) -> GraphModule:
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
     trace = traced(module, fakes)
     for axis in axes_of(trace, fakes):
-        splits = [s for node in module.graph.nodes if (s := split_of(node, axis)) is not None]
+        nodes = [node for node in module.graph.nodes if node in trace.values]
+        splits = [s for node in nodes if (s := split_of(node, axis)) is not None]
         for length in dict.fromkeys(s.length for s in splits):
             try:
                 found = Blocked(module, trace, axis, [s for s in splits if s.length == length])
@@ -93,13 +95,14 @@ class Boundary:
         if self.found.pads(node) or self.found.crops(node):  # which are written as such operators
             return None
         made = Home.OUTSIDE if self.found.crops(operand) else self.home(operand)
-        read, starts = self.home(node), node in self.found.starts
-        if made is read or made is Home.OUTSIDE and not starts and operand not in self.found.inside:
+        read, found = self.home(node), self.found
+        in_blocks = bool(found.marks.of(found.trace.values[operand])) or node in found.starts
+        if made is read or not in_blocks:
             return None
-        if not starts and not self.found.marks.of(self.found.trace.values[operand]):
-            return None
+        if made is Home.OUTSIDE:
+            return Home.BLOCKS if read is Home.BLOCKS and found.axis.marks.get(operand) else None
         if read is Home.OUTSIDE and made is Home.BLOCKS:
-            return Home.OUTSIDE if self.found.leaves(operand) else Home.AT_ONCE
+            return Home.OUTSIDE if found.leaves(operand) else Home.AT_ONCE
         return None if read is Home.OUTSIDE else read
 
     def check(self, crossing: Sequence[tuple[Node, Node, Home]]) -> None:
@@ -139,11 +142,11 @@ class Boundary:
         return all(getattr(v.target, "is_view", False) for v in self.found.between(node))
 
     def mark_of(self, node: Node) -> Mark:
-        """The one dimension of rows of tokens, or of blocks, that a value has."""
+        """The one dimension that a value has for blocks, or for the rows of all their tokens."""
         value = self.found.trace.values[node]
         marks = list(self.found.marks.of(value).values())
         if not marks:
-            marks = list(self.found.axis.marks[node])
+            marks = [replace(m, inner=m.inner * self.found.length) for m in self.found.axis.marks[node]]
         elif not self.found.has_full_rows(value) and not self.found.crops(node):
             raise NoBlocks(f"{node} has rows of no whole blocks")
         if len(marks) != 1:
@@ -160,12 +163,12 @@ class Boundary:
         return self.known[operand, home]
 
     def written(self, operand: Node, home: Home) -> Node:
-        mark, length = self.mark_of(operand), self.found.length
+        mark = self.mark_of(operand)
         if home is Home.AT_ONCE:
             return along(operand, mark, lambda x, dim: inserted(x, streambp.at_once.default, (x, dim)))
         if self.home(operand) is Home.AT_ONCE:
             return along(operand, mark, lambda x, dim: inserted(x, streambp.by_block.default, (x, dim)))
-        blocks = (length, 1) if home is Home.OUTSIDE else (1, length)
+        blocks = (mark.inner, 1) if home is Home.OUTSIDE else (1, mark.inner)
         is_cut = self.found.full and self.found.is_cut(operand, mark.dim)
         source = operand.all_input_nodes[0] if is_cut else operand
 

@@ -81,7 +81,4 @@ def share_a_place(one: Mark, length: Size, other: Mark, other_length: Size) -> b
 
 def has_more_rows(node: Node, axis: Axis) -> bool:
     """Has a value rows beside those of the tokens (a prefix of learned ones)?"""
-    return any(
-        hint(own_of(node).shape[m.dim]) > m.size(hint(axis.length))
-        for m in axis.marks.get(node, ())
-    )
+    return any(hint(own_of(node).shape[m.dim]) > m.size(hint(axis.length)) for m in axis.marks.get(node, ()))
