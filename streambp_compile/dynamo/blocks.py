@@ -72,10 +72,14 @@ class Boundary:
         self.check_writes()
         for node, operand, home in crossing:
             node.replace_input_with(operand, self.led(operand, home))
-        resized = [n for n in self.found.inside if self.found.pads(n) or self.found.crops(n)]
-        for node in sorted(resized):
+        resized = sorted(filter(self.is_resized, self.found.inside))
+        for node in resized:
             self.resize(node)
         erase_unread(self.graph, resized)
+
+    def is_resized(self, node: Node) -> bool:
+        """Does a node pad tokens to whole blocks, or cut blocks behind the tokens?"""
+        return node in self.found.inside and (self.found.pads(node) or self.found.crops(node))
 
     # What has to be led where
 
@@ -92,9 +96,10 @@ class Boundary:
 
     def destination(self, node: Node, operand: Node) -> Home | None:
         """Where an operand of a node has to be led; None if it is there, or has no rows."""
-        if self.found.pads(node) or self.found.crops(node):  # which are written as such operators
+        if self.is_resized(node):  # which is written as an operator itself
             return None
-        made = Home.OUTSIDE if self.found.crops(operand) else self.home(operand)
+        crops = self.is_resized(operand) and self.found.crops(operand)
+        made = Home.OUTSIDE if crops else self.home(operand)
         read, found = self.home(node), self.found
         in_blocks = bool(found.marks.of(found.trace.values[operand])) or node in found.starts
         if made is read or not in_blocks:

@@ -361,7 +361,13 @@ def rows_of_length(axis: Axis, length: Size, moving: frozenset[Node]) -> Axis:
     """The part of an axis whose values have so many rows, or a constant number more or fewer."""
 
     def fits(node: Node) -> bool:
-        return all(differs_by_a_number(own_of(node).shape[m.dim], m.size(length)) for m in axis.marks[node])
+        sizes = [(own_of(node).shape[m.dim], m) for m in axis.marks[node]]
+        return all(
+            differs_by_a_number(size, length * m.step)
+            if m.block == 1
+            else hint(size) * m.block == hint(length) * m.step
+            for size, m in sizes
+        )
 
     marks = {n: found for n, found in axis.marks.items() if fits(n)}
     mixing, attending = (nodes & marks.keys() for nodes in (axis.mixing, axis.attending))
