@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.fx import Node
 
@@ -114,11 +115,11 @@ class Mark:
         """Rows of one block, of all sequences that share the dimension."""
         return self.outer * self.inner
 
-    def count(self, tokens: Size) -> Size:
+    def count(self, tokens: Any) -> Any:
         """The number of blocks that so many tokens fill; the last may be short."""
         return tokens if self.block == 1 else -(-tokens // self.block)
 
-    def size(self, tokens: Size) -> Size:
+    def size(self, tokens: Any) -> Any:
         """The size of the dimension for so many tokens."""
         return self.count(tokens) * self.step
 
