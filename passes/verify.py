@@ -258,6 +258,13 @@ def verify_plan(plan: Plan, program: Program) -> None:
         verify_step(plan, nodes, step)
 
 
+def verify_chunks(plan: Plan, program: Program, analysis: Analysis) -> None:
+    """Chunks hold whole blocks of all that they read and make."""
+    for chunk, sweep in zip(plan.chunks, program.sweeps):
+        block = analysis.block(sweep.nodes)
+        check(chunk % block == 0, f"chunks of {chunk} tokens part blocks of {block}")
+
+
 def verify_step(plan: Plan, nodes: Sequence[Node], step: int) -> None:
     """What is computed at full length is computed once, after what it reads."""
     waiting = set(nodes)

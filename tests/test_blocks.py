@@ -13,6 +13,8 @@ from torch import Tensor
 from benchmarks.zoo import ROWS
 from streambp_compile import NotStreamed, explain
 from streambp_compile.dynamo.any_count import NotForAnyCount, for_any_count
+from streambp_compile.passes.ir import Mark, Tokens
+from streambp_compile.passes.token_propagation import reshaped
 from streambp_compile.runtime.runner import Chunk
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -283,6 +285,22 @@ def test_rows_behind_the_last_full_block_are_left_out(mix):
 def test_many_blocks_are_read_by_rows_that_stream():
     """More blocks than four times the features: scores of rows and blocks are no values at full length."""
     check(gates_of_blocks, [1024], chunk=128)
+
+
+def test_a_mark_counts_blocks():
+    rows = Mark(1).grouped(BLOCK)
+    assert rows == Mark(1, inner=BLOCK, block=BLOCK) and rows.grouped(1) == Mark(1)
+    assert (rows.count(43), rows.size(43), rows.size(48)) == (6, 48, 48)
+    assert Tokens(rows).pattern(3) == "b ([t/8] 8) d"
+    blocks_alone = reshaped(rows, (2, 48, 4), (2, 6, BLOCK, 4))
+    assert blocks_alone == Mark(1, block=BLOCK) and Tokens(blocks_alone).pattern(4) == "b [t/8] d e"
+
+
+def test_rows_that_are_several_for_each_token_are_whole_blocks():
+    """Blocks that are tokens themselves have so many rows each, wherever these are padded to blocks."""
+    rows = Mark(1, inner=BLOCK)
+    assert rows.grouped(BLOCK) == rows == rows.grouped(1)
+    assert Mark(1, inner=2).grouped(2 * BLOCK) == Mark(1, inner=2 * BLOCK, block=BLOCK)
 
 
 def test_a_chunk_counts_its_blocks():
