@@ -69,11 +69,11 @@ class Alignment:
             self.fix(whole[0], 0)
 
     def is_whole(self, node: Node) -> bool:
-        return self.rows(node) == hint(self.length)
+        return self.rows(node) == self.propagation.mark(slot_of(node)).count(hint(self.length))
 
     def rows(self, node: Node) -> int:
         mark = self.propagation.mark(slot_of(node))
-        return shape_of(node)[mark.dim] // (mark.outer * mark.inner)
+        return shape_of(node)[mark.dim] // mark.step
 
     @staticmethod
     def weight(operand: Node) -> int:
@@ -98,7 +98,7 @@ class Alignment:
         """Has a value several numbers per token: behind it (``[B, T, D]``, or ``[B, T D]``), or
         (``[B, V, T]``) more than the batch before it? A reshape changes nothing of that."""
         behind = mark.inner > 1 or product(shape) > product(shape[: mark.dim + 1])
-        rows = shape[mark.dim] // (mark.outer * mark.inner)
+        rows = shape[mark.dim] // mark.step
         return behind or self.batch is not None and product(shape) > rows * self.batch
 
     def classify(self, node: Node) -> None:

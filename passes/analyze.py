@@ -44,7 +44,7 @@ from .ir import (
 from .key_ranges import key_ranges
 from .mask_analysis.evaluation import evaluate
 from .phases import check_time
-from .rules import block_of, merge_of, rule_of, scan_of
+from .rules import merge_of, rule_of, scan_of
 from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, outputs_of, product, slot_of
 
 
@@ -190,10 +190,9 @@ class Reader:
 
     def excess(self, node: Node, shape, mark: Mark) -> int:
         """Rows beyond T (negative: missing)."""
-        size = hint(shape[mark.dim]) // (mark.outer * mark.inner)
-        excess = size - hint(self.length)
+        excess = hint(shape[mark.dim]) // mark.step - mark.count(hint(self.length))
         if not isinstance(self.length, int):
-            exact = shape[mark.dim] - (self.length + excess) * mark.outer * mark.inner
+            exact = shape[mark.dim] - (mark.count(self.length) + excess) * mark.step
             if not isinstance(exact, int) and exact.node.expr != 0 and not is_now(shape[mark.dim], exact):
                 raise refuse(
                     node,
@@ -213,8 +212,8 @@ class Reader:
         labels = self.labelling(node, operands, signature)
         self.check_matrices(node, operands, signature, labels)
         sizes = self.sizes_where_shared(node, operands, signature, labels.row)
-        moved = any(signature.offsets.get(labels.row, ())) or block_of(node) > 1
-        if len(sizes) > 1 or sizes and moved:
+        moved = any(signature.offsets.get(labels.row, ()))
+        if (len(sizes) > 1 and signature.blocks == (1, 1)) or sizes and moved:
             raise refuse(
                 node,
                 "This operation cuts or pads a dimension that holds more than the tokens of one sequence",
@@ -248,7 +247,7 @@ class Reader:
         slots += [((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs)]
         found = [(slot, labels.index(row)) for slot, labels in slots if row in labels]
         marks = [self.propagation.marks.get(slot, {}).get(dim) for slot, dim in found]
-        if all(mark is None or mark.outer == mark.inner == 1 for mark in marks):
+        if all(mark is None or mark.step == 1 for mark in marks):
             return set()
         return {shape_of(node, None if output == -1 else output)[dim] for (node, output), dim in found}
 
@@ -413,12 +412,12 @@ class Reader:
         if label is not None and label == labels.row:
             shift = 0 if operand in self.uniform else offset(signature, label, i) + fact.lo - low
             reach = signature.reach.get(label, HERE) + Reach(shift, shift)
-            alone = not shift and fact.rows.outer == fact.rows.inner == 1
+            alone = not shift and fact.rows.step == 1
             if math.isinf(reach.hi - reach.lo) and alone and scan_of(node) is not None:
                 return Edge(operand, Role.CARRY, reach)
             return Edge(operand, Role.ROWS if reach == HERE else Role.HALO, reach)
         if label is not None and label == labels.key:
-            if fact.rows.inner != 1:
+            if fact.rows.inner != 1 or fact.rows.block != 1:
                 raise refuse(
                     node,
                     "Each token has several keys along one dimension",

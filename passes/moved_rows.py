@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from .ir import Label, Signature, is_tensor, shape_of, tensor_operands, value_of
-from .rules import along_of, block_of, find_rule, is_product
+from .rules import along_of, find_rule, is_of_blocks, is_product
 from .token_propagation import TokenPropagation
 
 FEATURES = 8  # numbers per row at least: fewer may as well exist at full length
@@ -32,7 +32,7 @@ class Rows:
         """The dimension of a value that has all rows of the sequence; None if none has."""
         shape = shape_of(node)
         for dim, mark in self.propagation.of(node).items():
-            if mark.inner == 1 and shape[dim] == self.length * mark.outer:
+            if mark.inner == mark.block == 1 and shape[dim] == self.length * mark.outer:
                 return dim
         return None
 
@@ -64,7 +64,7 @@ def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
     signature = known_signature(node, sequences)
     if signature is None or signature.reshape or signature.rows is not None or along_of(node) is not None:
         return None
-    return None if is_product(node) or block_of(node) > 1 else signature
+    return None if is_product(node) or is_of_blocks(node) else signature
 
 
 def known_signature(node: Node, sequences: Sequence[Rows]) -> Signature | None:

@@ -30,7 +30,7 @@ from .ir import (
     value_of,
 )
 from .phases import check_time
-from .rules import block_of, indices_of, is_built_in, is_product, scan_of
+from .rules import indices_of, is_built_in, is_product, scan_of
 
 MOST_COPIES = 8  # different shifts of one value; more are a long filter, and cost more than they save
 
@@ -103,7 +103,7 @@ class Copies:
         scan, fact = scan_of(node), self.facts[operand]
         if scan is None or not scan.window or not isinstance(fact, Tokens):
             return False
-        plain = fact.rows.outer == fact.rows.inner == 1 and fact.keys is None and (fact.lo, fact.hi) == (0, 0)
+        plain = fact.rows.step == 1 and fact.keys is None and (fact.lo, fact.hi) == (0, 0)
         return plain and not self.is_cheap(operand)
 
     def is_cheap(self, node: Node) -> bool:
@@ -126,9 +126,9 @@ class Copies:
             return False
         fact = self.analysis.facts.get(node)
         facts = fact if isinstance(fact, tuple) else (fact,)
-        if node.op != "call_function" or self.analysis.kinds[node] is not Kind.ROWS or block_of(node) > 1:
+        if node.op != "call_function" or self.analysis.kinds[node] is not Kind.ROWS:
             return False
-        plain = all(isinstance(f, Tokens) and f.keys is None for f in facts)
+        plain = all(isinstance(f, Tokens) and f.keys is None and f.rows.block == 1 for f in facts)
         edges = self.analysis.edges[node]
         plain &= self.allows_any_rows(node)
         return plain and all(shift_of(e) is not None or e.role is Role.WHOLE for e in edges)

@@ -161,29 +161,43 @@ class TokenPropagation:
         """Do tokens come to a node, and not through it?"""
         return node in self.lost or node in self.crossed
 
+    def maps_rows(self, node: Node) -> bool:
+        """Is row t of a node's results made of rows t of its operands alone, whatever their place?"""
+        signature = self.signatures.get(node)
+        if signature is None or self.loses(node):
+            return False
+        if signature.reshape:
+            return not self.of(node) or bool(self.of(tensor_operands(node)[0]))
+        pairs = zip(tensor_operands(node), signature.operands)
+        read = {labels[dim] for operand, labels in pairs for dim in self.of(operand)}
+        made = {label for labels in signature.outputs for label in labels if label is not None}
+        if self.of(node) and not tensor_operands(node):
+            return signature.uniform
+        return read <= made and not any(label == signature.rows or signature.mixes(label) for label in read)
+
     def tied(self, node: Node, signature: Signature) -> None:
         """Carry marks between equally labelled dimensions."""
         operands = tensor_operands(node)
         if signature.reshape:
             return self.tie_reshape(node, operands[0])
-        places: dict[object, list[tuple[Slot, int]]] = {}
+        places: dict[object, list[tuple[Slot, int, int]]] = {}
         if node in self.known.written:
             self.tie_written((node, -1), slot_of(self.known.written[node]))
-        for operand, labels in zip(operands, signature.operands):
+        given, made = signature.blocks
+        read = [(slot_of(a), labels, given) for a, labels in zip(operands, signature.operands)]
+        made_ = [((node, o), labels, made) for o, labels in zip(outputs_of(node), signature.outputs)]
+        for slot, labels, block in (*read, *made_):
             for dim, label in enumerate(labels):
                 if label is not None:
-                    places.setdefault(label, []).append((slot_of(operand), dim))
-        for output, labels in zip(outputs_of(node), signature.outputs):
-            for dim, label in enumerate(labels):
-                if label is not None:
-                    places.setdefault(label, []).append(((node, output), dim))
+                    places.setdefault(label, []).append((slot, dim, block))
         for tied in places.values():
-            found = next(
-                (self.marks[slot][dim] for slot, dim in tied if dim in self.marks.get(slot, {})), None
-            )
-            if found is not None:
-                for slot, dim in tied:
-                    self.place(node, slot, Mark(dim, found.outer, found.inner))
+            marked = ((slot, dim, block) for slot, dim, block in tied if dim in self.marks.get(slot, {}))
+            source = next(marked, None)
+            if source is not None:
+                found, own = self.marks[source[0]][source[1]], source[2]
+                for slot, dim, block in tied:
+                    same = found if block == own else found.grouped(block)
+                    self.place(node, slot, same.moved(dim))
 
     def tie_written(self, result: Slot, base: Slot) -> None:
         """Rows written among those of a value leave all others in their place."""
@@ -291,9 +305,9 @@ def product(sizes) -> int:
 def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | None:
     """Where a token dimension goes in a reshape: the place with the same rows before it and after it. In an
     empty value all places are alike, and none is it; nor in one that is too short to hold a row of it."""
-    if 0 in old or old[mark.dim] < mark.outer * mark.inner:
+    if 0 in old or old[mark.dim] < mark.step:
         return None
-    length = old[mark.dim] // (mark.outer * mark.inner)
+    length = old[mark.dim] // mark.step
     before = product(old[: mark.dim]) * mark.outer
     after = mark.inner * product(old[mark.dim + 1 :])
     for dim, size in enumerate(new):
@@ -305,5 +319,5 @@ def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | N
             continue
         inner = size // (outer * length)
         if inner * product(new[dim + 1 :]) == after:
-            return Mark(dim, outer, inner)
+            return Mark(dim, outer, inner, mark.block)
     return None

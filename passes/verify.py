@@ -7,6 +7,7 @@ defect of this package, never of the user's model.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -143,7 +144,7 @@ def verify_order(node: Node, analysis: Analysis) -> None:
     ]
     read = [analysis.facts[e.operand] for e in near]
     made = parts_of(analysis.facts[node]) if analysis.kinds[node] is Kind.ROWS else ()
-    orders = {(f.rows.outer, f.rows.inner) for f in (*read, *made) if isinstance(f, Tokens)}
+    orders = {(f.rows.outer, f.rows.inner / f.rows.block) for f in (*read, *made) if isinstance(f, Tokens)}
     check(len(orders) < 2, f"{node} meets rows in different orders")
 
 
@@ -152,8 +153,8 @@ def verify_size(node: Node, analysis: Analysis) -> None:
     fact, length = analysis.facts[node], hint(analysis.length)
     if not isinstance(fact, Tokens) or not is_tensor(node):
         return
-    size, step = shape_of(node)[fact.rows.dim], fact.rows.outer * fact.rows.inner
-    rows = size // step
+    size, step = shape_of(node)[fact.rows.dim], fact.rows.step
+    rows, length = size // step, fact.rows.count(length)
     # a mask may be stored for more tokens than there are
     stored = node.op == "placeholder" and fact.keys is not None and rows >= length
     check(rows == length + fact.hi - fact.lo or stored, f"{node}: {rows} rows, but its fact says {fact}")
@@ -257,6 +258,13 @@ def verify_plan(plan: Plan, program: Program) -> None:
         verify_step(plan, nodes, step)
 
 
+def verify_chunks(plan: Plan, program: Program, analysis: Analysis) -> None:
+    """Chunks hold whole blocks of all that they read and make."""
+    for chunk, sweep in zip(plan.chunks, program.sweeps):
+        block = analysis.block(sweep.nodes)
+        check(chunk % block == 0, f"chunks of {chunk} tokens part blocks of {block}")
+
+
 def verify_step(plan: Plan, nodes: Sequence[Node], step: int) -> None:
     """What is computed at full length is computed once, after what it reads."""
     waiting = set(nodes)
@@ -342,7 +350,7 @@ def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
 
 def check_sizes(inputs: Iterable[tuple[Node, object]]) -> None:
     """Sizes, which are items of lists, are of no number of all tokens."""
-    lengths = [n for n, b in inputs if str(b).split() == ["scalar", "length"]]
+    lengths = [n for n, b in inputs if re.fullmatch(r"scalar +length(_\d+)?", str(b))]
     for node in lengths:
         for user in node.users:
             sized = any(node in a for a in user.args if isinstance(a, (list, tuple)))

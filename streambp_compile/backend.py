@@ -27,7 +27,7 @@ from .dynamo.assertions import part_assertions, with_assertions
 from .dynamo.associative_scans import scan_in_blocks
 from .dynamo.aten import to_aten
 from .dynamo.attention_calls import one_attention
-from .dynamo.blocks import over_blocks
+from .dynamo.blocks import part_blocks
 from .dynamo.convolutions import look_back
 from .dynamo.cut_rows import cut_rows_first
 from .dynamo.detached_values import detach_operands
@@ -538,7 +538,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (write_windows, "writing windows of tokens as blocks"),
     (write_score_filters, "reading filters of attention scores"),
     (write_relative_shifts, "reading relative shifts of attention scores"),
-    (over_blocks, "finding blocks of tokens"),
+    (part_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),
     (select_rows_first, "moving row selections in front of the head"),
     (part_joint_attention, "parting attention over two streams"),

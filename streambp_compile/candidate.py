@@ -61,7 +61,7 @@ class Candidate:
         The axis may name an input of another region that has as many rows (labels of strided features).
         """
         values = ((n, m) for n in (*self.inputs, *self.region.nodes) for m in self.axis.marks.get(n, ()))
-        sizes = (own_of(n).shape[m.dim] for n, m in values if (m.outer, m.inner) == (1, 1))
+        sizes = (own_of(n).shape[m.dim] for n, m in values if m.is_plain)
         same = (s for s in (self.axis.length, *sizes) if hint(s) == hint(self.axis.length))
         told = (s for s in same if not cannot_tell(self.fakes, [s]))
         return next((s for s in told if s == self.axis.length), self.axis.length)

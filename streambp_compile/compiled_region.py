@@ -14,7 +14,7 @@ from . import internals
 from .candidate import Candidate, NothingToStream
 from .config import Config
 from .dynamo.attention_calls import torch_attention
-from .dynamo.block_functions import write_out
+from .dynamo.blocks import write_out
 from .dynamo.mixing import made_of_weights
 from .dynamo.processes import spans_processes
 from .dynamo.token_axes import Axis

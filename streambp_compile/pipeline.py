@@ -28,6 +28,7 @@ from .passes.rules import communicates
 from .passes.verify import (
     verify_analysis,
     verify_body,
+    verify_chunks,
     verify_fused_body,
     verify_normalized,
     verify_plan,
@@ -220,6 +221,7 @@ def schedule(
     with phase("choosing chunk lengths"):
         planned = plan(program, analysis, choices, machine.target, device, batch.sums if batch else ())
         verify_plan(planned, program)
+        verify_chunks(planned, program, analysis)
     with phase("writing chunk bodies"):
         bodies, fused = lower(program, analysis, planned), lower_fusions(planned)
         for body, sweep in zip(bodies, program.sweeps):

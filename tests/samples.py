@@ -11,7 +11,6 @@ from graphs import single
 from torch.utils._pytree import tree_map
 
 from streambp_compile.passes.ir import tensor_operands
-from streambp_compile.passes.kernels.blocks import FUNCTIONS, BlockAxis, BlockFunction, Unit
 from streambp_compile.passes.kernels.picked_rows import FUNCTIONS as PICKED
 from streambp_compile.passes.kernels.picked_rows import Picked, PickedFunction
 from streambp_compile.passes.kernels.token_loops import FUNCTIONS as STEPS
@@ -68,22 +67,6 @@ def attention_backward(mask=None, groups=1, causal=True):
         return streambp.attention_backward.default, (x(*out.shape), q, k, v, out, lse, m, c, scale), {}
 
     return make
-
-
-def over_blocks(result):
-    """Rows, or their sum, of blocks of one token: longer blocks are tested with models (test_blocks.py)."""
-
-    def body(count, rows, weight):
-        made = rows + rows.sum((0, 2), keepdim=True) * weight.sum()
-        return made if result == "rows" else made.sum(1)
-
-    along = Unit.ROWS if result == "rows" else Unit.WHOLE
-    places = (BlockAxis(Unit.ROWS, 1), BlockAxis(Unit.WHOLE))
-    shape = (2, 6, 3) if result == "rows" else (2, 3)
-    FUNCTIONS[f"sample {result}"] = BlockFunction(
-        torch.fx.symbolic_trace(body), 1, places, BlockAxis(along, 1), shape, torch.float64
-    )
-    return call("streambp::over_blocks", [t(2, 6, 3), t(3)], f"sample {result}")
 
 
 def loop_over_tokens(back):
@@ -178,7 +161,12 @@ SAMPLES = {
     ],
     "streambp::token_loop": [loop_over_tokens(False)],
     "streambp::token_loop_back": [loop_over_tokens(True)],
-    "streambp::over_blocks": [over_blocks(name) for name in ("rows", "sums")],
+    "streambp::regrouped": [
+        call("streambp::regrouped", t(2, 6, 3), 1, 6, 1, 2),
+        call("streambp::regrouped", t(6, 3), 0, 6, 3, 1),
+    ],
+    "streambp::at_once": [call("streambp::at_once", t(2, 6, 3), 1)],
+    "streambp::by_block": [call("streambp::by_block", t(2, 6, 3), 1)],
     "streambp::picked_rows": [of_picked_rows("picked_rows", Picked((0,), (6, 4), torch.float64))],
     "streambp::picked_sums": [of_picked_rows("picked_sums", Picked((), (4,), torch.float64))],
     "streambp::seed": [call("streambp::seed", torch.device("cpu"))],

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from benchmarks.zoo import ROWS
 from streambp_compile import NotStreamed, explain
-from streambp_compile.dynamo.block_functions import NoBlockFunction, for_any_count
-from streambp_compile.passes.ir import blocks_of
-from streambp_compile.passes.kernels.blocks import FUNCTIONS, Unit, padded_rows
+from streambp_compile.dynamo.any_count import NotForAnyCount, for_any_count
+from streambp_compile.passes.ir import Mark, Tokens
+from streambp_compile.passes.token_propagation import reshaped
+from streambp_compile.runtime.runner import Chunk
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10
@@ -286,25 +287,26 @@ def test_many_blocks_are_read_by_rows_that_stream():
     check(gates_of_blocks, [1024], chunk=128)
 
 
-def test_a_short_block_is_filled_up_by_its_last_row():
-    x = torch.arange(1.0, 7).view(1, 3, 2)
-    assert padded_rows(x, 1, 5)[0, 3:].tolist() == [[0, 0]] * 2
-    assert padded_rows(x, 1, 5, True)[0, 3:].tolist() == [[5, 6]] * 2
+def test_a_mark_counts_blocks():
+    rows = Mark(1).grouped(BLOCK)
+    assert rows == Mark(1, inner=BLOCK, block=BLOCK) and rows.grouped(1) == Mark(1)
+    assert (rows.count(43), rows.size(43), rows.size(48)) == (6, 48, 48)
+    assert Tokens(rows).pattern(3) == "b ([t/8] 8) d"
+    blocks_alone = reshaped(rows, (2, 48, 4), (2, 6, BLOCK, 4))
+    assert blocks_alone == Mark(1, block=BLOCK) and Tokens(blocks_alone).pattern(4) == "b [t/8] d e"
 
 
-def test_gradients_are_block_functions_of_their_own():
-    check(linear_attention, [43])
-    names = [n for n, f in FUNCTIONS.items() if "_" not in n and f.result.along is Unit.BLOCKS]
-    found = FUNCTIONS[names[-1]]
-    grads = {i: FUNCTIONS.get(f"{names[-1]}_{i}") for i in range(len(found.operands))}
-    assert any(grads.values())
-    for i, grad in grads.items():
-        assert grad is None or grad.operands == (found.result, *found.operands)
-        assert grad is None or grad.result == found.operands[i]
+def test_rows_that_are_several_for_each_token_are_whole_blocks():
+    """Blocks that are tokens themselves have so many rows each, wherever these are padded to blocks."""
+    rows = Mark(1, inner=BLOCK)
+    assert rows.grouped(BLOCK) == rows == rows.grouped(1)
+    assert Mark(1, inner=2).grouped(2 * BLOCK) == Mark(1, inner=2 * BLOCK, block=BLOCK)
 
 
-def test_a_chunk_holds_whole_blocks():
-    assert [blocks_of("blocks_8", rows) for rows in (1, 8, 9, 24)] == [1, 1, 2, 3]
+def test_a_chunk_counts_its_blocks():
+    chunks = [Chunk(16, stop, 0, stop, 43) for stop in (17, 24, 25, 40)]
+    assert [chunk.scalar("rows_8") for chunk in chunks] == [1, 1, 2, 3]
+    assert {chunk.scalar("first_8") for chunk in chunks} == {2}
 
 
 def rows_of_blocks(x: Tensor) -> Tensor:
@@ -331,7 +333,7 @@ MOVED = {
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 @pytest.mark.parametrize("name", representatives(MOVED, {"behind"}))
 def test_rows_moved_inside_blocks_have_gradients(name):
-    """Operators that normalisation writes are differentiated, or no part of a block function."""
+    """Operators that normalisation writes are differentiated."""
 
     def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         return k + q * MOVED[name](v).reshape(v.shape) * scale[0]
@@ -411,7 +413,7 @@ OWN_GRADIENTS = {
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 @pytest.mark.parametrize("name", representatives(OWN_GRADIENTS, {"a user's backward", "straight-through"}))
 def test_gradients_that_are_not_those_of_the_operators(name):
-    """A block function would derive its own; these stay as they are."""
+    """Autograd sees the operators between blocks as they are."""
 
     def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         return k + q * OWN_GRADIENTS[name](blocks(v)).flatten(1, 2) * scale[0]
@@ -445,7 +447,7 @@ ACROSS = {f.__name__: f for f in (turned, turned_beside_attention, two_orders, n
 @pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
 @pytest.mark.parametrize("name", representatives(ACROSS, {"turned", "normalised_over_blocks"}))
 def test_blocks_that_meet_are_no_function_of_each(name):
-    """A block function would give other numbers: row by row, in another order, or over the rows of one."""
+    """Block by block there would be other numbers: row by row, in another order, or over the rows of one."""
 
     def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         x = k + q * F.gelu(v)
@@ -499,5 +501,5 @@ def test_sizes_that_do_not_grow_evenly_are_refused():
 
     grown = for_any_count([graph(6), graph(10), graph(16)])
     assert [n.target for n in grown.graph.nodes if n.target is operator.mul] == [operator.mul]
-    with pytest.raises(NoBlockFunction, match="do not grow"):
+    with pytest.raises(NotForAnyCount, match="do not grow"):
         for_any_count([graph(6), graph(10), graph(17)])

@@ -31,9 +31,16 @@ WRITERS = {
     "aten::_unsafe_index_put",
     "aten::index_add",
 }
-COUNTED = (prims.iota.default, torch.ops.streambp.uniform.default, torch.ops.streambp.skewed.default)
+STREAMBP = torch.ops.streambp
+COUNTED = (prims.iota.default, *(getattr(STREAMBP, n).default for n in ("uniform", "skewed", "regrouped")))
 FILTERS = {"streambp::filtered", "streambp::filter_grad"}  # channels of a group stay together
-WIDER_THAN_NEEDED = {*WRITERS, *FILTERS, "aten::cat"}  # a value joined to empty ones is still itself
+AT_FULL_LENGTH = {"streambp::at_once", "streambp::by_block"}  # on one side of these, no rows are told apart
+WIDER_THAN_NEEDED = {
+    *WRITERS,
+    *FILTERS,
+    *AT_FULL_LENGTH,
+    "aten::cat",  # a value joined to empty ones is still itself
+}
 
 
 def moved_rows(before, after, dim):

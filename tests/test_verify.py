@@ -41,6 +41,7 @@ from streambp_compile.passes.verify import (
     verify_analysis,
     verify_body,
     verify_bound,
+    verify_chunks,
     verify_normalized,
     verify_plan,
     verify_program,
@@ -97,6 +98,7 @@ def test_what_the_passes_make_is_legal(layer):
     verify_analysis(layer.graph, layer.analysis)
     verify_program(layer.program, layer.analysis)
     verify_plan(layer.plan, layer.program)
+    verify_chunks(layer.plan, layer.program, layer.analysis)
     for body, sweep in zip(layer.bodies, layer.program.sweeps):
         verify_body(body, sweep, layer.analysis)
 
@@ -292,6 +294,13 @@ def test_a_scan_has_a_state():
 def test_an_illegal_plan(layer, spoil: Callable[[Plan], Plan], message: str):
     with pytest.raises(IllegalResult, match=message):
         verify_plan(spoil(layer.plan), layer.program)
+
+
+def test_chunks_that_part_blocks(layer):
+    node = layer.program.sweeps[0].nodes[0]
+    blocks = layer.with_fact(node.name, Tokens(Mark(1, block=CHUNK + 1)))
+    with pytest.raises(IllegalResult, match="part blocks"):
+        verify_chunks(layer.plan, layer.program, blocks)
 
 
 def test_sweeps_that_share_states_cut_alike(layer):

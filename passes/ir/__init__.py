@@ -5,7 +5,6 @@ All of them are frozen, and print themselves the way a person would write them d
 
 from .bodies import (
     ACCUMULATORS,
-    BLOCKS,
     FILLED,
     OF_ROWS,
     READS_KEYS,
@@ -13,8 +12,9 @@ from .bodies import (
     BindingRole,
     Body,
     ChosenKernel,
-    blocks_of,
+    in_blocks,
     numbers_told,
+    parted_name,
 )
 from .facts import (
     EVERYWHERE,
@@ -104,7 +104,6 @@ from .values import (
 __all__ = [
     "UNKNOWN_SIZE",
     "ACCUMULATORS",
-    "BLOCKS",
     "Analysis",
     "Binding",
     "BindingRole",
@@ -150,7 +149,8 @@ __all__ = [
     "ancestors",
     "arguments",
     "band_text",
-    "blocks_of",
+    "in_blocks",
+    "parted_name",
     "bytes_of",
     "cannot_tell",
     "computed_by",

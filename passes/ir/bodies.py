@@ -33,12 +33,15 @@ class BindingRole(enum.Enum):
         return self.value
 
 
-BLOCKS = "blocks_"  # a scalar of this name, and a length: how many blocks of it a chunk has
+def in_blocks(name: str, block: int) -> str:
+    """The name of a scalar that is counted in blocks of so many tokens: ``rows`` in ``rows_8``."""
+    return name if block == 1 else f"{name}_{block}"
 
 
-def blocks_of(name: str, rows: int) -> int:
-    """How many blocks so many rows are, by the name of a scalar; the last may be short."""
-    return -(-rows // int(name.removeprefix(BLOCKS)))
+def parted_name(name: str) -> tuple[str, int]:
+    """The name of a scalar that counts tokens, and the tokens of a block that it is counted in."""
+    own, _, block = name.partition("_")
+    return own, int(block or 1)
 
 
 READS_KEYS = (BindingRole.KEYS, BindingRole.APPEND, BindingRole.KEYTOTAL)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.fx import Node
 
@@ -92,11 +93,44 @@ EVERYWHERE = Reach(-math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Mark:
-    """One dimension that carries tokens: its flat index is ``(o * T + t) * inner + i``."""
+    """One dimension that carries tokens, with ``inner`` rows for each block of ``block`` tokens.
+
+    Entry ``(o * N + n) * inner + i`` is of block ``n``: of tokens ``block * n`` to before
+    ``block * (n + 1)``. The last block may have fewer tokens, and has all rows. With blocks of one token,
+    ``n`` is the token.
+    """
 
     dim: int
     outer: int = 1
     inner: int = 1
+    block: int = 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Has the dimension one row for each token, and nothing else?"""
+        return self.outer == self.inner == self.block == 1
+
+    @property
+    def step(self) -> int:
+        """Rows of one block, of all sequences that share the dimension."""
+        return self.outer * self.inner
+
+    def count(self, tokens: Any) -> Any:
+        """The number of blocks that so many tokens fill; the last may be short."""
+        return tokens if self.block == 1 else -(-tokens // self.block)
+
+    def size(self, tokens: Any) -> Any:
+        """The size of the dimension for so many tokens."""
+        return self.count(tokens) * self.step
+
+    def moved(self, dim: int) -> Mark:
+        """The same rows in another dimension."""
+        return replace(self, dim=dim)
+
+    def grouped(self, rows: int) -> Mark:
+        """The same rows in blocks of a multiple of so many rows; for one row, in the smallest blocks."""
+        inner = self.inner // math.gcd(self.inner, self.block) if rows == 1 else math.lcm(self.inner, rows)
+        return replace(self, inner=inner, block=self.block * inner // self.inner)
 
 
 @dataclass(frozen=True)
@@ -117,7 +151,7 @@ class Tokens:
         names = []
         for i in range(rank):
             if i == self.rows.dim:
-                name = "[t]"
+                name = "[t]" if self.rows.block == 1 else f"[t/{self.rows.block}]"
                 if self.rows.outer != 1:
                     name = f"(b {name})"
                 if self.rows.inner != 1:
@@ -173,6 +207,7 @@ class Signature:
     placed     labels along which the op names rows by their place, so that no fewer rows can be asked of it
     indexed    labels along which an operand's numbers name entries (``placed`` as well): all of them exist at
                once where they are rows, and are counted from the first of all where they are keys
+    blocks     rows of a block along labels of the operands, and of the outputs, where these differ
     """
 
     operands: tuple[Labels, ...]
@@ -187,6 +222,7 @@ class Signature:
     uniform: bool = False
     placed: frozenset[Label] = frozenset()
     indexed: frozenset[Label] = frozenset()
+    blocks: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a contraction that does not exist."""
@@ -380,6 +416,12 @@ class Analysis:
         fact = self.facts[node]
         assert isinstance(fact, Tokens), f"{node} has no rows"
         return fact
+
+    def block(self, nodes: Iterable[Node]) -> int:
+        """Tokens that a chunk is a multiple of: blocks that some nodes read, or make, are not parted."""
+        values = {value for node in nodes for value in (node, *node.all_input_nodes)}
+        facts = (fact for value in values for fact in parts_of(self.facts[value]))
+        return math.lcm(*(fact.rows.block for fact in facts if isinstance(fact, Tokens)))
 
     def table(self) -> str:
         lines = []

@@ -1,126 +1,73 @@
-"""Functions of blocks: a sequence is cut into blocks of so many tokens, and each block is mapped by itself.
+"""Rows of tokens and rows of blocks of tokens: the operators that lead from one to the other.
 
-State-space and linear-attention models in block form compute a block's own part, and a state per block, that
-way. A `BlockFunction` is the graph of one such value, for any number of blocks. The operator
-``streambp::over_blocks`` applies it; its gradients are block functions again.
+A sequence that is cut into blocks has a row for each token, or so many rows for each block. These differ
+where the last block is short. Chunks hold whole blocks, so that blocks are rows like any other. What blocks
+exchange exists at full length.
 """
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
 
-from .operators import define
-
-
-class Unit(enum.Enum):
-    """What a dimension of an operand, or of the result, counts."""
-
-    ROWS = "rows"  # tokens: one row per token, padded by zeros to full blocks inside
-    BLOCKS = "blocks"  # one entry per block
-    WHOLE = "whole"  # neither; as a result, it is added up over blocks
+from .operators import define, nothing
 
 
-@dataclass(frozen=True)
-class BlockAxis:
-    """Where an operand or a result of a block function has its tokens or blocks."""
+def regrouped(x: Tensor, dim: int, size: int, given: int, made: int) -> Tensor:
+    """The first rows of a value, or all of them with zeros behind.
 
-    along: Unit
-    dim: int = 0
-
-
-@dataclass(frozen=True)
-class BlockFunction:
-    """A function that maps each block of tokens by itself.
-
-    module    ``(number of blocks, *operands) → result``; rows come and go as full blocks
-    length    tokens per block
-    operands  a `BlockAxis` for each operand; at least one has rows
-    result    the axis of the result
-    shape     of the result; the size of its axis says nothing
-    width     bytes per token that are alive at the widest moment inside
-    full      only full blocks have a result; a short last one is filled up with its last row, so that its
-              numbers are as harmless as those of a row, and what is made of it is dropped
+    given, made  rows of a block before and behind; one of them is 1: there, tokens count
     """
-
-    module: GraphModule
-    length: int
-    operands: tuple[BlockAxis, ...]
-    result: BlockAxis
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    width: int = 0
-    full: bool = False
-
-    def blocks_in(self, rows):
-        """How many blocks so many rows give."""
-        return rows // self.length if self.full else blocks_in(rows, self.length)
-
-    def rows_of(self, operands: list[Tensor]) -> int:
-        """The number of tokens."""
-        return next(x.shape[a.dim] for x, a in zip(operands, self.operands) if a.along is Unit.ROWS)
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size - x.shape[dim]]).contiguous()
 
 
-FUNCTIONS: dict[str, BlockFunction] = {}
-"""By the name that calls of ``over_blocks`` give."""
+def regrouped_meta(x: Tensor, dim: int, size: int, given: int, made: int) -> Tensor:
+    return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
 
 
-def blocks_in(rows, length: int):
-    """Blocks of so many rows; the last may be short."""
-    return -(-rows // length)
+def copied(x: Tensor, dim: int) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-def over_blocks(operands: list[Tensor], function: str) -> Tensor:
-    """A block function of a whole sequence, or of some of its blocks."""
-    found = FUNCTIONS[function]
-    rows = found.rows_of(operands)
-    count = blocks_in(rows, found.length)
-    given = []
-    for x, axis in zip(operands, found.operands):
-        if axis.along is Unit.ROWS:
-            x = padded_rows(x, axis.dim, count * found.length, found.full)
-        elif axis.along is Unit.BLOCKS and found.full:
-            x = padded_rows(x, axis.dim, count)
-        given.append(x)
-    result = found.module(count, *given)
-    if found.result.along is not Unit.WHOLE:
-        size = rows if found.result.along is Unit.ROWS else found.blocks_in(rows)
-        result = result.narrow(found.result.dim, 0, size)
-    return result.clone(memory_format=torch.contiguous_format)
+def copied_meta(x: Tensor, dim: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def over_blocks_meta(operands: list[Tensor], function: str) -> Tensor:
-    found = FUNCTIONS[function]
-    rows, shape = found.rows_of(operands), list(found.shape)
-    if found.result.along is not Unit.WHOLE:
-        per_row = found.result.along is Unit.ROWS
-        shape[found.result.dim] = rows if per_row else found.blocks_in(rows)
-    return operands[0].new_empty(shape, dtype=found.dtype)
+def add_among_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
+    """Add rows to those of a value from ``start`` on, as far as it has any there."""
+    count = max(0, min(rows.shape[dim], full.shape[dim] - start))
+    full.narrow(dim, min(start, full.shape[dim]), count).add_(rows.narrow(dim, 0, count))
 
 
-def padded_rows(x: Tensor, dim: int, size: int, repeated: bool = False) -> Tensor:
-    """A copy with zero rows behind, up to ``size``; or with its last row, repeated."""
-    rows = x.shape[dim]
-    out = x.new_zeros(shape_with(x, dim, size))
-    out.narrow(dim, 0, rows).copy_(x)
-    if repeated and rows:
-        out.narrow(dim, rows, size - rows).copy_(x.narrow(dim, rows - 1, 1))
-    return out
+define("regrouped(Tensor x, int dim, SymInt size, int given, int made) -> Tensor", regrouped, regrouped_meta)
+define("at_once(Tensor x, int dim) -> Tensor", copied, copied_meta)
+define("by_block(Tensor x, int dim) -> Tensor", copied, copied_meta)
+define("add_among_rows_(Tensor rows, int dim, SymInt start, Tensor(a!) full) -> ()", add_among_rows_, nothing)
 
 
-def shape_with(x: Tensor, dim: int, size) -> list:
-    shape = list(x.shape)
-    shape[dim] = size
-    return shape
+def keep_rows(ctx, inputs: tuple, output: Tensor) -> None:
+    x, ctx.dim, _, ctx.given, ctx.made = inputs
+    ctx.size = x.shape[ctx.dim]
 
 
-define("over_blocks(Tensor[] operands, str function) -> Tensor", over_blocks, over_blocks_meta)
-define(
-    "padded_rows(Tensor x, int dim, SymInt size, bool repeated=False) -> Tensor",
-    padded_rows,
-    lambda x, dim, size, repeated=False: x.new_empty(shape_with(x, dim, size)),
+def regrouped_back(ctx, grad: Tensor):
+    back = torch.ops.streambp.regrouped(grad, ctx.dim, ctx.size, ctx.made, ctx.given)
+    return back, None, None, None, None
+
+
+def keep_dim(ctx, inputs: tuple, output: Tensor) -> None:
+    _, ctx.dim = inputs
+
+
+torch.library.register_autograd("streambp::regrouped", regrouped_back, setup_context=keep_rows)
+torch.library.register_autograd(
+    "streambp::at_once",
+    lambda ctx, grad: (torch.ops.streambp.by_block(grad, ctx.dim), None),
+    setup_context=keep_dim,
+)
+torch.library.register_autograd(
+    "streambp::by_block",
+    lambda ctx, grad: (torch.ops.streambp.at_once(grad, ctx.dim), None),
+    setup_context=keep_dim,
 )

@@ -289,3 +289,27 @@ define(
     uniform,
     lambda seed, size, stream, dtype: seed.new_empty(size, dtype=dtype),
 )
+
+
+def keep_shift(ctx, inputs: tuple, output: Tensor) -> None:
+    _, ctx.dim, ctx.by = inputs
+
+
+def shifted_back(ctx, grad: Tensor):
+    return torch.ops.streambp.shifted(grad, ctx.dim, -ctx.by), None, None
+
+
+torch.library.register_autograd("streambp::shifted", shifted_back, setup_context=keep_shift)
+
+
+def keep_scan(ctx, inputs: tuple, output: Tensor) -> None:
+    _, ctx.dim, ctx.kind = inputs
+
+
+def scanned_back(ctx, grad: Tensor):
+    if ctx.kind != "cumsum":
+        raise NotImplementedError(f"a reverse {ctx.kind} has no gradient")
+    return grad.cumsum(ctx.dim), None, None
+
+
+torch.library.register_autograd("streambp::reverse_scan", scanned_back, setup_context=keep_scan)

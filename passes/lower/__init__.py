@@ -47,8 +47,7 @@ def lower_fusions(plan: Plan) -> dict[Fusion, Body]:
 def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
     """The chunk body of one sweep."""
     draft = Draft(sweep, analysis, plan.kernels)
-    for name in ("rows", "length"):  # strides of row views are written in them
-        draft.scalar(name)
+    draft.counts(1)
     for node in sweep.nodes:
         last = next(iter(reversed(draft.graph.nodes)))
         Writer(draft, node).write()

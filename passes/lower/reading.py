@@ -24,6 +24,7 @@ from ..ir import (
     Sweep,
     Tokens,
     hint,
+    in_blocks,
     is_tensor,
     numbers_told,
     shape_of,
@@ -59,7 +60,14 @@ class Inputs:
             for given in numbers_told(binding):  # Inductor wants each symbol of an expression by itself
                 for symbol in symbols_in(given):
                     self.symbol(symbol)
+            if binding.mark is not None:  # strides of row views are written in these
+                self.counts(binding.mark.block)
         return self.bindings[key][1]
+
+    def counts(self, block: int) -> None:
+        """Have the rows of a chunk and of all tokens as inputs, counted in blocks of so many tokens."""
+        for name in ("rows", "length"):
+            self.bind(Binding(BindingRole.SCALAR, None, in_blocks(name, block)))
 
     def placeholder(self, binding: Binding) -> Node:
         last = list(self.bindings.values())[-1][1] if self.bindings else None
@@ -103,9 +111,10 @@ class Draft(Inputs):
         self.used: dict[ChosenKernel, None] = {}
         self.inlined: dict[str, Node] = {}
 
-    def scalar(self, name: str) -> Node:
-        """``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key range, ``length`` T."""
-        return self.bind(Binding(BindingRole.SCALAR, None, name))
+    def scalar(self, name: str, block: int = 1) -> Node:
+        """``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key range, ``length`` T;
+        counted in blocks of so many tokens."""
+        return self.bind(Binding(BindingRole.SCALAR, None, in_blocks(name, block)))
 
 
 class Reading:
@@ -117,14 +126,13 @@ class Reading:
         self.scalar, self.symbol = draft.scalar, draft.symbol
 
     def size(self, mark: Mark, name: str = "rows") -> Node:
-        size = self.scalar(name)
-        factor = mark.outer * mark.inner
-        return size if factor == 1 else self.graph.call_function(operator.mul, (size, factor))
+        size = self.scalar(name, mark.block)
+        return size if mark.step == 1 else self.graph.call_function(operator.mul, (size, mark.step))
 
     def unflattened(self, node: Node, mark: Mark, name: str = "rows") -> list:
         """Sizes of a value with the token dimension split into outer, rows, inner."""
         sizes = self.sizes(node)
-        sizes[mark.dim : mark.dim + 1] = [mark.outer, self.scalar(name), mark.inner]
+        sizes[mark.dim : mark.dim + 1] = [mark.outer, self.scalar(name, mark.block), mark.inner]
         return sizes
 
     def sizes(self, node: Node, output: int | None = None) -> list:
@@ -174,7 +182,7 @@ class Reading:
             return self.read_whole(node)
         assert low is not None
         value = self.draft.bind(Binding(BindingRole.ROWS, node, node.name, fact.rows, low, columns=fact.keys))
-        return value if fact.rows.outer == fact.rows.inner == 1 else self.reshaped(value, self.sizes(node))
+        return value if fact.rows.step == 1 else self.reshaped(value, self.sizes(node))
 
     def read_keys(self, node: Node) -> Node:
         """The key range of a value."""

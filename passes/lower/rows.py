@@ -26,28 +26,28 @@ class RowReading(Reading):
             return self.zero_beyond(edge.operand, value, edge.operand)
         return value
 
-    def tokens_of_rows(self) -> Node:
-        """``[C]``: the token of each row."""
+    def blocks_of_rows(self, block: int) -> Node:
+        """``[C]``: the token of each row; of blocks of several tokens, the block."""
         rows = self.graph.call_function(
             prims.iota.default,
-            (self.scalar("rows"),),
+            (self.scalar("rows", block),),
             dict(start=0, step=1, dtype=torch.int64, device=self.device(), requires_grad=False),
         )
-        return self.graph.call_function(aten.add.Scalar, (rows, self.scalar("first")))
+        return self.graph.call_function(aten.add.Scalar, (rows, self.scalar("first", block)))
 
     def inside_domain(self, fact: Tokens, rank: int, mark: Mark) -> Node:
         """A boolean, true where a row of the chunk counts; shaped to broadcast against a value of that
         rank."""
-        tokens = self.tokens_of_rows()
+        tokens, length = self.blocks_of_rows(mark.block), self.scalar("length", mark.block)
         call = self.graph.call_function
         inside = None
         if fact.lo > 0:
             inside = call(aten.ge.Scalar, (tokens, fact.lo))
         if fact.hi < 0:
-            below = call(aten.lt.Scalar, (tokens, call(operator.add, (self.scalar("length"), fact.hi))))
+            below = call(aten.lt.Scalar, (tokens, call(operator.add, (length, fact.hi))))
             inside = below if inside is None else call(aten.logical_and.default, (inside, below))
-        if mark.outer != 1 or mark.inner != 1:
-            size = self.scalar("rows")
+        if mark.step != 1:
+            size = self.scalar("rows", mark.block)
             grouped = call(aten.view.default, (inside, [1, size, 1]))
             grouped = call(aten.expand.default, (grouped, [mark.outer, size, mark.inner]))
             inside = call(aten.reshape.default, (grouped, [self.size(mark)]))
@@ -77,10 +77,9 @@ class RowReading(Reading):
                ones from its end
         low    the token of row 0 of that dimension
         """
-        call, rows, length = self.graph.call_function, self.scalar("rows"), self.scalar("length")
-        size = (
-            call(operator.mul, (length, mark.outer * mark.inner)) if mark.outer * mark.inner != 1 else length
-        )
+        call = self.graph.call_function
+        rows, length, first = (self.scalar(name, mark.block) for name in ("rows", "length", "first"))
+        size = call(operator.mul, (length, mark.step)) if mark.step != 1 else length
         index = call(
             aten.where.self, (call(aten.lt.Scalar, (index, 0)), call(aten.add.Tensor, (index, size)), index)
         )
@@ -88,11 +87,7 @@ class RowReading(Reading):
         tokens = call(aten.floor_divide.default, (index, mark.inner)) if mark.inner != 1 else index
         outer = call(aten.floor_divide.default, (tokens, length)) if mark.outer != 1 else None
         tokens = call(aten.remainder.Scalar, (tokens, length)) if mark.outer != 1 else tokens
-        offset = (
-            call(operator.sub, (low, self.scalar("first")))
-            if low
-            else call(operator.neg, (self.scalar("first"),))
-        )
+        offset = call(operator.sub, (low, first)) if low else call(operator.neg, (first,))
         local = call(aten.add.Tensor, (tokens, offset))
         inside = call(
             aten.logical_and.default, (call(aten.ge.Scalar, (local, 0)), call(aten.lt.Scalar, (local, rows)))
@@ -151,20 +146,20 @@ class RowReading(Reading):
     def places_of_rows(self, fact: Tokens, size: Node, device: torch.device) -> tuple[Node, Node]:
         """Positions of the chunk's rows along a token dimension of the full value, and the size of that
         dimension."""
-        call, mark, length = self.graph.call_function, fact.rows, self.scalar("length")
+        call, mark = self.graph.call_function, fact.rows
+        rows, length, first = (self.scalar(name, mark.block) for name in ("rows", "length", "first"))
         if fact.hi != fact.lo:
             length = call(operator.add, (length, fact.hi - fact.lo))
-        first = self.scalar("first")
         first = call(operator.sub, (first, fact.lo)) if fact.lo else first
-        place = self.counted(self.scalar("rows"), device, first)
-        if mark.outer == mark.inner == 1:
+        place = self.counted(rows, device, first)
+        if mark.step == 1:
             return place, length
         groups = call(aten.view.default, (self.counted(mark.outer, device), [mark.outer, 1, 1]))
-        place = call(aten.view.default, (place, [1, self.scalar("rows"), 1]))
+        place = call(aten.view.default, (place, [1, rows, 1]))
         place = call(aten.add.Tensor, (call(aten.mul.Tensor, (groups, length)), place))
         inner = call(aten.mul.Scalar, (place, mark.inner)), self.counted(mark.inner, device)
         place = call(aten.reshape.default, (call(aten.add.Tensor, inner), [size]))
-        return place, call(operator.mul, (length, mark.outer * mark.inner))
+        return place, call(operator.mul, (length, mark.step))
 
     def iota(self, node: Node, start: Any, step: Any) -> Node:
         rows = self.graph.call_function(

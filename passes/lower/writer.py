@@ -151,11 +151,12 @@ class Writer(RowReading):
     def from_window(self, node: Node, edge: Edge) -> Node:
         """Rows at a constant shift: some are of the chunk before, and were kept of it; the others are the
         chunk's own."""
-        call, dim, dtype = self.graph.call_function, self.fact(node).rows.dim, value_of(node).dtype
+        call, mark, dtype = self.graph.call_function, self.fact(node).rows, value_of(node).dtype
+        dim = mark.dim
         state, rows, ahead = self.state_of(node), self.operand(edge), not edge.reach.looks_back()
         kept = call(prims.convert_element_type.default, (state, dtype))
         joined = call(aten.cat.default, ([rows, kept] if ahead else [kept, rows], dim))
-        bounds = (state_rows(node), sys.maxsize) if ahead else (0, self.scalar("rows"))
+        bounds = (state_rows(node), sys.maxsize) if ahead else (0, self.scalar("rows", mark.block))
         result = call(aten.slice.Tensor, (joined, dim, *bounds))
         if node in self.sweep.scans:
             call(streambp.slide_rows_.default, (rows, dim, ahead, state))
@@ -328,7 +329,7 @@ class Writer(RowReading):
             binding = Binding(BindingRole.ROWS, target, target.name, mark, self.fact(target).lo)
         else:
             binding = Binding(BindingRole.WRITE, node, node.name, mark, fact.lo, columns=fact.keys)
-        if mark.outer != 1 or mark.inner != 1:
+        if mark.step != 1:
             value = self.reshaped(value, self.unflattened(node, mark))
         self.graph.call_function(aten.copy_.default, (self.draft.bind(binding), value))
 

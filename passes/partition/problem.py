@@ -119,7 +119,7 @@ class Problem:
         if node not in self.gradients or not isinstance(fact, Tokens) or fact.keys is None:
             return False
         columns = value_of(node).shape[fact.keys.dim]
-        whole = (fact.lo, fact.hi) == (0, 0) and fact.keys.outer == fact.keys.inner == 1
+        whole = (fact.lo, fact.hi) == (0, 0) and fact.keys.is_plain
         return whole and is_equal(columns, self.analysis.length)
 
     def has_padding(self, node: Node) -> bool:

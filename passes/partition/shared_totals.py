@@ -2,7 +2,7 @@
 
 The gradient of a weight that several layers of a region share is a sum of products. Each by itself would take
 as much memory as the weight does, for the whole sweep. This holds of matrix products only, whose part each
-chunk adds to the accumulator: functions of blocks write rows into theirs, and maxima are merged.
+chunk adds to the accumulator: rows of blocks are added among others, and maxima are merged.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..ir import SHORTEST_CHUNK, Analysis, Program, Sweep, hint
-from ..rules import block_of
 from ..width import widens
 from .choices import Choices
 from .cost_model import Cost, Work, work_of
@@ -31,12 +30,12 @@ def chunk_lengths(
     device: Device = REFERENCE_CPU,
     share: float = 1.0,
 ) -> tuple[int, ...]:
-    """Tokens per chunk of every sweep, a multiple of the blocks that its functions map; the same for those
+    """Tokens per chunk of every sweep, a multiple of the blocks that its rows are of; the same for those
     that save states of a scan and those that restore them.
 
     share  of the sequences that the program is written for: more or fewer of them at a time
     """
-    block = math.lcm(*(block_of(n) for s in program.sweeps for n in s.nodes))
+    block = analysis.block(n for s in program.sweeps for n in s.nodes)
     works = [sweep_work(s, analysis).of_part(share) for s in program.sweeps]
     found = [length_for(w, s, program, analysis, choices, device) for w, s in zip(works, program.sweeps)]
     lengths = [-(-length // block) * block for length in found]

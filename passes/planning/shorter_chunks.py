@@ -24,7 +24,6 @@ from ..ir import (
     total_dtype,
     value_of,
 )
-from ..rules import block_of
 from ..width import widens
 from .choices import Choices
 from .chunk_length import sweep_work
@@ -67,7 +66,7 @@ def shorter(
     tile = device.tile
     least = -(-SHORTEST_CHUNK // (tile * sequences(program, analysis))) * tile
     bound = chunk <= least or sweep.saved_states or sweep.restored_states
-    if bound or not widens(sweep, program, analysis) or any(block_of(n) > 1 for n in sweep.nodes):
+    if bound or not widens(sweep, program, analysis) or analysis.block(sweep.nodes) > 1:
         return chunk
     room, widest = room_for_chunks(sweep, program, analysis)
     if room * WORTH < widest or (taken := held(chunk)) < room:

@@ -79,7 +79,7 @@ class Rule:
     filling     the number that fills its result, or the argument that holds it
     windows     node → dimensions along which its rows are those of an operand, moved, and zero elsewhere
     any_layout  the op that gives the same values whatever the layout of its operand
-    block       node → tokens per block, where rows of a block belong together: chunks hold whole blocks
+    of_blocks   it leads rows into blocks or out of them: those of blocks are no sequence of their own
     width       node, tokens → bytes per token that are alive at the widest moment inside
     indices     node → its operands that are indices, each with the least and the greatest that is allowed
     around      its ``emit`` reads the rows around a chunk, of operands at full length
@@ -110,7 +110,7 @@ class Rule:
     filling: float | str | None = None
     windows: Callable[[Node], Windows] | None = None
     any_layout: torch._ops.OpOverload | None = None
-    block: Callable[[Node], int] | None = None
+    of_blocks: bool = False
     width: Callable[[Node, int], int] | None = None
     indices: Callable[[Node], Indices] | None = None
     around: bool = False
@@ -263,10 +263,10 @@ def is_product(node: Node) -> bool:
     return cost_of(node) is CostClass.PRODUCT
 
 
-def block_of(node: Node) -> int:
-    """Tokens that a chunk may not part: of a function of blocks, their length."""
+def is_of_blocks(node: Node) -> bool:
+    """Does a node lead rows into blocks of tokens, or out of them?"""
     found = find_rule(node)
-    return 1 if found is None or found.block is None else found.block(node)
+    return found is not None and found.of_blocks
 
 
 def inner_width(node: Node, length: int) -> int:

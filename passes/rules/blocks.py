@@ -1,57 +1,36 @@
-"""Functions of blocks of tokens: rows and a state per block, from the rows of that block.
+"""Blocks of tokens: rows come in blocks and leave them, and blocks exchange values at full length.
 
-Chunks hold whole blocks. A state per block is added up like any sum, each chunk giving its own blocks, so
-that what blocks exchange is computed at full length between sweeps.
+Chunks hold whole blocks. What all blocks are read by at once is added up like any sum, each chunk giving its
+own blocks.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
-from ..ir import Signature, Tokens, refuse, shape_of, tensor_operands
-from ..kernels.blocks import FUNCTIONS, BlockAxis, BlockFunction, Unit
+from ..ir import Signature, Tokens, refuse, shape_of
 from . import rule
 from .facets import CostClass
 
-streambp = torch.ops.streambp
+aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
-def function_of(node: Node) -> BlockFunction:
-    return FUNCTIONS[node.args[1]]
-
-
-def emit_over_blocks(body, node: Node):
-    """The graph of the function, for the blocks of the chunk."""
-    found, call = function_of(node), body.graph.call_function
-    count = body.scalar(f"blocks_{found.length}")
-    first = shared(body, operator.floordiv, (body.scalar("first"), found.length))
-    made = shared(body, operator.floordiv, (body.scalar("rows"), found.length)) if found.full else count
-    given = []
-    for edge, axis in zip(body.edges(node), found.operands):
-        value = body.operand(edge)
-        if axis.along is Unit.ROWS:
-            check_whole(body, node, edge.operand)
-            size = shared(body, operator.mul, (count, found.length))
-            value = shared(body, streambp.padded_rows.default, (value, axis.dim, size, found.full))
-        elif axis.along is Unit.BLOCKS:
-            value = shared(body, streambp.rows_at.default, (value, axis.dim, first, made))
-            if found.full:
-                value = shared(body, streambp.padded_rows.default, (value, axis.dim, count))
-        given.append(value)
-    result = inlined(body, found, [count, *given])
-    if found.result.along is Unit.ROWS:
-        return call(streambp.rows_at.default, (result, found.result.dim, 0, body.scalar("rows")))
-    if found.result.along is Unit.WHOLE:
-        return body.added(node, result)
-    if found.full:
-        result = call(streambp.rows_at.default, (result, found.result.dim, 0, made))
-    call(streambp.write_rows_.default, (result, found.result.dim, first, body.total(node)))
-    return body.total(node)
+def emit_regrouped(body, node: Node):
+    """The chunk's rows, with zeros behind up to whole blocks, or without the rows behind its tokens."""
+    x, dim, _, given, made = node.args
+    call, rows = body.graph.call_function, body.read(x)
+    if not body.carries_tokens(node, dim):
+        return body.copy(node)
+    size = body.size(body.fact(node).rows)
+    if given > made:
+        return call(aten.slice.Tensor, (body.zero_beyond(x, rows, x), dim, 0, size))
+    check_whole(body, node, x)
+    behind = call(operator.sub, (size, body.size(body.fact(x).rows)))
+    pad = [0, 0] * (len(shape_of(node)) - 1 - dim) + [0, behind]
+    return call(aten.constant_pad_nd.default, (rows, pad))
 
 
 def check_whole(body, node: Node, operand: Node) -> None:
@@ -65,45 +44,47 @@ def check_whole(body, node: Node, operand: Node) -> None:
         )
 
 
-def inlined(body, found: BlockFunction, given: list[Node]) -> Node:
-    """The nodes of a function in a chunk body."""
-    values = dict(zip(found.module.graph.find_nodes(op="placeholder"), given))
-    for node in found.module.graph.nodes:
-        if node.op == "call_function":
-            args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-            values[node] = shared(body, node.target, args, kwargs)
-        elif node.op == "output":
-            return values[node.args[0]]
-    raise AssertionError("a graph without an output")
+@rule("streambp::regrouped", emit=emit_regrouped, cost=CostClass.FUSED, linear="x", of_blocks=True)
+def regrouped(node: Node) -> Signature:
+    _, dim, _, given, made = node.args
+    labels = tuple(range(len(shape_of(node))))
+    return Signature((labels,), (labels,), contracts="all", blocks=(given, made))
 
 
-def shared(body, target: Callable, args: tuple, kwargs: dict | None = None) -> Node:
-    """A call in a chunk body; one that another function has written already is that one. Each gradient of a
-    function computes what all of them need."""
-    key = f"{target} {args} {kwargs or {}}"
-    if key not in body.draft.inlined:
-        body.draft.inlined[key] = body.graph.call_function(target, args, kwargs)
-    return body.draft.inlined[key]
+def first_row(body, value: Node) -> Node:
+    """The place of a chunk's first row among all rows of a value."""
+    mark = body.fact(value).rows
+    return body.graph.call_function(operator.mul, (body.scalar("first", mark.block), mark.inner))
 
 
-@rule(
-    "streambp::over_blocks",
-    emit=emit_over_blocks,
-    cost=CostClass.KERNEL,
-    block=lambda node: function_of(node).length,
-    width=lambda node, length: function_of(node).width,
-)
-def over_blocks(node: Node) -> Signature:
-    found = function_of(node)
+def emit_at_once(body, node: Node):
+    """Write the chunk's rows among those of all chunks."""
+    x, dim = node.args
+    if not body.adds_up(node):
+        return body.copy(node)
+    call, total = body.graph.call_function, body.total(node)
+    call(streambp.add_among_rows_.default, (body.read(x), dim, first_row(body, x), total))
+    return total
 
-    def labels(number: int, rank: int, axis: BlockAxis) -> tuple:
-        rows = axis.dim if axis.along is Unit.ROWS else None
-        return tuple("t" if d == rows else ("block", number, d) for d in range(rank))
 
-    places = enumerate(zip(tensor_operands(node), found.operands))
-    return Signature(
-        tuple(labels(i, len(shape_of(a)), axis) for i, (a, axis) in places),
-        (tuple(x if x == "t" else None for x in labels(0, len(found.shape), found.result)),),
-        contracts="all",
-        sums=frozenset("t"),
-    )
+@rule("streambp::at_once", emit=emit_at_once, cost=CostClass.KERNEL, linear="x", of_blocks=True)
+def at_once(node: Node) -> Signature:
+    labels, dim = tuple(range(len(shape_of(node)))), node.args[1]
+    kept = tuple(None if d == dim else d for d in labels)
+    return Signature((labels,), (kept,), contracts="all", sums=frozenset({dim}))
+
+
+def emit_by_block(body, node: Node):
+    """The chunk's rows of a value that exists at full length."""
+    x, dim = node.args
+    if not body.carries_tokens(node, dim):
+        return body.copy(node)
+    rows = (dim, first_row(body, node), body.size(body.fact(node).rows))
+    return body.graph.call_function(streambp.rows_around.default, (body.read_whole(x), *rows))
+
+
+@rule("streambp::by_block", emit=emit_by_block, cost=CostClass.KERNEL, linear="x", of_blocks=True)
+def by_block(node: Node) -> Signature:
+    labels, dim = tuple(range(len(shape_of(node)))), node.args[1]
+    read = tuple(None if d == dim else d for d in labels)
+    return Signature((read,), (labels,), contracts="all", placed=frozenset({dim}))

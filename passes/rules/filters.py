@@ -20,8 +20,9 @@ def write_rows_around(body, edge: Edge, dim: int, own: Reach) -> Node:
     """The chunk's rows of an operand that come at a reach beside its own."""
     fact, call = body.fact(edge.operand), body.graph.call_function
     first, last = (int(end) for end in (own.lo - fact.lo, own.hi - fact.lo))
-    start = call(operator.add, (body.scalar("first"), first))
-    count = call(operator.add, (body.scalar("rows"), last - first))
+    block = body.domain(edge.operand).rows.block
+    start = call(operator.add, (body.scalar("first", block), first))
+    count = call(operator.add, (body.scalar("rows", block), last - first))
     return call(streambp.rows_around.default, (body.operand(edge), dim, start, count))
 
 

@@ -6,18 +6,20 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..passes.ir import Mark, bytes_of, hint, is_equal, shape_of, tensor_operands
-from ..passes.kernels.blocks import blocks_in
 from ..passes.rules import form_of, is_product, windows_of
 from ..passes.rules.facets import Form
 from ..passes.rules.forward import Part, part_of
 from ..passes.token_propagation import TokenPropagation
-from .block_functions import NoBlockFunction
 from .block_splits import Split
 from .mixing import attends
 from .token_axes import Axis, Trace
 from .values import fake_of
 
 WIDE = 4  # a value that blocks exchange may be so many times as large as the widest rows that enter them
+
+
+class NoBlocks(Exception):
+    """Why tokens are not parted into blocks; they stay as they are."""
 
 
 class Blocked:
@@ -37,9 +39,9 @@ class Blocked:
         self.length, self.count = splits[0].length, splits[0].count
         self.tokens = hint(axis.length)
         self.full = any(self.is_cut(s.node.args[0], s.mark.dim) for s in splits)
-        expected = self.tokens // self.length if self.full else blocks_in(self.tokens, self.length)
+        expected = self.tokens // self.length if self.full else -(-self.tokens // self.length)
         if {s.count for s in splits} != {expected}:
-            raise NoBlockFunction("these are not blocks of all tokens")
+            raise NoBlocks("these are not blocks of all tokens")
         self.starts = {s.node for s in splits}
         seeds = {trace.values[s.node]: (s.mark,) for s in splits}
         self.marks = TokenPropagation(trace.graph, seeds, trace.known)
@@ -127,7 +129,11 @@ class Blocked:
         mark = self.mark_of(node)
         if mark is None or mark.inner != self.length or not self.has(node, mark, self.count):
             return False
-        return any(self.is_padded(node, a) for a in node.all_input_nodes)
+        return self.padded_by(node) is not None
+
+    def padded_by(self, node: Node) -> Node | None:
+        """The rows of tokens behind which a node adds zero rows."""
+        return next((a for a in node.all_input_nodes if self.is_padded(node, a)), None)
 
     def is_padded(self, node: Node, source: Node) -> bool:
         if source not in self.trace.values or not self.is_rows(source) or self.tokens % self.length == 0:
@@ -141,7 +147,7 @@ class Blocked:
 
     def crops(self, node: Node) -> bool:
         """Does it cut off the rows behind the tokens, of what maps each block by itself?"""
-        value = self.trace.values[node]
+        value = self.trace.values.get(node)
         if form_of(value) is not Form.SLICE or not self.is_rows(node):
             return False
         if any(a in self.exchange or self.pads(a) for a in self.read_by(node)):
@@ -216,22 +222,8 @@ class Blocked:
         touched = [a for a in (value, *operands) if self.marks.of(a)]
         if not touched:
             return True
-        signature = self.marks.signatures.get(value)
-        if signature is None or self.marks.loses(value) or len(self.marks.of(value)) != 1:
-            return False
-        if any(len(self.marks.of(a)) > 1 or not self.has_full_rows(a) for a in touched):
-            return False
-        if signature.reshape:
-            return bool(self.marks.of(operands[0]))
-        label = signature.outputs[0][next(iter(self.marks.of(value)))]
-        read = [
-            labels[next(iter(self.marks.of(a)))]
-            for a, labels in zip(operands, signature.operands)
-            if self.marks.of(a)
-        ]
-        alike = bool(operands) or signature.uniform
-        apart = label is not None and not signature.mixes(label)
-        return apart and alike and all(r == label for r in read)
+        alone = all(len(self.marks.of(a)) == 1 and self.has_full_rows(a) for a in touched)
+        return alone and value in touched and self.marks.maps_rows(value)
 
 
 def is_size(node: Node) -> bool:

@@ -2,245 +2,231 @@
 attention, attention inside blocks.
 
 Between the reshape that parts the tokens into blocks and the one that joins them, a node either maps each
-block by itself, or lets blocks meet. What maps blocks becomes calls of ``streambp::over_blocks``
-(passes/kernels/blocks.py), whose chunks are whole blocks. What lets them exchange a state stays as it is: its
-values are small, a state per block, and exist at full length.
+block by itself, or lets blocks meet. What maps blocks has rows of blocks, and chunks hold whole blocks
+(`streambp::regrouped`, passes/kernels/blocks.py). What lets them exchange a state stays as it is: its values
+are small, a state per block, and exist at full length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
 
 from .. import internals
-from ..passes.ir import ancestors, bytes_of, draws_random
-from ..passes.kernels.blocks import BlockAxis as Place
-from ..passes.kernels.blocks import Unit
-from ..passes.rules.forward import is_detached, mutated
+from ..passes.ir import Mark, bytes_of
+from ..passes.kernels import blocks as kernels
+from ..passes.rules.forward import mutated
 from .aten import inserted
-from .block_functions import BlockGraph, NoBlockFunction, register
+from .attention_calls import erase_unread
 from .block_splits import may_split, split_of
-from .block_values import Blocked
-from .modes import is_switch
+from .block_values import Blocked, NoBlocks, is_size
 from .token_axes import axes_of, traced
 from .values import fake_of, is_changed, storage_of
 
 streambp = torch.ops.streambp
 
 
-def over_blocks(module: GraphModule) -> GraphModule:
-    """Write what maps each block of tokens by itself as calls of ``streambp::over_blocks``."""
+class Home(enum.Enum):
+    """Where the values are that a node reads and makes."""
+
+    BLOCKS = "rows of blocks"
+    AT_ONCE = "at full length"
+    OUTSIDE = "rows of tokens, or no rows"
+
+
+def part_blocks(module: GraphModule) -> GraphModule:
+    """Give blocks of tokens rows of their own, from where tokens are parted to where they are joined."""
     if not any(may_split(node) for node in module.graph.nodes):
         return module
-    placeholders = module.graph.find_nodes(op="placeholder")
-    fakes = [fake_of(n) for n in placeholders]
+    fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
     trace = traced(module, fakes)
     for axis in axes_of(trace, fakes):
-        splits = [s for node in module.graph.nodes if (s := split_of(node, axis)) is not None]
+        nodes = [node for node in module.graph.nodes if node in trace.values]
+        splits = [s for node in nodes if (s := split_of(node, axis)) is not None]
         for length in dict.fromkeys(s.length for s in splits):
             try:
                 found = Blocked(module, trace, axis, [s for s in splits if s.length == length])
-                BlockCalls(found).rewrite()
-            except NoBlockFunction as reason:
+                Boundary(found).write()
+            except NoBlocks as reason:
                 internals.log.debug("blocks of %s tokens stay as they are: %s", length, reason)
     return module
 
 
-class BlockCalls:
-    """Calls of block functions in the place of the values of blocks that somebody reads."""
+class Boundary:
+    """The operators that lead values from rows of tokens to rows of blocks, to full length, and back."""
 
     def __init__(self, found: Blocked):
-        self.found = found
-        trace, nodes = found.trace, found.module.graph.nodes
-        known = [n for n in reversed(nodes) if n in trace.values and n not in trace.unsorted]
-        self.graph_values = {trace.values[n]: n for n in known}
-        self.laid_out: list[Node] = []
+        self.found, self.graph = found, found.module.graph
+        self.known: dict[tuple[Node, Home], Node] = {}
 
-    def rewrite(self) -> None:
-        """Replace every value of blocks that somebody reads: rows of tokens, and what the exchange reads."""
-        wanted = [n for n in self.found.module.graph.nodes if n in self.found.inside and self.is_wanted(n)]
-        self.check(wanted)
+    def write(self) -> None:
+        """Write the operators. Raises `NoBlocks` before any is written, if one cannot be."""
+        nodes = [n for n in self.graph.nodes if n.op != "placeholder" and not is_size(n)]
+        edges = [(n, a) for n in nodes for a in n.all_input_nodes if a in self.found.trace.values]
+        crossing = [(n, a, home) for n, a in edges if (home := self.destination(n, a)) is not None]
+        self.check(crossing)
         self.check_writes()
-        self.check_gradients()
-        try:
-            new: dict[Node, Node] = {}
-            for node, (name, operands, *dims) in [(node, self.function(node)) for node in wanted]:
-                new[node] = self.replace(node, name, [new.get(a, a) for a in operands], *dims)
-        finally:
-            for node in reversed([n for n in self.found.module.graph.nodes if self.may_erase(n)]):
-                if not node.users:
-                    self.found.module.graph.erase_node(node)
+        for node, operand, home in crossing:
+            node.replace_input_with(operand, self.led(operand, home))
+        resized = sorted(filter(self.is_resized, self.found.inside))
+        for node in resized:
+            self.resize(node)
+        erase_unread(self.graph, resized)
 
-    def may_erase(self, node: Node) -> bool:
-        """Is a node a value, which is computed for its readers alone?"""
-        inside = node in self.found.calls and any(a in self.found.inside for a in self.found.read_by(node))
-        return mutated(node) is None and (inside or node in self.found.inside or node in self.laid_out)
+    def is_resized(self, node: Node) -> bool:
+        """Does a node pad tokens to whole blocks, or cut blocks behind the tokens?"""
+        return node in self.found.inside and (self.found.pads(node) or self.found.crops(node))
 
-    def is_wanted(self, node: Node) -> bool:
-        if node in self.found.exchange or self.found.pads(node):
-            return False
-        return self.found.leaves(node) or any(
-            u not in self.found.inside or u in self.found.exchange for u in self.found.readers_of(node)
-        )
+    # What has to be led where
 
-    def check(self, wanted: list[Node]) -> None:
-        """Raises `NoBlockFunction` where values that must exist at full length are wide, or no tokens read
-        what is made of the blocks: then blocks are the tokens of another sequence."""
+    def home(self, node: Node) -> Home:
+        """Where the values are that a node reads and makes; a call has the home of its results."""
+        if node in self.found.exchange:
+            return Home.AT_ONCE
+        if node in self.found.inside:
+            return Home.BLOCKS
+        homes = {self.home(u) for u in node.users} if node in self.found.calls else set()
+        if len(homes) > 1:
+            raise NoBlocks(f"{node} has results of blocks, and others")
+        return homes.pop() if homes else Home.OUTSIDE
+
+    def destination(self, node: Node, operand: Node) -> Home | None:
+        """Where an operand of a node has to be led; None if it is there, or has no rows."""
+        if self.is_resized(node):  # which is written as an operator itself
+            return None
+        crops = self.is_resized(operand) and self.found.crops(operand)
+        made = Home.OUTSIDE if crops else self.home(operand)
+        read, found = self.home(node), self.found
+        in_blocks = bool(found.marks.of(found.trace.values[operand])) or node in found.starts
+        if made is read or not in_blocks:
+            return None
+        if made is Home.OUTSIDE:
+            return Home.BLOCKS if read is Home.BLOCKS and found.axis.marks.get(operand) else None
+        if read is Home.OUTSIDE and made is Home.BLOCKS:
+            return Home.OUTSIDE if found.leaves(operand) else Home.AT_ONCE
+        return None if read is Home.OUTSIDE else read
+
+    def check(self, crossing: Sequence[tuple[Node, Node, Home]]) -> None:
+        """Raises `NoBlocks` where values that must exist at full length are wide, where rows are not in the
+        order of blocks, or where no tokens read what is made of the blocks: then blocks are the tokens of
+        another sequence."""
         if not self.found.readers and not any(map(self.found.leaves, self.found.inside)):
-            raise NoBlockFunction("no rows of tokens come out")
+            raise NoBlocks("no rows of tokens come out")
         if self.found.are_tokens():
-            raise NoBlockFunction("blocks are the tokens of another sequence: they attend to one another")
-        for node in wanted:
-            if node in self.found.trace.unsorted:
-                raise NoBlockFunction(f"{node} is in another order than that of blocks")
-            if not self.found.leaves(node) and bytes_of(fake_of(node)) > self.found.small():
-                raise NoBlockFunction(f"{node} is wide, and blocks exchange it")
+            raise NoBlocks("blocks are the tokens of another sequence: they attend to one another")
+        unsorted = self.found.inside & self.found.trace.unsorted
+        if unsorted:
+            raise NoBlocks(f"{unsorted} are in another order than that of blocks")
+        for _, operand, home in crossing:
+            if is_changed(operand):
+                raise NoBlocks(f"{operand} is written into")
+            if home is Home.AT_ONCE and bytes_of(fake_of(operand)) > self.found.small():
+                raise NoBlocks(f"{operand} is wide, and blocks exchange it")
+            self.mark_of(operand)
         for node in self.found.exchange:
             held = not self.found.axis.marks.get(node) and not self.is_view(node)
-            if (
-                held and bytes_of(fake_of(node)) > self.found.small()
-            ):  # what has a row per token may still stream
-                raise NoBlockFunction(f"{node} is wide, and made of values that blocks exchange")
+            if held and bytes_of(fake_of(node)) > self.found.small():  # a row per token may still stream
+                raise NoBlocks(f"{node} is wide, and made of values that blocks exchange")
 
     def check_writes(self) -> None:
-        """Raises `NoBlockFunction` where a value is written into that is read before and after: a value is
-        replaced by what it is at one time."""
+        """Raises `NoBlocks` where a value is written into that is read before and after: rows of blocks are a
+        copy."""
         for node in self.found.inside:
             target = mutated(node)
             if target is None:
                 continue
             same = [n for n in self.found.inside if n < node and storage_of(n) == storage_of(target)]
             if same != [target] or list(target.users) != [node]:
-                raise NoBlockFunction(f"{node} writes into a value that others read")
-
-    def check_gradients(self) -> None:
-        """Raises `NoBlockFunction` where gradients are not those of the operators.
-
-        The gradient of a block function is derived from what was captured, which has neither detached values
-        nor a user's backward.
-        """
-        for node in self.found.module.graph.nodes:
-            read = self.found.read_by(node)
-            if self.hides_gradients(node) and not self.found.inside.isdisjoint(read):
-                raise NoBlockFunction(f"{node} may have a backward of its own")
-            stops = wants_gradient(read) and is_real(node) and not wants_gradient([node])
-            if node in self.found.inside and stops and not self.is_made_of_nothing(node):
-                raise NoBlockFunction(f"{node} stops gradients")
-
-    def hides_gradients(self, node: Node) -> bool:
-        """Is it, or a function that is mapped there, more than operators with their own gradients?"""
-        if isinstance(node.target, internals.HigherOrderOperator):
-            return True
-        mapped = self.found.module.get_submodule(node.target).modules() if node.op == "call_module" else ()
-        nodes = [n for m in mapped if isinstance(m, GraphModule) for n in m.graph.nodes]
-        return any(
-            is_switch(n) or is_detached(n) or isinstance(n.target, internals.HigherOrderOperator)
-            for n in nodes
-        )
-
-    def is_made_of_nothing(self, node: Node) -> bool:
-        """Does a node take sizes alone from what it reads (``zeros_like``)?"""
-        made = self.found.between(node)
-        return bool(made) and not any(value.all_input_nodes for value in made)
+                raise NoBlocks(f"{node} writes into a value that others read")
 
     def is_view(self, node: Node) -> bool:
         return all(getattr(v.target, "is_view", False) for v in self.found.between(node))
 
-    def function(self, node: Node) -> tuple[str, list[Node], int, int, int]:
-        """The name of the function that makes a value, its operands, and the dimensions of its result that
-        are one of the value's: the first of them, and how many more."""
-        value = self.found.trace.values[node.args[0] if self.found.crops(node) else node]
-        graph = BlockGraph(self.found.marks, self.found.length, self.found.count, self.found.full)
-        boundary = list(self.boundary(value))
-        if any(is_changed(a) for _, a in boundary):
-            raise NoBlockFunction(f"{node} reads a value that is written into")
-        operands = [self.operand(graph, *pair) for pair in boundary]
-        if not any(place.along is Unit.ROWS for place in graph.operands):
-            raise NoBlockFunction(f"{node} is made of no rows")
-        made, mark = graph.result(value, self.found.leaves(node))
-        inner = mark.inner // (self.found.length if self.found.leaves(node) else 1)
-        return (
-            register(made, list(map(fake_of, operands))),
-            operands,
-            mark.dim,
-            (mark.outer != 1) + (inner != 1),
-        )
+    def mark_of(self, node: Node) -> Mark:
+        """The one dimension that a value has for blocks, or for the rows of all their tokens."""
+        value = self.found.trace.values[node]
+        marks = list(self.found.marks.of(value).values())
+        if not marks:
+            marks = [replace(m, inner=m.inner * self.found.length) for m in self.found.axis.marks[node]]
+        elif not self.found.has_full_rows(value) and not self.found.crops(node):
+            raise NoBlocks(f"{node} has rows of no whole blocks")
+        if len(marks) != 1:
+            raise NoBlocks(f"{node} has neither rows nor blocks alone")
+        return marks[0]
 
-    def boundary(self, value: Node) -> Iterator[tuple[Node, Node]]:
-        """Captured values that a block function reads, and the nodes of the graph whose values they are."""
-        seen, stack = set(), [value]
-        while stack:
-            at = stack.pop()
-            if at in seen:
-                continue
-            seen.add(at)
-            node = self.graph_values.get(at)
-            if node is not None and at is not value and self.is_outside(node, at):
-                yield at, node
-            elif at.op != "call_function":
-                raise NoBlockFunction(f"{at} is a constant")
-            else:
-                stack += reversed(at.all_input_nodes)
+    # The operators
 
-    def is_outside(self, node: Node, value: Node) -> bool:
-        """Is a value read, and not made inside?"""
-        if self.found.pads(node) or node in self.found.exchange:
-            return True
-        return (node not in self.found.inside or self.found.leaves(node)) and not self.is_constant(value)
+    def led(self, operand: Node, home: Home) -> Node:
+        """An operand where its reader wants it; written once for all readers."""
+        if (operand, home) not in self.known:
+            with self.graph.inserting_before(behind(operand)):
+                self.known[operand, home] = self.written(operand, home)
+        return self.known[operand, home]
 
-    def is_constant(self, value: Node) -> bool:
-        """Is it made of nothing, and the same for every block: a mask of the rows of a block, zeros?"""
-        if self.found.marks.of(value):
-            signature = self.found.marks.signatures.get(value)
-            return signature is not None and signature.uniform and not value.all_input_nodes
-        made = ancestors([value])
-        return all(n.op == "call_function" and not draws_random(n) for n in made)
+    def written(self, operand: Node, home: Home) -> Node:
+        mark = self.mark_of(operand)
+        if home is Home.AT_ONCE:
+            return along(operand, mark, lambda x, dim: inserted(x, streambp.at_once.default, (x, dim)))
+        if self.home(operand) is Home.AT_ONCE:
+            return along(operand, mark, lambda x, dim: inserted(x, streambp.by_block.default, (x, dim)))
+        blocks = (mark.inner, 1) if home is Home.OUTSIDE else (1, mark.inner)
+        is_cut = self.found.full and self.found.is_cut(operand, mark.dim)
+        source = operand.all_input_nodes[0] if is_cut else operand
 
-    def operand(self, graph: BlockGraph, value: Node, node: Node) -> Node:
-        """An operand of a function: what is read, with a dimension for its rows, or blocks, alone."""
-        source, found = self.rows_behind(node), self.found.marks.of(value)
-        if not found:
-            if self.found.axis.marks.get(node):
-                raise NoBlockFunction(f"{node} has tokens, and no blocks")
-            graph.read(value, Place(Unit.WHOLE), None)
-            return source
-        mark = next(iter(found.values()))
-        if len(found) > 1 or not self.found.has_full_rows(value):
-            raise NoBlockFunction(f"{node} has neither rows nor blocks alone")
-        along = Unit.ROWS if source is not node or self.found.is_rows(source) else Unit.BLOCKS
-        graph.read(value, Place(along, mark.dim + (mark.outer != 1)), mark)
-        inner = mark.inner // (self.found.length if along is Unit.ROWS else 1)
-        if mark.outer == inner == 1:
-            return source
-        sizes = [size for size in (mark.outer, -1, inner) if size != 1]
-        with self.found.module.graph.inserting_after(source):
-            self.laid_out.append(inserted(source, torch.Tensor.unflatten, (source, mark.dim, sizes)))
-        return self.laid_out[-1]
+        def regrouped(x: Node, dim: int) -> Node:
+            size = size_of(operand if x is source else x, dim)
+            return inserted(x, streambp.regrouped.default, (x, dim, size, *blocks))
 
-    def rows_behind(self, node: Node) -> Node:
-        """A row per token, of what was padded to full blocks, or cut to them; else the node itself."""
-        if self.found.pads(node):
-            return next(a for a in node.all_input_nodes if self.found.is_padded(node, a))
-        mark = self.found.mark_of(node)
-        is_cut = self.found.full and mark is not None and self.found.is_cut(node, mark.dim)
-        return node.all_input_nodes[0] if is_cut else node
+        return along(source, mark, regrouped)
 
-    def replace(self, node: Node, name: str, operands: list[Node], dim: int, more: int) -> Node:
-        with self.found.module.graph.inserting_before(node):
-            new = inserted(node, streambp.over_blocks.default, (operands, name))
-            if more:
-                new = inserted(node, torch.flatten, (new, dim, dim + more))
-        node.replace_all_uses_with(new)
-        return new
+    def resize(self, node: Node) -> None:
+        """Write a padding to whole blocks, or a cut behind the tokens, as the operator that it is."""
+        mark, crops = self.found.mark_of(node), self.found.crops(node)
+        read = node.args[0] if crops else self.found.padded_by(node)
+        blocks = (self.found.length, 1) if crops else (1, self.found.length)
+        with self.graph.inserting_before(node):
+            size = size_of(node, mark.dim)
+            new = inserted(node, streambp.regrouped.default, (read, mark.dim, size, *blocks))
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not size)
 
 
-def wants_gradient(nodes: Iterable[Node]) -> bool:
-    return any(isinstance(fake_of(n), torch.Tensor) and fake_of(n).requires_grad for n in nodes)
+def behind(node: Node) -> Node:
+    """The first place behind a node where a graph may compute."""
+    while node.next.op == "placeholder":
+        node = node.next
+    return node.next
 
 
-def is_real(node: Node) -> bool:
-    """Is a value made of numbers that may have gradients?"""
-    fake = fake_of(node)
-    return isinstance(fake, torch.Tensor) and (fake.is_floating_point() or fake.is_complex())
+def size_of(node: Node, dim: int) -> int | Node:
+    """The size of a value's dimension: a number, or a node that has it."""
+    size = fake_of(node).shape[dim]
+    sized = torch.ops.aten.sym_size.int
+    return size if isinstance(size, int) else inserted(node, sized, (node, dim), as_written=True)
+
+
+def along(x: Node, mark: Mark, write: Callable[[Node, int], Node]) -> Node:
+    """Write an operator along rows that may share their dimension with other sequences."""
+    if mark.outer == 1:
+        return write(x, mark.dim)
+    apart = inserted(x, torch.Tensor.unflatten, (x, mark.dim, (mark.outer, -1)))
+    return inserted(x, torch.flatten, (write(apart, mark.dim + 1), mark.dim, mark.dim + 1))
+
+
+def write_out(module: GraphModule) -> bool:
+    """Write the operators as torch's own, in a region that runs unchunked. Are there any in it?"""
+    calls = [n for n in module.graph.nodes if n.target in SPELLED]
+    for node in calls:
+        node.target = SPELLED[node.target]
+    module.recompile()
+    return bool(calls)
+
+
+SPELLED = {
+    streambp.regrouped.default: kernels.regrouped,
+    streambp.at_once.default: kernels.copied,
+    streambp.by_block.default: kernels.copied,
+}

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..passes.ir import Mark, bytes_of, is_tensor, shape_of, tensor_operands, value_of
-from ..passes.rules import along_of, block_of, is_product
+from ..passes.rules import along_of, is_product
 from ..passes.token_propagation import TokenPropagation
 from .values import is_parameter
 
@@ -23,7 +23,7 @@ def mixes(node: Node, propagation: TokenPropagation, length: int) -> bool:
     signature = propagation.signatures.get(node)
     if signature is None or signature.reshape or signature.rows is not None:
         return attends(node, propagation, length)
-    if block_of(node) > 1:  # a state per block is read by rows of the same layer
+    if signature.blocks[0] > signature.blocks[1]:  # rows that come out of blocks
         return bool(propagation.of(node))
     reads = any(
         labels[d] in signature.reach
@@ -64,7 +64,7 @@ def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
 def is_all(node: Node, mark: Mark, length: int) -> bool:
     """Are these rows the tokens, no fewer and no more? Several rows for each token (states and actions in
     turn) are another sequence."""
-    return mark.inner == 1 and shape_of(node)[mark.dim] == length * mark.outer
+    return mark.inner == mark.block == 1 and shape_of(node)[mark.dim] == length * mark.outer
 
 
 def is_pair(node: Node, propagation: TokenPropagation, length: int) -> bool:

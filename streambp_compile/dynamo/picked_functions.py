@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from .. import internals
-from ..passes.ir import Mark, tensor_operands
+from ..passes.ir import Mark
 from ..passes.kernels.picked_rows import FUNCTIONS, Picked, PickedFunction
 from ..passes.token_propagation import Signatures, TokenPropagation
-from .block_functions import (
+from .any_count import (
     COUNTS,
-    NoBlockFunction,
+    NotForAnyCount,
     check_differentiable,
     for_any_count,
     gradients_at,
@@ -100,25 +100,12 @@ def width_if_row_by_row(found: PickedFunction, fakes: Sequence[torch.Tensor]) ->
     for node in propagation.met():
         if node in propagation.missing or propagation.loses(node):
             raise NotRowByRow(f"what {node.target} does to rows is unknown")
-        if node in propagation.signatures and mixes_rows(node, propagation):
+        if node in propagation.signatures and not propagation.maps_rows(node):
             raise NotRowByRow(f"{node.target} lets picked rows see one another")
     result = module.graph.find_nodes(op="output")[0].args[0]
     if propagation.of(result) != {0: Mark(0)}:
         raise NotRowByRow("the result has no row for each picked row")
     return most_alive(list(module.graph.nodes)) // COUNTS[-1]
-
-
-def mixes_rows(node: Node, propagation: TokenPropagation) -> bool:
-    """Does a row of a node's result read other rows than its own?"""
-    signature = propagation.signatures[node]
-    if signature.reshape:
-        return False
-    results = {label for labels in signature.outputs for label in labels}
-    return any(
-        labels[dim] is None or labels[dim] not in results or signature.mixes(labels[dim])
-        for operand, labels in zip(tensor_operands(node), signature.operands)
-        for dim in propagation.of(operand)
-    )
 
 
 def gradient(found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Sequence[int]) -> PickedFunction:
@@ -127,7 +114,7 @@ def gradient(found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Seque
     traces = [traced(found, fakes, wanted, count) for count in COUNTS]
     try:
         module = for_any_count([trace.graph for trace in traces])
-    except (NoBlockFunction, ValueError) as error:
+    except (NotForAnyCount, ValueError) as error:
         raise NotRowByRow(f"the gradient differs with the number of rows: {error}") from error
     return PickedFunction(
         module,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch.fx import Node
 
 from ..passes.ir import Mark, Size, bytes_of, hint
@@ -25,9 +24,7 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
     patches of a frame), rows are streamed, and no keys are kept.
     """
     nodes = set(region.nodes)
-    calls = [n for n in region.nodes if n.target is torch.ops.streambp.over_blocks.default]
-    of_blocks = {v for n in calls for v in (n, *n.all_input_nodes)}
-    parted = [a for a in axes if not of_blocks.isdisjoint(a.marks)]
+    parted = [a for a in axes if any(m.block > 1 for n in region.nodes for m in a.marks.get(n, ()))]
     fitting = [a for a in axes if not nodes.isdisjoint(a.attending)] or [
         a for a in axes if not nodes.isdisjoint(a.mixing)
     ]
@@ -84,7 +81,4 @@ def share_a_place(one: Mark, length: Size, other: Mark, other_length: Size) -> b
 
 def has_more_rows(node: Node, axis: Axis) -> bool:
     """Has a value rows beside those of the tokens (a prefix of learned ones)?"""
-    return any(
-        hint(own_of(node).shape[m.dim]) > hint(axis.length) * m.outer * m.inner
-        for m in axis.marks.get(node, ())
-    )
+    return any(hint(own_of(node).shape[m.dim]) > m.size(hint(axis.length)) for m in axis.marks.get(node, ()))

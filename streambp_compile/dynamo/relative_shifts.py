@@ -97,7 +97,7 @@ def write_relative_shifts(module: GraphModule) -> GraphModule:
 def has_rows_of_tokens(place_map: PlaceMap, axes: Sequence[Axis]) -> bool:
     marks = [m for axis in axes for m in axis.marks.get(place_map.source, ()) if m.dim == place_map.dim]
     known = not internals.is_unbacked(fake_of(place_map.source))
-    return known and any(m.outer == m.inner == 1 for m in marks)
+    return known and any(m.is_plain for m in marks)
 
 
 def count_apart(graph: Graph, scores: Sequence[Node]) -> None:

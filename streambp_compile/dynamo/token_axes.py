@@ -293,7 +293,7 @@ class Trace:
         graph, propagation = self.graph, chosen.propagation
         crossing = {n for n in propagation.met() if any(crosses(n, propagation, other) for other in others)}
         marks = {n: tuple(propagation.of(v).values()) for n, v in self.values.items() if propagation.of(v)}
-        plain = [(n, m) for n, found in marks.items() for m in found if (m.outer, m.inner) == (1, 1)]
+        plain = [(n, m) for n, found in marks.items() for m in found if m.is_plain]
         first, at = next(
             ((n, m) for n, m in plain if hint(own_of(n).shape[m.dim]) == chosen.length), (None, None)
         )
@@ -355,15 +355,20 @@ def rows_along(axis: Axis, node: Node) -> Size | None:
     if len(marks) != 1 or not isinstance(fake, torch.Tensor) or not fake.is_floating_point():
         return None
     (mark,) = marks
-    return own_of(node).shape[mark.dim] if mark.outer == mark.inner == 1 else None
+    return own_of(node).shape[mark.dim] if mark.is_plain else None
 
 
 def rows_of_length(axis: Axis, length: Size, moving: frozenset[Node]) -> Axis:
     """The part of an axis whose values have so many rows, or a constant number more or fewer."""
 
     def fits(node: Node) -> bool:
-        sizes = ((own_of(node).shape[m.dim], m.outer * m.inner) for m in axis.marks[node])
-        return all(differs_by_a_number(size, length * count) for size, count in sizes)
+        sizes = [(own_of(node).shape[m.dim], m) for m in axis.marks[node]]
+        return all(
+            differs_by_a_number(size, length * m.step)
+            if m.block == 1
+            else hint(size) * m.block == hint(length) * m.step
+            for size, m in sizes
+        )
 
     marks = {n: found for n, found in axis.marks.items() if fits(n)}
     mixing, attending = (nodes & marks.keys() for nodes in (axis.mixing, axis.attending))
@@ -445,6 +450,6 @@ def is_place_in_block(candidate: AxisCandidate, rival: AxisCandidate) -> bool:
     for operand in (tensor_operands(n)[0] for n in rival.attends):
         tokens = rival.propagation.of(operand)
         for dim, mark in candidate.propagation.of(operand).items():
-            if dim in tokens and mark.outer > 1 and tokens[dim].outer == tokens[dim].inner == 1:
+            if dim in tokens and mark.outer > 1 and tokens[dim].is_plain:
                 return True
     return False

@@ -23,8 +23,8 @@ from ..passes.ir import hint
 from ..passes.kernels.token_loops import FUNCTIONS, TokenFunction
 from ..passes.rules import for_any_layout, functional
 from ..passes.rules.forward import is_detached, mutated
+from .any_count import gradients_at
 from .aten import inserted
-from .block_functions import gradients_at
 from .iterations import Sliced, State
 from .loop_distribution import Distribution
 from .values import fake_of

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..passes.ir import Mark, arguments, draws_random, hint, is_tensor, shape_of, tensor_operands
+from ..passes.ir import Mark, arguments, draws_random, hint, is_tensor, shape_of
 from ..passes.pieces import Correspondence
 from ..passes.rules import functional, is_product, rule_of
 from ..passes.rules.forward import NONE, SUM, Part, is_plain_loss, mutated, part_of, with_arguments
@@ -277,7 +277,8 @@ def alike_by_rows(
         counterpart[a] = b
         given = a in cut or a.op == "placeholder" and not propagation.of(a)
         called = a.op == b.op == "call_function" and all(n.name in alike for n in a.all_input_nodes)
-        if given or called and is_same(a, b, counterpart, propagation, rows) and keeps_rows(a, propagation):
+        same = called and is_same(a, b, counterpart, propagation, rows) and not draws_random(a)
+        if given or same and propagation.maps_rows(a):
             alike.add(a.name)
     return alike
 
@@ -320,19 +321,3 @@ def is_same(
         marks[d].outer * rows * marks[d].inner if d in marks else size for d, size in enumerate(shape_of(a))
     ]
     return list(shape_of(b)) == wanted
-
-
-def keeps_rows(node: Node, propagation: TokenPropagation) -> bool:
-    """Is row t of a value made of rows t alone, in a way that knows nothing of their place?"""
-    signature, operands = propagation.signatures[node], tensor_operands(node)
-    marked = [(a, labels) for a, labels in zip(operands, signature.operands) if propagation.of(a)]
-    if draws_random(node) or propagation.of(node) and not marked and not signature.uniform:
-        return False
-    if propagation.loses(node):
-        return False
-    if signature.reshape:
-        return True
-    labels = [labels[d] for a, labels in marked for d in propagation.of(a)]
-    return signature.rows is None and all(
-        label in signature.outputs[0] and not signature.mixes(label) for label in labels
-    )

@@ -58,7 +58,7 @@ def write_windows(module: GraphModule) -> GraphModule:
             padded = zeros_around(given.source, given.dim, trace) if given.step == 1 else None
             rows = given.source if padded is None else padded[0]
             marks = [m for axis in axes for m in axis.marks.get(rows, ()) if m.dim == given.dim]
-            if any(m.outer == m.inner == 1 for m in marks) and not is_shared_view(node, given):
+            if any(m.is_plain for m in marks) and not is_shared_view(node, given):
                 write(node, given, padded or (rows, 0, 0))
     return module
 

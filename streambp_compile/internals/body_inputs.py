@@ -18,14 +18,14 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..passes.ir import (
     ACCUMULATORS,
-    BLOCKS,
     OF_ROWS,
     Binding,
     BindingRole,
     Body,
-    blocks_of,
+    in_blocks,
     is_expanded,
     layout_of,
+    parted_name,
     strides_of_part,
     total_dtype,
 )
@@ -69,7 +69,8 @@ class BodyInputs:
 
     def symbol(self, name: object, size_hint: int) -> torch.SymInt:
         if name not in self.symbols:
-            source, position = ConstantSource(f"streambp_{len(self.symbols)}"), name in POSITIONS
+            source = ConstantSource(f"streambp_{len(self.symbols)}")
+            position = isinstance(name, str) and parted_name(name)[0] in POSITIONS
             size_hint = max(self.known.get(name, size_hint), 2)  # 0 and 1 would be constants
             symbol = self.env.create_symbol(
                 size_hint, source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=position
@@ -104,9 +105,11 @@ class BodyInputs:
             return self.size(binding.source.meta["val"])
         if binding.size is not None:
             return self.size(binding.size)
-        if binding.name.startswith(BLOCKS):
-            return self.symbol(binding.name, blocks_of(binding.name, self.hints["rows"]))
-        return self.symbol(binding.name, self.hints[binding.name])
+        return self.named(*parted_name(binding.name))
+
+    def named(self, name: str, block: int = 1) -> torch.SymInt:
+        """A number of a chunk, counted in blocks of so many tokens."""
+        return self.symbol(in_blocks(name, block), -(-self.hints[name] // block))
 
     def layout(self, binding: Binding, value: torch.Tensor, full: list) -> tuple[list, list]:
         """Sizes and strides of a binding, from the sizes of its value at full length."""
@@ -125,18 +128,17 @@ class BodyInputs:
     def part(self, binding: Binding, value: torch.Tensor, full: list) -> tuple[list, list]:
         """Sizes and strides of what a chunk sees of a value with tokens: its rows, or keys."""
         mark, role, of_rows = binding.mark, binding.role, binding.role in OF_ROWS
-        length = self.symbol("length", self.hints["length"])
-        full[mark.dim] = mark.outer * length * mark.inner
+        length = self.named("length", mark.block)
+        full[mark.dim] = length * mark.step
         summed = role is BindingRole.KEYTOTAL
         strides = contiguous_strides(full) if summed else layout_of(value).strides(full)
         if binding.columns is not None and role is BindingRole.ROWS:
             strides = strides_of_part(value, full)
-        name = "rows" if of_rows else "keys"
-        count = self.symbol(name, self.hints[name])
+        count = self.named("rows" if of_rows else "keys", mark.block)
         if binding.columns is not None:
-            full[binding.columns.dim] = self.symbol("keys", self.hints["keys"])
+            full[binding.columns.dim] = self.named("keys")
         before, after = full[: mark.dim], full[mark.dim + 1 :]
-        if mark.outer == mark.inner == 1 or not of_rows:
+        if mark.step == 1 or not of_rows:
             return [*before, count, *after], strides
         step = strides[mark.dim]
         steps = [length * mark.inner * step, mark.inner * step, step]

@@ -10,8 +10,11 @@ from ..passes.ir import Layout, Mark, layout_of
 
 
 def aligned(value: torch.Tensor, mark: Mark, shift: int, length: int) -> torch.Tensor:
-    """Row t of the result is row ``t + shift`` of the value; rows it does not have are zero."""
-    rows = value.shape[mark.dim] // (mark.outer * mark.inner)
+    """Row t of the result is row ``t + shift`` of the value; rows it does not have are zero.
+
+    length  tokens; rows are counted in the blocks of the mark
+    """
+    rows, length = value.shape[mark.dim] // mark.step, mark.count(length)
     if shift == 0 and rows == length:
         return value
     split = value.unflatten(mark.dim, (mark.outer, rows, mark.inner))

@@ -17,7 +17,6 @@ from torch.fx.node import map_arg
 
 from ..passes.ir import (
     ACCUMULATORS,
-    BLOCKS,
     FILLED,
     READS_KEYS,
     Analysis,
@@ -29,11 +28,11 @@ from ..passes.ir import (
     Plan,
     Program,
     Sweep,
-    blocks_of,
     is_expanded,
     layout_of,
     part_nodes,
     part_results,
+    parted_name,
     strides_of_part,
     total_dtype,
     value_of,
@@ -97,15 +96,15 @@ class Chunk:
 
     def scalar(self, name: str) -> int:
         """An integer that bodies ask for by name."""
-        if name.startswith(BLOCKS):
-            return blocks_of(name, self.stop - self.start)
-        return {
+        own, block = parted_name(name)
+        tokens = {
             "rows": self.stop - self.start,
             "keys": self.last_key - self.first_key,
             "first": self.start,
             "offset": self.start - self.first_key,
             "length": self.length,
-        }[name]
+        }[own]
+        return -(-tokens // block)
 
 
 def chunks_of(sweep: Sweep, chunk: int, length: int) -> Iterator[Chunk]:
@@ -275,7 +274,7 @@ class Runner:
             shape[binding.tokens.dim] = binding.state_rows
             return torch.full(shape, binding.filling, dtype=total_dtype(fake.dtype), device=fake.device)
         mark = binding.tokens
-        shape[mark.dim] = mark.outer * call.length * mark.inner
+        shape[mark.dim] = mark.size(call.length)
         memory = call.turn.memory.get(binding.node)
         if memory is not None and has_layout(memory, shape, fake):
             return memory
@@ -298,8 +297,7 @@ class Runner:
         want = [sizes(s) for s in fake.shape]
         if list(buffer.shape) == want and low == 0:
             return buffer
-        rows = want[mark.dim] // (mark.outer * mark.inner)
-        length = buffer.shape[mark.dim] // (mark.outer * mark.inner)
+        rows, length = (shape[mark.dim] // mark.step for shape in (want, buffer.shape))
         view = buffer.unflatten(mark.dim, (mark.outer, length, mark.inner))
         first, last = max(0, low), max(0, low, min(length, low + rows))
         seen = view.narrow(mark.dim + 1, min(first, length), last - first)
@@ -365,12 +363,11 @@ def cut(binding: Binding, source: Any, chunk: Chunk) -> Any:
     mark = binding.tokens
     if binding.columns is not None:
         source = source.narrow(binding.columns.dim, chunk.first_key, count)
-    if mark.outer == mark.inner == 1:
-        return source.narrow(mark.dim, chunk.start, chunk.stop - chunk.start)
-    length = source.shape[mark.dim] // (mark.outer * mark.inner)
-    return source.unflatten(mark.dim, (mark.outer, length, mark.inner)).narrow(
-        mark.dim + 1, chunk.start, chunk.stop - chunk.start
-    )
+    first, rows = chunk.start // mark.block, mark.count(chunk.stop - chunk.start)
+    if mark.step == 1:
+        return source.narrow(mark.dim, first, rows)
+    length = source.shape[mark.dim] // mark.step
+    return source.unflatten(mark.dim, (mark.outer, length, mark.inner)).narrow(mark.dim + 1, first, rows)
 
 
 def last_reads(program: Program, plan: Plan) -> dict[object, tuple[Node, ...]]:
