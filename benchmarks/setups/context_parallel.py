@@ -9,11 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_gather_single_autograd,
-    all_to_all_single_autograd,
-    permute_tensor,
-)
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.utils.checkpoint import checkpoint
 
 from .decoder import LAYERS, VOCABULARY, WIDTH, ids_of
@@ -93,14 +89,14 @@ def world() -> int:
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """All keys and values at once, in the order of processes, behind a mask of positions."""
-    k, v = (all_gather_single_autograd(t.contiguous(), 2, dist.group.WORLD) for t in (k, v))
-    of_keys = all_gather_single_autograd(positions, 0, dist.group.WORLD)
+    k, v = (all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD) for t in (k, v))
+    of_keys = all_gather_tensor_autograd(positions, 0, dist.group.WORLD)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=positions[:, None] >= of_keys)
 
 
 def gathered_in_order(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """All keys and values at once, where a process has a run of tokens: the mask is that of its place."""
-    k, v = (all_gather_single_autograd(t.contiguous(), 2, dist.group.WORLD) for t in (k, v))
+    k, v = (all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD) for t in (k, v))
     own, tokens = q.shape[2], k.shape[2]
     rows = torch.arange(own) + own * dist.get_rank()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=rows[:, None] >= torch.arange(tokens))
@@ -129,65 +125,7 @@ def sent_on(x: Tensor) -> Tensor:
     return all_to_all_single_autograd(x.contiguous(), here, there, dist.group.WORLD)
 
 
-def permuted(x: Tensor) -> Tensor:
-    n = world()
-    flat = permute_tensor(x.contiguous().flatten(), [(r + 1) % n for r in range(n)], dist.group.WORLD)
-    return flat.view(x.shape)
-
-
-class Ring(torch.autograd.Function):
-    """Keys and values go around; what a process cannot see it does not compute. In the backward they go
-    around again, and their gradients with them."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, send: Callable) -> Tensor:
-        rank, own, own_k, own_v = dist.get_rank(), q.shape[2], k, v
-        found = partial_attention(q, k, v, torch.ones(own, own, dtype=torch.bool).tril())
-        for turn in range(1, world()):
-            k, v = send(k), send(v)
-            if turn <= rank:
-                found = merged(found, partial_attention(q, k, v, None))
-        ctx.send = send
-        ctx.save_for_backward(q, own_k, own_v, *found)
-        return found[0]
-
-    @staticmethod
-    def backward(ctx, given: Tensor):
-        q, k, v, out, total = ctx.saved_tensors
-        rank, own, scale = dist.get_rank(), q.shape[2], q.shape[-1] ** -0.5
-        inner = (given * out).sum(-1, keepdim=True)
-        of_q, of_k, of_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for turn in range(world()):
-            if turn <= rank:
-                scores = q @ k.transpose(-1, -2) * scale
-                if turn == 0:
-                    seen = torch.ones(own, own, dtype=torch.bool).tril()
-                    scores = scores.masked_fill(~seen, float("-inf"))
-                p = (scores - total).exp()
-                of_v = of_v + p.transpose(-1, -2) @ given
-                of_scores = p * (given @ v.transpose(-1, -2) - inner) * scale
-                of_q = of_q + of_scores @ k
-                of_k = of_k + of_scores.transpose(-1, -2) @ q
-            k, v, of_k, of_v = (ctx.send(t) for t in (k, v, of_k, of_v))
-        return of_q, of_k, of_v, None
-
-
-def ring(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, send: Callable) -> Tensor:
-    return Ring.apply(q, k, v, send)
-
-
-def exchanged(x: Tensor) -> Tensor:
-    """The same as `sent_on`, by sends and receives."""
-    n, rank = world(), dist.get_rank()
-    x = x.contiguous()
-    got = torch.empty_like(x)
-    ops = [dist.P2POp(dist.isend, x, (rank + 1) % n), dist.P2POp(dist.irecv, got, (rank - 1) % n)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    return got
-
-
-def ring_of_masks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+def ring(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """The positions go around as well, and a mask says what is seen (any order of tokens)."""
     found = partial_attention(q, k, v, positions[:, None] >= positions)
     of_keys = positions
@@ -200,7 +138,7 @@ def ring_of_masks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     return found[0]
 
 
-def ring_zigzag(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+def ring_of_halves(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """Each process has one part from the head and one from the tail of the sequence: equal work for all."""
     rank, half = dist.get_rank(), q.shape[2] // 2
     causal = torch.ones(2 * half, 2 * half, dtype=torch.bool).tril()
@@ -235,7 +173,7 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     return by_tokens(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
-def context_parallel(way: Way, attend: Callable = whole, zigzag: bool = False, compiled: str = "all") -> Job:
+def context_parallel(way: Way, attend: Callable = whole, zigzag: bool = False) -> Job:
     """Every process has the whole model and its tokens; gradients are added up."""
     split = attend is not whole
     torch.manual_seed(0)
@@ -248,22 +186,29 @@ def context_parallel(way: Way, attend: Callable = whole, zigzag: bool = False, c
         rank, parts = (dist.get_rank(), world()) if split else (0, 1)
         own = places(length, rank, parts, zigzag)
         loss(ids[:, own], ids.roll(-1, 1)[:, own], own).backward()
-        for p in module.parameters() if split else ():
-            dist.all_reduce(p.grad)
 
-    return Job(step, lambda: gradients(module))
+    return Job(step, functools.partial(total, module) if split else functools.partial(gradients, module))
+
+
+def total(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients of all processes together."""
+    found = {name: grad.clone() for name, grad in gradients(module).items()}
+    for grad in found.values():
+        dist.all_reduce(grad)
+    return found
 
 
 unparallel = context_parallel
+HALVES = "Context parallel, ring of halves from head and tail"
 SETUPS: dict[str, Setup] = {
-    "gathered": functools.partial(context_parallel, attend=gathered),
-    "gathered in order": functools.partial(context_parallel, attend=gathered_in_order),
-    "gathered zigzag": functools.partial(context_parallel, attend=gathered, zigzag=True),
-    "ring function": functools.partial(context_parallel, attend=functools.partial(ring, send=sent_on)),
-    "ring function permute": functools.partial(context_parallel, attend=functools.partial(ring, send=permuted)),
-    "ring function p2p": functools.partial(context_parallel, attend=functools.partial(ring, send=exchanged)),
-    "ring of masks": functools.partial(context_parallel, attend=ring_of_masks),
-    "ring of masks zigzag": functools.partial(context_parallel, attend=ring_of_masks, zigzag=True),
-    "ring zigzag": functools.partial(context_parallel, attend=ring_zigzag, zigzag=True),
-    "ulysses traced": functools.partial(context_parallel, attend=ulysses),
+    f"Context parallel, {name}": functools.partial(context_parallel, attend=attend, zigzag=zigzag)
+    for name, attend, zigzag in (
+        ("keys gathered", gathered_in_order, False),
+        ("keys gathered, mask of positions", gathered, False),
+        ("keys gathered, head and tail", gathered, True),
+        ("ring", ring, False),
+        ("ring, head and tail", ring, True),
+        ("ring of halves from head and tail", ring_of_halves, True),
+        ("Ulysses in the graph", ulysses, False),
+    )
 }

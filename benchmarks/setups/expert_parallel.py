@@ -94,7 +94,9 @@ def by_capacity(experts: Experts, x: Tensor, chosen: Tensor) -> Tensor:
     sent = torch.einsum("tec,td->ecd", where, x)
     got = all_to_all_single_autograd(sent, None, None, dist.group.WORLD)
     got = got.unflatten(0, (experts.world, experts.own))
-    done = torch.einsum("wech,ehd->wecd", F.silu(torch.einsum("wecd,edh->wech", got, experts.up)), experts.down)
+    done = torch.einsum(
+        "wech,ehd->wecd", F.silu(torch.einsum("wecd,edh->wech", got, experts.up)), experts.down
+    )
     out = all_to_all_single_autograd(done.flatten(0, 1).contiguous(), None, None, dist.group.WORLD)
     return torch.einsum("tec,ecd->td", where, out)
 
@@ -165,8 +167,9 @@ def expert_parallel(way: Way, exchange: Callable = by_masks) -> Job:
 
 
 unparallel = expert_parallel
+ROUTED = "Expert parallel, split sizes from data"
 SETUPS: dict[str, Setup] = {
-    "Expert parallel, split sizes from data": functools.partial(expert_parallel, exchange=by_routing),
+    ROUTED: functools.partial(expert_parallel, exchange=by_routing),
     "Expert parallel, exchange not compiled": functools.partial(expert_parallel, exchange=apart),
     "Expert parallel, equal parts": functools.partial(expert_parallel, exchange=by_capacity),
 }

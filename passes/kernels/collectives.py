@@ -27,8 +27,8 @@ def scattered(whole: Tensor, dim: int, reduction: str, processes: int, group: st
 
 
 def exchanged(parts: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """What all processes of a group send to this one, behind one another along the first dimension; of its own
-    rows along it, ``sent[i]`` go to process i."""
+    """What all processes of a group send to this one, behind one another along the first dimension. Of its
+    own rows along it, ``sent[i]`` go to process i."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_to_all_single(parts.contiguous(), received, sent, group))
 

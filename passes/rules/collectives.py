@@ -56,6 +56,4 @@ def along_a_dimension(node: Node) -> Signature:
 def of_all_rows(node: Node) -> Signature:
     """Along the first dimension lie the parts of several processes; other rows stay, and go all at once."""
     behind = tuple(range(1, len(shape_of(node))))
-    return Signature(
-        (("parts", *behind),), ((None, *behind),), contracts="all", placed=frozenset(behind)
-    )
+    return Signature((("parts", *behind),), ((None, *behind),), contracts="all", placed=frozenset(behind))

@@ -23,9 +23,7 @@ from .dynamo import OneAtATime
 from .inductor import rewrite
 
 
-def keep_inputs_partition(
-    joint: GraphModule, inputs, *, num_fwd_outputs: int, once: bool = False, **kwargs
-):
+def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, once: bool = False, **kwargs):
     """Keep only inputs and recompute all of the rest, unless random numbers are drawn (then as Inductor
     would).
 
