@@ -29,13 +29,15 @@ FAMILIES = {
     "deepspeed_zero": 2,
     "parallel": 2,
     "tensor_parallel": 4,
+    "context_parallel": 2,
+    "expert_parallel": 2,
     "compilation": 1,
     "adapters": 1,
     "quantized": 1,
     "trainers": 1,
     "trl_trainers": 1,
 }
-DIVIDED = {"tensor_parallel"}  # of as many tokens as the processes divide evenly
+DIVIDED = {"tensor_parallel", "context_parallel"}  # of as many tokens as the processes divide evenly
 RESULTS = Path(__file__).parent / "results" / "engines.md"
 HEADS = (
     "setup",
@@ -56,7 +58,7 @@ def row_of(family: str, name: str, lengths: Sequence[int]) -> Row:
     from . import zoo
 
     zoo.interpret_bodies()
-    divisor = FAMILIES[family] if family in DIVIDED else 1
+    divisor = 2 * FAMILIES[family] if family in DIVIDED else 1
     return measured(setups_of(family)[name], [n - n % divisor for n in lengths])
 
 

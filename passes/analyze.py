@@ -44,7 +44,7 @@ from .ir import (
 from .key_ranges import key_ranges
 from .mask_analysis.evaluation import evaluate
 from .phases import check_time
-from .rules import merge_of, rule_of, scan_of
+from .rules import communicates, merge_of, rule_of, scan_of
 from .token_propagation import Signatures, Slot, TokenPropagation, has_tensors, outputs_of, product, slot_of
 
 
@@ -232,6 +232,8 @@ class Reader:
         halos = any(e.role is Role.HALO and e.reach.lo != e.reach.hi for e in edges)
         if (halos and not rule_of(node).around or sizes) and labels.row in signature.reach:
             kind = Kind.ALL  # rows that are moved within a dimension are no tokens that are
+        if labels.row in signature.placed and communicates(node):
+            kind = Kind.ALL  # other processes exchange all rows at once
         if kind is Kind.ALL:
             edges = [e if e.role is Role.WHOLE else Edge(e.operand, Role.HALO, EVERYWHERE) for e in edges]
         facts = tuple(self.output_fact(node, o, labels, low) for o in outputs_of(node))

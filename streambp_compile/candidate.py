@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import internals
+from .dynamo.processes import routed
 from .dynamo.token_axes import SHORTEST_STREAMED, Axis
 from .dynamo.values import fake_of, is_parameter, own_of
 from .passes.ir import (
@@ -128,7 +129,20 @@ class Candidate:
             )
 
     def check_graph(self, graph_module: GraphModule) -> None:
-        """Raises `CannotStream` for sizes that no input tells, and for side effects."""
+        """Raises `CannotStream` for sizes that no input tells, for exchanges of tokens by routing, and for
+        side effects."""
+        exchange = routed(graph_module.graph.nodes)
+        if exchange is not None:
+            raise CannotStream(
+                Refusal(
+                    str(exchange.target),
+                    "This exchange sends as many tokens to each process as routing says, so that processes "
+                    "would plan differently",
+                    "Nothing to do where experts are small: the layers between stream. To stream experts, "
+                    "exchange equal parts (a capacity)",
+                    where_of(exchange),
+                )
+            )
         sizes = (s for n in graph_module.graph.nodes if is_tensor(n) for s in value_of(n).shape)
         untold = cannot_tell(self.fakes, [self.length(), *sizes])
         if untold:

@@ -16,7 +16,7 @@ from .config import Config
 from .dynamo.attention_calls import torch_attention
 from .dynamo.blocks import write_out
 from .dynamo.mixing import made_of_weights
-from .dynamo.processes import spans_processes
+from .dynamo.processes import routed, spans_processes
 from .dynamo.token_axes import Axis
 from .dynamo.values import fake_of
 from .dynamo.written_inputs import written_buffers, written_storages
@@ -257,8 +257,9 @@ class CompiledRegion:
         internals.read_meshes_of_primals(joint, len(joint_inputs[1]))
         self.report.joint = joint
         if not self.streams(joint, num_fwd_outputs, len(joint_inputs[1])):
+            once = self.writes or routed(joint.graph.nodes) is not None
             return internals.keep_inputs_partition(
-                joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, writes=self.writes, **kwargs
+                joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, once=once, **kwargs
             )
         return forward_and_backward(self.streamed, num_fwd_outputs, self.located)
 

@@ -15,7 +15,7 @@ from .passes.partition import partition
 from .passes.phases import Abandoned
 from .passes.planning.devices import Device
 from .passes.planning.kept_values import worth_keeping
-from .passes.rules import is_product, is_random
+from .passes.rules import along_of, is_product, is_random
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,18 @@ def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
 
 def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
     """What the forward adds up over chunks, seeds that it draws, and the few numbers per token that it keeps:
-    handed on, not made again."""
+    handed on, not made again. What comes from other processes is as wide as hidden states, and is sent
+    again."""
     made = {n for s in forward.sweeps for n in (*s.writes, *s.sums, *s.keysums)}
-    late = []
+    late, received = [], set[Node]()
     for node in (n for nodes in forward.full_length for n in nodes):
-        if not made.isdisjoint(node.all_input_nodes):
+        of_sweeps = made.intersection(node.all_input_nodes)
+        if of_sweeps:
             made.add(node)
-            late += [node] if is_tensor(node) else []
+            if along_of(node) is not None or of_sweeps <= received:
+                received.add(node)
+            else:
+                late += [node] if is_tensor(node) else []
     seeds = (n for n in graph.nodes if is_random(n))
     sums = {n for s in forward.sweeps for n in s.sums}
     beside = (u for n in sums if n.target is operator.getitem for u in n.args[0].users)

@@ -168,7 +168,9 @@ class reported:
 
 
 def attends(region) -> bool:
-    return any("attention" in str(n.target) for n in region.split.graph.nodes if n.op == "call_function")
+    """Has a region attention, as an operator or written out with its log-sum-exps (rings)?"""
+    calls = [str(n.target) for n in region.split.graph.nodes if n.op == "call_function"]
+    return any("attention" in call or "logsumexp" in call for call in calls)
 
 
 def is_head(region, vocabulary: int) -> bool:

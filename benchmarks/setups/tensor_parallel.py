@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -99,12 +100,15 @@ def by_features(module: Model, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, plan)
 
 
-def by_tokens(module: Model, mesh: DeviceMesh, local: bool = True, prepared: bool = True) -> None:
+def by_tokens(
+    module: Model, mesh: DeviceMesh, local: bool = True, prepared: bool = True, returned: bool = False
+) -> None:
     """The same, and between layers a process has a part of the tokens.
 
     local     hidden states are plain tensors; else DTensors
     prepared  tokens are gathered in front of attention and MLP, and scattered behind the MLP; else by their
               linear layers
+    returned  they are scattered behind attention and MLP by the module, not by its last linear layer
     """
     own, everything = Shard(1), Replicate()
     row: dict = {"output_layouts": own, "use_local_output": local}
@@ -116,6 +120,16 @@ def by_tokens(module: Model, mesh: DeviceMesh, local: bool = True, prepared: boo
     if prepared:
         for name in ("attention", "mlp"):
             plan[name] = PrepareModuleInput(input_layouts=(own,), desired_input_layouts=(everything,))
+            if returned:
+                plan[name] = PrepareModuleInputOutput(
+                    input_layouts=(own,),
+                    desired_input_layouts=(everything,),
+                    output_layouts=(Partial(),),
+                    desired_output_layouts=(own,),
+                )
+    if returned:
+        partial = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        plan |= {"attention.out": partial, "mlp.down": partial}
     for layer in module.layers:
         parallelize_module(layer, mesh, plan)
     embed = RowwiseParallel(input_layouts=everything, **row)
@@ -189,6 +203,9 @@ SETUPS: dict[str, Setup] = {
     "Tensor, sequence and loss parallel": functools.partial(tensor_parallel, split=LOSS),
     "Tensor, sequence and loss parallel, gathered by each projection": functools.partial(
         tensor_parallel, split=functools.partial(LOSS, prepared=False)
+    ),
+    "Tensor, sequence and loss parallel, scattered by PrepareModuleOutput": functools.partial(
+        tensor_parallel, split=functools.partial(LOSS, returned=True)
     ),
     "Tensor, sequence and loss parallel, hidden states as DTensors": functools.partial(
         tensor_parallel, split=functools.partial(LOSS, local=False)

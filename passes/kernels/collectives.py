@@ -1,7 +1,9 @@
 """Gathering and scattering along any dimension: torch's collectives do it along the first alone, and move the
-parts of the processes before or after."""
+parts of the processes before or after. And exchanges of parts, which are waited for at once."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +26,13 @@ def scattered(whole: Tensor, dim: int, reduction: str, processes: int, group: st
     return own.view([*whole.shape[:dim], whole.shape[dim] // processes, *whole.shape[dim + 1 :]])
 
 
+def exchanged(parts: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    """What all processes of a group send to this one, behind one another along the first dimension. Of its
+    own rows along it, ``sent[i]`` go to process i."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_to_all_single(parts.contiguous(), received, sent, group))
+
+
 define(
     "gathered(Tensor part, int dim, int processes, str group) -> Tensor",
     gathered,
@@ -37,4 +46,9 @@ define(
     lambda whole, dim, reduction, processes, group: whole.new_empty(
         [*whole.shape[:dim], whole.shape[dim] // processes, *whole.shape[dim + 1 :]]
     ),
+)
+define(
+    "exchanged(Tensor parts, SymInt[] received, SymInt[] sent, str group) -> Tensor",
+    exchanged,
+    lambda parts, received, sent, group: parts.new_empty([sum(received), *parts.shape[1:]]),
 )

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
-from ..ir import metadata_for, shape_of, value_of
+from ..ir import arguments, metadata_for, shape_of, value_of
 from ..rules import form_of
 from ..rules.facets import Form
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 c10d = torch.ops._c10d_functional
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def name_dimensions(graph: Graph) -> None:
     """Write collectives along the first dimension, and how values are split and joined around them, as
-    ``streambp.gathered`` and ``streambp.scattered``."""
+    ``streambp.gathered`` and ``streambp.scattered``; and exchanges that are waited for as
+    ``streambp.exchanged``."""
     for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
         part, processes, group = node.args
         for waited in waits_for(node) if isinstance(group, str) else ():
@@ -34,6 +38,9 @@ def name_dimensions(graph: Graph) -> None:
         whole, dim = scatters(parts, processes) or (parts, 0)
         for waited in waits_for(node) if isinstance(group, str) else ():
             write(waited, streambp.scattered.default, (whole, dim, reduction, processes, group))
+    for node in graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default):
+        for waited in waits_for(node) if isinstance(node.args[-1], str) else ():
+            write(waited, streambp.exchanged.default, node.args)
 
 
 def waits_for(node: Node) -> list[Node]:
@@ -45,14 +52,15 @@ def write(node: Node, target: torch._ops.OpOverload, args: tuple) -> None:
     """Have the readers of a node read this call in its place."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, args)
-    value = target(*(value_of(a) if isinstance(a, Node) else a for a in args))
+    value = target(*map_arg(args, value_of))
     new.meta = metadata_for(node, value)
     node.replace_all_uses_with(new)
 
 
 def gathers(waited: Node, part: Node, processes: int) -> list[tuple[Node, int]]:
     """The values that are all parts behind one another, each with the dimension along which they are."""
-    joined = [n for split in waited.users for item in split.users for n in item.users if is_joined(n, waited)]
+    pieces = [n for user in waited.users for n in (user, *user.users) if part_of(n) is not None]
+    joined = [n for piece in pieces for n in piece.users if is_joined(n, waited)]
     found = [
         (n, dim) for n in dict.fromkeys(joined) if shape_of(n) == longer(part, dim := dim_of(n), processes)
     ]
@@ -71,11 +79,8 @@ def longer(part: Node, dim: int, times: int) -> tuple:
 def scatters(parts: Node, processes: int) -> tuple[Node, int] | None:
     """What was split into these parts for the processes, and the dimension; None if nothing was."""
     items: Sequence[Node] = parts.args[0] if form_of(parts) is Form.JOINED else ()
-    if len(items) != processes or not is_item(items[0]) or dim_of(parts) != 0:
-        return None
-    split = items[0].args[0]
-    whole, dim = split.args[0], dim_of(split, 2)
-    return (whole, dim) if is_split_of(items, whole, dim) else None
+    first = part_of(items[0]) if len(items) == processes and dim_of(parts) == 0 else None
+    return (first.whole, first.dim) if first and is_split_of(items, first.whole, first.dim) else None
 
 
 def is_joined(node: Node, waited: Node) -> bool:
@@ -85,22 +90,34 @@ def is_joined(node: Node, waited: Node) -> bool:
 
 def is_split_of(items: Sequence[Node], whole: Node, dim: int) -> bool:
     """Are these all parts of a value that was split along a dimension, of one length and in order?"""
-    for i, item in enumerate(items):
-        if not is_item(item) or item.args[1] != i:
-            return False
-        split = item.args[0]
-        if split.args[0] is not whole or dim_of(split, 2) != dim or len(value_of(split)) != len(items):
-            return False
-    return len({shape_of(item)[dim] for item in items}) == 1
+    length = shape_of(whole)[dim] // len(items)
+    parts = [Part(whole, dim, i * length, length) for i in range(len(items))]
+    return length * len(items) == shape_of(whole)[dim] and list(map(part_of, items)) == parts
 
 
-def is_item(node: object) -> bool:
-    """Is it an item of a split?"""
-    return (
-        isinstance(node, Node)
-        and node.target is operator.getitem
-        and node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default)
-    )
+@dataclass(frozen=True)
+class Part:
+    """Rows ``start`` to ``start + length`` of a value along a dimension."""
+
+    whole: Node
+    dim: int
+    start: object
+    length: object
+
+
+def part_of(node: object) -> Part | None:
+    """The part of a value that a node is: an item of a split into equal parts, or a slice."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    if node.target is operator.getitem and node.args[0].target in SPLITS:
+        whole, dim = node.args[0].args[0], dim_of(node.args[0], 2)
+        length = shape_of(node)[dim]
+        return Part(whole, dim, node.args[1] * length, length)
+    if form_of(node) is Form.SLICE:
+        args = arguments(node)
+        dim = args["dim"] % len(shape_of(node))
+        return Part(node.args[0], dim, args["start"] or 0, shape_of(node)[dim]) if args["step"] == 1 else None
+    return None
 
 
 def dim_of(node: Node, position: int = 1) -> int:

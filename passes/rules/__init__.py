@@ -84,7 +84,7 @@ class Rule:
     indices     node → its operands that are indices, each with the least and the greatest that is allowed
     around      its ``emit`` reads the rows around a chunk, of operands at full length
     communicates  it takes part in a collective, which all processes of a group run, in one order
-    along       the argument that names the dimension along which a collective gathers or scatters
+    along       the dimension along which a collective gathers or scatters, or the argument that names it
     """
 
     signature: Callable[[Node], Signature]
@@ -115,7 +115,7 @@ class Rule:
     indices: Callable[[Node], Indices] | None = None
     around: bool = False
     communicates: bool = False
-    along: str | None = None
+    along: str | int | None = None
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
@@ -327,7 +327,9 @@ def along_of(node: Node) -> int | None:
     """The dimension along which a collective gathers the parts of several processes, or keeps one of
     them."""
     found = find_rule(node) if node.op == "call_function" else None
-    return None if found is None or found.along is None else arguments(node)[found.along]
+    if found is None or found.along is None:
+        return None
+    return found.along if isinstance(found.along, int) else arguments(node)[found.along]
 
 
 def ends_along(graph: Graph) -> list[tuple[Node, int]]:

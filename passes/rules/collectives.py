@@ -3,7 +3,8 @@
 A reduction over processes takes row t of every process for row t, so that all of them have to cut the tokens
 at the same places. What gathers or scatters does so along the first dimension: rows along any other stay
 where they are. Along the tokens themselves (sequence parallel) a process gets the rows of others, and all of
-them at once.
+them at once. An exchange of parts always is of all rows: where processes compute with what they get in
+different ways (in a ring, one skips what it cannot see), they still have to send alike.
 
 None is called linear: a gradient is scaled by the tangent of this process, and others might have another.
 """
@@ -30,7 +31,6 @@ rule_by_name("_c10d_functional::all_reduce", "_c10d_functional::broadcast", cost
 @rule_by_name(
     "_c10d_functional::all_gather_into_tensor",
     "_c10d_functional::reduce_scatter_tensor",
-    "_c10d_functional::all_to_all_single",
     cost=KERNEL,
     communicates=True,
 )
@@ -48,3 +48,12 @@ def along_a_dimension(node: Node) -> Signature:
     return Signature(
         (given,), (tuple(None if dim == apart else dim for dim in range(rank)),), contracts="all"
     )
+
+
+@rule_by_name(
+    "_c10d_functional::all_to_all_single", "streambp::exchanged", cost=KERNEL, communicates=True, along=0
+)
+def of_all_rows(node: Node) -> Signature:
+    """Along the first dimension lie the parts of several processes; other rows stay, and go all at once."""
+    behind = tuple(range(1, len(shape_of(node))))
+    return Signature((("parts", *behind),), ((None, *behind),), contracts="all", placed=frozenset(behind))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch.fx import Node
 
 from .. import internals
-from ..passes.ir import CannotStream, Refusal, where_of
+from ..passes.ir import CannotStream, Refusal, is_equal, value_of, where_of
 from ..passes.rules import communicates
 from .values import fake_of
 
@@ -36,3 +37,18 @@ def check_parts(nodes: Iterable[Node]) -> None:
                     where_of(node),
                 )
             )
+
+
+def routed(nodes: Iterable[Node]) -> Node | None:
+    """The first exchange that sends more to one process than to another, as the routing of tokens to experts
+    has it. A ring, which sends all to one process, is none.
+
+    Such sizes differ between processes, and so would what they cut and plan.
+    """
+    exchange = torch.ops._c10d_functional.all_to_all_single.default
+    for node in (n for n in nodes if n.target is exchange):
+        sizes = [value_of(s) if isinstance(s, Node) else s for lists in node.args[1:3] for s in lists]
+        parts = [s for s in sizes if not (isinstance(s, int) and s == 0)]
+        if not all(is_equal(part, parts[0]) for part in parts):
+            return node
+    return None

@@ -23,12 +23,13 @@ from .dynamo import OneAtATime
 from .inductor import rewrite
 
 
-def keep_inputs_partition(
-    joint: GraphModule, inputs, *, num_fwd_outputs: int, writes: bool = False, **kwargs
-):
-    """Keep only inputs and recompute all of the rest, unless random numbers are drawn or inputs written (then
-    as Inductor would)."""
-    if any(map(draws_random, joint.graph.nodes)) or not inputs[1] or writes:
+def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, once: bool = False, **kwargs):
+    """Keep only inputs and recompute all of the rest, unless random numbers are drawn (then as Inductor
+    would).
+
+    once  something must not run a second time: writes into inputs, exchanges that other processes run once
+    """
+    if any(map(draws_random, joint.graph.nodes)) or not inputs[1] or once:
         rewrite(joint)  # seeds are drawn once, so that recomputation sees the same bits
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]
