@@ -98,7 +98,6 @@ class Draft(Inputs):
     values      node of the sweep → its value in the body
     appended    node → the buffer of keys that its rows were appended to
     final_rows  key accumulator → the chunk's own rows of it
-    inlined     call, as text → its value, of graphs that operators are written out as
     """
 
     def __init__(self, sweep: Sweep, analysis: Analysis, kernels: Mapping[Node, ChosenKernel]):
@@ -109,7 +108,6 @@ class Draft(Inputs):
         self.appended: dict[Node, Node] = {}
         self.final_rows: dict[Node, Node] = {}
         self.used: dict[ChosenKernel, None] = {}
-        self.inlined: dict[str, Node] = {}
 
     def scalar(self, name: str, block: int = 1) -> Node:
         """``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key range, ``length`` T;
