@@ -389,7 +389,8 @@ class CompiledRegion:
                 within(InRegion(self.report, direction)),
                 noting(
                     lambda: (
-                        f"streambp: in the {direction} of {self.report.name or 'a region'} "
+                        f"streambp: in the {direction} of {self.report.name or 'a region'}"
+                        f"{internals.this_process()} "
                         f"(streambp_compile.explain prints it){lines_of(self.module.graph.nodes)}"
                     )
                 ),

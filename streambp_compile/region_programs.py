@@ -9,7 +9,18 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from .joint_regions import Joint, is_one_number
-from .passes.ir import Analysis, CannotStream, Kind, Program, Refusal, Shared, is_tensor
+from .passes.ir import (
+    Analysis,
+    CannotStream,
+    Kind,
+    Program,
+    Refusal,
+    Shared,
+    bytes_of,
+    is_tensor,
+    tensor_operands,
+    value_of,
+)
 from .passes.linearity import is_linear
 from .passes.partition import partition
 from .passes.phases import Abandoned
@@ -135,7 +146,7 @@ def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
         of_sweeps = made.intersection(node.all_input_nodes)
         if of_sweeps:
             made.add(node)
-            if along_of(node) is not None or of_sweeps <= received:
+            if brings_others_rows(node) or of_sweeps <= received:
                 received.add(node)
             else:
                 late += [node] if is_tensor(node) else []
@@ -143,6 +154,14 @@ def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
     sums = {n for s in forward.sweeps for n in s.sums}
     beside = (u for n in sums if n.target is operator.getitem for u in n.args[0].users)
     return frozenset({*late, *seeds, *forward.statistics, *sums, *beside})
+
+
+def brings_others_rows(node: Node) -> bool:
+    """Is it a collective whose result holds as much of other processes as this one has, or more? What is
+    reduced and scattered holds less."""
+    if along_of(node) is None:
+        return False
+    return bytes_of(value_of(node)) >= bytes_of(value_of(tensor_operands(node)[0]))
 
 
 def in_one_sweep(

@@ -1,6 +1,7 @@
 """Layers split over two processes: what streams."""
 
 import pytest
+import torch
 from selection import representatives
 
 from benchmarks.setups import parallel
@@ -28,3 +29,23 @@ def test_collectives_and_gradients_are_those_of_eager(name, ranks):
         assert row.notes == ()
         assert row.layers or name in EAGER_LAYERS
     assert rows[-1].head  # of a pipeline, the last stage has it
+
+
+def notes_of_an_error() -> str:
+    """In a process of the group: what is added to the error of an id that the embedding does not have."""
+    interpret_bodies()
+    module = parallel.decoder()
+    loss = torch.compile(module, backend="streambp", options={"chunk_size": 16})
+    ids = parallel.ids_of(64)
+    loss(ids).backward()
+    try:
+        loss(ids + 10**6)
+    except IndexError as error:
+        return "\n".join((str(error), *getattr(error, "__notes__", ())))
+    return "no error"
+
+
+def test_an_error_names_the_process_and_the_region(ranks):
+    for rank, notes in enumerate(ranks.run(notes_of_an_error)):
+        assert f" on rank {rank} " in notes
+        assert "in the forward of" in notes

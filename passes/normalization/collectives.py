@@ -59,7 +59,7 @@ def write(node: Node, target: torch._ops.OpOverload, args: tuple) -> None:
 
 def gathers(waited: Node, part: Node, processes: int) -> list[tuple[Node, int]]:
     """The values that are all parts behind one another, each with the dimension along which they are."""
-    pieces = [n for user in waited.users for n in (user, *user.users) if part_of(n) is not None]
+    pieces = [n for user in waited.users for n in (user, *user.users) if rows_of(n) is not None]
     joined = [n for piece in pieces for n in piece.users if is_joined(n, waited)]
     found = [
         (n, dim) for n in dict.fromkeys(joined) if shape_of(n) == longer(part, dim := dim_of(n), processes)
@@ -79,7 +79,7 @@ def longer(part: Node, dim: int, times: int) -> tuple:
 def scatters(parts: Node, processes: int) -> tuple[Node, int] | None:
     """What was split into these parts for the processes, and the dimension; None if nothing was."""
     items: Sequence[Node] = parts.args[0] if form_of(parts) is Form.JOINED else ()
-    first = part_of(items[0]) if len(items) == processes and dim_of(parts) == 0 else None
+    first = rows_of(items[0]) if len(items) == processes and dim_of(parts) == 0 else None
     return (first.whole, first.dim) if first and is_split_of(items, first.whole, first.dim) else None
 
 
@@ -91,12 +91,12 @@ def is_joined(node: Node, waited: Node) -> bool:
 def is_split_of(items: Sequence[Node], whole: Node, dim: int) -> bool:
     """Are these all parts of a value that was split along a dimension, of one length and in order?"""
     length = shape_of(whole)[dim] // len(items)
-    parts = [Part(whole, dim, i * length, length) for i in range(len(items))]
-    return length * len(items) == shape_of(whole)[dim] and list(map(part_of, items)) == parts
+    parts = [RowsOf(whole, dim, i * length, length) for i in range(len(items))]
+    return length * len(items) == shape_of(whole)[dim] and list(map(rows_of, items)) == parts
 
 
 @dataclass(frozen=True)
-class Part:
+class RowsOf:
     """Rows ``start`` to ``start + length`` of a value along a dimension."""
 
     whole: Node
@@ -105,18 +105,20 @@ class Part:
     length: object
 
 
-def part_of(node: object) -> Part | None:
-    """The part of a value that a node is: an item of a split into equal parts, or a slice."""
+def rows_of(node: object) -> RowsOf | None:
+    """The rows of a value that a node is: an item of a split into equal parts, or a slice."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target is operator.getitem and node.args[0].target in SPLITS:
         whole, dim = node.args[0].args[0], dim_of(node.args[0], 2)
         length = shape_of(node)[dim]
-        return Part(whole, dim, node.args[1] * length, length)
+        return RowsOf(whole, dim, node.args[1] * length, length)
     if form_of(node) is Form.SLICE:
         args = arguments(node)
         dim = args["dim"] % len(shape_of(node))
-        return Part(node.args[0], dim, args["start"] or 0, shape_of(node)[dim]) if args["step"] == 1 else None
+        return (
+            RowsOf(node.args[0], dim, args["start"] or 0, shape_of(node)[dim]) if args["step"] == 1 else None
+        )
     return None
 
 

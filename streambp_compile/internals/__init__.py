@@ -36,7 +36,15 @@ from .distributed import (
     is_fsdp_hook,
     keep_ddp_graphs_whole,
 )
-from .dtensors import is_sharded, is_uneven, local_of, mesh_of, others_with_another, with_local
+from .dtensors import (
+    is_sharded,
+    is_uneven,
+    local_of,
+    mesh_of,
+    others_with_another,
+    this_process,
+    with_local,
+)
 from .dynamo import (
     ASSERTIONS,
     MODE_SWITCHES,
@@ -220,6 +228,7 @@ __all__ = [
     "stand_in",
     "stand_in_whole",
     "symbolic_functions",
+    "this_process",
     "trace_artifact",
     "trace_methods_of_attributes",
     "trace_scans_as",

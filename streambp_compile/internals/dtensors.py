@@ -50,6 +50,12 @@ def is_uneven(value: object) -> bool:
     return any(bool(size % count != 0) for size, count in zip(value.shape, parts) if count > 1)
 
 
+def this_process() -> str:
+    """``" on rank 1"`` where several processes compute together; nothing where one does."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return f" on rank {dist.get_rank()}" if several else ""
+
+
 KNOWN: Counter[str] = Counter()  # how often this process has compiled what a key names
 
 
