@@ -71,3 +71,10 @@ torch.library.register_autograd(
     lambda ctx, grad: (torch.ops.streambp.at_once(grad, ctx.dim), None),
     setup_context=keep_dim,
 )
+
+# The operators as torch's own, for a region that runs unchunked.
+PLAIN = {
+    torch.ops.streambp.regrouped.default: regrouped,
+    torch.ops.streambp.at_once.default: copied,
+    torch.ops.streambp.by_block.default: copied,
+}

@@ -21,7 +21,6 @@ from ..rules.facets import Form
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 c10d = torch.ops._c10d_functional
-SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def name_dimensions(graph: Graph) -> None:
@@ -106,13 +105,13 @@ class RowsOf:
 
 
 def rows_of(node: object) -> RowsOf | None:
-    """The rows of a value that a node is: an item of a split into equal parts, or a slice."""
+    """The rows of a value that a node is: an item of a split, or a slice."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
-    if node.target is operator.getitem and node.args[0].target in SPLITS:
+    if node.target is operator.getitem and form_of(node.args[0]) is Form.SPLIT:
         whole, dim = node.args[0].args[0], dim_of(node.args[0], 2)
-        length = shape_of(node)[dim]
-        return RowsOf(whole, dim, node.args[1] * length, length)
+        lengths = [part.shape[dim] for part in value_of(node.args[0])]
+        return RowsOf(whole, dim, sum(lengths[: node.args[1]]), lengths[node.args[1]])
     if form_of(node) is Form.SLICE:
         args = arguments(node)
         dim = args["dim"] % len(shape_of(node))

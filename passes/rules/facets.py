@@ -39,6 +39,7 @@ class Form(enum.Enum):
     UNSQUEEZE = "unsqueeze"
     SQUEEZE = "squeeze"
     SLICE = "slice"
+    SPLIT = "split"  # into slices along a dimension
     JOINED = "joined"  # values behind one another
     FLIP = "flip"
     SKEWED = "skewed"  # columns of each row moved by its place: ``streambp.skewed``

@@ -418,14 +418,8 @@ def cat(node: Node) -> Signature:
     )
 
 
-@rule(
-    "aten::split.Tensor",
-    "aten::split_with_sizes",
-    "aten::unbind.int",
-    "aten::chunk",
-    cost=VIEW,
-    linear="self",
-)
+@rule("aten::split.Tensor", "aten::split_with_sizes", cost=VIEW, linear="self", form=Form.SPLIT)
+@rule("aten::unbind.int", "aten::chunk", cost=VIEW, linear="self")
 def split(node: Node) -> Signature:
     shape = shape_of(node.args[0])
     unbind = node.target is torch.ops.aten.unbind.int

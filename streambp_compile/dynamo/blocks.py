@@ -218,15 +218,8 @@ def along(x: Node, mark: Mark, write: Callable[[Node, int], Node]) -> Node:
 
 def write_out(module: GraphModule) -> bool:
     """Write the operators as torch's own, in a region that runs unchunked. Are there any in it?"""
-    calls = [n for n in module.graph.nodes if n.target in SPELLED]
+    calls = [n for n in module.graph.nodes if n.target in kernels.PLAIN]
     for node in calls:
-        node.target = SPELLED[node.target]
+        node.target = kernels.PLAIN[node.target]
     module.recompile()
     return bool(calls)
-
-
-SPELLED = {
-    streambp.regrouped.default: kernels.regrouped,
-    streambp.at_once.default: kernels.copied,
-    streambp.by_block.default: kernels.copied,
-}
