@@ -161,13 +161,14 @@ def saved() -> list[list[str]]:
 
 PREFACE = """# Engines and trainers
 
-`python -m benchmarks.engines --save`: sequences of 97 tokens (96 where processes share them) in chunks of 16,
-small models on a CPU, chunk bodies interpreted. Rows are of several commits. *error*: the largest relative
-error of a parameter's gradient (of its change after a step or two, for trainers and DeepSpeed) against the same setup
-without streaming. Decoders of this repository are in float64, where ZeRO reduces gradients in float32; models
-of Hugging Face compute norms and losses in float32, which is an error of about 1e-7 by itself. *layers*,
-*head*: do all layers, and the head with its loss, stream? *collectives*: of one step. *what it says*: every
-warning, and in parentheses what is known of a part that does not stream without one."""
+`python -m benchmarks.engines --save`: sequences of 97 tokens (96 where processes share them) in chunks of
+16, small models on a CPU, chunk bodies interpreted. Rows are of several commits. *error*: the largest
+relative error of a parameter's gradient (of its change after a step or two, for trainers and DeepSpeed)
+against the same setup without streaming. Decoders of this repository are in float64, where ZeRO reduces
+gradients in float32; models of Hugging Face compute norms and losses in float32, which is an error of about
+1e-7 by itself. *layers*, *head*: do all layers, and the head with its loss, stream? *collectives*: of one
+step. *what it says*: every warning, and in parentheses what is known of a part that does not stream without
+one."""
 
 
 if __name__ == "__main__":
