@@ -9,9 +9,10 @@ from streambp_compile import NotStreamed, compiled_region
 from streambp_compile.passes.ir import CannotStream, Refusal
 
 
-@pytest.mark.parametrize("product", [False, True])
-def test_a_refused_fragment_without_products_costs_no_warning(product, interpreted, monkeypatch):
-    """As a loss behind a graph break has it: values of flat rows go back into the shape of a batch."""
+@pytest.mark.parametrize("products", [0, 1, 3])
+def test_a_refused_fragment_of_few_products_costs_no_warning(products, interpreted, monkeypatch):
+    """As a loss behind a graph break has it: values of flat rows go back into the shape of a batch. What
+    products make is kept: no more than what the fragment reads, or there is a warning."""
 
     def refuse(*args):
         raise CannotStream(Refusal("a region", "It is refused here", "Nothing"))
@@ -20,11 +21,12 @@ def test_a_refused_fragment_without_products_costs_no_warning(product, interpret
     rows, mask = torch.randn(126, 4, requires_grad=True), torch.rand(2, 63, 1) > 0.5
 
     def fragment(rows, mask):
-        rows = rows @ rows.new_ones(4, 4) if product else rows
+        for _ in range(products):
+            rows = rows @ rows.new_ones(4, 4)
         return rows.view(2, 63, 4).masked_fill(~mask, 0)
 
     strict = torch.compile(fragment, backend="streambp", options={"strict": True})
-    with pytest.raises(Exception, match="It is refused here") if product else contextlib.nullcontext():
+    with pytest.raises(Exception, match="It is refused here") if products > 1 else contextlib.nullcontext():
         assert torch.equal(strict(rows, mask), fragment(rows, mask))
 
 
