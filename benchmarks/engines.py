@@ -38,7 +38,8 @@ FAMILIES = {
     "trl_trainers": 1,
 }
 DIVIDED = {"tensor_parallel", "context_parallel"}  # of as many tokens as the processes divide evenly
-RESULTS = Path(__file__).parent / "results" / "engines.md"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "engines.md"
 HEADS = (
     "setup",
     "error",
@@ -90,7 +91,8 @@ def cells(name: str, row: Row, reason: str) -> list[str]:
         text(row.expected),
         f"{row.peak / MIB:.1f}",
         f"{row.checkpointed / MIB:.1f}",
-        "; ".join(note.removeprefix("streambp: ").split(". ")[0] for note in row.notes) or reason,
+        "; ".join(n.removeprefix("streambp: ").split(". ")[0].replace(f"{ROOT}/", "") for n in row.notes)
+        or reason,
     ]
 
 

@@ -184,9 +184,9 @@ class TokenPropagation:
         if node in self.known.written:
             self.tie_written((node, -1), slot_of(self.known.written[node]))
         given, made = signature.blocks
-        read = [(slot_of(a), labels, given) for a, labels in zip(operands, signature.operands)]
-        made_ = [((node, o), labels, made) for o, labels in zip(outputs_of(node), signature.outputs)]
-        for slot, labels, block in (*read, *made_):
+        ends = [(slot_of(a), labels, given) for a, labels in zip(operands, signature.operands)]
+        ends += [((node, o), labels, made) for o, labels in zip(outputs_of(node), signature.outputs)]
+        for slot, labels, block in ends:
             for dim, label in enumerate(labels):
                 if label is not None:
                     places.setdefault(label, []).append((slot, dim, block))

@@ -165,6 +165,16 @@ def ranks():
     group.close()
 
 
+@pytest.fixture(scope="module")
+def four_ranks():
+    """Four processes of one gloo group."""
+    from benchmarks.ranks import Ranks
+
+    group = Ranks(4)
+    yield group
+    group.close()
+
+
 def as_lowered(body, inputs):
     """In place of `internals.chunk_bodies.function_of`."""
     from torch._dynamo.utils import counters

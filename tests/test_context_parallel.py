@@ -5,7 +5,6 @@ import torch
 from selection import representatives
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks.ranks import Ranks
 from benchmarks.setups import context_parallel, expert_parallel
 from benchmarks.setups.measurement import Row, measured
 from benchmarks.zoo import interpret_bodies
@@ -42,13 +41,6 @@ def check(name: str, rows: list[Row]) -> None:
 @pytest.mark.parametrize("name", representatives(SETUPS, CHOSEN))
 def test_gradients_are_those_of_the_model_that_is_not_split(name, ranks):
     check(name, ranks.run(row_of, name))
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    group = Ranks(4)
-    yield group
-    group.close()
 
 
 @pytest.mark.slow

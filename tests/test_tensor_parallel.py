@@ -10,7 +10,6 @@ from selection import representatives
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.memory import peak
-from benchmarks.ranks import Ranks
 from benchmarks.setups import tensor_parallel
 from benchmarks.setups.measurement import Row, Way, measured
 from benchmarks.zoo import interpret_bodies
@@ -40,13 +39,6 @@ def check(rows: list[Row]) -> None:
         assert row.layers and row.head and row.notes == ()
         assert row.collectives == rows[0].collectives
         assert row.collectives.get("reduce-scatter") == row.expected.get("reduce-scatter")
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    group = Ranks(4)
-    yield group
-    group.close()
 
 
 @pytest.mark.long

@@ -20,6 +20,10 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
+    def mapped(self, x: Tensor) -> Tensor:
+        """The MLP, token by token."""
+        return self.down(F.silu(self.up(x)))
+
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = (
@@ -28,7 +32,7 @@ class Block(nn.Module):
         )
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(a.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.silu(self.up(self.norm2(x))))
+        return x + self.mapped(self.norm2(x))
 
 
 class Decoder(nn.Module):
