@@ -106,12 +106,14 @@ def classes() -> list[Class]:
 
 
 def in_turn(rows: Sequence[Class]) -> list[Class]:
-    """The first class of each kind, then the second of each."""
-    of_kind = Counter[str]()
+    """Order classes so that each family runs once before any runs twice, and kinds take turns."""
+    of_family, of_kind = Counter[str](), Counter[tuple[int, str]]()
     places = {}
     for row in rows:
-        places[row] = of_kind[row.kind]
-        of_kind[row.kind] += 1
+        nth = of_family[row.family]
+        places[row] = (nth, of_kind[nth, row.kind])
+        of_family[row.family] += 1
+        of_kind[nth, row.kind] += 1
     return sorted(rows, key=places.__getitem__)
 
 
@@ -694,7 +696,7 @@ def main() -> int:
 
     if not given.page:
         waiting = [r for r in asked(rows, given.only) if given.again or r.key not in answers]
-        run(in_turn(waiting), given.jobs, given.limit, tell)
+        run([r for r in in_turn(rows) if r in waiting], given.jobs, given.limit, tell)
     zoo.RESULTS.mkdir(exist_ok=True)
     text = page(rows, answers)
     (zoo.RESULTS / f"{given.save}.md").write_text(text, encoding="utf-8")
