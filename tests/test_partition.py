@@ -1,5 +1,6 @@
 """Which op runs in which sweep: the programs of small graphs as text."""
 
+import itertools
 import operator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,10 +11,14 @@ from graphs import Written, causal_layer
 from torch.fx import Graph
 
 from streambp_compile.passes.analyze import analyze
-from streambp_compile.passes.ir import CannotStream, Mark
+from streambp_compile.passes.ir import CannotStream, Direction, Mark
 from streambp_compile.passes.normalization.separate_views import separate_views
-from streambp_compile.passes.partition import partition
+from streambp_compile.passes.partition import assignments, partition, programs
+from streambp_compile.passes.partition.assembly import Assembly
 from streambp_compile.passes.partition.crossing import narrowest_crossing
+from streambp_compile.passes.partition.full_length import find_full_length
+from streambp_compile.passes.partition.levels import levels_of, sink
+from streambp_compile.passes.partition.problem import Problem
 from streambp_compile.passes.verify import verify_program
 from streambp_compile.region_programs import returning
 
@@ -82,6 +87,26 @@ def test_a_bidirectional_layer_is_two_sweeps_forward_and_three_backward():
     dy = next(n for n in seeds if n.name == "dy")
     over = BOTH_WAYS_BACKWARD.replace("writes beside;", "writes beside over dy;")
     assert program(write, seeds, gradients, movable=(dy,)) == over.strip()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_directions_that_make_no_difference_are_tried_once(causal):
+    """The cheapest of the programs that are assembled is the cheapest of those of all directions."""
+    write, seeds, _, gradients = causal_layer(causal)
+    dy = next(n for n in seeds if n.name == "dy")
+    analysis = analyze(write.graph, LENGTH, seeds)
+    problem = Problem(write.graph, analysis, gradients, frozenset(), frozenset({dy}), frozenset())
+    choice = find_full_length(problem)
+    count = len(partition(write.graph, analysis, gradients, movable=(dy,)).sweeps)
+    found, tried = [], list(assignments(problem, choice, count))
+    for directions in itertools.product(Direction, repeat=count):
+        levels = levels_of(problem, choice, directions)
+        for each in () if levels is None else (levels, sink(problem, choice, levels)):
+            found += [Assembly(problem, choice, each, over).program() for over in (False, True)]
+    assert len(tried) < len(found) / 2
+    cost, program = min(found, key=lambda each: each[0])
+    (_, cheapest), same = min(programs(problem, choice, count), key=lambda each: each[0])
+    assert (cheapest, str(same)) == (cost, str(program))
 
 
 def test_a_sweep_keeps_what_spares_the_most_of_the_narrowest_values():

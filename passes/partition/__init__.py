@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from ..ir import Analysis, Direction, Program, bytes_of, refuse, tensor_operands, value_of
+from ..ir import Analysis, Direction, Kind, Program, bytes_of, refuse, tensor_operands, value_of
 from ..rules import is_zeros
 from ..rules.views import fills_with_zeros
 from ..width import too_wide
@@ -84,21 +84,35 @@ def search(problem: Problem, choices: Sequence[FullLength]) -> Program | None:
 
 
 def programs(problem: Problem, choice: FullLength, count: int) -> Iterator[tuple[Cost, Program]]:
-    """All programs of that many sweeps that keep no matrix of tokens by tokens, with what they cost."""
+    """Yield all programs of that many sweeps that keep no matrix of tokens by tokens, with what they cost."""
+    over_inputs = (False, True) if problem.movable and count > 1 else (False,)
+    for candidate, over in itertools.product(assignments(problem, choice, count), over_inputs):
+        cost, program = Assembly(problem, choice, candidate, over).program()
+        if not any(map(problem.is_matrix, program.kept)):
+            wide = too_wide(program, problem.analysis)
+            excess = sum(bytes_of(value_of(n)) for n in wide)
+            yield (excess, cost), replace(program, too_wide=wide)
+
+
+def assignments(problem: Problem, choice: FullLength, count: int) -> Iterator[Levels]:
+    """Yield every way to assign nodes to that many sweeps, once for all directions that make no difference.
+
+    A direction matters to a sweep with a scan, or with sums of keys, which are final only if it descends. Of
+    directions that differ in other sweeps, the first is preferred by cost as well (`Assembly.program`).
+    """
+    seen = set()
     for directions in itertools.product(Direction, repeat=count):
         levels = levels_of(problem, choice, directions)
         if levels is None:
             continue
-        found: list[Levels] = [levels]
-        if count > 1:
-            found.append(sink(problem, choice, levels))
-        over_inputs = (False, True) if problem.movable and count > 1 else (False,)
-        for candidate, over in itertools.product(found, over_inputs):
-            cost, program = Assembly(problem, choice, candidate, over).program()
-            if not any(map(problem.is_matrix, program.kept)):
-                wide = too_wide(program, problem.analysis)
-                excess = sum(bytes_of(value_of(n)) for n in wide)
-                yield (excess, cost), replace(program, too_wide=wide)
+        for candidate in (levels, sink(problem, choice, levels)) if count > 1 else (levels,):
+            level = candidate.of
+            bound = {level[n] for n in level if problem.analysis.kinds.get(n) is Kind.KEYSUM}
+            bound |= set(range(count)) if choice.scans else set()
+            key = (frozenset(level.items()), tuple(d for at, d in enumerate(directions) if at in bound))
+            if key not in seen:
+                seen.add(key)
+                yield candidate
 
 
 def check_domains(problem: Problem, choice: FullLength) -> None:
