@@ -1,7 +1,7 @@
-"""Which token has row 0 of every value.
+"""Alignment of values: the token that row 0 of every value belongs to.
 
-A slice shifts a value against the others (labels against logits, a convolution's padding); what its rows are
-is told by whom they meet.
+A slice shifts a value against the others (labels against logits, a convolution's padding). The tokens of
+its rows follow from the values that it meets.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ Tie = tuple[Node, Node, int]
 
 
 class Alignment:
-    """Which token is row 0 of a value, for values shifted against one another by slicing.
+    """The token of row 0 of every value, for values that slicing shifts against one another.
 
-    Slices keep the token of every row; what meets row by row must agree. Values with features are aligned
-    among themselves first, starting at those that have all T rows, then what is computed from them; values
-    with one number per token (labels, masks) then follow, by a shift. Where neighbours meet, not all can
-    agree: the widest values do, so that narrow ones and inputs are shifted.
+    Slices keep the token of every row, and rows that meet in an operation must belong to the same token.
+    Values with features are aligned among themselves first, starting with those that have all T rows,
+    then the values computed from them. Values with one number per token (labels, masks) follow, by a
+    shift. Where neighbouring tokens meet, not all values can agree: the widest ones do, so that narrow
+    ones and inputs are shifted.
 
     with_features  values with more than one number per token
-    from_features  these, and what is computed from them
+    from_features  these, and the values computed from them
     """
 
     def __init__(self, graph: Graph, propagation: TokenPropagation, length: Size):
@@ -61,7 +62,7 @@ class Alignment:
                 self.root_low.setdefault(self.find(node)[0], -self.find(node)[1])
 
     def place_whole_values(self, graph: Graph) -> None:
-        """What has features and as many rows as there are tokens has a row for each token."""
+        """Assign token 0 to row 0 of values with features that have a row for each token."""
         whole = [n for n in graph.nodes if n in self.with_features and is_tensor(n) and self.is_whole(n)]
         for node in whole:
             self.tie(node, whole[0], 0)
@@ -77,12 +78,14 @@ class Alignment:
 
     @staticmethod
     def weight(operand: Node) -> int:
-        """Bytes that must exist at full length, or be computed again, where an operand is read shifted."""
+        """Count the bytes that must exist at full length, or be recomputed, if an operand is read shifted."""
         return 0 if operand.op == "placeholder" or not is_tensor(operand) else bytes_of(value_of(operand))
 
     def numbers_without_features(self, graph: Graph) -> int | None:
-        """Numbers per token of integers given for each token (ids, labels, masks): the batch. None if there
-        are none."""
+        """Count the numbers per token of integer inputs (ids, labels, masks), which is the batch size.
+
+        Returns None if there are no such inputs.
+        """
         given = [
             n
             for n in graph.find_nodes(op="placeholder")
@@ -95,8 +98,11 @@ class Alignment:
         return max((product(shape_of(n)) // (self.rows(n) * inner[n]) for n in given), default=None)
 
     def has_features(self, shape: Sequence[int], mark: Mark) -> bool:
-        """Has a value several numbers per token: behind it (``[B, T, D]``, or ``[B, T D]``), or
-        (``[B, V, T]``) more than the batch before it? A reshape changes nothing of that."""
+        """Does a value have several numbers per token?
+
+        They lie behind the token dimension (``[B, T, D]``, or ``[B, T D]``), or before it, if there are
+        more of them than the batch (``[B, V, T]``). A reshape does not change the answer.
+        """
         behind = mark.inner > 1 or product(shape) > product(shape[: mark.dim + 1])
         rows = shape[mark.dim] // mark.step
         return behind or self.batch is not None and product(shape) > rows * self.batch
@@ -137,7 +143,10 @@ class Alignment:
                 self.with_features.add(node)
 
     def find(self, node: Node) -> tuple[Node, int]:
-        """(root, d) with low(node) = low(root) + d. Nodes on the way are tied to the root itself."""
+        """Find the root of a node and the difference d in ``low(node) = low(root) + d``.
+
+        Nodes on the way are tied to the root itself.
+        """
         way: list[Node] = []
         while node in self.parent:
             way.append(node)
@@ -149,13 +158,13 @@ class Alignment:
         return node, delta
 
     def tie(self, a: Node, b: Node, difference: int) -> None:
-        """low(a) = low(b) + difference, unless they are tied already."""
+        """Record that ``low(a) = low(b) + difference``, unless the two are tied already."""
         (ra, da), (rb, db) = self.find(a), self.find(b)
         if ra is not rb:
             self.parent[ra] = (rb, db + difference - da)
 
     def ties(self, node: Node, among: set[Node]) -> Iterator[Tie]:
-        """What an op says of the rows that it meets: (a, b, low(a) - low(b))."""
+        """Yield the ties between values whose rows meet in an op: ``(a, b, low(a) - low(b))``."""
         signature = self.propagation.signatures.get(node)
         if node.target is operator.getitem and node in among:
             yield node, node.args[0], 0
@@ -180,7 +189,7 @@ class Alignment:
         yield from ((a, b, y - x) for (a, x), (b, y) in zip(met, met[1:]))
 
     def low(self, node: Node) -> int | None:
-        """The token of row 0, or None if nothing has fixed it yet."""
+        """Return the token of row 0, or None if nothing has fixed it yet."""
         root, delta = self.find(node)
         return None if root not in self.root_low else self.root_low[root] + delta
 
@@ -190,7 +199,7 @@ class Alignment:
 
 
 def row_label(node: Node, operands, signature: Signature, propagation: TokenPropagation):
-    """The label along which rows run through a node, or None."""
+    """Find the label along which rows run through a node, or None."""
     if signature.rows is not None:
         return signature.rows
     slots = [((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs)]

@@ -1,7 +1,7 @@
-"""Facts and reaches of every value, forward and backward alike.
+"""Facts and reaches of every value, for forward and backward alike.
 
-`TokenPropagation` says which dimensions carry tokens, `Alignment` which token has row 0. What a node does
-with its rows, and how it reads each operand, then follows from where its labels went.
+`TokenPropagation` finds the dimensions that carry tokens, and `Alignment` the token of row 0. The kind
+of every node, and the edges to its operands, then follow from the labels that carry tokens.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ def analyze(
     checkable: Container[Node] = (),
     known: Signatures | None = None,
 ) -> Analysis:
-    """Facts, edges and kinds of every node.
+    """Derive the facts, edges and kinds of every node.
 
-    length     number of tokens T (int or symbol)
+    length       number of tokens T (int or symbol)
     input_marks  placeholder → the marks it carries
-    checkable  placeholders of masks that each call may be checked for: keys may be left out under conditions
-               on them
-    known      what the rules say of this graph, if that was read before
-    Raises `CannotStream` at the first node whose rows cannot be told.
+    checkable    placeholders of masks that may be checked in each call: keys may be left out under
+                 conditions on them
+    known        the signatures of this graph, if they were read before
+
+    Raises `CannotStream` at the first node whose rows cannot be determined.
     """
     propagation = TokenPropagation(graph, input_marks, known)
     masks = evaluate(graph, {n for n in input_marks if n in checkable})
@@ -78,7 +79,7 @@ def analyze(
 
 @dataclass(frozen=True)
 class Labelling:
-    """Where tokens go in a node: the label of rows, the label of keys, and what becomes of the rows."""
+    """The labels of rows and of keys in a node, and the kind of its result."""
 
     row: Label
     key: Label
@@ -86,7 +87,7 @@ class Labelling:
 
 
 class Reader:
-    """One pass in order: facts from marks, edges and kinds from labels."""
+    """One pass over the nodes in order: facts follow from marks, edges and kinds from labels."""
 
     def __init__(self, propagation: TokenPropagation, length: Size, alignment: Alignment):
         self.propagation, self.length, self.alignment = propagation, length, alignment
@@ -119,7 +120,7 @@ class Reader:
         self.facts[node], self.edges[node], self.kinds[node] = fact, edges, kind
 
     def item(self, node: Node) -> None:
-        """One output of a node."""
+        """Enter one output of a node that has several."""
         source, output = node.args[0], node.args[1]
         fact, kind = self.fact(source, output), self.kinds[source]
         if kind is Kind.MIXED:
@@ -127,13 +128,16 @@ class Reader:
         self.enter(node, fact, (Edge(source, Role.ROWS if isinstance(fact, Tokens) else Role.WHOLE),), kind)
 
     def is_touched(self, node: Node) -> bool:
-        """Do tokens come to this node?"""
+        """Do operands or outputs of this node carry tokens?"""
         return any(self.propagation.of(a) for a in tensor_operands(node)) or any(
             self.propagation.marks.get((node, o)) for o in outputs_of(node)
         )
 
     def without_tokens(self, node: Node) -> None:
-        """A node that tokens do not come to, or only as sums."""
+        """Enter a node without token dimensions, whose operands are shared values or sums.
+
+        Raises `CannotStream` for one that draws random numbers.
+        """
         if draws_random(node):
             raise refuse(
                 node,
@@ -148,7 +152,11 @@ class Reader:
         self.enter(node, facts, edges, Kind.WHOLE)
 
     def check_propagation(self, node: Node) -> None:
-        """Refuse a node whose rows were lost on the way."""
+        """Refuse a node whose rows cannot be followed.
+
+        It has no rule that fits, loses tokens, reads rows in two orders, reads a matrix both by rows and
+        by columns, or has more than two token dimensions.
+        """
         if node in self.propagation.missing:
             raise self.propagation.missing[node]
         if node in self.propagation.lost:
@@ -183,13 +191,16 @@ class Reader:
         rows, key = self.propagation.mark(slot), self.propagation.key(slot)
         if (
             key is not None
-        ):  # a stored mask, perhaps for more tokens than there are: it is cut before it is read
+        ):  # a stored mask, perhaps for more tokens than there are: it is sliced before it is read
             return Tokens(rows, key)
         lo = self.alignment.low(node) or 0
         return Tokens(rows, key, lo, lo + self.excess(node, node.meta["val"].shape, rows))
 
     def excess(self, node: Node, shape, mark: Mark) -> int:
-        """Rows beyond T (negative: missing)."""
+        """Count the rows of a value beyond T (negative: missing).
+
+        Raises `CannotStream` if the rows are not T plus a constant.
+        """
         excess = hint(shape[mark.dim]) // mark.step - mark.count(hint(self.length))
         if not isinstance(self.length, int):
             exact = shape[mark.dim] - (mark.count(self.length) + excess) * mark.step
@@ -231,7 +242,7 @@ class Reader:
         kind = labels.kind
         halos = any(e.role is Role.HALO and e.reach.lo != e.reach.hi for e in edges)
         if (halos and not rule_of(node).around or sizes) and labels.row in signature.reach:
-            kind = Kind.ALL  # rows that are moved within a dimension are no tokens that are
+            kind = Kind.ALL  # no range of tokens holds the rows that it reads, or no rule reads one
         if labels.row in signature.placed and communicates(node):
             kind = Kind.ALL  # other processes exchange all rows at once
         if kind is Kind.ALL:
@@ -243,8 +254,10 @@ class Reader:
     def sizes_where_shared(
         self, node: Node, operands: tuple[Node, ...], signature: Signature, row: Label
     ) -> set[int]:
-        """The sizes of the dimensions of a label of rows, where tokens share them: with other sequences, or
-        because each has several rows."""
+        """Collect the sizes of the row label's dimensions where tokens share a dimension.
+
+        They share it with other sequences, or each token has several rows. Returns no sizes otherwise.
+        """
         slots = [*zip(map(slot_of, operands), signature.operands)]
         slots += [((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs)]
         found = [(slot, labels.index(row)) for slot, labels in slots if row in labels]
@@ -256,7 +269,7 @@ class Reader:
     def check_matrices(
         self, node: Node, operands: tuple[Node, ...], signature: Signature, labels: Labelling
     ) -> None:
-        """Refuse what a chunk cannot do with the keys of its rows."""
+        """Refuse operations on keys, or on matrices of tokens by tokens, that a chunk cannot compute."""
         facts = [fact for a in operands if isinstance(fact := self.facts[a], Tokens)]
         if labels.key is not None and any((f.lo, f.hi) != (0, 0) for f in facts):
             raise refuse(
@@ -288,7 +301,7 @@ class Reader:
                 )
 
     def reads_other_rows(self, operands: tuple[Node, ...], signature: Signature, row: Label) -> bool:
-        """Are the rows of a matrix among the operands others than those of the result?"""
+        """Do the rows of a [tokens, tokens] operand run along another label than the rows of the result?"""
         if signature.reshape:
             return False
         found = [(self.facts[a], dims) for a, dims in zip(operands, signature.operands)]
@@ -296,7 +309,10 @@ class Reader:
         return any(dims[f.rows.dim] not in (row, None) for f, dims in matrices)
 
     def output_fact(self, node: Node, output: int, labels: Labelling, low: int) -> Fact:
-        """The fact of one output whose row 0 is of token ``low``, unless its rows are keys."""
+        """Build the fact of one output.
+
+        Its row 0 is of token ``low``; of token 0, if its rows are keys.
+        """
         slot = (node, output)
         mark = self.propagation.rows(slot)
         if not self.propagation.marks.get(slot) or mark is None:
@@ -307,7 +323,7 @@ class Reader:
         return Tokens(mark, self.propagation.key(slot), start, self.excess(node, value.shape, mark) + start)
 
     def labelling(self, node: Node, operands: tuple[Node, ...], signature: Signature) -> Labelling:
-        """Which labels carry rows and keys, and what becomes of the rows."""
+        """Choose the labels of rows and keys in a node, and its kind."""
         if signature.reshape:
             return Labelling("reshape", None, Kind.ROWS)
         outs = [self.labelled((node, o), ls) for o, ls in zip(outputs_of(node), signature.outputs)]
@@ -334,7 +350,7 @@ class Reader:
         return Labelling(row, None if key is NO_KEYS else key, Kind.SUM if summable else Kind.ALL)
 
     def labelled(self, slot: Slot, labels: Labels) -> tuple[Label, Label] | None:
-        """The labels of a value's rows and keys (or `NO_KEYS`), or None if it has no tokens."""
+        """Return the labels of a value's rows and keys (or `NO_KEYS`), or None if it has no tokens."""
         rows, keys = self.propagation.rows(slot), self.propagation.key(slot)
         if rows is None:
             return None
@@ -348,8 +364,10 @@ class Reader:
         ins: list[tuple[Label, Label]],
         pair: tuple[Label, Label] | None,
     ) -> Labelling:
-        """The labels of a node that has outputs with tokens; ``pair``, those of the first operand with
-        keys."""
+        """Choose the labels and the kind of a node whose outputs have tokens.
+
+        pair  the labels of the first operand with keys
+        """
         pair_out = next((out for out in outs if out[1] is not NO_KEYS), None)
         if pair_out is not None:
             return Labelling(None, None, Kind.ALL) if None in pair_out else Labelling(*pair_out, Kind.ROWS)
@@ -372,7 +390,11 @@ class Reader:
         return Labelling(single, pair[1] if pair else None, Kind.ROWS)
 
     def first_row(self, node: Node, operands, signature: Signature, row: object) -> int:
-        """The token of output row 0: that of the widest operand whose rows it has."""
+        """Find the token of output row 0.
+
+        It follows from the widest operand that has the output's rows; operands with features, or
+        computed from such, come first.
+        """
         if signature.reshape:
             fact = self.facts[operands[0]]
             return fact.lo if isinstance(fact, Tokens) else 0
@@ -404,7 +426,7 @@ class Reader:
         labels: Labelling,
         low: int,
     ) -> Edge:
-        """How a node, whose row 0 is of token ``low``, reads its operand number ``i``."""
+        """Build the edge from a node, whose row 0 is of token ``low``, to its operand number ``i``."""
         fact = self.facts[operand]
         if not isinstance(fact, Tokens):
             return Edge(operand, Role.WHOLE)
@@ -439,6 +461,8 @@ NO_KEYS: Label = object()  # in place of the label of keys, where a value has no
 
 
 def is_now(size: Size, difference: torch.SymInt) -> bool:
-    """Is a difference nothing at the lengths of now (``n - max(0, n - T) - T``)? Dynamo then guards on it;
-    not on a size that is a number."""
+    """Is a difference zero at the current lengths (``n - max(0, n - T) - T``)?
+
+    Dynamo then guards on it. The answer is no for a size that is a plain number.
+    """
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number and bool(difference == 0)

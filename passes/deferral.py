@@ -1,8 +1,8 @@
-"""Which values of a graph are computed after everything else: wide ones that no attention needs.
+"""Deferral: wide values that no attention needs are computed after everything else.
 
 A frozen teacher's logits, computed before the student's layers and read by the loss, would exist at full
-length while all those layers run. Computed late, in the loss's own region, only the teacher's hidden states
-are kept until then.
+length while all those layers run. If they are computed late, in the loss's own region, only the
+teacher's hidden states are kept until then.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch.fx import Node
 
 from .ir import ancestors
 
-WIDE = 2  # times as many bytes as what attention returns: logits, and no hidden states
+WIDE = 2  # times the bytes of what attention returns: logits are wider, hidden states are not
 
 
 def deferred(
     body: Sequence[Node], size: Mapping[Node, int], mixers: Collection[Node], written: Collection[Node]
 ) -> list[Node]:
-    """The nodes in an order in which as few wide values as possible wait for later attention.
+    """Order the nodes so that as few wide values as possible wait for later attention.
 
-    size     bytes of each value; -1 of what may never wait (a matrix of tokens by tokens)
+    size     bytes of each value; -1 for one that may never wait (a matrix of tokens by tokens)
     mixers   nodes that let one token see another
     written  values whose memory is written into: they stay where they are
     """
@@ -33,8 +33,11 @@ def deferred(
 
 
 def late_nodes(body: Sequence[Node], size: Mapping[Node, int], mixers: Collection[Node]) -> set[Node]:
-    """Wide values that wait for attention which does not need them, the wide values that those are made of,
-    and all that is made of them."""
+    """Find the nodes that should be computed late.
+
+    These are wide values that wait for attention which does not need them, the wide values that those
+    are computed from, and everything computed from them.
+    """
     limit = WIDE * max((size[n] for n in mixers), default=0)
     needed = ancestors(mixers)
     free = [n for n in body if n not in needed]
@@ -53,7 +56,7 @@ def late_nodes(body: Sequence[Node], size: Mapping[Node, int], mixers: Collectio
 
 
 def across(body: Sequence[Node], values: Collection[Node], mixers: Collection[Node]) -> list[Node]:
-    """Those of the values that are made before a mixer and read after it."""
+    """List the values that are computed before a mixer and read after it."""
     place = {n: i for i, n in enumerate(body)}
     mixed = [0]
     for node in body:
@@ -67,6 +70,6 @@ def across(body: Sequence[Node], values: Collection[Node], mixers: Collection[No
 
 
 def waiting(body: Sequence[Node], size: Mapping[Node, int], mixers: Collection[Node]) -> float:
-    """Bytes of all values that wait for a mixer; without bound where one may not."""
+    """Sum the bytes of all values that wait for a mixer; infinite if one of them may not wait."""
     sizes = [size[n] for n in across(body, body, mixers)]
     return float("inf") if min(sizes, default=0) < 0 else sum(sizes)

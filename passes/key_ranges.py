@@ -1,4 +1,4 @@
-"""Which keys a row can reach: what the masks prove, and under which conditions."""
+"""Ranges of keys that a row can reach, as masks prove them, and the conditions of these proofs."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from .token_propagation import has_tensors
 
 Facts = Mapping[Node, Fact | tuple[Fact, ...]]
 IsCheap = Callable[[Node, int], bool]  # (mask, entries of one stored mask) → may each call be checked for it?
-TEMPORARY = 2  # a value on the way to a checked mask may be twice as large as it: two halves put together
+TEMPORARY = 2  # values on the way to a checked mask may be twice as large as it: two halves put together
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The keys that a row can reach by a mask, and what a call has to satisfy for that."""
+    """The range of keys that a mask leaves to a row, and the conditions on a call for it."""
 
     reach: Reach
     conditions: tuple[Condition, ...] = ()
@@ -64,11 +64,12 @@ def key_ranges(
     masks: Mapping[Node, Abstract],
     checkable: Container[Node],
 ) -> tuple[dict[Node, Reach], tuple[Condition, ...]]:
-    """For every node that reads keys: the keys a row can reach, as far as the masks prove it; and the
-    conditions of those proofs.
+    """Find the keys that a row can reach, for every node that relates rows to keys.
+
+    Returns these ranges, as far as the masks prove them, and the conditions of the proofs.
 
     masks      the abstract values of `mask_analysis`
-    checkable  placeholders of masks that each call may be checked for
+    checkable  placeholders of masks that may be checked in each call
     """
     is_cheap = functools.cache(lambda mask, entries: is_cheap_to_check(mask, entries, checkable))
     nodes = [
@@ -92,14 +93,14 @@ def key_ranges(
         proofs += [proof for proof, _ in found]
         reaches = [*ranges.values(), *(reach for _, reach in found)]
         joined = functools.reduce(Reach.join, reaches) if reaches else EVERYWHERE
-        # A sweep has one range of keys, and fused attention beside scores is to find in it what it reads.
+        # A sweep has one range of keys, so it must also hold those that fused attention beside scores reads.
         ranges.update(dict.fromkeys((*ranges, *scores), joined))
     pruned = any(reach != EVERYWHERE for reach in ranges.values())
     return ranges, conditions_of(proofs) if pruned else ()
 
 
 def proof_of_attention(node: Node, masks: Mapping[Node, Abstract], is_cheap: IsCheap) -> Proof:
-    """What the mask of a fused attention proves."""
+    """Return the proof that the mask of a fused attention gives."""
     mask = arguments(node).get("mask")
     if not isinstance(mask, Node):
         return UNPROVED
@@ -114,10 +115,11 @@ def proofs_of_scores(
     masks: Mapping[Node, Abstract],
     is_cheap: IsCheap,
 ) -> list[tuple[Proof, Reach]]:
-    """A proof, and its reach over the node's own rows and keys, for every way out of the score matrices.
+    """Prove a range of keys for every exit of the score matrices.
 
-    Score matrices that feed one another share one range. It may be narrowed only if every way out of them (a
-    softmax over keys, a product that contracts rows or keys) is proved empty outside the band.
+    Returns a proof for each exit, and its reach over the node's own rows and keys. Score matrices that
+    feed one another share one range. It may be narrowed only if every exit (a softmax over keys, a
+    product that contracts rows or keys) is proved empty outside the band.
     """
     found = []
     for node in scores:
@@ -141,8 +143,11 @@ def proofs_of_scores(
 def proofs_of_outputs(
     graph: Graph, facts: Facts, masks: Mapping[Node, Abstract], is_cheap: IsCheap
 ) -> list[tuple[Proof, Reach]]:
-    """The same for every matrix of rows and keys that is an output (the gradient of a table): what no chunk
-    writes is to be zero."""
+    """Prove a range of keys for every output that is a matrix of rows and keys.
+
+    Such an output is the gradient of a table. Its entries that no chunk writes have to be zero. Returns
+    pairs as `proofs_of_scores` does.
+    """
     found = []
     output = next((n for n in reversed(graph.nodes) if n.op == "output"), None)
     for node in () if output is None else output.all_input_nodes:
@@ -160,7 +165,7 @@ def proofs_of_outputs(
 
 
 def proof_of(band: Abstract, is_cheap: IsCheap) -> Proof:
-    """The reach of a band, if its conditions are cheap to check."""
+    """Return the reach of a band and its conditions, or `UNPROVED` if these are not cheap to check."""
     if not isinstance(band, Band) or band.visibility_masks is None:
         return UNPROVED
     reach = Reach(band.lo, band.hi)
@@ -175,7 +180,7 @@ def proof_of(band: Abstract, is_cheap: IsCheap) -> Proof:
 
 
 def read_by(condition: Condition) -> Iterator[tuple[Node, int]]:
-    """What a check of a condition reads, and how many entries one mask has, if it is stored."""
+    """Yield each node that a check of a condition reads, and the entries of one mask (0: not stored)."""
     if isinstance(condition, PositionsIncrease):
         yield from ((node, 0) for node in condition.nodes)
         return
@@ -184,7 +189,10 @@ def read_by(condition: Condition) -> Iterator[tuple[Node, int]]:
 
 
 def conditions_of(proofs: Iterable[Proof]) -> tuple[Condition, ...]:
-    """The conditions of all proofs that narrow a range, those of one range together, each once."""
+    """Collect the conditions of all proofs that narrow a range, each once.
+
+    Conditions of equal ranges are placed together.
+    """
     by_reach: dict[Reach, dict[Condition, None]] = {}
     for proof in proofs:
         if proof.reach != EVERYWHERE:
@@ -193,9 +201,10 @@ def conditions_of(proofs: Iterable[Proof]) -> tuple[Condition, ...]:
 
 
 def along(reach: Reach, band: Band, rows: Mark, keys: Mark) -> Reach:
-    """The reach of a band over the rows and keys of a value; transposed, where its keys are the rows.
+    """Return the reach of a band over the rows and keys of a value.
 
-    Conditions speak of masks as they are stored, so that only what needs none is transposed.
+    It is transposed where the keys of the band are the rows of the value. Conditions describe masks as
+    they are stored, so only a band without conditions is transposed.
     """
     if (band.row, band.key) == (rows.dim, keys.dim):
         return reach
@@ -204,8 +213,11 @@ def along(reach: Reach, band: Band, rows: Mark, keys: Mark) -> Reach:
 
 
 def is_cheap_to_check(mask: Node, entries: int, checkable: Container[Node]) -> bool:
-    """Is a mask computed from inputs that may be checked, by values that are no larger than the mask, or, of
-    a stored mask of so many entries, than what is stored?"""
+    """Can a mask be computed from checkable inputs, without values much larger than the mask?
+
+    The limit is `TEMPORARY` times the largest input or the mask itself. For a stored mask of ``entries``
+    entries, the mask does not count, and the largest input must have as many entries.
+    """
     needed = ancestors([mask])
     given = [n for n in needed if n.op == "placeholder" and is_tensor(n)]
     stored = max((math.prod(shape_of(n)) for n in given), default=0)
@@ -220,10 +232,10 @@ def is_cheap_to_check(mask: Node, entries: int, checkable: Container[Node]) -> b
 
 
 def unfolded(node: Node, facts: Facts, masks: Mapping[Node, Abstract]) -> Node:
-    """The score matrix with a band that a view or copy has all entries of.
+    """Find the score matrix with a band that a node is a view or copy of, with all its entries.
 
-    A band is of two dimensions and gets lost where rows are folded with heads; which entries belong to which
-    row and key does not.
+    A band has two dimensions, and is lost where rows are folded with heads. The row and the key of each
+    entry stay the same. Returns the node itself if there is no such matrix.
     """
     start = node
     while not isinstance(masks.get(node), Band):
@@ -238,20 +250,25 @@ def unfolded(node: Node, facts: Facts, masks: Mapping[Node, Abstract]) -> Node:
 
 
 def has_keys(node: Node, facts: Facts) -> bool:
-    """Has the node, or one of its operands, a row and a key dimension (scores, probabilities, masks)?"""
+    """Does the node, or one of its operands, have a row and a key dimension?
+
+    Scores, probabilities and masks have both.
+    """
     flat = [f for n in (node, *tensor_operands(node)) for f in parts_of(facts[n])]
     return any(isinstance(f, Tokens) and f.keys is not None for f in flat)
 
 
 def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
-    """The score operands of a node through which entries outside the band could be read, or None if it is no
-    way out."""
+    """List the score operands through which a node could read entries outside the band.
+
+    Returns None if the node is no exit.
+    """
     pairs = [a for a in tensor_operands(node) if isinstance(f := facts[a], Tokens) and f.keys is not None]
     if not pairs:
         return None
     if signature.keys is not None:  # a softmax reads a whole row; its gradient a whole row of products
         return pairs
-    if signature.reach:  # a scan over keys reads those that are left out
+    if signature.reach:  # a scan over keys also reads those that are left out
         return pairs
     out = facts[node]
     keeps = isinstance(out, Tokens) and out.keys is not None
@@ -259,7 +276,7 @@ def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
 
 
 def ignores_outside(band: Band, node: Node, signature: Signature) -> bool:
-    """Does the node read nothing outside the band: empty scores in a softmax, zeros in a sum?"""
+    """Does the node ignore entries outside the band: empty scores in a softmax, zeros in a sum?"""
     if counts_keys(node, signature):
         return False
     if rule_of(node).visible_only:
@@ -268,15 +285,18 @@ def ignores_outside(band: Band, node: Node, signature: Signature) -> bool:
 
 
 def counts_keys(node: Node, signature: Signature) -> bool:
-    """Does a node give, or is it given, places of keys, which are counted from the first of all?"""
+    """Does a node take or return places of keys, which are counted from the first key of all?"""
     places = rule_of(node).positions
     read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
     return bool(signature.indexed) or any(place == -1 or place in read for place in places)
 
 
 def adds_up(node: Node, signature: Signature) -> bool:
-    """Is zero nothing to a node: is it a sum of what it reads along rows or keys, or a merge or scan that
-    begins with zero, or does it take what is left out for zero?"""
+    """Can zero entries be skipped without changing the result?
+
+    They can if the node sums its operands along rows or keys, if it is a merge or a scan that begins
+    with zero, or if it takes missing entries as zero.
+    """
     rule, merge = rule_of(node), merge_of(node)
     if rule.by_place or merge is not None:
         return merge is None or merge.identity == 0

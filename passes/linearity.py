@@ -1,7 +1,8 @@
-"""Is a backward linear in its incoming gradient? Autograd's own is; that of a custom function (a clipped or
-quantised gradient) need not be.
+"""Linearity of a backward in its incoming gradient.
 
-Only of a linear one may the gradients be computed for a tangent of one and scaled when the real one is known.
+Autograd's own backward is linear; that of a custom function (a clipped or quantised gradient) need not
+be. Only a linear one allows gradients to be computed for a tangent of one, and scaled when the real
+tangent is known.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from .rules.facets import Form
 
 
 def is_linear(graph: Graph, tangent: Node, outputs: Iterable[object]) -> bool:
-    """Is every output zero for a tangent of zero, and twice as large for twice the tangent, as far as its ops
-    tell?"""
+    """Are all outputs linear in the tangent, as far as the rules of their ops tell?
+
+    A linear output is zero for a tangent of zero, and twice as large for twice the tangent.
+    """
     linear, zero = {tangent}, set[Node]()
 
     def fits(x: object) -> bool:
@@ -40,12 +43,15 @@ def is_linear(graph: Graph, tangent: Node, outputs: Iterable[object]) -> bool:
 
 
 def is_rounded(value: torch.Tensor) -> bool:
-    """To whole numbers; or in float16, whose smallest numbers a loss is scaled to keep its gradients from."""
+    """Does a value have an integer dtype, or float16?
+
+    A loss is scaled to keep its gradients away from the smallest numbers of float16.
+    """
     return not (value.is_floating_point() or value.is_complex()) or value.dtype is torch.float16
 
 
 def is_zero(node: Node, zero: set[Node]) -> bool:
-    """A value of zeros, or the same values or a view of one."""
+    """Is a value all zeros, created so or as a view or copy of such a value?"""
     if filling_of(node) == 0:
         return True
     same = is_view(node) or form_of(node) in (Form.COPY, Form.CAST, Form.ALIAS)
@@ -53,7 +59,7 @@ def is_zero(node: Node, zero: set[Node]) -> bool:
 
 
 def keeps(node: Node, linear: set[Node], is_linear_or_zero: Callable[[object], bool]) -> bool:
-    """Is a node linear in those of its operands that are?"""
+    """Is a node linear in those of its operands that are linear in the tangent?"""
     if node.target is operator.getitem:
         return node.args[0] in linear
     terms = linear_of(node)

@@ -1,8 +1,8 @@
-"""Operations that move rows of one sequence to another: rows picked by an index, put back among all rows,
-joined with others.
+"""Operations that move rows of one sequence to another.
 
-They compute nothing: they read and write rows that exist in any case. So each is a region of its own, between
-regions that stream along either sequence.
+They pick rows by an index, put them back among all rows, or join them with others. They compute nothing:
+they read and write rows that exist in any case. So each is a region of its own, between regions that
+stream along either sequence.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .ir import Label, Signature, is_tensor, shape_of, tensor_operands, value_of
 from .rules import along_of, find_rule, is_of_blocks, is_product
 from .token_propagation import TokenPropagation
 
-FEATURES = 8  # numbers per row at least: fewer may as well exist at full length
-SHARE = 16  # what is picked matters from a 16th of what it is picked from
+FEATURES = 8  # numbers per row, at least: narrower rows may as well exist at full length
+SHARE = 16  # picked rows matter if they are at least a 16th of the value that they are picked from
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A sequence of tokens: where its rows are in a graph, and how many there are."""
+    """A sequence of tokens: the dimensions of a graph that hold its rows, and their number."""
 
     propagation: TokenPropagation
     length: int
 
     def dim(self, node: Node) -> int | None:
-        """The dimension of a value that has all rows of the sequence; None if none has."""
+        """Find the dimension of a value that has all rows of the sequence; None if there is none."""
         shape = shape_of(node)
         for dim, mark in self.propagation.of(node).items():
             if mark.inner == mark.block == 1 and shape[dim] == self.length * mark.outer:
@@ -37,7 +37,7 @@ class Rows:
         return None
 
     def end_at(self, node: Node, signature: Signature) -> bool:
-        """Does a node read rows of the sequence by floating-point values of which its result has no rows?"""
+        """Does a node read floating-point rows of the sequence, although its result has no such rows?"""
         return self.dim(node) is None and any(
             (dim := self.dim(operand)) is not None and labels[dim] not in signature.outputs[0]
             for operand, labels in floating_operands(node, signature)
@@ -45,22 +45,24 @@ class Rows:
 
 
 def floating_operands(node: Node, signature: Signature) -> list[tuple[Node, tuple[Label, ...]]]:
-    """The operands that are no indices or masks, and their labels."""
+    """List the floating-point operands, which are neither indices nor masks, with their labels."""
     pairs = zip(tensor_operands(node), signature.operands)
     return [(a, labels) for a, labels in pairs if value_of(a).dtype.is_floating_point]
 
 
 def moving(node: Node, sequences: Sequence[Rows]) -> Signature | None:
-    """What the rules say of a node whose result has other rows than some operand's sequence; None of any
-    other node."""
+    """Return the signature of a node whose result has rows other than an operand's sequence, or None."""
     signature = signature_of(node, sequences)
     return signature if signature and any(s.end_at(node, signature) for s in sequences) else None
 
 
 def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
-    """What the rules say of a node that may move rows: of no product, of no attention, of no function of
-    blocks, whose states are no rows of a sequence, and of no collective, which has the same tokens on
-    several processes before or after."""
+    """Return the signature of a node that may move rows, or None for any other node.
+
+    A reshape, a product and attention do not move rows. Neither does a function of blocks, whose states
+    are no rows of a sequence, nor a collective, which has the same tokens on several processes before or
+    after.
+    """
     signature = known_signature(node, sequences)
     if signature is None or signature.reshape or signature.rows is not None or along_of(node) is not None:
         return None
@@ -68,14 +70,17 @@ def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
 
 
 def known_signature(node: Node, sequences: Sequence[Rows]) -> Signature | None:
-    """What the rules say of a node with floating-point results; None where they know none."""
+    """Return the signature of a node with floating-point results, or None if no rule gives one."""
     if not sequences or not is_tensor(node) or not value_of(node).dtype.is_floating_point:
         return None
     return sequences[0].propagation.signatures.get(node)
 
 
 def new_dims(node: Node, signature: Signature) -> list[int]:
-    """Dimensions of a result along which it has rows of no floating-point operand, with features behind."""
+    """List the dimensions of a result along which it has rows of no floating-point operand.
+
+    A dimension counts only if at least `FEATURES` numbers lie behind it.
+    """
     tied = {label for _, labels in floating_operands(node, signature) for label in labels} - signature.indexed
     shape, outputs = shape_of(node), signature.outputs[0]
     return [
@@ -86,7 +91,7 @@ def new_dims(node: Node, signature: Signature) -> list[int]:
 
 
 def worth_a_sequence(node: Node, signature: Signature) -> bool:
-    """Are so many rows picked that what is made of them matters?"""
+    """Are enough rows picked for the values computed from them to matter?"""
     sources = (a for a, _ in floating_operands(node, signature))
     return SHARE * value_of(node).numel() >= max((value_of(a).numel() for a in sources), default=0)
 
@@ -94,8 +99,7 @@ def worth_a_sequence(node: Node, signature: Signature) -> bool:
 def picked_rows(
     node: Node, sequences: Sequence[Rows], follow: Callable[[Node, int], Rows | None]
 ) -> Rows | None:
-    """The sequence that the rows of a node's result are, if it has picked them from others and products read
-    them.
+    """Find the sequence of a result's rows, if the node picked them from others and products read them.
 
     follow  follows a dimension of a value through the graph
     """
@@ -112,7 +116,7 @@ def picked_rows(
 
 
 def is_of_picked_rows(rows: Rows, node: Node, signature: Signature) -> bool:
-    """Do products read the rows, and were they no dimension of what they were picked from (the batch)?"""
+    """Do products read the rows, and were they not a dimension (the batch) of the value picked from?"""
     there_before = any(rows.dim(a) is not None for a, _ in floating_operands(node, signature))
     read = any(is_product(n) and is_tensor(n) and rows.dim(n) is not None for n in rows.propagation.met())
     return read and not there_before
@@ -121,8 +125,8 @@ def is_of_picked_rows(rows: Rows, node: Node, signature: Signature) -> bool:
 def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
     """Does a node make rows of one sequence from those of another?
 
-    It picks them or joins them with more, and its result has rows that it was not given; or it writes them
-    among others; or it makes several rows of each, or one of several (`regroups_rows`).
+    It may pick rows or join them with more, so that its result has rows that no operand has. It may
+    write them among others. Or it makes several rows of each, or one of several (`regroups_rows`).
     """
     if regroups_rows(node, sequences):
         return True
@@ -134,14 +138,17 @@ def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
 
 
 def picks_rows_of(rows: Rows, node: Node) -> bool:
-    """Does a node pick rows of a sequence by an index, and are its rows no longer those of the sequence?"""
+    """Does a node pick rows of a sequence by an index, so that its result has another sequence of rows?"""
     signature = moving(node, [rows])
     return signature is not None and bool(new_dims(node, signature)) and worth_a_sequence(node, signature)
 
 
 def regroups_rows(node: Node, sequences: Sequence[Rows]) -> bool:
-    """Does a reshape make a row of each of several values of a token (states and actions in turn), or one of
-    the tokens of a patch?"""
+    """Does a reshape make several rows of each token, or one row of several tokens?
+
+    Several values of a token become rows of their own (states and actions in turn), or the tokens of a
+    patch become one row.
+    """
     signature = known_signature(node, sequences)
     if signature is None or not signature.reshape:
         return False
@@ -154,25 +161,26 @@ def writes_rows(node: Node) -> bool:
     return rule is not None and rule.writes is not None
 
 
-# Where a chain is cut around them
+# Cuts around these operations
 
 
 def parts_between(
     movers: Sequence[int], count: int, cannot: Collection[int], light: Collection[int]
 ) -> list[tuple[int, int, bool]]:
-    """First and last place of each part of a body of so many nodes, between cuts around what moves rows;
-    whether the part is that.
+    """Split a body of ``count`` nodes into parts, by cuts around the nodes that move rows.
+
+    Returns the first and the last place of each part, and whether the part moves rows.
 
     movers  places of nodes that move rows
     cannot  places behind which no cut may be
-    light   places of views and indices, which go with what reads them
+    light   places of views and indices, which stay with their readers
     """
     found: list[tuple[int, int, bool]] = []
     start = 0
     for at in movers:
         before = max((i for i in range(start - 1, at) if i not in cannot), default=None)
         end = next((i for i in range(at, count) if i not in cannot), None)
-        if before is None or end is None:  # an earlier part has it, or there is no place for a cut
+        if before is None or end is None:  # it is in an earlier part, or no cut can separate it
             continue
         while before >= start and before in light and before - 1 not in cannot:
             before -= 1

@@ -1,8 +1,8 @@
-"""The phases of a compilation: what is being done, what becomes of an error in it, and how long it may take.
+"""Phases of a compilation: their names, the treatment of errors in them, and their time limit.
 
-An unexpected error in a phase, or too much time, is a defect of this package. It must cost memory, loudly,
-and not the run: it becomes a refusal that names the phase. Loops call `check_time`, which reads a clock;
-there are no threads and no signals.
+An unexpected error in a phase, or too much time, is a defect of this package. It must not end the run:
+it becomes a refusal that names the phase, costs memory and is reported. Loops call `check_time`, which
+reads a clock; there are no threads and no signals.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ BETWEEN_CHECKS = 0.01  # seconds: reading the clock of a thread is a system call
 
 
 class Abandoned(CannotStream):
-    """A phase failed, or took too long: a defect or a limit of this package, not a property of the model."""
+    """A phase that failed or took too long.
+
+    This is a defect or a limit of this package, not a property of the model.
+    """
 
 
 class Timer:
-    """How long the analysis of one graph has taken.
+    """The time that the analysis of one graph has taken.
 
-    limit  seconds of work of its thread (not of waiting: how busy the machine is must not decide), after
-           which the graph is compiled whole
-    tell   is called once, with a sentence, when the user has waited for `SLOW` seconds
+    limit  seconds of work of its thread, after which the graph is compiled whole. Waiting does not
+           count, because the load of the machine must not decide
+    tell   called once, with a sentence, when the user has waited for `SLOW` seconds
     """
 
     def __init__(self, limit: float, tell: Callable[[str], None]):
@@ -64,16 +67,16 @@ TIMER: ContextVar[Timer | None] = ContextVar("timer", default=None)
 
 
 class Clock:
-    """Seconds of each stage of a compilation, by its name; a stage within another counts for itself alone.
+    """Seconds of each stage of a compilation, by its name; a nested stage counts for itself alone.
 
-    seconds  is added to
+    seconds  the mapping that seconds are added to
     """
 
     def __init__(self, seconds: dict[str, float]):
         self.seconds, self.stage, self.since = seconds, "", time.monotonic()
 
     def enter(self, stage: str) -> str:
-        """Count for this stage from now on. Returns the one before."""
+        """Count time for this stage from now on. Returns the stage before."""
         now, before = time.monotonic(), self.stage
         if before:
             self.seconds[before] = self.seconds.get(before, 0.0) + now - self.since
@@ -83,7 +86,7 @@ class Clock:
 
 CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
 REWRITES = "rewrites"
-STAGES = {  # of phases; all others are rewrites of Dynamo's graph
+STAGES = {  # phase → stage; all other phases are rewrites of Dynamo's graph
     "preparing the joint graph": "analysis",
     "normalising the joint graph": "analysis",
     "following tokens through the joint graph": "analysis",
@@ -97,7 +100,7 @@ STAGES = {  # of phases; all others are rewrites of Dynamo's graph
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """What happens inside counts for this stage, if a `Clock` runs."""
+    """Count the time inside for this stage, if a `Clock` runs."""
     clock = CLOCK.get()
     before = clock.enter(name) if clock else ""
     try:
@@ -109,7 +112,7 @@ def stage(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clocked(seconds: dict[str, float]) -> Iterator[None]:
-    """Add the seconds of all stages inside to ``seconds``; what is in none counts as rewrites."""
+    """Add the seconds of all stages inside to ``seconds``; time outside all stages counts as rewrites."""
     before = CLOCK.set(Clock(seconds))
     try:
         with stage(REWRITES):
@@ -120,7 +123,10 @@ def clocked(seconds: dict[str, float]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """What happens inside is this phase. An unexpected error becomes `Abandoned`; want of memory does not."""
+    """Run the code inside as this phase.
+
+    An unexpected error becomes `Abandoned`. Refusals, warnings and lack of memory are raised as they are.
+    """
     before = PHASE.set(name)
     try:
         check_time()
@@ -135,7 +141,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def abandoned(name: str, error: Exception) -> Abandoned:
-    """An unexpected error as a refusal."""
+    """Describe an unexpected error as a refusal."""
     return Abandoned(
         Refusal(
             "graph",
@@ -147,14 +153,14 @@ def abandoned(name: str, error: Exception) -> Abandoned:
 
 
 def summary(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def time_limit(limit: float, tell: Callable[[str], None]) -> Iterator[None]:
-    """Bound the time that is spent inside: `check_time` raises `Abandoned` after ``limit`` seconds."""
+    """Limit the time that is spent inside: `check_time` raises `Abandoned` after ``limit`` seconds."""
     before = TIMER.set(Timer(limit, tell))
     try:
         yield
@@ -164,7 +170,7 @@ def time_limit(limit: float, tell: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untimed() -> Iterator[None]:
-    """What happens inside does not count: it is not analysis (Inductor at work)."""
+    """Exclude the time inside from the limit, because it is not analysis (Inductor at work)."""
     timer, begun, working = TIMER.get(), time.monotonic(), time.thread_time()
     before = TIMER.set(None)
     try:
@@ -177,7 +183,7 @@ def untimed() -> Iterator[None]:
 
 
 def check_time() -> None:
-    """Called in every loop whose length a model decides. Raises `Abandoned` when the time is up."""
+    """Raise `Abandoned` when the time is up. Every loop calls it whose length depends on the model."""
     timer = TIMER.get()
     if timer is not None:
         timer.check()

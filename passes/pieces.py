@@ -1,8 +1,8 @@
-"""The same function of consecutive pieces is one function of the whole: which values of a graph do the same
-to each piece.
+"""Values of a graph that apply the same function to each of several consecutive pieces.
 
-Nodes are anything that has operands: nodes of a graph (a loss that is unrolled over pieces of hidden
-states), or recorded operations (a loop over rows of logits outside the compiled function).
+Together they are one function of the whole value. Nodes are anything that has operands: nodes of a graph
+(a loss that is unrolled over pieces of hidden states), or recorded operations (a loop over rows of
+logits outside the compiled function).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ N = TypeVar("N", bound=Hashable)
 
 
 class Correspondence(Generic[N]):
-    """Values that are made of one piece alone, in classes: members of a class do the same, each to its own
-    piece.
+    """Classes of values that do the same, each to its own piece.
 
-    count     pieces of each value that is cut
+    Each of these values is computed from one piece alone.
+
+    count     number of pieces of each value that is split
     touched   node → the pieces that it depends on
     class_of  node → its class
     classes   class → piece → the first node that does it to that piece
@@ -35,16 +36,16 @@ class Correspondence(Generic[N]):
         """Number the classes.
 
         nodes     in order: operands come first
-        pieces    node → which of the cut values it is a piece of, and which piece
-        operands  node → what it is made of
-        describe  node, and this (whose `name` names its operands) → all that it does, as text; None: unlike
-                  any other
+        pieces    node → the split value that it is a piece of, and the number of the piece
+        operands  node → the nodes that it is computed from
+        describe  node, and this object (whose `name` names its operands) → all that it does, as text;
+                  None: unlike any other node
         """
         self.pieces, self.count = pieces, len({piece for _, piece in pieces.values()})
         self.touched: dict[N, set[int]] = {}
         self.class_of: dict[N, int] = {}
         self.classes: dict[int, dict[int, N]] = {}
-        numbers: dict[str, int] = {}  # texts within texts would double with each layer
+        numbers: dict[str, int] = {}  # in place of texts, which would double with each layer if nested
         nodes = list(nodes)
         for node in nodes:
             check_time()
@@ -69,7 +70,7 @@ class Correspondence(Generic[N]):
         return node not in self.touched or node in self.pieces or node in self.class_of
 
     def name(self, node: N) -> str | None:
-        """What an operand is called in every piece alike; None if it is made of no piece."""
+        """Return a name for an operand that is the same in every piece; None if it depends on no piece."""
         if node in self.pieces:
             return f"%{self.pieces[node][0]}"
         return f"<{self.class_of[node]}>" if node in self.class_of else None

@@ -1,10 +1,10 @@
-"""Wide rows that are read at a constant shift are carried from chunk to chunk, or computed a second time.
+"""Copies of wide values that are read at a constant shift, or states that carry such rows between chunks.
 
-Where neighbours meet (``logits[:, 1:]`` beside ``logits[:, :-1]``), one of them is read beyond a chunk's own
-rows. Kept at full length, a value wider than all inputs would cost more than streaming saves. So a chain of
-ops on own rows has a copy that computes those rows from shifted inputs. Where that would be a matrix product
-for each shift, or cannot be (attention, blocks), a shift goes on like a scan: its state is the last rows of
-the chunk before.
+Where neighbours meet (``logits[:, 1:]`` beside ``logits[:, :-1]``), one of them is read beyond a chunk's
+own rows. If it were kept at full length, a value wider than all inputs would cost more than streaming
+saves. So a chain of ops on own rows gets a copy that computes the shifted rows from shifted inputs.
+Where that would take a matrix product for each shift, or is impossible (attention, blocks), the shift
+becomes a scan, whose state is the last rows of the chunk before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_COPIES = 8  # different shifts of one value; more are a long filter, and co
 
 
 def copy_shifted(graph: Graph, analysis: Analysis) -> Analysis:
-    """The facts of a graph after its wide shifted operands have got copies of their own."""
+    """Copy wide operands that are read shifted, and return the facts of the changed graph."""
     copies = Copies(graph, analysis)
     for node in list(graph.nodes):
         check_time()
@@ -52,11 +52,12 @@ def copy_shifted(graph: Graph, analysis: Analysis) -> Analysis:
 
 
 class Copies:
-    """Copies of nodes for shifts: a copy's row of token t is the node's row of token t + shift.
+    """Copies of nodes for shifts: row t of a copy is row t + shift of the node.
 
     made     node and shift → its copy
-    clamped  the indices of copies, within their tables; rows before and behind all tokens have none
-    readers  node, operand, and the copy that it shall read instead
+    clamped  indices of copies, clamped to the sizes of their tables, because rows before the first token
+             and behind the last have no valid index
+    readers  a node, its operand, and the copy that it shall read instead
     """
 
     def __init__(self, graph: Graph, analysis: Analysis):
@@ -72,7 +73,7 @@ class Copies:
         return node.op == "placeholder" and isinstance(fact, Tokens) and fact.keys is None
 
     def visit(self, node: Node) -> None:
-        """Make copies of the wide values that a node reads shifted."""
+        """Copy the wide values that a node reads shifted, or carry their rows between chunks."""
         edges = self.analysis.edges.get(node, ())
         operands = [e.operand for e in edges]
         for edge in edges:
@@ -85,7 +86,7 @@ class Copies:
                 self.readers.append((node, edge.operand, self.copied(edge.operand, by, node)))
 
     def hand_out(self) -> None:
-        """Let readers read the copies."""
+        """Replace the operands of readers with the copies."""
         for node, operand, copy in self.readers:
             node.replace_input_with(operand, copy)
             edges = self.edges[node]
@@ -99,7 +100,7 @@ class Copies:
         return shifts < MOST_COPIES and self.has_own_rows(node)
 
     def is_carried(self, node: Node, operand: Node) -> bool:
-        """Is a node a shift whose operand is computed, for each of its tokens, at some cost?"""
+        """Is a node a shift whose operand has one row for each token and is costly to recompute?"""
         scan, fact = scan_of(node), self.facts[operand]
         if scan is None or not scan.window or not isinstance(fact, Tokens):
             return False
@@ -107,7 +108,7 @@ class Copies:
         return plain and not self.is_cheap(operand)
 
     def is_cheap(self, node: Node) -> bool:
-        """Is a value computed from inputs by ops on own rows, and by none that costs a matrix product?"""
+        """Can a value be computed from inputs by ops on own rows, without a matrix product?"""
         stack, seen = [node], {node}
         while stack:
             node = stack.pop()
@@ -120,8 +121,11 @@ class Copies:
         return True
 
     def has_own_rows(self, node: Node) -> bool:
-        """Is a node computed from its own rows, constantly shifted ones, and what has no rows? Blocks are
-        counted from the first token, and cannot be moved. An item is computed with its operator."""
+        """Is a node computed from its own rows, rows at constant shifts, and operands without rows?
+
+        Blocks are counted from the first token, and cannot be shifted. An item is computed with its
+        operator.
+        """
         if is_item(node) and not self.has_own_rows(node.args[0]):
             return False
         fact = self.analysis.facts.get(node)
@@ -134,15 +138,18 @@ class Copies:
         return plain and all(shift_of(e) is not None or e.role is Role.WHOLE for e in edges)
 
     def allows_any_rows(self, node: Node) -> bool:
-        """May a node be computed of rows before and behind all tokens? Their integers are no index that it
-        allows: limits must be known, and be the same at every length."""
+        """Can a node be computed for rows before the first token and behind the last?
+
+        Integers of such rows may be invalid indices, which are clamped. So the limits of an index must
+        be known, and be the same at every length.
+        """
         limits = indices_of(node)
         if any(not isinstance(size, int) for pair in limits.values() for size in pair):
             return False
         return is_built_in(node) or all(is_floating(a) or a in limits for a in tensor_operands(node))
 
     def copied(self, node: Node, by: int, before: Node) -> Node:
-        """A node at a shift, written in front of its first reader."""
+        """Copy a node for a shift, in front of its first reader."""
         if (node, by) in self.made:
             return self.made[node, by]
         edges = tuple(
@@ -159,7 +166,7 @@ class Copies:
         return copy
 
     def moved(self, edge: Edge, by: int, before: Node) -> Edge:
-        """An edge of a copy: to a copy of the operand where that has one, to its shifted rows otherwise."""
+        """Build an edge of a copy, to a copy of the operand where possible, else to its shifted rows."""
         shift = shift_of(edge)
         if shift is None:
             return edge
@@ -170,7 +177,7 @@ class Copies:
         return Edge(edge.operand, Role.ROWS if reach == HERE else Role.HALO, reach)
 
     def allowed(self, old: Edge, new: Edge, by: int, node: Node, before: Node) -> Edge:
-        """An edge of a copy; where it is an index, to one that no row finds beyond its table."""
+        """Return an edge of a copy; the operand of one that is an index is clamped to its table."""
         limits, shift = indices_of(node).get(old.operand), shift_of(old)
         if limits is None or shift is None or not shift + by:
             return new
@@ -184,7 +191,7 @@ class Copies:
 
 
 def shift_of(edge: Edge) -> int | None:
-    """How far from its own token a row reads, where that is a constant."""
+    """Return the distance from its own token at which a row reads, or None if it is not constant."""
     if edge.role is Role.ROWS:
         return 0
     constant = edge.role is Role.HALO and edge.reach.lo == edge.reach.hi

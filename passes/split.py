@@ -1,9 +1,10 @@
 """Cut a model's forward graph into a chain of regions at its narrowest live frontiers.
 
-A region holds at most one token-mixing operator. Between two of them the cut goes where the fewest bytes are
-alive (the residual stream alone, between layers); of equally narrow places, where regions come out equal, so
-that equal layers share everything. Values that are cheap to make from the inputs (positions, rotary tables,
-masks) are never carried across a cut: every region makes its own.
+A region holds at most one token-mixing operator, except for mixers that no cut can separate, and for
+scans and convolutions of one layer. Between two mixers, the cut goes where the fewest bytes are alive:
+between layers, this is the residual stream alone. Among equally narrow places, it goes where regions
+come out equal, so that equal layers share everything. Values that are cheap to compute from the inputs
+(positions, rotary tables, masks) are never carried across a cut: every region computes its own.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from .rules.forward import mutated
 
 @dataclass(frozen=True)
 class Traits:
-    """What the cut needs to know of a node.
+    """Properties of a node that decide about cuts.
 
-    bytes         of its value (0: none; -1: it cannot cross a cut)
-    attends       of what lets one token see another: by attention, and not as a scan or a convolution does
+    bytes         size of its value (0: none; -1: it cannot cross a cut)
+    attends       for a node that mixes tokens: it is attention, and not a scan or a convolution
     recomputable  it costs little to compute and gives the same bits when computed again
-    storage       whose memory its value is
+    storage       the memory that holds its value
     moves         it makes rows of one sequence from those of another
-    received      its rows come from other processes: the backward has them sent again, and no cut keeps them
+    received      its rows come from other processes: the backward has them sent again, and no cut keeps
+                  them
     """
 
     bytes: int
@@ -54,11 +56,11 @@ class Traits:
 class Region:
     """A piece of the chain.
 
-    nodes         its nodes in order, copies of cheap ones included
+    nodes         its nodes in order, including copies of cheap ones
     inputs        placeholders and values of earlier regions that it reads
     outputs       its values that later regions or the caller read
-    recomputable  its outputs are recomputed from the inputs of the graph in the backward, not kept
-             for it
+    recomputable  the backward recomputes its outputs from the inputs of the graph, so that they are not
+                  kept
     """
 
     nodes: tuple[Node, ...]
@@ -67,7 +69,7 @@ class Region:
     recomputable: bool = False
 
     def __str__(self) -> str:
-        """``x, w → y: scores, mixed, y``."""
+        """Format the region: ``x, w → y: scores, mixed, y``."""
         inputs, outputs, nodes = (
             ", ".join(map(str, part)) for part in (self.inputs, self.outputs, self.nodes)
         )
@@ -75,10 +77,10 @@ class Region:
 
 
 def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], bool]) -> tuple[Region, ...]:
-    """Regions in execution order.
+    """Split a graph into regions, in execution order.
 
-    state  true for nodes that only switch a mode (autocast, gradients), which the builder replays, and for
-           those that run before all regions: they belong to none
+    state  true for nodes that belong to no region: those that only switch a mode (autocast, gradients),
+           which the builder replays, and those that run before all regions
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not state(n)]
     flow = networkx.DiGraph()
@@ -103,8 +105,10 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
 def all_cuts(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cheap: Collection[Node]
 ) -> tuple[list[int], list[int]]:
-    """The last node of a prelude, if there is one; and of every region but the final one, the prelude
-    included."""
+    """Choose the last node of the prelude, if there is one, and of every region but the final one.
+
+    Returns two lists of places; the second includes the prelude.
+    """
     movers = [i for i, n in enumerate(body) if moves_values(n, traits, cheap)]
     cannot = {i for i, width in enumerate(widths) if width >= FORBIDDEN}
     prelude: list[int] = []
@@ -124,30 +128,30 @@ def all_cuts(
 
 
 def moves_values(node: Node, traits: Mapping[Node, Traits], cheap: Collection[Node]) -> bool:
-    """Does a node move rows that are neither made again in each region nor given without gradients?"""
+    """Does a node move rows that are neither cheap to recompute nor an input without gradients?"""
     return traits[node].moves and any(
         a not in cheap and traits[a].matrix and (a.op != "placeholder" or traits[a].grad)
         for a in node.all_input_nodes
     )
 
 
-LONGEST_CHAIN = 2  # scans and convolutions of a region that read one another: each wants sweeps of its own
+LONGEST_CHAIN = 2  # scans and convolutions of a region that read one another: each needs sweeps of its own
 
 
 class ScanChain:
-    """How many scans and convolutions of a region read one another, one behind the other."""
+    """The number of scans and convolutions of a region that read one another in a chain."""
 
     def __init__(self, body: Sequence[Node], traits: Mapping[Node, Traits]):
         self.body, self.traits = body, traits
         self.begin(0)
 
     def begin(self, start: int) -> None:
-        """A region starts at this place."""
+        """Start a region at this place."""
         self.lengths: dict[Node, int] = {}
         self.next = start
 
     def length(self, last: int) -> int:
-        """Of the chain that ends at a place of the region."""
+        """Measure the chain that ends at a place of the region."""
         for node in self.body[self.next : last + 1]:
             links = self.traits[node].mixing and not self.traits[node].attends
             before = (self.lengths.get(a, 0) for a in node.all_input_nodes)
@@ -159,7 +163,10 @@ class ScanChain:
 def layer_cuts(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]
 ) -> list[int]:
-    """The last node of every region but the final one: a cut after each mixer, and one before the head."""
+    """Choose the last node of every region but the final one.
+
+    There is a cut after each mixer, and one before the head.
+    """
     layer = layer_width(body, widths, traits, mixers)
     most = most_between_layers(body, traits)
     cuts: list[int] = []
@@ -173,20 +180,23 @@ def layer_cuts(
             and not (traits[body[mixer]].attends and traits[body[following]].attends)
             and (widths[end] > 2 * layer or chain.length(following) <= LONGEST_CHAIN)
         ):
-            # two mixers that no cut can part share a region, and so do a scan or a convolution and what else
-            # its layer has
+            # two mixers that no cut can separate share a region; so do a scan or a convolution and the other
+            # mixers of its layer
             continue
         chain.begin(end + 1)
-        if not traits[body[mixer]].received:  # what widens such rows was cut off in front of them
+        if not traits[body[mixer]].received:  # a head that widens received rows was cut off in front of them
             cuts += head_cut(body, widths, traits, mixer, end, cuts, most if following is None else layer)
         cuts += [] if following is None else [end]
     return cuts
 
 
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
-    """Values made from inputs without weights: positions, masks, rotary tables. And matrices of tokens by
-    tokens that weights are merely looked up for (a bias by distance): every region adds its part to their
-    gradient."""
+    """Find the values that are cheap enough for every region to compute its own.
+
+    They are made from inputs without weights: positions, masks, rotary tables. Matrices of tokens by
+    tokens that only look weights up (a bias by distance) are cheap as well: every region adds its part
+    to the gradients of these weights.
+    """
     cheap: set[Node] = set()
     recomputable: set[Node] = set()
     changed = written_to(flow, traits)
@@ -210,7 +220,10 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
 
 
 def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Node]:
-    """Values whose memory is written into, and the writers: none of them can be made a second time."""
+    """Find the values whose memory is written into, and the writers: none of them can be recomputed.
+
+    Writes that are as good as new values (`is_linear`) do not count.
+    """
     writers = {n: target for n in flow.nodes if (target := mutated(n)) is not None}
     storages = {traits[t].storage for t in writers.values()} - {None}
     written: dict[int | None, list[Node]] = {storage: [] for storage in storages}
@@ -222,10 +235,10 @@ def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Nod
 
 
 def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
-    """Is memory that is made here seen, up to the last write into it, by the next writer alone (``x = a + b;
-    x += c``), or through the next view of it (``x.mT.mul_(c)``)?
+    """Is memory that is made here read in one chain, up to the last write into it?
 
-    Such writes are as good as values of their own.
+    Each value is read by the next writer alone (``x = a + b; x += c``), or through the next view of it
+    (``x.mT.mul_(c)``). Such writes are as good as new values.
     """
     place = {n: i for i, n in reversed(list(enumerate(nodes)))}
     writes = [n for n in nodes if writers.get(n) in place]
@@ -243,10 +256,11 @@ FORBIDDEN = 1 << 100
 
 
 def frontier(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[int]:
-    """Bytes alive after each node of the body: made up to there and read later.
+    """Count the bytes alive after each node of the body: computed up to there and read later.
 
-    No cut can be where a value is alive that cannot cross one (no tensor, a matrix of tokens by tokens, rows
-    of other processes), nor before the last write into one that is.
+    No cut can be where a value is alive that cannot cross one (no tensor, a matrix of tokens by tokens,
+    rows of other processes). Nor can it be between the first node of memory that is written into and the
+    last write. Such places have at least `FORBIDDEN` bytes.
     """
     place = {n: i for i, n in enumerate(body)}
     change = [0] * (len(body) + 1)
@@ -277,8 +291,7 @@ def rows_alive(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[bool
 
 
 def unfinished(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[tuple[int, int]]:
-    """For all memory that is written into: the places of the first node that has it, and of the last that
-    writes."""
+    """Find the places of the first node and of the last write, for all memory that is written into."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, node in enumerate(body):
@@ -294,7 +307,7 @@ def unfinished(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[tupl
 
 
 def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:
-    """Places from ``start`` up to before ``stop`` where the fewest bytes are alive."""
+    """Find the places from ``start`` up to before ``stop`` where the fewest bytes are alive."""
     least = min(widths[start:stop])
     return [i for i in range(start, stop) if widths[i] == least]
 
@@ -302,11 +315,13 @@ def narrowest(widths: Sequence[int], start: int, stop: int) -> list[int]:
 def layer_width(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]
 ) -> int:
-    """Bytes that are alive inside layers, not between them: twice the fewest between two mixers. Where only
-    sums over tokens are alive, the loss of one sequence, the layers of another one begin.
+    """Estimate the bytes that are alive inside layers, but not between them.
 
-    Few mixers may be all of one layer; then three times the fewest bytes behind them, if that is less. Layers
-    may be handed over one by one, each a graph of its own; then twice the hidden states that come in.
+    They are twice the fewest bytes between two mixers. Places where only sums over tokens are alive do
+    not count: there, the loss of one sequence ends and the layers of another one begin. Three mixers or
+    fewer may all be in one layer; then they are three times the fewest bytes behind the mixers, if that
+    is less. Layers may be compiled one by one, each as a graph of its own; so they are at most twice the
+    hidden states that come in.
     """
     if len(mixers) < 2:
         return 0
@@ -321,8 +336,10 @@ def layer_width(
 
 
 def most_between_layers(body: Sequence[Node], traits: Mapping[Node, Traits]) -> int:
-    """Twice the bytes of hidden states that come in, inputs with a row per token and a gradient; no limit
-    without any."""
+    """Return twice the bytes of the hidden states that come in: inputs with a row per token and a gradient.
+
+    Without such inputs there is no limit.
+    """
     given = {a for n in body for a in n.all_input_nodes if a.op == "placeholder"}
     return 2 * sum(traits[a].bytes for a in given if traits[a].tokens and traits[a].grad) or FORBIDDEN
 
@@ -336,13 +353,12 @@ def head_cut(
     cuts: Sequence[int],
     below: int,
 ) -> list[int]:
-    """Part a layer from a head behind it that widens it (logits) or adds it up (a loss), and so ends narrower
-    than layers do.
+    """Separate a layer from a head behind it that widens it (logits) or adds it up (a loss).
 
-    The cut goes where the layers before were cut off, at the same width; of several such places, to the one
-    that makes this layer equal to the layer before it, else to the last. With no layer before, it goes to the
-    narrowest place before the widest value, if fewer than ``below`` bytes are alive there: what is widened
-    inside a layer is no head.
+    Such a head ends narrower than layers do. The cut goes where the layers before were cut, at the same
+    width. Among several such places, it goes to the one that makes this layer equal to the layer before
+    it, else to the last. Without a layer before, it goes to the narrowest place before the widest value,
+    if fewer than ``below`` bytes are alive there: a value that is widened inside a layer is no head.
     """
     places = [i for i in range(mixer, end) if cuts and widths[i] == widths[cuts[-1]]]
     places = places or [
@@ -361,7 +377,7 @@ def head_cut(
 def narrowest_before_widest(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixer: int, end: int
 ) -> list[int]:
-    """Places behind a mixer where the fewest bytes are alive, before the last of the widest values."""
+    """Find the places behind a mixer where the fewest bytes are alive, up to the last widest value."""
     sizes = {i: traits[body[i]].bytes for i in range(mixer, end + 1) if traits[body[i]].tokens}
     most = max(sizes.values(), default=0)
     widest = max((i for i, size in sizes.items() if size == most), default=-1)
@@ -371,7 +387,10 @@ def narrowest_before_widest(
 
 
 def layer_end(body: Sequence[Node], cuts: Sequence[int], places: Sequence[int]) -> int:
-    """The last of some places that ends a layer equal to the one before it; without one, the last place."""
+    """Choose the last of some places that ends a layer equal to the one before it.
+
+    Without such a place, it is the last one.
+    """
     if not cuts:
         return places[-1]
     start = cuts[-1] + 1
@@ -387,8 +406,11 @@ def layer_end(body: Sequence[Node], cuts: Sequence[int], places: Sequence[int]) 
 def prelude_cut(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cuts: Sequence[int]
 ) -> list[int]:
-    """Part an embedding from the first layer where this makes that layer equal to the next one, and the
-    embedding can be recomputed, or is of no tokens yet (pixels, whatever is added to their patches)."""
+    """Separate an embedding from the first layer, if this makes that layer equal to the next one.
+
+    The embedding must be recomputable, read no tokens (pixels), or make the tokens itself, whatever is
+    added to its patches.
+    """
     if len(cuts) < 2:
         return []
     following = shape_of_piece(body[cuts[0] + 1 : cuts[1] + 1])
@@ -405,13 +427,13 @@ def prelude_cut(
 
 
 def makes_tokens(node: Node, traits: Mapping[Node, Traits]) -> bool:
-    """Is it a costly op on values without tokens, such as the filter that makes patches of an image?"""
+    """Is a node a costly op on values without tokens, such as the filter that makes patches of an image?"""
     costly = not traits[node].recomputable and traits[node].matrix and traits[node].bytes > 0
     return costly and not any(traits[a].tokens for a in node.all_input_nodes)
 
 
 def again(piece: Sequence[Node], traits: Mapping[Node, Traits]) -> bool:
-    """Can a piece be computed a second time, at little cost?"""
+    """Can a piece be recomputed at little cost?"""
     return all(traits[n].recomputable and mutated(n) is None for n in piece)
 
 
@@ -420,7 +442,7 @@ def shape_of_piece(piece: Sequence[Node]) -> tuple:
 
 
 def assemble(pieces, loose, cheap, returned, order) -> list[Region]:
-    """Close each piece over the cheap values that it reads."""
+    """Build a region from each piece, with the cheap values that it reads."""
     regions = []
     owner = {n: i for i, piece in enumerate(pieces) for n in piece}
     for i, piece in enumerate(pieces):

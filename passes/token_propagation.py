@@ -1,8 +1,8 @@
-"""Where tokens go: marks, spread over a graph.
+"""Propagation of token dimensions through a graph, as marks.
 
-Tokens spread from marked inputs along equally labelled dimensions, in both directions: from inputs to what is
-computed from them, and from readers back to creation ops, whose sizes alone never say which dimension carries
-tokens.
+Tokens spread from marked inputs along equally labelled dimensions, in both directions: from inputs to
+values computed from them, and from readers back to creation ops, whose sizes alone never say which
+dimension carries tokens.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def slot_of(node: Node) -> Slot:
 
 
 class Signatures:
-    """What the rules say of every node of a graph: read once, whatever is spread over it.
+    """The signatures of all nodes of a graph, read once for all propagations.
 
     order    node → its place
     around   slot → the nodes that have it as an operand or as a result
     holders  slot → the nodes whose value it is
-    missing  nodes without a rule that fits them
+    missing  nodes without a rule that fits them → the refusal
     written  nodes that write among rows → the operand whose other rows they keep
     """
 
@@ -75,12 +75,13 @@ class Signatures:
 class TokenPropagation:
     """Marks, spread to a fixpoint. ``marks[slot][dim]`` is the mark of that dimension.
 
-    lost     reshapes that tokens do not come through → why
-    merging  those of them that would make one dimension of queries and keys
-    crossed  nodes where rows in two orders meet: blocks of four neighbours, and blocks of every fourth row
+    lost     reshapes that tokens do not come through → the reason
+    merging  those of them that would merge queries and keys into one dimension
+    crossed  nodes where rows in two orders meet: blocks of four neighbours, and blocks of every fourth
+             row
 
-    Nodes are visited forth and back in the order of the graph, whenever marks around them are new. So the
-    cost is that of the nodes that tokens reach.
+    Nodes are visited forwards and backwards in the order of the graph, whenever marks around them are
+    new. So the cost is that of the nodes that tokens reach.
     """
 
     def __init__(
@@ -110,11 +111,14 @@ class TokenPropagation:
                 self.visit(self.orient)
 
     def wake(self, slot: Slot) -> None:
-        """The nodes around a slot are to be visited: something of it is new."""
+        """Schedule a visit of the nodes around a slot, because something about it is new."""
         self.waiting.update(n for n in self.known.around.get(slot, ()) if n in self.signatures)
 
     def visit(self, look: Callable[[Node, Signature], None]) -> None:
-        """Look at waiting nodes, forth and back, until none waits. What wakes behind has to wait."""
+        """Visit waiting nodes, forwards and backwards, until none waits.
+
+        Nodes that are woken behind the current one wait for the next turn.
+        """
         turn, order = 1, self.known.order
         while self.waiting:
             queued, later, self.waiting = self.waiting, set(), set()
@@ -138,12 +142,12 @@ class TokenPropagation:
         return self.marks.get(slot_of(node), {})
 
     def met(self) -> list[Node]:
-        """The nodes around marked slots, in order."""
+        """List the nodes around marked slots, in order."""
         found = {n for slot, marks in self.marks.items() if marks for n in self.known.around.get(slot, ())}
         return sorted(found, key=self.known.order.__getitem__)
 
     def marked(self) -> list[Node]:
-        """The nodes whose values have marks."""
+        """List the nodes whose values have marks."""
         return [n for slot, marks in self.marks.items() if marks for n in self.known.holders.get(slot, ())]
 
     def add(self, slot: Slot, mark: Mark | None) -> None:
@@ -152,17 +156,21 @@ class TokenPropagation:
             self.wake(slot)
 
     def place(self, node: Node, slot: Slot, mark: Mark | None) -> None:
-        """Carry a mark to a value. One that has another mark there has its rows in another order."""
+        """Add a mark to a value.
+
+        If the value has another mark there, its rows are in another order, and the node is recorded as
+        crossed.
+        """
         self.add(slot, mark)
         if mark is not None and self.marks[slot][mark.dim] != mark:
             self.crossed.add(node)
 
     def loses(self, node: Node) -> bool:
-        """Do tokens come to a node, and not through it?"""
+        """Do tokens reach a node, but not pass through it?"""
         return node in self.lost or node in self.crossed
 
     def maps_rows(self, node: Node) -> bool:
-        """Is row t of a node's results made of rows t of its operands alone, whatever their place?"""
+        """Is row t of a node's results computed from rows t of its operands alone, whatever their place?"""
         signature = self.signatures.get(node)
         if signature is None or self.loses(node):
             return False
@@ -176,7 +184,7 @@ class TokenPropagation:
         return read <= made and not any(label == signature.rows or signature.mixes(label) for label in read)
 
     def tied(self, node: Node, signature: Signature) -> None:
-        """Carry marks between equally labelled dimensions."""
+        """Propagate marks between equally labelled dimensions."""
         operands = tensor_operands(node)
         if signature.reshape:
             return self.tie_reshape(node, operands[0])
@@ -200,7 +208,7 @@ class TokenPropagation:
                     self.place(node, slot, same.moved(dim))
 
     def tie_written(self, result: Slot, base: Slot) -> None:
-        """Rows written among those of a value leave all others in their place."""
+        """Propagate marks through a write among rows, which leaves all other rows in their place."""
         for source, target in ((result, base), (base, result)):
             for mark in tuple(self.marks.get(source, {}).values()):
                 self.place(result[0], target, mark)
@@ -234,7 +242,7 @@ class TokenPropagation:
         self.wake(slot)
 
     def orient(self, node: Node, signature: Signature) -> None:
-        """Carry what is known of keys between equally labelled dimensions."""
+        """Propagate the places of keys between equally labelled dimensions."""
         operands = [slot_of(a) for a in tensor_operands(node)]
         if signature.reshape:
             self.orient_reshape(operands[0], (node, -1), shape_of(tensor_operands(node)[0]), shape_of(node))
@@ -262,8 +270,7 @@ class TokenPropagation:
                     self.place_keys(b, moved.dim)
 
     def turned(self, node: Node, signature: Signature) -> bool:
-        """Does a node meet matrices of tokens and tokens of which one has its keys where another has its
-        rows?"""
+        """Do matrices of tokens by tokens meet in a node, one with its keys where another has its rows?"""
         operands, outputs = tensor_operands(node), outputs_of(node)
         slots = [*map(slot_of, operands), *((node, o) for o in outputs)]
         if signature.reshape:
@@ -285,7 +292,7 @@ class TokenPropagation:
         return next((m for d, m in self.marks.get(slot, {}).items() if d != self.keys.get(slot)), None)
 
     def mark(self, slot: Slot) -> Mark:
-        """The rows of a value that is known to have some."""
+        """Return the mark of the rows of a value that is known to have some."""
         mark = self.rows(slot)
         assert mark is not None, f"{slot[0]} has no rows"
         return mark
@@ -303,8 +310,11 @@ def product(sizes) -> int:
 
 
 def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | None:
-    """Where a token dimension goes in a reshape: the place with the same rows before it and after it. In an
-    empty value all places are alike, and none is it; nor in one that is too short to hold a row of it."""
+    """Find the mark of a token dimension after a reshape, or None.
+
+    It is the place with the same rows before it and after it. There is none in an empty value, where all
+    places are alike, nor in one that is too short to hold a row of it.
+    """
     if 0 in old or old[mark.dim] < mark.step:
         return None
     length = old[mark.dim] // mark.step

@@ -1,6 +1,6 @@
-"""What is legal after each pass: the written form of every contract between passes.
+"""Checks of what is legal after each pass: the written form of every contract between passes.
 
-Each function checks one type on its way out of the pass that makes it. A result that breaks a clause is a
+Each function checks one type as it leaves the pass that makes it. A result that breaks a clause is a
 defect of this package, never of the user's model.
 """
 
@@ -55,7 +55,7 @@ from .width import too_wide
 
 
 class IllegalResult(AssertionError):
-    """A pass broke its contract: a defect of this package, not of the user's model."""
+    """A broken contract of a pass: a defect of this package, not of the user's model."""
 
 
 def check(condition: bool, message: str) -> None:
@@ -64,7 +64,7 @@ def check(condition: bool, message: str) -> None:
 
 
 def verify_normalized(graph: Graph) -> None:
-    """A normal graph is a list of pure calls, each with a fake value.
+    """Verify that a normal graph is a list of pure calls, each with a fake value.
 
     - A node is an input, a constant, a call of an operator, or the output.
     - A call has a fake value, unless its operator returns nothing, and writes into none of its arguments.
@@ -79,19 +79,19 @@ def verify_normalized(graph: Graph) -> None:
 
 
 def returns_nothing(node: Node) -> bool:
-    """An assertion on the device, for example."""
+    """Does a node call an operator without results, such as an assertion on the device?"""
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns
 
 
 def verify_analysis(graph: Graph, analysis: Analysis) -> None:
-    """Every value has a fact, and every node that tokens come to has a rule and an edge for each operand.
+    """Verify that every value has a fact, and every node with tokens a rule and all its edges.
 
     - A token dimension has the size that its fact says.
     - A reshape has the rows that it reads of its operand, in their order.
     - Rows that meet are in one order.
-    - What has rows has outputs with rows; a sum has none.
-    - An edge by rows, halo, keys or carry reads a value with rows; one by halo or keys, no operator with
-      several results.
+    - A node of kind rows or keysum has outputs with rows; a sum has none.
+    - An edge by rows, halo, keys or carry reads a value with rows; one by halo or keys does not read an
+      operator with several results.
     - Random numbers are drawn by their place alone, so that every chunk can draw its own again.
     """
     for node in graph.nodes:
@@ -124,7 +124,10 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
 
 
 def verify_reshape(node: Node, analysis: Analysis) -> None:
-    """A reshape has the rows that it reads of its operand: the same, or all shifted by a constant."""
+    """Verify that a reshape has the rows that it reads of its operand.
+
+    They are the same rows, or all are shifted by a constant.
+    """
     edge, fact = analysis.edges[node][0], analysis.facts[node]
     read = analysis.facts[edge.operand]
     shift = edge.reach.lo if edge.role is Role.HALO else 0
@@ -136,7 +139,7 @@ def verify_reshape(node: Node, analysis: Analysis) -> None:
 
 
 def verify_order(node: Node, analysis: Analysis) -> None:
-    """The rows that an operation reads one by one, and those of its results, are laid out alike."""
+    """Verify that rows that an operation reads one by one, and its result's rows, are laid out alike."""
     near = [
         e
         for e in analysis.edges[node]
@@ -149,7 +152,7 @@ def verify_order(node: Node, analysis: Analysis) -> None:
 
 
 def verify_size(node: Node, analysis: Analysis) -> None:
-    """The token dimension of a value has the size that its fact says."""
+    """Verify that the token dimension of a value has the size that its fact says."""
     fact, length = analysis.facts[node], hint(analysis.length)
     if not isinstance(fact, Tokens) or not is_tensor(node):
         return
@@ -162,15 +165,16 @@ def verify_size(node: Node, analysis: Analysis) -> None:
 
 
 def verify_program(program: Program, analysis: Analysis) -> None:
-    """Everything is computed before it is read.
+    """Verify that a program computes everything before it is read.
 
-    - Its inputs tell the sizes of all that it computes, at any length.
-    - What a sweep reads beyond its own rows is at full length, or is appended in that sweep.
+    - Its inputs determine the sizes of all that it computes, at any length.
+    - A value that a sweep reads beyond its own rows is at full length, or is appended in that sweep.
     - A sum is read after its sweep; a key sum is read in it only where its rows are final.
-    - A scan has a state, which goes along or was saved by an earlier sweep.
+    - A scan has a state, which is carried along or was saved by an earlier sweep.
     - A value that another one is written over is not read any more, and no view of it is a result.
-    - What is wider at full length than a streamed program may hold is declared as such.
-    - What is kept, written or added up is a tensor: of an operator with several results, its items.
+    - A value at full length that is wider than a streamed program may hold is declared as such.
+    - A value that is kept, written or added up is a tensor; of an operator with several results, it is
+      an item.
     """
     verify_told(program, analysis)
     stored = (*program.kept, *program.statistics, *(n for s in program.sweeps for n in stored_by(s)))
@@ -202,14 +206,14 @@ def verify_program(program: Program, analysis: Analysis) -> None:
 
 
 def verify_told(program: Program, analysis: Analysis) -> None:
-    """The inputs of a program tell the number of tokens, and the sizes of all that it computes."""
+    """Verify that the inputs of a program determine the number of tokens and all computed sizes."""
     inputs = [value_of(n) for n in program.inputs if n.op != "get_attr"]
     untold = cannot_tell(inputs, [analysis.length, *sizes_of(computed_by(program))])
     check(not untold, f"no input of a program tells the sizes {untold}")
 
 
 def stored_by(sweep: Sweep) -> Iterator[Node]:
-    """The values that a sweep leaves for what comes after it, and those whose memory it takes."""
+    """Yield the values that a sweep leaves for later steps, and those whose memory it takes over."""
     yield from (*sweep.writes, *sweep.sums, *sweep.keysums)
     for pair in sweep.in_place:
         yield from pair
@@ -221,7 +225,7 @@ def check_read(node: Node, operands: Iterable[Node], ready: set[Node]) -> None:
 
 
 def verify_sweep(sweep: Sweep, ready: set[Node], analysis: Analysis) -> None:
-    """A sweep reads what is ready, and of its own nodes no more than a chunk has."""
+    """Verify that a sweep reads values that are ready, and only the chunk's part of its own nodes."""
     inside: set[Node] = set()
     states = {*sweep.scans, *sweep.restored_states}
     for node in sweep.nodes:
@@ -246,7 +250,10 @@ def verify_sweep(sweep: Sweep, ready: set[Node], analysis: Analysis) -> None:
 
 
 def verify_plan(plan: Plan, program: Program) -> None:
-    """Every sweep has a chunk length, and every attention a kernel; sweeps that share states cut alike."""
+    """Verify that every sweep has a chunk length, and every attention a kernel.
+
+    Sweeps that share states have the same chunk length.
+    """
     check(len(plan.chunks) == len(program.sweeps), f"{len(plan.chunks)} chunk lengths")
     check(all(chunk >= 1 for chunk in plan.chunks), f"chunks of {plan.chunks} tokens")
     shared = {c for c, s in zip(plan.chunks, program.sweeps) if s.saved_states or s.restored_states}
@@ -259,14 +266,14 @@ def verify_plan(plan: Plan, program: Program) -> None:
 
 
 def verify_chunks(plan: Plan, program: Program, analysis: Analysis) -> None:
-    """Chunks hold whole blocks of all that they read and make."""
+    """Verify that chunks hold whole blocks of all values that they read and make."""
     for chunk, sweep in zip(plan.chunks, program.sweeps):
         block = analysis.block(sweep.nodes)
         check(chunk % block == 0, f"chunks of {chunk} tokens part blocks of {block}")
 
 
 def verify_step(plan: Plan, nodes: Sequence[Node], step: int) -> None:
-    """What is computed at full length is computed once, after what it reads."""
+    """Verify that each value at full length is computed once, after the values that it reads."""
     waiting = set(nodes)
     for part in plan.full_length[step]:
         fused = isinstance(part, Fusion)
@@ -284,8 +291,10 @@ def verify_step(plan: Plan, nodes: Sequence[Node], step: int) -> None:
 
 
 def verify_bound(graph: Graph) -> None:
-    """Every symbol of a size in a graph that is compiled is bound: by an input, or by the node that finds it
-    while the graph runs."""
+    """Verify that every symbol of a size in a graph that is compiled is bound.
+
+    An input binds it, or the node that finds it while the graph runs.
+    """
     given = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
     read = [v for n in graph.nodes for v in values_of(n)]
     found = {s for n in graph.nodes for s in n.meta.get("unbacked_bindings") or ()}
@@ -295,22 +304,23 @@ def verify_bound(graph: Graph) -> None:
 def verify_inputs(
     given: Iterable[object], read: Iterable[object] = (), found: Container[object] = ()
 ) -> None:
-    """Every symbol in the inputs of compiled code, and in what else it reads, is an input, or a size or a
-    stride of one.
+    """Verify that the inputs of compiled code bind every symbol in them, and in other values that it reads.
 
-    found  those that the code finds itself
+    An input binds a symbol if it is that symbol, or has it as a size or a stride.
+
+    found  symbols that the code finds itself
     """
     missing = [s for s in unbound(given, read) if s not in found]
     check(not missing, f"no input of compiled code binds the sizes {sorted(missing, key=str)}")
 
 
 def verify_bindings(bindings: Sequence[Binding]) -> None:
-    """The same of the inputs of a body, whose nodes read no other symbols than these have."""
+    """Verify that the inputs of a body bind every symbol in them; its nodes read no other symbols."""
     verify_inputs(number for binding in bindings for number in numbers_told(binding))
 
 
 def verify_fused_body(body: Body, fusion: Fusion) -> None:
-    """A function at full length reads values as they are, and writes into the memory of its results alone."""
+    """Verify that a function at full length slices no input, and writes into its results alone."""
     nodes = list(body.graph.graph.nodes)
     bindings = dict(zip((n for n in nodes if n.op == "placeholder"), body.bindings))
     check(len(bindings) == len(body.bindings), "inputs of a function differ from its bindings")
@@ -324,14 +334,14 @@ def verify_fused_body(body: Body, fusion: Fusion) -> None:
 
 
 def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
-    """A chunk body is a function of its bindings, and all that it makes is as long as a chunk.
+    """Verify that a chunk body is a function of its bindings, with values as long as a chunk.
 
     - Its inputs are the bindings, in order; it has no constants and returns nothing.
     - Every symbol in the sizes of its inputs is an input by itself, or a size of one.
-    - A value with rows comes in whole only where a node reads rows around the chunk.
-    - The number of all tokens sizes nothing inside.
-    - It writes into buffers, accumulators and states alone, and over inputs that the sweep says. It fills all
-      buffers.
+    - A value with rows comes in at full length only where a node reads rows around the chunk.
+    - No size inside depends on the number of all tokens.
+    - It writes only into buffers, accumulators and states, and over the inputs that the sweep declares. It
+      fills all buffers.
     """
     nodes = list(body.graph.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
@@ -349,7 +359,7 @@ def verify_body(body: Body, sweep: Sweep, analysis: Analysis) -> None:
 
 
 def check_sizes(inputs: Iterable[tuple[Node, object]]) -> None:
-    """Sizes, which are items of lists, are of no number of all tokens."""
+    """Verify that no size, which is an item of a list, depends on the number of all tokens."""
     lengths = [n for n, b in inputs if re.fullmatch(r"scalar +length(_\d+)?", str(b))]
     for node in lengths:
         for user in node.users:
@@ -360,7 +370,7 @@ def check_sizes(inputs: Iterable[tuple[Node, object]]) -> None:
 
 
 def check_writes(nodes: list[Node], bindings: Mapping[Node, Binding], sweep: Sweep) -> None:
-    """Writes go into what the driver hands over to be written."""
+    """Verify that a body writes only into memory that the driver provides for it, and fills all buffers."""
     taken = {source for _, source in sweep.in_place}
     written = {a for n in nodes if n.op == "call_function" for a in written_arguments(n)}
     for node in written:
@@ -377,7 +387,7 @@ def check_writes(nodes: list[Node], bindings: Mapping[Node, Binding], sweep: Swe
 
 
 def written_arguments(node: Node) -> Iterator[Node]:
-    """The arguments that an op writes into, by its schema."""
+    """Yield the arguments that an op writes into, by its schema."""
     if isinstance(node.target, torch._ops.OpOverload):
         for argument, value in zip(node.target._schema.arguments, node.args):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):

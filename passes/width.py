@@ -1,8 +1,8 @@
-"""How wide the values are that a program holds at full length, and how wide they may be.
+"""Widths of the values that a program holds at full length, and their limits.
 
-A program that keeps logits, or what is inside an MLP, for every token is not a streamed one. Widths are
-numbers per token. They are compared with the widest value that a region cannot do without: its inputs, its
-outputs, hidden states that it looks up for token ids, and those that processes exchange.
+A program that keeps logits, or values inside an MLP, for every token is not a streamed one. Widths are
+numbers per token. They are compared with the widest value that a region cannot do without: its inputs,
+its outputs, hidden states that it looks up for token ids, and values that processes exchange.
 """
 
 from __future__ import annotations
@@ -34,26 +34,28 @@ from .ir import (
 )
 from .rules import along_of, inner_width
 
-# What rows alone make can be computed again, so it is kept only if it is hardly wider than hidden states:
-# twice, as a short convolution over an expanded state is. An MLP is 2.5 to 4 times as wide, logits 8 and
-# more.
+# A value computed from its own rows alone can be recomputed, so it is kept only if it is hardly wider than
+# hidden states: twice, as a short convolution over an expanded state is. An MLP is 2.5 to 4 times as wide,
+# logits 8 and more.
 ROWS = 2
-# Keys, values, their gradients and results of attention cannot be computed again from their own rows. With
+# Keys, values, their gradients and results of attention cannot be recomputed from their own rows. With
 # many heads they are up to five times as wide as the hidden states (DeepSeek-V2).
 KEYS = 8
-# What is wider than this is no inside of a layer but the output of a head: logits.
+# A value wider than this is not inside a layer, but the output of a head: logits.
 LOGITS = 8
 
 
 def widens(sweep: Sweep, program: Program, analysis: Analysis) -> bool:
-    """Does a sweep compute logits, or what else is far wider than all that its region takes and returns?"""
+    """Does a sweep compute logits, or another value far wider than all that its region takes and returns?"""
     own = max((max(width(n, analysis), numbers_inside(n, analysis)) for n in sweep.nodes), default=0)
     return own > LOGITS * widest_needed(program, analysis) > 0
 
 
 def numbers_inside(node: Node, analysis: Analysis) -> int:
-    """Numbers per token that are alive at the widest moment inside a node, where that is known to be more
-    than its result."""
+    """Count the numbers per token that are alive at the widest moment inside a node.
+
+    Returns 0 unless they are known to be more than its result.
+    """
     inside = inner_width(node, hint(analysis.length))
     given = tree_leaves([value_of(a) for a in tensor_operands(node)]) if inside else []
     floating = [value for value in given if value.dtype.is_floating_point]
@@ -61,8 +63,10 @@ def numbers_inside(node: Node, analysis: Analysis) -> int:
 
 
 def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:
-    """What the program holds at full length although it is wider than it may be; matrices of tokens by tokens
-    among it."""
+    """List the values that a program holds at full length although they are wider than allowed.
+
+    Matrices of tokens by tokens are always among them.
+    """
     widest = widest_needed(program, analysis)
     attended = set(keys_and_results(program, analysis))
 
@@ -75,8 +79,10 @@ def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:
 
 
 def widest_at_full_length(program: Program, apart: Collection[Node] = frozenset()) -> tuple[int, Node | None]:
-    """The most bytes that operations at full length hold at a time, beside what the program is given and
-    returns, and the one of them whose result is the largest; what a compiler fuses takes less.
+    """Measure the most bytes that operations at full length hold at a time.
+
+    Inputs and outputs of the program do not count. A compiler that fuses the operations takes less.
+    Returns the bytes, and the operation whose result is the largest.
 
     apart  nodes whose values do not count
     """
@@ -97,7 +103,7 @@ def widest_at_full_length(program: Program, apart: Collection[Node] = frozenset(
 
 
 def held(program: Program, analysis: Analysis) -> list[Node]:
-    """What exists at full length while the program runs and is neither an input nor an output."""
+    """List the values that exist at full length while the program runs, without its inputs and outputs."""
     swept = (n for s in program.sweeps for n in (*s.writes, *s.keysums))
     whole = (n for nodes in program.full_length for n in nodes if not is_view(n))
     given = {*program.inputs, *(o for o in program.outputs if isinstance(o, Node))}
@@ -106,19 +112,22 @@ def held(program: Program, analysis: Analysis) -> list[Node]:
 
 
 def widest_needed(program: Program, analysis: Analysis) -> int:
-    """Numbers per token of the widest value that the region cannot do without."""
+    """Count the numbers per token of the widest value that the region cannot do without."""
     return max((width(n, analysis) for n in needed_values(program, analysis)), default=0)
 
 
 def bytes_needed(program: Program, analysis: Analysis) -> int:
-    """Bytes of the largest value with rows that the region cannot do without."""
+    """Count the bytes of the largest value with rows that the region cannot do without."""
     rows = (n for n in needed_values(program, analysis) if width(n, analysis))
     return max((bytes_of(value_of(n)) for n in rows), default=0)
 
 
 def needed_values(program: Program, analysis: Analysis) -> Iterator[Node]:
-    """Inputs, outputs, what is looked up for token ids, and what comes from other processes or goes to
-    them."""
+    """Yield the values that a region cannot do without.
+
+    These are its inputs and outputs, values looked up for token ids, and values that come from other
+    processes or go to them.
+    """
     yield from program.inputs
     yield from (o for o in program.outputs if isinstance(o, Node))
     for node in (n for nodes in program.full_length for n in nodes if along_of(n) is not None):
@@ -130,7 +139,7 @@ def needed_values(program: Program, analysis: Analysis) -> Iterator[Node]:
 
 
 def table_and_rows(edges: Iterable[Edge]) -> tuple[list[Node], list[Node]]:
-    """Operands without rows, and those with rows."""
+    """Separate the operands without rows from those with rows."""
     table: list[Node] = []
     rows: list[Node] = []
     for edge in edges:
@@ -139,7 +148,7 @@ def table_and_rows(edges: Iterable[Edge]) -> tuple[list[Node], list[Node]]:
 
 
 def keys_and_results(program: Program, analysis: Analysis) -> Iterator[Node]:
-    """Values read as keys, results of what reads keys, and gradients of keys."""
+    """Yield values read as keys, results of nodes that read keys, and gradients of keys."""
     for sweep in program.sweeps:
         for node in sweep.nodes:
             keys = [e.operand for e in analysis.edges[node] if e.role is Role.KEYS]
@@ -154,7 +163,10 @@ def is_matrix(node: Node, analysis: Analysis) -> bool:
 
 
 def width(node: Node, analysis: Analysis) -> int:
-    """Numbers per token; 0 of what has no rows, or a row and a column per token."""
+    """Count the numbers per token of a value.
+
+    It is 0 for a value without rows, and for one with a row and a column per token.
+    """
     if not is_tensor(node) or not isinstance(analysis.facts[node], Tokens) or is_matrix(node, analysis):
         return 0
     return math.prod(shape_of(node)) // hint(analysis.length)

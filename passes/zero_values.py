@@ -1,7 +1,8 @@
-"""Which values of a graph are zero together: a mask, whether it is true anywhere, a count of its rows.
+"""Values of a graph that are zero together: a mask, whether it is true anywhere, a count of its rows.
 
-Each step here goes from a value to one that is zero exactly when the first is, so that two values with the
-same end are zero together. Calls are told by their names: Dynamo's spellings and ATen's are read alike.
+Each step goes from a value to one that is zero exactly when the first is, so that two values with the
+same end are zero together. Calls are recognized by their names: Dynamo's spellings and ATen's are read
+alike.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from .rules.named_calls import CASTS, COMPARISONS, COUNTS, NEGATIONS, PICKS, TOT
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of a value: all, those at one place of a dimension, or whether any entry is a number.
+    """Entries of a value: all, those at one place of a dimension, or those that equal a number.
 
     at      the dimension, and the place in it
-    number  what the entries are compared with
+    number  the number that entries are compared with
     """
 
     node: Node
@@ -31,7 +32,7 @@ class Entries:
     number: int | None = None
 
     def mask(self) -> Node:
-        """A value that is zero where these entries are."""
+        """Build a value that is zero where these entries are."""
         if self.number is not None:
             return called(operator.eq, self.node, self.number)
         if self.at is None:
@@ -47,7 +48,7 @@ def called(function: Callable, node: Node, given: Any) -> Node:
 
 
 def zeros_of(entries: Entries) -> tuple[Entries, list[Node]]:
-    """The first entries that are zero together with these, and the values on the way."""
+    """Find the first entries that are zero together with these, and the values on the way."""
     way = [entries.node]
     while (before := one_before(entries)) is not None:
         entries = before
@@ -56,7 +57,7 @@ def zeros_of(entries: Entries) -> tuple[Entries, list[Node]]:
 
 
 def condition_of(node: Node) -> tuple[Entries, list[Node], bool]:
-    """The entries that a condition asks for, the values on the way, and the condition if they are zero."""
+    """Find the entries that a condition tests, the values on the way, and its result if they are zero."""
     source = first_operand(node)
     if source is not None and name_of(node) in NEGATIONS and value_of(node).dtype is torch.bool:
         entries, way, if_zero = condition_of(source)
@@ -75,7 +76,7 @@ def are_written(way: Sequence[Node], nodes: Iterator[Node]) -> bool:
 
 
 def one_before(entries: Entries) -> Entries | None:
-    """Entries of an operand that are zero exactly when these are."""
+    """Find the entries of an operand that are zero exactly when these are, or None."""
     node, at, name = entries.node, entries.at, name_of(entries.node)
     source = first_operand(node)
     if source is None:
@@ -110,7 +111,10 @@ def before_comparison(node: Node, source: Node, at: tuple[int, int] | None) -> E
 
 
 def before_count(node: Node, source: Node, at: tuple[int, int] | None) -> Entries | None:
-    """A number that is counted nowhere is no entry of what was counted."""
+    """Find the entries that a count counts: those of the counted value that equal a number.
+
+    Returns None for a place along another dimension than the last, and for a count of weights.
+    """
     if at is None or at[0] != value_of(node).dim() - 1 or name_of(node) == "bincount" and is_weighted(node):
         return None
     return Entries(source, number=at[1])
@@ -131,7 +135,7 @@ def before_total(node: Node, source: Node, at: tuple[int, int] | None) -> Entrie
 
 
 def turned(node: Node, at: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The place in the operand of what rearranges dimensions."""
+    """Find the place in the operand of a node that rearranges dimensions."""
     if at is None:
         return None
     rank, given = value_of(node).dim(), [*node.args[1:], *node.kwargs.values()]
@@ -143,7 +147,7 @@ def turned(node: Node, at: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def picked_place(node: Node, value: torch.Tensor) -> tuple[int, int] | None:
-    """The dimension and the place that an index picks, if it picks one place of one dimension."""
+    """Return the dimension and the place that an index picks, if it picks one place of one dimension."""
     if name_of(node) == "select":
         dim, place = node.args[1:3] if len(node.args) == 3 else (None, None)
     else:
@@ -156,15 +160,14 @@ def picked_place(node: Node, value: torch.Tensor) -> tuple[int, int] | None:
 
 
 def compared(node: Node) -> tuple[str, Any]:
-    """A comparison with a number: its name, and the number."""
+    """Return the name of a comparison with a number, and the number."""
     name, given = name_of(node), [*node.args[1:], *node.kwargs.values()]
     number = given[0] if len(given) == 1 and isinstance(given[0], (bool, int, float)) else None
     return COMPARISONS.get(name, name), number
 
 
 def is_counted(node: Node) -> bool:
-    """Is a value a count of something, or a boolean: no number below zero, and nothing between zero and
-    one?"""
+    """Is a value a count or a boolean, with no number below zero or between zero and one?"""
     source, name = first_operand(node), name_of(node)
     if is_binary(node) or name == "count_nonzero" or name == "bincount" and not is_weighted(node):
         return True
@@ -183,12 +186,12 @@ def is_binary(node: Node) -> bool:
 
 
 def casts_to_zero_alone(source: Node, dtype: torch.dtype) -> bool:
-    """Does a cast to a data type give zero for zero alone?"""
+    """Does a cast to a data type turn only zero into zero?"""
     return is_binary(source) or (is_wide(dtype) and not value_of(source).is_floating_point())
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Can a data type hold counts, so that none but zero becomes zero?"""
+    """Can a data type hold counts without making any number but zero zero?"""
     return dtype.is_floating_point or dtype in (torch.bool, torch.int64)
 
 
@@ -198,7 +201,7 @@ def is_weighted(node: Node) -> bool:
 
 
 def first_operand(node: Node) -> Node | None:
-    """The first operand of a call of tensors, if it is a tensor."""
+    """Return the first operand of a call, if both are tensors; otherwise None."""
     source = node.args[0] if node.op in ("call_function", "call_method") and node.args else None
     tensors = isinstance(source, Node) and all(isinstance(value_of(n), torch.Tensor) for n in (node, source))
     return source if tensors else None

@@ -3,8 +3,8 @@
     step = torch.compile(lambda batch: model(**batch).loss, backend="streambp")
     step(batch).backward()
 
-No import is needed for that: the backend is found through its entry point. This module holds what one may
-want besides.
+Using the backend needs no import of this package: torch finds it through its entry point. This module
+holds the rest of the public API.
 """
 
 # ruff: noqa: E402, I001

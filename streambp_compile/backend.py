@@ -3,8 +3,8 @@
     Dynamo graph → inline checkpoint wrappers → find the token axes → split → for each distinct region:
     AOTAutograd → pipeline → Inductor
 
-Every region is an autograd node of its own, so that the gradients of a layer's weights reach autograd (and
-its hooks) when the layer is done. Equal regions share one trace, one analysis and one compilation.
+Every region is an autograd node of its own, so that the gradients of a layer's weights reach autograd
+(and its hooks) when the layer is done. Equal regions share one trace, one analysis and one compilation.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ from .target_device import free_memory, is_on_gpu, memory_of_gpu
 def streambp(
     module: GraphModule, example_inputs: Sequence[object], *, mode: str | None = None, options=None
 ) -> Callable:
-    """The backend, found through the entry point ``torch_dynamo_backends``.
+    """Compile a Dynamo graph: the backend, found through the entry point ``torch_dynamo_backends``.
 
-    Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region
-    cannot be streamed.
+    Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a
+    region cannot be streamed.
     """
     internals.ignore_library_logging_from_now_on()  # again: torch._dynamo.reset forgets it
     chain = Chain(module, example_inputs, Config.of(mode, options))
@@ -135,13 +135,12 @@ SHARE_OF_FREE = (
 )
 
 
-SMALL = 0.05  # of what a step holds in any case: a region that costs less is worth no warning
+SMALL = 0.05  # share of what a step holds in any case: a region that costs less gets no warning
 
 
 @dataclass(frozen=True)
 class Reporting:
-    """The backend with options that are checked already, which reports what it does: a ``backend=`` of
-    ``torch.compile``."""
+    """A ``backend=`` of ``torch.compile`` with options that are already checked, which fills a report."""
 
     config: Config
     report: Report
@@ -165,7 +164,7 @@ UPDATE = Refusal(
 
 
 class Chain:
-    """Compiles one Dynamo graph. The result is a function of the graph's inputs."""
+    """Compiles one Dynamo graph to a function of the graph's inputs."""
 
     def __init__(
         self,
@@ -187,7 +186,7 @@ class Chain:
             self.say_no_graphs()
 
     def say_no_graphs(self) -> None:
-        """Tell that a mode which records CUDA graphs records none here."""
+        """Warn or note that a mode which usually records CUDA graphs records none here."""
         text = (
             f"mode={self.config.mode!r} records no CUDA graphs here, because sizes and buffers change with "
             "every "
@@ -199,8 +198,11 @@ class Chain:
             self.report.notes.append(f"note: {text}.")
 
     def compiled(self) -> Callable:
-        """The chain; or the given graph through Inductor alone, if it has nothing to stream, or if uneven
-        DTensors or a defect of ours stand in its way."""
+        """Compile the graph to a chain of regions, or by Inductor alone.
+
+        Inductor alone compiles a graph that only updates values, and one that uneven DTensors or a
+        defect of this package keep from being cut into regions.
+        """
         if self.only_updates:
             return self.plain(UPDATE, costs_nothing=True)
         self.report.seconds["Dynamo"] = self.report.seconds.get("Dynamo", 0.0) + internals.seconds_so_far()
@@ -213,11 +215,11 @@ class Chain:
         return call
 
     def chained_or_plain(self) -> Callable:
-        """`compiled`, where the graph does more than update values."""
+        """Compile a graph that does more than update values: `compiled`, without its timing and report."""
         if internals.on_cpu(self.example_inputs):
             internals.prepare_compiler()
         try:
-            # What fails in there has changed nothing, so that the graph may run as it was given.
+            # A failure in there has changed nothing, so the graph may run as it was given.
             with internals.NothingReal([*self.example_inputs, *attributes_of(self.given)]):
                 return self.chained()
         except (*internals.NO_DEFECTS, OverBudget, PlansDiffer):
@@ -240,7 +242,7 @@ class Chain:
         return call
 
     def plain(self, refusal: Refusal, costs_nothing: bool = False) -> Callable:
-        """The given graph through Inductor alone."""
+        """Compile the given graph by Inductor alone, and report it as one unchunked region."""
         call = internals.compile_plainly(self.given, self.example_inputs, self.config.mode)
         whole = RegionReport(self.given, refusal=refusal, costs_nothing=costs_nothing)
         fakes = fakes_of(placeholders_of(self.given), self.example_inputs)
@@ -248,7 +250,7 @@ class Chain:
         return call
 
     def rewritten(self) -> GraphModule:
-        """The graph with all that is written otherwise before autograd sees it, as a copy."""
+        """Copy the graph and apply all rewrites that precede autograd."""
         module = copied(self.given)
         self.attributes = attributes_as_inputs(module)
         meshes_as_attributes(module)
@@ -272,8 +274,10 @@ class Chain:
         return module
 
     def prove_branches(self, module: GraphModule) -> None:
-        """Prove that branches on picked rows, which Dynamo has traced one side of, may always be taken, or
-        have Dynamo trace again."""
+        """Prove that branches on picked rows may always be taken, or have Dynamo trace again.
+
+        Dynamo has traced only one side of each of these branches.
+        """
         before = len(outputs_of(module))
         with phase("reading branches on whether a mask picks rows"):
             self.read_in_branches = prove_branches(module)
@@ -309,8 +313,11 @@ class Chain:
         return Cut(axes, updates, views, [with_sizes(r, graph) for r in regions], lazy)
 
     def chained(self) -> Callable:
-        """The regions, compiled and linked. Raises `CannotStream` for uneven DTensors, for transforms, and
-        where a defect stands in the way."""
+        """Cut the graph into regions, compile them and link them.
+
+        Raises `CannotStream` for uneven DTensors, for transforms of torch.func, and where a defect
+        prevents it.
+        """
         if any(map(internals.is_transform, self.given.graph.nodes)):
             raise CannotStream(TRANSFORMED)
         check_parts(self.given.graph.nodes)
@@ -350,14 +357,14 @@ class Chain:
         return watched(self.hint, with_attributes(call, self.attributes), self.example_inputs)
 
     def told(self, regions: Sequence[Region]) -> Iterator[Region]:
-        """The regions, while the line on the terminal says which one it is."""
+        """Yield the regions, and show on the terminal's progress line which one is compiled."""
         for i, region in enumerate(regions):
             where = next(filter(None, map(where_of, region.nodes)), "no operation")
             self.progress.region(i, len(regions), where)
             yield region
 
     def record(self, links: Links, lengths: Sequence[object], call: Callable) -> None:
-        """Add the chain to the report, and that to the structured trace."""
+        """Add the chain to the report, and the report to the structured trace."""
         known = len(self.report.regions)
         self.report.add(self.module, [r.report for r, _ in links], lengths, call, self.fakes)
         internals.trace_artifact("streambp_report", lambda: str(self.report))
@@ -366,9 +373,9 @@ class Chain:
                 internals.trace_artifact(name, text)
 
     def planned(self, links: Links, link: Callable, cut: Cut) -> tuple[Links, Callable]:
-        """The chain by the fastest plan within the user's budget; without one, on a GPU, within what is free.
+        """Link the chain by the fastest plan within the user's budget or a GPU's free memory.
 
-        Raises `OverBudget`.
+        Free memory counts on a GPU where the user states no budget. Raises `OverBudget`.
         """
         axes, limit = cut.axes, self.limit()
         if limit is None or not any(c.streamed is not None for c, _ in links):
@@ -386,22 +393,27 @@ class Chain:
         return chain.by(plan), chain
 
     def spending(self, cut: Cut, *parts) -> SpendingChain:
-        """The chain by the fastest plan that what is free on the GPU allows, learnt step by step."""
+        """Build the chain that runs by the fastest plan for the GPU's free memory, learnt step by step."""
         repeatable = not cut.updates and not any(map(written_storages, cut.regions))
         spare = SpareMemory(memory_of_gpu(self.fakes))
         return SpendingChain(*parts, spare=spare, repeatable=repeatable, tell=self.note)
 
     def is_whole_step(self, cut: Cut) -> bool:
-        """Does the backward begin at the outputs of this graph: is none of them hidden states or logits, from
-        which others go on?"""
+        """Does the backward begin at the outputs of this graph?
+
+        It does not where an output is hidden states or logits, from which code outside the graph
+        computes further.
+        """
         marks = joined(cut.axes).marks if cut.axes else ()
         ends = [n for n in self.returned() if n not in cut.lazy and wants_gradient(n)]
         return bool(ends) and not any(n in marks for n in ends)
 
     def limit(self) -> Limit | None:
-        """What bounds the memory of a step: the user's budget, or what is free on a GPU, unless the user says
-        where layer inputs wait. What is free on one process is not on another: where they compute together,
-        only a number of bytes does."""
+        """Choose the limit of a step's memory: the user's budget, or the free memory of a GPU.
+
+        Free memory is no limit where the user says where layer inputs wait. It differs between
+        processes, so where they compute together only a number of bytes is a limit.
+        """
         config = self.config
         if self.spans_processes and (config.memory_budget is None or isinstance(config.memory_budget, float)):
             if config.memory_budget is not None:
@@ -415,7 +427,7 @@ class Chain:
         return FreeMemory(functools.partial(free_memory, None, self.fakes), self.hint)
 
     def unplanned(self, links: Links) -> ChainPlan:
-        """The plan that the user's options name where no budget does."""
+        """Build the plan that the user's options name, for a chain without a memory limit."""
         plan = ChainPlan.default(len(links))
         if not (self.config.offload or self.config.lossy):
             return plan
@@ -427,7 +439,7 @@ class Chain:
         return plan
 
     def computed_later(self, cut: Cut, compiled: Callable) -> dict[Node, Later]:
-        """The outputs that wait for a reader."""
+        """Describe the lazy outputs: those that are computed when they are read."""
         returned = self.returned()
         return {
             node: Later(
@@ -441,12 +453,12 @@ class Chain:
         }
 
     def returned(self) -> frozenset[Node]:
-        """The outputs of the graph."""
+        """Return the outputs of the graph that are nodes."""
         return frozenset(o for o in outputs_of(self.module) if isinstance(o, Node))
 
     @staticmethod
     def outside_tracing(compiled: Callable, region: Region) -> Callable:
-        """Compile a lazy region when it is first read, long after Dynamo has left."""
+        """Compile a lazy region when it is first read, long after Dynamo has finished."""
         mode = internals.detect_fake_mode([fake_of(n) for n in region.inputs])
         with internals.tracing_of(mode), internals.NothingReal(()):
             lazy = compiled(region)
@@ -454,8 +466,10 @@ class Chain:
             return lazy.call
 
     def recordable(self, region: Region, views: Sequence[Node]) -> LazyRegion:
-        """A lazy region for what will be done to its output outside: each such expression is a function
-        of its own to this backend."""
+        """Build the lazy region that records operations on its output outside of the graph.
+
+        Each recorded expression is compiled as a function of its own by this backend.
+        """
         config = self.config
 
         def compile_expression(module: GraphModule) -> Callable:
@@ -489,13 +503,13 @@ def placeholders_of(module: GraphModule) -> list[Node]:
 
 
 def widest_of(nodes: Iterable[Node]) -> int:
-    """The bytes of the largest value of some nodes; sizes that depend on data are not known."""
+    """Return the bytes of the largest value among some nodes, without values whose sizes depend on data."""
     fakes = (v for v in map(own_of, nodes) if isinstance(v, torch.Tensor))
     return max((bytes_of(v) for v in fakes if not internals.is_unbacked(v)), default=0)
 
 
 def attributes_of(module: GraphModule) -> list[torch.Tensor]:
-    """The tensors that a module and its nested graphs have as attributes."""
+    """Return the tensors that a module and its nested graphs have as attributes."""
     return [v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)] + [
         *module.parameters(),
         *module.buffers(),
@@ -503,19 +517,24 @@ def attributes_of(module: GraphModule) -> list[torch.Tensor]:
 
 
 def held_by(regions: Sequence[Region], placeholders: Sequence[Node]) -> int:
-    """Bytes that a step holds however its regions run: gradients of the graph's inputs, and what goes from
-    region to region."""
+    """Count the bytes that a step holds, however its regions run.
+
+    These are gradients of the graph's inputs, and values that go from region to region.
+    """
     between = {n for region in regions for n in region.inputs if n.op != "placeholder"}
     values = [own_of(n) for n in (*filter(wants_gradient, placeholders), *between)]
     return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor) and not internals.is_unbacked(v))
 
 
 def is_of_data(module: GraphModule) -> bool:
-    """Is anything in a graph that only our rewrites take out of it (picked rows, a branch on them)?"""
+    """Does a graph contain an operation that only rewrites of this package can remove?
+
+    Such operations are picked rows and branches on them.
+    """
     return any(depends_on_data(n) or is_in_branches(n) for n in module.graph.nodes)
 
 
-# What is rewritten before autograd sees it, in this order, and what that is called when it fails.
+# Rewrites before autograd, in this order, each with its name in reports of failures.
 REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (write_inference_as_no_grad, "reading modes"),
     (inline_wrappers, "inlining activation checkpoints and nested compile regions"),

@@ -1,7 +1,8 @@
-"""Do the sequences of a batch meet? The facts of a joint graph whose rows are sequences, not tokens.
+"""Do the sequences of a batch meet? This module analyses a joint graph whose rows are sequences, not
+tokens.
 
-The batch takes the place of the tokens in the analysis. Sequences do not meet where each row reads no row but
-its own, or rows add up, and nothing reads a sum beside rows.
+The batch takes the place of the tokens in the analysis. Sequences do not meet where each row reads only
+itself or rows add up, and no operation reads such a sum together with rows.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ from .passes.token_propagation import TokenPropagation
 
 
 class Unfit(Exception):
-    """The sequences of a batch meet, or the joint graph of some of them cannot be written."""
+    """The sequences of a batch meet, or the joint graph for some of them cannot be written."""
 
 
 def of_batch(region: Joint, widest: Node, mark: Mark, count: int) -> Analysis:
-    """The facts of a joint graph whose rows are the sequences of the batch.
+    """Derive the facts of a joint graph whose rows are the sequences of the batch.
 
-    Raises `CannotStream`, or `Unfit` where a sequence reads another, or the sum over all.
+    Raises `CannotStream`, or `Unfit` where a sequence reads another one, or the sum over all.
     """
     places = places_in_batch(region.graph, count)
     seeds = {widest: (mark,), **{table: (Mark(dim),) for table, dim in places.tables}}
@@ -69,11 +70,13 @@ def of_batch(region: Joint, widest: Node, mark: Mark, count: int) -> Analysis:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a graph counts the sequences of the batch to look up what belongs to each: ``mask[b, :, k]`` with
-    ``b = arange(batch)``. Among some sequences it may count these.
+    """Ranges over the batch by which a graph looks up the entries of each sequence.
+
+    An example is ``mask[b, :, k]`` with ``b = arange(batch)``. In a graph for some of the sequences, the
+    range may count only these.
 
     nodes   the ranges, and the look-ups that read them
-    tables  what is looked up in, with its dimension of sequences
+    tables  the values that are looked up in, each with its dimension of sequences
     """
 
     nodes: frozenset[Node]
@@ -81,7 +84,7 @@ class Places:
 
 
 def places_in_batch(graph: Graph, count: int) -> Places:
-    """All ranges over so many numbers that nothing reads but such look-ups."""
+    """Find all ranges over ``count`` numbers that only such look-ups read."""
     nodes, tables = set[Node](), dict[tuple[Node, int], None]()
     for node in graph.nodes:
         if form_of(node) is Form.RANGE and node.args == (count,) and counts_from_zero(node):
@@ -98,7 +101,10 @@ def counts_from_zero(node: Node) -> bool:
 
 
 def look_ups(node: Node, count: int) -> list[tuple[Node, int]]:
-    """The look-ups that take a range for a whole dimension of a table; none if something else reads it."""
+    """List the look-ups that take a range for a whole dimension of a table.
+
+    The list is empty if any other operation reads the range.
+    """
     found = []
     for user in node.users:
         if form_of(user) is Form.LOOK_UP and user.args[0] is not node:
@@ -117,7 +123,7 @@ def look_ups(node: Node, count: int) -> list[tuple[Node, int]]:
 
 
 def is_apart(node: Node, analysis: Analysis) -> bool:
-    """Does every row of a node read that row alone, or the node add rows up?"""
+    """Does every row of a node read only the same row, or does the node add rows up?"""
     facts, kind = parts_of(analysis.facts[node]), analysis.kinds[node]
     edges = analysis.edges[node]
     read = [e for e in edges if is_row_wise(analysis.facts[e.operand])]
@@ -133,16 +139,16 @@ def is_apart(node: Node, analysis: Analysis) -> bool:
     if node.op == "placeholder" or node.target is operator.getitem:
         return True
     if node.op == "get_attr" or not node.all_input_nodes and filling_of(node) is None:
-        return False  # numbers of their place in the batch
+        return False  # entries that depend on their position in the batch
     if any(isinstance(f, Summed) for e in edges for f in parts_of(analysis.facts[e.operand])):
         return False  # a sum that is not complete before the last turn
     return adds_up(node, analysis) if kind is Kind.SUM else not names_rows(node, analysis)
 
 
 def adds_up(node: Node, analysis: Analysis) -> bool:
-    """Is the sum of a node's results for parts of its rows its result for all?
+    """Is the result for all rows the sum of the results for parts of the rows?
 
-    What it adds up has rows, or is zero: another value would be added in every turn.
+    Every term must contain rows or zeros. A term without rows would be added once in every turn.
     """
     signature, linear, given = rule_of(node).signature(node), linear_of(node), arguments(node)
     picks = signature.contracts is Contraction.PICKED and not signature.sums
@@ -156,7 +162,7 @@ def adds_up(node: Node, analysis: Analysis) -> bool:
 
 
 def names_rows(node: Node, analysis: Analysis) -> bool:
-    """Does an operation name the rows of an operand, or of its result, by their place?"""
+    """Does an operation name rows of an operand or of its result by their position?"""
     rule = find_rule(node)
     if rule is None:
         return True

@@ -1,13 +1,14 @@
-"""A region whose sequences do not meet, for some sequences of the batch at a time.
+"""Regions that run for some sequences of the batch at a time.
 
-Keys, values and their gradients exist for all tokens of a sequence, between the sweeps that make and read
-them. Nothing in a layer of attention reads another sequence of the batch. So its sweeps may run for some
-sequences, and then for the next ones: what lies between sweeps exists for these alone. Only sums over the
-batch, the gradients of weights, go on from turn to turn.
+Keys, values and their gradients exist for all tokens of a sequence between the sweep that computes them
+and the sweep that reads them. An attention layer reads no other sequence of the batch, so its sweeps may
+run for some sequences first, and then for the next ones. Values between sweeps then exist for these
+sequences alone. Only sums over the batch, such as the gradients of weights, are continued from turn to
+turn.
 
-That sequences do not meet is proved as everything else is, from the rules: the batch takes the place of the
-tokens in the analysis of the joint graph, and each row has to read no row but its own. The joint graph of
-some sequences is then the same graph with fewer rows, and streams along its tokens like any other.
+The table of rules proves that sequences do not meet: the batch takes the place of the tokens in the
+analysis of the joint graph, and each row must read only itself. The joint graph for some sequences is
+the same graph with fewer rows, and streams along its tokens like any other.
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ from .region_programs import Programs, directions
 Follow = Callable[[Joint], tuple[Joint, Analysis]]
 Facts = Fact | tuple[Fact, ...]
 
-WORTH = 10  # what is saved is at least one part in so many of what the region holds
+WORTH = 10  # turns must save at least 1 / WORTH of what the region holds
 
 
 @dataclass(frozen=True)
 class BatchParts:
-    """How the values of a region are parted between the sequences of a batch.
+    """Division of a region's values between the sequences of a batch.
 
     count    sequences in the batch
     at_once  how many of them its sweeps run for at a time
     marks    value with a part for each sequence → its dimension of sequences
     sums     values that add up over sequences
-    whole    value → the same for the whole batch (a fake tensor)
+    whole    value → the same value for the whole batch (a fake tensor)
     inputs   of the joint graph of the whole batch, in which the conditions of its analysis are written
     """
 
@@ -85,8 +86,11 @@ class BatchParts:
 def worth_parting(
     region: Joint, analysis: Analysis, programs: Programs, choices: Choices, device: Device
 ) -> Iterator[tuple[Node, Mark, int]]:
-    """Inputs with their dimensions that may be the batch, each with how many sequences to take at a time: the
-    fewest that cost little time, if that saves memory."""
+    """Yield inputs with a dimension that may be the batch, and the sequences per turn.
+
+    The number of sequences is the smallest that costs little time. A dimension is left out where turns
+    would save too little memory (see ``WORTH``).
+    """
     if programs.fused:
         return
     held = max(map(bytes_between_sweeps, directions(programs)))
@@ -105,13 +109,13 @@ def worth_parting(
 
 
 def has_rows(node: Node, analysis: Analysis) -> bool:
-    """Is an input rows of features, each token in a place of its own?"""
+    """Is an input made of rows of features, with each token at its own position?"""
     fact = analysis.facts[node]
     return isinstance(fact, Tokens) and fact.keys is None and fact.rows == Mark(fact.rows.dim)
 
 
 def bytes_between_sweeps(program: Program) -> int:
-    """What exists at full length while sweeps run, beside what goes in and out."""
+    """Count the bytes at full length between sweeps, without outputs of the program."""
     sums = (n for sweep in program.sweeps for n in sweep.keysums)
     held = {n for n in (*program.kept, *sums) if is_tensor(n)}
     return sum(bytes_of(value_of(n)) for n in held.difference(program.outputs))
@@ -120,10 +124,10 @@ def bytes_between_sweeps(program: Program) -> int:
 def in_turn(
     region: Joint, analysis: Analysis, found: tuple[Node, Mark, int], follow: Follow
 ) -> tuple[Joint, Analysis, BatchParts] | None:
-    """The region for some sequences of its batch; None where they meet, or it cannot be written so.
+    """Rewrite the region for some sequences of its batch; None where they meet, or the rewrite fails.
 
-    analysis  of the region; what it proves of keys has to be true of the part as well, under the same
-              conditions, which each call checks for the whole batch
+    analysis  facts of the region. The part must have the same key ranges under the same conditions, because
+              each call checks the conditions for the whole batch
     """
     widest, mark, at_once = found
     try:
@@ -147,7 +151,7 @@ def in_turn(
 
 
 def share_dimension(tokens: Facts, sequences: Facts) -> bool:
-    """Are the tokens of an input in one dimension with the sequences?"""
+    """Are the tokens of an input in the same dimension as the sequences?"""
     both = isinstance(tokens, Tokens) and isinstance(sequences, Tokens)
     return both and tokens.rows.dim == sequences.rows.dim
 
@@ -173,17 +177,21 @@ def parts_of_batch(
 
 
 class Smaller:
-    """A graph with the rows of one turn: so many of them, of so many turns."""
+    """A copy of a graph with the rows of one turn.
+
+    rows   sequences in one turn
+    turns  number of turns
+    """
 
     def __init__(self, module: GraphModule, analysis: Analysis, rows: int, turns: int):
         self.module, self.analysis, self.rows, self.turns = module, analysis, rows, turns
         self.graph, self.new = Graph(), dict[Node, Node]()
 
     def written(self) -> tuple[GraphModule, dict[Node, Node]]:
-        """The graph, and its node for each of the old ones. Raises `Unfit`.
+        """Write the smaller graph, and map each old node to its new one. Raises `Unfit`.
 
-        No guards come of it: where the shape of a result rests on the length of now (``topk`` of a number
-        that follows from it), the graph is not written.
+        No guards are recorded. Where the shape of a result depends on the current length (``topk`` of a
+        number that is derived from it), the graph is not written.
         """
         like = next(value_of(n) for n in self.module.graph.nodes if is_tensor(n))
         env = like.fake_mode.shape_env
@@ -219,15 +227,15 @@ class Smaller:
         return self.graph.call_function(node.target, tuple(args), kwargs)
 
     def size(self, whole: Node | int) -> Node | int:
-        """The size of a part: a number, or a node where it follows from the length."""
+        """Compute the size of a part: a number, or a node where it depends on the length."""
         if not isinstance(whole, Node):
-            return whole if whole == -1 else whole // self.turns  # -1: what is left, or as it is
+            return whole if whole == -1 else whole // self.turns  # -1: an inferred size, or an unchanged one
         part = self.graph.call_function(operator.floordiv, (whole, self.turns))
         part.meta["val"] = value_of(whole) // self.turns
         return part
 
     def value(self, node: Node, copy: Node) -> object:
-        """The fake value of a copy, of the shape that its fact says."""
+        """Compute the fake value of a copied node, and check its shape against the node's fact."""
         old = value_of(node)
         if not is_row_wise(self.analysis.facts[node]):
             return old
@@ -242,7 +250,7 @@ class Smaller:
         return value
 
     def has_shape(self, after: torch.Tensor, fact: Fact | None, before: torch.Tensor) -> bool:
-        """Has a result the shape of the old one with fewer rows, at every length?"""
+        """Does a result have the old shape with fewer rows, at every length?"""
         sizes = list(before.shape)
         if isinstance(fact, Tokens):
             sizes[fact.rows.dim] //= self.turns
@@ -252,31 +260,33 @@ class Smaller:
         args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
         try:
             return node.target(*args, **kwargs)
-        except Exception as error:  # sizes of the batch that no rule knows of
+        except Exception as error:  # a size of the batch that no rule knows
             raise Unfit from error
 
 
 def dense_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A part of a dense value, laid out as a sweep reads it: densely as well."""
+    """Lay out a part of a dense value densely, as a sweep reads it."""
     layout = Layout.of(whole)
     return part if layout is None else part.as_strided(part.shape, layout.strides(part.shape))
 
 
 def part_of(value: torch.Tensor, mark: Mark, turn: int, turns: int) -> torch.Tensor:
-    """The rows of a turn, of a value whose dimension of sequences is the outermost of its own."""
+    """Slice the rows of one turn from a value, whose mark must have no outer part."""
     rows = value.shape[mark.dim] // turns
     return value.narrow(mark.dim, turn * rows, rows)
 
 
 def may_take_turns(programs: Programs, batch: BatchParts, together: Programs) -> bool:
-    """Has what goes in and out a part for each sequence in one piece, and does everything that adds up over
-    sequences go on from turn to turn: in an accumulator of a sweep, or as a value at full length?
+    """Can the programs run in turns, and do turns save memory?
 
-    together  the programs for the whole batch, which have to hold more between sweeps
+    Inputs and outputs must hold the part of each sequence in one piece. Every value that adds up over
+    sequences must continue from turn to turn, in an accumulator of a sweep or at full length.
+
+    together  the programs for the whole batch, which must hold more between sweeps
     """
     held = [max(map(bytes_between_sweeps, directions(p))) for p in (programs, together)]
     if held[0] * batch.count > held[1] * (batch.at_once + batch.count) / 2:
-        return False  # what has a part for each sequence is not what they hold
+        return False  # most of what they hold is not divided between sequences
     for program in directions(programs):
         ends = [n for n in (*program.inputs, *program.outputs) if n in batch.marks]
         inside = {n for sweep in program.sweeps for n in sweep.nodes}

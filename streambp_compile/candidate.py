@@ -1,4 +1,4 @@
-"""A region before any pass sees it: are there tokens to cut into chunks, and what does it cost unchunked?"""
+"""Regions before the passes: are there tokens to cut into chunks, and what does each cost unchunked?"""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .passes.rules.forward import mutated
 from .passes.split import Region
 
 WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
-SMALLEST_BLOCK = 512  # bytes: what torch's allocator on a GPU rounds up to
+SMALLEST_BLOCK = 512  # bytes: torch's allocator on a GPU rounds sizes up to multiples of it
 
 
 class NothingToStream(CannotStream):
-    """Nothing to warn about: the graph is tiny, or has no tokens."""
+    """A refusal without a warning: the graph is tiny, or has no tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Candidate:
 
     axis   the sequence along which it may be cut; None if there is none
     fakes  the values of its inputs
-    unfit  why nothing of the graph streams, if so
+    unfit  the reason why nothing of the graph streams, if there is one
     """
 
     region: Region
@@ -57,7 +57,7 @@ class Candidate:
         return [n for n in self.region.inputs if n.op != "get_attr"]
 
     def length(self) -> Size:
-        """How many tokens there are, as the inputs of this region tell it.
+        """Find the number of tokens as a size that the inputs of this region determine.
 
         The axis may name an input of another region that has as many rows (labels of strided features).
         """
@@ -68,12 +68,15 @@ class Candidate:
         return next((s for s in told if s == self.axis.length), self.axis.length)
 
     def check(self, graph_module: GraphModule) -> None:
-        """Raises `CannotStream` where the joint graph cannot be cut into chunks, whatever the passes find."""
+        """Refuse a region whose joint graph cannot be cut into chunks, whatever the passes find.
+
+        Raises `CannotStream`.
+        """
         self.check_tokens(graph_module)
         self.check_graph(graph_module)
 
     def check_tokens(self, graph_module: GraphModule) -> None:
-        """Raises `CannotStream` where there are no tokens to cut into chunks."""
+        """Refuse a region that has no tokens to cut into chunks. Raises `CannotStream`."""
         if self.unfit is not None:
             raise CannotStream(self.unfit)
         refused = NothingToStream if self.costs_nothing(graph_module) else CannotStream
@@ -104,7 +107,10 @@ class Candidate:
             )
 
     def check_marks(self, graph_module: GraphModule, refused: type[CannotStream]) -> None:
-        """Raises `CannotStream`, or what is given, where no input brings tokens into the region."""
+        """Refuse a region in which no input has a token dimension.
+
+        Raises ``refused``, or `NothingToStream` where the values are small.
+        """
         if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
             small = self.whole_cost(graph_module) <= max(
                 (bytes_of(own_of(n)) for n in self.axis.marks), default=0
@@ -129,8 +135,10 @@ class Candidate:
             )
 
     def check_graph(self, graph_module: GraphModule) -> None:
-        """Raises `CannotStream` for sizes that no input tells, for exchanges of tokens by routing, and for
-        side effects."""
+        """Refuse sizes that no input determines, exchanges of tokens by routing, and side effects.
+
+        Raises `CannotStream`.
+        """
         exchange = routed(graph_module.graph.nodes)
         if exchange is not None:
             raise CannotStream(
@@ -166,10 +174,12 @@ class Candidate:
             )
 
     def tangent_of(self, graph_module: GraphModule, tangents: int, before: int = 0) -> list[int]:
-        """For each tangent, the output that it is the gradient of.
+        """Find the index of the output that each tangent is the gradient of.
 
         before  outputs of the joint graph before those of the region: inputs that torch functions write into
                 (running averages), as AOTAutograd returns them
+
+        Raises `CannotStream` where tangents and differentiable outputs do not correspond.
         """
         parts = [(fake_of(n), part) for n in self.region.outputs for part in internals.parts_of(fake_of(n))]
         found = [i for i, (v, _) in enumerate(parts) if isinstance(v, torch.Tensor) and v.requires_grad]
@@ -194,19 +204,21 @@ class Candidate:
         return [before + i for i in found]
 
     def costs_nothing(self, graph_module: GraphModule) -> bool:
-        """Is no value inside larger than one that goes in or out, and exists in any case? Or than an
-        allocator's smallest block?"""
+        """Is every value inside at most as large as the largest input or output, or an allocator's block?
+
+        Inputs and outputs exist in any case.
+        """
         return self.whole_cost(graph_module) <= self.widest_end()
 
     def widest_end(self) -> int:
-        """Compute the bytes of the largest value that goes in or out, at least one block of an allocator."""
+        """Compute the bytes of the largest input or output, at least one block of an allocator."""
         ends = (own_of(n) for n in (*self.inputs, *self.region.outputs))
         return max([SMALLEST_BLOCK, *(bytes_of(e) for e in ends if isinstance(e, torch.Tensor))])
 
     def is_fragment(self, graph_module: GraphModule) -> bool:
-        """Is this a piece between graph breaks that takes no more memory than what goes in and out?
+        """Is this a piece between graph breaks that takes no more memory than its inputs and outputs?
 
-        Inductor fuses all but products, and a product's result is kept: all of them are counted.
+        Inductor fuses all operations but products, and a product's result is kept: all of these are counted.
         """
         calls = [n for n in graph_module.graph.nodes if n.op == "call_function"]
         whole = [n for n in calls if cost_of(n) not in WITHOUT_MEMORY and (is_product(n) or not find_rule(n))]

@@ -1,14 +1,20 @@
 """The fastest plan for a chain of regions whose peak memory fits into a budget.
 
-A plan says for every region what its forward keeps, how long its chunks are, and whether its inputs wait in
-host memory, or in 8 bits a number. Plans lie on one path, from the leanest to the fattest: shorter chunks,
-then layer inputs on the host, then layer inputs in 8 bits (only where the user allows plans that are not
-exact), then nothing but layer inputs (the default), then longer chunks of more sequences of the batch at a
-time, and more and more kept values, by seconds saved per byte.
-The peak grows along the path, so the search goes to the last plan that fits. It is greedy, which is best up
-to one step: all are small beside a budget, and each saves its seconds independently of the others (the
-fractional knapsack). Steps that together save less than ``WORTH`` of a step's time are left out, for a plan
-that is tried compiles regions. Every plan that is returned was simulated.
+A plan says for every region which values its forward keeps, how long its chunks are, and whether its
+inputs wait for the backward in host memory, or in 8 bits a number. Plans lie on one path, from the least
+memory to the most:
+
+1. shorter chunks,
+2. layer inputs on the host,
+3. layer inputs in 8 bits (only where the user allows plans that are not exact),
+4. layer inputs only (the default),
+5. longer chunks of more sequences of the batch at a time, and more and more kept values, ordered by seconds
+   saved per byte.
+
+The peak grows along the path, so the search finds the last plan that fits. It is greedy, and at most one
+step short of the best: every step is small beside a budget, and saves its seconds independently of the
+others (the fractional knapsack). Steps that together save less than ``WORTH`` of a step's time are left
+out, because trying a plan compiles regions. Every plan that is returned was simulated.
 """
 
 from __future__ import annotations
@@ -21,11 +27,11 @@ from dataclasses import dataclass, replace
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.planning.kept_values import KeptValue, joined
 
-ROUNDS = 4  # plans that are simulated beyond the first; the estimate between two is off by what kernels hold
-WORTH = 0.003  # of the time of a step: what another plan has to save
-DIFFER = 0.01  # of the time of a step: what has to be saved where equal regions are to differ
-ONE_SLACK = 0.01  # of longer chunks, where few ways to compile a region are wanted
-SHORTER = (2, 4, 8, 16)  # parts of the default that the widest moment of a chunk is cut down to
+ROUNDS = 4  # plans simulated after the first; estimates between two plans miss the memory inside kernels
+WORTH = 0.003  # share of a step's time that another plan must save
+DIFFER = 0.01  # share of a step's time that must be saved before equal regions may differ
+ONE_SLACK = 0.01  # the only slack for longer chunks where regions should be compiled in few ways
+SHORTER = (2, 4, 8, 16)  # divisors of the default bytes at the widest moment of a chunk
 
 
 class NoPlan(Exception):
@@ -42,7 +48,7 @@ class NoPlan(Exception):
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """What is chosen for every region of a chain, in order of execution.
+    """Choices for every region of a chain, in order of execution.
 
     offloaded   indices of regions whose inputs wait for the backward in host memory
     compressed  indices of regions whose inputs wait in 8 bits a number: gradients are not exact
@@ -57,11 +63,11 @@ class ChainPlan:
         return ChainPlan((DEFAULT,) * count)
 
     def keeping(self, counts: Sequence[int]) -> ChainPlan:
-        """The same plan, where each region keeps so many values."""
+        """Set how many values each region keeps."""
         return replace(self, choices=tuple(replace(c, keep=k) for c, k in zip(self.choices, counts)))
 
     def taking(self, steps: Sequence[Step]) -> ChainPlan:
-        """The same plan with these steps beyond it."""
+        """Set kept values and longer chunks to those of the given steps."""
         counts: Counter = Counter()
         for step in steps:
             counts[step.region] += step.values
@@ -70,7 +76,7 @@ class ChainPlan:
         return replace(self, choices=tuple(choices))
 
     def with_chunks(self, most_bytes: int) -> ChainPlan:
-        """The same plan, where no chunk takes more than so many bytes."""
+        """Limit the bytes of every chunk to ``most_bytes``."""
         return replace(self, choices=tuple(replace(c, chunk_bytes=most_bytes) for c in self.choices))
 
     def offloading(self, regions: Sequence[int]) -> ChainPlan:
@@ -95,11 +101,11 @@ class ChainPlan:
 
 @dataclass(frozen=True)
 class Longer:
-    """Longer chunks of a region, of more sequences of the batch at a time, beside its default ones.
+    """Longer chunks of a region, of more sequences of the batch at a time, compared with the default.
 
-    slack    the time that is still given up for shorter and fewer ones (`Choices.slack`)
-    bytes    that the widest moment of a chunk takes more, with what lies between the sweeps of a turn
-    seconds  that a step takes less
+    slack    the share of time still spent on shorter chunks and fewer sequences (`Choices.slack`)
+    bytes    additional bytes at the widest moment of a chunk, with values between the sweeps of a turn
+    seconds  that a step saves
     """
 
     slack: float
@@ -109,13 +115,14 @@ class Longer:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the choices of a region cost and bring.
+    """Bytes and seconds of the choices of a region.
 
     worth_keeping  values that the forward can keep, best first
     handed_on      bytes of the inputs that wait for its backward, as far as they may wait elsewhere
-    rounded_away   bytes of them that 8 bits a number do not take
+    rounded_away   bytes of them that are saved by 8 bits a number
     widest         bytes of the widest moment of a chunk
-    totals         bytes of sums over tokens, such as gradients of weights: they do not grow with the sequence
+    totals         bytes of sums over tokens, such as gradients of weights: they do not grow with the
+                   sequence
     streamed       bytes that the region takes beside its inputs, as the cost model estimates them
     seconds        of a step by the default plan
     longer         longer and longer chunks, the same slacks for all regions of a chain
@@ -131,8 +138,11 @@ class Costs:
     longer: tuple[Longer, ...] = ()
 
     def in_grades(self) -> Costs:
-        """The same costs, where a region keeps nothing, its best value, or all that is worth keeping, and
-        chunks are the usual ones or the longest: few ways to compile a region."""
+        """Reduce the choices to a few, so that a region is compiled in few ways.
+
+        A region keeps nothing, its best value, or all values worth keeping. Chunks are the default ones
+        or the longest.
+        """
         first, rest = self.worth_keeping[:1], self.worth_keeping[1:]
         return replace(
             self,
@@ -143,9 +153,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class Step:
-    """One more kept value of one region, or longer chunks of all.
+    """One more kept value of one region, or longer chunks of all regions.
 
-    region  None: of all
+    region  index of the region; None: all regions
     slack   of longer chunks
     values  operations of the region whose outputs are kept
     """
@@ -158,8 +168,10 @@ class Step:
 
 
 def steps_of(costs: Sequence[Costs]) -> list[Step]:
-    """All that may be taken beyond the default plan, by seconds saved per byte; values of one region in the
-    order in which it keeps them, and chunks from shorter to longer."""
+    """List all steps beyond the default plan, by seconds saved per byte.
+
+    Values of one region stay in the order in which it keeps them, and chunks go from shorter to longer.
+    """
     ways = [keeping(i, region) for i, region in enumerate(costs)]
     rated = []
     for way, steps in enumerate([longer_chunks(costs), *ways]):
@@ -175,8 +187,11 @@ def keeping(index: int, region: Costs) -> list[Step]:
 
 
 def longer_chunks(costs: Sequence[Costs]) -> list[Step]:
-    """Longer and longer chunks of all regions: the most that any of them takes more, what all save together.
-    Chunks of two regions never exist at the same time."""
+    """List steps to longer and longer chunks of all regions.
+
+    A step takes the most bytes that any region takes, because chunks of two regions never exist at the
+    same time. It saves the sum of all regions' seconds.
+    """
     steps, taken, saved = [], 0, 0.0
     for same in zip(*(region.longer for region in costs if region.longer)):
         most, seconds = max(c.bytes for c in same), sum(c.seconds for c in same)
@@ -187,12 +202,12 @@ def longer_chunks(costs: Sequence[Costs]) -> list[Step]:
 
 
 def fitting(steps: Sequence[Step], room: int) -> int:
-    """How many of the first steps take no more than so many bytes."""
+    """Count the first steps that fit into ``room`` bytes together."""
     return sum(1 for total in itertools.accumulate(s.bytes for s in steps) if total <= room)
 
 
 def share_saved(plan: ChainPlan, costs: Sequence[Costs]) -> float:
-    """The share of a step's time that a plan saves beside the default one, by the cost model."""
+    """Estimate by the cost model which share of the default plan's time a plan saves."""
     slack = next((c.slack for c in plan.choices if c.slack is not None), None)
     saved = sum(
         value.seconds
@@ -204,7 +219,7 @@ def share_saved(plan: ChainPlan, costs: Sequence[Costs]) -> float:
 
 
 def within_count(values: Iterable[KeptValue], keep: int) -> Iterable[KeptValue]:
-    """The first values, as many as come of so many operations."""
+    """Yield the first values, whose operations are at most ``keep`` in all."""
     return (v for v, total in zip(values, itertools.accumulate(v.count for v in values)) if total <= keep)
 
 
@@ -213,15 +228,18 @@ def saved_by(steps: Iterable[Step]) -> float:
 
 
 def even(steps: Sequence[Step], count: int, least: float) -> int:
-    """Fewer steps than so many, where the last ones save less than ``least`` seconds, and would only make
-    regions differ that are equal so far: each kind of region is compiled."""
+    """Reduce a number of steps so that equal regions stay equal, if that costs little.
+
+    The last steps are dropped where they save less than ``least`` seconds and would only make regions
+    differ that are equal so far, because each kind of region is compiled.
+    """
     alike = [i for i in range(count, 0, -1) if is_another(steps[i - 1], steps[i : i + 1])]
     whole = next(iter(alike), 0)
     return whole if saved_by(steps[whole:count]) < least else count
 
 
 def is_another(step: Step, following: Sequence[Step]) -> bool:
-    """Does the step after this one keep something else than the same value of the next region?"""
+    """Does the next step keep anything but the same value of the next region?"""
     return (
         not following
         or step.region is None
@@ -241,11 +259,12 @@ def find_plan(
     lossy: bool = False,
     spend: bool = True,
 ) -> ChainPlan:
-    """The fastest plan whose simulated peak is within a budget, in bytes.
+    """Find the fastest plan whose simulated peak is within a budget, in bytes.
 
     peak_of  simulates a plan
     lossy    may a plan be taken by which gradients are not exact?
     spend    may a plan take more than the default one, to be faster?
+
     Raises `NoPlan`.
     """
     default = ChainPlan.default(len(costs))
@@ -264,9 +283,9 @@ def with_more(
     room_of: Callable[[ChainPlan], int],
     worth: float = WORTH,
 ) -> ChainPlan:
-    """Take what the room allows, simulate, and correct by what is left or missing.
+    """Add the steps that the room allows, simulate, and correct by the bytes left or missing.
 
-    worth  the share of a step's time that another plan has to save to be tried
+    worth  the share of a step's time that another plan must save to be tried
     """
     steps, taken, best = steps_of(costs), 0, default
     seconds = sum(region.seconds for region in costs)
@@ -287,12 +306,18 @@ def with_more(
 
 
 def estimated(costs: Sequence[Costs]) -> int:
-    """Bytes of a step by the default plan, without simulating it: all layer inputs, and the widest region."""
+    """Estimate the bytes of a step by the default plan, without simulating it.
+
+    The estimate is all layer inputs, plus the region that takes most.
+    """
     return sum(c.handed_on for c in costs) + max((c.streamed for c in costs), default=0)
 
 
 def may_leave(costs: Sequence[Costs]) -> tuple[int, ...]:
-    """Indices of regions whose inputs may wait on the host; never the last one's, which are read at once."""
+    """List the regions whose inputs may wait on the host, by index.
+
+    The last region is never among them, because the backward reads its inputs at once.
+    """
     return tuple(i for i, region in enumerate(costs[:-1]) if region.handed_on)
 
 
@@ -305,10 +330,14 @@ def with_less(
     may_offload: bool,
     lossy: bool,
 ) -> ChainPlan:
-    """Round inputs, if that is allowed, or send them to the host, the first layers' first; then shorten
-    chunks.
+    """Find a plan that takes less than the default one.
+
+    It tries in order: inputs in 8 bits (if ``lossy``), inputs on the host (if ``may_offload``), shorter
+    chunks. In the first two, the inputs of the last layers stay in place where they fit.
 
     least  the peak of the default plan
+
+    Raises `NoPlan`.
     """
     away, leanest = may_leave(costs), default
     ways = [(default.compressing, [c.rounded_away for c in costs])] if lossy else []
@@ -337,9 +366,9 @@ def of_fewer(
     room: int,
     room_of: Callable[[ChainPlan], int],
 ) -> ChainPlan:
-    """Leave the inputs of the last layers as they are, as many as fit: the backward reads them first.
+    """Leave as many inputs of the last layers in place as fit, because the backward reads them first.
 
-    way    the plan for the inputs of some regions
+    way    builds the plan for the inputs of some regions
     freed  bytes that it frees in each region
     """
     best = way(regions)

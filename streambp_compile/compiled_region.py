@@ -59,12 +59,15 @@ HELP = {
 
 
 class TraceAgain(Exception):
-    """An unchunked region takes torch's own attention, and must be traced again with it."""
+    """The region runs unchunked and has been rewritten to torch's own attention, so it must be traced
+    again.
+    """
 
 
 class CompiledRegion:
-    """One distinct region: traced by AOTAutograd, then streamed if the passes can, else compiled
-    unchunked."""
+    """One distinct region: traced by AOTAutograd, then streamed if the passes allow it, else compiled
+    unchunked.
+    """
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class CompiledRegion:
             (i, n if part is internals.local_of(value) else None)
             for i, (n, value) in enumerate(zip(self.candidate.inputs, inputs))
             for part in internals.parts_of(value)
-        ]  # what AOTAutograd takes: of which input it is, and its node if it is all or this process's of it
+        ]  # AOTAutograd's inputs: index of the region's input, and its node if the part is all of it or local
         self.writes = len(written_storages(region)) > len(written_buffers(region))
         self.report = RegionReport(module, recomputable=region.recomputable)
         self.streamed: StreamedRegion | None = None
@@ -105,7 +108,7 @@ class CompiledRegion:
         self.call = self.checked if self.guard else self.unchecked
 
     def compiled(self) -> Callable:
-        """The region, streamed or unchunked; compiled by Inductor alone if an internal error occurs."""
+        """Compile the region, streamed or unchunked; by Inductor alone if an internal error occurs."""
         with internals.floats_are_tensors():
             return self.streamed_or_unchunked()
 
@@ -127,8 +130,9 @@ class CompiledRegion:
             return self.unstreamed(error)
 
     def unstreamed(self, error: Exception) -> Callable:
-        """The region, compiled by Inductor alone after an internal error. Raises `NotStreamed` under
-        ``strict``."""
+        """Compile the region by Inductor alone after an internal error. Raises `NotStreamed` under
+        ``strict``.
+        """
         internals.log.debug("compiling a region failed", exc_info=error)
         doing = "tracing the region" if self.report.joint is None else "compiling the region"
         refusal = refusal_of(error, doing, "region", self.module)
@@ -143,7 +147,7 @@ class CompiledRegion:
         return call
 
     def traced(self) -> Callable:
-        """The region through AOTAutograd and the compilers that it calls."""
+        """Compile the region by AOTAutograd and the compilers that it calls."""
         compile_ = internals.aot_autograd(
             fw_compiler=self.compile_forward,
             bw_compiler=self.compile_backward,
@@ -155,15 +159,15 @@ class CompiledRegion:
             return compile_(self.module, self.fakes)
 
     def checked(self, *inputs: object) -> object:
-        """A call that skips keys only where the masks of its inputs allow it."""
+        """Run the region, and skip keys only where the masks among its inputs allow it."""
         return self.call_for(self.guard.broken(inputs))(*inputs)
 
     def call_for(self, broken: Condition | None) -> Callable:
-        """The call for inputs that break this condition, or none."""
+        """Choose the call for inputs that break this condition, or for those that break none."""
         return self.unchecked if broken is None else self.reading_all(broken)
 
     def reading_all(self, broken: Condition) -> Callable:
-        """The same region without conditions, compiled when the first call breaks one."""
+        """Return the same region without conditions, which the first call that breaks one compiles."""
         if self.unconditional is None:
             warnings.warn(
                 f"streambp: This call's mask breaks the assumption that {broken}. The region is compiled "
@@ -176,7 +180,7 @@ class CompiledRegion:
         return self.unconditional.call
 
     def chosen(self, choices: Choices) -> CompiledRegion:
-        """The same region, compiled for other choices; itself if it runs unchunked."""
+        """Compile the same region for other choices; return itself if it runs unchunked."""
         if self.streamed is None:
             return self
         if choices not in self.variants:
@@ -184,7 +188,7 @@ class CompiledRegion:
         return self.variants[choices]
 
     def compiled_again(self, choices: Choices, may_check: bool) -> CompiledRegion:
-        """The same region, compiled outside of Dynamo."""
+        """Compile the same region once more, outside of Dynamo."""
         parts = (self.module, self.fakes, self.region, self.axis, self.config, self.refuse)
         mode = internals.detect_fake_mode(self.fakes)
         with internals.tracing_of(mode), internals.NothingReal(()):
@@ -193,8 +197,12 @@ class CompiledRegion:
         return again
 
     def compare_plans(self, text: str) -> None:
-        """Compare how this process runs the region, whose text is the same on every process, with the others
-        that run it. Raises `PlansDiffer`."""
+        """Check that all processes which run this region run its collectives in the same order.
+
+        text  of the region, the same on every process
+
+        Raises `PlansDiffer`.
+        """
         for group, plan in collectives_of(self.streamed).items():
             others = internals.others_with_another(f"{self.config} {text}", group, plan)
             if others:
@@ -206,12 +214,14 @@ class CompiledRegion:
                 )
 
     def begins(self) -> str:
-        """The user's line of its first operation."""
+        """Return the user's line of its first operation."""
         return next(filter(None, map(where_of, self.module.graph.nodes)), "")
 
     def is_graph_input(self, placeholder: Node) -> bool:
-        """Is an input of the joint graph one of the whole graph, or a view of one, which is alive in any
-        case?"""
+        """Is an input of the joint graph an input of the whole graph or a view of one?
+
+        Such a value is alive in any case.
+        """
         sources = dict(zip(self.streamed.placeholders, (node for _, node in self.flat)))
         source = sources.get(placeholder)
         return source is not None and viewed(source).op == "placeholder"
@@ -220,8 +230,7 @@ class CompiledRegion:
         return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}
 
     def checkable(self) -> list[int]:
-        """Positions of inputs that may be masks: those that do not require gradients and are no
-        parameters."""
+        """List the positions of inputs that may be masks: no parameters, and no gradients required."""
         return [
             i
             for i, (_, n) in enumerate(self.flat)
@@ -234,26 +243,26 @@ class CompiledRegion:
         ]
 
     def returned(self) -> int:
-        """How many outputs AOTAutograd makes of those of the region."""
+        """Count the outputs that AOTAutograd makes of those of the region."""
         outputs = (internals.parts_of(fake_of(n)) for n in self.region.outputs)
         others = len(outputs_of(self.module)) - len(self.region.outputs)  # buffers that it writes into
         return sum(map(len, outputs)) + others
 
     def outputs(self) -> list[object]:
-        """The output of the streamed joint graph for each of the region; the first part of a DTensor."""
+        """List the joint graph's output for each output of the region; the first part of a DTensor."""
         parts = [internals.parts_of(fake_of(n)) for n in self.region.outputs]
         ends = [0, *itertools.accumulate(map(len, parts))]
         flat = outputs_of(self.streamed.joint)
         return [flat[i] for i in ends[:-1]]
 
     def device(self) -> torch.device:
-        """Where the region runs: the device of its first input that is a tensor."""
+        """Return the device of the first input that is a tensor; the CPU if there is none."""
         return next((f.device for f in self.fakes if isinstance(f, torch.Tensor)), torch.device("cpu"))
 
-    # What AOTAutograd calls
+    # Callbacks of AOTAutograd
 
     def cut(self, joint: GraphModule, joint_inputs, *, num_fwd_outputs: int, **kwargs):
-        """AOTAutograd's partition function."""
+        """Partition the joint graph: AOTAutograd's ``partition_fn``."""
         internals.read_meshes_of_primals(joint, len(joint_inputs[1]))
         self.report.joint = joint
         if not self.streams(joint, num_fwd_outputs, len(joint_inputs[1])):
@@ -264,8 +273,8 @@ class CompiledRegion:
         return forward_and_backward(self.streamed, num_fwd_outputs, self.located)
 
     def streams(self, graph_module: GraphModule, forward_outputs: int, tangents: int) -> bool:
-        """Stream the region if the passes can; otherwise record why, and warn if it costs memory."""
-        if self.report.refusal is not None:  # traced again, to run whole
+        """Stream the region if the passes can; otherwise record the reason, and warn if it costs memory."""
+        if self.report.refusal is not None:  # traced again, to run unchunked
             return False
         try:
             with time_limit(self.config.analysis_seconds, self.tell), phase("preparing the joint graph"):
@@ -283,7 +292,7 @@ class CompiledRegion:
         return self.streamed is not None
 
     def written_out(self) -> bool:
-        """Write the operators that are there for streaming as torch's own. Are there any?"""
+        """Replace the operators that exist only for streaming by torch's own. Were there any?"""
         return any([torch_attention(self.module), write_out(self.module)])
 
     def tell(self, text: str) -> None:
@@ -318,7 +327,7 @@ class CompiledRegion:
         return self.bodies[-1]
 
     def settle(self) -> None:
-        """Wait until the kernels of its bodies are built; if one cannot be, the region runs unchunked."""
+        """Wait until the kernels of its bodies are built; if one cannot be, run the region unchunked."""
         try:
             for body in self.bodies:
                 body.wait()
@@ -348,9 +357,11 @@ class CompiledRegion:
             warnings.warn(f"streambp: {refusal}. It takes {cost}.", StreamHint, stacklevel=2)
 
     def note_full_length(self, region: StreamedRegion) -> None:
-        """Note where operations at full length hold far more than what the region reads and returns; those
-        that compute with weights alone do not grow with the tokens."""
-        if region.fused:  # gradients of weights are among them
+        """Note operations at full length that hold far more than the region's inputs and outputs.
+
+        Operations that compute with weights alone are left out, because they do not grow with the tokens.
+        """
+        if region.fused:  # its operations at full length include gradients of weights
             return
         program = region.forward.program
         given = {p: None if n is None else fake_of(n) for p, (_, n) in zip(region.placeholders, self.flat)}
@@ -381,7 +392,7 @@ class CompiledRegion:
         return boxed(self.located(run_forward(self.streamed, outputs_of(self.streamed.joint))))
 
     def located(self, driver: Driver) -> Driver:
-        """The same driver, whose errors name the region."""
+        """Wrap a driver so that its errors name the region."""
         direction = driver.__name__.rpartition("_")[2]
 
         def take(args: list) -> list:
@@ -401,10 +412,10 @@ class CompiledRegion:
 
 
 def refusal_of(error: Exception, doing: str, what: str, module: GraphModule) -> Refusal:
-    """An error as a refusal; without a line of its own, it names the first line of the module.
+    """Convert an error to a refusal; one without a line names the first line of the module.
 
     doing  the stage, if the error does not know it
-    what   "region" or "graph": what runs unchunked
+    what   "region" or "graph": the part that runs unchunked
     """
     first = next(filter(None, map(where_of, module.graph.nodes)), "")
     if isinstance(error, CannotStream) and not isinstance(error, Abandoned):

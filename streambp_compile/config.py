@@ -21,7 +21,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def budget_of(given: object) -> int | float:
-    """A memory budget in bytes, or as a share of free memory. Raises ValueError."""
+    """Parse a memory budget: bytes, or a share of free memory. Raises ValueError."""
     number: object = given
     if isinstance(given, str) and (read := re.fullmatch(r"\s*([\d.]+)\s*(\w*)\s*", given)):
         digits, unit = read.groups()
@@ -43,21 +43,22 @@ class Config:
 
     chunk_size        tokens per chunk in every sweep; None lets each sweep choose
     strict            raise where a region cannot be streamed, instead of a warning
-    device            the device to plan for, such as ``"H100"`` or ``"A100-40"``; None takes the device of
-                      the tensors
-    analysis_seconds  time limit of the analysis of a region or graph, in seconds of processor time; beyond
-                      it, it runs unchunked
-    memory_budget     what a step may take above weights and their gradients: bytes, a text such as
-                      ``"60GiB"``, or a share of the device's free memory between 0 and 1. The fastest plan
-                      that fits is found; None takes the default plan
-    offload           whether layer inputs wait for the backward in host memory; None lets a budget decide
-    lossy             may layer inputs wait for the backward in 8 bits a number? Gradients are not exact then.
-                      Without a budget they do, unless ``offload`` sends them to the host as they are; with
-                      one, where the default plan does not fit
-    cache             keep compiled chunk bodies on disk beside Inductor's cache, where Inductor's settings
-                      allow one, so that the next process compiles none of them again
-    mode              Inductor's mode for chunk bodies (the ``mode=`` of ``torch.compile``), without CUDA
-                      graphs
+    device            the device to plan for, such as ``"H100"`` or ``"A100-40"``; None takes the device
+                      of the tensors
+    analysis_seconds  time limit of the analysis of a region or graph, in seconds of processor time; one
+                      that takes longer runs unchunked
+    memory_budget     limit of a step's memory above weights and their gradients: bytes, a text such as
+                      ``"60GiB"``, or a share of the device's free memory between 0 and 1. The fastest
+                      plan that fits is found; None takes the default plan
+    offload           whether layer inputs wait for the backward in host memory; None lets a budget
+                      decide
+    lossy             may layer inputs wait for the backward in 8 bits a number? Gradients are not exact
+                      then. Without a budget all of them do, unless ``offload`` sends them to the host
+                      as they are; with one, only where the default plan does not fit
+    cache             keep compiled chunk bodies on disk beside Inductor's cache, where Inductor's
+                      settings allow one, so that the next process compiles none of them again
+    mode              Inductor's mode for chunk bodies (the ``mode=`` of ``torch.compile``), without
+                      CUDA graphs
     """
 
     chunk_size: int | None = None
@@ -96,20 +97,22 @@ class Config:
             raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}")
 
     def budget(self, values: Sequence[object]) -> int | None:
-        """Bytes that a step on the device of these values may take, or None without a limit."""
+        """Compute the bytes that a step on the device of these values may take; None without a limit."""
         if self.memory_budget is None:
             return None
         found = budget_of(self.memory_budget)
         return int(found * free_memory(self.device, values)) if isinstance(found, float) else found
 
     def on_every_process(self) -> Config:
-        """The same choices where processes must plan alike: how long analysis takes decides nothing."""
+        """Remove the limit of analysis time, so that it cannot make processes plan differently."""
         return replace(self, analysis_seconds=math.inf)
 
     @staticmethod
     def of(mode: str | None, options: Mapping[str, Any] | None) -> Config:
-        """From what ``torch.compile`` hands over. Raises ValueError for an option that does not exist or a
-        bad value."""
+        """Validate the mode and options that ``torch.compile`` passes.
+
+        Raises ValueError for an option that does not exist or a bad value.
+        """
         valid = [f.name for f in fields(Config) if f.name != "mode"]
         for name in options or {}:
             if name not in valid:

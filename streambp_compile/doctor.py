@@ -34,7 +34,7 @@ from .supported import NEWEST, OLDEST, dotted, numbers
 from .target_device import target_of
 
 VOCABULARY, WIDTH, HEADS, LAYERS, TOKENS = 4096, 256, 4, 3, 2048
-WORSE = 4.0  # a streamed gradient may be so many times as far from float64 as eager's: sums in another order
+WORSE = 4.0  # most error of streamed gradients, relative to eager's: sums in another order
 CUT = "-" * 16
 EXPECT = (
     "What to expect: the first step compiles each kind of layer once, however many layers there are.\n"
@@ -44,7 +44,7 @@ EXPECT = (
 
 
 class NotWorking(Exception):
-    """What does not work, as a sentence, and what to do."""
+    """A fault of the installation, as a sentence, with its remedy."""
 
 
 class Layer(nn.Module):
@@ -78,7 +78,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps of one method.
+    """Measurements of one method's steps.
 
     first, later  seconds of the first step, which compiles, and of one after it
     peak          bytes held at once above weights and their gradients
@@ -92,7 +92,7 @@ class Measured:
 
 
 def main() -> int:
-    """Print what was found. Returns the exit status."""
+    """Print all findings. Returns the exit status."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     print(f"{CUT} for a bug report, copy from here {CUT}", flush=True)
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def installation(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """What is installed, in lines. Raises `NotWorking`."""
+    """Yield lines that describe the installation. Raises `NotWorking`."""
     on_gpu, newer = device.type == "cuda", numbers(torch.version.__version__) > NEWEST
     tested = f"tested with {dotted(OLDEST)} to {dotted(NEWEST)}{', older than this one' * newer}"
     yield f"streambp_compile  {metadata.version('streambp-compile')}"
@@ -133,7 +133,7 @@ def installation(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
 
 
 def trial(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Steps of the small model by each method, in lines. Raises `NotWorking`."""
+    """Run steps of the small model by each method, and yield lines of results. Raises `NotWorking`."""
     model, report = Model().to(device, dtype), Report()
     ids = torch.randint(VOCABULARY, (1, TOKENS), device=device)
     exact = copy.deepcopy(model).double()
@@ -164,7 +164,7 @@ def trial(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
 
 
 def measured(model: Model, loss_of: Callable[[], Tensor], wanted: Tensor) -> Measured:
-    """Steps: the first, the faster of two later ones, and one whose memory is watched."""
+    """Measure steps: the first, the faster of two later ones, and the peak memory of another."""
 
     def step() -> float:
         model.zero_grad(set_to_none=False)
@@ -185,7 +185,7 @@ def gradients(model: Model) -> Tensor:
 
 
 def check(streamed: Measured, eager: Measured, regions: int) -> None:
-    """Raise `NotWorking` where the streamed steps are not what they should be."""
+    """Raise `NotWorking` where streamed steps are not exact, save no memory, or do not stream."""
     if not regions:
         raise NotWorking("No part of the small model streams. Please report this block")
     if not streamed.error <= WORSE * eager.error:

@@ -1,4 +1,4 @@
-"""Show what the backend makes of a function. Nothing compiled is left behind."""
+"""Show how the backend would run a function. Nothing compiled is kept."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def explain(
     streambp_options  the ``options=`` of the backend
     streambp_mode     the ``mode=`` of ``torch.compile``
 
-    Nothing is computed, and on a CPU no code is built. A function that breaks its graph is compiled and runs
-    its forward once, because what follows a break may depend on values.
+    Nothing is computed, and on a CPU no code is built. A function that breaks its graph is compiled and
+    runs its forward once, because the code after a break may depend on values.
 
-    The report prints itself, and leads to all graphs. Raises ValueError for unknown options and modes.
+    The report prints itself, and gives access to all graphs. Raises ValueError for unknown options and
+    modes.
     """
-    from .backend import Chain  # not with this package: it looks at the libraries that are there by then
+    from .backend import Chain  # late: importing it inspects the libraries that are loaded by then
 
-    internals.ignore_library_logging()  # this module may be older than the libraries
+    internals.ignore_library_logging()  # this module may have been imported before the libraries
     report = Report()
     config = Config.of(streambp_mode, streambp_options)
     fake, caller = any(map(internals.is_fake, tree_leaves((args, kwargs)))), sys._getframe()
@@ -60,7 +61,10 @@ def explain(
 
 
 class Planned(BaseException):
-    """The only graph of a function is planned, and need not run. No handler of a user may stop this."""
+    """Raised after the only graph of a function is planned, which need not run.
+
+    It derives from BaseException, so that no handler of a user stops it.
+    """
 
 
 def stop(*_args: object) -> NoReturn:

@@ -1,5 +1,8 @@
-"""Hints at memory that the user can save: logits and values of layers that leave the graph, graph breaks
-inside layers, and heads that an engine keeps from Dynamo."""
+"""Hints at memory that the user can save.
+
+They concern logits and layer values that leave the graph, graph breaks inside layers, and heads that an
+engine hides from Dynamo.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from .notices import mebibytes
 from .passes.ir import bytes_of, where_of
 from .passes.split import Region
 
-Tell = Callable[[str], None]  # tells the user what may be done
+Tell = Callable[[str], None]  # shows the user a hint
 
 
 def hint_at_outputs(
@@ -73,8 +76,11 @@ def hint_at_logits(tell: Tell, size: str, broken: internals.GraphBreak | None) -
 
 
 def hint_at_break_inside(tell: Tell, rows: Iterable[Node], broken: internals.GraphBreak | None) -> bool:
-    """Tell what a break inside a layer keeps until the backward: more than one value of its tokens, where
-    a layer that is whole keeps its input. Returns whether it does."""
+    """Warn about values that a break inside a layer keeps until the backward.
+
+    These are two or more values of its tokens, where an unbroken layer keeps only its input. Returns
+    whether it warned.
+    """
     handed = [n for n in rows if fake_of(n).requires_grad]
     if broken is None or len(handed) < 2 or internals.are_saved_tensors_packed():
         return False
@@ -87,8 +93,11 @@ def hint_at_break_inside(tell: Tell, rows: Iterable[Node], broken: internals.Gra
 
 
 def watched(tell: Tell, call: Callable, inputs: Sequence[object]) -> Callable:
-    """Tell, when the first gradient of hidden states arrives, that a head made it which FSDP2 keeps from
-    Dynamo. Whether the head's own forward was called is not known before."""
+    """Wrap a call to warn about heads that FSDP2 hides from Dynamo.
+
+    The warning comes with the first gradient of hidden states, because only then is it known whether the
+    head's own forward was called.
+    """
     heads = [h for h in internals.heads_apart(inputs) if h.makes >= WIDER * h.takes]
     if not heads:
         return call
@@ -118,7 +127,9 @@ def hint_at_head_apart(tell: Tell, head: internals.HeadApart, cost: int) -> None
 
 
 def hint_at_freed_weights(tell: Tell, cost: int, engine: internals.Engine) -> None:
-    """Tell that an engine leaves no weights for logits that are read later."""
+    """Warn that an engine frees the weights, so that logits are computed at once and not when they are
+    read.
+    """
     remedy = (
         "Pass reshard_after_forward=False to fully_shard for the module that holds the head, or compute "
         "the loss inside of that module"
@@ -135,7 +146,7 @@ def hint_at_freed_weights(tell: Tell, cost: int, engine: internals.Engine) -> No
 
 
 def advice(broken: internals.GraphBreak) -> str:
-    """What to do about a graph break: torch's words, but for picked rows, which graphs keep already."""
+    """Return advice on a graph break: torch's own, except for picked rows, which graphs can keep."""
     if broken.is_of_unknown_size:
         return "Let the loss ignore labels, or multiply by the mask, in place of picking rows by it"
     return f"Torch's advice for this break: {broken.remedy.rstrip('.') or 'none'}"

@@ -1,5 +1,4 @@
-"""The joint graph of a region: inputs and outputs of its forward and of its backward, and the facts of all
-values."""
+"""The joint graph of a region: inputs and outputs of forward and backward, and the facts of all values."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from .passes.token_propagation import Signatures, TokenPropagation
 
 @dataclass(frozen=True)
 class JointInputs:
-    """What is known of the inputs of a region's joint graph, by their positions.
+    """Properties of the inputs of a region's joint graph, by their positions.
 
     length     the number of tokens
     marks      the token marks of an input
@@ -37,7 +36,7 @@ class JointInputs:
 class Joint:
     """A normal joint graph: its inputs, and its outputs of the forward and of the backward.
 
-    tangent_of  for each tangent, the forward output it is the gradient of
+    tangent_of  for each tangent, the forward output that it is the gradient of
     """
 
     module: GraphModule
@@ -54,10 +53,10 @@ class Joint:
 
 @dataclass(frozen=True)
 class Ends:
-    """How the inputs and outputs of a joint graph are parted.
+    """Division of a joint graph's inputs and outputs between forward and backward.
 
     outputs     how many of its outputs are the forward's, which come first
-    tangent_of  for each of its last inputs, the tangents: the forward output it is the gradient of
+    tangent_of  for each of its last inputs, the tangents: the forward output that it is the gradient of
     """
 
     outputs: int
@@ -65,7 +64,7 @@ class Ends:
 
 
 def parted(module: GraphModule, ends: Ends) -> Joint:
-    """Which inputs and outputs of a joint graph are the forward's, and which the backward's."""
+    """Divide the inputs and outputs of a joint graph between forward and backward."""
     inputs = tuple(n for n in module.graph.nodes if n.op == "placeholder")
     first_tangent, outputs = len(inputs) - len(ends.tangent_of), outputs_of(module)
     return Joint(
@@ -79,10 +78,11 @@ def parted(module: GraphModule, ends: Ends) -> Joint:
 
 
 def analyzed(region: Joint, inputs: JointInputs) -> tuple[Joint, Analysis]:
-    """The region, its reductions over tokens written for chunks, and the facts of its whole joint graph.
+    """Rewrite reductions over tokens for chunks, and derive the facts of the whole joint graph.
 
-    Tokens of the inputs tell those of the tangents. Where collectives gather or scatter as many rows as there
-    are tokens, these are tokens as well, unless the value is known to have them elsewhere.
+    The tokens of the inputs determine those of the tangents. Where collectives gather or scatter as many
+    rows as there are tokens, these rows are tokens as well, unless the value is known to have its tokens
+    elsewhere.
     """
     marks, length = {region.primals[i]: m for i, m in inputs.marks.items()}, inputs.length
     known = Signatures(region.graph)
@@ -102,14 +102,14 @@ def analyzed(region: Joint, inputs: JointInputs) -> tuple[Joint, Analysis]:
 
 
 def with_outputs_of_graph(region: Joint) -> Joint:
-    """The same region after its graph was rewritten."""
+    """Update the region's outputs after its graph was rewritten."""
     region.module.recompile()
     outputs, forward = outputs_of(region.module), len(region.forward)
     return replace(region, forward=outputs[:forward], backward=outputs[forward:])
 
 
 def marks_of_tangents(region: Joint, propagation: TokenPropagation) -> dict[Node, tuple[Mark, ...]]:
-    """A tangent carries tokens where the output does whose gradient it is."""
+    """Give each tangent the token marks of the output whose gradient it is."""
     found = {}
     for tangent, index in zip(region.tangents, region.tangent_of):
         output = region.forward[index]
@@ -119,7 +119,7 @@ def marks_of_tangents(region: Joint, propagation: TokenPropagation) -> dict[Node
 
 
 def is_one_number(tangents: Iterable[Node]) -> bool:
-    """Is there one tangent, of one entry?"""
+    """Is there exactly one tangent, and has it exactly one entry?"""
     tangents = tuple(tangents)
     return len(tangents) == 1 and is_tensor(tangents[0]) and value_of(tangents[0]).numel() == 1
 

@@ -1,7 +1,7 @@
-"""The regions of a graph linked to one function of its inputs: what runs in every call.
+"""The regions of a graph, linked to one function of its inputs, which runs in every call.
 
-Regions run in order. Values are handed on and dropped after their last reader; what autograd would save may
-be recomputed, or wait in host memory.
+Regions run in order. Each value is dropped after its last reader. Values that autograd would save may be
+recomputed, or wait in host memory.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .runtime.sizes import Sizes
 
 @dataclass(frozen=True)
 class Cut:
-    """What a graph is cut into.
+    """The pieces that a graph is cut into.
 
-    axes       its token axes
-    updates    changes of weights that are made before all regions
-    views      views of inputs that are taken before all regions
-    regions    the chain
-    lazy  outputs that wait for a reader, and their regions
-    unfit      why no region can be streamed, if that is known already
+    axes     its token axes
+    updates  changes of weights that are made before all regions
+    views    views of inputs that are taken before all regions
+    regions  the chain
+    lazy     lazy outputs, and their regions
+    unfit    the reason why no region can be streamed, if it is already known
     """
 
     axes: tuple[Axis, ...]
@@ -57,8 +57,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Later:
-    """An output that is computed when it is read: its region, what compiles that, what records operations on
-    it, all that is returned, and what tells that it has to be computed at once."""
+    """An output that is computed when it is read.
+
+    region      computes the output
+    compile     compiles the region
+    recordable  records operations on the output
+    returned    all outputs of the graph
+    freed       warns that an engine frees the weights, so that the output must be computed at once
+    """
 
     region: Region
     compile: Callable[[], Callable]
@@ -86,7 +92,10 @@ class Later:
 
 
 def asked_of(links: Sequence[tuple[CompiledRegion, Region]]) -> list[Question | None]:
-    """What each region's key ranges rest on, as a question about values of the chain."""
+    """Build each region's question: do the conditions of its key ranges hold for values of the chain?
+
+    The question is None for a region without conditions.
+    """
     questions, generation = [], 0
     for compiled, region in links:
         inputs = [n for n in region.inputs if n.op != "get_attr"]
@@ -97,7 +106,7 @@ def asked_of(links: Sequence[tuple[CompiledRegion, Region]]) -> list[Question | 
 
 
 def dropped_after(links, later: Mapping[Node, Later], outputs: Sequence[object]) -> list[tuple[Node, ...]]:
-    """For each region, the values that nobody reads after it."""
+    """List the values that have no reader after each region."""
     last: dict[Node, int] = {}
     for i, (_, region) in enumerate(links):
         for node in region.inputs:
@@ -111,8 +120,11 @@ def dropped_after(links, later: Mapping[Node, Later], outputs: Sequence[object])
 
 
 def handed_over(links: Sequence[tuple[CompiledRegion, Region]], dropped: Sequence[tuple[Node, ...]]) -> list:
-    """For each region, the values that it may overwrite: those that it alone reads, and that the region which
-    made them left in memory of their own."""
+    """List the values that each region may overwrite.
+
+    The region must be the only reader, and the region that computed the value must have left it in
+    memory of its own.
+    """
     nodes = {n for _, region in links for n in (*region.inputs, *region.outputs)}
     sharing = Counter(map(storage_of, nodes))
     readers = Counter(n for _, region in links for n in region.inputs)
@@ -134,9 +146,9 @@ def run_region(
     recipes: dict[Node, Again],
     leave: Leave | None = None,
 ) -> None:
-    """Run one region on the values of the chain, and put its results among them.
+    """Run one region on the values of the chain, and store its results among them.
 
-    leave  what autograd keeps in place of what it would save
+    leave  returns the object that autograd keeps in place of a value that it would save
     """
     inputs = [state.read(n) for n in region.inputs if n.op != "get_attr"]
     if region.recomputable and torch.is_grad_enabled():
@@ -152,14 +164,14 @@ def run_region(
 def result_of(
     output: object, state: BufferState, later: Mapping[Node, Later], ready: dict[Node, Callable]
 ) -> object:
-    """What the chain returns for one output of its graph."""
+    """Return the chain's result for one output of its graph."""
     if not isinstance(output, Node):
         return output
     return later[output].result(state, ready) if output in later else state.returned(output)
 
 
 def prepare_weights(cut: Cut, values: dict[Node, object]) -> None:
-    """Change weights that the function changes before it uses them, and take the early views."""
+    """Apply the changes that the function makes to weights before it uses them, and take the early views."""
     with torch.no_grad():
         for node in cut.updates:
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
@@ -169,7 +181,7 @@ def prepare_weights(cut: Cut, values: dict[Node, object]) -> None:
 
 
 class Waiting:
-    """Where the inputs of regions wait for the backward, in one call.
+    """Storage of regions' inputs until the backward, in one call.
 
     given  inputs of the chain, which stay as they are
     """
@@ -180,7 +192,7 @@ class Waiting:
         self.compression = Compression(given) if plan.compressed else None
 
     def leave(self, index: int, region: Region, values: Mapping[Node, object]) -> Leave | None:
-        """What autograd keeps in place of what a region saves, or None for the values themselves."""
+        """Choose how autograd keeps the values that a region saves; None: the values themselves."""
         if self.offloading is not None and index in self.plan.offloaded:
             return self.offloading.leave
         if self.compression is not None and index in self.plan.compressed:
@@ -196,8 +208,10 @@ def linked(
     cut: Cut,
     outputs: Sequence[object],
 ) -> Callable:
-    """The chain as one function: change weights, take the early views, run the regions in order, hand
-    values on, drop each after its last reader.
+    """Link the chain to one function.
+
+    The function changes weights, takes the early views, runs the regions in order, and drops each value
+    after its last reader.
 
     plan  where the inputs of regions wait for the backward
     """

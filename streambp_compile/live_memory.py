@@ -1,9 +1,9 @@
 """Live memory of a computation, from the events of torch's allocators.
 
-Every allocation and release is an event of the profiler (``profile_memory=True``), those of compiled kernels'
-buffers included. Their running sum starts at zero, so whatever is held before (weights, allocated gradients)
-does not count. On a CPU the result is the same to the byte in every run. What a library takes outside torch's
-allocator (scratch space inside a matrix product) is not seen.
+Every allocation and release is an event of the profiler (``profile_memory=True``), including those of
+compiled kernels' buffers. Their running sum starts at zero, so memory that was held before (weights,
+allocated gradients) does not count. On a CPU the result is the same to the byte in every run. Memory
+that a library takes outside torch's allocator (scratch space inside a matrix product) is not seen.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import torch
 
 os.environ.setdefault(
     "KINETO_LOG_LEVEL", "99"
-)  # the profiler announces its start and stop on stderr otherwise
+)  # otherwise the profiler announces its start and stop on stderr
 
 
 def live_memory(function: Callable[[], object], device: str = "cpu") -> list[tuple[float, int]]:
-    """Memory held on a device while a function runs, above what was held before it.
+    """Record the memory held on a device while a function runs, above that held before it.
 
     function  called once, without arguments; run it once before, so that compilation and lazy buffers are
               over
     device    the device type whose allocator is watched, ``"cpu"`` or ``"cuda"``
 
-    Returns a list of (seconds since the start, bytes), one entry per allocation or release, in order of time.
+    Returns a list of (seconds since the start, bytes), one entry per allocation or release, in order of
+    time.
     """
     return held_in(profiled(function, device), device)
 
 
 def profiled(function: Callable[[], object], device: str = "cpu"):
-    """All events of the profiler while a function runs, those of its allocators included."""
+    """Record all events of the profiler while a function runs, including those of its allocators."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         result = function()
         if device == "cuda":
@@ -41,7 +42,7 @@ def profiled(function: Callable[[], object], device: str = "cpu"):
 
 
 def held_in(results, device: str = "cpu") -> list[tuple[float, int]]:
-    """What `live_memory` returns, from what `profiled` returns."""
+    """Compute the result of `live_memory` from that of `profiled`."""
     start = results.trace_start_ns()
     events = [
         e for e in results.events() if e.name() == "[memory]" and e.device_type().name.lower() == device
@@ -55,12 +56,12 @@ def held_in(results, device: str = "cpu") -> list[tuple[float, int]]:
 
 
 def peak(function: Callable[[], object], device: str = "cpu") -> int:
-    """Bytes at the highest point of `live_memory`."""
+    """Measure the bytes at the highest point of `live_memory`."""
     return max(held for _, held in live_memory(function, device))
 
 
 def peak_on_gpu(function: Callable[[], object]) -> int:
-    """The same from the counters of the GPU's allocator, which cost nothing."""
+    """Measure the peak memory of a function by the counters of the GPU's allocator, without overhead."""
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     function()

@@ -1,9 +1,9 @@
-"""What a GPU's own kernels reach, in place of shares of its data sheet: measured once, in about a second, and
-kept in a file.
+"""Rates that a GPU's kernels reach, in place of shares of its data sheet.
 
-A plan within a memory budget weighs seconds against bytes, and a GPU that is in no table has only guesses, so
-these two ask for it. Other chunk lengths follow from the table alone, so that they are the same on every
-machine with that GPU.
+They are measured once, in about a second, and kept in a file. Two cases need them: a plan within a
+memory budget, which weighs seconds against bytes, and a GPU that is in no table, whose rates would be
+guesses. All other chunk lengths follow from the table alone, so that they are the same on every machine
+with that GPU.
 """
 
 from __future__ import annotations
@@ -30,20 +30,25 @@ from .passes.planning.devices import Device
 SIDE = 4096  # of square matrices, and tokens of an attention
 HEADS, WIDTH = 16, 128  # of an attention
 COPIED = 128 << 20  # bytes: more than any cache of `passes/planning/devices.py`
-SMALL = 256  # kernels in a row, to see what one takes to be launched
-LEAST, RUNS = 0.02, 3  # seconds that a run takes at least; the fastest of so many counts
-PLAUSIBLE = 10.0  # times more or less than the table says: beyond, something else was measured
+SMALL = 256  # kernels in a row, to measure the time of one launch
+LEAST, RUNS = 0.02, 3  # the least seconds of a run; the number of runs, of which the fastest counts
+PLAUSIBLE = 10.0  # largest factor between measurement and table: beyond it, the measurement is wrong
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 class NothingRuns(Exception):
-    """Kernels take no time: the device only pretends."""
+    """Kernels take no time, because the device is simulated."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP per second of products in half and in single precision, bytes per second of copies, seconds per
-    launch, and for each attention kernel FLOP per second forward and backward."""
+    """Measured rates of a device.
+
+    half, single  FLOP per second of products in half and in single precision
+    bandwidth     bytes per second of copies
+    launch        seconds per launch
+    attention     for each attention kernel, FLOP per second forward and backward
+    """
 
     half: float
     single: float
@@ -53,7 +58,7 @@ class Rates:
 
 
 def with_measured(device: Device, place: torch.device) -> Device:
-    """The same device with measured rates; as it is, where they cannot be had or cannot be true."""
+    """Replace a device's rates by measured ones; keep it where they are missing or implausible."""
     rates = known_rates(device)
     if rates is None:
         with internals.disable_current_modes():
@@ -74,7 +79,7 @@ def with_measured(device: Device, place: torch.device) -> Device:
 
 
 def measured(device: Device, place: torch.device) -> Rates | None:
-    """None where a kernel fails, or takes a time that cannot be true, as with a device that only pretends."""
+    """Measure all rates; None where a kernel fails or a rate is implausible, as on a simulated device."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
             rates = Rates(
@@ -98,7 +103,7 @@ def products(dtype: torch.dtype, place: torch.device) -> float:
 
 
 def copies(place: torch.device) -> float:
-    """Bytes read and written per second."""
+    """Measure the bytes read and written per second."""
     source = torch.zeros(COPIED, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
     return 2 * COPIED / seconds(lambda: target.copy_(source), place)
@@ -115,7 +120,7 @@ def launches(place: torch.device) -> float:
 
 
 def attentions(device: Device, place: torch.device) -> dict[str, tuple[float, float]]:
-    """Of each kernel that the device's table has and torch can run."""
+    """Measure each kernel that is in the device's table and that torch can run."""
     found = {}
     for kernel in dict(device.attention):
         with contextlib.suppress(RuntimeError), sdpa_kernel(KERNELS[kernel]):
@@ -140,7 +145,7 @@ def attention(place: torch.device) -> tuple[float, float]:
 
 
 def seconds(work: Callable[[], object], place: torch.device) -> float:
-    """Of one call, by the fastest of several runs."""
+    """Measure the seconds of one call, as the fastest of several runs."""
     count, best = 1, math.inf
     run(work, 1, place)
     while (taken := run(work, count, place)) < LEAST:
@@ -175,7 +180,7 @@ def path_of_rates() -> Path:
 
 
 def key_of(device: Device) -> str:
-    """What rates depend on beside the device: torch's kernels, and what it does with float32."""
+    """Build the key of stored rates: the device, torch's version and its precision of float32 products."""
     precision = torch.get_float32_matmul_precision()
     return f"{device.name}, torch {version('torch')}, {precision} float32 products"
 
@@ -189,7 +194,7 @@ def stored() -> dict[str, dict]:
 
 
 def known_rates(device: Device) -> Rates | None:
-    """Rates of an earlier measurement."""
+    """Load the rates of an earlier measurement; None if there are none."""
     try:
         return Rates(**stored()[key_of(device)])
     except (KeyError, TypeError):
@@ -197,7 +202,7 @@ def known_rates(device: Device) -> Rates | None:
 
 
 def remember(device: Device, rates: Rates) -> None:
-    """Write the file as a whole, so that processes that measure at a time never read half of one."""
+    """Write the file as a whole, so that processes which measure at the same time never read half of it."""
     path = path_of_rates()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

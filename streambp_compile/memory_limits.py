@@ -1,5 +1,4 @@
-"""What bounds the memory of a step, and the plan that is taken within it: a budget that the user states, or
-what is free on a GPU."""
+"""Limits of a step's memory, and the plan within each: the user's budget, or a GPU's free memory."""
 
 from __future__ import annotations
 
@@ -12,17 +11,18 @@ from .chain_plan import ChainPlan, Costs, NoPlan, estimated, find_plan
 from .internals import log
 
 Lengths = tuple[int, ...]
-CERTAIN = 0.7  # of free memory: a step that is estimated to take less is not simulated
-SPARE = 0.02  # of a budget: what kernels take unseen, such as copies that oneDNN makes in bfloat16
+CERTAIN = 0.7  # share of free memory: a step that is estimated to take less is not simulated
+SPARE = 0.02  # share of a budget left for memory inside kernels, such as copies that oneDNN makes in bfloat16
 
 
 class OverBudget(ValueError):
-    """No plan fits into ``memory_budget``. The text names the least that would do, and the longest sequence
-    that fits."""
+    """No plan fits into ``memory_budget``. The text names the smallest budget and the longest sequence that
+    fit.
+    """
 
 
 class Limit(Protocol):
-    """What bounds the memory of a step.
+    """A limit of a step's memory.
 
     spends  may a plan take more than the default one, to be faster?
     """
@@ -33,7 +33,7 @@ class Limit(Protocol):
     def find(
         self, costs: Sequence[Costs], lengths: Lengths, peak_of: Callable[[ChainPlan], int]
     ) -> ChainPlan:
-        """The plan for a chain of these costs, for sequences of these lengths."""
+        """Find the plan for a chain of these costs, for sequences of these lengths."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Budget:
     def find(
         self, costs: Sequence[Costs], lengths: Lengths, peak_of: Callable[[ChainPlan], int]
     ) -> ChainPlan:
-        """Raises `OverBudget`."""
+        """Find the fastest plan that fits into the budget. Raises `OverBudget`."""
         room = int(self.bytes * (1 - SPARE))
         try:
             return find_plan(costs, room, peak_of, self.may_offload, self.lossy)
@@ -63,10 +63,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What is free on a GPU, where the user states no budget: the default plan, unless it would not fit.
+    """Free memory of a GPU, where the user states no budget: the default plan, unless it would not fit.
 
-    bytes  tells what is free now
-    tell   is told of the plan that is taken in place of the default one
+    bytes  returns the bytes that are free now
+    tell   receives a text about any plan other than the default one
     """
 
     bytes: Callable[[], int]
@@ -83,7 +83,7 @@ class FreeMemory:
             plan = find_plan(costs, free, peak_of, spend=self.spends)
         except NoPlan as error:
             plan = error.leanest
-        except Exception:  # an operator that has no fake form: nobody asked for a plan
+        except Exception:  # an operator without a fake form: the user asked for no plan
             log.debug("simulating a step failed", exc_info=True)
             plan = default
         if plan != default:
@@ -98,7 +98,7 @@ class FreeMemory:
 def refuse_budget(budget: int, least: int, lengths: Lengths, fixed: int) -> NoReturn:
     """Raise the error where no plan fits.
 
-    fixed  bytes that do not grow with the sequence; the rest of the leanest plan does
+    fixed  bytes that do not grow with the sequence; all other bytes of the leanest plan do
     """
     share = max(0, budget - fixed) / max(1, least - fixed)
     fit = " and ".join(str(int(length * share)) for length in lengths)

@@ -1,4 +1,4 @@
-"""What a user is told by warnings, beside the report."""
+"""Warnings that a user sees besides the report."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from .passes.ir import Refusal
 
 
 class NotStreamed(UserWarning, RuntimeError):
-    """A region runs unchunked. The text says why, what it costs, and what to do; under ``strict`` it is an
-    error."""
+    """A region runs unchunked; under ``strict`` this is an error.
+
+    The text says why, what it costs, and what to do.
+    """
 
 
 class PlansDiffer(RuntimeError):

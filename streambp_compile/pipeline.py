@@ -44,7 +44,7 @@ BytesHeld = Callable[[Body, Callable, int], int]
 
 @dataclass(frozen=True)
 class Schedule:
-    """One direction of a region: its program, its plan, its chunk bodies, and what executes them."""
+    """One direction of a region: its program, its plan, its chunk bodies, and its runner."""
 
     program: Program
     plan: Plan
@@ -61,11 +61,11 @@ class Schedule:
 class StreamedRegion:
     """A region whose forward and backward run in sweeps.
 
-    saved   what the forward hands to the backward: region inputs, and the sums that the backward reads
+    saved   values that the forward hands to the backward: region inputs, and sums that the backward reads
     fused   the forward computes gradients for a unit tangent, which the backward only scales
-    device  what its chunk lengths were chosen for
-    batch   how its batch is parted, if it runs for some sequences at a time; graphs and programs are then
-            those of some sequences
+    device  the device that its chunk lengths were chosen for
+    batch   the division of its batch, if it runs for some sequences at a time; graphs and programs are then
+            those for some sequences
     """
 
     joint: GraphModule
@@ -86,7 +86,7 @@ class StreamedRegion:
 
     @property
     def turns(self) -> int:
-        """How often its programs run in one call."""
+        """The number of times that its programs run in one call."""
         return 1 if self.batch is None else self.batch.turns
 
     @functools.cached_property
@@ -107,8 +107,10 @@ class StreamedRegion:
 
 
 def collectives_of(region: StreamedRegion | None) -> dict[str, str]:
-    """For each group of processes, the collectives of a region in their order, on which all of the group have
-    to agree."""
+    """List the collectives of a region in their order, for each group of processes.
+
+    All processes of a group must agree on this list.
+    """
     found: dict[str, list[str]] = {}
     for schedule in () if region is None else filter(None, (region.forward, region.backward)):
         sweeps = [
@@ -125,11 +127,11 @@ def collectives_of(region: StreamedRegion | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What chunk bodies are compiled by, and for which device.
+    """The compiler of chunk bodies, and the device that they are for.
 
     target  the device that chunk bodies are written for
-    device  what chunk lengths are chosen for
-    held    tells the bytes that a compiled body takes for so many tokens; None: as the cost model says
+    device  the device that chunk lengths are chosen for
+    held    returns the bytes that a compiled body takes for a number of tokens; None: the cost model decides
     """
 
     compile_body: CompileBody
@@ -141,7 +143,7 @@ class Machine:
 def stream(
     joint: GraphModule, ends: Ends, inputs: JointInputs, choices: Choices, machine: Machine
 ) -> StreamedRegion:
-    """Sweeps for a region's joint graph (or, with no tangents, for its forward alone).
+    """Build the sweeps for a region's joint graph (or, with no tangents, for its forward alone).
 
     Raises `CannotStream`.
     """
@@ -164,8 +166,10 @@ def by_batch(
     choices: Choices,
     device: Device,
 ) -> tuple[Joint, Analysis, Programs, BatchParts | None]:
-    """A region for some sequences of its batch (`batch_parts`), where that can be and saves memory; else as
-    it is.
+    """Rewrite a region for some sequences of its batch (`batch_parts`), where that is possible and saves
+    memory.
+
+    Otherwise the region is returned as it is.
 
     follow  analyses a joint graph whose inputs have the same tokens
     """
@@ -188,7 +192,7 @@ def by_batch(
 
 
 def followed(joint: GraphModule, ends: Ends, follow: Follow) -> tuple[Joint, Analysis]:
-    """A joint graph in normal form, and where its tokens are. Raises `CannotStream`."""
+    """Normalize a joint graph, and locate its tokens. Raises `CannotStream`."""
     with phase("normalising the joint graph"):
         region = parted(normal_form(joint), ends)
         verify_normalized(region.graph)
@@ -201,7 +205,9 @@ def followed(joint: GraphModule, ends: Ends, follow: Follow) -> tuple[Joint, Ana
 def assigned(
     region: Joint, analysis: Analysis, keep: int, device: Device, movable: Sequence[Node] = ()
 ) -> Programs:
-    """The sweeps of a region whose forward keeps so many values. Raises `CannotStream`."""
+    """Assign a region's operations to sweeps, where its forward keeps ``keep`` values. Raises
+    `CannotStream`.
+    """
     with phase("assigning operations to sweeps"):
         programs = partitioned(region, analysis, keep, device, movable)
         for program in directions(programs):
@@ -216,7 +222,7 @@ def schedule(
     machine: Machine,
     batch: BatchParts | None = None,
 ) -> Schedule:
-    """Chunk lengths, compiled chunk bodies and the runner of one direction."""
+    """Choose chunk lengths, compile chunk bodies, and build the runner of one direction."""
     device, compile_body = machine.device, machine.compile_body
     with phase("choosing chunk lengths"):
         planned = plan(program, analysis, choices, machine.target, device, batch.sums if batch else ())
@@ -243,5 +249,5 @@ def schedule(
 def bytes_taken(
     held: BytesHeld, bodies: Sequence[Body], compiled: Sequence[Callable], at: int, tokens: int
 ) -> int:
-    """Bytes that the compiled body of one sweep takes for a chunk of so many tokens."""
+    """Compute the bytes that the compiled body of one sweep takes for a chunk of ``tokens`` tokens."""
     return held(bodies[at], compiled[at], tokens)

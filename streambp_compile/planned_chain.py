@@ -28,17 +28,16 @@ from .runtime.sizes import Sizes
 from .spare_memory import UNSEEN, SpareMemory
 
 Links = Sequence[tuple[CompiledRegion, Region]]
-MOST = 12  # searches for a faster plan in the life of a chain: each simulates some steps
-LEAST = 0.02  # of the time of a step, that a faster plan must save to be taken unasked
+MOST = 12  # most searches for a faster plan per chain: each simulates some steps
+LEAST = 0.02  # share of a step's time that a faster plan must save, where the user states no budget
 NEAR = 0.875  # a plan for a longer sequence is taken for one of at least this share of its length
 
 
 class PlannedChain:
-    """Runs a chain by the plan that a limit of memory allows, and plans again for a length that none is known
-    for.
+    """Runs a chain by the plan that a memory limit allows, and plans again for each new length.
 
     links   the chain, by the default plan
-    link    a chain by a plan, as a function of the graph's inputs
+    link    builds a chain by a plan, as a function of the graph's inputs
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class PlannedChain:
         self.longer: dict[CompiledRegion, tuple[float, tuple[Longer, ...]]] = {}
 
     def by(self, plan: ChainPlan) -> Links:
-        """The chain by a plan; regions are compiled for choices that are new."""
+        """Build the chain by a plan; regions are compiled for choices that are new."""
         return [(c.chosen(choices), region) for (c, region), choices in zip(self.links, plan.choices)]
 
     def call_by(self, plan: ChainPlan) -> Callable:
@@ -68,7 +67,7 @@ class PlannedChain:
 
     @internals.OneAtATime()
     def plan(self, inputs: Sequence[object], lengths: Lengths) -> ChainPlan:
-        """The plan for inputs (fake or real) of these lengths.
+        """Find the plan for inputs (fake or real) of these lengths.
 
         Raises `OverBudget`.
         """
@@ -81,13 +80,13 @@ class PlannedChain:
         return found
 
     def peak_of(self, inputs: Sequence[object], plan: ChainPlan) -> int:
-        """Bytes that a step takes by a plan above weights and gradients, by its simulation."""
+        """Simulate a step by a plan, and return its peak bytes above weights and gradients."""
         return simulate(self.call_by(plan), inputs, any_output=True).bytes
 
     def costs_at(self, lengths: Lengths, spends: bool) -> list[Costs]:
-        """What choices cost at these lengths.
+        """Compute the costs of choices at these lengths.
 
-        spends  with what may be taken beyond the default plan
+        spends  include the costs of choices beyond the default plan
         """
         expected = [hint(length) for length in self.lengths]
         share = max((new / old for new, old in zip(lengths, expected)), default=1.0)
@@ -96,15 +95,14 @@ class PlannedChain:
         return [scaled(c, share) for c in costs]
 
     def lengths_of(self, args: Sequence[object]) -> Lengths:
-        """The lengths of the sequences of a call."""
+        """Compute the lengths of the sequences of a call."""
         if not any(isinstance(length, torch.SymInt) for length in self.lengths):
             return tuple(self.lengths)
         sizes = Sizes(dict(zip(self.placeholders, args)), fake_of)
         return tuple(map(sizes, self.lengths))
 
     def with_longer(self, costs: Costs, compiled: CompiledRegion) -> Costs:
-        """The same costs with seconds, and with those of longer chunks unless the user says how long chunks
-        are."""
+        """Add the seconds of a region, and its longer chunks unless the user sets the chunk length."""
         if compiled.streamed is None:
             return costs
         if compiled not in self.longer:
@@ -133,19 +131,22 @@ class Spent:
     share: float
 
     def at(self, lengths: Lengths) -> int:
-        """Bytes at other lengths, at most: a longer step takes less than in proportion."""
+        """Bound the bytes at other lengths from above.
+
+        A longer step takes less than in proportion to its length.
+        """
         return int(self.bytes * max((1.0, *(new / old for new, old in zip(lengths, self.lengths)))))
 
 
 class SpendingChain(PlannedChain):
-    """Runs a chain by the fastest plan that what is free on a GPU allows, where the user states no budget.
+    """Runs a chain by the fastest plan within the free memory of a GPU, where the user states no budget.
 
-    The first steps run by the default plan, and `SpareMemory` learns from them. Then it asks in every step
-    what is free; where that is short, the default plan runs. A forward that runs out of memory all the same
-    is run again by the default plan.
+    The first steps run by the default plan, and `SpareMemory` learns from them. After that, every step
+    reads the free memory; where it is short, the default plan runs. A forward that runs out of memory
+    nevertheless is run again by the default plan.
 
     repeatable  does a call change nothing that it reads?
-    tell        is told of plans that are found
+    tell        receives a text about each plan that is found
     """
 
     def __init__(self, *parts, spare: SpareMemory, repeatable: bool, tell: Callable[[str], None]):
@@ -160,7 +161,7 @@ class SpendingChain(PlannedChain):
     def __call__(self, *args):
         lengths = self.lengths_of(args)
         lean = self.plan(args, lengths)
-        if any(map(internals.is_fake, args)):  # a simulation: of the plan that is taken now
+        if any(map(internals.is_fake, args)):  # a simulation of the plan that steps run by now
             return self.call_by(self.now.get(lengths, lean))(*args)
         if lean != self.default or not torch.is_grad_enabled() or internals.are_saved_tensors_packed():
             return self.call_by(lean)(*args)
@@ -176,7 +177,7 @@ class SpendingChain(PlannedChain):
             if spent.plan == lean or not self.repeatable:
                 raise
             self.spare.failed, results = True, None
-        if results is None:  # what the failed call held is free only here
+        if results is None:  # the failed call's memory is free only after its exception is handled
             torch.cuda.empty_cache()
             return self.call_by(lean)(*args)
         self.spare.watch(results, start)
@@ -184,12 +185,12 @@ class SpendingChain(PlannedChain):
 
     @internals.OneAtATime()
     def spend(self, inputs: Sequence[object], lengths: Lengths) -> Spent | None:
-        """The fastest plan for what is free now; None if steps run lean."""
+        """Choose the fastest plan for the memory that is free now; None if steps run by the lean plan."""
         if self.spare.failed:
             return None
         try:
             best = self.fastest(inputs, lengths) if self.spare.is_learnt else self.lean(inputs, lengths)
-        except Exception:  # an operator that has no fake form: nobody asked for a plan
+        except Exception:  # an operator without a fake form: the user asked for no plan
             internals.log.debug("simulating a step failed", exc_info=True)
             self.spare.failed = True
             return None
@@ -197,7 +198,7 @@ class SpendingChain(PlannedChain):
         return best
 
     def fastest(self, inputs: Sequence[object], lengths: Lengths) -> Spent:
-        """The fastest known plan that fits what is free now; where more may fit, one is looked for."""
+        """Choose the fastest known plan that fits into free memory; search where a faster one may fit."""
         room = self.spare.room(inputs)
         best = self.best(lengths, room)
         known = any(is_near(lengths, at) for at in self.searched)
@@ -208,25 +209,25 @@ class SpendingChain(PlannedChain):
         return best or self.lean(inputs, lengths)
 
     def best(self, lengths: Lengths, room: int) -> Spent | None:
-        """The fastest known plan that fits."""
+        """Return the fastest known plan that fits."""
         fitting = [s for s in self.found if s.at(lengths) <= room]
         return max(fitting, key=lambda s: s.share, default=None)
 
     def lean(self, inputs: Sequence[object], lengths: Lengths) -> Spent:
-        """The default plan, and what it takes at these lengths or at longer ones near by."""
+        """Return the default plan, with its bytes at these lengths or at slightly longer known ones."""
         near = [at for at, peaks in self.simulated.items() if is_near(lengths, at) and self.default in peaks]
         at = min(near, default=lengths)
         return Spent(at, self.default, self.peak_at(inputs, at, self.default), all=False, share=0.0)
 
     def peak_at(self, inputs: Sequence[object], lengths: Lengths, plan: ChainPlan) -> int:
-        """The peak of a step by a plan; it is simulated once for a length."""
+        """Return the peak bytes of a step by a plan, simulated once per length."""
         peaks = self.simulated.setdefault(lengths, {})
         if plan not in peaks:
             peaks[plan] = self.peak_of(inputs, plan)
         return peaks[plan]
 
     def search(self, inputs: Sequence[object], lengths: Lengths, room: int) -> Spent:
-        """Find the fastest plan that is simulated to fit, among few ways to compile a region."""
+        """Find the fastest plan whose simulated peak fits, among few ways to compile a region."""
         lean, costs = self.lean(inputs, lengths), self.in_grades(lengths)
 
         def room_of(plan: ChainPlan) -> int:
@@ -249,7 +250,7 @@ class SpendingChain(PlannedChain):
         return [c.in_grades() for c in self.costs_at(lengths, spends=True)]
 
     def tell_most(self) -> None:
-        """Tell, when the graph is compiled, what later steps may take."""
+        """Tell the user, when the graph is compiled, how much memory later steps may take."""
         costs = self.in_grades(tuple(map(hint, self.lengths)))
         steps = steps_of(costs)
         share = share_saved(self.default.taking(steps), costs)
@@ -266,7 +267,7 @@ def is_near(lengths: Lengths, known: Lengths) -> bool:
 
 
 def scaled(costs: Costs, share: float) -> Costs:
-    """The costs of a region at another length."""
+    """Scale the costs of a region to another length."""
     worth = tuple(
         replace(v, bytes=int(v.bytes * share), seconds=v.seconds * share) for v in costs.worth_keeping
     )
@@ -283,7 +284,7 @@ def scaled(costs: Costs, share: float) -> Costs:
 
 
 def costs_of(compiled: CompiledRegion) -> Costs:
-    """What the choices of a compiled region cost; nothing if it runs unchunked, or in the forward alone."""
+    """Compute the costs of a compiled region's choices; none if it runs unchunked."""
     region = compiled.streamed
     if region is None:
         return Costs()
@@ -315,8 +316,10 @@ def total_bytes(node: Node) -> int:
 
 
 def longer_of(region: StreamedRegion) -> tuple[float, tuple[Longer, ...]]:
-    """Seconds of a region by default, and what longer and longer chunks, of more and more sequences of the
-    batch at a time, take and save."""
+    """Compute the default seconds of a region, and the bytes and savings of longer chunks.
+
+    Longer chunks take more and more sequences of the batch at a time.
+    """
     weighed = functools.partial(seconds_and_bytes, region)
     usual, least = weighed(DEFAULT)
     by_slack = [(slack, *weighed(Choices(slack=slack))) for slack in LONGER]
@@ -324,8 +327,11 @@ def longer_of(region: StreamedRegion) -> tuple[float, tuple[Longer, ...]]:
 
 
 def seconds_and_bytes(region: StreamedRegion, choices: Choices) -> tuple[float, int]:
-    """Seconds of a region by some choices; bytes of the widest moment of a chunk, and of what its turns hold
-    between their sweeps."""
+    """Estimate the seconds and bytes of a region by some choices.
+
+    The bytes are those of the widest moment of a chunk, and of the values that its turns hold between
+    their sweeps.
+    """
     programs = [s.program for s in (region.forward, region.backward) if s is not None]
     how, batch = (region.analysis, choices, region.device), region.batch
     share = turns = 1.0

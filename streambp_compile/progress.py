@@ -1,4 +1,4 @@
-"""What is being simulated or compiled, on stderr, where that is a terminal."""
+"""Progress of simulation and compilation on stderr, where that is a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TICK = 0.5  # seconds between two versions of the line
 
 
 class Progress:
-    """A bar of a known number of steps; it is written to terminals alone.
+    """A bar of a known number of steps, which is written to terminals only.
 
     total  steps expected; a few more or less do no harm
     """
@@ -25,7 +25,7 @@ class Progress:
         self.shown = self.out.isatty()
 
     def __call__(self, text: str) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self.total = max(self.total, self.done + 1)
         self.write(text)
         self.done += 1
@@ -45,13 +45,13 @@ class Progress:
 
 
 class Compiling:
-    """A line that tells which region is being compiled, and since when.
+    """A line that shows which region is being compiled, and for how long.
 
-    It comes after `PATIENCE` seconds. A thread keeps it up to date: compilers do not return for long. If it
-    came, ``last`` stays in its place.
+    It appears after `PATIENCE` seconds. A thread updates it, because compilers do not return for long.
+    If it appeared, ``last`` is written in its place at the end.
     """
 
-    active = threading.Lock()  # what is compiled within a compilation has no line
+    active = threading.Lock()  # a compilation within another one has no line
 
     def __init__(self, out: TextIO | None = None):
         self.out, self.began, self.text = out or sys.stderr, time.monotonic(), "reading the graph"
@@ -73,7 +73,7 @@ class Compiling:
             self.write(self.last and f"{self.last}, compiled in {self.seconds:.0f} s\n")
 
     def region(self, index: int, total: int, where: str) -> None:
-        """The next region: its index among all, and its first line in the user's code."""
+        """Begin the next region: its index among all, and its first line in the user's code."""
         self.text = f"region {index + 1} of {total}, {where}"
 
     def run(self) -> None:
@@ -88,6 +88,6 @@ class Compiling:
         return time.monotonic() - self.began
 
     def write(self, text: str) -> None:
-        """In place of the line that is there."""
+        """Replace the current line."""
         self.out.write(f"\r\x1b[K{text}")
         self.out.flush()

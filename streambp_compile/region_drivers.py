@@ -1,5 +1,4 @@
-"""What runs for a streamed region: forward and backward as functions of their values in AOTAutograd's
-order."""
+"""Drivers of a streamed region: forward and backward as functions of their values in AOTAutograd's order."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ from .runtime.opaque_calls import Driver, one_call
 def forward_and_backward(
     region: StreamedRegion, forward_outputs: int, located: Callable[[Driver], Driver]
 ) -> tuple[GraphModule, GraphModule]:
-    """Forward and backward as graph modules of one call each, with their values in the order of AOTAutograd.
+    """Build forward and backward as graph modules of one call each, with values in AOTAutograd's order.
 
     forward_outputs  how many outputs of the joint graph are those of the forward
-    located          makes a driver whose errors say where they come from
+    located          wraps a driver so that its errors name the region
     """
     owner, outputs = GraphModule({}, Graph()), outputs_of(region.joint)
     if region.fused:
@@ -47,7 +46,7 @@ def fused_modules(
     located: Callable[[Driver], Driver],
     owner: GraphModule,
 ) -> tuple[GraphModule, GraphModule]:
-    """The same of a region whose forward computes its gradients as well."""
+    """Build forward and backward for a region whose forward computes its gradients as well."""
     gradients = outputs[forward_outputs:]
     saved = list(dict.fromkeys(o for o in gradients if isinstance(o, Node) and o not in region.tangents))
     returned = [*outputs[:forward_outputs], *saved]
@@ -58,9 +57,9 @@ def fused_modules(
 
 
 def run_forward(region: StreamedRegion, outputs: Sequence[object], returned: int | None = None) -> Driver:
-    """The forward of a region.
+    """Build the forward driver of a region.
 
-    returned  of a fused region, the number of outputs before the gradients, which `run_scaled` overwrites
+    returned  for a fused region, the number of outputs before the gradients, which `run_scaled` overwrites
     """
     runner = region.forward.runner
     index = {o: i for i, o in enumerate(region.forward.program.outputs) if isinstance(o, Node)}
@@ -93,8 +92,10 @@ def storages(values: Iterable[object]) -> weakref.WeakSet:
 
 
 def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.Tensor]:
-    """The values as tensors of their own, in memory that may be overwritten; ``taken`` is memory of
-    others."""
+    """Give each value memory of its own that may be overwritten.
+
+    taken  memory of other values; it is extended by that of the results
+    """
     found = []
     for value in values:
         own = value.untyped_storage() not in taken and Layout.of(value) is not None
@@ -104,11 +105,12 @@ def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.
 
 
 def run_scaled(saved: Sequence[Node], outputs: Sequence[object], unscaled: Node) -> Driver:
-    """The backward of a fused head: scale gradients that exist already, for a unit tangent.
+    """Build the backward driver of a fused head: it scales gradients that exist already, for a unit
+    tangent.
 
-    They are scaled in place, unless the graph is kept and another backward will read them. On a GPU they are
-    scaled by one as well: reading the tangent would synchronise. In half precision a tangent that is no power
-    of two rounds them a second time.
+    They are scaled in place, unless the graph is kept and another backward will read them. On a GPU they
+    are scaled by one as well: reading the tangent would synchronise. In half precision a tangent that is
+    no power of two rounds them a second time.
     """
 
     def take(args: list) -> list:

@@ -31,10 +31,12 @@ from .passes.rules import along_of, is_product, is_random
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs of a region; without a backward where there are no tangents, or where the forward computes
-    it.
+    """The programs of a region.
 
-    saved  what the forward hands to the backward
+    There is no backward where there are no tangents, or where the forward computes the gradients.
+
+    saved  values that the forward hands to the backward
+    fused  the forward computes the gradients as well
     """
 
     forward: Program
@@ -44,17 +46,18 @@ class Programs:
 
 
 def directions(programs: Programs) -> tuple[Program, ...]:
-    """The forward's program, and the backward's if it has one."""
+    """Return the forward's program, and the backward's if there is one."""
     return (programs.forward,) if programs.backward is None else (programs.forward, programs.backward)
 
 
 def partitioned(
     region: Joint, analysis: Analysis, keep: int, device: Device, movable: Sequence[Node]
 ) -> Programs:
-    """The programs of both directions; or one for both, where the forward can compute the gradients as well.
+    """Partition both directions; or build one program where the forward can compute the gradients.
 
     keep     how many of the values worth keeping on this device the forward keeps
     movable  inputs that such a forward may write gradients over
+
     Raises `CannotStream`.
     """
     forward = partition(region.graph, analysis, region.forward)
@@ -76,13 +79,13 @@ def partitioned(
 
 
 def partition_backward(region: Joint, analysis: Analysis, given: Iterable[Node]) -> Program:
-    """The program of the gradients, which may be written over incoming ones."""
+    """Partition the gradients, which may be written over incoming ones."""
     outputs = region.backward
     return partition(region.graph, analysis, outputs, given, movable=region.tangents, gradients=outputs)
 
 
 def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tuple[Node, ...]:
-    """What the forward saves for the backward: inputs, and values that are given to it.
+    """List the values that the forward saves for the backward: inputs, and values that are given to it.
 
     Raises `CannotStream` for anything else.
     """
@@ -99,10 +102,11 @@ def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tu
 
 
 def returning(region: Joint, analysis: Analysis, forward: Program, more: tuple[Node, ...]) -> Program:
-    """A forward that returns more values.
+    """Extend a forward's outputs by more values.
 
-    It computes them already, and they are there when it ends, unless they are seeds that only the backward
-    reads, or a later sweep writes over them: then it is another program.
+    The program stays the same where it computes them already and they exist when it ends. It is
+    partitioned again where they are seeds that only the backward reads, or a later sweep overwrites
+    them.
     """
     outputs = (*region.forward, *more)
     overwritten = {source for sweep in forward.sweeps for _, source in sweep.in_place}
@@ -112,13 +116,13 @@ def returning(region: Joint, analysis: Analysis, forward: Program, more: tuple[N
 
 
 def computed(program: Program) -> set[Node]:
-    """What exists at full length, or added up, when a program has run."""
+    """Collect the values that exist at full length, or as sums, after a program has run."""
     sweeps = (n for s in program.sweeps for n in (*s.writes, *s.sums, *s.keysums))
     return {*program.inputs, *sweeps, *(n for nodes in program.full_length for n in nodes)}
 
 
 def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
-    """Refuse a region with nothing to stream, or with matrix products that are of no token."""
+    """Refuse a region with nothing to stream, or with matrix products that have no token dimension."""
     if forward.sweeps:
         return
     at_once = [n for nodes in forward.full_length for n in nodes]
@@ -137,9 +141,11 @@ def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
 
 
 def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
-    """What the forward adds up over chunks, seeds that it draws, and the few numbers per token that it keeps:
-    handed on, not made again. What comes from other processes is as wide as hidden states, and is sent
-    again."""
+    """Collect the values that the forward hands to the backward instead of recomputing them.
+
+    These are sums over chunks, seeds that it draws, and the few numbers per token that it keeps. Values
+    from other processes are as wide as hidden states, so they are sent again.
+    """
     made = {n for s in forward.sweeps for n in (*s.writes, *s.sums, *s.keysums)}
     late, received = [], set[Node]()
     for node in (n for nodes in forward.full_length for n in nodes):
@@ -157,8 +163,10 @@ def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
 
 
 def brings_others_rows(node: Node) -> bool:
-    """Is it a collective whose result holds as much of other processes as this one has, or more? What is
-    reduced and scattered holds less."""
+    """Is it a collective that brings at least as many bytes as this process holds?
+
+    The result of a reduce-scatter holds less.
+    """
     if along_of(node) is None:
         return False
     return bytes_of(value_of(node)) >= bytes_of(value_of(tensor_operands(node)[0]))
@@ -167,11 +175,11 @@ def brings_others_rows(node: Node) -> bool:
 def in_one_sweep(
     region: Joint, analysis: Analysis, forward: Program, movable: Sequence[Node]
 ) -> Program | None:
-    """The program of a loss whose rows need no sum of themselves: its gradient comes out of the very sweep
-    that computes it.
+    """Build one program for a loss whose rows need no sum over rows; None where that is impossible.
 
-    The incoming tangent is one number, so gradients that are linear in it may be computed for 1 and scaled
-    later: three products instead of four.
+    The sweep that computes such a loss also computes its gradient. The incoming tangent is one number,
+    so gradients that are linear in it may be computed for 1 and scaled later: three products instead of
+    four.
     """
     if not is_one_number(region.tangents) or len(forward.sweeps) != 1:
         return None

@@ -1,4 +1,4 @@
-"""One distinct region: what became of it, as text and as graphs."""
+"""One distinct region and how it runs, as text and as graphs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class RegionReport:
     split     its part of the model's graph, in torch functions
     joint     its joint forward-backward graph (forward alone under ``no_grad``), in ATen operations
     streamed  analysis and schedules, or None with a ``refusal``
-    costs_nothing  it runs unchunked, but holds no more than what enters and leaves it
+    costs_nothing  it runs unchunked, but holds no more than its inputs and outputs
     at_full_length  bytes that a part of a streamed region holds, which runs at full length; 0 where that is
-                    little beside what the region reads and returns
+                    little beside the region's inputs and outputs
     widest_part     the user's line of the largest value of that part
     times     number of its occurrences in the model
     recomputable  its outputs are recomputed in the backward of the next region, not kept
@@ -56,12 +56,14 @@ class RegionReport:
 
     @property
     def has_nothing_to_stream(self) -> bool:
-        """Does it hold no more, unchunked, than what enters and leaves it, or compute nothing at all?"""
+        """True if it holds, unchunked, no more than its inputs and outputs, or computes nothing."""
         return self.streamed is None and (self.costs_nothing or self.joint is None and self.refusal is None)
 
     @property
     def bytes(self) -> int:
-        """What it holds: the more of its two directions by the cost model, or its widest value unchunked."""
+        """Bytes that it holds: the larger of its two directions by the cost model, or its widest value
+        unchunked.
+        """
         if self.streamed is not None:
             directions = filter(None, (self.forward, self.backward))
             held = (streamed_bytes(d, self.streamed.analysis) for d in directions)
@@ -82,7 +84,7 @@ class RegionReport:
         return self.streamed.backward if self.streamed else None
 
     def artifacts(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Every graph of this region and its facts, by name; each text is made when it is wanted."""
+        """Yield every graph of this region and its facts: a name, and a function that builds the text."""
         graphs = {"split": self.split, "joint": self.joint}
         if self.streamed is not None:
             graphs["normalized"] = self.streamed.joint
@@ -125,7 +127,7 @@ class RegionReport:
 
 
 def describe(title: str, schedule: Schedule, region: StreamedRegion) -> list[str]:
-    """The schedule of one direction: a line for each value that crosses the boundary of a sweep."""
+    """Describe the schedule of one direction: a line for each value that crosses the boundary of a sweep."""
     lines = [f"  {title}: {len(schedule.program.sweeps)} sweep{'s' * (len(schedule.program.sweeps) != 1)}"]
     analysis, length = region.analysis, hint(region.analysis.length)
     costs = program_cost(schedule.program, analysis, schedule.chunks, region.device)
@@ -184,7 +186,7 @@ def proof(keys) -> str:
 
 
 def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
-    """Bytes of buffers between sweeps, of accumulators, and of the widest moment of one chunk."""
+    """Count the bytes of buffers between sweeps, accumulators, and the widest moment of one chunk."""
     kept = sum(bytes_of(value_of(n)) for n in schedule.program.kept)
     added = sum(
         bytes_of(value_of(n)) // value_of(n).dtype.itemsize * total_dtype(value_of(n).dtype).itemsize
@@ -205,7 +207,7 @@ def streamed_bytes(schedule: Schedule, analysis: Analysis) -> int:
 
 
 def whole_bytes(schedule: Schedule, analysis: Analysis) -> int:
-    """The same values at full length, as autograd keeps them from the forward to the backward."""
+    """Count the bytes of the same values at full length, as autograd keeps them until the backward."""
     nodes = {n for s in schedule.program.sweeps for n in s.nodes}
     return sum(
         bytes_of(value_of(n))

@@ -1,4 +1,4 @@
-"""What became of each region: a value that prints itself and leads to the graphs."""
+"""The report of all regions, which prints itself and gives access to the graphs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Report:
         call: Callable,
         fakes: Sequence[object],
     ) -> None:
-        """Record the regions of one Dynamo graph."""
+        """Add the regions of one Dynamo graph."""
         self.split.append(module)
         self.steps.append((call, fakes))
         self.lengths = self.lengths or lengths
@@ -68,7 +68,7 @@ class Report:
     def save(
         self, path: str | Path, beside: Report | None = None, names: tuple[str, str] = ("this", "beside")
     ) -> None:
-        """Write a file of the kind that its name says.
+        """Write a file of the kind that its suffix names.
 
         path    ``.html``: a page to look at, one file that loads nothing; ``.json``: the same data for
                 scripts; ``.pickle``: the memory of the step as a snapshot for
@@ -76,15 +76,16 @@ class Report:
         beside  another report, to compare with
         names   of the two reports on a page that compares them
 
-        Raises ValueError for any other name, and for a snapshot where the peak of the step was not predicted.
+        Raises ValueError for any other name, and for a snapshot where the peak of the step was not
+        predicted.
         """
-        from .page.files import save  # which knows reports
+        from .page.files import save  # imported late, because it depends on reports
 
         save([self] if beside is None else [self, beside], names, Path(path))
 
     @property
     def headline(self) -> str:
-        """How many regions stream, in one line."""
+        """Number of regions that stream, in one line."""
         streamed = sum(r.times for r in self.regions if r.streamed is not None)
         idle = sum(r.times for r in self.regions if r.has_nothing_to_stream)
         others = f", {idle} with nothing to stream" if idle else ""
@@ -92,7 +93,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The headline, the predicted peak, what does not stream, and the seconds of stages, in one line."""
+        """The headline, the predicted peak, refusals, and the seconds of stages, in one line."""
         lost = [r for r in self.regions if r.streamed is None and not r.has_nothing_to_stream]
         reasons = [f"not streamed: {r.refusal}" for r in lost]
         peak = str(self.peak) if self.peak else ""
@@ -104,7 +105,7 @@ class Report:
         return f"compiled in {sum(self.seconds.values()):.1f} s: {stages}" if stages else ""
 
     def __str__(self) -> str:
-        """The regions that hold most come first; those with nothing to stream share a line."""
+        """Describe the regions that hold most first; those with nothing to stream share a line."""
         head = (
             f"{self.headline}, {len(self.regions)} distinct, "
             f"{' and '.join(map(str, self.lengths)) or 'no'} tokens, in {len(self.split)} "
@@ -120,12 +121,12 @@ class Report:
 
 
 def predict(report: Report) -> None:
-    """Simulate the step if it is one graph; between several graphs, code runs that only the user knows."""
+    """Simulate the step if it is one graph; between several graphs, unknown code of the user runs."""
     if len(report.steps) != 1 or report.peak is not None:
         return
     try:
         report.peak = simulate(*report.steps[0])
-    except Exception as error:  # an operator that has no fake form: the report is still good
+    except Exception as error:  # an operator without a fake form: the rest of the report is still valid
         internals.log.debug("simulating a step failed", exc_info=True)
         report.notes.append(
             f"note: The peak memory of a step could not be predicted ({summary(error)}); the rest of this "

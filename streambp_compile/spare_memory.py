@@ -1,9 +1,9 @@
 """Memory that a training step on a GPU may take beyond its default plan, where the user states no budget.
 
-What is free when a step begins is not all for its activations: gradients and optimizer states may not exist
-yet, and others (a second call, another model, buckets of an engine) allocate between its forward and its
-backward. So the first steps run by the default plan. The allocator's peak counter, which is read and never
-reset, then tells what others took meanwhile.
+Not all memory that is free when a step begins may be used for its activations. Gradients and optimizer
+states may not exist yet, and others (a second call, another model, buckets of an engine) allocate
+between its forward and its backward. So the first steps run by the default plan. The allocator's peak
+counter, which is read and never reset, then shows how much others took meanwhile.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from . import internals
 
-MARGIN = 0.05  # of the device's memory, never spent: for fragments and for what no simulation sees
-UNSEEN = 2  # steps that end before what they took is believed
+MARGIN = 0.05  # share of the device's memory, never spent: for fragments and memory that no simulation sees
+UNSEEN = 2  # steps that must end before their measurements are used
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Memory:
     total      of the device
     free       now, the allocator's unused memory included
     allocated  now
-    peak       the most that was allocated, since the program began or since somebody reset it
-    to_come    of gradients that the leaves among some values have not got yet
+    peak       the most that was allocated, since the program began or since the last reset of the
+               counter
+    to_come    of gradients that the leaves among some values do not have yet
     """
 
     total: int
@@ -39,7 +40,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Start:
-    """A step that begins: what is allocated, the peak so far, and what the step takes by itself."""
+    """A step that begins: bytes allocated, the peak so far, and the bytes that the step takes by itself."""
 
     allocated: int
     peak: int
@@ -47,7 +48,7 @@ class Start:
 
 
 class SpareMemory:
-    """What steps of one compiled function may take, learnt from its first steps.
+    """Memory that steps of one compiled function may take, learnt from its first steps.
 
     failed  a backward did not end: steps take no more than the default plan from then on
     """
@@ -55,8 +56,8 @@ class SpareMemory:
     def __init__(self, memory: Memory):
         self.memory = memory
         self.ended = 0
-        self.certain: list[int] = []  # bytes that others took during a step, where the peak counter moved
-        self.at_most: list[int] = []  # a bound of them, where it did not
+        self.certain: list[int] = []  # bytes that others took during a step that moved the peak counter
+        self.at_most: list[int] = []  # an upper bound of them for a step that did not
         self.failed = self.is_under_way = False
 
     @property
@@ -69,12 +70,12 @@ class SpareMemory:
         return max(self.certain) if self.certain else min(self.at_most, default=0)
 
     def room(self, values: Sequence[object]) -> int:
-        """Bytes above weights and gradients that a step on these values may take now."""
+        """Compute the bytes above weights and gradients that a step on these values may take now."""
         memory = self.memory
         return memory.free() - memory.to_come(values) - self.others - int(MARGIN * memory.total)
 
     def start(self, values: Sequence[object], needed: int) -> Start:
-        """Note what is allocated when a step begins.
+        """Record the allocated memory when a step begins.
 
         needed  bytes that the step takes above weights and gradients, by its simulation
         """
@@ -84,7 +85,7 @@ class SpareMemory:
         return Start(memory.allocated(), memory.peak(), needed + memory.to_come(values))
 
     def watch(self, results: Sequence[object], start: Start) -> None:
-        """Have the backward of these results tell that it began and ended."""
+        """Register hooks that note when the backward of these results begins and ends."""
         begun: list[bool] = []
 
         def begin(_gradient: torch.Tensor) -> None:
@@ -98,7 +99,7 @@ class SpareMemory:
                 value.register_hook(begin)
 
     def end(self, start: Start) -> None:
-        """A backward has ended: what did others take beside this step?"""
+        """Record that a backward has ended, and how much others took beside this step."""
         self.is_under_way = False
         self.ended += 1
         if self.ended > UNSEEN:

@@ -11,7 +11,7 @@ NEWEST = (2, 13)  # the newest that the tests have run with; newer ones are not 
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Major and minor number of a version such as ``2.13.0+cpu``."""
+    """Parse the major and minor number of a version such as ``2.13.0+cpu``."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 

@@ -17,8 +17,11 @@ from .spare_memory import Memory
 
 
 def may_use_cudnn() -> bool:
-    """Not where gradients must be the same bits each time, as in torch's own choice (sdp_utils.cpp,
-    check_cudnn_deterministic)."""
+    """May cuDNN run attention?
+
+    Not where gradients must be the same bits each time, as in torch's own choice (sdp_utils.cpp,
+    check_cudnn_deterministic).
+    """
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled() and (warns or not strict)
@@ -34,7 +37,7 @@ SWITCHES = {
 def planned_for(
     name: str | None, values: Iterable[object], weighs: bool = False, alike: bool = False
 ) -> Device:
-    """The device of that name; else the GPU of the first tensor on one; else the stated CPU.
+    """Choose the device of that name; else the GPU of the first tensor on one; else the reference CPU.
 
     weighs  does the plan weigh seconds against bytes? Then a GPU's own rates count, not its data sheet's
     alike   must other processes plan alike? Then nothing is measured
@@ -52,20 +55,23 @@ def planned_for(
 
 
 def is_on_gpu(name: str | None, values: Iterable[object]) -> bool:
-    """Does the step run on a GPU of this machine, and not only for a device that is named?"""
+    """Does the step run on a GPU of this machine, with no other device named?"""
     return name is None and torch.cuda.is_available() and index_of_gpu(values) is not None
 
 
 def index_of_gpu(values: Iterable[object]) -> int | None:
-    """The GPU of the first tensor on one; None where all are elsewhere."""
+    """Find the index of the first tensor's GPU; None where no tensor is on one."""
     gpus = (v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda")
     found = next(gpus, None)
     return None if found is None else found.index or 0
 
 
 def free_memory(name: str | None, values: Sequence[object]) -> int:
-    """Bytes above weights and gradients that a step on these values can take: what is free now, less
-    gradients that do not exist yet; or all of a device that is named because it is not there."""
+    """Compute the bytes above weights and gradients that a step on these values can take.
+
+    They are the bytes that are free now, without those of gradients that do not exist yet; for a named
+    device, which is not there, all of its memory.
+    """
     if name is not None:
         return named(name).free
     index = index_of_gpu(values)
@@ -74,7 +80,7 @@ def free_memory(name: str | None, values: Sequence[object]) -> int:
 
 
 def memory_of_gpu(values: Iterable[object]) -> Memory:
-    """The counters of the GPU of the first tensor on one."""
+    """Return the counters of the GPU of the first tensor on one."""
     index = index_of_gpu(values)
     return Memory(
         allowed_on_gpu(index),
@@ -86,21 +92,26 @@ def memory_of_gpu(values: Iterable[object]) -> Memory:
 
 
 def free_on_gpu(index: int) -> int:
-    """Bytes that torch can still take: free by the driver's word and within the share of the device that the
-    process may use, or held by torch's allocator unused."""
+    """Count the bytes that torch can still take.
+
+    They are free according to the driver and within the share of the device that the process may use, or
+    torch's allocator holds them unused.
+    """
     reserved = torch.cuda.memory_reserved(index)
     to_take = min(torch.cuda.mem_get_info(index)[0], allowed_on_gpu(index) - reserved)
     return to_take + reserved - torch.cuda.memory_allocated(index)
 
 
 def allowed_on_gpu(index: int) -> int:
-    """Bytes of a GPU that this process may use (``torch.cuda.set_per_process_memory_fraction``)."""
+    """Compute the bytes of a GPU that this process may use
+    (``torch.cuda.set_per_process_memory_fraction``).
+    """
     share = torch.cuda.get_per_process_memory_fraction(index)
     return int(share * torch.cuda.get_device_properties(index).total_memory)
 
 
 def bytes_to_come(values: Iterable[object]) -> int:
-    """Bytes of the gradients that a backward will make: of leaves that have none yet."""
+    """Count the bytes of gradients that a backward will create, for leaves that have none yet."""
     leaves = (v for v in values if isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf)
     return sum(bytes_of(v) for v in leaves if v.grad is None)
 
@@ -112,13 +123,13 @@ def measured_here(index: int) -> Device:
 
 @functools.cache
 def described(index: int) -> Device:
-    """A GPU of this machine: from the table of known devices, or else from what its driver reports."""
+    """Describe a GPU of this machine by the table of known devices, or else by its driver's properties."""
     try:
         properties = torch.cuda.get_device_properties(index)
     except (
         RuntimeError,
         AssertionError,
-    ):  # fake tensors on a machine without CUDA: the name is all there can be
+    ):  # fake tensors on a machine without CUDA: only a name can choose the device
         raise ValueError(
             "The tensors are on CUDA, and this machine has no GPU; name the device to plan for, "
             "for example options={'device': 'H100'}"
@@ -145,7 +156,7 @@ def described(index: int) -> Device:
 
 
 def target_of(device: torch.device, capability: tuple[int, int] | None) -> Target:
-    """What the choice of kernels depends on.
+    """Return the target on which the choice of kernels depends.
 
     capability  of the CUDA device that is planned for, which need not be there. If another one is, kernels
                 must run on both

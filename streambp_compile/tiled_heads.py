@@ -1,9 +1,10 @@
-"""Heads that a library computes in tiles by hand, traced as the formula that they are.
+"""Heads that a library computes in tiles by hand, traced as the formula that they compute.
 
-A trainer may give a model a forward of its own, which multiplies hidden states by the weight of the head tile
-by tile, in an autograd function. Dynamo does not trace such a function (it writes into parts of a buffer, or
-calls kernels), so the graph would break in front of the head. While Dynamo traces for this backend, the
-formula is traced in its place, and streams. Eager calls, and those of other backends, run the library's own.
+A trainer may give a model a forward of its own, which multiplies hidden states by the weight of the head
+tile by tile, in an autograd function. Dynamo does not trace such a function (it writes into parts of a
+buffer, or calls kernels), so the graph would break in front of the head. While Dynamo traces for this
+backend, the formula is traced instead, and streams. Eager calls, and those of other backends, run the
+library's own function.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ def log_probabilities(
     logit_scale: float = 1.0,
     outputs: Sequence[str] = PER_TOKEN,
 ) -> tuple[Tensor | None, ...]:
-    """What TRL's trainers know of each token: the log-probability of its target, ``[N]`` in float32, and what
-    is wanted of `PER_TOKEN` (entropy in nats, the log of the summed squares of probabilities, the mean logit,
-    is the target the most likely word?).
+    """Compute the values of each token that TRL's trainers read.
+
+    The first is the log-probability of its target, ``[N]`` in float32. Then come those of `PER_TOKEN`
+    that ``outputs`` names: entropy in nats, the log of the summed squares of probabilities, the mean
+    logit, and whether the target is the most likely word.
 
     hidden      ``[N, H]``
     weight      ``[V, H]``, with its bias ``[V]``
-    chunk_size  words in a tile of TRL's own, of no use here
+    chunk_size  words in one of TRL's tiles, not used here
     """
     logits = logits_of(hidden, weight, bias, temperature, logit_scale, final_logit_softcapping)
     log_p = F.log_softmax(logits, -1)
@@ -69,9 +72,11 @@ def divergences(
     teacher_logit_scale: float = 1.0,
     teacher_final_logit_softcapping: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What TRL's distillation knows of each token: the generalised Jensen-Shannon divergence of a student's
-    words from a teacher's (https://arxiv.org/abs/2306.13649), and the student's entropy without gradient,
-    each ``[N]`` in nats, in float32.
+    """Compute the divergence and entropy of each token that TRL's distillation reads.
+
+    The divergence is the generalised Jensen-Shannon divergence of a student's words from a teacher's
+    (https://arxiv.org/abs/2306.13649). The entropy is the student's, without gradient. Each is ``[N]``
+    in nats, in float32.
 
     hidden  ``[N, H]``, of another H for the teacher
     weight  ``[V, H]``, with its bias ``[V]``
@@ -97,7 +102,7 @@ def divergences(
 def logits_of(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, scale: float, cap: float | None
 ) -> Tensor:
-    """Logits ``[N, V]`` in float32 or wider, scaled, capped and divided by the temperature."""
+    """Compute logits ``[N, V]`` in float32 or wider, scaled, capped and divided by the temperature."""
     logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     if cap is not None:
@@ -110,9 +115,9 @@ class TiledHead:
     """A head that a library computes in tiles.
 
     name      of its autograd function, with its module
-    formula   what it computes, a function of the same arguments
-    examples  makes arguments on which the two are compared, once and again
-    switches  functions that the forward asks what the tiles need → what they answer the formula
+    formula   the function that it computes, with the same arguments
+    examples  builds arguments on which the two are compared; each call builds the same ones anew
+    switches  functions that the forward calls to learn the tiles' needs → their answers for the formula
     """
 
     name: str
@@ -122,7 +127,7 @@ class TiledHead:
 
 
 def head_of_five_words(width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states of three tokens, a weight and a bias."""
+    """Build hidden states of three tokens, a weight and a bias."""
     hidden, weight = (
         torch.linspace(-1, width, rows * width, device="cpu", dtype=torch.float32).sin().view(rows, width)
         for rows in (3, 5)
@@ -131,19 +136,19 @@ def head_of_five_words(width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def three_targets() -> list[tuple]:
-    """Arguments of `log_probabilities`: a tile of two words, a softcap, a scale and a temperature."""
+    """Build arguments of `log_probabilities`: a tile of two words, a softcap, a scale and a temperature."""
     targets = torch.tensor([0, 4, 2], device="cpu")
     return [(*head_of_five_words(4), targets, 0.7, 2, 3.0, 1.5, PER_TOKEN)]
 
 
 def three_divergences() -> list[tuple]:
-    """Arguments of `divergences`: all kinds of them, with another softcap and scale of the teacher."""
+    """Build arguments of `divergences`: all kinds of them, with another softcap and scale of the teacher."""
     teacher = [t.detach() for t in head_of_five_words(3)]
     return [(*head_of_five_words(4), *teacher, beta, 0.7, 1.5, 3.0, 0.8, 2.0) for beta in (0.0, 0.3, 1.0)]
 
 
 HEADS = (
-    # Positions without a label are left out in front of kernels, by an index that would break the graph.
+    # In front of Triton kernels, positions without a label are dropped by an index that breaks the graph.
     TiledHead(
         "trl.kernels.chunked_logprob.ChunkedLogProbFunction",
         log_probabilities,
@@ -160,7 +165,7 @@ HEADS = (
 
 
 def trace_formulas(model: nn.Module) -> list[str]:
-    """Have Dynamo trace formulas for the tiled heads that forwards of a model call.
+    """Replace the tiled heads that a model's forwards call, so that Dynamo traces their formulas.
 
     Returns the names of autograd functions that such a forward calls and that are not known.
     """
@@ -182,13 +187,15 @@ def trace_formulas(model: nn.Module) -> list[str]:
 
 
 def given_forwards(model: nn.Module) -> Iterator[types.FunctionType]:
-    """The Python functions that were set as the ``forward`` of single modules, and what those lead to."""
+    """Yield the Python functions set as the ``forward`` of single modules, and the functions that they
+    reach.
+    """
     for module in model.modules():
         yield from reached(vars(module).get("forward"))
 
 
 def reached(forward: object) -> Iterator[types.FunctionType]:
-    """A Python function, what it wraps, and functions of its package that it holds or calls by name."""
+    """Yield a Python function, the one that it wraps, and those of its package that it holds or names."""
     waiting, seen = [forward], set()
     while waiting:
         function = waiting.pop()
@@ -204,7 +211,7 @@ def reached(forward: object) -> Iterator[types.FunctionType]:
 
 
 def contents(cell: types.CellType) -> object:
-    """What a function holds in a cell of its closure; None of one that is empty."""
+    """Return the value that a function holds in a cell of its closure; None for an empty cell."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -220,7 +227,7 @@ def qualified(function: type) -> str:
 
 
 def known(function: type[torch.autograd.Function]) -> TiledHead | None:
-    """The row of `HEADS` for a function, if it computes that formula: another version may not."""
+    """Find the row of `HEADS` for a function, if it computes that formula: another version may not."""
     head = next((h for h in HEADS if h.name == qualified(function)), None)
     if head is None:
         return None
@@ -243,7 +250,7 @@ def values_and_gradients(call: Callable, arguments: tuple) -> list[Tensor]:
 
 
 def traced_as(function: type[torch.autograd.Function], formula: Callable) -> type:
-    """What stands for an autograd function where a forward looks it up."""
+    """Build the stand-in for an autograd function in the globals of a forward."""
 
     def apply(*args: object, **kwargs: object) -> object:
         if internals.is_traced_for(PACKAGE):
@@ -254,7 +261,7 @@ def traced_as(function: type[torch.autograd.Function], formula: Callable) -> typ
 
 
 def answering(function: Callable, answer: object) -> Callable:
-    """A function with another answer while Dynamo traces for this backend."""
+    """Wrap a function to return another answer while Dynamo traces for this backend."""
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:

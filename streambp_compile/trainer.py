@@ -16,7 +16,7 @@ from .tiled_heads import trace_formulas
 
 Target = TypeVar("Target")
 MODELS = ("model", "ref_model")  # attributes of trainers that hold a model
-# Arguments that bring earlier tokens; transformers renamed all others to ``cache`` in version 5.
+# Arguments that hold a cache of earlier tokens; transformers renamed all others to ``cache`` in version 5.
 CACHES = ("past_key_values", "cache", "cache_params")
 
 
@@ -46,7 +46,10 @@ def enable(target: Target, **options: Any) -> Target:
 
 
 def unless_generating(model: nn.Module, options: dict[str, Any]) -> Callable:
-    """What a module calls in place of its ``forward`` and hooks, as after `torch.nn.Module.compile`."""
+    """Build the call that replaces a module's ``forward`` and hooks, as `torch.nn.Module.compile` does.
+
+    A call with a cache of earlier tokens runs eagerly.
+    """
     compiled = torch.compile(model._call_impl, backend="streambp", options=options)
     traced = functools.cache(lambda code: trace_heads(model))
 
@@ -55,7 +58,7 @@ def unless_generating(model: nn.Module, options: dict[str, Any]) -> Callable:
         if any(kwargs.get(name) is not None for name in CACHES):
             return model._call_impl(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            # When it is called: a trainer may give the model a forward after `enable`, or for each call.
+            # At the call, because a trainer may give the model a forward after `enable`, or for each call.
             traced(getattr(vars(model).get("forward"), "__code__", None))
         return compiled(*args, **kwargs)
 
@@ -63,7 +66,7 @@ def unless_generating(model: nn.Module, options: dict[str, Any]) -> Callable:
 
 
 def trace_heads(model: nn.Module) -> None:
-    """Trace the tiled heads of a trainer by their formulas, and tell of those that are not known."""
+    """Trace the tiled heads of a trainer by their formulas, and warn of those that are not known."""
     for name in trace_formulas(model):
         warnings.warn(
             f"streambp: The forward that a trainer gave this model calls {name}, which breaks the graph, so "

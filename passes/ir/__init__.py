@@ -1,6 +1,6 @@
-"""Every type that crosses a pass: values of graphs, facts of them, refusals, programs, chunk bodies.
+"""Types that passes exchange: values of graphs, facts about them, refusals, programs, chunk bodies.
 
-All of them are frozen, and print themselves the way a person would write them down.
+All are frozen, and print themselves the way a person would write them down.
 """
 
 from .bodies import (

@@ -1,4 +1,4 @@
-"""Chunk bodies: the graph of one chunk, and how a driver cuts its inputs."""
+"""Chunk bodies: the graph of one chunk, and the way in which a driver slices its inputs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ from .values import value_of
 
 
 class BindingRole(enum.Enum):
-    """How a driver prepares one input of a chunk body."""
+    """The way in which a driver prepares one input of a chunk body."""
 
     ROWS = "rows"  # rows of the chunk; ``[…, outer, C, inner, …]`` where tokens share their dimension
     KEYS = "keys"  # the key range of the chunk
     WHOLE = "whole"  # the value as it is
     SCALAR = "scalar"  # an integer: a `Scalar`, or a size of the model
-    WRITE = "write"  # like ROWS, of a buffer that the body fills
-    APPEND = "append"  # like KEYS, of a buffer that the body fills and reads
-    RESULT = "result"  # like WHOLE, of memory that the body fills
+    WRITE = "write"  # like ROWS, for a buffer that the body fills
+    APPEND = "append"  # like KEYS, for a buffer that the body fills and reads
+    RESULT = "result"  # like WHOLE, for memory that the body fills
     TOTAL = "total"  # an accumulator
     KEYTOTAL = "keytotal"  # the key range of an accumulator
-    CARRY = (
-        "carry"  # the state of a scan, which the body moves on; or, in a sweep that restores it, only reads
-    )
+    CARRY = "carry"  # the state of a scan: the body advances it, or only reads it in a sweep that restores it
 
     def __str__(self) -> str:
         return self.value
 
 
 def in_blocks(name: str, block: int) -> str:
-    """The name of a scalar that is counted in blocks of so many tokens: ``rows`` in ``rows_8``."""
+    """Name a scalar that counts blocks of tokens: ``rows_8`` for ``rows`` in blocks of eight."""
     return name if block == 1 else f"{name}_{block}"
 
 
 def parted_name(name: str) -> tuple[str, int]:
-    """The name of a scalar that counts tokens, and the tokens of a block that it is counted in."""
+    """Split the name of a scalar into its name in tokens and the tokens of the block that it counts."""
     own, _, block = name.partition("_")
     return own, int(block or 1)
 
@@ -57,12 +55,12 @@ OF_ROWS = (BindingRole.ROWS, BindingRole.WRITE)
 class Binding:
     """One input of a chunk body.
 
-    low      the token of row 0 of the source, after any shift
-    output   of a source with several outputs: which one
-    size     for a scalar that is a size of the model: the symbol
-    columns  for rows of a matrix at full length: its dimension of keys, cut like keys
+    low         the token of row 0 of the source, after any shift
+    output      for a source with several outputs: the index of the output
+    size        for a scalar that is a size of the model: the symbol
+    columns     for rows of a matrix at full length: its dimension of keys, which is sliced like keys
     state_rows  for a state: its number of rows
-    filling  for a state or an accumulator: what it is before the first row
+    filling     for a state or an accumulator: its value before the first row
     """
 
     role: BindingRole
@@ -81,20 +79,23 @@ class Binding:
 
     @property
     def node(self) -> Node:
-        """The source of a binding that is known to have one."""
+        """The source of a binding, which is known to have one."""
         assert self.source is not None, f"{self} has no source"
         return self.source
 
     @property
     def tokens(self) -> Mark:
-        """The token dimension of a binding that is known to have one."""
+        """The token dimension of a binding, which is known to have one."""
         assert self.mark is not None, f"{self} has no token dimension"
         return self.mark
 
 
 def numbers_told(binding: Binding) -> list[object]:
-    """The numbers in which an input of a body is written: itself; or its sizes but for that of its rows, for
-    which the body has a number of its own, and its strides where it is read as it is."""
+    """List the numbers that an input of a body determines.
+
+    A scalar determines itself. A tensor determines its sizes, except the size of its rows, for which the
+    body has a number of its own. An expanded tensor that is read whole also determines its strides.
+    """
     value = binding.size if binding.source is None else value_of(binding.source, binding.output)
     if not isinstance(value, torch.Tensor):
         return [value]
@@ -105,7 +106,7 @@ def numbers_told(binding: Binding) -> list[object]:
 
 @dataclass(frozen=True)
 class ChosenKernel:
-    """The attention kernel of a body, and why it and none before it in the table."""
+    """The attention kernel of a body, and the reason why it was chosen over those before it in the table."""
 
     name: str
     reason: str
@@ -116,7 +117,7 @@ class ChosenKernel:
 
 @dataclass(frozen=True)
 class Body:
-    """A chunk body: its graph, and how to cut its inputs. All its results are written into them.
+    """A chunk body: its graph, and the way to slice its inputs. It writes all results into its inputs.
 
     kernels  the kernels that were chosen for its attention, each once
     """

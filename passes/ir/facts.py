@@ -1,7 +1,7 @@
-"""What is known of a graph: facts of values, reaches and roles of edges, kinds of nodes, signatures of ops.
+"""Facts about a graph: token dimensions of values, reaches of operands, kinds of nodes, signatures of ops.
 
-Row ``t`` of an output reads rows ``t+lo … t+hi`` of an operand: that interval is the operand edge's *reach*
-(loop tiling over tokens, arXiv 2506.03077, section 3).
+Row ``t`` of an output reads rows ``t+lo … t+hi`` of an operand. That interval is the *reach* of the
+operand's edge (loop tiling over tokens, arXiv 2506.03077, section 3).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .values import Size, rank_of, shape_of
 
 
 class Role(enum.Enum):
-    """How a node reads an operand."""
+    """The part of an operand that a node reads."""
 
-    ROWS = "rows"  # the rows of the chunk itself (shifted where the reach is ``[k,k]``)
+    ROWS = "rows"  # the rows of the chunk itself
     KEYS = "keys"  # the key range of the chunk
-    HALO = "halo"  # a finite or infinite range of rows around the chunk
+    HALO = "halo"  # a finite or infinite range of rows around the chunk, or shifted rows (reach ``[k,k]``)
     CARRY = "carry"  # the rows of the chunk, and the state of a scan before them
     WHOLE = "whole"  # the value as it is (shared, summed)
 
@@ -31,7 +31,7 @@ class Role(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What a node makes of the tokens that it reads."""
+    """The kind of result that a node computes from rows of tokens."""
 
     ROWS = "rows"  # one output row per token
     SUM = "sum"  # adds up over chunks
@@ -45,11 +45,11 @@ class Kind(enum.Enum):
 
 
 class Contraction(enum.Enum):
-    """What may be done with a contracted label that carries tokens."""
+    """The way in which a contracted label that carries tokens may be computed."""
 
-    SUM = "sum"  # chunks of it may be added up
-    PICKED = "picked"  # they may where the rule's ``emit`` looks rows up by their place among all tokens
-    ALL = "all"  # its entries are needed all at once
+    SUM = "sum"  # its entries may be added up over chunks
+    PICKED = "picked"  # the same, if the rule's ``emit`` looks rows up by their place among all tokens
+    ALL = "all"  # all its entries are needed at once
 
     def __str__(self) -> str:
         return self.value
@@ -57,7 +57,7 @@ class Contraction(enum.Enum):
 
 @dataclass(frozen=True)
 class Reach:
-    """Rows of an operand that one output row reads, relative to itself (tokens, both ends included)."""
+    """The rows of an operand that one output row reads, relative to it (tokens, both ends included)."""
 
     lo: float
     hi: float
@@ -66,7 +66,7 @@ class Reach:
         return Reach(self.lo + other.lo, self.hi + other.hi)
 
     def __neg__(self) -> Reach:
-        """The reach of the gradient: who read me, instead of whom I read."""
+        """Return the reach of the gradient: the rows that read this row, in place of those that it reads."""
         return Reach(-self.hi, -self.lo)
 
     def join(self, other: Reach) -> Reach:
@@ -95,9 +95,9 @@ EVERYWHERE = Reach(-math.inf, math.inf)
 class Mark:
     """One dimension that carries tokens, with ``inner`` rows for each block of ``block`` tokens.
 
-    Entry ``(o * N + n) * inner + i`` is of block ``n``: of tokens ``block * n`` to before
-    ``block * (n + 1)``. The last block may have fewer tokens, and has all rows. With blocks of one token,
-    ``n`` is the token.
+    Entry ``(o * N + n) * inner + i`` belongs to block ``n``, which holds the tokens from ``block * n``
+    to before ``block * (n + 1)``. The last block may have fewer tokens, but has all its rows. With
+    blocks of one token, ``n`` is the token.
     """
 
     dim: int
@@ -107,38 +107,41 @@ class Mark:
 
     @property
     def is_plain(self) -> bool:
-        """Has the dimension one row for each token, and nothing else?"""
+        """Does the dimension have exactly one row for each token?"""
         return self.outer == self.inner == self.block == 1
 
     @property
     def step(self) -> int:
-        """Rows of one block, of all sequences that share the dimension."""
+        """Rows of one block, over all sequences that share the dimension."""
         return self.outer * self.inner
 
     def count(self, tokens: Any) -> Any:
-        """The number of blocks that so many tokens fill; the last may be short."""
+        """Count the blocks that a number of tokens fills; the last block may be short."""
         return tokens if self.block == 1 else -(-tokens // self.block)
 
     def size(self, tokens: Any) -> Any:
-        """The size of the dimension for so many tokens."""
+        """Compute the size of the dimension for a number of tokens."""
         return self.count(tokens) * self.step
 
     def moved(self, dim: int) -> Mark:
-        """The same rows in another dimension."""
+        """Return the mark of the same rows in another dimension."""
         return replace(self, dim=dim)
 
     def grouped(self, rows: int) -> Mark:
-        """The same rows in blocks of a multiple of so many rows; for one row, in the smallest blocks."""
+        """Group the same rows into larger blocks, each a multiple of ``rows`` rows.
+
+        With ``rows == 1``, the blocks become the smallest possible.
+        """
         inner = self.inner // math.gcd(self.inner, self.block) if rows == 1 else math.lcm(self.inner, rows)
         return replace(self, inner=inner, block=self.block * inner // self.inner)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A value with one row per token, and, for scores and masks, one column per key.
+    """A value with one row per token and, for scores and masks, one column per key.
 
-    ``lo`` and ``hi`` say which tokens have a row: ``lo <= t < T + hi`` (a value shifted by slicing has
-    fewer).
+    ``lo`` and ``hi`` say which tokens have a row: ``lo <= t < T + hi``. A value shifted by slicing has
+    fewer than T rows.
     """
 
     rows: Mark
@@ -147,7 +150,7 @@ class Tokens:
     hi: int = 0
 
     def pattern(self, rank: int) -> str:
-        """The shape as a person writes it: ``b [t] d``, ``(b [t]) d``, ``b h [t] {t}``."""
+        """Format the shape as a person writes it: ``b [t] d``, ``(b [t]) d``, ``b h [t] {t}``."""
         names = []
         for i in range(rank):
             if i == self.rows.dim:
@@ -169,7 +172,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Shared:
-    """A value without tokens: weights, constants, and everything made from them."""
+    """A value without tokens: a weight, a constant, or a result computed from these alone."""
 
     def pattern(self, rank: int) -> str:
         return "shared"
@@ -191,22 +194,25 @@ Labels = tuple[Label, ...]
 
 @dataclass(frozen=True)
 class Signature:
-    """What a rule says of one node: a label for every dimension of its operands and outputs.
+    """A rule's description of one node: a label for every dimension of its operands and outputs.
 
-    An operand dimension is tied to the output dimension of the same label. A label that no output bears is
-    contracted.
-    ``None`` is a dimension tied to nothing (size one, broadcast).
+    An operand dimension is tied to the output dimension of the same label. A label that no output has is
+    contracted. ``None`` marks a dimension tied to no other (size one, broadcast).
 
     reach      label → rows read along it, where that is more than the own row
-    contracts  a `Contraction`, or its value: what may be done with a contracted label that carries tokens
-    sums       contracted labels of which chunks may be added up, whatever ``contracts`` says of the others
+    contracts  a `Contraction`, or its value: how a contracted label that carries tokens may be computed
+    sums       contracted labels that may be added up over chunks, whatever ``contracts`` says of the
+               others
     rows/keys  labels of queries and keys, for an operator that is attention by itself
     reshape    the node moves rows between dimensions; ties come from the sizes
-    offsets    label → for each operand k: output row j reads row j+k along it (slices and padding)
-    uniform    all rows are alike (a constant), so that a shift does not matter
-    placed     labels along which the op names rows by their place, so that no fewer rows can be asked of it
-    indexed    labels along which an operand's numbers name entries (``placed`` as well): all of them exist at
-               once where they are rows, and are counted from the first of all where they are keys
+    offsets    label → an offset k for each operand: output row j reads row j+k along it (slices and
+               padding)
+    uniform    all rows are equal (a constant), so that a shift does not matter
+    placed     labels along which the op identifies rows by their place, so that it cannot compute fewer
+               rows
+    indexed    labels along which an operand's numbers index entries (these labels are ``placed`` as
+               well). Rows along them all exist at once; keys along them are counted from the first of
+               all
     blocks     rows of a block along labels of the operands, and of the outputs, where these differ
     """
 
@@ -225,19 +231,22 @@ class Signature:
     blocks: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a contraction that does not exist."""
+        """Convert ``contracts`` to a `Contraction`, and add ``indexed`` to ``placed``.
+
+        Raises ValueError for a contraction that does not exist.
+        """
         object.__setattr__(self, "contracts", Contraction(self.contracts))
         object.__setattr__(self, "placed", self.placed | self.indexed)
 
     def mixes(self, label: Label) -> bool:
-        """Does a row along this label read other rows than its own, or know the place of any?"""
+        """Does a row along this label read rows other than its own, or depend on the place of any row?"""
         moved = label in self.reach or label in self.placed or any(self.offsets.get(label, ()))
         return label is not None and (moved or label == self.keys)
 
 
 @dataclass(frozen=True)
 class Edge:
-    """How a node reads one operand."""
+    """One operand of a node, the part of it that the node reads, and its reach."""
 
     operand: Node
     role: Role
@@ -246,11 +255,12 @@ class Edge:
 
 @dataclass(frozen=True)
 class KeyMask:
-    """A mask that is only known when the graph runs: a padding mask, or a stored attention mask.
+    """A mask whose entries are known only while the graph runs: a padding mask, or a stored attention mask.
 
-    node          a boolean tensor, one of zeros and ones, or (``masked_value`` is None) an additive mask,
-                  which masks an entry where its number is nearly the lowest of its dtype
-    row           its dimension of rows (queries); None for a padding mask, which is the same for every row
+    node          a boolean tensor, one of zeros and ones, or (``masked_value`` is None) an additive
+                  mask, which masks an entry where its number is nearly the lowest of its dtype
+    row           its dimension of rows (queries); None for a padding mask, which is the same for every
+                  row
     key           its dimension of keys
     masked_value  the boolean value that masks a key
     """
@@ -262,17 +272,17 @@ class KeyMask:
 
     @property
     def by_row(self) -> bool:
-        """Does it hide other keys from each row?"""
+        """Does the mask hide different keys from different rows?"""
         return self.row is not None
 
     @property
     def entries(self) -> int:
-        """Entries of one stored mask; a padding mask has none."""
+        """Entries of one stored mask, rows times keys; 0 for a padding mask."""
         return 0 if self.row is None else shape_of(self.node)[self.row] * shape_of(self.node)[self.key]
 
     @property
     def batch(self) -> int:
-        """How many masks the tensor holds."""
+        """The number of masks in the tensor."""
         return math.prod(size for d, size in enumerate(shape_of(self.node)) if d not in (self.row, self.key))
 
     @property
@@ -281,7 +291,7 @@ class KeyMask:
 
 
 def band_text(band: Reach) -> str:
-    """The keys of a band, as a phrase that follows "visible" or "a key"."""
+    """Describe the keys of a band, as a phrase that follows "visible" or "a key"."""
     if band == PAST:
         return "up to its own position"
     if band.hi == 0:
@@ -293,8 +303,8 @@ def band_text(band: Reach) -> str:
 class EveryRowHasVisibleKey:
     """A condition on a call: these masks leave every row at least one visible key inside a band.
 
-    Additive masks of lowest numbers (not ``-inf``) empty what is outside the band only beside a visible key;
-    a softmax over a row that has none reads all keys alike.
+    An additive mask of lowest finite numbers (not ``-inf``) hides the keys outside the band only beside
+    a visible key. A softmax over a row without a visible key weighs all keys alike.
     """
 
     key_masks: tuple[KeyMask | DocumentMask, ...]
@@ -329,16 +339,15 @@ Pair = tuple[Node, Node]
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """A boolean over rows and keys that compares per-token values: sequence ids or position ids of packed
-    sequences.
+    """A boolean over rows and keys that compares per-token values of packed sequences.
 
-    Wherever it is true, all its comparisons hold (with ``negated``: wherever it is false). Other masks may
-    remove more entries.
+    These values are sequence ids or position ids. Wherever the boolean is true, all its comparisons hold
+    (with ``negated``: wherever it is false). Other masks may remove more entries.
 
-    equal      pairs (value of the row, value of the key), each ``[.., T]`` but for dimensions of one, that
-               are equal
-    ordered    pairs of which the key's value is at most the row's
-    key_masks  the masks that hide other entries, and nothing else does; ``None`` where it is unknown
+    equal      pairs (value of the row, value of the key) that are equal; each value is ``[.., T]``, or
+               has dimensions of size one in place of these
+    ordered    pairs in which the key's value is at most the row's
+    key_masks  the only masks that hide other entries; ``None`` where they are unknown
     """
 
     equal: tuple[Pair, ...] = ()
@@ -352,7 +361,7 @@ class DocumentMask:
 
     @property
     def batch(self) -> int:
-        """How many masks the tensors hold."""
+        """The number of masks in the tensors."""
         return max(math.prod(shape_of(node)[:-2]) for node in self.nodes)
 
     @property
@@ -362,10 +371,9 @@ class DocumentMask:
 
 @dataclass(frozen=True)
 class PositionsIncrease:
-    """A condition on a call: per-token values are the same for rows and keys, and increase with each token
-    of a document.
+    """A condition on a call: per-token values agree for rows and keys, and increase along each document.
 
-    Then the document mask shows no later key.
+    The document mask then shows no later key.
     """
 
     document_mask: DocumentMask
@@ -390,11 +398,12 @@ Condition = EveryRowHasVisibleKey | MaskedOutsideBand | PositionsIncrease
 
 @dataclass(frozen=True)
 class Analysis:
-    """Facts of a graph: what every value carries, how every edge reads, what every node does with its rows.
+    """Facts about a graph: token dimensions of values, edges to operands, and kinds of nodes.
 
-    reaches     node that meets keys → the keys that a row can reach
-    conditions  what a call has to keep for that to be so
-    shifted_copies  nodes that hold the rows of other tokens, and so may have some before or behind all
+    reaches         node that relates rows to keys → the keys that a row can reach
+    conditions      conditions that each call has to satisfy for these reaches to hold
+    shifted_copies  nodes that hold the rows of other tokens, and so may have rows before the first token
+                    or behind the last
     """
 
     length: Size
@@ -406,19 +415,22 @@ class Analysis:
     shifted_copies: frozenset[Node] = frozenset()
 
     def fact(self, node: Node) -> Fact:
-        """The fact of a node that is one value."""
+        """Return the fact of a node that has one value."""
         fact = self.facts[node]
         assert not isinstance(fact, tuple), f"{node} is several values"
         return fact
 
     def tokens_of(self, node: Node) -> Tokens:
-        """The fact of a value that is known to have rows."""
+        """Return the fact of a value that is known to have rows."""
         fact = self.facts[node]
         assert isinstance(fact, Tokens), f"{node} has no rows"
         return fact
 
     def block(self, nodes: Iterable[Node]) -> int:
-        """Tokens that a chunk is a multiple of: blocks that some nodes read, or make, are not parted."""
+        """Compute the number of tokens that a chunk must be a multiple of.
+
+        Blocks that these nodes read, or make, are not split.
+        """
         values = {value for node in nodes for value in (node, *node.all_input_nodes)}
         facts = (fact for value in values for fact in parts_of(self.facts[value]))
         return math.lcm(*(fact.rows.block for fact in facts if isinstance(fact, Tokens)))
@@ -440,10 +452,10 @@ class Analysis:
 
 
 def parts_of(fact: Fact | tuple[Fact, ...] | None) -> tuple[Fact | None, ...]:
-    """The facts of a node's outputs: one, or several."""
+    """Return the facts of a node's outputs as a tuple: one, or several."""
     return fact if isinstance(fact, tuple) else (fact,)
 
 
 def is_row_wise(fact: Fact | tuple[Fact, ...] | None) -> bool:
-    """Has a value, or one of several outputs, a row per token?"""
+    """Does a value, or one of several outputs, have a row per token?"""
     return any(isinstance(f, Tokens) for f in parts_of(fact))

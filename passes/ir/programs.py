@@ -1,4 +1,4 @@
-"""What runs: sweeps over chunks of tokens, and what is computed at full length between them."""
+"""Programs: sweeps over chunks of tokens, and values computed at full length between them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ class Sweep:
     writes           token values written row by row into full-length buffers (outputs and kept values)
     appended         those of ``writes`` that later rows of the same sweep read as keys
     sums             values added up over chunks
-    joined           what is added up over chunks in the accumulator of one of ``sums`` → that one
+    joined           value that is added up in the accumulator of one of ``sums`` → that one
     keysums          values added up per key
     keysums_final    the rows of ``keysums`` at a chunk's own tokens are final when the chunk is reached
-    in_place         written value → the value whose memory it takes over, of an input or an earlier sweep
-    keys             the keys that rows of a chunk reach, and always the chunk's own rows: no chunk is without
-                     keys
+    in_place         written value → the value whose memory it takes over (an input, or from an earlier
+                     sweep)
+    keys             range of keys that rows of a chunk reach. It includes the chunk's own rows, so that
+                     no chunk is without keys
     scans            scans whose state goes from chunk to chunk
     saved_states     those of ``scans`` whose state before each chunk is saved for a later sweep
-    restored_states  scans of the other direction, which start each chunk from such a state
+    restored_states  scans of the opposite direction, which start each chunk from such a state
     """
 
     direction: Direction
@@ -59,12 +60,15 @@ class Sweep:
 
     @property
     def summed(self) -> tuple[Node, ...]:
-        """The nodes of which a chunk adds a part to some accumulator."""
+        """The nodes of which a chunk adds a part to an accumulator."""
         totals = {total for _, total in self.joined}
         return (*(n for n in self.sums if n not in totals), *(n for n, _ in self.joined))
 
     def __str__(self) -> str:
-        """``descending, keys [-inf,0]: 41 ops; reads x, w; writes dx over dy; adds up dw``."""
+        """Format the sweep: ``descending, keys [-inf,0]: 41 ops; reads x, w; writes y; adds up dw``.
+
+        A value that is written over another one is ``dx over dy``.
+        """
         inside, over = set(self.nodes), dict(self.in_place)
         lists = {
             "reads": dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside),
@@ -85,16 +89,16 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Program:
-    """What runs, in order: ``full_length[0]``, sweep 0, ``full_length[1]``, sweep 1, …
+    """The steps of a computation, in order: ``full_length[0]``, sweep 0, ``full_length[1]``, sweep 1, …
 
     inputs       nodes whose values come from outside (arguments, constants, and what the forward saved)
-    full_length  before each sweep, and after the last, nodes computed at once: token-free values, and values
-                 of a few bytes per token that are read beyond their rows
+    full_length  nodes computed at once, before each sweep and after the last: values without tokens, and
+                 values of a few bytes per token that are read beyond their rows
     kept         values of sweeps that are written at full length because later sweeps read them
     outputs      nodes (or constants) to return
     statistics   those of ``kept`` that are a few numbers per token, computed from many (a log-sum-exp)
-    too_wide     values at full length that are wider than a streamed program may hold; no program of the
-                 search was without
+    too_wide     values at full length that are wider than a streamed program may hold; the search found
+                 no program without such values
     """
 
     inputs: tuple[Node, ...]
@@ -114,7 +118,7 @@ class Program:
 
 
 def computed_by(program: Program) -> list[Node]:
-    """All that a program computes, at full length and in sweeps."""
+    """List all nodes that a program computes, at full length and in sweeps, each once."""
     parts = (*program.full_length, *(sweep.nodes for sweep in program.sweeps))
     return list(dict.fromkeys(n for part in parts for n in part))
 
@@ -123,7 +127,7 @@ def computed_by(program: Program) -> list[Node]:
 class Fusion:
     """Nodes at full length that one compiled function computes.
 
-    results  those of ``nodes`` that something else reads: tensors in memory of their own
+    results  those of ``nodes`` that something else reads; each is a tensor in memory of its own
     """
 
     nodes: tuple[Node, ...]
@@ -131,18 +135,18 @@ class Fusion:
 
 
 def part_nodes(part: Node | Fusion) -> tuple[Node, ...]:
-    """The nodes of what is computed at once."""
+    """Return the nodes of one part at full length: a single node, or those of a fusion."""
     return part.nodes if isinstance(part, Fusion) else (part,)
 
 
 def part_results(part: Node | Fusion) -> tuple[Node, ...]:
-    """Those that others may read."""
+    """Return the nodes of one part whose values other nodes may read."""
     return part.results if isinstance(part, Fusion) else (part,)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a program runs on a device.
+    """The execution of a program on a device: chunk lengths, kernels and fusions.
 
     chunks       tokens per chunk of every sweep
     kernels      attention node → the kernel that computes it

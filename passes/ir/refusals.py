@@ -1,4 +1,7 @@
-"""Why something cannot be streamed: a value until the doorway turns it into a warning or an error."""
+"""Refusals: reasons why something cannot be streamed, as values.
+
+The package ``streambp_compile`` turns them into warnings or errors.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a region cannot be streamed, and what its author can do about it."""
+    """The reason why a region cannot be streamed, and a remedy for its author."""
 
     op: str
     reason: str
@@ -22,7 +25,7 @@ class Refusal:
 
 
 class CannotStream(Exception):
-    """Carries a `Refusal` from deep inside a pass to the pipeline, which turns it into a value."""
+    """An exception that carries a `Refusal` out of a pass to the pipeline, which makes it a value."""
 
     def __init__(self, refusal: Refusal):
         super().__init__(str(refusal))
@@ -30,7 +33,10 @@ class CannotStream(Exception):
 
 
 def where_of(node: Node) -> str:
-    """The user's own line that made this node (``file:line in function: code``), if known."""
+    """Find the user's own line that made this node.
+
+    Returns ``file:line: code``, ``file:line`` if the code is unknown, and an empty text if the line is.
+    """
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
     for i in range(len(lines) - 1, -1, -1):

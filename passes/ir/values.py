@@ -17,7 +17,7 @@ Size = int | torch.SymInt
 
 
 def value_of(node: Node, output: int | None = None) -> Any:
-    """The fake value of a node, or of one of its outputs."""
+    """Return the fake value of a node, or of one of its outputs."""
     value: Any = node.meta.get("val")
     return value if output is None else value[output]
 
@@ -28,14 +28,19 @@ def rank_of(node: Node, output: int | None = None) -> int:
 
 
 def expression_of(number: Any) -> sympy.Expr | None:
-    """The expression of sizes that a number is; None of a plain number, and of the size of a ragged
-    dimension."""
+    """Return the symbolic expression of a number, or None.
+
+    A plain number has none, and neither has the size of a ragged dimension.
+    """
     symbolic = isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)
     return getattr(number.node, "expr", None) if symbolic else None
 
 
 def symbols_in(size: Any) -> list[torch.SymInt]:
-    """The symbols that a number is an expression of; none of a plain number, and none of a symbol itself."""
+    """List the symbols in the expression of a number.
+
+    A plain number has none, and a number that is a single symbol lists none.
+    """
     expr = expression_of(size)
     if expr is None or expr.is_Symbol:
         return []
@@ -43,16 +48,20 @@ def symbols_in(size: Any) -> list[torch.SymInt]:
 
 
 def numbers_of(value: object) -> list[object]:
-    """The numbers that tell a fake value: it is one, or they are its sizes and strides."""
+    """List the numbers that define a fake value: itself, or the sizes and strides of a tensor.
+
+    Strides are listed for strided tensors alone.
+    """
     if not isinstance(value, torch.Tensor):
         return [value]
     return [*value.shape, *(value.stride() if value.layout is torch.strided else ())]
 
 
 def unbound(given: Iterable[object], read: Iterable[object] = ()) -> set[sympy.Symbol]:
-    """The symbols in inputs, and in what else is read, that no input is, nor has as a size or a stride.
+    """Find the symbols in inputs, and in other values read, that no input binds.
 
-    What compiles code for these inputs binds no others: of an input of size ``2 s`` it does not tell ``s``.
+    An input binds a symbol if it is that symbol, or has it as a size or a stride. Code compiled for
+    these inputs binds no other symbols: an input of size ``2 s`` does not bind ``s``.
     """
     numbers = [n for value in given for n in numbers_of(value)]
     found = [e for e in map(expression_of, numbers) if e is not None]
@@ -69,10 +78,13 @@ UNKNOWN_SIZE = Refusal(
 
 
 def hint(size: Size) -> int:
-    """The size as a number: itself, or the length at which the graph was traced. Raises `CannotStream`."""
+    """Return a size as a number: itself, or the length at which the graph was traced.
+
+    Raises `CannotStream` for a size that is known only while the graph runs.
+    """
     if isinstance(size, int):
         return size
-    if size.node.expr.is_Integer:  # the data told it once, and something has asserted what it is since
+    if size.node.expr.is_Integer:  # depended on data, and an assertion has fixed it since
         return int(size.node.expr)
     if size.node.hint is None:
         raise CannotStream(UNKNOWN_SIZE)
@@ -80,7 +92,7 @@ def hint(size: Size) -> int:
 
 
 def is_equal(a: Size, b: Size) -> bool:
-    """Equal at every length, not only at the traced one."""
+    """Are two sizes equal at every length, not only at the traced one?"""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     first, second = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (a, b))
@@ -90,7 +102,7 @@ def is_equal(a: Size, b: Size) -> bool:
 
 
 def differs_by_a_number(a: Size, b: Size) -> bool:
-    """Are there as many more of these than of those at every length?"""
+    """Do two sizes differ by the same number at every length?"""
     if isinstance(a, int) and isinstance(b, int):
         return True
     first, second = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (a, b))
@@ -98,10 +110,12 @@ def differs_by_a_number(a: Size, b: Size) -> bool:
 
 
 def simplified(expr: sympy.Expr) -> sympy.Expr:
-    """An expression of sizes with divisions without a remainder carried out: ``T * T // T`` is T, as a view
-    with a -1 in it has it."""
+    """Simplify an expression of sizes by carrying out divisions without a remainder.
+
+    ``T * T // T`` becomes ``T``. A view with a size of -1 gives such expressions.
+    """
     before = None
-    while expr != before:  # divisions by divisions, the innermost first
+    while expr != before:  # nested divisions, the innermost first
         before, expr = expr, expr.replace(lambda e: type(e).__name__ == "FloorDiv", divided).expand()
     return expr
 
@@ -113,30 +127,34 @@ def divided(division: sympy.Expr) -> sympy.Expr:
 
 @functools.lru_cache(4096)
 def parted(expr) -> tuple[object, int, int]:
-    """``factor * part + rest`` of a size's expression, with numbers taken out, so that what it tells is found
-    in other sizes: of ``2 (h // 4) (w // 4) + 1`` the product."""
+    """Split a size's expression into ``factor * part + rest``, where ``factor`` and ``rest`` are numbers.
+
+    Returns ``(part, factor, rest)``; the size determines ``part``, which other sizes may contain. The
+    part of ``2 (h // 4) (w // 4) + 1`` is the product ``(h // 4) (w // 4)``. An expression without this
+    form is returned as ``(expr, 1, 0)``.
+    """
     rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
     factor, part = product.as_coeff_Mul()
     return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
 
 
 def values_of(node: Node) -> tuple[Any, ...]:
-    """The fake values of a node: one, or those of an operator with several results."""
+    """Return the fake values of a node as a tuple: one, or those of an operator with several results."""
     value = value_of(node)
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def sizes_of(nodes: Iterable[Node]) -> list[Size]:
-    """The sizes of the tensors that nodes compute, and the symbols that these are expressions of."""
+    """List the sizes of the tensors that nodes compute, and the symbols in these sizes."""
     sizes = [s for n in nodes for v in values_of(n) if isinstance(v, torch.Tensor) for s in v.shape]
     return [*sizes, *(symbol for s in sizes for symbol in symbols_in(s))]
 
 
 def cannot_tell(inputs: Iterable[object], sizes: Iterable[object]) -> list[Any]:
-    """The sizes that those of the inputs, given as fake values, do not tell."""
+    """Find the sizes that the sizes of the inputs, given as fake values, do not determine."""
     sizes_of = (v.shape if isinstance(v, torch.Tensor) else [v] for v in inputs)
     given = {
-        parted(s.node.expr)[0]: sympy.Dummy(integer=True, positive=True)  # no number: some divide by it
+        parted(s.node.expr)[0]: sympy.Dummy(integer=True, positive=True)  # a symbol: some divide by it
         for v in sizes_of
         for s in v
         if isinstance(s, torch.SymInt) and not s.node.expr.is_number
@@ -151,14 +169,17 @@ def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:
 
 
 def is_view(node: Node) -> bool:
-    """Takes no memory of its own."""
+    """Is a node a view, without memory of its own?"""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def viewed(node: Node, among: Collection[Node] | None = None) -> Node:
-    """What a view is of, through views of views; any other node itself, as is a view of a number.
+    """Find the value that a view reads, through views of views.
 
-    among  those views that are followed (all): a sweep writes a view that it keeps into memory of its own
+    Any other node is returned itself, and so is a view of a number.
+
+    among  the views that are followed, by default all: a sweep writes a view that it keeps into memory
+           of its own
     """
     while is_view(node) and node.all_input_nodes and (among is None or node in among):
         node = node.all_input_nodes[0]
@@ -173,13 +194,19 @@ def bytes_of(value: torch.Tensor) -> int:
 
 
 def op_name(node: Node) -> str:
-    """``mm`` of ``aten.mm.default``; nothing of what is no op."""
+    """Return the name of an op without its overload: ``mm`` for ``aten.mm.default``.
+
+    It is empty for any other node.
+    """
     return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
 
 
 def is_tangent(node: Node) -> bool:
-    """Is this input of a joint graph the gradient of an output? By the name that AOTAutograd gives it, as its
-    own partitioners tell (torch/_functorch/partitioners.py, `_is_tangent`)."""
+    """Is this input of a joint graph the gradient of an output?
+
+    It is recognized by the name that AOTAutograd gives it, as in AOTAutograd's own partitioners
+    (torch/_functorch/partitioners.py, `_is_tangent`).
+    """
     return node.op == "placeholder" and node.target.startswith("tangents")
 
 
@@ -188,7 +215,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def is_item(node: Node) -> bool:
-    """Is it one result of an operator that has several?"""
+    """Is a node one result of an operator that has several?"""
     return node.target is operator.getitem
 
 
@@ -197,7 +224,7 @@ def is_floating(node: Node) -> bool:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Arguments by their schema names, defaults filled in."""
+    """Map the schema names of a node's arguments to their values, with defaults filled in."""
     found = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
     found.update({a.name: v for a, v in zip(node.target._schema.arguments, node.args)})
     found.update(node.kwargs)
@@ -205,7 +232,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all that they are made of."""
+    """Collect these nodes and all nodes that they are computed from."""
     found, stack = set(), list(nodes)
     while stack:
         node = stack.pop()
@@ -219,13 +246,17 @@ ORIGIN = "streambp_origin"  # the key of node.meta that `metadata_for` writes an
 
 
 def origin_of(node: Node) -> str:
-    """The name, in the traced graph, of the node that this one was written for: its own, unless a pass wrote
-    it."""
+    """Return the name, in the traced graph, of the node that this one was written for.
+
+    It is the node's own name, unless a pass wrote the node.
+    """
     return node.meta.get(ORIGIN, node.name)
 
 
 def metadata_for(node: Node, value: object = None) -> dict[str, Any]:
-    """Metadata of a node that a pass writes in place of another: the user's line and the origin of that.
+    """Build the metadata of a node that a pass writes in place of another.
+
+    It keeps the user's line and the origin of the other node.
 
     value  the fake value of the new node; by default that of the other
     """
@@ -233,13 +264,15 @@ def metadata_for(node: Node, value: object = None) -> dict[str, Any]:
 
 
 def origin_metadata(node: Node) -> dict[str, Any]:
-    """Metadata of nodes that a chunk body has for this one: the user's line and the origin. Their values are
-    of other sizes."""
+    """Build the metadata of nodes that stand for this one in a chunk body: the user's line and the origin.
+
+    It has no fake value, because a chunk's values have other sizes.
+    """
     return {"stack_trace": node.meta.get("stack_trace"), ORIGIN: origin_of(node)}
 
 
 def copied(module: GraphModule) -> GraphModule:
-    """A module of its own for a copy of the graph, with its names and meta values."""
+    """Copy a graph, with its names and meta values, into a module of its own."""
     graph, nodes = Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(module.graph, nodes))
     for old, new in nodes.items():
@@ -248,7 +281,10 @@ def copied(module: GraphModule) -> GraphModule:
 
 
 def tensor_operands(node: Node) -> tuple[Node, ...]:
-    """The tensor operands in argument order, lists flattened; a signature has one entry for each."""
+    """List the tensor operands in argument order, with lists flattened.
+
+    A signature has one entry for each.
+    """
     found: list[Node] = []
 
     def visit(arg: object) -> None:
@@ -265,12 +301,12 @@ def tensor_operands(node: Node) -> tuple[Node, ...]:
 
 
 def total_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Accumulators are float32 for half precision."""
+    """Choose the dtype of an accumulator: float32 for half precision, otherwise the same dtype."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def takes_kernel(node: Node) -> bool:
-    """Is the kernel of its op chosen by name?"""
+    """Does the node's op have an argument that names its kernel?"""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and any(
         a.name == "kernel" for a in target._schema.arguments
@@ -278,7 +314,10 @@ def takes_kernel(node: Node) -> bool:
 
 
 def draws_random(node: Node) -> bool:
-    """Does this node draw random numbers? Attention only with dropout, although its kernels are tagged so."""
+    """Does this node draw random numbers?
+
+    Attention does so only with dropout, although its kernels are always tagged as random.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -287,5 +326,5 @@ def draws_random(node: Node) -> bool:
 
 
 def outputs_of(module: GraphModule) -> tuple[object, ...]:
-    """What a graph returns, flat."""
+    """Return the outputs of a graph as a flat tuple."""
     return tuple(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])

@@ -1,1 +1,1 @@
-"""What chunk bodies call beside ATen: streaming attention, products that accumulate, grouped products."""
+"""Operators that chunk bodies call beside ATen: attention, accumulating products, grouped products."""

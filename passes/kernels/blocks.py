@@ -1,8 +1,8 @@
-"""Rows of tokens and rows of blocks of tokens: the operators that lead from one to the other.
+"""Operators that lead from rows of tokens to rows of blocks of tokens, and back.
 
-A sequence that is cut into blocks has a row for each token, or so many rows for each block. These differ
-where the last block is short. Chunks hold whole blocks, so that blocks are rows like any other. What blocks
-exchange exists at full length.
+A sequence that is split into blocks has a row for each token, or a fixed number of rows for each block.
+These differ where the last block is short. Chunks hold whole blocks, so that blocks are rows like any
+other. Values that blocks exchange exist at full length.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from .operators import define, nothing
 
 
 def regrouped(x: Tensor, dim: int, size: int, given: int, made: int) -> Tensor:
-    """The first rows of a value, or all of them with zeros behind.
+    """Truncate a value to its first ``size`` rows, or pad it with zeros behind.
 
-    given, made  rows of a block before and behind; one of them is 1: there, tokens count
+    given, made  rows of a block in the operand and in the result; one of them is 1, where rows are
+                 tokens
     """
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size - x.shape[dim]]).contiguous()
 
@@ -35,7 +36,7 @@ def copied_meta(x: Tensor, dim: int) -> Tensor:
 
 
 def add_among_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
-    """Add rows to those of a value from ``start`` on, as far as it has any there."""
+    """Add rows to those of a value from ``start`` on; rows behind its last one are left out."""
     count = max(0, min(rows.shape[dim], full.shape[dim] - start))
     full.narrow(dim, min(start, full.shape[dim]), count).add_(rows.narrow(dim, 0, count))
 
@@ -72,7 +73,7 @@ torch.library.register_autograd(
     setup_context=keep_dim,
 )
 
-# The operators as torch's own, for a region that runs unchunked.
+# The operators as calls of torch's own, for a region that runs unchunked.
 PLAIN = {
     torch.ops.streambp.regrouped.default: regrouped,
     torch.ops.streambp.at_once.default: copied,

@@ -1,5 +1,8 @@
-"""Gathering and scattering along any dimension: torch's collectives do it along the first alone, and move the
-parts of the processes before or after. And exchanges of parts, which are waited for at once."""
+"""Gathering and scattering along any dimension, and exchanges of parts that are waited for at once.
+
+Torch's collectives gather and scatter along the first dimension alone. These operators move the parts of
+the processes before or after.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from .operators import define
 
 
 def gathered(part: Tensor, dim: int, processes: int, group: str) -> Tensor:
-    """The parts of all processes of a group, one behind the other along ``dim``."""
+    """Concatenate the parts of all processes of a group along ``dim``."""
     ops = torch.ops._c10d_functional
     parts = ops.wait_tensor(ops.all_gather_into_tensor(part.contiguous(), processes, group))
     return parts.view(processes, *part.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def scattered(whole: Tensor, dim: int, reduction: str, processes: int, group: str) -> Tensor:
-    """The part along ``dim`` that this process has of a reduction over all processes of a group."""
+    """Reduce a value over all processes of a group, and return this process's part along ``dim``."""
     ops = torch.ops._c10d_functional
     parts = whole.unflatten(dim, (processes, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
     own = ops.wait_tensor(ops.reduce_scatter_tensor(parts, reduction, processes, group))
@@ -27,8 +30,10 @@ def scattered(whole: Tensor, dim: int, reduction: str, processes: int, group: st
 
 
 def exchanged(parts: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """What all processes of a group send to this one, behind one another along the first dimension. Of its
-    own rows along it, ``sent[i]`` go to process i."""
+    """Send ``sent[i]`` rows to each process i of a group, and concatenate the rows that all processes send.
+
+    Rows run along the first dimension; ``received[i]`` of them come from process i.
+    """
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_to_all_single(parts.contiguous(), received, sent, group))
 

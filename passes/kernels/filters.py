@@ -1,7 +1,7 @@
-"""Convolutions along the tokens that give a row for every row, whatever the length of their filter.
+"""Convolutions along the tokens that give a row for every row, with filters of any length.
 
-Row ``t`` is made of the rows around it, of which those before the first and behind the last are zero. The
-gradient of the input is such a convolution again, with the filter turned around; that of the filter is a sum
+Row ``t`` is computed from the rows around it; rows before the first and behind the last are zero. The
+gradient of the input is such a convolution again, with the filter reversed. That of the filter is a sum
 over rows.
 """
 
@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 
 def reach(taps: int, before: int, dilation: int) -> tuple[int, int]:
-    """The first and the last row that a row reads, relative to itself."""
+    """Return the first and the last row that a row reads, relative to itself."""
     return -before, dilation * (taps - 1) - before
 
 
 def rows_around(full: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """A copy of rows ``[start, start+length)``; zero where there is none."""
+    """Copy rows ``[start, start+length)``, with zeros where there is no row."""
     out = full.new_zeros([*full.shape[:dim], length, *full.shape[dim + 1 :]])
     first, last = max(0, start), min(full.shape[dim], start + length)
     if last > first:
@@ -39,21 +39,23 @@ def padded(x: Tensor, taps: int, before: int, dilation: int) -> Tensor:
 
 
 def filtered(x: Tensor, weight: Tensor, before: int, dilation: int, groups: int) -> Tensor:
-    """A convolution of ``[B, C, T]`` by ``[O, C / groups, K]``: tap k of row t reads row
-    ``t - before + k * dilation``."""
+    """Compute the convolution of ``[B, C, T]`` by ``[O, C / groups, K]``.
+
+    Tap k of row t reads row ``t - before + k * dilation``.
+    """
     rows = padded(x, weight.shape[-1], before, dilation)
     return aten.convolution(rows, weight, None, [1], [0], [dilation], False, [0], groups).contiguous()
 
 
 def filter_grad(x: Tensor, grad: Tensor, weight: Tensor, before: int, dilation: int, groups: int) -> Tensor:
-    """The gradient of the weight of `filtered`, which is read for its shape."""
+    """Compute the gradient of the weight of `filtered`. The weight is read for its shape alone."""
     return filter_grad_of_padded(
         padded(x, weight.shape[-1], before, dilation), grad, weight, dilation, groups
     )
 
 
 def filter_grad_of_padded(rows: Tensor, grad: Tensor, weight: Tensor, dilation: int, groups: int) -> Tensor:
-    """The same for rows that have all that are read around them."""
+    """Compute the same gradient from rows that include all rows that are read around them."""
     found = aten.convolution_backward(
         grad, rows, weight, None, [1], [0], [dilation], False, [0], groups, [False, True, False]
     )
@@ -61,7 +63,7 @@ def filter_grad_of_padded(rows: Tensor, grad: Tensor, weight: Tensor, dilation: 
 
 
 def turned(weight: Tensor, groups: int) -> Tensor:
-    """The filter that takes gradients of rows back to the rows that were read."""
+    """Build the filter that takes gradients of rows back to the rows that were read."""
     made, given, taps = weight.shape
     parts = weight.view(groups, made // groups, given, taps).transpose(1, 2).flip(-1)
     return parts.reshape(groups * given, made // groups, taps)

@@ -1,10 +1,10 @@
-"""Grouped matrix products (mixture of experts): which kernel computes them, and why.
+"""Grouped matrix products (mixture of experts), and the choice of their kernels.
 
-Only the device knows how many rows each group has. A host that asked would synchronise for every product of
-every chunk, so GPU kernels read the group offsets themselves.
+Only the device knows how many rows each group has. A host that asked would synchronise for every product
+of every chunk, so GPU kernels read the group offsets themselves.
 
-Shapes: rows ``[R, K]``, weight ``[G, K, N]``, groups ``[R]`` (the group of each row); order ``[R]`` sorts
-rows by group, ends ``[G]`` is where each group ends in that order.
+Shapes: rows ``[R, K]``, weight ``[G, K, N]``, groups ``[R]`` (the group of each row); order ``[R]``
+sorts rows by group, ends ``[G]`` is where each group ends in that order.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ aten = torch.ops.aten
 
 
 def sorted_groups(groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``order`` and ``ends`` of ``count`` groups. Rows of no group (``count`` or more) come last."""
+    """Sort rows by group, and return ``order`` and ``ends`` of ``count`` groups.
+
+    Rows of no group (``count`` or more) come last.
+    """
     ordered, order = groups.sort(stable=True)
     numbers = torch.arange(count, device=groups.device, dtype=groups.dtype)
     return order, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
-    """``rows[i] @ weight[groups[i]]`` → ``[R, N]``; zero for a row of no group."""
+    """Compute ``rows[i] @ weight[groups[i]]`` → ``[R, N]``; zero for a row of no group."""
     order, ends = sorted_groups(groups, weight.shape[0])
     return kernel_for(PRODUCTS, rows, weight).run(rows, weight, order, ends)
 
 
 def grouped_outer(left: Tensor, right: Tensor, groups: Tensor, count: int) -> Tensor:
-    """The sum of ``left[i]ᵀ right[i]`` per group: ``[R, K]``, ``[R, N]``, ``[R]`` → ``[G, K, N]``."""
+    """Sum ``left[i]ᵀ right[i]`` per group: ``[R, K]``, ``[R, N]``, ``[R]`` → ``[G, K, N]``."""
     dtype = torch.promote_types(left.dtype, torch.float32)
     total = left.new_zeros((count, left.shape[1], right.shape[1]), dtype=dtype)
     add_grouped_outer_(left, right, groups, total)
@@ -46,14 +49,14 @@ def grouped_outer(left: Tensor, right: Tensor, groups: Tensor, count: int) -> Te
 
 
 def add_grouped_outer_(left: Tensor, right: Tensor, groups: Tensor, total: Tensor) -> None:
-    """The same, accumulated in a contiguous total."""
+    """Add the sum of ``left[i]ᵀ right[i]`` per group to a contiguous total."""
     order, ends = sorted_groups(groups, total.shape[0])
     kernel_for(SUMS, left, right).run(left, right, order, ends, total)
 
 
 @dataclass(frozen=True)
 class GroupedKernel:
-    """A kernel, whether it fits two operands, and the reason for its place in its table."""
+    """A kernel, a test that it fits two operands, and the reason for its place in its table."""
 
     name: str
     fits: Callable[[Tensor, Tensor], bool]
@@ -62,7 +65,7 @@ class GroupedKernel:
 
 
 def kernel_for(table: tuple[GroupedKernel, ...], first: Tensor, second: Tensor) -> GroupedKernel:
-    """The first of a table that fits these operands."""
+    """Choose the first kernel of a table that fits these operands."""
     return next(kernel for kernel in table if kernel.fits(first, second))
 
 
@@ -79,8 +82,10 @@ def fits_torch(rows: Tensor, weight: Tensor) -> bool:
 
 
 def is_aligned(weight: Tensor) -> bool:
-    """Rows, columns and matrices start at multiples of 16 bytes; one dimension is dense
-    (GroupedMMUtils.h)."""
+    """Do rows, columns and matrices start at multiples of 16 bytes, with one dense dimension?
+
+    The kernel requires this (GroupedMMUtils.h).
+    """
     across, along = sorted(weight.stride()[1:], reverse=True)
     starts = (*weight.shape[1:], across, weight.stride(0), weight.storage_offset())
     return along == 1 and all(count % 8 == 0 for count in starts)
@@ -92,7 +97,7 @@ def run_torch(rows: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tens
     grouped = torch.arange(count, device=rows.device) < ends.select(0, -1)
     out = rows.new_zeros(
         count + 1, weight.shape[2]
-    )  # the last takes what is in rows of no group: not computed
+    )  # the last row takes the results of rows of no group, which are not computed
     return out.index_copy_(0, torch.where(grouped, order, count), made)[:count]
 
 
@@ -116,7 +121,7 @@ def add_triton(left: Tensor, right: Tensor, order: Tensor, ends: Tensor, total: 
 
 
 def slices_of(ends: Tensor) -> list[tuple[int, slice]]:
-    """Every group that has rows, and where they are."""
+    """List every group that has rows, and the slice of its rows."""
     numbers = ends.tolist()
     slices = [slice(start, end) for start, end in zip([0, *numbers], numbers)]
     return [(group, part) for group, part in enumerate(slices) if part.start < part.stop]
@@ -139,7 +144,7 @@ def always(first: Tensor, second: Tensor) -> bool:
     return True
 
 
-# What the device is
+# Properties of the device
 
 
 def on_cuda(value: Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""Triton kernels of grouped matrix products; they read the group offsets on the device.
+"""Triton kernels of grouped matrix products, which read the group offsets on the device.
 
-Shapes as in `grouped`. Rows are gathered and scattered through ``order`` as they are read and written, so no
-sorted copy exists. The grid is the largest that the offsets could need; programs beyond it return at once.
-Addresses are 64-bit: more than 2**31 elements are read and written correctly.
+Shapes as in `grouped`. Rows are gathered and scattered through ``order`` as they are read and written,
+so no sorted copy exists. The grid is the largest that the offsets could need; programs beyond it return
+at once. Addresses are 64-bit: more than 2**31 elements are read and written correctly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def mm_kernel(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of rows of one group. Rows of no group count as one more group, whose results are zero."""
+    """Compute one tile of rows of one group.
+
+    Rows of no group count as one more group, whose results are zero.
+    """
     slot = tl.arange(0, SLOTS)
     end = tl.load(ends + slot, mask=slot < GROUPS, other=n_rows)
     start = tl.load(ends + slot - 1, mask=(slot > 0) & (slot <= GROUPS), other=0)
@@ -95,7 +98,10 @@ def outer_kernel(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of the total of one group; of a group without rows nothing is read or written."""
+    """Add to one tile of the total of one group.
+
+    For a group without rows, nothing is read or written.
+    """
     group = tl.program_id(2)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     end = tl.load(ends + group)
@@ -125,7 +131,7 @@ def outer_kernel(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of tiles: ``side`` of the results, ``depth`` of the sum taken at a time; and their launch."""
+    """Sizes and launch options of tiles: ``side`` of the results, ``depth`` of the sum taken at a time."""
 
     side: int
     depth: int
@@ -134,17 +140,20 @@ class Tiles:
 
 
 def tiles_for(operand: Tensor) -> Tiles:
-    """Operands of all stages fit the 99 KiB of shared memory that the smallest devices have."""
+    """Choose tiles for the dtype of an operand.
+
+    Operands of all stages fit the 99 KiB of shared memory that the smallest devices have.
+    """
     return Tiles(128, 32, 8, 3) if operand.dtype.itemsize == 2 else Tiles(64, 32, 4, 3)
 
 
 def precision() -> str:
-    """How `torch.mm` multiplies float32."""
+    """Return the precision in which `torch.mm` multiplies float32."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """``rows[i] @ weight[group of i]`` → ``[R, N]``; zero for a row of no group."""
+    """Compute ``rows[i] @ weight[group of i]`` → ``[R, N]``; zero for a row of no group."""
     count, (groups, width, columns) = len(rows), weight.shape
     out, tiles = rows.new_empty(count, columns), tiles_for(rows)
     most = triton.cdiv(count, tiles.side) + groups + 1  # the last tile of each group may be partial
@@ -173,7 +182,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Ten
 
 
 def add_grouped_outer_(left: Tensor, right: Tensor, order: Tensor, ends: Tensor, total: Tensor) -> None:
-    """``total[g] += left[rows of g]ᵀ right[rows of g]``; ``total`` is contiguous."""
+    """Compute ``total[g] += left[rows of g]ᵀ right[rows of g]``, where ``total`` is contiguous."""
     groups, height, columns = total.shape
     tiles = tiles_for(left)
     grid = (triton.cdiv(height, tiles.side), triton.cdiv(columns, tiles.side), groups)

@@ -1,7 +1,6 @@
-"""The few operators that the algebra itself speaks, and that Inductor calls as they are; attention has a
-package of its own.
+"""The operators of the algebra, which Inductor calls as they are; attention has a package of its own.
 
-A trailing underscore marks an op that adds into its last arguments.
+A trailing underscore marks an op that writes into its last arguments.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def define(
 ) -> None:
     """Register an operator.
 
-    kernel    what runs
+    kernel    the implementation
     meta      the same for tensors without data
     composed  the kernel calls torch's operators, so that it can be traced and simulated
-    scratch   of one that cannot: bytes that a call takes beside its results, at most
+    scratch   for a kernel that cannot: the most bytes that a call takes beside its results
     """
     tags = (torch.Tag.needs_exact_strides,) if hasattr(torch.Tag, "needs_exact_strides") else ()
     LIBRARY.define(schema, tags=tags)
@@ -49,14 +48,16 @@ def define(
 
 
 def to_extreme(grad: Tensor, x: Tensor, dim: int, largest: bool) -> Tensor:
-    """The gradient of ``x.max(dim)`` (or ``min``): zero but where the value was taken from. ``grad`` has one
-    entry along ``dim``."""
+    """Compute the gradient of ``x.max(dim)`` (or ``min``): zero except where the value was taken from.
+
+    ``grad`` has one entry along ``dim``.
+    """
     index = (torch.max if largest else torch.min)(x, dim, keepdim=True).indices
     return torch.zeros_like(x, dtype=grad.dtype).scatter(dim, index, grad)
 
 
 def shifted(x: Tensor, dim: int, by: int) -> Tensor:
-    """Row i is row ``i - by`` of ``x``; zero where there is none."""
+    """Shift rows: row i is row ``i - by`` of ``x``, or zero where there is none."""
     count = max(0, x.shape[dim] - abs(by))
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     out.narrow(dim, max(0, by) if count else 0, count).copy_(
@@ -66,8 +67,10 @@ def shifted(x: Tensor, dim: int, by: int) -> Tensor:
 
 
 def skewed(x: Tensor, dim: int, columns: int, offset: int, step: int, rows: int) -> Tensor:
-    """The relative shift of attention scores: entry (i, j) is that of row ``i + rows`` and column
-    ``j + step * i + offset`` of ``x``; zero where there is none. Rows run along ``dim``, columns behind them.
+    """Compute the relative shift of attention scores.
+
+    Entry (i, j) is that of row ``i + rows`` and column ``j + step * i + offset`` of ``x``, or zero where
+    there is none. Rows run along ``dim``, columns along the next dimension.
     """
     x = shifted(x, dim, -rows) if rows else x
     given, made = x.shape[dim + 1], torch.arange(columns, device=x.device)
@@ -82,7 +85,7 @@ def skewed_shape(x: Tensor, dim: int, columns: int) -> list[int]:
 
 
 def contracted(left: Tensor, right: Tensor, equation: str) -> Tensor:
-    """A product of two values by an equation of ``torch.einsum``."""
+    """Multiply two values by an equation of ``torch.einsum``."""
     return torch.einsum(equation, left, right).contiguous()
 
 
@@ -93,13 +96,15 @@ def contracted_meta(left: Tensor, right: Tensor, equation: str) -> Tensor:
 
 
 def reverse_scan(x: Tensor, dim: int, kind: str) -> Tensor:
-    """``cumsum`` (or another scan of ATen) from the last row to the first."""
+    """Scan from the last row to the first, by ``cumsum`` or another scan of ATen."""
     return getattr(aten, kind)(x.flip(dim), dim).flip(dim).contiguous()
 
 
 def panels_mm(rows: Tensor, weight: Tensor) -> Tensor:
-    """``rows @ weight``: ``[C, K]``, ``[K, N]`` → ``[C, N]``, some columns at a time: a quarter faster in MKL
-    where C is far below N."""
+    """Compute ``rows @ weight``, some columns at a time: ``[C, K]``, ``[K, N]`` → ``[C, N]``.
+
+    This is a quarter faster in MKL where C is far below N.
+    """
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     for part, panel in zip(out.split(PANEL, 1), weight.split(PANEL, 1)):
         torch.mm(rows, panel, out=part)
@@ -124,7 +129,7 @@ def add_grouped_outer_triton_(
 
 
 def add_rows_(index: Tensor, rows: Tensor, padding: int, total: Tensor) -> None:
-    """``total[index[i]] += rows[i]``, leaving the row ``padding`` alone."""
+    """Compute ``total[index[i]] += rows[i]``, leaving the row ``padding`` alone."""
     spared = total.select(0, padding).clone() if padding >= 0 else None
     total.index_add_(0, index.reshape(-1), rows.reshape(-1, rows.shape[-1]).to(total.dtype))
     if spared is not None:
@@ -132,7 +137,7 @@ def add_rows_(index: Tensor, rows: Tensor, padding: int, total: Tensor) -> None:
 
 
 def sum_at(index: Tensor, source: Tensor, dim: int, size: int) -> Tensor:
-    """The gradient of ``x.gather(dim, index)``, of which ``x`` has so many entries along ``dim``."""
+    """Compute the gradient of ``x.gather(dim, index)``, where ``x`` has ``size`` entries along ``dim``."""
     return source.new_zeros(sum_shape(index, dim, size)).scatter_add(dim, index, source)
 
 
@@ -149,7 +154,7 @@ def nothing(*_args) -> None:
 
 
 def rows_at(full: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """A copy of rows ``[start, start+length)``; opaque, so that the bounds stay symbols."""
+    """Copy rows ``[start, start+length)``. The operator is opaque, so that the bounds stay symbols."""
     return full.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
@@ -164,8 +169,10 @@ def write_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
 
 
 def slide_rows_(rows: Tensor, dim: int, ahead: bool, state: Tensor) -> None:
-    """The state becomes the last rows of itself and the rows behind it; ``ahead``: the first of the rows and
-    itself."""
+    """Update a state to the last rows of itself and the rows behind it.
+
+    With ``ahead``, it becomes the first rows of the new rows and itself.
+    """
     count, rest = state.shape[dim], max(0, state.shape[dim] - rows.shape[dim])
     if ahead:
         kept = torch.cat((rows.narrow(dim, 0, count - rest), state.narrow(dim, 0, rest)), dim)
@@ -192,7 +199,7 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def uniform_at(place: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
-    """Uniform numbers in [0, 1), 24 bits each: one for every place of a random stream.
+    """Compute uniform numbers in [0, 1), 24 bits each: one for every place of a random stream.
 
     place  integers, the positions in the full value, in its order
     seed   one integer below 2**62
@@ -203,8 +210,10 @@ def uniform_at(place: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> 
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Drawn on the device, by the generator that ``torch.manual_seed`` sets: a copy from the host
-    synchronises."""
+    """Draw a seed on the device, by the generator that ``torch.manual_seed`` sets.
+
+    A copy from the host would synchronise.
+    """
     return torch.randint(1 << 62, (), dtype=torch.int64, device=device)
 
 

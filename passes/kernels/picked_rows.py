@@ -1,9 +1,9 @@
 """Functions of the rows that a mask picks: an expert, applied to the tokens that a router sends to it.
 
-How many rows are picked depends on the data. Each picked row is mapped by itself, and comes back to its own
-place, so that the whole is a function of rows like any other: a chunk picks among its own rows. A
-`PickedFunction` is the graph of what happens to picked rows, for any number of them. Its operators apply it;
-its gradients are such functions again.
+The number of picked rows depends on the data. Each picked row is mapped by itself, and comes back to its
+own place, so that the whole is a function of rows like any other: a chunk picks among its own rows. A
+`PickedFunction` is the graph of the function, for any number of picked rows. Its operators apply it; its
+gradients are such functions again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from .operators import define
 
 @dataclass(frozen=True)
 class Picked:
-    """How an operand is read, or a result written, at the places where the mask is true.
+    """The way in which an operand is read, or a result written, where the mask is true.
 
-    dims    for each of its leading dimensions, the dimension of the mask that it is; none of a value that is
-            read whole (a weight), or of a result that is added up over all picked rows (its gradient)
-    shape   of a result; the sizes of its leading dimensions say nothing
-    dtype   of a result
-    added   several picked rows may come to one place, and are added up there; otherwise the last one stays
+    dims   for each of its leading dimensions, the same dimension of the mask; none for a value that is
+           read whole (a weight), or for a result that is added up over all picked rows (its gradient)
+    shape  of a result; the sizes of its leading dimensions are not read
+    dtype  of a result
+    added  several picked rows may come to one place, and are added up there; otherwise the last one
+           stays
     """
 
     dims: tuple[int, ...]
@@ -39,9 +40,10 @@ class Picked:
 class PickedFunction:
     """A function of the rows at which a mask is true.
 
-    module    ``(number of picked rows, *operands) → list of results``; picked rows are the first dimension
-    operands  how each operand behind the mask is read
-    results   how each result is written
+    module    ``(number of picked rows, *operands) → list of results``; picked rows are the first
+              dimension
+    operands  the way in which each operand behind the mask is read
+    results   the way in which each result is written
     width     bytes per picked row that are alive at the widest moment inside
     """
 
@@ -56,10 +58,11 @@ FUNCTIONS: dict[str, PickedFunction] = {}
 
 
 def over_picked(operands: list[Tensor], function: str) -> list[Tensor]:
-    """A function of picked rows.
+    """Apply a function to the picked rows.
 
     operands  the mask (booleans), then those of the function
-    Returns its results: zero where nothing was picked.
+
+    Returns its results, which are zero where nothing was picked.
     """
     found, mask = FUNCTIONS[function], operands[0]
     places = mask.nonzero().unbind(1)
@@ -89,13 +92,13 @@ def over_picked_meta(operands: list[Tensor], function: str) -> list[Tensor]:
 
 
 def scratch(operands: list[Tensor], function: str) -> int:
-    """Bytes inside a call that picks every row once."""
+    """Count the bytes inside a call that picks every row once."""
     found = FUNCTIONS[function]
     return found.width * most_rows(operands[0], found)
 
 
 def most_rows(mask: Tensor, found: PickedFunction) -> int:
-    """Rows that there are to pick."""
+    """Count the rows that a mask could pick."""
     picking = min((how.dims for how in (*found.operands, *found.results) if how.dims), key=len)
     return math.prod(mask.shape[d] for d in picking)
 

@@ -18,7 +18,9 @@ ACCUMULATES_IN = {
 
 
 def add_product_(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """``total += left @ right`` without a partial result; half-precision operands accumulate in float32.
+    """Compute ``total += left @ right`` without a partial result.
+
+    Half-precision operands accumulate in float32.
 
     left, right, total  ``[M, K]``, ``[K, N]``, ``[M, N]``, or a batch of each
     """
@@ -35,17 +37,21 @@ def add_product_(left: Tensor, right: Tensor, total: Tensor) -> None:
 
 
 def mixes_dtypes(operand: Tensor, total: Tensor) -> bool:
-    """Does ``addmm(out_dtype=)`` run on these? It does on CUDA.
+    """Does ``addmm(out_dtype=)`` run on these operands? It does on CUDA.
 
-    It skips its copy of the first operand where that is ``out`` (aten/src/ATen/native/cuda/Blas.cpp, torch
-    2.11), so the total is read and written once, by the product itself. ROCm has it for some kernels only.
+    It skips its copy of the first operand where that is ``out`` (aten/src/ATen/native/cuda/Blas.cpp,
+    torch 2.11), so the total is read and written once, by the product itself. ROCm has it for some
+    kernels only.
     """
     on_cuda = device_type(operand) == "cuda" and torch.version.hip is None
     return on_cuda and ACCUMULATES_IN.get(operand.dtype) == total.dtype
 
 
 def add_product_in_blocks_(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """The same for kernels of one dtype: a block of each operand is converted at a time."""
+    """Add a product by kernels of one dtype, which needs a conversion of its operands.
+
+    One block of each operand is converted at a time.
+    """
     for rows, sums in zip(left.split(BLOCK), total.split(BLOCK)):
         rows = rows.to(total.dtype)
         for columns, part in zip(right.split(BLOCK, 1), sums.split(BLOCK, 1)):
@@ -53,7 +59,10 @@ def add_product_in_blocks_(left: Tensor, right: Tensor, total: Tensor) -> None:
 
 
 def scale_(value: Tensor, factor: Tensor) -> None:
-    """``value *= factor`` with one rounding: the factor, one number, is not rounded to the value's dtype."""
+    """Compute ``value *= factor`` with one rounding.
+
+    The factor, one number, is not rounded to the value's dtype.
+    """
     if value.dim() == 0:
         value.mul_(factor.reshape(()))
         return
@@ -63,16 +72,22 @@ def scale_(value: Tensor, factor: Tensor) -> None:
 
 
 def blocks_of(value: Tensor) -> tuple[Tensor, ...]:
-    """Pieces for an operation of mixed dtypes: a CPU converts its operands whole before it computes."""
+    """Split a value into pieces for an operation of mixed dtypes.
+
+    A CPU converts its operands whole before it computes. On other devices, the only piece is the value
+    itself.
+    """
     if device_type(value) != "cpu" or not value.numel():
         return (value,)
     return value.split(max(1, BLOCK * BLOCK * len(value) // value.numel()))
 
 
 def copied_operands(*operands: Tensor) -> int:
-    """Bytes that a batch of half-precision products takes on a CPU: oneDNN reads dense operands, and copies
-    others, such as keys cut from a longer buffer (torch: aten/src/ATen/native/mkldnn/Matmul.cpp,
-    ``is_mkldnn_optimized_format``)."""
+    """Count the bytes of operands that a batch of half-precision products copies on a CPU.
+
+    oneDNN reads dense operands, and copies others, such as keys cut from a longer buffer (torch:
+    aten/src/ATen/native/mkldnn/Matmul.cpp, ``is_mkldnn_optimized_format``).
+    """
     left, right = operands[-2:]
     if device_type(left) != "cpu" or left.dtype not in ACCUMULATES_IN or not has_kernel(left.dtype):
         return 0
@@ -80,12 +95,12 @@ def copied_operands(*operands: Tensor) -> int:
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
-    """Does oneDNN multiply such numbers on this processor?"""
+    """Does oneDNN multiply numbers of this dtype on this processor?"""
     known = torch.ops.mkldnn
     return known._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else known._is_mkldnn_fp16_supported()
 
 
 def is_dense(batch: Tensor) -> bool:
-    """Are the matrices of a batch, or those transposed, without gaps?"""
+    """Are the matrices of a batch, or their transposes, without gaps?"""
     _, rows, columns = batch.shape
     return batch.is_contiguous() or batch.stride() == (rows * columns, 1, rows)

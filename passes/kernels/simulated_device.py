@@ -1,7 +1,8 @@
-"""The device that kernels run on: a value's own, or one that a simulation without it says CPU tensors are on.
+"""The device that kernels run on: a value's own, or a simulated one that CPU tensors stand for.
 
-A build of torch without CUDA cannot make CUDA tensors, not even fake ones with gradients. A plan for a GPU
-then runs on fake CPU tensors that stand for the GPU's, so that the GPU's kernels are chosen and counted.
+A build of torch without CUDA cannot make CUDA tensors, not even fake ones with gradients. A plan for a
+GPU then runs on fake CPU tensors that stand for the GPU's, so that the GPU's kernels are chosen and
+counted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CAPABILITY: ContextVar[tuple[int, int] | None] = ContextVar("CAPABILITY", defaul
 
 @contextlib.contextmanager
 def cpu_stands_for_cuda(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, kernels are chosen as if tensors on the CPU were on a GPU of this compute capability."""
+    """Choose kernels inside as if tensors on the CPU were on a GPU of this compute capability."""
     token = CAPABILITY.set(capability)
     try:
         yield
@@ -26,11 +27,14 @@ def cpu_stands_for_cuda(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def simulated_capability() -> tuple[int, int] | None:
-    """The compute capability of the GPU that CPU tensors stand for; None where they stand for none."""
+    """Return the compute capability of the GPU that CPU tensors stand for, or None."""
     return CAPABILITY.get()
 
 
 def device_type(value: torch.Tensor | torch.device) -> str:
-    """``cpu``, ``cuda`` or any other device type of torch: where kernels for this value run."""
+    """Return the type of the device on which kernels for this value run.
+
+    It is ``cpu``, ``cuda`` or any other device type of torch.
+    """
     kind = value.device.type if isinstance(value, torch.Tensor) else value.type
     return "cuda" if kind == "cpu" and CAPABILITY.get() is not None else kind

@@ -1,8 +1,8 @@
-"""Loops over the tokens of a sequence, whose state at a token is made of its rows and of the state before it.
+"""Loops over the tokens of a sequence: each state depends on the token's rows and the state before.
 
-A `TokenFunction` is one step. The operator ``streambp::token_loop`` gives the states of all tokens, and goes
-on from the state before a chunk. ``streambp::token_loop_back`` goes the other way: a row of its result is the
-gradient that a token gives to the state before it.
+A `TokenFunction` is one step. The operator ``streambp::token_loop`` computes the states of all tokens,
+and continues from the state before a chunk. ``streambp::token_loop_back`` runs backwards: a row of its
+result is the gradient that a token gives to the state before it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .operators import define
 
 @dataclass(frozen=True)
 class TokenFunction:
-    """What a loop does at a token. States and their gradients are vectors.
+    """One step of a loop over tokens. States and their gradients are vectors.
 
     step    ``(state, *rows, *wholes) → state``
     back    ``(gradient of the new state, state, *rows, *wholes) → gradient of the state``
     size    numbers in a state
-    dtypes  of rows and wholes, one after the other: a chunk may come in a wider one
+    dtypes  of rows, then of wholes: a chunk may come in a wider one
     wanted  whether rows and wholes want gradients
     """
 
@@ -40,7 +40,10 @@ FUNCTIONS: dict[str, TokenFunction] = {}
 
 
 def token_loop(rows: list[Tensor], wholes: list[Tensor], function: str, state: Tensor | None) -> Tensor:
-    """The states after each token, ``[T, size]``; ``state`` is the one before the first, ``[1, size]``."""
+    """Compute the states after each token, ``[T, size]``.
+
+    ``state`` is the one before the first, ``[1, size]``; None stands for zeros.
+    """
     found, out, given = prepared(rows, wholes, function)
     now = out.new_zeros(found.size) if state is None else state[0].to(found.dtype)
     for t in range(len(out)):
@@ -57,10 +60,10 @@ def token_loop_back(
     function: str,
     state: Tensor | None,
 ) -> Tensor:
-    """Row t is the gradient that token t gives to the state before it, ``before[t]``.
+    """Compute the gradient that each token t gives to the state before it, ``before[t]``.
 
-    grad   of the state after each token, but for what later tokens give to it, ``[T, size]``
-    state  what the token behind the last gives, ``[1, size]``
+    grad   of the state after each token, without the part that later tokens give, ``[T, size]``
+    state  the part that the token behind the last gives, ``[1, size]``
     """
     found, out, given = prepared(rows, wholes, function)
     grad, before = grad.to(found.dtype), before.to(found.dtype)
@@ -75,7 +78,7 @@ def token_loop_back(
 def prepared(
     rows: list[Tensor], wholes: list[Tensor], function: str
 ) -> tuple[TokenFunction, Tensor, list[Tensor]]:
-    """The function of a name, memory for its states, and its operands in their own dtypes."""
+    """Return the function of a name, memory for its states, and its operands in their own dtypes."""
     found = FUNCTIONS[function]
     given = [x.to(dtype) for x, dtype in zip([*rows, *wholes], found.dtypes)]
     return found, rows[0].new_empty((rows[0].shape[0], found.size), dtype=found.dtype), given

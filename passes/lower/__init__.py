@@ -1,9 +1,9 @@
 """Write each sweep's chunk body as an FX graph: the same nodes at length C.
 
-Nothing is decided here: roles, directions, ranges and kernels are read from the analysis, the program and the
-plan. A body's inputs are `Binding`s, which say how a driver cuts each one for a chunk; its size arguments are
-symbols, so that one compiled body serves every chunk, the short last one, every prefix and every sequence
-length.
+Lowering decides nothing. It reads roles, directions, ranges and kernels from the analysis, the program and
+the plan. A body's inputs are `Binding`s, which say how a driver slices each input for a chunk. Its size
+arguments are symbols, so that one compiled body serves every chunk, the short last one, every prefix and
+every sequence length.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from .writer import Writer
 
 
 def lower(program: Program, analysis: Analysis, plan: Plan) -> tuple[Body, ...]:
-    """One body per sweep."""
+    """Lower each sweep to a chunk body."""
     return tuple(body_of(sweep, analysis, plan) for sweep in program.sweeps)
 
 
 def lower_fusions(plan: Plan) -> dict[Fusion, Body]:
-    """One body for each of a plan's fusions."""
+    """Lower each of a plan's fusions to a body."""
     return {fusion: fused_body(fusion) for fusion in plan.fusions}
 
 
 def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
-    """The chunk body of one sweep."""
+    """Write the chunk body of one sweep."""
     draft = Draft(sweep, analysis, plan.kernels)
     draft.counts(1)
     for node in sweep.nodes:
@@ -61,7 +61,10 @@ def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
 
 
 def fused_body(fusion: Fusion) -> Body:
-    """The same nodes at full length, whose results are written into memory that is handed in."""
+    """Write the nodes of a fusion at full length.
+
+    The results are copied into memory that the caller passes in.
+    """
     inputs, values = Inputs(), dict[Node, Node]()
 
     def read(node: Node) -> Any:
@@ -87,7 +90,10 @@ def fused_body(fusion: Fusion) -> Body:
 
 
 def note_origin(graph: Graph, last: Node, node: Node) -> None:
-    """Nodes of a body behind the last known one were written for a node of the joint graph."""
+    """Mark the body's nodes after ``last`` with the origin of the node that they were written for.
+
+    node  of the joint graph
+    """
     for new in reversed(graph.nodes):
         if new is last:
             return

@@ -1,4 +1,4 @@
-"""How a chunk body reads: its inputs, as a driver cuts them, and the sizes of values at chunk length."""
+"""Inputs of a chunk body, as a driver slices them, and sizes of values at chunk length."""
 
 from __future__ import annotations
 
@@ -37,35 +37,41 @@ aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
 
 def known_number(value: object) -> Any:
-    """A number that is the same at every length, or None. One in which all sizes cancel
-    (``rows / (2 * rows)``) is a constant, although it has the type of a symbol."""
+    """Return a number that is the same at every length, or None.
+
+    A number in which all sizes cancel (``rows / (2 * rows)``) is a constant, although it has a symbolic
+    type.
+    """
     if isinstance(value, torch.SymInt | torch.SymFloat) and value.node.expr.is_number:
         return int(value.node.expr) if isinstance(value, torch.SymInt) else float(value.node.expr)
     return value if isinstance(value, int | float) else None
 
 
 class Inputs:
-    """The graph of a body in the making, and its inputs so far."""
+    """The graph of a body while it is written, with its inputs so far."""
 
     def __init__(self) -> None:
         self.graph = Graph()
         self.bindings: dict[tuple, tuple[Binding, Node]] = {}
 
     def bind(self, binding: Binding) -> Node:
-        """The input of the body for a binding; its name is made unique."""
+        """Return the body's input for a binding, made at its first use.
+
+        Its name is made unique.
+        """
         role, source = binding.role, binding.source
         key = (role, source, binding.name if source is None else None, binding.low, binding.output)
         if key not in self.bindings:
             self.bindings[key] = (binding, self.placeholder(binding))
-            for given in numbers_told(binding):  # Inductor wants each symbol of an expression by itself
+            for given in numbers_told(binding):  # Inductor needs each symbol of an expression as an input
                 for symbol in symbols_in(given):
                     self.symbol(symbol)
-            if binding.mark is not None:  # strides of row views are written in these
+            if binding.mark is not None:  # strides of row views are multiples of these
                 self.counts(binding.mark.block)
         return self.bindings[key][1]
 
     def counts(self, block: int) -> None:
-        """Have the rows of a chunk and of all tokens as inputs, counted in blocks of so many tokens."""
+        """Bind the rows of a chunk and of all tokens as inputs, counted in blocks of ``block`` tokens."""
         for name in ("rows", "length"):
             self.bind(Binding(BindingRole.SCALAR, None, in_blocks(name, block)))
 
@@ -78,7 +84,7 @@ class Inputs:
             return self.graph.placeholder(name)
 
     def symbol(self, size: torch.SymInt) -> Node | int:
-        """A size that is neither rows nor keys: handed in by the driver, unless it is a constant."""
+        """Bind a size that is neither rows nor keys as an input, unless it is a constant."""
         known = known_number(size)
         if known is not None:
             return known
@@ -86,14 +92,14 @@ class Inputs:
         return self.bind(Binding(BindingRole.SCALAR, None, name, size=size))
 
     def body(self, kernels: Iterable[ChosenKernel] = ()) -> Body:
-        """The finished body, which returns nothing."""
+        """Finish the body, which returns nothing."""
         self.graph.output(())
         bindings = tuple(binding for binding, _ in self.bindings.values())
         return Body(GraphModule({}, self.graph), bindings, tuple(kernels))
 
 
 class Draft(Inputs):
-    """A chunk body in the making, and the values that it has of the nodes of a sweep.
+    """A chunk body while it is written, with its values for the nodes of a sweep.
 
     values      node of the sweep → its value in the body
     appended    node → the buffer of keys that its rows were appended to
@@ -110,13 +116,15 @@ class Draft(Inputs):
         self.used: dict[ChosenKernel, None] = {}
 
     def scalar(self, name: str, block: int = 1) -> Node:
-        """``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key range, ``length`` T;
-        counted in blocks of so many tokens."""
+        """Bind a number of the chunk, counted in blocks of ``block`` tokens.
+
+        name  ``rows`` C, ``keys`` S, ``first`` token, ``offset`` of the chunk in its key range, ``length`` T
+        """
         return self.bind(Binding(BindingRole.SCALAR, None, in_blocks(name, block)))
 
 
 class Reading:
-    """One node of a body in the making: its operands at chunk length."""
+    """One node of a body while it is written, and its operands at chunk length."""
 
     def __init__(self, draft: Draft, node: Node):
         self.draft, self.node = draft, node
@@ -128,13 +136,13 @@ class Reading:
         return size if mark.step == 1 else self.graph.call_function(operator.mul, (size, mark.step))
 
     def unflattened(self, node: Node, mark: Mark, name: str = "rows") -> list:
-        """Sizes of a value with the token dimension split into outer, rows, inner."""
+        """Return the sizes of a value with the token dimension split into outer, rows, inner."""
         sizes = self.sizes(node)
         sizes[mark.dim : mark.dim + 1] = [mark.outer, self.scalar(name, mark.block), mark.inner]
         return sizes
 
     def sizes(self, node: Node, output: int | None = None) -> list:
-        """The shape of a value at chunk length."""
+        """Return the shape of a value at chunk length."""
         fact = self.fact(node, output)
         shape = list(value_of(node, output).shape)
         sizes: list = [s if isinstance(s, int) else None for s in shape]
@@ -148,13 +156,19 @@ class Reading:
         return sizes
 
     def columns(self, size, mark: Mark) -> Node:
-        """The keys of the chunk, and the columns that a matrix of scores has beyond them (attention
-        sinks)."""
+        """Count the keys of the chunk, and the columns beyond all keys (attention sinks).
+
+        size  columns of the matrix of scores at full length
+        """
         keys, extra = self.size(mark, "keys"), hint(size) - hint(self.analysis.length)
         return self.graph.call_function(operator.add, (keys, extra)) if extra else keys
 
     def column(self, node: Node, at: int | None) -> object:
-        """A bound of a slice along keys, counted from the first key or, beyond the last, from there."""
+        """Convert a bound of a slice along keys to the chunk's columns.
+
+        A bound within the keys counts from the first key, and stays as it is. A bound beyond them counts
+        from the last key.
+        """
         length = hint(self.analysis.length)
         if isinstance(at, Node):
             at = hint(value_of(at))
@@ -167,9 +181,9 @@ class Reading:
         return fact[output or 0] if isinstance(fact, tuple) else fact
 
     def read(self, node: Node, low: int | None = None) -> Node:
-        """The chunk's rows of a value, wherever it lives; all of a value without rows.
+        """Read the chunk's rows of a value, wherever it is stored; all of a value without rows.
 
-        low  the token of its row 0, where it is not that of the fact less the shift of the edge
+        low  the token of its row 0; None: that of the fact less the shift of the edge
         """
         fact = self.fact(node) if not isinstance(value_of(node), (tuple, list)) else None
         if isinstance(fact, Tokens) and low is None:
@@ -183,7 +197,7 @@ class Reading:
         return value if fact.rows.step == 1 else self.reshaped(value, self.sizes(node))
 
     def read_keys(self, node: Node) -> Node:
-        """The key range of a value."""
+        """Read the key range of a value."""
         fact = self.fact(node)
         if not isinstance(fact, Tokens):
             return self.read_whole(node)
@@ -192,7 +206,11 @@ class Reading:
         return self.draft.bind(Binding(BindingRole.KEYS, node, node.name, fact.rows))
 
     def read_whole(self, node: Node) -> Node:
-        """A value as it is, with all its rows: of a value of tokens, the chunk itself has only some."""
+        """Read a value with all its rows.
+
+        The chunk itself has only some rows of a value of tokens, and only a part of a sum, so that these
+        are always inputs.
+        """
         partial = node in self.sweep.summed or isinstance(self.fact(node), Tokens)
         if node in self.draft.inside and not partial:
             return self.draft.values[node]
@@ -201,7 +219,10 @@ class Reading:
         return self.draft.bind(Binding(BindingRole.WHOLE, node, node.name))
 
     def final_rows(self, node: Node) -> Node:
-        """The chunk's own rows of a key accumulator, final because every later row has added its part."""
+        """Read the chunk's own rows of a key accumulator.
+
+        They are final because every later row has added its part.
+        """
         if node not in self.draft.final_rows:
             mark, dtype = self.fact(node).rows, value_of(node).dtype
             total = self.draft.bind(Binding(BindingRole.KEYTOTAL, node, node.name, mark))
@@ -214,7 +235,7 @@ class Reading:
         return self.draft.final_rows[node]
 
     def shift(self, operand: Node) -> int:
-        """The rows of an operand that this node reads, relative to its own."""
+        """Return the constant shift by which this node reads an operand's rows, or 0."""
         reaches = (
             e.reach
             for e in self.analysis.edges.get(self.node, ())
@@ -223,7 +244,7 @@ class Reading:
         return next((int(reach.lo) for reach in reaches), 0)
 
     def domain(self, operand: Node) -> Any:
-        """The fact of an operand, its domain counted in the rows of this node."""
+        """Return the fact of an operand, with its domain counted in the rows of this node."""
         fact, shift = self.fact(operand), self.shift(operand)
         return (
             replace(fact, lo=fact.lo - shift, hi=fact.hi - shift)
@@ -232,12 +253,10 @@ class Reading:
         )
 
     def operand(self, edge: Edge) -> Node:
-        """An operand as its edge says."""
+        """Read an operand as its edge says."""
         if edge.role is Role.HALO and edge.reach.lo == edge.reach.hi:  # rows shifted by a constant
             return self.read(edge.operand, self.fact(edge.operand).lo - int(edge.reach.lo))
-        if (
-            edge.role is Role.HALO
-        ):  # all rows, kept by an earlier sweep even if this one has some of them, too
+        if edge.role is Role.HALO:  # all rows, of an earlier sweep even if this one has some of them
             return self.draft.bind(Binding(BindingRole.WHOLE, edge.operand, edge.operand.name))
         if edge.role is Role.WHOLE:
             return self.read_whole(edge.operand)
@@ -251,13 +270,18 @@ class Reading:
         return self.analysis.kinds[node] is Kind.SUM
 
     def makes_keys(self, node: Node, operand: Node) -> bool:
-        """Has a node a column per key, of an operand that counts no keys (scores of blocks, repeated for each
-        key of a block)?"""
+        """Does a node have a column per key, and its operand none?
+
+        An example is scores of blocks, repeated for each key of a block.
+        """
         made, read = self.fact(node), self.fact(operand)
         return isinstance(made, Tokens) and made.keys is not None and read.keys is None
 
     def key_columns(self, node: Node, value: Node) -> Node:
-        """The columns of the chunk's keys, of a value that has all columns of a node."""
+        """Select the columns of the chunk's keys from a value that has all columns of a node.
+
+        Columns beyond all keys are kept.
+        """
         call, mark = self.graph.call_function, self.fact(node).keys
         first = call(operator.sub, (self.scalar("first"), self.scalar("offset")))
         keys = call(streambp.rows_at.default, (value, mark.dim, first, self.scalar("keys")))
@@ -276,7 +300,7 @@ class Reading:
         return isinstance(fact, Tokens) and fact.rows.dim == dim
 
     def read_int(self, node: Node) -> Any:
-        """A number that the graph computes."""
+        """Read a number that the graph computes."""
         known = known_number(value_of(node))
         if known is not None:
             return known

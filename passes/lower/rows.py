@@ -1,4 +1,7 @@
-"""Which tokens a chunk has: rows that count and rows that do not, places among all rows and in the chunk."""
+"""Rows of a chunk: which of them exist, and where they are in the chunk and among all rows.
+
+A row exists if its token is in the value's domain (``lo`` and ``hi`` of its fact).
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,20 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class RowReading(Reading):
-    """What a body knows of its rows."""
+    """A node's operands and positions, with regard to rows of the chunk that do not exist."""
 
     def operand(self, edge: Edge) -> Node:
-        """An operand as its edge says. What the chunk computes for rows that do not exist may be no index of
-        the table that it looks up: they look up row 0."""
+        """Read an operand as its edge says; an index looks up row 0 where a row does not exist.
+
+        The number that the chunk computes for such a row may be outside the table.
+        """
         value = super().operand(edge)
         if edge.operand in self.draft.inside and edge.operand in indices_of(self.node):
             return self.zero_beyond(edge.operand, value, edge.operand)
         return value
 
     def blocks_of_rows(self, block: int) -> Node:
-        """``[C]``: the token of each row; of blocks of several tokens, the block."""
+        """Return the token of each row, ``[C]``; of blocks of several tokens, the number of the block."""
         rows = self.graph.call_function(
             prims.iota.default,
             (self.scalar("rows", block),),
@@ -36,8 +41,10 @@ class RowReading(Reading):
         return self.graph.call_function(aten.add.Scalar, (rows, self.scalar("first", block)))
 
     def inside_domain(self, fact: Tokens, rank: int, mark: Mark) -> Node:
-        """A boolean, true where a row of the chunk counts; shaped to broadcast against a value of that
-        rank."""
+        """Build a boolean that is true where a row of the chunk exists.
+
+        It is shaped to broadcast against a value of that rank.
+        """
         tokens, length = self.blocks_of_rows(mark.block), self.scalar("length", mark.block)
         call = self.graph.call_function
         inside = None
@@ -56,7 +63,10 @@ class RowReading(Reading):
         )
 
     def fill_outside(self, node: Node, value: Node, filling, source: Node | None = None) -> Node:
-        """Rows that the source does not have get the filling."""
+        """Fill the rows that the source does not have.
+
+        source  an operand of the node; None: its first argument
+        """
         source = node.args[0] if source is None else source
         fact = self.domain(source)
         if fact.lo <= 0 and fact.hi >= 0:
@@ -70,8 +80,9 @@ class RowReading(Reading):
         return self.graph.call_function(aten.where.self, (inside, value, filling))
 
     def rows_of_chunk(self, index: Node, mark: Mark, low: int = 0) -> tuple[Node, Node]:
-        """Where the rows that an index names lie in the chunk, and whether they do; the others get some row
-        that exists.
+        """Locate the rows that an index names in the chunk, and tell which of them are there.
+
+        A row of another chunk gets the place of some row that exists.
 
         index  a value (or number) of the body: positions along the marked dimension at full length, negative
                ones from its end
@@ -100,7 +111,7 @@ class RowReading(Reading):
         return local, inside
 
     def places(self, node: Node, device: torch.device) -> Node:
-        """Of every entry of the chunk's rows of a value, the position in the full value (row-major)."""
+        """Compute the position in the full value (row-major) of every entry of the chunk's rows."""
         call, fact, rank = self.graph.call_function, self.fact(node), rank_of(node)
         sizes = self.sizes(node)
         total: Node | None = None
@@ -123,19 +134,21 @@ class RowReading(Reading):
         return total
 
     def first_key(self) -> Node:
-        """The token of the first key of the chunk."""
+        """Return the token of the first key of the chunk."""
         return self.graph.call_function(operator.sub, (self.scalar("first"), self.scalar("offset")))
 
     def positions(self, node: Node, dim: int) -> Node:
-        """Positions along a dimension of a value: of the chunk's rows, or keys, among all of them; or of all
-        there is."""
+        """Compute positions along a dimension of a value.
+
+        For a dimension of tokens or keys, these are the positions of the chunk's among all of them.
+        """
         size, device = self.sizes(node)[dim], value_of(node).device
         if self.carries_tokens(node, dim):
             return self.places_of_rows(self.fact(node), size, device)[0]
         return self.counted(size, device, self.first_key() if self.carries_keys(node, dim) else None)
 
     def counted(self, count: int | Node, device: torch.device, first: Node | None = None) -> Node:
-        """``first, first + 1, …``, so many."""
+        """Count up from ``first``: ``first, first + 1, …``, ``count`` numbers in all."""
         steps = self.graph.call_function(
             prims.iota.default,
             (count,),
@@ -144,8 +157,9 @@ class RowReading(Reading):
         return steps if first is None else self.graph.call_function(aten.add.Tensor, (steps, first))
 
     def places_of_rows(self, fact: Tokens, size: Node, device: torch.device) -> tuple[Node, Node]:
-        """Positions of the chunk's rows along a token dimension of the full value, and the size of that
-        dimension."""
+        """Compute positions of the chunk's rows along the full token dimension, and the size of that
+        dimension.
+        """
         call, mark = self.graph.call_function, fact.rows
         rows, length, first = (self.scalar(name, mark.block) for name in ("rows", "length", "first"))
         if fact.hi != fact.lo:
@@ -177,26 +191,31 @@ class RowReading(Reading):
         )
 
     def zeros(self, node: Node) -> Node:
-        """The chunk's rows of a value of zeros."""
+        """Make the chunk's rows of a value of zeros."""
         value = value_of(node)
         return self.graph.call_function(
             aten.full.default, (self.sizes(node), 0), dict(dtype=value.dtype, device=value.device)
         )
 
     def zero_unless(self, inside: Node, value: Node, like: Node) -> Node:
-        """A value of the dtype of ``like``, zero where a mask is false."""
+        """Zero a value where a mask is false.
+
+        The zeros have the dtype of ``like``.
+        """
         return self.chosen(inside, value, 0, value_of(like).dtype, value_of(like).device)
 
     def chosen(
         self, where: Node, value: Node, other: float, dtype: torch.dtype, device: torch.device
     ) -> Node:
-        """A value where a mask is true, and a number elsewhere."""
+        """Choose a value where a mask is true, and a number elsewhere."""
         number = self.graph.call_function(aten.full.default, ([], other), dict(dtype=dtype, device=device))
         return self.graph.call_function(aten.where.self, (where, value, number))
 
     def zero_beyond(self, operand: Node, value: Node, like: Node, filling: float = 0) -> Node:
-        """A value shaped like ``like``, zero (or another number) in the rows that an operand does not
-        have."""
+        """Zero the rows of a value that an operand does not have, or fill them with another number.
+
+        The value is shaped like ``like``.
+        """
         fact = self.domain(operand)
         if not isinstance(fact, Tokens) or fact.lo <= 0 and fact.hi >= 0:
             return value
@@ -204,8 +223,10 @@ class RowReading(Reading):
         return self.chosen(inside, value, filling, value_of(like).dtype, value_of(like).device)
 
     def places_along(self, operand: Node, filling: int) -> Node:
-        """Of the chunk's rows of a value, the position among all its rows, to broadcast against it; of those
-        that do not count, a number."""
+        """Compute the position of each of the chunk's rows among all rows of a value.
+
+        The result broadcasts against the value. Rows that do not exist get the number ``filling``.
+        """
         call, fact, rank = self.graph.call_function, self.fact(operand), rank_of(operand)
         device, dim = value_of(operand).device, fact.rows.dim
         place, _ = self.places_of_rows(fact, self.size(fact.rows), device)
@@ -217,11 +238,11 @@ class RowReading(Reading):
         return self.chosen(inside, place, filling, torch.int64, device)
 
     def summand(self, operand: Node) -> Node:
-        """An operand of a sum over rows, zero where its rows do not count."""
+        """Read an operand of a sum over rows, with zeros in rows that do not exist."""
         return self.zero_beyond(operand, self.read(operand), operand)
 
     def place_of_row(self, node: Node, index: Any) -> tuple[Node, Node]:
-        """The place in the chunk of one row of all tokens, as ``[1]``, and whether it is there."""
+        """Locate one row of all tokens in the chunk, as ``[1]``, and tell whether it is there."""
         index = self.read_int(index) if isinstance(index, Node) else index
         place = self.graph.call_function(
             aten.full.default, ([1], index), dict(dtype=torch.int64, device=value_of(node).device)
@@ -229,13 +250,13 @@ class RowReading(Reading):
         return self.rows_of_chunk(place, self.fact(node).rows, self.fact(node).lo)
 
     def row_picked(self, operand: Node, dim: int, index: Any) -> Node:
-        """One row of all tokens, ``[…, 1, …]``, from the chunk that has it; zero from the others."""
+        """Pick one row of all tokens, ``[…, 1, …]``, from the chunk that has it; zero in other chunks."""
         local, inside = self.place_of_row(operand, index)
         row = self.graph.call_function(aten.index_select.default, (self.read(operand), dim, local))
         return self.zero_unless(inside, row, operand)
 
     def key_picked(self, operand: Node, dim: int, index: Any) -> Node:
-        """One key of all, ``[…, 1, …]``; zero where it is none of those that the chunk reads."""
+        """Pick one key of all, ``[…, 1, …]``; zero if the chunk does not read it."""
         call, keys, device = self.graph.call_function, self.scalar("keys"), value_of(operand).device
         place = call(
             aten.full.default, ([1], self.key_at(operand, dim, index)), dict(dtype=torch.int64, device=device)
@@ -248,7 +269,7 @@ class RowReading(Reading):
         return self.zero_unless(inside, key, operand)
 
     def key_put(self, node: Node, dim: int, index: Any, key: Node, like: Node) -> Node:
-        """The chunk's keys of a value of zeros with one key, ``[…, 1, …]``."""
+        """Put one key, ``[…, 1, …]``, into the chunk's keys of a value of zeros."""
         call, shape = self.graph.call_function, [1] * rank_of(node)
         shape[dim] = -1
         places = call(aten.view.default, (self.positions(node, dim), shape))
@@ -256,7 +277,7 @@ class RowReading(Reading):
         return self.zero_unless(at_key, key, like)
 
     def key_at(self, node: Node, dim: int, index: Any) -> Any:
-        """A place among all keys, counted from the first."""
+        """Convert the index of a key to its place counted from the first key."""
         index, size = (
             self.read_int(index) if isinstance(index, Node) else index or 0,
             value_of(node).shape[dim],
@@ -267,8 +288,10 @@ class RowReading(Reading):
         return self.graph.call_function(operator.add, (count, index))
 
     def row_put(self, node: Node, dim: int, index: Any, row: Node, like: Node) -> Node:
-        """The chunk's rows of a value of zeros with one row, ``[…, 1, …]``, written by the chunk that has
-        it."""
+        """Put one row, ``[…, 1, …]``, into the chunk's rows of a value of zeros.
+
+        Only the chunk that has the row writes it.
+        """
         local, inside = self.place_of_row(node, index)
         return self.graph.call_function(
             aten.index_add.default, (self.zeros(node), dim, local, self.zero_unless(inside, row, like))

@@ -1,5 +1,7 @@
-"""Write one node of a sweep at chunk length, by the rule of its op or as a copy, and what becomes of its
-result."""
+"""Write one node of a sweep at chunk length, by the rule of its op or as a copy.
+
+The result is then appended to keys, or stored in its buffer.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,15 @@ from ..rules import Rule, rule_of, scan_of, state_rows
 from ..rules.facets import Merge, Scan
 from .rows import RowReading
 
-TENSORS = (torch.Tensor, tuple, list)  # values of nodes that edges are of
+TENSORS = (torch.Tensor, tuple, list)  # types of values that have edges
 aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
 
 class Writer(RowReading):
-    """Writes one node. Rules with an ``emit`` call its public methods; everything else is copied."""
+    """Writer of one node: rules with an ``emit`` call its public methods; everything else is copied."""
 
     def write(self) -> None:
-        """The node's value in the body and, if later rows read it as keys, in their buffer."""
+        """Write the node's value into the body and, if later rows read it as keys, into their buffer."""
         node, rule = self.node, None if self.node.target is operator.getitem else rule_of(self.node)
         if rule is None:
             value = self.item(node)
@@ -44,7 +46,11 @@ class Writer(RowReading):
         return self.copied(node) if rule.scan is None else self.scan(node)
 
     def item(self, node: Node) -> Node:
-        """One output of a node of the body; of a mixed one, only the first is a value, of a sum, none."""
+        """Select one output of a node of the body.
+
+        The body has only the first output of a mixed node, and only accumulators for a sum: their value
+        is returned as it is.
+        """
         source = node.args[0]
         value = self.draft.values[source]
         if self.analysis.kinds[source] in (Kind.MIXED, Kind.SUM):
@@ -52,7 +58,10 @@ class Writer(RowReading):
         return self.graph.call_function(operator.getitem, (value, node.args[1]))
 
     def copy(self, node: Node, given: Mapping[int, Node] | None = None) -> Node:
-        """The same node with operands at chunk length and its shape argument rewritten."""
+        """Copy the node, with operands at chunk length and its shape argument rewritten.
+
+        given  number of an edge → the value to use in place of its operand
+        """
         rule = rule_of(node)
         edges = enumerate(self.edges(node))
 
@@ -73,23 +82,23 @@ class Writer(RowReading):
         return self.graph.call_function(node.target, tuple(args), kwargs)
 
     def added(self, node: Node, part: Node) -> Node:
-        """Add a chunk's part to the sum that a node is."""
+        """Add a chunk's part to the accumulator of a sum."""
         return self.add(part, self.total(node))
 
     def total(self, node: Node, filling: float = 0.0) -> Node:
-        """The accumulator of a node.
+        """Bind the accumulator of a node.
 
-        filling  what it is before the first chunk
+        filling  its value before the first chunk
         """
         node = dict(self.sweep.joined).get(node, node)
         return self.draft.bind(Binding(BindingRole.TOTAL, node, node.name, filling=filling))
 
     def is_read(self, node: Node, output: int) -> bool:
-        """Does the sweep read one of a node's several results?"""
+        """Does the sweep read this one of a node's several results?"""
         return any(u.args[1] == output for u in node.users if u in self.draft.inside)
 
     def total_of(self, node: Node, output: int, filling: float) -> Node:
-        """The accumulator of one of a node's several results, whether somebody reads it or not."""
+        """Bind the accumulator of one of a node's several results, even if it is not read."""
         items = (u for u in node.users if u.args[1] == output and u in self.draft.inside)
         item = next(items, None)
         if item is not None:
@@ -101,14 +110,17 @@ class Writer(RowReading):
         return self.graph.call_function(aten.copy_.default, (total, value))
 
     def merged(self, node: Node, merge: Merge) -> Node:
-        """A reduction of the chunk's rows, merged with that of the rows before."""
+        """Reduce the chunk's rows, and merge the result with that of earlier chunks."""
         value, rows = value_of(node), self.rows_of_merge(node, merge)
         total = self.total(node, merge.identity_of(value.dtype))
         part = self.copy(node, {0: rows})
         return self.replace_total(total, self.graph.call_function(merge.join, (total, part)))
 
     def rows_of_merge(self, node: Node, merge: Merge) -> Node:
-        """The operand of a reduction at chunk length; rows that do not count leave its result as it is."""
+        """Read the operand of a reduction at chunk length.
+
+        Rows that do not exist are filled with the identity, which leaves the result as it is.
+        """
         edge = self.edges(node)[0]
         rows, value = self.operand(edge), value_of(edge.operand)
         rows = self.zero_beyond(edge.operand, rows, edge.operand, merge.identity_of(value.dtype))
@@ -119,13 +131,16 @@ class Writer(RowReading):
         return rows
 
     def add(self, part: Node, total: Node) -> Node:
-        """Written out, so that the kernel which computes the part adds it."""
+        """Add a part to an accumulator.
+
+        The addition is written out, so that the kernel which computes the part adds it.
+        """
         return self.graph.call_function(
             aten.copy_.default, (total, self.graph.call_function(aten.add.Tensor, (total, part)))
         )
 
     def scan(self, node: Node, run: Callable[[Node], Node] | None = None) -> Node:
-        """A scan over the chunk's rows, which goes on from the state that the rows before them left.
+        """Scan the chunk's rows, starting from the state of the previous chunk.
 
         run  writes the scan of rows by themselves, where that is not the node at chunk length
         """
@@ -149,8 +164,7 @@ class Writer(RowReading):
         return call(prims.convert_element_type.default, (part, value_of(node).dtype))
 
     def from_window(self, node: Node, edge: Edge) -> Node:
-        """Rows at a constant shift: some are of the chunk before, and were kept of it; the others are the
-        chunk's own."""
+        """Read rows at a constant shift from the chunk and from rows kept of the previous one."""
         call, mark, dtype = self.graph.call_function, self.fact(node).rows, value_of(node).dtype
         dim = mark.dim
         state, rows, ahead = self.state_of(node), self.operand(edge), not edge.reach.looks_back()
@@ -163,15 +177,18 @@ class Writer(RowReading):
         return result
 
     def state_of(self, node: Node) -> Node:
-        """What the rows before the chunk have left."""
+        """Bind the state that the previous chunk has left."""
         scan, mark = scan_of(node), self.fact(node).rows
         assert scan is not None
         binding = Binding(BindingRole.CARRY, node, node.name, mark, filling=scan.identity)
         return self.draft.bind(replace(binding, state_rows=scan.rows))
 
     def rows_of_scan(self, node: Node, edge: Edge, scan: Scan, dtype: torch.dtype) -> Node:
-        """The chunk's rows of an operand of a scan, in the dtype of its state; those that do not count leave
-        the state as it is."""
+        """Read the chunk's rows of a scan's operand, in the dtype of the state.
+
+        Rows that do not exist are filled with the identity, which leaves the state as it is. Without a
+        ``join``, an operand of another dtype than the result keeps it.
+        """
         rows = self.fill_outside(node, self.operand(edge), scan.identity, source=edge.operand)
         if scan.join is None and value_of(edge.operand).dtype != value_of(node).dtype:
             return rows
@@ -186,14 +203,17 @@ class Writer(RowReading):
         )
 
     def accumulate_rows(self, node: Node, index: Node, rows: Node, padding: int) -> Node:
-        """Rows are widened in the body, where that costs the kernel that makes them nothing."""
+        """Add rows at an index to the accumulator of a node.
+
+        The rows are widened in the body, where that costs the kernel that makes them nothing.
+        """
         dtype = value_of(node).dtype
         if total_dtype(dtype) != dtype:
             rows = self.graph.call_function(prims.convert_element_type.default, (rows, total_dtype(dtype)))
         return self.graph.call_function(streambp.add_rows_.default, (index, rows, padding, self.total(node)))
 
     def accumulate_at(self, node: Node) -> Node:
-        """Entries at an index, added to the sum or the sum per key that a node is."""
+        """Add entries at an index to the accumulator of a sum, or of a sum per key."""
         zeroed = self.summands(node)
         index, source = (zeroed.get(i) or self.operand(edge) for i, edge in enumerate(self.edges(node)))
         is_total = self.analysis.kinds[node] is Kind.SUM
@@ -201,7 +221,7 @@ class Writer(RowReading):
         return self.graph.call_function(streambp.add_at_.default, (index, source, node.args[2], total))
 
     def key_sum(self, node: Node) -> Node:
-        """The accumulator of a sum per key."""
+        """Bind the accumulator of a sum per key."""
         return self.draft.bind(Binding(BindingRole.KEYTOTAL, node, node.name, self.fact(node).rows))
 
     def attention(self, node: Node) -> Node:
@@ -224,17 +244,20 @@ class Writer(RowReading):
         )
 
     def is_of_each_row(self, node: Node, key: int) -> bool:
-        """Are the keys of an attention node (its operand number ``key``) those of each row alone?"""
+        """Does each row of an attention node read only keys of its own?
+
+        key  the number of the node's key operand
+        """
         return self.analysis.edges[node][key].role is Role.ROWS
 
     def attention_of_each_row(self, node: Node) -> Node:
-        """Attention within each row: tokens are the batch of its kernel."""
+        """Write attention within each row: tokens are the batch of its kernel."""
         copied = self.copy(node)
         set_argument(copied, "kernel", self.kernel(node))
         return copied
 
     def kernel(self, node: Node) -> str:
-        """The name of the kernel that was planned for an attention node."""
+        """Return the name of the kernel planned for an attention node, and note that it is used."""
         chosen = self.draft.kernels[node]
         self.draft.used[chosen] = None
         return chosen.name
@@ -269,7 +292,7 @@ class Writer(RowReading):
         )
 
     def rows_and_key_sums(self, node: Node, results: Node) -> Node:
-        """The first of several results, which has a row per query; the others are added up per key."""
+        """Return the first of several results, which has a row per query; add up the others per key."""
         call = self.graph.call_function
         grads = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         for index in range(1, len(value_of(node))):
@@ -278,7 +301,10 @@ class Writer(RowReading):
         return call(operator.getitem, (results, 0))
 
     def key_total(self, node: Node, grad: Node | None, index: int) -> Node:
-        """The accumulator of a key gradient; one that nobody reads still takes what the kernel computes."""
+        """Bind the accumulator of a key gradient.
+
+        The kernel computes all of them, so one that is not read has an accumulator as well.
+        """
         fact = self.fact(node, index)
         mark = fact.rows if isinstance(fact, Tokens) else None
         if grad is None:
@@ -289,13 +315,13 @@ class Writer(RowReading):
         return self.draft.bind(Binding(BindingRole.KEYTOTAL, grad, grad.name, mark))
 
     def copied(self, node: Node, wide: bool = False) -> Node:
-        """The node at chunk length; what is a sum over rows, or per key, is added to its accumulator.
+        """Copy the node to chunk length; add a sum over rows, or per key, to its accumulator.
 
         wide  parts come in the dtype of the accumulator (ops with an argument ``dtype``)
         """
         kind = self.analysis.kinds[node]
         if kind not in (Kind.SUM, Kind.KEYSUM):
-            return self.copy(node)  # which may have several outputs, and no dtype
+            return self.copy(node)  # the node may have several outputs, and no dtype
         part = self.copy(node, self.summands(node))
         if kind is Kind.KEYSUM:
             return self.add(part, self.key_sum(node))
@@ -304,7 +330,10 @@ class Writer(RowReading):
         return self.added(node, part)
 
     def summands(self, node: Node) -> dict[int, Node]:
-        """Operands with rows that do not count, zeroed: all of them, because such rows need not be finite."""
+        """Zero the rows that do not exist, in all operands that have some, by number of the edge.
+
+        Zeroing one factor of a product would not do, because such rows need not be finite.
+        """
         found = {}
         for i, edge in enumerate(self.edges(node)):
             fact = self.domain(edge.operand)
@@ -314,14 +343,14 @@ class Writer(RowReading):
         return found
 
     def append(self, node: Node, value: Node) -> None:
-        """Rows become keys of this very chunk and of all later ones."""
+        """Append the node's rows to the keys of this chunk and of all later ones."""
         mark = self.fact(node).rows
         full = self.draft.bind(Binding(BindingRole.APPEND, node, node.name, mark))
         self.graph.call_function(streambp.write_rows_.default, (value, mark.dim, self.scalar("offset"), full))
         self.draft.appended[node] = full
 
     def store(self) -> None:
-        """Write the node's rows into their buffer, or over the input whose buffer they take."""
+        """Write the node's rows into their buffer, or over the value whose memory they take."""
         node, target = self.node, dict(self.sweep.in_place).get(self.node)
         fact, value = self.fact(node), self.draft.values[node]
         mark = fact.rows

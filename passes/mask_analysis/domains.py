@@ -25,7 +25,7 @@ KeyMasks = tuple[KeyMask | DocumentMask, ...]
 
 @dataclass(frozen=True)
 class Affine:
-    """``const + Σ slope * index[dim]``; booleans are 0 and 1."""
+    """A tensor with entries ``const + Σ slope * index[dim]``; booleans are 0 and 1."""
 
     const: float
     slopes: tuple[tuple[int, float], ...] = ()
@@ -39,13 +39,13 @@ class Band:
     """A matrix over (row, key) dimensions that equals ``outside`` unless ``lo <= key - row <= hi``.
 
     outside      ``False`` (a boolean mask that is true where a key is visible), ``True`` (one that is true
-                 where it is masked), ``0.0``, ``-inf``, or ``"min"`` (so low that it vanishes beside any
+                 where a key is masked), ``0.0``, ``-inf``, or ``"min"`` (so low that it vanishes beside any
                  visible key)
-    key_masks    the masks that hide entries inside the band, and nothing else does: ``()`` where every entry
-                 is visible, ``None`` where it is unknown. Of a matrix that is zero outside: the masks by
-                 which every row must have a visible key for that to be so
+    key_masks    the only masks that hide entries inside the band: ``()`` where every entry is visible,
+                 ``None`` where they are unknown. For a matrix that is zero outside: the masks that must leave
+                 every row a visible key for it to be zero
     zero_inside  visible entries are ``0`` (an additive mask that is not yet added to scores)
-    assumes      stored masks that are assumed to mask all that is outside, and document masks whose positions
+    assumes      stored masks that are assumed to mask everything outside, and document masks whose positions
                  are assumed to increase
     """
 
@@ -67,13 +67,12 @@ class Band:
 
     @property
     def exact(self) -> bool:
-        """Is this the mask of its band and nothing else?"""
+        """Does the mask hide the entries outside its band and no others, without assumptions?"""
         return self.key_masks == () and not self.assumes and (self.zero_inside or self.outside is False)
 
     @property
     def visibility_masks(self) -> KeyMasks | None:
-        """Masks by which every row must have a visible key for the outside to be truly empty; None if
-        unknown."""
+        """Masks that must leave every row a visible key for the outside to be empty; None if unknown."""
         if self.outside != "min":
             return self.key_masks if is_zero_outside(self) else ()
         return self.key_masks if self.key_masks or self.lo <= 0 <= self.hi else None
@@ -81,7 +80,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a number lies: rounding depends on the dtype and on the device."""
+    """Bounds of a number, whose rounding depends on the dtype and on the device."""
 
     low: float
     high: float
@@ -94,7 +93,7 @@ class Interval:
 class Indicator:
     """A matrix of two numbers: one where a boolean mask shows a key, another everywhere else.
 
-    mask  a band of visible entries
+    mask  the visible entries, as a band
     """
 
     mask: Band
@@ -115,9 +114,9 @@ class Distance:
 
 @dataclass(frozen=True)
 class Difference:
-    """An integer matrix, zero exactly where a per-token value of the row equals that of the key.
+    """An integer matrix that is zero exactly where the row's per-token value equals the key's.
 
-    sign  1: it is positive where the row's value is larger; -1: where the key's is; 0: unknown
+    sign  1: positive where the row's value is larger; -1: positive where the key's is; 0: unknown
     """
 
     row: Node
@@ -130,7 +129,10 @@ EMPTY = (-math.inf, "min")  # fillings that empty a score
 
 
 def with_dims_renamed(value: Abstract, dims: dict[int, int]) -> Abstract:
-    """Rename dimensions (old → new); a dimension that is dropped must not matter."""
+    """Rename dimensions (old → new).
+
+    None if the value depends on a dimension that is dropped, or is no `Affine`, `Band` or `Distance`.
+    """
     if isinstance(value, Affine):
         if any(d not in dims for d, _ in value.slopes):
             return None
@@ -151,31 +153,37 @@ def is_constant(value: Abstract) -> TypeGuard[Affine]:
 
 
 def is_empty_outside(value: Abstract) -> TypeGuard[Band]:
-    """Scores, or an additive mask, that no softmax reads outside a band."""
+    """Does a softmax over these scores, or over this additive mask, read no entry outside a band?"""
     return isinstance(value, Band) and value.outside in EMPTY
 
 
 def is_zero_outside(value: Abstract) -> TypeGuard[Band]:
-    """A matrix that adds nothing to a sum outside a band."""
+    """Is a value a matrix that is zero outside a band?
+
+    Such a matrix adds nothing to a sum there.
+    """
     return isinstance(value, Band) and value.outside is not False and value.outside == 0.0
 
 
 def is_finite(value: Abstract) -> bool:
-    """Is zero times the value zero? What is unknown is taken to be finite."""
+    """Is zero times the value zero?
+
+    An unknown value is taken to be finite.
+    """
     if isinstance(value, Band):
         return value.outside != -math.inf
     return not is_constant(value) or math.isfinite(value.const)
 
 
 def is_visible_mask(value: Abstract) -> TypeGuard[Band]:
-    """A boolean mask that is false outside a band."""
+    """Is a value a boolean mask that is false outside a band?"""
     return isinstance(value, Band) and value.outside is False
 
 
 def intersection(a: Band, b: Band) -> Band:
-    """The entries that two masks leave visible together.
+    """Intersect two masks: find the entries that both leave visible.
 
-    A range that is proved is worth more than one that is assumed: it is kept where it is no wider.
+    A proved range is preferred to an assumed one: it is kept where it reaches no further ahead.
     """
     key_masks, zero = merged((a.key_masks, b.key_masks)), a.zero_inside and b.zero_inside
     outside = a.outside if a.outside == b.outside else "min"
@@ -194,7 +202,10 @@ def intersection(a: Band, b: Band) -> Band:
 
 
 def hull(a: Band, b: Band) -> Band | None:
-    """The smallest band that holds both: outside of it both are zero."""
+    """Find the smallest band that holds both; outside of it both matrices are zero.
+
+    None if the masks of both together are unknown.
+    """
     key_masks = merged((a.key_masks, b.key_masks))
     if key_masks is None:
         return None
@@ -203,7 +214,10 @@ def hull(a: Band, b: Band) -> Band | None:
 
 
 def as_visible(masked: Abstract) -> Band | None:
-    """The visible entries of a boolean mask that is true where a key is masked."""
+    """Find the visible entries of a boolean mask that is true where a key is masked.
+
+    None if they are unknown.
+    """
     if not isinstance(masked, Band):
         return None
     if masked.outside is True:
@@ -212,7 +226,10 @@ def as_visible(masked: Abstract) -> Band | None:
 
 
 def negation(value: Abstract) -> Abstract:
-    """What is known of ``~value``, of a boolean. Nothing is lost: the negation of it is the value again."""
+    """Negate a boolean value, as ``~value`` does.
+
+    Nothing is lost: the negation of the result is the value again.
+    """
     if is_constant(value):
         return Affine(float(not value.const))
     if isinstance(value, DocumentMask):
@@ -223,15 +240,21 @@ def negation(value: Abstract) -> Abstract:
 
 
 def complement(band: Band) -> Band | None:
-    """Where an exact band is false: a band too, if it was a half-plane."""
+    """Find where an exact band is false.
+
+    This is a band if the given one is a half-plane, and None otherwise.
+    """
     if band.lo == -math.inf:
         return replace(band, lo=band.hi + 1, hi=math.inf)
     return replace(band, lo=-math.inf, hi=band.lo - 1) if band.hi == math.inf else None
 
 
 def merged(groups: Iterable[KeyMasks | None]) -> KeyMasks | None:
-    """The masks of several groups that hide keys together. At most one of them may hold more than one mask:
-    which of a batch belongs to which is unknown."""
+    """Merge the masks of several groups that hide keys together.
+
+    None if a group is unknown, or if more than one tensor holds several masks: which masks of the
+    batches belong together is unknown.
+    """
     found: KeyMasks = ()
     for group in groups:
         if group is None:
@@ -241,8 +264,10 @@ def merged(groups: Iterable[KeyMasks | None]) -> KeyMasks | None:
 
 
 def as_key_mask(arg: object, like: Node, band: Band, masked_value: bool | None) -> KeyMasks | None:
-    """An operand of a matrix of which nothing is known, as a mask of its keys: the same for all rows, or one
-    for each."""
+    """Treat an unknown operand of a matrix as a mask of its keys.
+
+    It is one mask for all rows, or one for each row. None if its shape does not fit.
+    """
     if not isinstance(arg, Node) or not is_tensor(arg):
         return None
     shift, shape = len(shape_of(like)) - len(shape_of(arg)), shape_of(arg)
@@ -255,8 +280,11 @@ def as_key_mask(arg: object, like: Node, band: Band, masked_value: bool | None) 
 
 
 def band_of_key_masks(node: Node, outside: object, groups: Iterable[KeyMasks | None]) -> Band | None:
-    """A matrix that only these masks hide: of padding masks the band is everything, of a stored mask it is
-    assumed to be causal."""
+    """Build the band of a matrix that only these masks hide.
+
+    The band of padding masks is everything. The band of a stored mask is assumed to be causal. None if
+    no masks are known.
+    """
     rank, key_masks = len(shape_of(node)), merged(groups)
     if not key_masks:
         return None
@@ -266,13 +294,16 @@ def band_of_key_masks(node: Node, outside: object, groups: Iterable[KeyMasks | N
 
 
 def stored_mask(node: Node) -> Band | None:
-    """An additive mask of which nothing is known."""
+    """Treat an unknown value as an additive mask."""
     return band_of_key_masks(node, "min", [as_key_mask(node, node, full_band(node), None)])
 
 
 def document_band(mask: DocumentMask, node: Node) -> Band | None:
-    """A document mask as a band of which it hides entries: a causal one, if it has positions, which are
-    assumed to increase."""
+    """Build a band of which a document mask hides entries.
+
+    It is causal if the mask has positions, which are assumed to increase. None if nothing is known of it
+    as a band.
+    """
     key_masks = merged(((replace(mask, key_masks=()),), mask.key_masks))
     if mask.negated or not (mask.ordered or key_masks):
         return None
@@ -281,6 +312,6 @@ def document_band(mask: DocumentMask, node: Node) -> Band | None:
 
 
 def full_band(node: Node) -> Band:
-    """All rows and keys of a matrix of scores, which are its last two dimensions."""
+    """Build the band of all rows and keys of a matrix of scores, its last two dimensions."""
     rank = len(shape_of(node))
     return Band(rank - 2, rank - 1, -math.inf, math.inf, None)

@@ -19,10 +19,10 @@ SAME_ENTRIES = (Form.ALIAS, Form.COPY, Form.RESHAPE, Form.UNSQUEEZE, Form.SQUEEZ
 
 
 def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[Node, Abstract]:
-    """The abstract value of every node of the graph (``None`` where nothing is known).
+    """Evaluate every node of the graph to its abstract value (``None`` where nothing is known).
 
-    with_tokens  the placeholders that carry tokens; others hold weights, which mask nothing. By default none
-                 is taken for a weight
+    with_tokens  the placeholders that carry tokens; others hold weights, which mask nothing. None: no
+                 placeholder is taken for a weight
     """
     evaluation = Evaluation(with_tokens)
     for node in graph.nodes:
@@ -32,7 +32,10 @@ def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[N
 
 
 class Evaluation:
-    """What is known so far; called with an argument of a node, its abstract value (see `operands.Known`)."""
+    """Abstract values so far; a call with an argument of a node returns its abstract value.
+
+    See `operands.Known`.
+    """
 
     def __init__(self, with_tokens: Container[Node] | None):
         self.with_tokens = with_tokens
@@ -60,8 +63,11 @@ class Evaluation:
             self.integral.add(node)
 
     def computes_exactly(self, node: Node, value: Abstract) -> bool:
-        """Are all numbers that a node reads and makes numbers of the dtype that it computes in? A number
-        that is read may be rounded: kernels differ in that, and `Indicator` allows for it."""
+        """Can the dtype of a node represent all known numbers that it reads and makes?
+
+        A constant that a floating-point node reads may be rounded: kernels differ in that, and
+        `Indicator` allows for it.
+        """
         numbers = [a for a in numbers_of(node) if isinstance(a, (int, float, Node))]
         values = [value_of(a) if isinstance(a, Node) else a for a in numbers]
         dtype = value_of(node).dtype
@@ -90,7 +96,7 @@ class Evaluation:
         return arg if form_of(arg) is Form.FLOOR_DIVIDE else None
 
     def masks_nothing(self, node: Node) -> bool:
-        """Are the numbers of a node far from the lowest of their dtype?"""
+        """Are the numbers of a node far from the lowest of their dtype, so that they mask no key?"""
         if not value_of(node).dtype.is_floating_point:
             return True
         if node.op == "placeholder":
@@ -112,13 +118,15 @@ WIDE_ENOUGH = 32  # bits of a dtype that counts the tokens of any sequence
 
 
 def counts_tokens(dtype: torch.dtype) -> bool:
-    """Has a dtype the positions of all tokens, and their differences? Half precision rounds them from 257
-    (bfloat16) or 2049 (float16) on, small integers wrap around."""
+    """Can a dtype represent the positions of all tokens, and their differences?
+
+    Half precision rounds them from 257 (bfloat16) or 2049 (float16) on, and small integers wrap around.
+    """
     return dtype is torch.bool or dtype.is_signed and dtype.itemsize * 8 >= WIDE_ENOUGH
 
 
 def has_number(dtype: torch.dtype, number: float) -> bool:
-    """Is a number not rounded in a dtype, and does it not wrap around (0 - 1 is 255 in uint8)?"""
+    """Can a dtype represent a number, without rounding or wrapping around (0 - 1 is 255 in uint8)?"""
     if dtype.is_complex:
         return False
     if dtype is torch.bool or math.isinf(number):

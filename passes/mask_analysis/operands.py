@@ -1,4 +1,4 @@
-"""How a transfer function reads its operands."""
+"""Operands of transfer functions: their abstract values, and the masks that they are."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ PAIRWISE = (DocumentMask, Difference)  # values whose rows and keys are the last
 
 
 class Known(Protocol):
-    """What the analysis knows so far: called with an argument of a node, its abstract value.
+    """The results of the analysis so far; a call with an argument of a node returns its abstract value.
 
     bounded     floating-point nodes whose numbers are far from the lowest of their dtype
     nonnegative nodes of which no number is negative
     integral    nodes of which every number is an integer, and so finite
-    indicators  matrices of two numbers; their abstract value says what that is as a band
+    indicators  matrices of two numbers → these numbers; their abstract value is the matrix as a band
     """
 
     @property
@@ -55,11 +55,11 @@ class Known(Protocol):
     def __call__(self, arg: object) -> Abstract: ...
 
     def repeated_by(self, arg: Node) -> Node:
-        """What an operand repeats along dimensions of size one, or the operand itself."""
+        """Return the value that an operand repeats along dimensions of size one, or the operand itself."""
         ...
 
     def floor_division_behind(self, arg: Node) -> Node | None:
-        """The floor division whose entries an operand has, in whatever shape."""
+        """Find the floor division whose entries an operand has, in any shape, or None."""
         ...
 
 
@@ -67,19 +67,22 @@ NUMBERS = {"Tensor", "number", "float", "Optional[number]", "Optional[float]"}
 
 
 def numbers_of(node: Node) -> list[object]:
-    """The arguments that hold numbers of a tensor: tensors and scalars, no dimensions, sizes or indices."""
+    """List the arguments that hold numbers of a tensor: tensors and scalars.
+
+    Dimensions, sizes and indices are left out.
+    """
     schema = node.target._schema.arguments
     given = {**dict(zip((a.name for a in schema), node.args)), **node.kwargs}
     return [given[a.name] for a in schema if a.name in given and str(a.type) in NUMBERS]
 
 
 def is_bounded(number: float) -> bool:
-    """Far from the lowest number of every dtype."""
+    """Is a number far from the lowest number of every dtype?"""
     return abs(number) <= torch.finfo(torch.float16).max / 2
 
 
 def broadcast_value(arg: object, node: Node, known: Known) -> Abstract:
-    """An operand's value in the dimensions of a broadcast output."""
+    """Return an operand's abstract value in the dimensions of a broadcast output."""
     value = known(arg)
     if not isinstance(arg, Node) or value is None or isinstance(value, PAIRWISE):
         return value
@@ -105,8 +108,11 @@ def is_boolean(arg: object) -> bool:
 
 
 def token_pair(node: Node, known: Known) -> tuple[Pair, bool] | None:
-    """The operands of a matrix of which one has a value for every row and one for every key, and whether the
-    one of the rows comes first."""
+    """Find the operands of a matrix that have one value per row and one per key.
+
+    Return them as (row's, key's), and whether the row's is the first operand. None if the operands are
+    others.
+    """
     rank, sides = len(shape_of(node)), {}
     for arg in node.args[:2]:
         value = value_of(arg) if isinstance(arg, Node) else arg  # a node may also stand for a size
@@ -128,7 +134,7 @@ def one_per_row(node: Node, like: Node, band: Band) -> bool:
 
 
 def hiding_masks(arg: object, like: Node, band: Band, known: Known) -> KeyMasks | None:
-    """The masks that hide entries of an operand of a score matrix."""
+    """Find the masks that hide entries of an operand of a score matrix; None if unknown."""
     value = broadcast_value(arg, like, known)
     if isinstance(value, Band) and value.outside in EMPTY:
         return value.key_masks if have_same_axes(value, band) else None
@@ -141,8 +147,11 @@ def hiding_masks(arg: object, like: Node, band: Band, known: Known) -> KeyMasks 
 
 
 def lowest(value: float, node: Node) -> object:
-    """How a filling empties a score: exactly (-inf), practically (the dtype's minimum), as zero, or not at
-    all."""
+    """Classify how a filling empties a score.
+
+    It does so exactly (``-inf``), practically (``"min"``, near the dtype's minimum), as zero (``0``), or
+    not at all (None).
+    """
     if value == -math.inf or value == 0:
         return value
     dtype = value_of(node).dtype
@@ -150,7 +159,10 @@ def lowest(value: float, node: Node) -> object:
 
 
 def as_band(indicator: Indicator, node: Node) -> Band | None:
-    """An indicator as an additive mask, or as a matrix that is zero outside a band."""
+    """Convert an indicator to an additive mask, or to a matrix that is zero outside a band.
+
+    None if it is neither.
+    """
     mask, visible, hidden = indicator.mask, indicator.visible, indicator.hidden
     found = [with_numbers(mask, visible, hidden, node)]
     inverse = complement(mask) if mask.exact else None
@@ -161,7 +173,7 @@ def as_band(indicator: Indicator, node: Node) -> Band | None:
 
 
 def with_numbers(mask: Band, visible: Interval, hidden: Interval, node: Node) -> Band | None:
-    """A mask as a matrix of these numbers."""
+    """Convert a mask to a matrix of two numbers, or to None if the hidden one hides nothing."""
     if hidden.is_exactly(0):
         everything = mask.lo == -math.inf and mask.hi == math.inf
         return None if everything else replace(mask, outside=0.0, key_masks=())

@@ -1,1 +1,1 @@
-"""Bring a joint graph to the few spellings that the operator rows know."""
+"""Rewrite a joint graph into the few forms that the table of operators knows."""

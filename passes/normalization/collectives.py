@@ -1,8 +1,9 @@
-"""Gathering and scattering along the dimension that is meant.
+"""Collectives that name the dimension along which they gather or scatter.
 
-Torch's collectives put the parts of several processes behind one another along the first dimension. Where
-they belong along another one (the tokens of sequence parallel), values are split and joined around them:
-``cat(split(all_gather(x)), dim)``. Such a chain is one operator here, which names its dimension.
+Torch's collectives put the parts of several processes behind one another along the first dimension.
+Where they belong along another one (the tokens of sequence parallel), values are split and joined around
+them: ``cat(split(all_gather(x)), dim)``. Such a chain becomes one operator here, which names its
+dimension.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ c10d = torch.ops._c10d_functional
 
 
 def name_dimensions(graph: Graph) -> None:
-    """Write collectives along the first dimension, and how values are split and joined around them, as
-    ``streambp.gathered`` and ``streambp.scattered``; and exchanges that are waited for as
-    ``streambp.exchanged``."""
+    """Rewrite collectives, with the splits and joins around them, as operators that name their dimension.
+
+    They become ``streambp.gathered`` and ``streambp.scattered``. Exchanges that are waited for become
+    ``streambp.exchanged``.
+    """
     for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
         part, processes, group = node.args
         for waited in waits_for(node) if isinstance(group, str) else ():
@@ -43,12 +46,12 @@ def name_dimensions(graph: Graph) -> None:
 
 
 def waits_for(node: Node) -> list[Node]:
-    """The finished results of a collective."""
+    """List the finished results of a collective."""
     return [n for n in node.users if n.target is c10d.wait_tensor.default]
 
 
 def write(node: Node, target: torch._ops.OpOverload, args: tuple) -> None:
-    """Have the readers of a node read this call in its place."""
+    """Replace a node by a call, for all its readers."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, args)
     value = target(*map_arg(args, value_of))
@@ -57,7 +60,7 @@ def write(node: Node, target: torch._ops.OpOverload, args: tuple) -> None:
 
 
 def gathers(waited: Node, part: Node, processes: int) -> list[tuple[Node, int]]:
-    """The values that are all parts behind one another, each with the dimension along which they are."""
+    """List the values that are all parts concatenated, each with the dimension along which they are."""
     pieces = [n for user in waited.users for n in (user, *user.users) if rows_of(n) is not None]
     joined = [n for piece in pieces for n in piece.users if is_joined(n, waited)]
     found = [
@@ -76,14 +79,14 @@ def longer(part: Node, dim: int, times: int) -> tuple:
 
 
 def scatters(parts: Node, processes: int) -> tuple[Node, int] | None:
-    """What was split into these parts for the processes, and the dimension; None if nothing was."""
+    """Find the value that was split into these parts for the processes, and the dimension, or None."""
     items: Sequence[Node] = parts.args[0] if form_of(parts) is Form.JOINED else ()
     first = rows_of(items[0]) if len(items) == processes and dim_of(parts) == 0 else None
     return (first.whole, first.dim) if first and is_split_of(items, first.whole, first.dim) else None
 
 
 def is_joined(node: Node, waited: Node) -> bool:
-    """Does a node put what was split along the first dimension behind one another, all of it in order?"""
+    """Does a node concatenate all parts of a split along the first dimension, in order?"""
     return form_of(node) is Form.JOINED and is_split_of(node.args[0], waited, 0)
 
 
@@ -105,7 +108,7 @@ class RowsOf:
 
 
 def rows_of(node: object) -> RowsOf | None:
-    """The rows of a value that a node is: an item of a split, or a slice."""
+    """Describe an item of a split, or a slice, as rows of a value; None for any other node."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target is operator.getitem and form_of(node.args[0]) is Form.SPLIT:
@@ -122,6 +125,6 @@ def rows_of(node: object) -> RowsOf | None:
 
 
 def dim_of(node: Node, position: int = 1) -> int:
-    """The dimension along which a node splits or joins."""
+    """Return the dimension along which a node splits or joins."""
     dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
     return dim % len(shape_of(node.args[0] if position == 2 else node))

@@ -1,8 +1,8 @@
-"""What is made from ranges and constants alone is made as short as it is read.
+"""Values made from ranges and constants alone, computed only as long as they are read.
 
-Position tables are often made for the longest sequence and sliced (``bias[:, -length:]``). Their rows are
-then no rows of this sequence, and
-a slice that starts late moves them against it; made short, they are as long as what they meet.
+Position tables are often made for the longest sequence and sliced (``bias[:, -length:]``). Their rows
+are then no rows of this sequence, and a slice that starts late shifts them against it. Made short, they
+are as long as the values that they meet.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class SliceBounds:
 
 
 def shorten_constants(graph: Graph) -> None:
-    """Move slices through what computes their operand, up to the ranges and constants that it is made of,
-    where it is made of nothing else."""
+    """Move slices through the ops before them, up to ranges and constants.
+
+    A slice is moved only if its operand is made of nothing else.
+    """
     sizes, hopeless = SizeNodes(graph), set[tuple[Node, int]]()
     for node in [n for n in graph.nodes if form_of(n) is Form.SLICE]:
         source = node.args[0]
@@ -68,9 +70,10 @@ def part_of(node: Node, sizes: SizeNodes) -> tuple[int, SliceBounds | None]:
 
 
 class Shortened:
-    """Copies of nodes with one dimension cut.
+    """Copies of nodes with one dimension sliced.
 
-    hopeless  nodes and dimensions that are made of more than ranges and constants, whatever part is asked for
+    hopeless  nodes and dimensions that are made of more than ranges and constants, whatever part is
+              asked for
     """
 
     def __init__(
@@ -85,8 +88,10 @@ class Shortened:
         self.known: dict[tuple[Node, int], Node | None] = {}
 
     def shortened(self, node: Node, dim: int) -> Node | None:
-        """A part of a value along one of its dimensions, made anew; None if something else than ranges and
-        constants is in it."""
+        """Rebuild a part of a value along one of its dimensions.
+
+        Returns None if the value is made of anything but ranges and constants.
+        """
         check_time()
         if (node, dim) in self.hopeless:
             return None
@@ -112,7 +117,7 @@ class Shortened:
         except CannotStream:
             return None
         if signature.reshape and rule.shape_arg is None or rule.writes is not None:
-            return None  # rows that are written by an index are counted from the first of all
+            return None  # an index that rows are written by counts from the first row of all
         found = self.before_reshape(node, dim) if signature.reshape else self.operands(node, dim, signature)
         short = {a: self.shortened(a, place) for a, place in found.items()}
         if not short or None in short.values():
@@ -123,7 +128,7 @@ class Shortened:
         return self.emit(node, dim, args, kwargs)
 
     def before_reshape(self, node: Node, dim: int) -> dict[Node, int]:
-        """The operand of a view and the dimension of it that a dimension of the view is."""
+        """Find the operand of a view, and its dimension that equals a dimension of the view."""
         old = shape_of(node.args[0])
         mark = reshaped(Mark(dim), shape_of(node), old)
         if mark is None or (mark.outer, mark.inner) != (1, 1) or old[mark.dim] != shape_of(node)[dim]:
@@ -131,8 +136,10 @@ class Shortened:
         return {node.args[0]: mark.dim}
 
     def operands(self, node: Node, dim: int, signature: Signature) -> dict[Node, int]:
-        """Operands that have a dimension of the node's own; none if rows along it do more than meet those
-        beside them."""
+        """Map the operands that have a dimension of the node to its place in them.
+
+        There are none if rows along it do more than meet the rows beside them.
+        """
         label = signature.outputs[0][dim]
         if label is None or label in signature.offsets or signature.mixes(label):
             return {}

@@ -1,8 +1,9 @@
 """Diagonals of square matrices, as sums of the entries where a row meets its own column.
 
-A view of a diagonal steps along rows and columns at once, and no chunk of rows can be cut out of that. A sum
-over columns of what a comparison of places leaves is one number per row. These are decompositions: torch
-calls them in place of the operators, on values whose sizes may be symbols.
+A view of a diagonal steps along rows and columns at once, and no chunk of rows can be cut out of that.
+So entries off the diagonal are masked by a comparison of places, and a sum over columns leaves one
+number per row. These are decompositions: torch calls them in place of the operators, on values whose
+sizes may be symbols.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..ir import is_equal
 
 
 def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    """``x.diagonal(offset, dim1, dim2)``: its entries run along the last dimension."""
+    """Compute ``x.diagonal(offset, dim1, dim2)``, whose entries run along the last dimension."""
     row, column = dim1 % x.dim(), dim2 % x.dim()
     if not is_square(x.shape, row, column):
         return NotImplemented
@@ -25,7 +26,7 @@ def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor
 
 
 def diagonal_backward(grad: Tensor, sizes: list[int], offset: int, dim1: int, dim2: int) -> Tensor:
-    """Zeros, with a gradient on the diagonal."""
+    """Build a matrix of zeros, with a gradient on the diagonal."""
     row, column = dim1 % len(sizes), dim2 % len(sizes)
     if not is_square(sizes, row, column):
         return NotImplemented
@@ -35,7 +36,7 @@ def diagonal_backward(grad: Tensor, sizes: list[int], offset: int, dim1: int, di
 
 
 def diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    """A matrix with other entries on its diagonal."""
+    """Replace the entries on the diagonal of a matrix."""
     row, column = dim1 % x.dim(), dim2 % x.dim()
     if not is_square(x.shape, row, column):
         return NotImplemented
@@ -44,12 +45,12 @@ def diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim
 
 
 def is_square(sizes, row: int, column: int) -> bool:
-    """Has a matrix as many rows as columns, at every length?"""
+    """Does a matrix have as many rows as columns, at every length?"""
     return is_equal(sizes[row], sizes[column])
 
 
 def places(sizes, offset: int, row: int, column: int, device: torch.device) -> Tensor:
-    """Where a matrix has its diagonal, to broadcast against it."""
+    """Mark the diagonal of a matrix by booleans that broadcast against it."""
 
     def counted(dim: int) -> Tensor:
         return torch.arange(sizes[dim], device=device).view(-1, *[1] * (len(sizes) - 1 - dim))
@@ -58,7 +59,7 @@ def places(sizes, offset: int, row: int, column: int, device: torch.device) -> T
 
 
 def along(entries: Tensor, offset: int, row: int, column: int) -> Tensor:
-    """Entries of a diagonal, each in its row: zeros where a row has none."""
+    """Place the entries of a diagonal in their rows, with zeros where a row has none."""
     if offset:
         entries = torch.nn.functional.pad(entries, (0, offset) if offset > 0 else (-offset, 0))
     return entries.movedim(-1, row - (row > column)).unsqueeze(column)

@@ -1,9 +1,10 @@
 """Products of score matrices whose queries and keys were merged into one dimension.
 
-A linear map over the heads of scores (talking heads) is a matrix product of rows that are pairs of a query
-and a key: torch reshapes ``[B, Q, K, H]`` to ``[B * Q * K, H]`` first. No chunk can be cut out of that. So a
-product is written as the contraction of what its operands were before they were reshaped, whose dimensions
-are all still there: ``bqkh,hg->bqkg``. The same holds for its gradients, and for sums over merged rows.
+A linear map over the heads of scores (talking heads) is a matrix product of rows that are pairs of a
+query and a key: torch reshapes ``[B, Q, K, H]`` to ``[B * Q * K, H]`` first. No chunk can be cut out of
+that. So a product is written as a contraction of its operands before they were reshaped, which still
+have all their dimensions: ``bqkh,hg->bqkg``. The same holds for its gradients, and for sums over merged
+rows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def unfold_products(graph: Graph, propagation: TokenPropagation) -> bool:
 
 
 def products_around(merging: Iterable[Node]) -> list[Node]:
-    """Products and sums that read a reshaped value, or views of it, or that make one."""
+    """Find products and sums that read these reshaped values, or views of them.
+
+    Products whose results are reshaped are found as well.
+    """
     found: dict[Node, None] = {}
     for start in merging:
         node = start.args[0]
@@ -50,7 +54,7 @@ def products_around(merging: Iterable[Node]) -> list[Node]:
 
 
 def is_rearranged(node: Node) -> bool:
-    """Has a value the entries of its operand, in another shape or order?"""
+    """Does a value hold the entries of its operand, in another shape or order?"""
     return form_of(node) in (Form.RESHAPE, Form.UNSQUEEZE, Form.SQUEEZE) or node.target in (
         aten.permute.default,
         aten.t.default,
@@ -62,8 +66,8 @@ def is_rearranged(node: Node) -> bool:
 class Folded:
     """A value as another one with some of its dimensions merged.
 
-    dims  for each dimension of the value, those of the source that it holds, the slowest first; dimensions of
-          size one are left out
+    dims  for each dimension of the value, those of the source that it holds, the slowest first;
+          dimensions of size one are left out
     """
 
     source: Node
@@ -74,7 +78,7 @@ class Folded:
 
 
 def folded(node: Node) -> Folded:
-    """A value as what it was before it was reshaped, as far as dimensions are only merged and permuted."""
+    """Trace a value back to its source, as far as dimensions are only merged and permuted."""
     found = Folded(node, tuple((d,) if s != 1 else () for d, s in enumerate(value_of(node).shape)))
     while is_rearranged(found.source):
         before = step_back(found.source)
@@ -86,8 +90,10 @@ def folded(node: Node) -> Folded:
 
 
 def step_back(node: Node) -> list[tuple[int, ...]] | None:
-    """For each dimension of a rearranged value, the dimensions of its operand that it holds; None if it
-    splits one."""
+    """List the dimensions of its operand that each dimension of a rearranged value holds.
+
+    Returns None if a dimension is split.
+    """
     old, new = value_of(node.args[0]).shape, value_of(node).shape
     if node.target is aten.permute.default:
         return [(d % len(old),) if old[d % len(old)] != 1 else () for d in node.args[1]]
@@ -109,7 +115,7 @@ def step_back(node: Node) -> list[tuple[int, ...]] | None:
 
 
 def unfold(graph: Graph, node: Node) -> Node | None:
-    """Write a product as a contraction of what was merged; None where its operands do not fit."""
+    """Write a product as a contraction of its operands before merging; None where they do not fit."""
     given = arguments(node)
     signature = rule_of(node).signature(node)
     bias = given["self"] if len(signature.operands) == 3 else None
@@ -132,8 +138,10 @@ def unfold(graph: Graph, node: Node) -> Node | None:
 
 
 def labels_of(parts: Sequence[Folded], product: Sequence[Labels]) -> tuple[dict[int, str], ...] | None:
-    """A letter for each dimension of the operands of a product before they were merged, and of its result;
-    None where operands are merged otherwise along a dimension that both have."""
+    """Choose a letter for each unmerged dimension of a product's operands and of its result.
+
+    Returns None where operands are merged in different ways along a dimension that both have.
+    """
     known: dict[Label, list[tuple[str, Size]]] = {}
     used, texts = iter(LETTERS), []
     for part, names in zip(parts, product):
@@ -154,7 +162,7 @@ def written_without_ones(write: Writing, part: Folded, text: dict[int, str]) -> 
 
 
 def unfold_sum(graph: Graph, node: Node) -> Node | None:
-    """Write a sum over merged dimensions as one over those that were merged."""
+    """Write a sum over merged dimensions as a sum over the dimensions before merging."""
     part, given = folded(node.args[0]), arguments(node)
     rank = len(shape_of(node.args[0]))
     dims = [d % rank for d in given["dim"] or range(rank)]
@@ -171,7 +179,10 @@ def unfold_sum(graph: Graph, node: Node) -> Node | None:
 
 
 def replace_in_shape(write: Writing, new: Node) -> Node | None:
-    """Have a value read in place of the one that is rewritten, in the shape of that."""
+    """Replace the value that is rewritten by another one, in the shape of the first.
+
+    Returns None if a size of that shape cannot be read from inputs.
+    """
     node, shape = write.node, value_of(write.node).shape
     if len(shape) != len(value_of(new).shape) or not all(map(is_equal, shape, value_of(new).shape)):
         sizes = [write.sizes.written(size, node) for size in shape]
@@ -183,7 +194,7 @@ def replace_in_shape(write: Writing, new: Node) -> Node | None:
 
 
 def readers_through(start: Node) -> Iterator[Node]:
-    """Rearrangements of a value, of those, and so on."""
+    """Yield the rearrangements of a value, those of these, and so on."""
     stack = [start]
     while stack:
         for user in stack.pop().users:
@@ -193,7 +204,10 @@ def readers_through(start: Node) -> Iterator[Node]:
 
 
 def unfold_reshapes(graph: Graph, merging: Iterable[Node]) -> bool:
-    """A reshape that splits what was merged is no more than a permutation of what was not merged."""
+    """Rewrite a reshape that splits merged dimensions as a permutation of the value before merging.
+
+    Returns whether there were any.
+    """
     readers = dict.fromkeys(n for start in merging for n in readers_through(start))
     changed = False
     for node in [n for n in readers if form_of(n) is Form.RESHAPE]:

@@ -1,8 +1,8 @@
-"""What a relative shift takes from neighbouring rows is left out where a mask hides it.
+"""Entries that a relative shift takes from neighbouring rows are left out where a mask hides them.
 
-Transformer-XL's shift by reshapes puts entries of the next row where keys are later than the query. A causal
-mask replaces them, and their gradient is zero: so neither is computed, if the mask is proved to be there for
-every call. Otherwise they stay.
+Transformer-XL's shift by reshapes puts entries of the next row where keys are later than the query. A
+causal mask replaces them, and their gradient is zero: so neither is computed, if the mask is proved to
+be there for every call. Otherwise they stay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def drop_hidden_shifts(graph: Graph) -> None:
-    """Leave out relative shifts of neighbouring rows of which nothing is read, or that are zero."""
+    """Drop relative shifts of neighbouring rows if nothing reads their entries, or if these are zero."""
     shifts = [n for n in graph.nodes if form_of(n) is Form.SKEWED and arguments(n)["rows"] != 0]
     masks = evaluate(graph) if shifts else {}
     for node in shifts:
@@ -37,7 +37,7 @@ def drop_hidden_shifts(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where some entries are in an operand, for the functions that move masks."""
+    """The places of some entries in an operand, for the functions that move masks."""
 
     operand: Node
     band: Band
@@ -60,7 +60,7 @@ class Placed:
 
 
 def is_zero(node: Node, masks: Mapping[Node, Abstract]) -> bool:
-    """Is the gradient of entries of neighbours, or what else goes back to them, zero?"""
+    """Are the values zero that a backward shift takes back to neighbouring rows, such as gradients?"""
     given = arguments(node)
     x, dim, offset = given["x"], given["dim"], given["offset"]
     if given["step"] != 1 or not isinstance(offset, int):
@@ -71,7 +71,7 @@ def is_zero(node: Node, masks: Mapping[Node, Abstract]) -> bool:
 
 
 def is_hidden(node: Node, masks: Mapping[Node, Abstract]) -> bool:
-    """Does nothing depend on the entries that are not zero, because a mask replaces them?"""
+    """Does a mask replace the entries that are not zero, before anything depends on them?"""
     given = arguments(node)
     dim, offset = given["dim"], given["offset"]
     if given["step"] != -1 or not isinstance(offset, int):
@@ -94,18 +94,21 @@ def is_hidden(node: Node, masks: Mapping[Node, Abstract]) -> bool:
 
 
 def last_of(size: Size) -> float:
-    """The last column of so many; of a number that may change, none is the last."""
+    """Return the last of so many columns; infinity for a number that may change."""
     return size - 1 if isinstance(size, int) else math.inf
 
 
 def reads_visible_only(node: Node) -> bool:
-    """Do masked scores not count in a node's result?"""
+    """Does a node's result not depend on masked scores?"""
     rule = find_rule(node) if node.op == "call_function" else None
     return rule is not None and rule.visible_only
 
 
 def entries_in(user: Node, value: Node, entries: Band) -> Band | None:
-    """Where entries of an operand are in a result that has each of them in one place; None if unknown."""
+    """Find the places of an operand's entries in a result; None if they are unknown.
+
+    The result must have each of them in one place.
+    """
     if user.op != "call_function" or not isinstance(value_of(user), torch.Tensor):
         return None
     known, rule = Placed(value, entries), find_rule(user)
@@ -121,7 +124,7 @@ def entries_in(user: Node, value: Node, entries: Band) -> Band | None:
 
 
 def is_constant_at(entries: Band, band: Abstract, fillings: tuple[object, ...]) -> bool:
-    """Are these entries outside of a band, filled with one of some numbers, under no condition on a call?"""
+    """Are these entries outside a band and filled with one of some numbers, without a condition on a call?"""
     if not isinstance(band, Band) or band.assumes or band.visibility_masks != ():
         return False
     low, high = entries.lo, entries.hi
@@ -134,7 +137,7 @@ def is_constant_at(entries: Band, band: Abstract, fillings: tuple[object, ...]) 
 
 
 def drop(graph: Graph, node: Node) -> None:
-    """Write zeros in place of a value, or nothing where it is added."""
+    """Write zeros in place of a value, or remove it where it is added."""
     for user in list(node.users):
         others = [a for a in user.args if a is not node]
         adds = user.target is aten.add.Tensor and not user.kwargs and len(others) == 1

@@ -1,8 +1,8 @@
-"""Attention of few queries to all tokens (a pooling head, a Perceiver's latents), written with results that
-chunks can merge.
+"""Attention of few queries to all tokens, written with results that chunks can merge.
 
-Its keys are rows of the sequence and its queries are not. So its log-sum-exp is a reduction over tokens, its
-result a sum, and each chunk of keys has scores of its own: ``[latents, chunk]``.
+Such queries are those of a pooling head, or a Perceiver's latents. The keys are rows of the sequence and
+the queries are not. So the log-sum-exp is a reduction over tokens, the result is a sum, and each chunk
+of keys has scores of its own: ``[latents, chunk]``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ KEYS = 2  # the dimension of keys in ``[batch, heads, keys, width]``
 
 
 def attend_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
-    """Rewrite attention, and its gradients, whose keys alone are tokens. Returns whether there was any."""
+    """Rewrite attention, and its gradients, where only the keys are tokens.
+
+    Returns whether there was any.
+    """
     changed = False
     for node in graph.nodes:
         write = REWRITES.get(form_of(node))
@@ -40,17 +43,21 @@ def attend_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
 
 
 def has_tokens_as_keys(node: Node, propagation: TokenPropagation) -> bool:
-    """Are keys of an attention tokens, and its queries none?"""
+    """Are the keys of an attention tokens, but not its queries?
+
+    It must not be causal, and its queries must have the same sizes at every length.
+    """
     given = arguments(node)
     alone = KEYS in propagation.of(given["key"]) and not propagation.of(given["query"])
     return alone and not given["causal"] and all(isinstance(s, int) for s in shape_of(given["query"]))
 
 
 class Operands:
-    """The operands of an attention in the dtype of its statistics, with a dimension for queries that share a
-    key head, and what both directions compute: its scores.
+    """The operands of an attention in the dtype of its statistics, and the scores of both directions.
 
-    head  letters of the dimensions of query heads, of which the first is that of key heads
+    Queries that share a key head have a dimension of their own.
+
+    head  letters of the dimensions of query heads; the first is that of key heads
     """
 
     def __init__(self, write: Writing):
@@ -64,13 +71,13 @@ class Operands:
         return self.write.wide(self.given[name])
 
     def of_queries(self, name: str) -> Node:
-        """``[batch, *heads, queries, width]``."""
+        """Return an operand of queries as ``[batch, *heads, queries, width]``."""
         wide = self.write.wide(self.given[name])
         batch, _, *rest = shape_of(wide)
         return self.write(aten.view.default, wide, [batch, *self.heads, *rest])
 
     def product(self, left: Node, right: Node, equation: str) -> Node:
-        """A contraction; ``H`` in its equation stands for all heads of queries."""
+        """Write a contraction; ``H`` in its equation stands for all heads of queries."""
         return self.write(streambp.contracted.default, left, right, equation.replace("H", self.head))
 
     def scores(self) -> Node:
@@ -92,7 +99,7 @@ class Operands:
         return self.write(aten.view.default, mask, [batch, *self.heads, *rest])
 
     def shares(self, lse: Node) -> Node:
-        """The weights of the softmax; none for a query that sees no key."""
+        """Compute the weights of the softmax; they are zero for a query that sees no key."""
         write = self.write
         shares = write(aten.exp.default, write(aten.sub.Tensor, self.scores(), lse))
         if self.given["mask"] is None:
@@ -101,7 +108,7 @@ class Operands:
         return write(aten.where.self, empty, write.number(0.0, shares), shares)
 
     def heads_last(self, made: Node) -> Node:
-        """``[batch, queries, *heads, width]`` as the kernel lays out its results."""
+        """Lay ``[batch, queries, *heads, width]`` out as the kernel lays out its results."""
         batch, _, queries, _ = self.shape
         width = shape_of(made)[-1]
         flat = self.write(aten.view.default, made, [batch, queries, self.shape[1], width])
@@ -109,7 +116,7 @@ class Operands:
         return self.write.cast(turned, value_of(self.given["query"]).dtype)
 
     def as_keys(self, left: Node, right: Node, equation: str, like: Node) -> Node:
-        """A gradient of keys or values, in the memory layout of those."""
+        """Compute a gradient of keys or values, in the memory layout of those."""
         strides = value_of(like).stride()
         if strides[1] < strides[2]:
             made = self.product(left, right, equation.replace("->bhk", "->bkh"))
@@ -120,7 +127,7 @@ class Operands:
 
 
 def forward(write: Writing) -> tuple[Node, Node]:
-    """Output and log-sum-exp."""
+    """Compute the output and the log-sum-exp."""
     operands = Operands(write)
     lse = write(aten.logsumexp.default, operands.scores(), [-1], True)
     out = operands.product(operands.shares(lse), operands.of_keys("value"), "bHqk,bhke->bqHe")
@@ -128,7 +135,7 @@ def forward(write: Writing) -> tuple[Node, Node]:
 
 
 def backward(write: Writing) -> tuple[Node, Node, Node]:
-    """Gradients of queries, keys and values."""
+    """Compute the gradients of queries, keys and values."""
     operands, given = Operands(write), arguments(write.node)
     grad, query = operands.of_queries("grad"), operands.of_queries("query")
     lse = write(aten.unsqueeze.default, operands.of_queries("lse"), -1)

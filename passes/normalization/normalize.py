@@ -1,10 +1,9 @@
-"""Bring a graph to the few spellings that the rules know.
+"""Rewrite a graph into the few forms that the rules know.
 
-Every fused attention kernel, forward and backward, becomes the one streaming attention operator; a mask that
-is proved to be
-causality and nothing else becomes causality; repeated key heads become grouped heads. The region's own
-backward nodes are
-used throughout, never re-derived. What cannot be rewritten exactly stays as it is, and meets the rule table.
+Every fused attention kernel, forward and backward, becomes the one streaming attention operator. A mask
+that is proved to be causality and nothing else becomes causality. Repeated key heads become grouped
+heads. The region's own backward nodes are used throughout, never re-derived. A node that cannot be
+rewritten exactly stays as it is, and the rules decide about it.
 """
 
 from __future__ import annotations
@@ -40,8 +39,10 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 def mean(x: torch.Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> torch.Tensor:
-    """A mean is a sum over a count, so that its sum can be streamed; half precision is added up in float32,
-    as the kernels do."""
+    """Decompose a mean into a sum and a count, so that the sum can be streamed.
+
+    Half precision is added up in float32, as the kernels do.
+    """
     dims = list(range(x.dim())) if dim is None or (isinstance(dim, (list, tuple)) and not dim) else dim
     dims = [dims] if isinstance(dims, int) else dims
     count = 1
@@ -55,8 +56,10 @@ def mean(x: torch.Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> tor
 def var_mean(
     x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A variance of more than features (batch norm) is a sum of squares about a mean, and both sums can be
-    streamed."""
+    """Decompose a variance of more than features (batch norm) into a mean and a sum of squares about it.
+
+    The sums of both can be streamed.
+    """
     dims = list(range(x.dim())) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
     if [d % x.dim() for d in dims] == [x.dim() - 1] or x.is_complex():
         return NotImplemented
@@ -75,9 +78,9 @@ def var(x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = False) ->
 
 
 def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
-    """A repeated value is an expanded one, laid out: rows that are repeated stay rows.
+    """Decompose a repeat into an expansion that is laid out in memory, so that repeated rows stay rows.
 
-    It is contiguous, as the op's own result is: views of it rely on that.
+    The result is contiguous, as the op's own result is: views of it rely on that.
     """
     x = x.reshape([1] * (len(repeats) - x.dim()) + list(x.shape))
     apart = [(r, s) if r != 1 else (s,) for r, s in zip(repeats, x.shape)]
@@ -87,14 +90,17 @@ def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
 
 
 def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Joined along a dimension of its own. Torch's decomposition joins along the dimension behind it, which
-    may hold the tokens, and splits that again."""
+    """Concatenate values along a new dimension.
+
+    Torch's decomposition concatenates along the dimension behind it, which may hold the tokens, and
+    splits that again.
+    """
     dim = dim % (tensors[0].dim() + 1)
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
 def index_put(x: torch.Tensor, indices, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
-    """One number where a mask is true is a choice that each token makes by itself."""
+    """Decompose a write of one number where a mask is true into a choice by each token."""
     mask = indices[0] if len(indices) == 1 else None
     if accumulate or mask is None or mask.dtype is not torch.bool or values.numel() != 1:
         return NotImplemented
@@ -102,8 +108,11 @@ def index_put(x: torch.Tensor, indices, values: torch.Tensor, accumulate: bool =
 
 
 def eye(rows: int, columns: int | None = None, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Ones where the indices are equal. Torch's decomposition counts in the smallest unsigned dtype, in which
-    no device has a range of more than 255 numbers."""
+    """Compare indices, and return ones where they are equal.
+
+    Torch's decomposition counts in the smallest unsigned dtype, in which no device has a range of more
+    than 255 numbers.
+    """
     if layout not in (None, torch.strided):
         return NotImplemented
     columns = rows if columns is None else columns
@@ -112,7 +121,10 @@ def eye(rows: int, columns: int | None = None, *, dtype=None, layout=None, devic
 
 
 def as_strided(x: torch.Tensor, size, stride, storage_offset=None) -> torch.Tensor:
-    """A contiguous value read as another contiguous one (by the decomposition of group norm) is a view."""
+    """Replace a contiguous value that is read as another contiguous one by a view.
+
+    The decomposition of group norm reads values in this way.
+    """
     steps, count = [], 1
     for n in reversed(size):
         steps.append(count)
@@ -124,7 +136,9 @@ def as_strided(x: torch.Tensor, size, stride, storage_offset=None) -> torch.Tens
 
 
 def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: float) -> tuple:
-    """The statistics of half-precision rows in float32 on every device; torch rounds them on a CPU alone.
+    """Compute the statistics of half-precision rows in float32 on every device.
+
+    Torch rounds them on a CPU alone.
 
     decomposed  torch's own decomposition
     """
@@ -134,8 +148,10 @@ def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: 
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:
-    """A size, or number of elements, asked of an intermediate value is asked of inputs that have it, so that
-    nothing must exist for its size alone."""
+    """Read sizes and numbers of elements from inputs in place of intermediate values.
+
+    Then no value must exist for its size alone.
+    """
     sizes = SizeNodes(graph)
     asking = (aten.sym_size.int, aten.sym_numel.default)
     for node in (n for target in asking for n in graph.find_nodes(op="call_function", target=target)):
@@ -146,8 +162,10 @@ def read_sizes_from_inputs(graph: Graph) -> None:
 
 
 def create_from_nothing(graph: Graph) -> None:
-    """``x.new_zeros(size)`` reads nothing of ``x``, and an empty value has no strides of its own to keep:
-    both are plain constants."""
+    """Replace creation ops that take a value as a model by plain constants.
+
+    ``x.new_zeros(size)`` reads nothing of ``x``, and an empty value has no strides of its own to keep.
+    """
     for node in list(graph.nodes):
         if form_of(node) is not Form.CREATED:
             continue
@@ -155,7 +173,7 @@ def create_from_nothing(graph: Graph) -> None:
         with graph.inserting_before(node):
             new = graph.call_function(
                 aten.full.default,
-                (size, filling_of(node) or 0),  # what is filled with nothing in particular may be zero
+                (size, filling_of(node) or 0),  # an uninitialized value may as well be zero
                 dict(dtype=value.dtype, device=value.device),
             )
         new.meta = metadata_for(node, value.new_empty(value.shape))
@@ -164,7 +182,10 @@ def create_from_nothing(graph: Graph) -> None:
 
 
 def draw_by_place(graph: Graph) -> None:
-    """Random numbers from a seed that is drawn once per call, so that any chunk of them can be made again."""
+    """Compute random numbers from their places and a seed that is drawn once per call.
+
+    Any chunk can then draw its own numbers again.
+    """
     seeds: dict[torch.device, Node] = {}
     drawn = [n for n in graph.nodes if form_of(n) is Form.RANDOM]
     first = next((n for n in graph.nodes if n.op not in ("placeholder", "get_attr")), None)
@@ -185,8 +206,10 @@ def draw_by_place(graph: Graph) -> None:
 
 
 def scatter_to_extremes(graph: Graph) -> None:
-    """The gradient of a maximum goes to where it is: found again there, so that places among keys need not be
-    handed on."""
+    """Rewrite the gradient of a maximum to find its place again, in place of reading it.
+
+    Then the forward need not pass on places among keys.
+    """
     for node in [n for n in graph.nodes if form_of(n) is Form.SCATTER]:
         base, dim, index, grad = node.args
         rank = len(shape_of(node))
@@ -212,7 +235,7 @@ def scatter_to_extremes(graph: Graph) -> None:
 
 
 def scatter_to_zeros(graph: Graph) -> None:
-    """The gradient of ``gather`` reads no zeros, which may be wide."""
+    """Rewrite the gradient of ``gather`` to read no zeros, which may be wide."""
     sizes = SizeNodes(graph)
     for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
         base, dim, index, source = node.args
@@ -229,8 +252,10 @@ def scatter_to_zeros(graph: Graph) -> None:
 
 
 def put_in_each_row(graph: Graph) -> None:
-    """One number put into each row of zeros (``zeros[range(n), index] = numbers``): the gradient of picking
-    one, which reads no zeros."""
+    """Rewrite ``zeros[range(n), index] = numbers``, which puts one number into each row, to read no zeros.
+
+    It is the gradient of picking one number from each row.
+    """
     for node in list(graph.nodes):
         if form_of(node) is not Form.PUT_ROWS or len(shape_of(node)) != 2 or not is_zeros(node.args[0]):
             continue
@@ -248,8 +273,10 @@ def put_in_each_row(graph: Graph) -> None:
 
 
 def turn_scans(graph: Graph) -> None:
-    """A scan of flipped rows, flipped back (every gradient of a scan), is a scan from the last row to the
-    first; rows flipped twice are as they were."""
+    """Rewrite a scan of flipped rows, flipped back, as a scan from the last row to the first.
+
+    Every gradient of a scan has this form. Rows that are flipped twice are replaced by the rows themselves.
+    """
 
     def flipped(node: Node) -> list[int] | None:
         return sorted(d % len(shape_of(node)) for d in node.args[1]) if form_of(node) is Form.FLIP else None
@@ -294,7 +321,7 @@ def fuse_attention(graph: Graph) -> None:
                 user.meta["val"] = replaced.meta["val"][index]
     for node in reversed(
         rewritten
-    ):  # torch takes a kernel that could draw random numbers for impure, and keeps it
+    ):  # torch regards a kernel that could draw random numbers as impure, and keeps it
         for unread in [node, *node.users][::-1]:
             if not unread.users:
                 graph.erase_node(unread)
@@ -382,7 +409,10 @@ def emitted(graph: Graph, node: Node, target, args: tuple) -> Node:
 
 
 def drop_proved_masks(graph: Graph) -> None:
-    """``where(key <= row, 0, -inf)`` and nothing else *is* causality: the kernel's own flag needs no mask."""
+    """Replace a mask that is proved to be causality alone by the kernel's own flag.
+
+    Such a mask is ``where(key <= row, 0, -inf)``. A mask that adds zero everywhere is left out.
+    """
     values = None
     for node in graph.nodes:
         if form_of(node) not in (Form.ATTENTION, Form.ATTENTION_BACKWARD):
@@ -401,7 +431,7 @@ def drop_proved_masks(graph: Graph) -> None:
 
 
 def narrow_heads(node: Node) -> Node | None:
-    """The ``[B, Hkv, T, D]`` behind ``expand`` + ``view`` to ``[B, Hkv*G, T, D]``, if that is what it is."""
+    """Find the ``[B, Hkv, T, D]`` behind ``expand`` and ``view`` to ``[B, Hkv*G, T, D]``, or None."""
     wide = shape_of(node)
     while form_of(node) in (Form.COPY, Form.RESHAPE, Form.EXPAND, Form.UNSQUEEZE):
         source = node.args[0]
@@ -422,8 +452,10 @@ def narrow_heads(node: Node) -> Node | None:
 
 
 def summed_heads(grad: Node, narrow: tuple[int, ...]) -> Node | None:
-    """The sum over repeated heads that the gradient of a repeat ends in, if nothing else reads the
-    gradient."""
+    """Find the sum over repeated heads that the gradient of a repeat ends in.
+
+    Returns None if something else reads the gradient.
+    """
     node = grad
     while len(node.users) == 1:
         user = next(iter(node.users))
@@ -448,7 +480,7 @@ def summed_heads(grad: Node, narrow: tuple[int, ...]) -> Node | None:
 
 
 def group_heads(graph: Graph) -> None:
-    """Attend with the narrow keys and values themselves: they, not their copies, are what streaming keeps."""
+    """Attend with the narrow keys and values, so that streaming keeps them and not their copies."""
     forwards = [n for n in graph.nodes if form_of(n) is Form.ATTENTION]
     for node in forwards:
         key, value = (narrow_heads(n) for n in node.args[1:3])
@@ -509,7 +541,7 @@ that it would write again."""
 
 
 def normalize(module: GraphModule) -> GraphModule:
-    """A copy of the graph in the spelling of the rules; the given module is left alone."""
+    """Copy a graph and rewrite it in the forms that the rules know; the given module is left alone."""
     result = copied(module)
     for step in STEPS:
         step(result.graph)
@@ -519,7 +551,7 @@ def normalize(module: GraphModule) -> GraphModule:
 
 
 def normal_form(module: GraphModule, unsorted: set[int] | None = None) -> GraphModule:
-    """A normalized copy of the graph, without the sorts that are undone in it.
+    """Return a normalized copy of the graph, without the sorts that are undone in it.
 
     unsorted  see `undo_sorts`
     """

@@ -1,8 +1,8 @@
 """Sums that read views of their own.
 
-The gradient of a bias is the sum of an incoming gradient. It is computed at full length, and so is the view
-that it reads. A sweep that reads the same view then has the incoming gradient under two names, and may not
-write over it.
+The gradient of a bias is the sum of an incoming gradient. It is computed at full length, and so is the
+view that it reads. If a sweep reads the same view, it has the incoming gradient under two names, and may
+not write over it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..rules.facets import Form
 
 
 def separate_views(graph: Graph) -> None:
-    """Give sums views of placeholders that nothing else reads."""
+    """Give each sum that reads a shared view of a placeholder a view of its own."""
     for node in [n for n in graph.nodes if form_of(n) is Form.SUM]:
         chain: list[Node] = []
         source = node.args[0]

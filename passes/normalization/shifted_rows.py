@@ -1,8 +1,7 @@
-"""Rows that are padded at one end and cut at the other are rows of their neighbours: ``streambp.shifted``.
+"""Rows that are padded at one end and cut at the other are shifted rows: ``streambp.shifted``.
 
-Token shifts and short causal convolutions are made of them. As one operator they read ``[-k,-k]``, a finite
-look-back; as a padding they would
-have rows that no token has.
+Token shifts and short causal convolutions are made of them. As one operator they read ``[-k,-k]``, a
+finite look-back. As a padding they would have rows that no token has.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 def shift_rows(graph: Graph) -> None:
-    """Replace paddings, slices and joins with zeros that together move rows of wide values and keep their
-    number."""
+    """Replace paddings, slices and joins with zeros by shifts, where wide rows move and keep their number."""
     for node in list(graph.nodes):
         if not is_floating(node):
             continue
@@ -44,8 +42,10 @@ def shift_rows(graph: Graph) -> None:
 
 
 def joined_rows(graph: Graph, node: Node) -> Node | None:
-    """Rows of neighbours with single rows joined in front or behind (``cat((x[:, :1], x[:, :-1]), 1)``) are
-    shifted rows but for those single ones."""
+    """Write a concatenation of neighbours' rows and single rows as a shift and choices.
+
+    In ``cat((x[:, :1], x[:, :-1]), 1)``, all rows but the single ones in front or behind are shifted.
+    """
     given = arguments(node)
     parts, dim = given["tensors"], given["dim"] % len(shape_of(node))
     if any(len(shape_of(p)) != len(shape_of(node)) for p in parts) or not has_features(node, dim):
@@ -68,8 +68,10 @@ def joined_rows(graph: Graph, node: Node) -> Node | None:
 
 
 def whole_window(node: Node, dim: int, window: Window) -> Window | None:
-    """Follow windows of windows up to a value with as many rows, all of which are seen but those that move
-    out."""
+    """Follow windows of windows up to a value with as many rows.
+
+    All of its rows must be seen, except those that are shifted out; returns None otherwise.
+    """
     rows = value_of(node).shape[dim]
     while not is_equal(value_of(window.source).shape[dim], rows):
         inner = next((w for d, w in windows_of(behind(window.source)) if d == dim), None)
@@ -82,7 +84,7 @@ def whole_window(node: Node, dim: int, window: Window) -> Window | None:
 
 
 def behind(node: Node) -> Node:
-    """What a value is a copy of."""
+    """Find the value that a node is a copy of."""
     while (
         form_of(node) is Form.COPY
         or form_of(node) is Form.ASSIGN
@@ -97,7 +99,9 @@ def behind(node: Node) -> Node:
 
 
 def has_features(node: Node, dim: int) -> bool:
-    """Has every token a vector? A few numbers per token (labels, masks, losses) are shifted by their
-    rules."""
+    """Does every token have a vector?
+
+    A few numbers per token (labels, masks, losses) are shifted by their rules.
+    """
     shape = shape_of(node)
     return len(shape) > 2 and any(size > 1 for d, size in enumerate(shape) if d not in (0, dim))

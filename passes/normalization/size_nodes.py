@@ -1,4 +1,4 @@
-"""Sizes as nodes: an expression over the sizes of a graph's inputs, written into the graph."""
+"""Sizes as nodes: expressions of the sizes of a graph's inputs, written into the graph."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ aten = torch.ops.aten
 
 
 class SizeNodes:
-    """Which inputs have which sizes. No size is read from a tangent: a forward has none.
+    """Sizes of a graph's inputs, and the nodes that read them.
+
+    No size is read from a tangent, because a forward has none.
 
     known    size → an input that has it, and in which dimension
-    parts    what a size has beside a constant → that size, and the constant
+    parts    part of a size beside its constant → that size, and the constant
     symbols  symbol → an input that is its number
     """
 
@@ -38,13 +40,16 @@ class SizeNodes:
                         self.learn_part(expr)
 
     def learn_part(self, expr) -> None:
-        """Learn from a size what it has beside a constant: from ``(t - 1) // 2 + 1``, the quotient."""
+        """Learn the part of a size beside its constant: from ``(t - 1) // 2 + 1``, the quotient."""
         part, factor, rest = parted(expr)
         if factor == 1 and rest:
             self.parts.setdefault(part, (expr, rest))
 
     def written(self, size: int | torch.SymInt, before: Node) -> Node | int | None:
-        """A node or number for a size; None if no sums, products, quotients of input sizes make it."""
+        """Write a node or number for a size.
+
+        Returns None if no sums, products and quotients of input sizes make it.
+        """
         return size if isinstance(size, int) else self.expression(simplified(size.node.expr), before)
 
     def expression(self, expr, before: Node) -> Node | int | None:
@@ -74,7 +79,7 @@ class SizeNodes:
         return total
 
     def input_size(self, expr, before: Node) -> Node:
-        """A node for a size that an input has."""
+        """Write a node for a size that an input has."""
         node, dim = self.known[expr]
         with self.graph.inserting_before(before):
             size = self.graph.call_function(aten.sym_size.int, (node, dim))

@@ -1,12 +1,11 @@
-"""Undo sorts that are undone anyway: experts' rows are sorted, worked on row by row, and put back where they
-came from.
+"""Undo sorts whose order is restored later: experts' rows are sorted, processed and put back.
 
-A value sorted over all tokens can be in no chunk. But where everything between the sort and the way back is
-row by row, or adds rows up, the sort changes nothing but the order of work. Every value in between is then
-written in the order of tokens; a grouped product, which wants its rows sorted, becomes one that is told the
+A value sorted over all tokens can be in no chunk. But if everything between the sort and the way back is
+row by row, or adds rows up, the sort changes only the order of work. Every value in between is then
+written in the order of tokens. A grouped product, which needs its rows sorted, becomes one that gets the
 expert of each row and sorts the rows that it is given.
 
-What is not proved to be row by row leaves the sort, and everything after it, as it was.
+If anything is not proved to be row by row, the sort, and everything after it, stays as it was.
 """
 
 from __future__ import annotations
@@ -36,14 +35,15 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 class CannotUndo(Exception):
-    """Something reads sorted rows in an order that matters, or in a way that no rule describes."""
+    """A reader of sorted rows to which their order matters, or that no rule describes."""
 
 
 def undo_sorts(module: GraphModule, unsorted: set[int] | None = None) -> GraphModule:
     """Rewrite a normal graph, in place, without the sorts that are undone in it.
 
-    unsorted  where given, the graph may return other values of the same shapes in place of sorted ones, and
-              the places of these are added here; else a sort stays whose order is returned
+    unsorted  if given, the graph may return other values of the same shapes in place of sorted ones, and
+              their places among the results are added here; otherwise, a sort stays whose order is
+              returned
     """
     graph = module.graph
     for node in [n for n in graph.nodes if form_of(n) is Form.SORT and len(shape_of(n.args[0])) == 1]:
@@ -64,14 +64,14 @@ def undo_sorts(module: GraphModule, unsorted: set[int] | None = None) -> GraphMo
 
 
 class Sort:
-    """One sort of a row of keys, and what is made of it.
+    """One sort of a row of keys, and the values computed from it.
 
-    rows      sorted values: the dimension that is in sorted order (for several outputs, a tuple)
-    plain     sorted values: the same in the order of tokens
-    tokens    indices of sorted rows: how many of them share the row that they name (``order // k``)
-    places    where each row went: the inverse of the order
-    counts    rows per key, and their running sum: where each key's rows end
-    back      values in the order of tokens again: what they are without the sort
+    rows    sorted value → the dimension that is in sorted order (a tuple for several outputs)
+    plain   sorted value → the same value in the order of tokens
+    tokens  index of sorted rows → how many rows share the row that it names (``order // k``)
+    places  positions to which the rows went: the inverse of the order
+    counts  rows per key, and their running sum, which is where each key's rows end
+    back    value in the order of tokens again → the same value without the sort
     """
 
     def __init__(self, graph: Graph, sort: Node):
@@ -84,7 +84,7 @@ class Sort:
         self.back: dict[Node, Node] = {}
 
     def follow(self, may_be_returned: bool) -> None:
-        """Raises `CannotUndo`."""
+        """Follow all readers of sorted values. Raises `CannotUndo`."""
         nodes = list(self.graph.nodes)
         for node in nodes[nodes.index(self.sort) + 1 :]:
             if node.op == "output":
@@ -98,7 +98,7 @@ class Sort:
         return node in self.rows or node in self.tokens or node in self.places or node in self.counts
 
     def read(self, node: Node) -> None:
-        """One reader of something sorted."""
+        """Read one node that reads something sorted."""
         if node.args and node.args[0] is self.sort:
             if node.args[1] == 0:
                 self.rows[node], self.plain[node] = 0, self.keys
@@ -137,7 +137,7 @@ class Sort:
         return node in self.tokens or node in self.places
 
     def read_order(self, node: Node, order: Node) -> None:
-        """``order``, ``order // k``, and the sort of the order, whose indices are the inverse."""
+        """Read ``order``, ``order // k``, or the sort of the order, whose indices are the inverse."""
         if is_same(node):
             self.tokens[node] = self.tokens[order]
         elif (
@@ -158,7 +158,7 @@ class Sort:
             raise CannotUndo(node)
 
     def read_index(self, node: Node, source: Node, index: Node) -> None:
-        """``x[order // k]`` sorts rows; ``sorted[places]`` puts them back."""
+        """Read a look-up: ``x[order // k]`` sorts rows, and ``sorted[places]`` puts them back."""
         if index in self.places and self.rows.get(source) == 0:
             self.back[node] = self.plain[source]
         elif (
@@ -171,8 +171,11 @@ class Sort:
             raise CannotUndo(node)
 
     def read_write(self, node: Node, index: Node, values: object, accumulate: bool) -> None:
-        """Rows added where the order says go back; rows added at their places are sorted; ``inverse[order] =
-        0, 1, …`` are the places."""
+        """Read a write of rows by an index.
+
+        Rows added where the order says go back, and rows added at their places are sorted.
+        ``inverse[order] = 0, 1, …`` are the places.
+        """
         named = self.tokens.get(index, 1)
         if (
             not self.has_tokens(node, named)
@@ -180,7 +183,7 @@ class Sort:
             or shape_of(values)[1:] != shape_of(node)[1:]
             or (not is_zeros(without_casts(node.args[0])) if accumulate else named != 1)
         ):
-            raise CannotUndo(node)  # not every row is written once, or added to nothing
+            raise CannotUndo(node)  # not every row is written once, or added to zeros
         if index in self.tokens and named == 1 and counts_up(values):
             self.places.add(node)
         elif index in self.tokens and self.rows.get(values) == 0:
@@ -191,12 +194,14 @@ class Sort:
             raise CannotUndo(node)
 
     def has_tokens(self, node: Node, shared: int) -> bool:
-        """Has a value one row for so many keys?"""
+        """Does a value have one row for every ``shared`` keys?"""
         return same_size(value_of(node).shape[0] * shared, value_of(self.keys).shape[0])
 
     def read_rows(self, node: Node) -> None:
-        """Any other op, by its rule: sorted rows must meet sorted rows alone, and their order must not matter
-        to it."""
+        """Read any other op, by its rule.
+
+        Sorted rows must meet only sorted rows, and their order must not matter to the op.
+        """
         if node.target is operator.getitem:
             dims = self.rows.get(node.args[0])
             if not isinstance(dims, tuple) or dims[node.args[1]] is None:
@@ -224,7 +229,10 @@ class Sort:
             raise CannotUndo(node)
 
     def label_of_rows(self, node: Node) -> tuple[Signature, Label]:
-        """An op's signature, and its one label of sorted rows. Raises where their order matters to it."""
+        """Return an op's signature, and its one label of sorted rows.
+
+        Raises `CannotUndo` where their order matters to it.
+        """
         try:
             signature = rule_of(node).signature(node)
         except CannotStream as refusal:
@@ -248,8 +256,10 @@ class Sort:
     # Grouped products
 
     def ends(self, node: Any, experts: int) -> None:
-        """Raises unless a value is where the rows of each key end: the running sum of a histogram of these
-        very keys."""
+        """Verify that a value says where the rows of each key end.
+
+        It has to be the running sum of a histogram of these very keys. Raises `CannotUndo` otherwise.
+        """
         node = without_casts(node)
         source = without_casts(node.args[0]) if form_of(node) is Form.RUNNING_SUM else None
         if source is None or form_of(source) is not Form.COUNT or descending(self.sort):
@@ -270,8 +280,10 @@ class Sort:
             raise CannotUndo(node)
 
     def read_grouped(self, node: Node) -> None:
-        """torch's grouped product: sorted rows against a weight per group, or, for its gradient, rows against
-        rows."""
+        """Read torch's grouped product of sorted rows and a weight per group, or of rows and rows.
+
+        The latter is the gradient of the weights.
+        """
         left, right, ends = node.args[:3]
         if any(a is not None for a in (*node.args[3:], *node.kwargs.values())):
             raise CannotUndo(node)
@@ -329,7 +341,7 @@ class Sort:
         return self.emitted(node, aten.transpose.int, (node, 0, 1), value_of(node).transpose(0, 1))
 
     def repeated(self, source: Node, times: int) -> Node:
-        """Every row as often as it is named, in the order of tokens."""
+        """Repeat every row as often as it is named, in the order of tokens."""
         if times == 1:
             return source
         value, rest = value_of(source), list(shape_of(source)[1:])
@@ -340,7 +352,7 @@ class Sort:
         return self.emitted(new, aten.reshape.default, (new, [-1, *rest]), wide.reshape([-1, *rest]))
 
     def added(self, rows: Node, times: int) -> Node:
-        """Rows that name the same token, added up."""
+        """Add up rows that name the same token."""
         if times == 1:
             return rows
         shape = [-1, times, *shape_of(rows)[1:]]
@@ -367,7 +379,7 @@ class Sort:
 
 
 def same_size(a: Size, b: Size) -> bool:
-    """Equal at every length, not just at the one that was traced."""
+    """Are two sizes equal at every length, not only at the traced one?"""
     return all(isinstance(s, int) for s in (a, b)) and a == b or str(a) == str(b)
 
 
@@ -376,7 +388,7 @@ def descending(sort: Node) -> bool:
 
 
 def is_same(node: Node) -> bool:
-    """The values of its operand, perhaps in another dtype."""
+    """Does a node hold the values of its operand, perhaps in another dtype?"""
     return form_of(node) in (Form.ALIAS, Form.COPY, Form.CAST)
 
 
@@ -387,7 +399,7 @@ def without_casts(node: Any) -> Any:
 
 
 def counts_up(node: Any) -> bool:
-    """0, 1, 2, … as a range gives them."""
+    """Is a value the range 0, 1, 2, …?"""
     node = without_casts(node)
     if form_of(node) is not Form.RANGE:
         return False

@@ -1,8 +1,8 @@
 """Softmax and maxima over tokens, written with results that chunks can merge.
 
-A softmax over tokens is an exponential less its log-sum-exp. The gradient of a maximum goes to the rows that
-attain it, the first of which is known by its place: a row that is computed again may differ from the maximum
-in its last bit.
+A softmax over tokens is the exponential of its input less the log-sum-exp. The gradient of a maximum
+goes to the rows that attain it. The first of these is found by its place, because a row that is
+recomputed may differ from the maximum in its last bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ SAME_VALUES = (Form.ALIAS, Form.COPY, Form.RESHAPE, Form.EXPAND, Form.UNSQUEEZE,
 
 
 def merge_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
-    """Rewrite softmaxes over tokens and the gradients of maxima over tokens. Returns whether there were
-    any."""
+    """Rewrite softmaxes over tokens and the gradients of maxima over tokens.
+
+    Returns whether there were any.
+    """
     changed = False
     for node in [n for n in graph.nodes if form_of(n) in REWRITES]:
         dim = token_dim(node, propagation)
@@ -39,7 +41,7 @@ def merge_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
 
 
 def dims_of(node: Node) -> tuple[int, ...]:
-    """The dimensions that a node normalises, or reduces."""
+    """Return the dimensions that a node normalises, or reduces."""
     operand = next(a for a in node.args if isinstance(a, Node))
     given, rank = arguments(node), rank_of(operand)
     dims = given.get("dim")
@@ -49,7 +51,10 @@ def dims_of(node: Node) -> tuple[int, ...]:
 
 
 def token_dim(node: Node, propagation: TokenPropagation) -> int | None:
-    """The dimension of rows among those; None where there is none, or where rows meet keys."""
+    """Find the dimension of rows among those that a node reduces.
+
+    Returns None where there is none, or where rows meet keys.
+    """
     operand = node.args[1] if form_of(node) is Form.TO_EXTREME else node.args[0]
     marks = propagation.of(operand)
     found = [d for d in dims_of(node) if d in marks]
@@ -71,7 +76,7 @@ def softmax(write: Writing, dim: int) -> Node:
 
 
 def safe_softmax(write: Writing, dim: int) -> Node:
-    """Nothing of what is masked completely."""
+    """Write a softmax that is zero where everything is masked."""
     x, total = sums_of_exponentials(write, dim)
     shares = write(aten.exp.default, write(aten.sub.Tensor, x, total))
     empty = write(aten.eq.Scalar, total, -math.inf)
@@ -102,7 +107,7 @@ def log_softmax_backward(write: Writing, dim: int) -> Node:
 
 
 def to_extreme(write: Writing, dim: int) -> Node | None:
-    """The gradient of a maximum with its place goes to that place."""
+    """Write the gradient of a maximum that is known with its place: it goes to that place."""
     grad, x, _, largest = write.node.args
     form, place = Form.MAXIMUM if largest else Form.MINIMUM, write.places(x, dim)
     chosen = next((n for n in x.users if form_of(n) is form and dims_of(n) == (dim,)), None)
@@ -115,7 +120,7 @@ def to_extreme(write: Writing, dim: int) -> Node | None:
 
 
 def extreme(write: Writing, dim: int) -> Node | None:
-    """A maximum whose gradient is shared by all rows that attain it is found with its place."""
+    """Write a maximum together with its place, if all rows that attain it share its gradient."""
     node, x = write.node, write.node.args[0]
     shares, place = list(rows_that_attain(node)), write.places(x, dim)
     if not shares or place is None:
@@ -136,7 +141,7 @@ def extreme(write: Writing, dim: int) -> Node | None:
 
 
 def rows_that_attain(node: Node) -> Iterator[Node]:
-    """Comparisons of a maximum with that of which it is one."""
+    """Yield the comparisons of a maximum with the value that it was taken from."""
     source = behind(node.args[0], (Form.ALIAS,))
     stack: list[Node] = [node]
     while stack:

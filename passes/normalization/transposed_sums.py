@@ -1,7 +1,7 @@
-"""Sums of transposed products are sums of products, transposed.
+"""Sums of transposed products, written as sums of products that are transposed once.
 
-Where several layers share a weight, autograd transposes the gradient of each and adds up what it gets. Added
-first, the products can share one accumulator (`passes/partition/shared_totals.py`).
+Where several layers share a weight, autograd transposes the gradient of each and adds up the results. If
+they are added first, the products can share one accumulator (`passes/partition/shared_totals.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def add_before_transposing(graph: Graph) -> None:
-    """``a.T + b.T`` becomes ``(a + b).T``, where a and b are products, or sums of them."""
+    """Rewrite ``a.T + b.T`` as ``(a + b).T``, where a and b are products, or sums of them."""
     sums: set[Node] = set()
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         if len(node.args) != 2 or node.kwargs or not all(isinstance(a, Node) for a in node.args):
@@ -40,8 +40,10 @@ def add_before_transposing(graph: Graph) -> None:
 
 
 def untransposed(node: Node) -> tuple[Node, list[int]]:
-    """What a value is a permutation of, by views that have one reader each, and how its dimensions are
-    permuted."""
+    """Find the value that a node is a permutation of, and the order of its dimensions.
+
+    Views on the way have one reader each.
+    """
     dims = list(range(rank_of(node)))
     while node.target is aten.permute.default and len(node.users) == 1:
         inner = [d % len(dims) for d in node.args[1]]

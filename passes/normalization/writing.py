@@ -14,7 +14,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Writing:
-    """Writes calls in front of a node, with their fake values."""
+    """A writer of calls in front of a node, with their fake values."""
 
     def __init__(self, graph: Graph, node: Node):
         self.graph, self.node, self.sizes = graph, node, SizeNodes(graph)
@@ -31,7 +31,7 @@ class Writing:
         return x if value_of(x).dtype is dtype else self(prims.convert_element_type.default, x, dtype)
 
     def wide(self, x: Node) -> Node:
-        """A value in the dtype of its sums."""
+        """Cast a value to the dtype of its sums."""
         return self.cast(x, total_dtype(value_of(x).dtype))
 
     def number(self, number: float, like: Node) -> Node:
@@ -41,7 +41,10 @@ class Writing:
         return new
 
     def places(self, x: Node, dim: int) -> Node | None:
-        """``0, 1, …`` along a dimension of a value, to broadcast against it."""
+        """Write the numbers ``0, 1, …`` along a dimension of a value, to broadcast against it.
+
+        Returns None if the size of the dimension cannot be read from inputs.
+        """
         value = value_of(x)
         size = self.sizes.written(value.shape[dim], self.node)
         if size is None:

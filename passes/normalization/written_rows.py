@@ -1,5 +1,7 @@
-"""Rows that are written into a value (``y[:, 0] = w``, ``x[:, 3:] *= 2``): that value, and the others where
-they have their places."""
+"""Writes of rows into a value (``y[:, 0] = w``, ``x[:, 3:] *= 2``), as choices by place.
+
+The result has the written rows at their places, and the rows of the value at all others.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ aten = torch.ops.aten
 
 
 def choose_by_place(graph: Graph) -> None:
-    """Write scatters of rows into wide values as choices: row i of a value that another is written into is a
-    row of one of the two, which its place tells."""
+    """Rewrite scatters of rows into wide values as choices by place.
+
+    Row i of the result is a row of the value or one that is written, and its place decides which.
+    """
     for node in list(graph.nodes):
         written = rows_written(node)
         if written is None or is_zeros(node.args[0]) or not has_features(node, written.dim):
@@ -32,8 +36,10 @@ def choose_by_place(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class WrittenRows:
-    """Rows ``[start, stop)`` of a dimension of ``size``; ``rows`` are written there, a single one without
-    that dimension if it is picked."""
+    """Rows ``[start, stop)`` of a dimension of ``size``, where ``rows`` are written.
+
+    If it is ``picked``, a single row without that dimension is written.
+    """
 
     rows: Node
     dim: int
@@ -44,7 +50,7 @@ class WrittenRows:
 
 
 def rows_written(node: Node) -> WrittenRows | None:
-    """What a scatter writes; None for other operators, and for places that are not known."""
+    """Describe the rows that a scatter writes; None for other operators, and for unknown places."""
     if node.target not in (aten.select_scatter.default, aten.slice_scatter.default) or not is_floating(node):
         return None
     given, value = arguments(node), value_of(node)
@@ -70,7 +76,7 @@ def rows_written(node: Node) -> WrittenRows | None:
 
 
 def chosen_by_place(graph: Graph, node: Node, written: WrittenRows) -> Node | None:
-    """The value as a choice; None where a size of it is nowhere to be read."""
+    """Write the value as a choice; None where one of its sizes cannot be read from inputs."""
     write, size, base = Writing(graph, node), written.size, node.args[0]
     if is_equal(written.start, written.stop):
         return base
@@ -95,7 +101,10 @@ def chosen_by_place(graph: Graph, node: Node, written: WrittenRows) -> Node | No
 def put_at_place(
     write: Writing, node: Node, written: WrittenRows, start: object, behind: object
 ) -> Node | None:
-    """What is written, where its rows belong; as it is where it is the same for each."""
+    """Move the written rows to their places; a row that is the same for each stays as it is.
+
+    Returns None if their places are unknown.
+    """
     rows, dim = written.rows, written.dim
     if is_zeros(rows):
         return write.number(0, node)
@@ -113,6 +122,6 @@ def put_at_place(
 
 
 def is_same_for_all(value: Node, from_end: int) -> bool:
-    """Has a value one row, or no rows, along a dimension that is counted from the last?"""
+    """Does a value have one row, or no such dimension, along a dimension counted from the last?"""
     shape = shape_of(value)
     return len(shape) < from_end or shape[-from_end] == 1

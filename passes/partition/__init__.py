@@ -1,14 +1,16 @@
 """Assign every node to a sweep: one loop over chunks of tokens, ascending or descending.
 
-Inside one sweep an edge is satisfied when it reads the chunk's own rows, when it reads past keys while the
-sweep ascends, when it reads what later rows added while the sweep descends, or when it is a scan's and the
-sweep goes its way. Anything else (a sum that somebody reads, the wrong direction, both directions) puts the
-reader into a later sweep. What crosses between sweeps is kept at full length if it is read beyond its own
-rows, and recomputed otherwise; a scan, in a sweep of the other direction, from its state at the start of each
-chunk.
+A sweep satisfies an edge in four cases: the edge reads the chunk's own rows; it reads past keys and the
+sweep ascends; it reads sums over later rows and the sweep descends; or it belongs to a scan that runs in
+the sweep's direction. Any other edge (a sum that another node reads, the wrong direction, both
+directions) puts the reader into a later sweep.
 
-The number of sweeps, their directions, and what is kept are found: the fewest sweeps of which none holds a
-value too wide (`width.too_wide`), then the fewest kept bytes.
+A value that crosses between sweeps is kept at full length if it is read beyond its own rows or cannot be
+recomputed from rows (results of attention). Otherwise it is recomputed. A scan that crosses into a sweep of
+the other direction starts each chunk from its saved state.
+
+The search finds the number of sweeps, their directions and the kept values. It takes the fewest sweeps of
+which none holds a value too wide (`width.too_wide`), then the fewest kept bytes.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ def partition(
     movable: Iterable[Node] = (),
     gradients: Iterable[object] = (),
 ) -> Program:
-    """The sweeps that compute ``outputs`` from the placeholders and ``given``.
+    """Partition the computation of ``outputs`` from the placeholders and ``given`` into sweeps.
 
     movable    inputs that this program may overwrite (incoming gradients)
     gradients  outputs that are gradients of inputs
-    Raises `CannotStream` where no six sweeps do.
+    Raises `CannotStream` where six sweeps do not suffice.
     """
     wanted = (tuple(outputs), frozenset(given), frozenset(movable), frozenset(gradients))
     problem = Problem(graph, analysis, *wanted)
@@ -69,8 +71,11 @@ def partition(
 
 
 def search(problem: Problem, choices: Sequence[FullLength]) -> Program | None:
-    """The program of the fewest sweeps, of those that hold no value too wide; else the one that holds the
-    fewest bytes of such values."""
+    """Find the program of the fewest sweeps that holds no value too wide.
+
+    If there is none, return the program found that holds the fewest bytes of such values. Once a program is
+    found, more than ``ENOUGH_SWEEPS`` sweeps are not tried. None if no program exists.
+    """
     found: list[tuple[Cost, Program]] = []
     for count in range(1 if choices[0].streamed else 0, MOST_SWEEPS + 1):
         if found and count > ENOUGH_SWEEPS:
@@ -84,7 +89,7 @@ def search(problem: Problem, choices: Sequence[FullLength]) -> Program | None:
 
 
 def programs(problem: Problem, choice: FullLength, count: int) -> Iterator[tuple[Cost, Program]]:
-    """Yield all programs of that many sweeps that keep no matrix of tokens by tokens, with what they cost."""
+    """Yield all programs of ``count`` sweeps that keep no matrix of tokens by tokens, with their costs."""
     over_inputs = (False, True) if problem.movable and count > 1 else (False,)
     for candidate, over in itertools.product(assignments(problem, choice, count), over_inputs):
         cost, program = Assembly(problem, choice, candidate, over).program()
@@ -95,7 +100,7 @@ def programs(problem: Problem, choice: FullLength, count: int) -> Iterator[tuple
 
 
 def assignments(problem: Problem, choice: FullLength, count: int) -> Iterator[Levels]:
-    """Yield every way to assign nodes to that many sweeps, once for all directions that make no difference.
+    """Yield every way to assign nodes to ``count`` sweeps; directions that make no difference are tried once.
 
     A direction matters to a sweep with a scan, or with sums of keys, which are final only if it descends. Of
     directions that differ in other sweeps, the first is preferred by cost as well (`Assembly.program`).
@@ -116,8 +121,11 @@ def assignments(problem: Problem, choice: FullLength, count: int) -> Iterator[Le
 
 
 def check_domains(problem: Problem, choice: FullLength) -> None:
-    """Refuse what no sweep can write: matrices of tokens by tokens, and rows beyond the tokens that are no
-    zeros."""
+    """Refuse values that no sweep can write.
+
+    These are returned matrices of tokens by tokens, gradients of tables over pairs of positions
+    excepted, and values with rows beyond the tokens that are not zeros.
+    """
     for node in choice.streamed:
         is_output = node in problem.outputs
         if is_output and problem.is_matrix(node) and not problem.is_table(node):
@@ -140,7 +148,7 @@ def check_domains(problem: Problem, choice: FullLength) -> None:
 
 
 def check_appended(program: Program, analysis: Analysis) -> None:
-    """Refuse keys that have several places for each token."""
+    """Refuse keys whose rows of one token lie in several separate places."""
     for node in (n for sweep in program.sweeps for n in sweep.appended):
         if analysis.tokens_of(node).rows.outer != 1:
             raise refuse(

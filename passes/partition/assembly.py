@@ -1,5 +1,4 @@
-"""Assemble the program of given levels: what each sweep computes again, what is kept, whose memory is taken
-over, and what all of it costs."""
+"""Assemble the program of given levels: recomputed values, kept values, reused memory, and the cost."""
 
 from __future__ import annotations
 
@@ -34,15 +33,18 @@ from .full_length import FullLength
 from .levels import Levels, is_causal
 from .problem import Problem
 
-# Bytes kept, then bytes written for later sweeps (over others that need no memory), then nodes computed, then
-# sweeps that descend.
+# Bytes kept; then bytes written for later sweeps, also into memory that is taken over; then nodes computed;
+# then which sweeps descend.
 Cost = tuple[int, int, int, tuple[bool, ...]]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What each sweep computes; the values kept at full length, and the scans whose states are saved, for
-    later ones."""
+    """The nodes that each sweep computes, and the results that later sweeps need.
+
+    kept          values kept at full length
+    saved_states  scans whose state is saved before each chunk
+    """
 
     bodies: tuple[set[Node], ...]
     kept: set[Node]
@@ -50,10 +52,10 @@ class Contents:
 
 
 class Assembly:
-    """The program of given levels.
+    """Builder of the program for given levels.
 
     row_outputs  outputs that sweeps compute
-    over_inputs  take it that values like an incoming gradient cost nothing, as one may be written over it
+    over_inputs  assume that values like an incoming gradient cost nothing, as one may be written over it
     """
 
     def __init__(self, problem: Problem, choice: FullLength, levels: Levels, over_inputs: bool = False):
@@ -68,7 +70,7 @@ class Assembly:
         return node in self.level and not outside
 
     def program(self) -> tuple[Cost, Program]:
-        """What it costs, to choose by, and the program."""
+        """Build the program, and return it with its cost, by which candidates are compared."""
         contents, count = self.contents(), len(self.directions)
         sweeps = self.taken_over(tuple(self.sweep(at, contents) for at in range(count)))
         full_length = tuple(
@@ -88,8 +90,10 @@ class Assembly:
         )
 
     def contents(self) -> Contents:
-        """Collect the sweeps from the last to the first: a later one says what it wants of those before
-        it."""
+        """Collect the nodes of each sweep, from the last sweep to the first.
+
+        A later sweep decides which values it needs from earlier ones.
+        """
         roots: tuple[set[Node], ...] = tuple(set() for _ in self.directions)
         contents = Contents(tuple(set() for _ in self.directions), set(), set())
         for output in self.row_outputs:
@@ -104,7 +108,10 @@ class Assembly:
         return contents
 
     def collect(self, at: int, contents: Contents, roots: tuple[set[Node], ...]) -> None:
-        """All that one sweep computes for its roots; what it reads of earlier sweeps becomes their root."""
+        """Collect all nodes that one sweep computes for its roots.
+
+        Values that it reads from earlier sweeps become roots of those sweeps.
+        """
         contents.kept.update(self.crossing(at, roots[at], contents.kept))
         body, stack = contents.bodies[at], list(roots[at])
         while stack:
@@ -129,8 +136,11 @@ class Assembly:
                     stack.append(operand)
 
     def is_kept_for(self, edge: Edge, at: int, kept: set[Node]) -> bool:
-        """Is an operand read at full length from a sweep's point of view: as keys or a halo, or instead of
-        being computed again? An operator with several results is no value: its items are kept."""
+        """Must an operand be at full length for this sweep to read it?
+
+        It must if it is read as keys or as a halo, or if an earlier sweep computes it and this one does
+        not recompute it. An operator with several results is not a value itself: its items are kept.
+        """
         operand = edge.operand
         if self.kinds[operand] is Kind.SUM or not is_tensor(operand):
             return False
@@ -141,9 +151,12 @@ class Assembly:
         return operand in kept or not self.is_computed_again(operand) or self.is_statistic(operand)
 
     def crossing(self, at: int, roots: set[Node], kept: set[Node]) -> set[Node]:
-        """The values of earlier sweeps that this one reads at full length, so as to compute little again: of
-        all choices that suffice, one of the fewest bytes."""
-        reads: dict[Node, list[Node]] = {}  # what is computed again, or kept at least → what that is made of
+        """Find the values of earlier sweeps to keep for this one, by a minimum cut.
+
+        With them, the sweep recomputes nothing that can be computed only once, such as attention. Of all
+        such choices, this one takes the fewest bytes, and then leaves the least to recompute.
+        """
+        reads: dict[Node, list[Node]] = {}  # recomputed or kept value → its streamed operands
         wanted, stack, seen = set[Node](), list(roots), set[Node]()
         while stack:
             node = stack.pop()
@@ -174,33 +187,44 @@ class Assembly:
         return self.is_row_chain(node) or self.problem.is_matrix(node)
 
     def bytes_to_keep(self, node: Node) -> int | None:
-        """Bytes that it takes to have a value at full length for a later sweep; None if it cannot be kept."""
+        """Count the additional bytes for keeping a value at full length for a later sweep.
+
+        None if it cannot be kept.
+        """
         kinds = (Kind.ROWS, Kind.KEYSUM)
         if not is_tensor(node) or self.kinds[node] not in kinds or self.problem.is_matrix(node):
             return None
         if is_compared(node):
             return None
         if self.kinds[node] is Kind.KEYSUM or node in self.row_outputs or self.is_statistic(node):
-            return 0  # it is there in any case
+            return 0  # it exists in any case
         if self.over_inputs and any(self.is_alike(source, node) for source in self.problem.movable):
             return 0
         return bytes_of(value_of(node))
 
     def is_row_chain(self, node: Node) -> bool:
-        """Is it cheap to compute again: a chain of ops on own rows? Attention is kept, and rows of an op that
-        adds up as well."""
+        """Is a value computed from own rows alone, and so cheap to recompute?
+
+        Results of attention are kept instead, and so are rows of an operator that also adds up over tokens.
+        """
         source = node.args[0] if is_item(node) else node
         beyond = (e for e in self.problem.edges(source) if e.role in (Role.KEYS, Role.HALO))
         rows = self.kinds[source] is self.kinds[node] is Kind.ROWS
         return rows and not any(self.in_sweep(e.operand) for e in beyond)
 
     def is_statistic(self, node: Node) -> bool:
-        """A few numbers per token, computed from many: kept rather than computed again."""
+        """Does a value hold a few numbers per token that are computed from many?
+
+        Such values are kept rather than recomputed.
+        """
         small = is_tensor(node) and self.problem.is_small(node) and node not in self.problem.early
         return small and not is_compared(node)
 
     def sweep(self, at: int, contents: Contents) -> Sweep:
-        """One sweep; ``own`` are its nodes that no earlier sweep computes."""
+        """Build sweep ``at`` from its contents.
+
+        ``own`` are its nodes that no earlier sweep computes: their results are written, added up, or saved.
+        """
         direction, scans = self.directions[at], self.choice.scans
         nodes = self.problem.in_order(contents.bodies[at])
         own = [n for n in nodes if self.level[n] == at]
@@ -224,21 +248,29 @@ class Assembly:
         )
 
     def keys(self, nodes: tuple[Node, ...]) -> Reach:
-        """The keys that rows of a chunk reach in any of these nodes, and always the rows themselves."""
+        """Join the key ranges of these nodes, and the chunk's own rows.
+
+        ``EVERYWHERE`` if no node reads keys.
+        """
         known = self.problem.analysis.reaches
         reaches = [known[n] for n in nodes if n in known]
         return functools.reduce(Reach.join, reaches, HERE) if reaches else EVERYWHERE
 
     def bytes_kept(self, sweep: Sweep) -> int:
-        """Bytes at full length that are there for other sweeps, and saved states for the shortest chunks."""
+        """Count the bytes that a sweep holds at full length for other sweeps.
+
+        Saved states are counted for the shortest chunks.
+        """
         over = dict(sweep.in_place)
         kept = [n for n in sweep.writes if n not in self.row_outputs and n not in over]
         states = sum(bytes_of(value_of(n)) * state_rows(n) for n in sweep.saved_states)
         return sum(bytes_of(value_of(n)) for n in (*kept, *sweep.keysums)) + states // SHORTEST_CHUNK
 
     def taken_over(self, sweeps: tuple[Sweep, ...]) -> tuple[Sweep, ...]:
-        """The sweeps, with the values that they write over others that nothing reads any more: incoming
-        gradients, and what an earlier sweep kept."""
+        """Let sweeps write values over others that are no longer read.
+
+        The memory taken over belongs to incoming gradients, and to values that an earlier sweep kept.
+        """
         returned = {o for o in self.problem.outputs if isinstance(o, Node)}
         free = [n for n in self.problem.movable if n in self.problem.all_needed]
         found: list[Sweep] = []
@@ -258,8 +290,9 @@ class Assembly:
     def is_last_read(self, source: Node, at: int, sweeps: tuple[Sweep, ...]) -> bool:
         """Is this the last sweep that reads a value, and does it read own rows alone?
 
-        What reads it at full length must have done so before. No sweep may read a view of it, which is the
-        same memory by another name, and this one may write none: a chunk's results are written in turn.
+        Nodes at full length must have read the value before. No sweep may read a view of it, because the
+        view is the same memory. This sweep may not write a view of it either, because it writes a
+        chunk's results one after another.
         """
         if any(viewed(n) is source for n in sweeps[at].writes):
             return False
@@ -276,7 +309,7 @@ class Assembly:
         return bool(edges) and own_rows
 
     def is_alike(self, source: Node, out: Node) -> bool:
-        """Have two values the same rows and the same layout?"""
+        """Do two values have the same rows and the same layout?"""
         fact, value, other = self.problem.analysis.facts[out], value_of(out), value_of(source)
         return (
             isinstance(fact, Tokens)

@@ -1,6 +1,8 @@
-"""What a sweep reads of earlier ones at full length: the narrowest cut between what exists only once, such as
-results of attention, and what the sweep computes anew (a minimum cut, as in the partitioner of AOTAutograd,
-torch/_functorch/partitioners.py)."""
+"""Values that a sweep reads from earlier sweeps at full length, chosen by a minimum cut.
+
+The cut separates values that exist only once, such as results of attention, from the values that the sweep
+recomputes. AOTAutograd's partitioner does the same (torch/_functorch/partitioners.py).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ def narrowest_crossing(
     wanted: Iterable[Node],
     sizes: Mapping[Node, int | None],
 ) -> set[Node]:
-    """Values to keep, of the fewest bytes together; of equally narrow ones, those that spare the most
-    computation.
+    """Choose values to keep that take the fewest bytes together.
+
+    Among equally narrow choices, take the one that spares the most computation. Return the empty set if
+    a value that cannot be kept has to cross.
 
     reads   value → those of the values that it is computed from
     fixed   values that cannot be computed a second time
-    wanted  what is read in the end
+    wanted  values that the later sweep reads
     sizes   bytes that a value takes if it is kept; None: it cannot be kept
     """
     flow = networkx.DiGraph()
@@ -38,6 +42,6 @@ def narrowest_crossing(
         _, (before, after) = networkx.minimum_cut(
             flow, SOURCE, SINK, flow_func=networkx.algorithms.flow.shortest_augmenting_path
         )
-    except networkx.NetworkXUnbounded:  # something that cannot be kept has to cross; the program says what
+    except networkx.NetworkXUnbounded:  # a value that cannot be kept has to cross; `Program.kept` shows which
         return set()
     return {node for node in reads if (node, False) in before and (node, True) in after}

@@ -1,7 +1,7 @@
-"""Which nodes run at full length, before, between and after the sweeps.
+"""Choose the nodes that run at full length: before, between and after the sweeps.
 
-Token-free values; and small ones (a few bytes per token) that must meet all rows at once, or come after a
-sum.
+These are values without tokens, and small values (a few bytes per token) that need all rows at once or
+follow a sum.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class FullLength:
-    """What runs at full length, and what that leaves for sweeps.
+    """Nodes that run at full length, and nodes left for sweeps.
 
     nodes      computed at full length
     streamed   computed in sweeps, in graph order
-    scans      those of them that carry a state, and the direction that they go
-    has_scans  some scan of a few numbers per token is among ``nodes``, and could be in a sweep as well
+    scans      those of ``streamed`` that carry a state → the direction in which they run
+    has_scans  ``nodes`` contains a scan of a few numbers per token that could run in a sweep as well
     """
 
     nodes: frozenset[Node]
@@ -32,10 +32,10 @@ class FullLength:
 
 
 def find_full_length(problem: Problem, carry_all: bool = False) -> FullLength:
-    """The nodes that run at full length.
+    """Find the nodes that run at full length.
 
     carry_all  scans of a few numbers per token carry their state from chunk to chunk too
-    Raises `CannotStream` for rows that are needed all at once and are too large for that.
+    Raises `CannotStream` for an operation that needs all rows at once, if they are too large to keep.
     """
     search = Search(problem, carry_all)
     for node in problem.needed:
@@ -47,7 +47,7 @@ def find_full_length(problem: Problem, carry_all: bool = False) -> FullLength:
 
 
 class Search:
-    """One pass in graph order.
+    """One pass over the nodes in graph order, which finds those at full length.
 
     found  nodes at full length so far
     late   nodes that are ready only after a sweep
@@ -77,8 +77,10 @@ class Search:
                 self.take(edge.operand)
 
     def take(self, node: Node) -> None:
-        """The node at full length, with what it is computed from as far as that is early, and all results of
-        what has several."""
+        """Put a node at full length, with its early operands.
+
+        All results of an operator that has several are put there together.
+        """
         stack = [node]
         while stack:
             node = stack.pop()
@@ -91,11 +93,16 @@ class Search:
         return self.problem.has_tokens(node) or is_item(node) or not is_tensor(node)
 
     def exists(self, node: Node) -> bool:
-        """May the node and all that it reads exist at full length?"""
+        """May the node and all its operands exist at full length?"""
         return all(map(self.problem.may_exist, (node, *node.all_input_nodes)))
 
     def must_be_whole(self, node: Node) -> bool:
-        """Does it read rows of all chunks at once, or add up what is there before any sweep?"""
+        """Must a node run at full length, whatever it follows?
+
+        It must if it needs all rows at once, or sums values that exist before any sweep. A scan must if
+        its operands are early, or if it is small and ``carry_all`` is not set. Raises `CannotStream` if
+        all rows are needed at once and are too large to keep.
+        """
         kind, early = self.kinds[node], node in self.early
         if kind is Kind.ALL:
             if not early and not all(map(self.problem.may_meet, (node, *node.all_input_nodes))):
@@ -115,7 +122,10 @@ class Search:
         return whole
 
     def follows_a_sum(self, node: Node) -> bool:
-        """Is it the tail of a loss that looks at sums: a few numbers per token, and no sweep of its own?"""
+        """Does a node compute a few numbers per token from sums and other values at full length?
+
+        Such a node is the tail of a loss, and needs no sweep of its own.
+        """
         if is_item(node) or not any(a in self.late for a in node.all_input_nodes) or not self.exists(node):
             return False
         return all(
@@ -132,19 +142,24 @@ class Search:
         )
 
     def is_padded_output(self, node: Node) -> bool:
-        """A few numbers per token that are returned, with rows before or behind all tokens (labels moved by
-        one, for the next region): no sweep writes those."""
+        """Is a node an early output with rows before the first or after the last token?
+
+        No sweep writes such rows. An example is labels moved by one token for the next region.
+        """
         beyond = node in self.problem.outputs and self.problem.has_padding(node)
         return beyond and node in self.early
 
     def is_view_of_matrix(self, node: Node) -> bool:
-        """A view, of a stored matrix or with rows beyond the tokens, that costs nothing at full length. One
-        that repeats a row or a matrix is copied where a chunk is cut from it."""
+        """Is a node an early view of a stored matrix, or one with rows beyond the tokens?
+
+        Such a view costs nothing at full length. A view that repeats rows of a matrix, or matrices, is
+        excluded: it would be copied where a chunk is sliced from it.
+        """
         if node not in self.early or not is_view(node):
             return False
         return self.problem.has_padding(node) or self.problem.is_matrix(node) and not repeats(node)
 
 
 def repeats(node: Node) -> bool:
-    """Has a view more entries than what it is of?"""
+    """Does a view have more entries than its base?"""
     return math.prod(shape_of(node)) > math.prod(shape_of(tensor_operands(node)[0]))

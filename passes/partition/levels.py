@@ -1,4 +1,4 @@
-"""In which sweep each node runs: the earliest one whose direction satisfies all its edges."""
+"""Levels of nodes: for each node, the earliest sweep whose direction satisfies all its edges."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Levels:
-    """For sweeps of these directions: the sweep of every streamed node; of the others, the one before which
-    they are ready."""
+    """The sweep of every streamed node, for sweeps of given directions.
+
+    For an input or a node at full length, the number is that of the sweep before which it is ready.
+    """
 
     directions: tuple[Direction, ...]
     of: dict[Node, int]
 
 
 def levels_of(problem: Problem, choice: FullLength, directions: tuple[Direction, ...]) -> Levels | None:
-    """The earliest sweep for every node. None: these sweeps are too few."""
+    """Find the earliest sweep for every node.
+
+    None if there are too few sweeps.
+    """
     order = Order(problem, choice, directions)
     level: dict[Node, int] = {}
     for node in problem.needed:
@@ -41,9 +46,11 @@ def levels_of(problem: Problem, choice: FullLength, directions: tuple[Direction,
 
 
 def sink(problem: Problem, choice: FullLength, levels: Levels) -> Levels:
-    """The same levels, with all that only the last sweep reads moved there.
+    """Move nodes into the last sweep if only the last sweep, or a node after it, reads them.
 
-    A sweep that is there for the states of a scan, or for keys and values, then computes little else.
+    A sweep that exists for the states of a scan, or for keys and values, then computes little else.
+    Nodes at full length that are read only after the last sweep move behind it, unless they read an
+    input that sweeps may overwrite.
     """
     order, level = Order(problem, choice, levels.directions), dict(levels.of)
     last = len(levels.directions) - 1
@@ -55,7 +62,7 @@ def sink(problem: Problem, choice: FullLength, levels: Levels) -> Levels:
             level[node] = last + 1 if waits else levels.of[node]
         elif node not in problem.inputs and order.may_sink(node):
             level[node] = last
-            at_once = [r for r in readers if r in choice.nodes]  # one that asks for a size has no edge
+            at_once = [r for r in readers if r in choice.nodes]  # a reader of a size has no edge
             streamed = [r for r in readers if r not in choice.nodes]
             edges = [(r, e) for r in streamed for e in problem.edges(r) if e.operand is node]
             if any(order.reads_too_early(r, e, level) for r, e in edges) or any(
@@ -66,13 +73,13 @@ def sink(problem: Problem, choice: FullLength, levels: Levels) -> Levels:
 
 
 def reads_movable(node: Node, problem: Problem) -> bool:
-    """Does a value at full length read, as a view or through one, an input that sweeps may write over?"""
+    """Does a node at full length read an input that sweeps may overwrite, directly or through views?"""
     return any(viewed(a) in problem.movable for a in (node, *node.all_input_nodes))
 
 
 @dataclass(frozen=True)
 class Order:
-    """What must come before what, for sweeps of these directions."""
+    """Order constraints between nodes, for sweeps of given directions."""
 
     problem: Problem
     choice: FullLength
@@ -82,24 +89,27 @@ class Order:
         return node in self.choice.nodes or node in self.problem.inputs
 
     def ready(self, node: Node, level: dict[Node, int]) -> int:
-        """When a node's full value exists."""
+        """Return the number of the sweep before which a node's full value exists."""
         return level[node] if self.runs_before_sweeps(node) else level[node] + 1
 
     def goes_along(self, node: Node, at: int) -> bool:
-        """Is a node no scan, or does this sweep go its way?"""
+        """May a node run in this sweep: is it no scan, or a scan of the same direction?"""
         return self.choice.scans.get(node, self.directions[at]) is self.directions[at]
 
     def earliest(self, node: Node, level: dict[Node, int]) -> int:
-        """The first sweep that satisfies all edges of a node, or the number of sweeps."""
+        """Find the first sweep that satisfies all edges of a node.
+
+        Return the number of sweeps if none does.
+        """
         at = max((self.satisfied(node, e, level) for e in self.problem.edges(node)), default=0)
-        numbers = (level[a] for a in node.all_input_nodes if a in self.choice.nodes)  # which have no edges
+        numbers = (level[a] for a in node.all_input_nodes if a in self.choice.nodes)  # these have no edges
         at = max((at, *numbers))
         while at < len(self.directions) and not self.goes_along(node, at):
             at += 1
         return at
 
     def satisfied(self, node: Node, edge: Edge, level: dict[Node, int]) -> int:
-        """The first sweep in which a node may read an operand."""
+        """Find the first sweep in which a node may read an operand."""
         operand, at = edge.operand, level[edge.operand]
         if self.runs_before_sweeps(operand) or at >= len(self.directions):
             return at
@@ -124,12 +134,15 @@ class Order:
         return self.goes_along(node, len(self.directions) - 1) and kinds <= {Kind.ROWS, Kind.SUM}
 
     def reads_too_early(self, reader: Node, edge: Edge, level: dict[Node, int]) -> bool:
-        """Does a streamed node read an operand before the sweep that computes it lets it?"""
+        """Does a streamed node run before the sweep in which it may read this operand?"""
         last = len(self.directions) - 1
         return level[reader] < last or self.satisfied(reader, edge, level) > last
 
 
 def is_causal(problem: Problem, node: Node) -> bool:
-    """Do rows of the attention behind a key sum see no later keys?"""
+    """Do the rows of a node's attention reach no later keys?
+
+    node  the attention, or one of its results, such as a sum per key
+    """
     source = node.args[0] if is_item(node) else node
     return problem.analysis.reaches.get(source, EVERYWHERE).looks_back()

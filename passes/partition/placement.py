@@ -1,4 +1,4 @@
-"""When values at full length are computed: as late as they are read, where less memory is held then."""
+"""Place values at full length: compute them as late as they are read, where less memory is held then."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ..rules import is_random
 
 
 def placed_late(program: Program) -> Program:
-    """The same program, whose values at full length wait for the sweep that reads them.
+    """Delay values at full length until the sweep that reads them.
 
-    Values of weights alone always wait: the weights are there in any case. Others wait where what they are
-    computed from takes no more memory than they do.
+    Values computed from weights alone are always delayed: the weights are in memory in any case. Others are
+    delayed if the operands that are held for them take no more memory than they do. Random numbers are drawn
+    where they were.
     """
     first, ends = first_sweeps(program), last_steps_of_memory(program)
     latest = latest_steps(program, first)
@@ -33,12 +34,15 @@ def placed_late(program: Program) -> Program:
 
 
 def last_steps_of_memory(program: Program) -> dict[Node, int]:
-    """The last step at which each value that is written over can be read at full length."""
+    """Find the last step at which each overwritten value can be read at full length."""
     return {source: at for at, sweep in enumerate(program.sweeps) for _, source in sweep.in_place}
 
 
 def latest_steps(program: Program, first: Mapping[Node, int]) -> dict[Node, int]:
-    """The last step at which each value at full length may be computed, from `first_sweeps`."""
+    """Find the last step at which each value at full length may be computed.
+
+    first  the result of `first_sweeps`
+    """
     found: dict[Node, int] = {}
     for node in (n for nodes in reversed(program.full_length) for n in reversed(nodes)):
         readers = [found[u] for u in node.users if u in found]
@@ -47,7 +51,7 @@ def latest_steps(program: Program, first: Mapping[Node, int]) -> dict[Node, int]
 
 
 def first_sweeps(program: Program) -> dict[Node, int]:
-    """The first sweep that reads each value."""
+    """Find the first sweep that reads each value."""
     found: dict[Node, int] = {}
     for at, sweep in reversed(list(enumerate(program.sweeps))):
         found.update((a, at) for n in sweep.nodes for a in n.all_input_nodes)
@@ -55,10 +59,10 @@ def first_sweeps(program: Program) -> dict[Node, int]:
 
 
 class Held:
-    """What is held in memory longer because a value waits.
+    """Values that stay in memory longer because a value at full length is delayed.
 
-    roots  value at full length → values that something reads earlier than it may be computed, or that sweeps
-           add up: they are held until it is
+    roots  value at full length → the values it is computed from, back to those that must exist earlier
+           (something reads them earlier, or sweeps compute them): they are held until it is computed
     """
 
     def __init__(self, program: Program, latest: Mapping[Node, int]):
@@ -74,6 +78,9 @@ class Held:
             self.roots[node] = frozenset(found)
 
     def may_wait(self, node: Node) -> bool:
-        """Is what it waits with no larger than itself? A view holds what it is of, early or late."""
+        """Do the values held for a delayed value take no more memory than the value itself?
+
+        A view holds its base early or late.
+        """
         longer = sum(bytes_of(value_of(n)) for n in self.roots[node] if is_tensor(n))
         return is_view(node) or is_tensor(node) and longer <= bytes_of(value_of(node))

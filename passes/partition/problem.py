@@ -1,5 +1,4 @@
-"""What is to be partitioned: the nodes that the outputs need, and which of their values may exist at full
-length."""
+"""The problem to partition: nodes that the outputs need, and values that may exist at full length."""
 
 from __future__ import annotations
 
@@ -33,14 +32,12 @@ from ..ir import (
 from ..rules import ends_along, inner_width
 
 FEW_BYTES = 16  # per token: four numbers in float32
-NARROW = (
-    16  # a value that is so many times narrower than the widest input adds little to the memory of a step
-)
+NARROW = 16  # a value this many times narrower than the widest input adds little to the memory of a step
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A graph, what is known of it, and what is wanted of it.
+    """A graph with its analysis, and the outputs to compute.
 
     given      nodes whose values come from outside, beside placeholders and constants
     movable    inputs that the program may overwrite
@@ -76,7 +73,7 @@ class Problem:
 
     @functools.cached_property
     def read_inputs(self) -> tuple[Node, ...]:
-        """The inputs that the outputs are computed from, and those that tell sizes which these do not."""
+        """Inputs that the outputs are computed from, and further inputs that tell the remaining sizes."""
         read = {n for n in self.needed if n in self.inputs}
         wanted = [self.analysis.length, *sizes_of(n for n in self.needed if n not in read)]
         given = [value_of(n) for n in read]
@@ -108,13 +105,16 @@ class Problem:
         return is_row_wise(self.analysis.facts.get(node))
 
     def is_matrix(self, node: Node) -> bool:
-        """Has a row and a column per token."""
+        """Does a node have a row and a column per token?"""
         facts = parts_of(self.analysis.facts.get(node))
         return any(isinstance(f, Tokens) and f.keys is not None for f in facts)
 
     def is_table(self, node: Node) -> bool:
-        """Is this the gradient of a table over pairs of positions, with a row and a column for each token and
-        no others? It takes as much memory as the table does."""
+        """Is a node the gradient of a table over pairs of positions?
+
+        Such a table has a row and a column for each token, and no others. The gradient takes as much
+        memory as the table does.
+        """
         fact = self.analysis.facts.get(node)
         if node not in self.gradients or not isinstance(fact, Tokens) or fact.keys is None:
             return False
@@ -123,14 +123,16 @@ class Problem:
         return whole and is_equal(columns, self.analysis.length)
 
     def has_padding(self, node: Node) -> bool:
-        """Has rows before the first token, or after the last."""
+        """Does a node have rows before the first token, or after the last?"""
         fact = self.analysis.facts.get(node)
         return isinstance(fact, Tokens) and (fact.lo < 0 or fact.hi > 0)
 
     @functools.cached_property
     def hidden(self) -> dict[Node, Mark]:
-        """Inputs with rows of tokens, and no columns of them, and where their rows are; what comes from other
-        processes or goes to them has to exist, too."""
+        """Inputs that have rows of tokens and no columns of them, with the marks of their rows.
+
+        Values that other processes send or receive count as inputs, because they have to exist, too.
+        """
         given = self.inputs.union(end for end, _ in ends_along(self.graph) if end in self.all_needed)
         facts = ((n, self.analysis.facts[n]) for n in given)
         return {n: fact.rows for n, fact in facts if isinstance(fact, Tokens) and fact.keys is None}
@@ -143,16 +145,19 @@ class Problem:
 
     @functools.cached_property
     def small_bytes(self) -> int:
-        """Bytes per token below which a value may as well exist at full length."""
+        """Bytes per token up to which a value may exist at full length."""
         batches = [math.prod(shape_of(n)[: mark.dim]) * mark.outer for n, mark in self.hidden.items()]
         return max(FEW_BYTES * min(batches, default=1), self.widest_bytes // NARROW)
 
     def is_small(self, node: Node) -> bool:
-        """Few bytes per token, at any length: what has a column per key never is."""
+        """Does a value take few bytes per token, at any length?
+
+        A value with a column per key never does.
+        """
         return self.is_within(node, self.small_bytes)
 
     def is_within(self, node: Node, limit: int) -> bool:
-        """Does a value take so few bytes per token, and computing it, too?"""
+        """Do a value, and the computation of it, take at most ``limit`` bytes per token each?"""
         if self.is_matrix(node) or inner_width(node, hint(self.analysis.length)) > limit:
             return False
         value = value_of(node)
@@ -163,22 +168,25 @@ class Problem:
     def may_meet(self, node: Node) -> bool:
         """May all rows of a value exist where an operation needs them at once?
 
-        They take no more than one input does, where the region would otherwise run unchunked.
+        They may take as much as the widest input, because the region would otherwise run unchunked.
         """
         limit = max(self.small_bytes, self.widest_bytes)
         return node in self.inputs or not self.has_tokens(node) or self.is_within(node, limit)
 
     def is_wide_inside(self, node: Node) -> bool:
-        """Does computing it at full length take far more than the few bytes of its result?"""
+        """Does the computation inside a node take more than ``small_bytes`` per token?"""
         return inner_width(node, hint(self.analysis.length)) > self.small_bytes
 
     def may_exist(self, node: Node) -> bool:
-        """May its value exist at full length?"""
+        """May a node's value exist at full length?"""
         return node in self.inputs or not self.has_tokens(node) or self.is_small(node)
 
     @functools.cached_property
     def early(self) -> frozenset[Node]:
-        """Inputs, and what small values alone make of them: may be computed before any sweep."""
+        """Inputs, and nodes computed from them through small values alone.
+
+        They may be computed before any sweep.
+        """
         early: set[Node] = set()
         for node in self.needed:
             cheap = not self.has_tokens(node) or self.is_small(node) or is_view(node)
@@ -188,7 +196,10 @@ class Problem:
         return frozenset(early)
 
     def scan_direction(self, node: Node) -> Direction | None:
-        """The way a scan goes over the tokens; None of what is no scan."""
+        """Return the direction in which a scan runs over the tokens.
+
+        None for a node that is no scan.
+        """
         reach = next((e.reach for e in self.edges(node) if e.role is Role.CARRY), None)
         if reach is None:
             return None

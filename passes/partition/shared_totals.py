@@ -1,8 +1,9 @@
 """Sums over chunks that are only added to one another share an accumulator.
 
-The gradient of a weight that several layers of a region share is a sum of products. Each by itself would take
-as much memory as the weight does, for the whole sweep. This holds of matrix products only, whose part each
-chunk adds to the accumulator: rows of blocks are added among others, and maxima are merged.
+The gradient of a weight that several layers of a region share is a sum of products. With an accumulator
+of its own, each product would take as much memory as the weight, for the whole sweep. Only matrix
+products share accumulators, because each chunk simply adds its part. Other sums do not: rows of blocks
+are added at their places, and maxima are merged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 
 def shared_totals(program: Program) -> Program:
-    """The same program, whose sums of sums are accumulators themselves."""
+    """Replace sums that are only added to one another by an accumulator for their total."""
     added = [n for nodes in program.full_length for n in nodes if n.target is aten.add.Tensor]
     returned = {o for o in program.outputs if isinstance(o, Node)}
     sweeps, whole = [], set[Node]()
@@ -35,7 +36,7 @@ def shared_totals(program: Program) -> Program:
 
 
 def joined_sums(sweep: Sweep, added: Collection[Node], returned: set[Node]) -> Mapping[Node, Node]:
-    """Of each sum of a sweep that nothing but a sum of sums reads, that sum."""
+    """Map each sum of a sweep to its total, if nothing else than additions of such sums reads it."""
     terms = {n: [n] for n in sweep.sums if is_product(n)}
     own = set(terms)
     for node in added:
@@ -56,7 +57,7 @@ def is_alike(node: Node, other: Node) -> bool:
 
 
 def sums_below(totals: Collection[Node], sums: Collection[Node]) -> set[Node]:
-    """The sums of sums that the totals are, and those inside them."""
+    """Collect the totals, and the additions between them and ``sums``."""
     found: set[Node] = set()
     stack = list(totals)
     while stack:

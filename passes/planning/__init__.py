@@ -1,1 +1,1 @@
-"""How long chunks are: devices as data, the time that a sweep takes on one, and the choice."""
+"""Planning: devices as data, the time of a sweep on a device, and the choice of chunk lengths."""

@@ -1,4 +1,4 @@
-"""What may be chosen freely for a region: none of it changes what is computed, all of it what that takes."""
+"""Free choices for a region: they change the time and memory of a step, but not its results."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choices:
-    """How a region spends memory and time.
+    """A region's choices between memory and time.
 
     chunk_size   tokens per chunk of every sweep; None: each sweep has its own
-    chunk_bytes  the most bytes that the widest moment of a chunk may take, and sequences of a batch that do
-                 not meet run one at a time; None: as the device has it
+    chunk_bytes  the most bytes that a chunk may hold at its widest moment; sequences of a batch that do not
+                 meet then run one at a time; None: a share of the device's memory
     keep         how many of the values worth keeping for the backward are kept, best first
-    slack        the share of a sweep's best time that is given up for shorter chunks, and as much for fewer
-                 sequences of the batch at a time, where memory is to spare; None: the usual one, where it is
-                 not
+    slack        where memory is to spare: the share of a sweep's best time that may be lost to shorter
+                 chunks, and again to fewer sequences of the batch at a time; None: memory is not to spare,
+                 and the usual share applies
     """
 
     chunk_size: int | None = None

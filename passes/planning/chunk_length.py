@@ -1,5 +1,7 @@
-"""Choose the chunk length of a sweep: the shortest that costs little time, by the model of
-passes/planning/cost_model.py, and little memory."""
+"""Choose the chunk length of a sweep: the shortest that costs little time and memory.
+
+The times come from the model in passes/planning/cost_model.py.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,13 @@ from .choices import Choices
 from .cost_model import Cost, Work, work_of
 from .devices import REFERENCE_CPU, Device
 
-SLACK = (
-    0.05  # of the time of the best chunk length, given up for a shorter one: memory is what streaming is for
-)
+SLACK = 0.05  # share of the best time that a shorter chunk may lose: streaming is to save memory
 LONGER = (0.03, 0.02, 0.01, 0.005)  # the same, where memory is to spare
-FULL = 0.9  # of their rate: products are to reach it where the sequence is long enough and memory allows
-SHARE = 64  # the widest moment of a chunk takes at most one part in so many of the device's memory
+FULL = 0.9  # share of their rate that products should reach, if the sequence is long and memory allows
+SHARE = 64  # a chunk takes at most 1/SHARE of the device's memory at its widest moment
 LARGER_SHARE = 16  # the same, where memory is to spare
-FEWEST, SHORT = 4, 256  # chunks of a sequence, unless they become shorter than this: fewer would save nothing
-PART = 8  # logits: the widest moment of a chunk takes at most one part in so many of them all
+FEWEST, SHORT = 4, 256  # the least chunks of a sequence, unless shorter than SHORT tokens: fewer save nothing
+PART = 8  # a chunk of logits takes at most 1/PART of all logits at its widest moment
 
 
 def chunk_lengths(
@@ -30,10 +30,12 @@ def chunk_lengths(
     device: Device = REFERENCE_CPU,
     share: float = 1.0,
 ) -> tuple[int, ...]:
-    """Tokens per chunk of every sweep, a multiple of the blocks that its rows are of; the same for those
-    that save states of a scan and those that restore them.
+    """Choose the tokens per chunk of every sweep.
 
-    share  of the sequences that the program is written for: more or fewer of them at a time
+    Each length is a multiple of the blocks that rows come in. Sweeps that save states of a scan have the
+    same length as those that restore them.
+
+    share  sequences that run at a time, as a share of those that the program is written for
     """
     block = analysis.block(n for s in program.sweeps for n in s.nodes)
     works = [sweep_work(s, analysis).of_part(share) for s in program.sweeps]
@@ -50,14 +52,15 @@ def chunk_lengths(
 def length_for(
     work: Work, sweep: Sweep, program: Program, analysis: Analysis, choices: Choices, device: Device
 ) -> int:
-    """Tokens per chunk: the user's word, or the shortest whose products run at ``FULL`` and that takes
-    ``SLACK`` longer than the best.
+    """Choose the shortest chunk whose products run at ``FULL`` and whose time is within ``SLACK`` of the
+    best.
 
-    Where no length reaches ``FULL``, the best there is counts in its place. Considered are multiples of the
-    device's tile whose widest moment fits into its ``SHARE`` of memory and into ``choices.chunk_bytes``, up
-    to a quarter of the sequence, and for logits up to their ``PART``. Where memory is to spare they may be
-    longer (``device.fewest``). A smaller ``choices.slack`` makes chunks longer, but no value so large that
-    the allocator maps it afresh for every chunk.
+    The user's ``choices.chunk_size`` comes first. If no such length reaches ``FULL``, the best of their
+    rates counts in its place. The candidates are multiples of the device's tile. Their widest moment
+    fits into the ``SHARE`` of the device's memory and into ``choices.chunk_bytes``. They are at most a
+    quarter of the sequence, and for logits at most their ``PART``. Where memory is to spare they may be
+    longer (``device.fewest``). A smaller ``choices.slack`` makes chunks longer, but no value so large
+    that the allocator maps it afresh for every chunk (``device.mapped``).
 
     work  of the sweep, for the whole batch or a part of it
     """
@@ -86,8 +89,7 @@ def length_for(
 
 
 def shortest(costs: Mapping[int, Cost], slack: float) -> int:
-    """The shortest chunk length that takes at most so much longer than the best, and at which products run
-    fast."""
+    """Find the shortest chunk length within ``slack`` of the best time at which products run fast."""
     most = (1 + slack) * min(cost.seconds for cost in costs.values())
     least = min(FULL, max(cost.efficiency for cost in costs.values() if cost.seconds <= most))
     return next(c for c, cost in costs.items() if cost.seconds <= most and cost.efficiency >= least)
@@ -96,9 +98,9 @@ def shortest(costs: Mapping[int, Cost], slack: float) -> int:
 def time_and_width(
     program: Program, analysis: Analysis, choices: Choices, device: Device, share: float = 1.0
 ) -> tuple[float, int]:
-    """Seconds of a program by some choices, and bytes of the widest moment of a chunk.
+    """Estimate a program's seconds, and the bytes of a chunk at its widest moment.
 
-    share  of the sequences that the program is written for
+    share  sequences that run at a time, as a share of those that the program is written for
     """
     chunks = chunk_lengths(program, analysis, choices, device, share)
     works = [sweep_work(sweep, analysis).of_part(share) for sweep in program.sweeps]
@@ -115,10 +117,12 @@ def sequences_at_once(
     count: int,
     written_for: int | None = None,
 ) -> int:
-    """The fewest of so many sequences of a batch for which programs, in turns, take little longer than for
-    all at once: ``SLACK``, or ``choices.slack`` where memory is to spare. One, where ``choices.chunk_bytes``
-    says that it is short.
+    """Choose how many sequences of a batch run at a time: the fewest that cost little time.
 
+    Turns may take ``SLACK`` longer than all sequences at once, or ``choices.slack`` longer where memory
+    is to spare. The answer is one where ``choices.chunk_bytes`` says that memory is short.
+
+    count        sequences of the batch
     written_for  the sequences that the programs are written for; None: all
     """
     if choices.chunk_bytes is not None:
@@ -143,7 +147,10 @@ def rounded(length: float, tile: int) -> int:
 
 
 def lengths_up_to(longest: int, tile: int) -> Iterator[int]:
-    """Multiples of a tile in ascending order, a sixteenth apart where they are long; one at least."""
+    """Yield multiples of a tile in ascending order, at least one.
+
+    Long ones are a sixteenth apart.
+    """
     length = shortest = rounded(SHORTEST_CHUNK, tile)
     while length <= max(longest, shortest):
         yield length
@@ -155,5 +162,5 @@ def sweep_work(sweep: Sweep, analysis: Analysis) -> Work:
 
 
 def program_cost(program: Program, analysis: Analysis, chunks: tuple[int, ...], device: Device) -> list[Cost]:
-    """Seconds of each sweep."""
+    """Estimate the cost of each sweep for chunks of the given lengths."""
     return [sweep_work(s, analysis).cost(c, device) for s, c in zip(program.sweeps, chunks)]

@@ -1,9 +1,9 @@
-"""Seconds of a sweep for a chunk length, by an additive roofline: arithmetic at the device's rate, plus bytes
-at its bandwidth.
+"""Estimate the seconds of a sweep for a chunk length, by an additive roofline.
 
-What a sweep takes once for all tokens does not depend on the chunk length. What it takes for every chunk
-again (weights read, totals read and written, earlier keys read, kernels launched) favours long chunks; what
-still fits into the cache favours short ones.
+The estimate adds arithmetic at the device's rate and bytes at its bandwidth. Costs that a sweep has once
+for all tokens do not depend on the chunk length. Costs that it has for every chunk (weights read, totals
+read and written, earlier keys read, kernels launched) favour long chunks. Values that still fit into the
+cache favour short ones.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from ..rules import cost_of, inner_width, is_product, rule_of
 from ..rules.facets import CostClass
 from .devices import Device
 
-BACKWARD = 2.5  # products of attention's backward for those of its forward: five for two
+BACKWARD = 2.5  # ratio of products in attention's backward and forward: five to two
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, term by term.
+    """Seconds of a sweep, term by term.
 
     products    matrix products at the device's full rate
     attention   fused attention at its rate, its last blocks included
-    traffic     rows that kernels write and read, less what stays in the cache
+    traffic     rows that kernels write and read, less those that stay in the cache
     tails       processors that idle while the last tiles of a product are made, half of them on average
     weights     weights that products read again for every chunk
     totals      sums over chunks, read and written for every chunk
@@ -68,8 +68,10 @@ class Cost:
 
     @property
     def efficiency(self) -> float:
-        """The share of their rate at which products run, with their tails, weights read and totals added
-        again; 1 without products."""
+        """The share of their full rate at which products run; 1 without products.
+
+        Their time includes tails, the weights read, and the totals added to.
+        """
         taken = self.products + self.tails + self.weights + self.totals
         return self.products / taken if self.products else 1.0
 
@@ -82,17 +84,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Work:
-    """What a sweep computes and moves, on any device.
+    """The arithmetic and memory traffic of a sweep, on any device.
 
     tokens     rows of the sweep
-    products   (dtype, FLOP, depth) over all tokens; depth is what one row of the result sums over, 0 for a
-               sum over rows
+    products   (dtype, FLOP, depth) over all tokens; depth is the number of terms that an entry of a row sums,
+               0 for a sum over rows
     attention  (dtype, whether backward, FLOP, batch × heads) over all tokens
     traffic    bytes that kernels write and read over all tokens
     weights    bytes of token-free operands of products, per chunk
     totals     bytes of sums read and written, per chunk
     prefix     bytes of keys and their gradients, at full length
-    keys       which of them a chunk reaches
+    keys       the range of keys that a chunk reaches
     kernels    kernels launched per chunk
     widest     bytes per token alive at the widest moment of a chunk
     single     bytes per token of the widest value by itself
@@ -113,7 +115,7 @@ class Work:
     grouped: bool = False
 
     def of_part(self, share: float) -> Work:
-        """The work for such a share of the sequences of a batch."""
+        """Scale the work to a share of the sequences of a batch."""
         return replace(
             self,
             products=tuple((dtype, flop * share, depth) for dtype, flop, depth in self.products),
@@ -128,9 +130,9 @@ class Work:
         )
 
     def cost(self, chunk: int, device: Device, kernel: str | None = None, one_call: bool = False) -> Cost:
-        """Seconds for chunks of so many tokens.
+        """Estimate the seconds for chunks of ``chunk`` tokens.
 
-        kernel    of attention, of the device's table; its first if none is named
+        kernel    the attention kernel, of the device's table; None: the table's first
         one_call  attention's backward takes grouped heads in one call
         """
         apart = self.grouped and not one_call
@@ -157,13 +159,15 @@ class Work:
 
 
 def rows_beside(device: Device, heads: int) -> float:
-    """Rows by which a call of attention takes longer than its own: half of what all processors take at once,
-    or as the device says."""
+    """Estimate the extra rows whose time a call of attention takes beyond its own.
+
+    This is half of the rows that all processors take at once, unless the device states ``extra_rows``.
+    """
     return device.extra_rows or device.processors * device.tile / (2 * heads)
 
 
 def reached(keys: Reach, chunk: int, tokens: int) -> float:
-    """The share of all keys that a chunk of queries reaches, on average over the sequence."""
+    """Compute the share of all keys that a chunk of queries reaches, averaged over the sequence."""
     back, ahead = (min(-keys.lo, tokens), min(keys.hi, tokens))
     if back >= tokens and ahead >= tokens:
         return 1.0
@@ -180,7 +184,7 @@ def work_of(
     keys: Reach,
     analysis: Analysis,
 ) -> Work:
-    """The work of a sweep that computes ``nodes``, given in graph order."""
+    """Sum the work of a sweep that computes ``nodes``, given in graph order."""
     length, moments = hint(analysis.length), Moments(nodes, analysis)
     written = [n for n in writes if n not in moments.widths and is_tensor(n)]
     products, fused = products_of(nodes)
@@ -214,7 +218,7 @@ def work_of(
 
 
 def products_of(nodes: Iterable[Node]) -> tuple[dict[Node, Signature], list[Node]]:
-    """Matrix products with their signatures, and calls of attention."""
+    """Find matrix products with their signatures, and calls of attention."""
     found = {n: rule_of(n).signature(n) for n in nodes if is_product(n)}
     fused = [n for n, signature in found.items() if signature.rows is not None]
     return {n: s for n, s in found.items() if s.rows is None}, fused
@@ -225,11 +229,11 @@ def numel(node: Node) -> int:
 
 
 def product_work(node: Node, signature: Signature, row_wise: bool) -> tuple[torch.dtype, float, int]:
-    """Dtype of a matrix product, FLOP at full length (two for each element of the result and each that it
-    sums over), and its depth.
+    """Compute a matrix product's dtype, its FLOP at full length, and its depth.
 
-    A label that one operand alone bears, and not the result, is picked and not summed over (a weight's
-    group).
+    Each element of the result takes two FLOP for each term that it sums. The depth is 0 unless the
+    product is ``row_wise``. A label of one operand alone that the result lacks (a weight's group) is
+    selected, not summed over.
     """
     sizes: dict[object, int] = {}
     bearers: Counter = Counter()
@@ -244,11 +248,11 @@ def product_work(node: Node, signature: Signature, row_wise: bool) -> tuple[torc
 
 
 def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, int]:
-    """Dtype and direction of attention, its FLOP over the keys that rows reach (two products forward, five
-    backward), its heads.
+    """Compute attention's dtype, whether it is a backward, its FLOP and its heads.
 
-    Its first operand has a row per query, ``[…, rows, width]``; its features are those of what has keys
-    alone.
+    The FLOP count the keys that rows reach, in two products forward and five backward. The first operand
+    has a row per query, ``[…, rows, width]``. The features are those of the operands that have keys and
+    no rows.
     """
     signature, operands = rule_of(node).signature(node), tensor_operands(node)
     backward = any(signature.keys in labels for labels in signature.outputs)
@@ -275,14 +279,14 @@ def is_of_keys(labels: Sequence[object], signature: Signature) -> bool:
 
 
 class Moments:
-    """What a chunk body holds in memory from kernel to kernel, as Inductor will.
+    """The values that a chunk body holds in memory from kernel to kernel, modelled on Inductor.
 
-    It holds what a kernel reads or writes; what lies between is fused, and recomputed from there. A fused
-    value that is held is written over an equally wide one that nobody reads after it.
+    It holds the values that a kernel reads or writes. Nodes between kernels are fused, and recomputed
+    from held values. A held value that is fused overwrites one of equal width that is not read later.
 
     widths  values held → bytes per token
-    steps   what happens in order: the value written (or None), from what that is held, from what inputs of
-            the sweep
+    steps   in order: the value written (or None), the held values that it is computed from, and the inputs of
+            the sweep that it is computed from
     """
 
     def __init__(self, nodes: Sequence[Node], analysis: Analysis):
@@ -290,10 +294,10 @@ class Moments:
         inside = set(nodes)
         self.widths: dict[Node, int] = {}
         self.steps: list[tuple[Node | None, tuple[Node, ...], tuple[Node, ...]]] = []
-        # bytes per token of the widest value by itself, or of all that is alive inside a node
+        # bytes per token of the widest value by itself, or of all values alive inside one node
         self.single = max((inner_width(n, length) for n in nodes), default=0) or 1
-        holds: dict[Node, tuple[Node, ...]] = {}  # the values in memory that a read of this one reads
-        given: dict[Node, tuple[Node, ...]] = {}  # the inputs of the sweep that it reads
+        holds: dict[Node, tuple[Node, ...]] = {}  # node → held values that it is computed from
+        given: dict[Node, tuple[Node, ...]] = {}  # node → inputs of the sweep that it is computed from
         for node in nodes:
             sources, inputs = held_by(node, holds), held_by(node, given)
             inputs = (
@@ -320,7 +324,7 @@ class Moments:
         self.inputs = {n: width_of(n, length) for _, _, inputs in self.steps for n in inputs}
 
     def widest(self) -> int:
-        """Bytes per token alive at the widest moment."""
+        """Compute the bytes per token alive at the widest moment."""
         last = {source: i for i, (_, sources, _) in enumerate(self.steps) for source in sources}
         alive = most = 0
         for i, (written, sources, _) in enumerate(self.steps):
@@ -332,7 +336,7 @@ class Moments:
         return max(most, self.single)
 
     def traffic(self) -> int:
-        """Bytes per token that kernels write and read."""
+        """Count the bytes per token that kernels write and read."""
         return sum(
             (0 if written is None else self.widths[written])
             + sum(self.widths[s] for s in sources)
@@ -348,13 +352,16 @@ def held_by(node: Node, known: dict[Node, tuple[Node, ...]]) -> tuple[Node, ...]
 
 
 def width_of(node: Node, length: int) -> int:
-    """Bytes per token of a value, or of all outputs of a node."""
+    """Count the bytes per token of a value, or of all outputs of a node."""
     values = value_of(node) if isinstance(value_of(node), (tuple, list)) else (value_of(node),)
     return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor)) // length
 
 
 def is_kernel(node: Node) -> bool:
-    """Does a node read and write memory? What lies between such nodes is fused."""
+    """Does a node read and write memory?
+
+    Nodes between such nodes are fused.
+    """
     return cost_of(node) in (CostClass.PRODUCT, CostClass.KERNEL)
 
 

@@ -1,8 +1,8 @@
-"""What a plan has to know of a device: plain numbers, known for a device that is not there.
+"""Devices as plain numbers, which are also known for a device that is not there.
 
 ``KNOWN`` holds GPUs by their makers' figures, ``REFERENCE_CPU`` a stated CPU. `derived` describes a GPU that
-is in no table. Which device there is, streambp_compile asks torch; nothing here does, so that a plan for an
-H200 can be made on a laptop.
+is in no table. Nothing here asks torch which device is present, as streambp_compile does, so that a plan for
+an H200 can be made on a laptop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PRODUCTS, BANDWIDTH = 0.75, 0.85
 """Shares of a data sheet's dense product rate and of its bandwidth that large kernels sustain. cuBLAS in
 bfloat16 reaches about 0.7 of it on an H100, which runs into its power limit, and 0.85 on an A100; copies
 reach 0.8 to 0.93 of the bandwidth."""
-ATTENTION = {  # the one that streambp takes first (`attention.selection`) before the others
+ATTENTION = {  # in the order in which streambp prefers them (`attention.selection`)
     "cudnn": {9: (0.60, 0.53)},
     "flash": {8: (0.60, 0.50), 9: (0.35, 0.31)},
 }
@@ -25,19 +25,19 @@ ATTENTION = {  # the one that streambp takes first (`attention.selection`) befor
 of 128, by major compute capability. 9: measured on an H100, chunks of 4096 rows against 32768 keys
 (benchmarks/results/gpu-attention.md). 8: FlashAttention-2 (arXiv 2307.08691,
 section 4.1: up to 73 % forward and 63 % backward on an A100, less with a causal mask)."""
-APART = 0.89  # of the rate of attention's backward, where grouped heads are called for one by one
+APART = 0.89  # share of the rate of attention's backward that is left with one call for each grouped head
 OTHER_ATTENTION = (
     0.5,
     0.4,
-)  # of a capability that has no row: what FlashAttention-2 reaches where it was not tuned
-LAUNCH = 5e-6  # seconds until a kernel follows another in one stream, with the Python around it partly hidden
+)  # for capabilities without a row: FlashAttention-2 where it was not tuned
+LAUNCH = 5e-6  # seconds from one kernel to the next in a stream; the Python around it is partly hidden
 
 
 @dataclass(frozen=True)
 class Device:
     """A device as plans see it.
 
-    name        what the driver or the table calls it
+    name        the driver's or the table's name
     kind        torch's device type, ``"cuda"`` or ``"cpu"``
     capability  CUDA's compute capability, None elsewhere
     memory      bytes in all
@@ -45,17 +45,17 @@ class Device:
     bandwidth   bytes per second between the memory and the chip, sustained
     half        products in float16 and bfloat16, FLOP per second, sustained
     single      products in float32
-    attention   kernel → FLOP per second of half-precision attention, forward and backward, sustained; first
-                the kernel that streambp takes where it can
+    attention   kernel → FLOP per second of half-precision attention, forward and backward, sustained; the
+                kernel that streambp prefers comes first
     cache       bytes of the last cache before the memory
     launch      seconds per kernel launched
     tile        rows and columns that one processor makes at once: chunk lengths are multiples of it
     processors  multiprocessors or cores, each of which takes a tile
     source      where the figures come from
-    extra_rows  rows by which a call of attention takes longer than its own, where that is no matter of tiles
-                and processors
+    extra_rows  extra rows whose time a call of attention takes beyond its own; 0: as many as tiles and
+                processors suggest
     mapped      bytes from which an allocator takes every value from the system afresh, page by page
-    fewest      chunks that a sequence is cut into at least, where memory is to spare
+    fewest      the least number of chunks of a sequence, where memory is to spare
     """
 
     name: str
@@ -77,8 +77,10 @@ class Device:
     fewest: int = 1
 
     def rate(self, dtype: torch.dtype) -> float:
-        """FLOP per second of matrix products in a dtype. Double precision runs at half the rate of single
-        where it has units at all."""
+        """Return the FLOP per second of matrix products in a dtype.
+
+        Double precision runs at half the rate of single, where a device has units for it at all.
+        """
         if dtype.itemsize <= 2:
             return self.half
         return self.single if dtype.itemsize == 4 else self.single / 2
@@ -86,10 +88,13 @@ class Device:
     def attention_rate(
         self, dtype: torch.dtype, backward: bool, kernel: str | None = None, apart: bool = False
     ) -> float:
-        """FLOP per second of a fused attention kernel, of the first one if none is named; without tensor
-        cores, half of what products reach.
+        """Return the FLOP per second of a fused attention kernel.
 
-        apart  the backward is called for one query of each key head at a time
+        It is half the rate of products for a dtype wider than 16 bits, which uses no tensor cores, and
+        for a kernel without a rate.
+
+        kernel  None: the first of the device's table
+        apart   the backward is called for one query head of each key head at a time
         """
         rates = dict(self.attention)
         kernel = kernel or next(iter(rates), None)
@@ -118,8 +123,12 @@ def gpu(
     processors: int,
     source: str,
 ) -> Device:
-    """A GPU by its data sheet: GiB, GB/s, dense TFLOP/s in half precision (summed in float32) and in float32,
-    MiB of L2 cache."""
+    """Describe a GPU by its data sheet.
+
+    gib, gigabytes  memory in GiB, and bandwidth in GB/s
+    half, single    dense TFLOP/s in half precision (summed in float32), and in float32
+    cache           L2 cache in MiB
+    """
     shares = {kernel: by_major.get(capability[0]) for kernel, by_major in ATTENTION.items()}
     shares["flash"] = shares["flash"] or OTHER_ATTENTION
     attention = tuple(
@@ -230,8 +239,10 @@ def derived(
     bus_bits: int,
     cache: int,
 ) -> Device:
-    """A GPU that no table knows, from what its driver says: bytes, hertz, bits. Zero where the driver says
-    nothing."""
+    """Describe a GPU that no table has, by its driver's figures in bytes, hertz and bits.
+
+    A figure that the driver does not report is zero.
+    """
     nearest = max((c for c in PER_CLOCK if c <= capability), default=(7, 0))
     half, single = (f * multiprocessors * (clock or CLOCK) / 1e12 for f in PER_CLOCK[nearest])
     bandwidth = 2 * memory_clock * bus_bits / 8 / 1e9 if memory_clock and bus_bits else half * 1e3 / BALANCE
@@ -249,8 +260,11 @@ def derived(
 
 
 def known(name: str, memory: int | None = None) -> Device | None:
-    """The row of ``KNOWN`` that a name means, by the words in it; where several fit, the one of nearest
-    memory. None if no row does."""
+    """Find the row of ``KNOWN`` whose words a name contains.
+
+    If several rows match, the most words count first, then a memory size in the name, then the nearest
+    memory. None if no row matches.
+    """
     words = name.lower().replace("-", " ").split()
 
     def misfit(row: Device) -> tuple[int, bool, int]:
@@ -266,7 +280,10 @@ def known(name: str, memory: int | None = None) -> Device | None:
 
 
 def named(name: object) -> Device:
-    """The device of that name. Raises ValueError that lists the names there are."""
+    """Find the device of that name.
+
+    Raises ValueError, which lists the names there are.
+    """
     found = None
     if isinstance(name, str):
         found = REFERENCE_CPU if name.lower() == "cpu" else known(name)
@@ -278,5 +295,8 @@ def named(name: object) -> Device:
 
 
 def with_memory(device: Device, memory: int, free: int | None = None) -> Device:
-    """The same device with so many bytes in all, as its driver says, or as a limit leaves it."""
+    """Replace a device's total memory by the bytes that its driver reports or that a limit leaves.
+
+    free  bytes that are free; None: all
+    """
     return replace(device, memory=memory, free=memory if free is None else free)

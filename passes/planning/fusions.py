@@ -1,8 +1,8 @@
-"""Which values at full length are computed together, by one compiled function, as Inductor fuses them.
+"""Group values at full length that one compiled function computes, as Inductor fuses them.
 
-Operator by operator, each would be written to memory and read again. For a few numbers that does not matter,
-and compiling them would take longer than they do; for what is as large as a weight (a normalised or masked
-one, and its gradient) it does.
+Operator by operator, each value would be written to memory and read again. For a few numbers that does
+not matter, and compiling them would take longer than they do. It matters for values as large as a
+weight, such as a normalised or masked weight and its gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.fx import Node
 from ..ir import Fusion, Program, bytes_of, has_gaps, is_tensor, is_view, value_of, viewed
 from ..rules import CostClass, cost_of, is_random
 
-LARGE = 1 << 20  # bytes: values that are smaller cost too little to compile them
+LARGE = 1 << 20  # bytes: smaller values cost too little to be worth compiling
 WITHOUT_MEMORY = (CostClass.VIEW, CostClass.FREE)
 
 Part = Node | Fusion
 
 
 def fusions(program: Program, alone: Collection[Node] = ()) -> tuple[tuple[Part, ...], ...]:
-    """What is computed at full length, step by step: nodes one by one, or several together.
+    """Group the nodes at full length, step by step, into single nodes and fusions.
 
     alone  nodes that run by themselves in any case
     """
@@ -33,7 +33,7 @@ def fusions(program: Program, alone: Collection[Node] = ()) -> tuple[tuple[Part,
 
 
 def read_outside(program: Program, step: int) -> set[Node]:
-    """Values that something else than this step's computations at full length reads."""
+    """Find the values that other steps, sweeps or the program's outputs read."""
     others = (
         *program.full_length[:step],
         *program.full_length[step + 1 :],
@@ -46,7 +46,7 @@ def read_outside(program: Program, step: int) -> set[Node]:
 def parts_of_step(
     nodes: Sequence[Node], outside: set[Node], alone: Collection[Node] = ()
 ) -> tuple[Part, ...]:
-    """One step's nodes in an order of execution, with fusions where they are worth compiling."""
+    """Order one step's nodes for execution, and fuse them where that is worth compiling."""
     if not any(is_large(n) for n in nodes):
         return tuple(nodes)
     fusible = fusible_nodes(nodes, outside).difference(alone)
@@ -69,7 +69,10 @@ def is_worth_a_function(part: Sequence[Node], fusible: set[Node]) -> bool:
 
 
 def ahead_of_views(parts: Sequence[Sequence[Node]], fusible: set[Node]) -> set[Node]:
-    """Nodes that read a view before it is made. A function would make it again, but these run one by one."""
+    """Find nodes that run one by one and read a view before it is made.
+
+    A fusion would make the view again, but a single node cannot.
+    """
     step, made, found = {n for part in parts for n in part}, set[Node](), set[Node]()
     for part in parts:
         alone = not is_worth_a_function(part, fusible)
@@ -81,8 +84,10 @@ def ahead_of_views(parts: Sequence[Sequence[Node]], fusible: set[Node]) -> set[N
 
 
 def fusible_nodes(nodes: Sequence[Node], outside: set[Node]) -> set[Node]:
-    """Nodes that Inductor fuses with their neighbours; views and constants only where nothing else reads
-    them. A fusion makes other views again."""
+    """Find nodes that Inductor fuses with their neighbours.
+
+    Views and constants belong to a fusion only if nothing else reads them. A fusion makes other views again.
+    """
     found: set[Node] = set()
     inside = set(nodes)
     for node in reversed(nodes):
@@ -97,7 +102,10 @@ def fusible_nodes(nodes: Sequence[Node], outside: set[Node]) -> set[Node]:
 
 
 def alternating(nodes: Sequence[Node], fusible: set[Node]) -> list[list[Node]]:
-    """The nodes in an order of execution: all that are ready of one kind, then of the other."""
+    """Order the nodes for execution, in parts that alternate between fusible and other nodes.
+
+    Each part holds all nodes of its kind that are ready.
+    """
     parts: list[list[Node]] = []
     waiting, kind = list(nodes), False
     while waiting:
@@ -113,14 +121,17 @@ def alternating(nodes: Sequence[Node], fusible: set[Node]) -> list[list[Node]]:
 
 
 def results_of(part: Sequence[Node], nodes: Sequence[Node], outside: set[Node]) -> tuple[Node, ...]:
-    """What others read of a part."""
+    """Find the nodes of a part that others read."""
     own, step = set(part), set(nodes)
     return tuple(n for n in part if n in outside or any(u in step and u not in own for u in n.users))
 
 
 def is_readable(node: Node) -> bool:
-    """Can a compiled function take the value? A number, or a tensor without gaps in memory: a part of
-    something larger lies otherwise where that was made otherwise than it was traced."""
+    """Can a compiled function take the value?
+
+    It can take a number, or a tensor without gaps in memory. A slice of a larger tensor has other
+    strides than those traced if the larger one was computed in another way.
+    """
     value = value_of(node)
     if isinstance(value, torch.Tensor):
         return not has_gaps(value)
@@ -128,7 +139,7 @@ def is_readable(node: Node) -> bool:
 
 
 def has_memory(node: Node) -> bool:
-    """Is it one tensor in memory of its own?"""
+    """Is a node's value one tensor in memory of its own?"""
     return is_tensor(node) and not is_view(node) and cost_of(node) not in WITHOUT_MEMORY
 
 

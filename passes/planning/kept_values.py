@@ -1,6 +1,6 @@
-"""Values of the forward that are worth keeping for the backward, which would compute them again otherwise.
+"""Choose values of the forward to keep for the backward, which would otherwise recompute them.
 
-Streaming keeps the inputs of a region and computes everything else again (arXiv 2506.03077, section 3). Where
+Streaming keeps the inputs of a region and recomputes everything else (arXiv 2506.03077, section 3). Where
 memory is left, keeping the result of a matrix product or of attention saves the time of computing it twice.
 """
 
@@ -32,11 +32,11 @@ Nodes = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class KeptValue:
-    """What one more kept value costs and saves.
+    """A value that may be kept, with its memory and the time that it saves.
 
     nodes    the values that are kept together (the outputs of one operation)
-    bytes    what they take from the forward to the backward
-    seconds  what the backward saves, by the device's rates
+    bytes    memory that they take from the forward to the backward
+    seconds  time that the backward saves, by the device's rates
     count    operations whose outputs they are
     """
 
@@ -51,7 +51,7 @@ class KeptValue:
 
 
 def joined(values: Sequence[KeptValue]) -> KeptValue:
-    """Several values that are kept together or not at all."""
+    """Join several values that are kept together or not at all."""
     nodes = tuple(n for v in values for n in v.nodes)
     total, saved = sum(v.bytes for v in values), sum(v.seconds for v in values)
     return KeptValue(nodes, total, saved, sum(v.count for v in values))
@@ -60,9 +60,9 @@ def joined(values: Sequence[KeptValue]) -> KeptValue:
 def worth_keeping(
     backward: Program, tangents: Iterable[Node], analysis: Analysis, device: Device
 ) -> tuple[KeptValue, ...]:
-    """Values that the backward computes again from inputs alone, by seconds saved per byte, the best first.
+    """Sort values that the backward recomputes from inputs alone by seconds saved per byte, the best first.
 
-    Each is counted with those before it kept already. A value that saves nothing then is left out.
+    Each is rated with those before it kept already. A value that saves nothing then is left out.
     """
     again = recomputed(backward, frozenset(tangents))
     seconds = {n: seconds_of(n, analysis, device) for n in again if is_product(n)}
@@ -84,7 +84,7 @@ def worth_keeping(
 
 
 def recomputed(backward: Program, tangents: frozenset[Node]) -> dict[Node, None]:
-    """Nodes of the backward's sweeps that depend on no tangent, in graph order."""
+    """Find nodes of the backward's sweeps that depend on no tangent, in graph order."""
     late = set(tangents)
     found: dict[Node, None] = {}
     nodes = dict.fromkeys(n for sweep in backward.sweeps for n in sweep.nodes)
@@ -98,7 +98,10 @@ def recomputed(backward: Program, tangents: frozenset[Node]) -> dict[Node, None]
 
 
 def kept_together(node: Node, again: Collection[Node], analysis: Analysis) -> Nodes:
-    """The values to keep instead of running a node, or none if they cannot be kept row by row."""
+    """Find the values to keep instead of running a node.
+
+    None are found if they cannot be kept row by row.
+    """
     if node not in again:
         return ()
     values = (node,) if is_tensor(node) else tuple(n for n in node.users if n in again)
@@ -106,7 +109,7 @@ def kept_together(node: Node, again: Collection[Node], analysis: Analysis) -> No
 
 
 def is_keepable(node: Node, analysis: Analysis) -> bool:
-    """Has it one row per token, in memory of its own?"""
+    """Does a value have one row of floating-point numbers per token, in memory of its own?"""
     fact = analysis.facts.get(node)
     return (
         is_tensor(node)
@@ -123,7 +126,7 @@ def size_of(nodes: Nodes) -> int:
 
 
 def computed_from(backward: Program, given: Collection[Node]) -> set[Node]:
-    """All that the backward's outputs are computed from, where these values are given."""
+    """Find all nodes that the backward's outputs are computed from if these values are given."""
     found: set[Node] = set()
     stack = [o for o in backward.outputs if isinstance(o, Node)]
     while stack:
@@ -137,13 +140,13 @@ def computed_from(backward: Program, given: Collection[Node]) -> set[Node]:
 def saving(
     nodes: Nodes, backward: Program, kept: set[Node], needed: set[Node], seconds: dict[Node, float]
 ) -> float:
-    """Seconds of products that the backward need not compute if it is given these values as well."""
+    """Estimate the seconds of products that the backward saves if it is given these values as well."""
     left = computed_from(backward, kept.union(nodes))
     return sum(s for n, s in seconds.items() if n in needed and n not in left)
 
 
 def seconds_of(node: Node, analysis: Analysis, device: Device) -> float:
-    """Seconds of a product or of attention at full length, at the device's rates."""
+    """Estimate the seconds of a product or of attention at full length, at the device's rates."""
     signature = rule_of(node).signature(node)
     if signature.rows is not None:
         dtype, backward, flop, _ = attention_work(node, analysis.reaches.get(node, EVERYWHERE))

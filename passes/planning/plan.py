@@ -1,5 +1,4 @@
-"""Plan a program for a device: the chunk length of every sweep, the kernel of every attention, and what is
-computed together at full length."""
+"""Plan a program for a device: chunk lengths, attention kernels, and fusions at full length."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ def plan(
     device: Device = REFERENCE_CPU,
     alone: Collection[Node] = (),
 ) -> Plan:
-    """How a program runs.
+    """Plan how a program runs.
 
     choices  how it spends memory and time
     target   the device that kernels run on
-    device   what chunk lengths are chosen for
-    alone    nodes that no other is computed together with at full length
+    device   the device that chunk lengths are chosen for
+    alone    nodes that are fused with no other at full length
     """
     kernels = {n: chosen(n, target, choices) for n in computed_by(program) if takes_kernel(n)}
     return Plan(chunk_lengths(program, analysis, choices, device), kernels, fusions(program, alone))
@@ -56,7 +55,10 @@ def chosen(node: Node, target: Target, choices: Choices) -> ChosenKernel:
 
 
 def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> KernelChoice:
-    """The kernel for these operands on a target; a CPU's for operands on a CPU, whatever the target."""
+    """Choose the attention kernel for these operands on a target.
+
+    The operands' device decides if only one of the two is a CPU.
+    """
     like = value_of(query)
     known = (target.device == "cpu") == (device_type(like) == "cpu")
     asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)

@@ -1,7 +1,8 @@
-"""Shorter chunks where a compiled body holds more than a loss may take.
+"""Shorten chunks where a compiled body holds more memory than a loss may take.
 
-Chunk lengths are chosen by a model of what Inductor fuses (`cost_model.Moments`). What it does not fuse, the
-logits of several heads that one kernel writes at a time above all, is known when the body is compiled.
+Chunk lengths are chosen by a model of what Inductor fuses (`cost_model.Moments`). Values that it does not
+fuse, above all the logits of several heads that one kernel writes at a time, are known only when the body is
+compiled.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from .choices import Choices
 from .chunk_length import sweep_work
 from .devices import Device
 
-HALF = 2  # of the widest value at full length: a sweep and its results stay under one part in so many
-WORTH = 16  # they are made to only where its chunks may take one part in so many, at least
+HALF = 2  # a sweep and its results stay under 1/HALF of the widest value at full length
+WORTH = 16  # chunks are shortened only if they may still take 1/WORTH of that value
 
 
 def shorter_chunks(
@@ -41,7 +42,9 @@ def shorter_chunks(
     chunks: tuple[int, ...],
     held: Callable[[int, int], int],
 ) -> tuple[int, ...]:
-    """The chunk lengths of a program's sweeps, shorter where a sweep of logits would take more than `HALF`.
+    """Reduce the chunk lengths of a program's sweeps where a sweep of logits would take more than `HALF`.
+
+    The lengths stay if the choices limit the size or the bytes of chunks, or say that memory is to spare.
 
     held  (number of a sweep, tokens) → bytes that its compiled body holds for such a chunk
     """
@@ -62,7 +65,7 @@ def shorter(
     chunk: int,
     held: Callable[[int], int],
 ) -> int:
-    """The chunk length of one sweep."""
+    """Choose the chunk length of one sweep."""
     tile = device.tile
     least = -(-SHORTEST_CHUNK // (tile * sequences(program, analysis))) * tile
     bound = chunk <= least or sweep.saved_states or sweep.restored_states
@@ -75,8 +78,10 @@ def shorter(
 
 
 def room_for_chunks(sweep: Sweep, program: Program, analysis: Analysis) -> tuple[int, int]:
-    """Bytes that a chunk may take beside what the sweep adds up and writes; and those of its widest value at
-    full length."""
+    """Compute the bytes that a chunk may take, and those of the widest value at full length.
+
+    The first number leaves room for all that the sweep adds up and writes.
+    """
     work = sweep_work(sweep, analysis)
     widest = work.tokens * work.single
     results = [*sweep.sums, *sweep.keysums, *sweep.writes]
@@ -84,13 +89,13 @@ def room_for_chunks(sweep: Sweep, program: Program, analysis: Analysis) -> tuple
 
 
 def result_bytes(node: Node) -> int:
-    """Bytes of a result at full length, in the dtype in which it may be added up."""
+    """Count the bytes of a result at full length, in the dtype in which it may be added up."""
     value = value_of(node)
     return bytes_of(value) // value.dtype.itemsize * total_dtype(value.dtype).itemsize
 
 
 def sequences(program: Program, analysis: Analysis) -> int:
-    """How many rows an input has for each token, at least."""
+    """Count the rows that an input has for each token, at least."""
     found = [
         math.prod(shape_of(node)[: fact.rows.dim]) * fact.rows.outer
         for node in program.inputs

@@ -1,11 +1,9 @@
 """The table of operators: one op, one row.
 
-A row says how the dimensions of an op's operands are tied to those of its outputs (a `Signature`) and, where
-copying the
-node at chunk length is not enough, how to write it into a chunk body (`emit`). Everything else — which
-dimension
-carries tokens, what is summed, what is read by keys, in which sweep a node belongs — follows from the
-signature.
+A row says how the dimensions of an op's operands are tied to those of its outputs (a `Signature`). Where
+copying the node at chunk length is not enough, it also says how to write the node into a chunk body
+(`emit`). Everything else follows from the signature: which dimension carries tokens, which results are
+sums, which operands are read by keys, and in which sweep a node runs.
 
 A third party adds a rule for an op of its own in the same way this package does::
 
@@ -46,36 +44,39 @@ from ..mask_analysis.operands import Known
 from .facets import CostClass, Form, Linear, Merge, Running, Scan, Windows
 from .signatures import broadcast
 
-MaskTransfer = Callable[[Node, Known], Abstract]  # (node, what is known so far) → its abstract value
+MaskTransfer = Callable[[Node, Known], Abstract]  # (node, abstract values so far) → its abstract value
 Indices = dict[Node, tuple[Size, Size]]  # index operand → the least and the greatest that is allowed
-Bounded = Callable[[Node, Known], bool]  # (node, what is known of those before it) → is it bounded?
+Bounded = Callable[[Node, Known], bool]  # (node, properties of earlier nodes) → is it bounded?
 
 
 @dataclass(frozen=True)
 class Rule:
-    """All that is known of one op. Only the signature must be given; an absent facet means unknown.
+    """The row of one op; only the signature must be given, and an absent facet means unknown.
 
-    signature   node → `Signature`: a label for every dimension, what is summed, how far rows reach
+    signature   node → `Signature`: a label for every dimension, contracted labels, how far rows reach
     shape_arg   position of the argument that holds the output's shape
     emit        writes the node into a chunk body, where copying it at chunk length is not enough
-    cost        what it costs beside its neighbours; unknown counts as a kernel of its own
-    linear      in which operands it is linear (or node → that); unknown counts as not linear
-    mask        what it does to a mask's abstract value: a function of `mask_domain`; unknown prunes nothing
+    cost        its `CostClass` beside its neighbours; unknown counts as a kernel of its own
+    linear      the operands in which it is linear (or node → these); unknown counts as not linear
+    mask        its transfer function for a mask's abstract value, of `mask_domain`; unknown prunes nothing
     bounded     when its numbers are far from the lowest of their dtype, so that they mask no key: a function
                 of `mask_domain.bounded`
     nonnegative no number of its result is negative
     visible_only  masked scores do not count in its result (a softmax over keys)
     scan        how chunks of it join, if it is a scan (or node → that)
-    running     of what becomes a scan in blocks before autograd: how earlier rows combine with later ones
+    running     how earlier rows combine with later ones, for an op that becomes a scan in blocks before
+                autograd
     merge       how its results over chunks of tokens merge, if it is a reduction that does not simply add up
-    by_place    it finds rows and keys by their place among all, and takes those that a chunk has not for zero
+    by_place    it finds rows and keys by their place among all, and takes those that a chunk does not have
+                for zero
     positions   outputs that name rows or keys by their place (-1: its only output)
     picks       its numbers are some of those that it reads (a maximum)
     random      it draws random numbers
-    writes      position of the argument that is its result, but for the entries that it writes or adds to
-    put         of a view: the op that puts new numbers into what it views, ``put(source, new, *arguments)``
-    keep        the rules know it better than its decomposition: it is decomposed in chunk bodies only
-    form        what it is to a rewrite that looks for a pattern
+    writes      position of the argument that its result equals, except in entries that it writes or adds to
+    put         for a view: the op that puts new numbers into the viewed value,
+                ``put(source, new, *arguments)``
+    keep        the rules describe it better than its decomposition: it is decomposed in chunk bodies only
+    form        its `Form`, for rewrites that look for a pattern
     filling     the number that fills its result, or the argument that holds it
     windows     node → dimensions along which its rows are those of an operand, moved, and zero elsewhere
     any_layout  the op that gives the same values whatever the layout of its operand
@@ -119,12 +120,15 @@ class Rule:
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
-BUILT_IN: list[str] = []  # the families of this package while they are read: there, one op has one row
-POINTWISE = Rule(broadcast, cost=CostClass.FUSED)  # what is known of an op by its tag alone
+BUILT_IN: list[str] = []  # rule families of this package while they are imported: in them, one op has one row
+POINTWISE = Rule(broadcast, cost=CostClass.FUSED)  # the row of an op that only has the tag
 
 
 def overload(name: str) -> torch._ops.OpOverload:
-    """``"aten::mm"`` → ``torch.ops.aten.mm.default``; ``"aten::sum.dim_IntList"`` → that overload."""
+    """Resolve the name of an op: ``"aten::mm"`` → ``torch.ops.aten.mm.default``.
+
+    A name may include the overload: ``"aten::sum.dim_IntList"``.
+    """
     namespace, _, rest = name.partition("::")
     packet, _, variant = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), variant or "default")
@@ -159,8 +163,10 @@ BY_NAME: dict[str, Rule] = {}
 
 
 def rule_by_name(*names: str, **facets):
-    """Enter a signature function for ops that need not be registered yet: of other packages
-    (``"namespace::op"``), of higher order."""
+    """Enter a signature function for ops that need not be registered yet.
+
+    These are ops of other packages (``"namespace::op"``) and higher-order ops (``"higher_order::op"``).
+    """
 
     def enter(signature: Callable[[Node], Signature]) -> Callable[[Node], Signature]:
         BY_NAME.update({name: Rule(signature, **facets) for name in names})
@@ -170,8 +176,10 @@ def rule_by_name(*names: str, **facets):
 
 
 def functional(target: object) -> torch._ops.OpOverload | None:
-    """The op that an in-place op (``add_``) carries out; joint graphs have none of them, graphs straight from
-    a capture do."""
+    """Find the functional op that an in-place op (``add_``) carries out, or None.
+
+    Joint graphs have no in-place ops, but graphs straight from a capture do.
+    """
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
         return None
     try:
@@ -181,7 +189,10 @@ def functional(target: object) -> torch._ops.OpOverload | None:
 
 
 def find_rule(target: object) -> Rule | None:
-    """The row of an op (or of a node's op); pointwise ops are known by their tag. None if there is none."""
+    """Find the row of an op (or of a node's op), or None.
+
+    Pointwise ops without a row are known by their tag.
+    """
     target = target.target if isinstance(target, Node) else target
     for op in (target, functional(target)):
         if isinstance(op, torch._ops.OpOverload) and op in TABLE:
@@ -194,7 +205,10 @@ def find_rule(target: object) -> Rule | None:
 
 
 def rule_of(node: Node) -> Rule:
-    """The row for this node's op. No row means refuse."""
+    """Find the row for this node's op.
+
+    Raises `CannotStream` without one: no row means refuse.
+    """
     found = find_rule(node)
     if found is not None:
         return found
@@ -209,19 +223,28 @@ def rule_of(node: Node) -> Rule:
 
 
 def form_of(node: object) -> Form | None:
-    """What a node is to a rewrite; None of what is no op, or has no form."""
+    """Return the form of a node's op for rewrites.
+
+    None for any other value, and for an op without a form.
+    """
     found = find_rule(node) if isinstance(node, Node) and node.op == "call_function" else None
     return None if found is None else found.form
 
 
 def running_of(node: Node) -> Running | None:
-    """How earlier rows combine with later ones along the dimension of a running product or maximum."""
+    """Return how earlier rows combine with later ones in a running product or maximum.
+
+    None for any other node.
+    """
     found = find_rule(node) if node.op == "call_function" else None
     return None if found is None else found.running
 
 
 def linear_of(node: Node) -> Linear | None:
-    """In which operands a node is linear; every view is in the value that it views."""
+    """Return the operands in which a node is linear, or None.
+
+    Every view is linear in the value that it views.
+    """
     found = find_rule(node)
     linear = found.linear if found is not None else None
     if linear is None and is_view(node):
@@ -230,26 +253,29 @@ def linear_of(node: Node) -> Linear | None:
 
 
 def scan_of(node: Node) -> Scan | None:
-    """How chunks of a node join, if it is a scan."""
+    """Return how chunks of a node join, if it is a scan."""
     found = find_rule(node)
     scan = found.scan if found is not None else None
     return scan(node) if callable(scan) else scan
 
 
 def state_rows(node: Node) -> int:
-    """Rows of the state of a scan."""
+    """Count the rows of a scan's state."""
     scan = scan_of(node)
     return 1 if scan is None else scan.rows
 
 
 def merge_of(node: Node) -> Merge | None:
-    """How results of a node over chunks of tokens merge, if they do other than by adding up."""
+    """Return how results of a node over chunks of tokens merge, unless they add up."""
     found = find_rule(node)
     return None if found is None else found.merge
 
 
 def cost_of(node: Node) -> CostClass:
-    """What a node costs beside its neighbours; without a row, what is safe: a kernel of its own."""
+    """Classify a node's cost beside its neighbours.
+
+    Without a row, the safe answer is a kernel of its own.
+    """
     if node.target is operator.getitem or is_view(node):
         return CostClass.VIEW
     if node.op != "call_function" or not isinstance(value_of(node), (torch.Tensor, tuple, list)):
@@ -270,8 +296,12 @@ def is_of_blocks(node: Node) -> bool:
 
 
 def inner_width(node: Node, length: int) -> int:
-    """Bytes per token, of so many, that are alive at the widest moment inside a node, where that is known
-    to be more than its result."""
+    """Count the bytes per token that are alive at the widest moment inside a node.
+
+    The answer is 0 where this is not known to be more than the node's result.
+
+    length  tokens
+    """
     found = find_rule(node)
     return 0 if found is None or found.width is None else found.width(node, length)
 
@@ -282,15 +312,16 @@ def is_built_in(node: Node) -> bool:
 
 
 def indices_of(node: Node) -> Indices:
-    """The operands of a node that are indices, and what is allowed of each."""
+    """Find the operands of a node that are indices, each with its bounds."""
     found = find_rule(node)
     return {} if found is None or found.indices is None else found.indices(node)
 
 
 def is_compared(node: Node) -> bool:
-    """Is it one of the numbers that it was taken from, and compared with numbers that may be these?
+    """Is a node's result picked from the numbers that it read, and compared with numbers?
 
-    What is computed twice may differ in its last bit, so that the maximum of one is in the other no longer.
+    Those may be the same numbers again. A value that is computed twice may differ in its last bit, so that a
+    recomputed maximum would equal none of them.
     """
     seen, stack = set[Node](), [node]
     while stack:
@@ -324,8 +355,10 @@ def communicates(node: Node) -> bool:
 
 
 def along_of(node: Node) -> int | None:
-    """The dimension along which a collective gathers the parts of several processes, or keeps one of
-    them."""
+    """Return the dimension along which a collective gathers parts of processes, or keeps one part.
+
+    None for any other node.
+    """
     found = find_rule(node) if node.op == "call_function" else None
     if found is None or found.along is None:
         return None
@@ -333,14 +366,16 @@ def along_of(node: Node) -> int | None:
 
 
 def ends_along(graph: Graph) -> list[tuple[Node, int]]:
-    """What collectives gather and scatter, and what they make of it, each with the dimension along which they
-    do."""
+    """List the operands and results of collectives that gather or scatter along a dimension.
+
+    Each is paired with that dimension.
+    """
     found = [(n, dim) for n in graph.nodes if (dim := along_of(n)) is not None]
     return list(dict.fromkeys((end, dim) for n, dim in found for end in (tensor_operands(n)[0], n)))
 
 
 def filling_of(node: object) -> float | None:
-    """The number that a value of one number is filled with; None of what is not known to be one."""
+    """Return the number that fills a value, or None if it is not known to hold one number."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     found = find_rule(node)
@@ -350,25 +385,31 @@ def filling_of(node: object) -> float | None:
 
 
 def is_zeros(node: object) -> bool:
-    """Is a value made from nothing but zeros?"""
+    """Is a value made of zeros, without an operand?"""
     return isinstance(node, Node) and filling_of(node) == 0 and not tensor_operands(node)
 
 
 def windows_of(node: object) -> Windows:
-    """The dimensions along which a node's rows are those of an operand, moved, and zero elsewhere."""
+    """Yield the dimensions along which a node's rows are moved rows of an operand, and zero elsewhere.
+
+    Each comes with its `Window`.
+    """
     if isinstance(node, Node) and node.op == "call_function":
         found = find_rule(node)
         yield from () if found is None or found.windows is None else found.windows(node)
 
 
 def for_any_layout(target: Callable) -> Callable:
-    """The op that gives the same values whatever the layout of its operand: of a view, one that may copy."""
+    """Replace an op by one that gives the same values whatever the layout of its operand.
+
+    For a view, this is an op that may copy.
+    """
     found = find_rule(target)
     return target if found is None or found.any_layout is None else found.any_layout
 
 
 def kept() -> tuple[torch._ops.OpOverload, ...]:
-    """The ops that the rules know better than their decompositions."""
+    """List the ops that the rules describe better than their decompositions."""
     return tuple(op for op, found in TABLE.items() if found.keep)
 
 

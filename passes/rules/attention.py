@@ -1,4 +1,4 @@
-"""Fused attention: queries are rows, keys are what causality lets a row see."""
+"""Fused attention: queries are rows, and causality limits the keys that a row sees."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def attention_backward(node: Node) -> Signature:
     )
 
 
-# torch's fused kernels, with their backward. Normalisation writes them as ``streambp.attention`` where
-# it can.
+# torch's fused kernels, with their backward. Normalisation writes them as
+# ``streambp.attention`` where it can.
 
 
 def refused_kernel(node: Node) -> Signature:
@@ -104,9 +104,9 @@ rule(
 )(refused_kernel)
 
 
-# flash_attn's operators, as far as their schemas tell (flash_attn/flash_attn_interface.py, 2.7 and 2.8). What
-# torch
-# can say, too, is written as torch's attention before it comes here; the rest is refused by a sentence.
+# flash_attn's operators, by their schemas (flash_attn/flash_attn_interface.py, 2.7 and 2.8). Calls that
+# torch's attention can express are rewritten as such before they come here. The others are refused with a
+# reason.
 
 FLASH_ATTN_FORWARD = "flash_attn::_flash_attn_forward"
 FLASH_ATTN = (
@@ -122,7 +122,7 @@ FLASH_ATTN = (
     "alibi_slopes",
     "return_softmax",
 )
-KERNEL_ONLY = (  # parameter, what it is where it does nothing, what it does otherwise
+KERNEL_ONLY = (  # parameter, its value without effect, its effect otherwise
     (
         "dropout_p",
         0,
@@ -138,7 +138,7 @@ PACKED = 'Choose attn_implementation="sdpa", and pass position_ids that restart 
 
 
 def kernel_only(given: Mapping[str, object]) -> str:
-    """What a call of flash_attn asks for that only its kernel can do, or nothing."""
+    """Describe the part of a flash_attn call that only its kernel can do; empty if there is none."""
     return next((does for name, nothing, does in KERNEL_ONLY if given.get(name, nothing) != nothing), "")
 
 
@@ -161,7 +161,7 @@ def flash_attn_varlen(node: Node) -> Signature:
 
 @rule_by_name("higher_order::flex_attention", "higher_order::flex_attention_backward")
 def flex_attention(node: Node) -> Signature:
-    """What is left of flex attention where its mask was not written out before autograd."""
+    """Refuse flex attention whose mask was not written out before autograd."""
     raise refuse(
         node,
         "This block mask was not created in the compiled function, or the call returns its log-sum-exp",

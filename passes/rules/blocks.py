@@ -1,7 +1,7 @@
 """Blocks of tokens: rows come in blocks and leave them, and blocks exchange values at full length.
 
-Chunks hold whole blocks. What all blocks are read by at once is added up like any sum, each chunk giving its
-own blocks.
+Chunks hold whole blocks. An operand that reads all blocks at once is added up like any sum, to which each
+chunk adds its own blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 def emit_regrouped(body, node: Node):
-    """The chunk's rows, with zeros behind up to whole blocks, or without the rows behind its tokens."""
+    """Write the chunk's rows padded with zeros to whole blocks, or without the rows behind its tokens."""
     x, dim, _, given, made = node.args
     call, rows = body.graph.call_function, body.read(x)
     if not body.carries_tokens(node, dim):
@@ -52,13 +52,13 @@ def regrouped(node: Node) -> Signature:
 
 
 def first_row(body, value: Node) -> Node:
-    """The place of a chunk's first row among all rows of a value."""
+    """Return the place of a chunk's first row among all rows of a value."""
     mark = body.fact(value).rows
     return body.graph.call_function(operator.mul, (body.scalar("first", mark.block), mark.inner))
 
 
 def emit_at_once(body, node: Node):
-    """Write the chunk's rows among those of all chunks."""
+    """Write the chunk's rows to their place among those of all chunks."""
     x, dim = node.args
     if not body.adds_up(node):
         return body.copy(node)
@@ -75,7 +75,7 @@ def at_once(node: Node) -> Signature:
 
 
 def emit_by_block(body, node: Node):
-    """The chunk's rows of a value that exists at full length."""
+    """Read the chunk's rows of a value that exists at full length."""
     x, dim = node.args
     if not body.carries_tokens(node, dim):
         return body.copy(node)

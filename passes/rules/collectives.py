@@ -1,12 +1,14 @@
-"""Functional collectives: what a layer that is split over processes sends and receives.
+"""Functional collectives: operators by which a layer that is split over processes sends and receives.
 
-A reduction over processes takes row t of every process for row t, so that all of them have to cut the tokens
-at the same places. What gathers or scatters does so along the first dimension: rows along any other stay
-where they are. Along the tokens themselves (sequence parallel) a process gets the rows of others, and all of
-them at once. An exchange of parts always is of all rows: where processes compute with what they get in
-different ways (in a ring, one skips what it cannot see), they still have to send alike.
+A reduction over processes combines row t of every process, so all of them have to cut the tokens at the
+same places. torch's gathers and scatters work along the first dimension, ``streambp::gathered`` and
+``streambp::scattered`` along the one that they name. Rows along any other dimension stay where they are.
+Along the tokens themselves (sequence parallel), a process gets the rows of others, all of them at once.
+An exchange of parts always takes all rows: processes may compute with the parts in different ways (in a
+ring, one skips parts that it cannot see), but all still have to send alike.
 
-None is called linear: a gradient is scaled by the tangent of this process, and others might have another.
+No collective is called linear: a gradient is scaled by the tangent of this process, and others might have
+another.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ rule_by_name("_c10d_functional::all_reduce", "_c10d_functional::broadcast", cost
     communicates=True,
 )
 def along_first(node: Node) -> Signature:
-    """Along the first dimension lie the parts of several processes."""
+    """Build the signature of a collective over parts along the first dimension."""
     behind = tuple(range(1, len(shape_of(node))))
     return Signature((("parts", *behind),), ((None, *behind),), contracts="all")
 
 
 @rule_by_name("streambp::gathered", "streambp::scattered", cost=KERNEL, communicates=True, along="dim")
 def along_a_dimension(node: Node) -> Signature:
-    """Along one dimension lie the parts of several processes."""
+    """Build the signature of a collective over parts along the dimension that its argument names."""
     apart, rank = node.args[1], len(shape_of(node))
     given = tuple("parts" if dim == apart else dim for dim in range(rank))
     return Signature(
@@ -54,6 +56,9 @@ def along_a_dimension(node: Node) -> Signature:
     "_c10d_functional::all_to_all_single", "streambp::exchanged", cost=KERNEL, communicates=True, along=0
 )
 def of_all_rows(node: Node) -> Signature:
-    """Along the first dimension lie the parts of several processes; other rows stay, and go all at once."""
+    """Build the signature of an exchange of parts along the first dimension.
+
+    Other rows stay where they are, and are sent all at once.
+    """
     behind = tuple(range(1, len(shape_of(node))))
     return Signature((("parts", *behind),), ((None, *behind),), contracts="all", placed=frozenset(behind))

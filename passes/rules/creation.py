@@ -1,4 +1,4 @@
-"""Values made from nothing. Which of their dimensions carries tokens, their readers say."""
+"""Values created without an operand; their readers decide which dimension carries tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def constant_like(node: Node) -> Signature:
 
 
 def emit_iota(body, node: Node):
-    """Row t of the whole range: count from the first token of the chunk."""
+    """Write the chunk's rows of a range, counted from the chunk's first token."""
     if not body.carries_tokens(node, 0):
         return body.copy(node)
     return body.iota(node, node.kwargs["start"], node.kwargs["step"])
@@ -59,7 +59,7 @@ def seed(node: Node) -> Signature:
 
 
 def emit_uniform(body, node: Node):
-    """The place of every number of the chunk, counted as in the full value."""
+    """Draw the chunk's random numbers, each by its place in the full value."""
     source, _, stream, dtype = node.args
     if not any(body.carries_tokens(node, d) for d in range(len(shape_of(node)))):
         return body.copy(node)

@@ -1,4 +1,4 @@
-"""What a row of the operator table can say of its op, beside its signature.
+"""Facets of a row of the operator table: properties of its op beside its signature.
 
 Every facet is optional. An absent one means *unknown*, and unknown is safe: no pruning, no fusing, not
 linear.
@@ -16,7 +16,7 @@ from torch.fx import Node
 
 
 class CostClass(enum.Enum):
-    """What an op costs beside its neighbours, once Inductor has fused what it can."""
+    """The cost of an op beside its neighbours, once Inductor has fused what it can."""
 
     PRODUCT = "product"  # a matrix product or attention: arithmetic at the device's rate
     KERNEL = "kernel"  # a kernel of its own, which reads its operands from memory and writes its result there
@@ -27,8 +27,10 @@ class CostClass(enum.Enum):
 
 
 class Form(enum.Enum):
-    """The operation behind a spelling, for rewrites that look for a pattern: several ops can have one
-    form."""
+    """The operation behind a spelling, for rewrites that look for a pattern.
+
+    Several ops can have one form.
+    """
 
     ALIAS = "alias"  # the same values in the same memory
     COPY = "copy"  # the same values
@@ -40,10 +42,10 @@ class Form(enum.Enum):
     SQUEEZE = "squeeze"
     SLICE = "slice"
     SPLIT = "split"  # into slices along a dimension
-    JOINED = "joined"  # values behind one another
+    JOINED = "joined"  # values concatenated along a dimension
     FLIP = "flip"
-    SKEWED = "skewed"  # columns of each row moved by its place: ``streambp.skewed``
-    MATRIX_PRODUCT = "matrix product"  # of its last two operands, by letters; what comes before them is added
+    SKEWED = "skewed"  # columns of each row shifted by the row's place: ``streambp.skewed``
+    MATRIX_PRODUCT = "matrix product"  # of its last two operands, by its equation; one before is added
     SUM = "sum"
     LARGEST = "largest"  # without the places
     LEAST = "least"
@@ -53,12 +55,12 @@ class Form(enum.Enum):
     EQUAL = "equal"
     COMPARED = "compared"  # larger, less, or not equal
     SOFTMAX = "softmax"
-    SAFE_SOFTMAX = "safe softmax"  # zero where all is masked
+    SAFE_SOFTMAX = "safe softmax"  # zero where all scores are masked
     LOG_SOFTMAX = "log softmax"
     SOFTMAX_BACKWARD = "softmax backward"
     LOG_SOFTMAX_BACKWARD = "log softmax backward"
     SCATTER = "scatter"  # values of a tensor put where an index says
-    SORT = "sort"  # ascending but for its argument ``descending``, with the places
+    SORT = "sort"  # ascending, unless its argument ``descending`` is set; with the places
     FLOOR_DIVIDE = "floor divide"
     COUNT = "count"  # how often each number occurs: a histogram
     RUNNING_SUM = "running sum"
@@ -66,10 +68,8 @@ class Form(enum.Enum):
     LOOK_UP_ALONG = "look up along"  # rows picked along a dimension by an index
     PUT_ROWS = "put rows"  # rows written, or added, at index tensors
     ADD_ROWS = "add rows"  # rows added along a dimension at an index
-    PLACES = "places"  # where a mask is true, as many rows as there are such places
-    CREATED = (
-        "created"  # a constant, or nothing in particular, that is also given a tensor or strides to be like
-    )
+    PLACES = "places"  # places where a mask is true, one row for each
+    CREATED = "created"  # a constant or uninitialised value, given a tensor or strides to be like
     RANGE = "range"  # start, start + step, …
     FULL = "full"  # one number everywhere
     RANDOM = "random"  # uniform numbers in [0, 1)
@@ -83,13 +83,15 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True)
 class Scan:
-    """How a scan over tokens goes on from one chunk to the next. Its state is the last row of its result, or
-    the last rows that it has read.
+    """The way in which a scan over tokens continues from one chunk to the next.
 
-    identity  the state of no rows
+    Its state is the last row of its result, or the last rows that it has read. One of ``join``,
+    ``state`` and ``window`` says how the state is used.
+
+    identity  the state before any row
     join      op that joins a state to the rows behind it: ``join(scan of the rows, state)``
-    state     or the argument of the scan itself that takes the state (an optional tensor, one row)
-    window    or the number of rows before a chunk that it reads, all of which are the state
+    state     the argument of the scan itself that takes the state (an optional tensor, one row)
+    window    the number of rows before a chunk that the scan reads, all of which are the state
     """
 
     identity: float
@@ -106,12 +108,12 @@ class Scan:
 Running = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """Earlier rows with later ones; of what picks a row, what else is given of each row as well."""
 
-LOWEST, HIGHEST = -math.inf, math.inf  # of any dtype: see `identity_of`
+LOWEST, HIGHEST = -math.inf, math.inf  # the ends of any dtype: see `identity_of`
 
 
 @dataclass(frozen=True)
 class Merge:
-    """How the results of a reduction over some tokens and over others become that over all of them.
+    """A way to merge the results of a reduction over different tokens into the result over all of them.
 
     identity  the result of no rows; `LOWEST` and `HIGHEST` are the ends of any dtype
     join      op that merges two results
@@ -121,7 +123,7 @@ class Merge:
     join: Callable
 
     def identity_of(self, dtype: torch.dtype) -> float:
-        """The result of no rows in a dtype."""
+        """Return the result of no rows in a dtype."""
         if dtype.is_floating_point or not math.isinf(self.identity):
             return self.identity
         if dtype is torch.bool:
@@ -132,8 +134,10 @@ class Merge:
 
 @dataclass(frozen=True)
 class Window:
-    """Row i of a value is row ``i - by`` of another for ``low <= i < high``, and zero elsewhere (rows along
-    one dimension)."""
+    """A value whose rows are moved rows of another, and zero elsewhere.
+
+    Row i is row ``i - by`` of the other for ``low <= i < high``. Rows are counted along one dimension.
+    """
 
     source: Node
     by: int
@@ -141,7 +145,7 @@ class Window:
     high: int
 
     def of(self, inner: Window) -> Window:
-        """The same rows, seen through another window."""
+        """Compose two windows: the same rows, where this window's source is itself a window."""
         return Window(
             inner.source,
             self.by + inner.by,
@@ -155,10 +159,11 @@ Windows = Iterator[tuple[int, Window]]  # for each dimension along which a node 
 
 @dataclass(frozen=True)
 class Linear:
-    """In which operands an op is linear: a sum of products of the arguments named, ``"self + mat1 * mat2"``.
+    """The operands in which an op is linear, as a sum of products of arguments: ``"self + mat1 * mat2"``.
 
-    An op keeps a tangent linear if every term of one factor is linear in the tangent or zero, every term of
-    several factors has exactly one that is linear in it, and no other argument depends on it.
+    An op keeps a tangent linear under three conditions. Every term of one factor is linear in the
+    tangent or zero. Every term of several factors has exactly one that is linear in it. No other
+    argument depends on it.
     """
 
     terms: tuple[tuple[str, ...], ...]
@@ -169,7 +174,7 @@ class Linear:
 
     @property
     def names(self) -> frozenset[str]:
-        """The arguments that it speaks of."""
+        """The arguments in its terms."""
         return frozenset(name for term in self.terms for name in term)
 
     def __str__(self) -> str:

@@ -17,7 +17,10 @@ KERNEL = CostClass.KERNEL
 
 
 def write_rows_around(body, edge: Edge, dim: int, own: Reach) -> Node:
-    """The chunk's rows of an operand that come at a reach beside its own."""
+    """Read an operand's rows at a reach around the chunk.
+
+    own  the reach, relative to the chunk's rows
+    """
     fact, call = body.fact(edge.operand), body.graph.call_function
     first, last = (int(end) for end in (own.lo - fact.lo, own.hi - fact.lo))
     block = body.domain(edge.operand).rows.block
@@ -32,7 +35,7 @@ def reach_of(node: Node, weight: Node) -> Reach:
 
 
 def emit_filtered(body, node: Node):
-    """The convolution of the chunk's rows and those around them, without padding."""
+    """Write the convolution of the chunk's rows and those around them, without padding."""
     _, _, _, dilation, groups = node.args
     rows, weight = body.edges(node)
     if rows.role is not Role.HALO:
@@ -55,7 +58,10 @@ def filtered(node: Node) -> Signature:
 
 
 def emit_filter_grad(body, node: Node):
-    """What the chunk's rows of the incoming gradient give, with the rows that they were made of."""
+    """Write the part of the weight's gradient that comes from the chunk's rows of the incoming gradient.
+
+    It reads the input's rows from which the filter computed these.
+    """
     _, _, weight, _, dilation, groups = node.args
     rows, grad, shape = body.edges(node)
     if rows.role is not Role.HALO:

@@ -1,8 +1,8 @@
-"""What rewrites before autograd ask of an op: which part it plays in a graph that autograd has not seen yet.
+"""Properties of ops in graphs that autograd has not seen yet, for rewrites before autograd.
 
-Ops above autograd (``cross_entropy_loss``, ``linear``, ``chunk``) are taken apart before the passes meet
-them, and have no row in the table of signatures. What can be told from an op's schema or tags is told from
-those.
+Ops above autograd (``cross_entropy_loss``, ``linear``, ``chunk``) are decomposed before the passes meet
+them, and have no row in the table of signatures. Properties that an op's schema or tags tell are read
+from those.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ EXPANDS_TOGETHER = (aten.broadcast_tensors.default,)
 
 
 def is_mutable(node: Node) -> bool:
-    """Does it write into an argument?"""
+    """Does an op write into an argument?"""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def written_argument(node: Node) -> Node | None:
-    """The value that an op writes into, by its schema."""
+    """Find the value that an op writes into, by its schema."""
     if not is_mutable(node):
         return None
     for i, argument in enumerate(node.target._schema.arguments):
@@ -46,8 +46,10 @@ WRITING = {
 
 
 def mutated(node: Node) -> Node | None:
-    """The value that a node writes into, if it does. Of a call that has no ATen spelling, the name says it
-    (``x.add_(y)``)."""
+    """Find the value that a node writes into, or None.
+
+    A call without an ATen spelling says so by its name (``x.add_(y)``), or by ``out`` or ``inplace``.
+    """
     if isinstance(node.target, torch._ops.OpOverload):
         return written_argument(node)
     if isinstance(node.kwargs.get("out"), Node):
@@ -151,19 +153,21 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
 
 
 def part_of(node: Node) -> Part | None:
-    """The part of a node's op; None of any other."""
+    """Return the part of a node's op, or None."""
     return PARTS.get(node.target.overloadpacket) if isinstance(node.target, torch._ops.OpOverload) else None
 
 
 def is_pointwise(node: Node) -> bool:
-    """Is every number of its result made of the numbers in the same place?"""
+    """Is every number of a node's result computed from the numbers in the same place?"""
     tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     return (tagged and not is_mutable(node)) or part_of(node) in (Part.COPY, Part.POINTWISE)
 
 
 def may_be_deferred(node: Node) -> bool:
-    """Is an op worth keeping for later, with what is done to its result: the same numbers whenever it runs,
-    row by row or summed?"""
+    """May an op run later, together with the operations on its result?
+
+    It must give the same numbers whenever it runs, row by row or summed.
+    """
     if not isinstance(node.target, torch._ops.OpOverload) or is_mutable(node):
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -189,34 +193,36 @@ DEFERRED = set(Part) - {
 
 
 def is_filled(node: Node) -> bool:
-    """Does it make a value of given sizes, of one number?"""
+    """Does a node make a value of given sizes that is filled with one number?"""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in FILLS
 
 
 def is_blank(node: Node) -> bool:
-    """Is it a tensor of one number, or of nothing yet?"""
+    """Does a node make a tensor that is filled with one number, or uninitialised?"""
     name = getattr(node.target, "_opname", "").removeprefix("new_").removesuffix("_like")
     return name in ("zeros", "ones", "empty", "full")
 
 
-# The number each fills its result with; None: its argument says which.
+# op → the number that fills its result; None: its argument says which
 FILLS: dict[torch._ops.OpOverloadPacket, float | None] = {aten.ones: 1, aten.zeros: 0, aten.full: None}
 
 
 def filling_of(node: Node) -> float:
-    """The number that a node fills its result with, where `is_filled` holds."""
+    """Return the number that a node fills its result with, where `is_filled` holds."""
     known = FILLS[node.target.overloadpacket]
     return arguments(node)["fill_value"] if known is None else known
 
 
 def is_detached(node: Node) -> bool:
-    """Is it another value without that value's gradient, in any spelling?"""
+    """Does a node detach another value from its gradient, in any spelling?"""
     return node.target in (aten.detach.default, torch.detach, torch.Tensor.detach, "detach")
 
 
 def is_along_last(node: Node) -> bool:
-    """Is every dimension that an op names the last one, counted from behind, so that it stays that in a
-    value of more dimensions?"""
+    """Is every dimension that an op names the last one, as -1?
+
+    It is then the last one in a value of more dimensions, too.
+    """
     given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
     named = [
         list(v) if isinstance(v, (list, tuple)) else [v]
@@ -226,14 +232,16 @@ def is_along_last(node: Node) -> bool:
     return bool(named) and all(dims == [-1] for dims in named)
 
 
-# Of a dimension that they read, these read all numbers, in whatever order.
+# Ops that read all numbers along a dimension, in any order.
 ORDERLESS = {aten.softmax, aten.log_softmax, aten.logsumexp, aten.amax, aten.amin, aten.sum, aten.mean}
 ORDERLESS |= {aten.var, aten.std, aten.norm, aten.linalg_vector_norm}
 
 
 def is_orderless_along(node: Node, dim: int, rank: int) -> bool:
-    """Does an op take all numbers along a dimension of its first operand, of so many dimensions, in any
-    order?"""
+    """Does an op take all numbers along a dimension of its first operand, in any order?
+
+    rank  dimensions of that operand
+    """
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket not in ORDERLESS:
         return False
     named = arguments(node).get("dim")
@@ -242,14 +250,17 @@ def is_orderless_along(node: Node, dim: int, rank: int) -> bool:
 
 
 def added_values(node: Node) -> tuple[Node, ...] | None:
-    """The values of which an op is the sum, unscaled; of ``x += y`` both, too."""
+    """Return the two values that an op adds, unscaled, or None.
+
+    This includes ``x += y``.
+    """
     if node.target not in (aten.add.Tensor, aten.add_.Tensor) or arguments(node)["alpha"] != 1:
         return None
     return tuple(node.args[:2])
 
 
 def chosen_value(node: Node) -> Choice | None:
-    """What a ``where`` chooses between, if the node is one."""
+    """Return the condition and the values of a ``where``, or None."""
     return Choice(*node.args) if node.target is aten.where.self else None
 
 
@@ -261,7 +272,7 @@ class Choice:
 
 
 def copied_value(node: Node) -> Node | None:
-    """What is written by an op that writes one value over another, if the node is one."""
+    """Return the value that a ``copy_`` writes over another, or None."""
     return node.args[1] if node.target is aten.copy_.default else None
 
 
@@ -278,8 +289,10 @@ ZEROS_KEPT = frozenset(
 
 
 def takes_lengths(target: torch._ops.OpOverload, name: str) -> bool:
-    """Is an argument a length or a bound of rows, which may change from call to call? Its type in the
-    schema says it."""
+    """Is an argument a length or a bound of rows, which may change from call to call?
+
+    The type in the schema says so.
+    """
     kind = next(a.real_type for a in target._schema.arguments if a.name == name)
     while hasattr(kind, "getElementType"):
         kind = kind.getElementType()
@@ -287,7 +300,7 @@ def takes_lengths(target: torch._ops.OpOverload, name: str) -> bool:
 
 
 def is_plain_loss(node: Node) -> bool:
-    """A loss that sums up its rows, or takes their mean, with no weights in it."""
+    """Is a node a loss that sums its rows, or takes their mean, without weights?"""
     if part_of(node) is not Part.LOSS:
         return False
     given = arguments(node)
@@ -296,12 +309,14 @@ def is_plain_loss(node: Node) -> bool:
     )
 
 
-NONE, MEAN, SUM = range(3)  # of an argument ``reduction``
+NONE, MEAN, SUM = range(3)  # values of an argument ``reduction``
 
 
 def cuts_into_pieces(node: Node) -> bool:
-    """Does it cut a value along a dimension, all of it (``chunk``, ``split``)? The op says so: a list of
-    views, a dimension."""
+    """Does a node cut all of a value into pieces along a dimension (``chunk``, ``split``)?
+
+    The schema says so: it returns a list of views, and takes a dimension.
+    """
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.returns:
         return False
     schema = node.target._schema
@@ -311,8 +326,10 @@ def cuts_into_pieces(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows ``start`` to before ``stop`` (None: to the end) of a dimension; of ``lost`` one, the row
-    ``start`` alone."""
+    """Rows ``start`` to before ``stop`` (None: to the end) of a dimension.
+
+    lost  it is the row ``start`` alone, without the dimension
+    """
 
     dim: int
     start: object
@@ -324,8 +341,12 @@ class Slice:
 
 
 def slice_of(node: Node, rank: int) -> Slice | None:
-    """What a node takes of its first operand, of so many dimensions: consecutive rows, or one of them
-    (``x[:, a:b]``, ``x[i]``)."""
+    """Return the consecutive rows that a node takes of its first operand, or the one row.
+
+    These are ``x[:, a:b]`` and ``x[i]``. None for any other node.
+
+    rank  dimensions of the operand
+    """
     if node.target is aten.slice.Tensor:
         given = arguments(node)
         start, stop = given["start"] or 0, given["end"]
@@ -343,16 +364,17 @@ def slice_of(node: Node, rank: int) -> Slice | None:
 
 
 def steps_over_rows(node: Node) -> bool:
-    """Does it take every so many rows of a dimension (``x[:, ::2]``)?"""
+    """Does a node take every n-th row of a dimension (``x[:, ::2]``)?"""
     return node.target is aten.slice.Tensor and arguments(node)["step"] != 1
 
 
 @dataclass(frozen=True)
 class Along:
-    """Rows that are read, or written, along a dimension at the places that an index has: one for each number
-    of a row.
+    """Rows that are read, or written, along a dimension at the places that an index has.
 
-    values  what is written, or None; it is added where ``adds``
+    The index has one place for each number of a row.
+
+    values  the values that are written, or None; they are added where ``adds``
     """
 
     base: Node
@@ -363,8 +385,10 @@ class Along:
 
 
 def read_or_written_along(node: Node) -> Along | None:
-    """What a node reads or writes along a dimension by an index of as many dimensions, if that is all it
-    does."""
+    """Return the read or write of a node along a dimension, by an index of as many dimensions.
+
+    None for any other node.
+    """
     if node.target in (aten.gather.default, aten.take_along_dim.default):
         given = arguments(node)
         index = given["index"] if node.target is aten.gather.default else given["indices"]
@@ -380,7 +404,10 @@ TO_THE_END = (1 << 63) - 1
 
 
 def with_arguments(node: Node, **changed: object) -> tuple[tuple, dict]:
-    """The arguments of an op with some of them changed, by the names of its schema."""
+    """Replace some of an op's arguments, by the names of its schema.
+
+    Return all arguments as (args, kwargs).
+    """
     given = {**arguments(node), **changed}
     places = node.target._schema.arguments
     positional = tuple(given[a.name] for a in places if not a.kwarg_only)

@@ -1,4 +1,4 @@
-"""Look-ups by index. A table that is looked up is read whole; the rows are those of the index."""
+"""Look-ups by index: a table is read whole, and the result has the rows of the index."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ aten = torch.ops.aten
 
 
 def into_rows(node: Node) -> Indices:
-    """Of a look-up of rows. Sizes that change are symbols here, as limits must hold at every length."""
+    """Return the index of a row look-up, with its bounds.
+
+    Sizes that change are symbols here, because bounds must hold at every length.
+    """
     return {node.args[1]: (0, value_of(node.args[0]).shape[0] - 1)}
 
 
@@ -41,13 +44,16 @@ def into_weight(node: Node) -> Indices:
 
 
 def along_dim(node: Node) -> Indices:
-    """Of ``gather`` and ``scatter``."""
+    """Return the index of ``gather`` or ``scatter``, with its bounds."""
     sizes = value_of(node.args[0]).shape
     return {node.args[2]: (0, sizes[node.args[1]] - 1 if sizes else 0)}
 
 
 def into_dims(node: Node) -> Indices:
-    """Of ``x[i, :, j]``, where the last row is also -1."""
+    """Return the indices of ``x[i, :, j]``, with their bounds.
+
+    Negative indices count from the end: the last row is also -1.
+    """
     sizes = value_of(node.args[0]).shape
     given = ((ix, size) for ix, size in zip(node.args[1], sizes) if isinstance(ix, Node))
     return {ix: (-size, size - 1) for ix, size in given if value_of(ix).dtype in (torch.int64, torch.int32)}
@@ -91,8 +97,10 @@ def index_select(node: Node) -> Signature:
 
 
 def emit_index(body, node: Node):
-    """Rows that an index picks out of all tokens: every chunk gives those that it has, and the chunks add
-    up."""
+    """Write rows that an index picks out of all tokens.
+
+    Each chunk gives the rows that it has, and the chunks add up.
+    """
     if not body.adds_up(node):
         return body.copy(node)
     x, indices = node.args[0], list(node.args[1])
@@ -104,7 +112,7 @@ def emit_index(body, node: Node):
 
 
 def trailing(node: Node) -> int:
-    """How many dimensions of an indexed value come after those of the indices."""
+    """Count the dimensions of an indexed value that come after those of the indices."""
     x, indices = node.args[0], node.args[1]
     used = [i for i, ix in enumerate(indices) if ix is not None]
     together = used == list(range(used[0], used[-1] + 1))
@@ -112,7 +120,7 @@ def trailing(node: Node) -> int:
 
 
 def before_dims(body, mask: Node, count: int) -> Node:
-    """A mask that broadcasts against values with so many dimensions more."""
+    """Reshape a mask to broadcast against values with ``count`` more trailing dimensions."""
     for _ in range(count):
         mask = body.graph.call_function(torch.ops.aten.unsqueeze.default, (mask, -1))
     return mask
@@ -129,8 +137,11 @@ def before_dims(body, mask: Node, count: int) -> Node:
     indices=into_dims,
 )
 def index(node: Node) -> Signature:
-    """``x[i, :, j]``: the index tensors broadcast together; their dims come where the first index was, or in
-    front if they are apart."""
+    """Build the signature of ``x[i, :, j]``.
+
+    The index tensors broadcast together. Their dimensions come where the first index was, or in front if the
+    indices are apart.
+    """
     x, indices = node.args[0], list(node.args[1])
     rank = len(shape_of(x))
     if any(ix is not None and value_of(ix).dtype in (torch.bool, torch.uint8) for ix in indices):
@@ -158,8 +169,8 @@ def index(node: Node) -> Signature:
 def gather(node: Node) -> Signature:
     table, rows = shape_of(node.args[0]), shape_of(node)
     dim = node.args[1] % max(len(rows), 1)
-    # An index narrower than the table along another dimension reads its first rows only: a tie of row 0 to
-    # row 0.
+    # An index narrower than the table along another dimension reads only the table's first rows there: row 0
+    # is tied to row 0.
     labels = tuple(("moved", i) if i == dim else i for i in range(len(table)))
     shifts: dict[Label, tuple[int, ...]] = {
         i: (0, 0) for i in range(len(rows)) if i != dim and table[i] != rows[i]
@@ -170,8 +181,11 @@ def gather(node: Node) -> Signature:
 
 
 def emit_skewed(body, node: Node):
-    """Rows and keys are counted from the first of all. Written out, so that the kernel that reads the scores
-    moves them."""
+    """Write rows whose columns are shifted by the row's place.
+
+    Rows and keys are counted from the first of all. The look-up is written out, so that the kernel that
+    reads the scores moves them.
+    """
     dim, _, offset, step, rows = node.args[1:]
     edge, call, sizes = body.edges(node)[0], body.graph.call_function, body.sizes(node)
     check_columns(body, node, edge.operand, dim + 1)
@@ -194,8 +208,10 @@ def emit_skewed(body, node: Node):
 
 
 def check_columns(body, node: Node, operand: Node, dim: int) -> None:
-    """Refuse columns of which some are no keys, or that are keys before the shift and behind it: a chunk has
-    some of the keys, and would not find those that a shift reads."""
+    """Refuse columns that are not exactly the keys, or that are keys both before and after the shift.
+
+    A chunk has only some of the keys, and would not find those that a shift reads.
+    """
     counted = [value for value in (node, operand) if body.carries_keys(value, dim)]
     length = hint(body.analysis.length)
     if len(counted) > 1 or any(shape_of(value)[dim] != length for value in counted):
@@ -224,8 +240,10 @@ def skewed(node: Node) -> Signature:
 
 
 def emit_scatter(body, node: Node):
-    """Keys are counted from the first of all. Rows that a narrower index does not have must not be written:
-    adding zero writes nothing."""
+    """Write a scatter, with keys counted from the first of all.
+
+    Rows that a narrower index does not have must not be written, so zero is added in them.
+    """
     edges, dim = body.edges(node), node.args[1] % max(len(shape_of(node)), 1)
     if among_some_keys(body, node, dim):
         padding = [0, 0] * (len(shape_of(node)) - 1 - dim) + [0, 1]
@@ -241,13 +259,15 @@ def emit_scatter(body, node: Node):
 
 
 def among_some_keys(body, node: Node, dim: int) -> bool:
-    """Has a value columns along a dimension for those keys alone that the chunk reads?"""
+    """Does a value have columns along a dimension for the keys that the chunk reads, and no others?"""
     return body.carries_keys(node, dim) and body.sweep.keys != EVERYWHERE
 
 
 def among_keys(body, index: Node, device: torch.device) -> Node:
-    """Places of keys, counted from the first that the chunk reads; those that it does not read share one
-    behind."""
+    """Count places of keys from the first key that the chunk reads.
+
+    Keys that it does not read share one place behind the others.
+    """
     call, keys = body.graph.call_function, body.scalar("keys")
     at = call(aten.sub.Scalar, (index, body.first_key()))
     bounds = call(aten.ge.Scalar, (at, 0)), call(aten.lt.Scalar, (at, keys))
@@ -256,7 +276,7 @@ def among_keys(body, index: Node, device: torch.device) -> Node:
 
 
 def without_others(body, value: Node, dim: int) -> Node:
-    """The columns of the keys that the chunk reads."""
+    """Slice the columns of the keys that the chunk reads."""
     return body.graph.call_function(aten.slice.Tensor, (value, dim, 0, body.scalar("keys")))
 
 
@@ -278,7 +298,10 @@ def scattered(node: Node) -> Signature:
 
 
 def emit_sum_at(body, node: Node):
-    """What adds up over chunks is added to the sum itself, which may be wide."""
+    """Write a sum of entries at an index.
+
+    A sum over chunks, or per key, is added to its accumulator in place, because a part of it may be wide.
+    """
     if body.analysis.kinds[node] in (Kind.SUM, Kind.KEYSUM):
         return body.accumulate_at(node)
     index, source = (body.operand(edge) for edge in body.edges(node))
@@ -300,7 +323,10 @@ def emit_sum_at(body, node: Node):
     indices=lambda node: {node.args[0]: (0, value_of(node).shape[node.args[2]] - 1)},
 )
 def sum_at(node: Node) -> Signature:
-    """The gradient of ``gather``. Where it goes to rows of all tokens, what is added adds up over chunks."""
+    """Build the signature of the gradient of ``gather``.
+
+    If it goes to rows of all tokens, its entries add up over chunks.
+    """
     rank, dim = len(shape_of(node)), node.args[2]
     added = tuple("added" if i == dim else i for i in range(rank))
     out = tuple(range(rank))
@@ -310,7 +336,7 @@ def sum_at(node: Node) -> Signature:
 
 
 def emit_number_put(body, node: Node):
-    """Rows, and keys, are counted from the first of all."""
+    """Write a number at an index, with rows and keys counted from the first of all."""
     dim, number = node.args[1] % len(shape_of(node)), node.args[3]
     counts = body.carries_tokens(node, dim) or body.carries_keys(node, dim)
     if not counts or isinstance(number, Node) or shape_of(node.args[2])[dim] != 1:
@@ -333,7 +359,11 @@ def emit_number_put(body, node: Node):
     indices=along_dim,
 )
 def number_put(node: Node) -> Signature:
-    """One place of each row (the gradient of what ``gather`` picked) is a comparison of places with it."""
+    """Build the signature of ``scatter`` with a number.
+
+    If it writes one place of each row (the gradient of the entry that ``gather`` picked), it is a
+    comparison of places with that one.
+    """
     base, index, rank = shape_of(node.args[0]), shape_of(node.args[2]), len(shape_of(node))
     dim = node.args[1] % max(rank, 1)
     one = rank > 0 and index[dim] == 1 and all(index[i] == base[i] for i in range(rank) if i != dim)
@@ -360,7 +390,7 @@ rule("aten::scatter_add", emit=emit_scatter, cost=FUSED, linear="self + src", wr
 
 
 def emit_index_put(body, node: Node):
-    """Few rows written among all tokens: every chunk takes those that fall into it."""
+    """Write a few rows among all tokens: each chunk takes those that fall into it."""
     base, indices, values = node.args[:3]
     if body.adds_up(node) or not isinstance(body.fact(node), Tokens):
         return body.copied(node)
@@ -388,8 +418,11 @@ def emit_index_put(body, node: Node):
     indices=into_dims,
 )
 def index_put(node: Node) -> Signature:
-    """Accumulating rows into zeros: over tokens it adds up, and among tokens it puts rows where they
-    belong."""
+    """Build the signature of rows that are accumulated into zeros.
+
+    Where the rows carry tokens, they add up over chunks. Where the result does, each row is put at its
+    place.
+    """
     rank = len(shape_of(node))
     base, indices, values = node.args[0], node.args[1], node.args[2]
     used = [i for i, ix in enumerate(indices) if ix is not None]
@@ -411,7 +444,11 @@ def index_put(node: Node) -> Signature:
 
 @rule("aten::nonzero", form=Form.PLACES)
 def nonzero(node: Node) -> Signature:
-    """Written as ``streambp::picked_rows``, with what is done to the rows, before it comes here."""
+    """Refuse a look-up of places whose number depends on the data.
+
+    Where the operations on the rows are known, it is rewritten as ``streambp::picked_rows`` before it comes
+    here.
+    """
     raise refuse(
         node,
         "How many rows this operation picks depends on the data",

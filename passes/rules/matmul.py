@@ -13,7 +13,10 @@ PRODUCT = CostClass.PRODUCT
 
 
 def emit_mm(body, node: Node):
-    """A product summed over rows goes straight into its accumulator; no partial result exists."""
+    """Write a product; one summed over rows is added straight into its accumulator.
+
+    No partial result exists then.
+    """
     if not body.adds_up(node):
         return body.copied(node)  # rows, or a sum per key
     return body.accumulate_mm(node, *map(body.summand, node.args[:2]))
@@ -117,8 +120,8 @@ def baddbmm(node: Node) -> Signature:
 
 
 # Products of sorted rows with a weight per group: torch's, and the stand-in of transformers where torch has
-# no kernel (transformers/integrations/moe.py). They are written for rows in the order of tokens before they
-# come here.
+# no kernel (transformers/integrations/moe.py). They are rewritten for rows in the order of tokens before
+# they come here.
 
 
 @rule("aten::_grouped_mm", form=Form.GROUPED_PRODUCT)
@@ -138,7 +141,10 @@ rule_by_name("transformers::grouped_mm_fallback_backward", form=Form.GROUPED_PRO
 
 @rule("aten::linalg_solve_triangular", cost=CostClass.KERNEL, linear="B")
 def solve_triangular(node: Node) -> Signature:
-    """Matrices are solved one by one; inside one, a row of the result reads all of the rows before it."""
+    """Build the signature of a triangular solve.
+
+    Matrices are solved one by one. Inside one, a row of the result reads all of the rows before it.
+    """
     shape = shape_of(node)
     matrices, right = (shape_of(a) for a in node.args[:2])
 

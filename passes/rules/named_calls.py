@@ -1,4 +1,4 @@
-"""What is known of calls by their names alone, as Dynamo writes them, before they are ATen operators."""
+"""Properties of calls by their names alone, as Dynamo writes them, before they are ATen operators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch.fx import Node
 
 PLACES_ALONG = {"topk": 2, "sort": 1, "max": 1, "argsort": 1, "argmax": 1}
 """Functions that tell places along a dimension, and which of their arguments that dimension is."""
-WITH_VALUES = ("topk", "sort", "max")  # those whose second result are the places
+WITH_VALUES = ("topk", "sort", "max")  # functions whose second result is the places
 REARRANGING = frozenset(
     (
         *("flatten", "reshape", "view", "ravel", "squeeze", "unsqueeze", "permute", "transpose", "t"),
@@ -29,13 +29,16 @@ COMPARISONS = {"greater": "gt", "greater_equal": "ge", "not_equal": "ne", "less"
 
 
 def name_of(node: Node) -> str:
-    """The name of a function, of a method, or of an ATen operator without its overload."""
+    """Return the name of a function, of a method, or of an ATen operator without its overload."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return target.partition(".")[0]
 
 
 def places_along(node: Node) -> tuple[Node, int] | None:
-    """The value and its dimension of which a node tells places (experts that `topk` picks), if it does."""
+    """Find the value, and its dimension, along which a node returns places.
+
+    An example is the experts that `topk` picks. None for any other node.
+    """
     second = name_of(node) == "getitem" and node.args[1:] == (1,)
     made = node.args[0] if second else node
     if not isinstance(made, Node) or not made.args or not isinstance(made.args[0], Node):

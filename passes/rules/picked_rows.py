@@ -1,4 +1,4 @@
-"""Functions of the rows that a mask picks: row by row, whatever the data picks."""
+"""Functions of the rows that a mask picks: row by row, whichever rows the data picks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def function_of(node: Node) -> PickedFunction:
 
 
 def picked(node: Node) -> Signature:
-    """A dimension of the mask is a label; every other dimension is tied to nothing."""
+    """Build the signature: the mask's dimensions are labels; every other dimension is tied to nothing."""
     found, (mask, *operands) = function_of(node), tensor_operands(node)
 
     def labels(dims: tuple[int, ...], rank: int, name: object) -> tuple:
@@ -34,7 +34,10 @@ def picked(node: Node) -> Signature:
 
 
 def width(node: Node, length: int) -> int:
-    """Bytes per token, if every row is picked once: of a mask ``[B, T]``, B rows per token."""
+    """Estimate the bytes per token inside a node if every row is picked once.
+
+    For a mask ``[B, T]``, there are B rows per token.
+    """
     return most_rows(value_of(node.args[0][0]), function_of(node)) * function_of(node).width // length
 
 
@@ -42,7 +45,7 @@ rule("streambp::picked_rows", cost=CostClass.KERNEL, width=width)(picked)
 
 
 def emit_picked_sums(body, node: Node):
-    """Add what the chunk's rows give to the accumulators of all results."""
+    """Add the parts of the chunk's rows to the accumulators of all results that are read."""
     parts = body.copy(node, body.summands(node))
     for output in range(len(value_of(node))):
         if body.is_read(node, output):

@@ -1,7 +1,7 @@
-"""Row t reads row t, and nothing else.
+"""Pointwise ops: row t reads row t alone.
 
-Most such ops need no row: ``torch.Tag.pointwise`` says it of them. Here are those of which more is known, and
-those that lack the tag.
+Most of them need no row, because ``torch.Tag.pointwise`` describes them. These rows are of ops of which more
+is known, and of ops that lack the tag.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Reductions and the softmax family.
 
-Over tokens, a sum adds up chunk by chunk, and what has a `Merge` is merged. A softmax over tokens is written
-with its log-sum-exp before it comes here.
+Over tokens, a sum adds up chunk by chunk, and a reduction with a `Merge` is merged. A softmax over tokens is
+rewritten with its log-sum-exp before the rules meet it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def reduced(node: Node, dims: tuple[int, ...], keepdim: bool, contracts: str, ou
 
 
 def emit_sum(body, node: Node):
-    """A chunk's part of a sum of half precision comes in the dtype of its accumulator."""
+    """Write a chunk's part of a sum.
+
+    A part in half precision comes in the dtype of its accumulator.
+    """
     return body.copied(node, wide=True)
 
 
@@ -89,13 +92,16 @@ def reduce_all(node: Node) -> Signature:
 
 
 def same(call: Callable, a: Node, b: Node) -> Node:
-    """Where two values are equal, or both not a number."""
+    """Compare two values: true where they are equal, or both not a number."""
     strange = call(aten.logical_and.default, (call(aten.isnan.default, (a,)), call(aten.isnan.default, (b,))))
     return call(aten.logical_or.default, (call(aten.eq.Tensor, (a, b)), strange))
 
 
 def emit_extreme(body, node: Node):
-    """The largest (or least) of the rows so far and, if somebody asks, the first place that has it."""
+    """Write the largest (or least) of the rows so far.
+
+    The first place that has it is written, too, if the sweep reads it.
+    """
     if not body.adds_up(node):
         return body.copy(node)
     call, (x, dim), keepdim = (
@@ -182,7 +188,10 @@ def ranked(node: Node) -> Signature:
 
 
 def normalized(node: Node, dim: int, operands: int) -> Signature:
-    """Every entry along ``dim`` reads all of ``dim``; should that be tokens, they are the keys of a row."""
+    """Build the signature in which every entry along ``dim`` reads all of ``dim``.
+
+    If ``dim`` carries tokens, they are the keys of a row.
+    """
     rank = len(shape_of(node))
     dim %= max(rank, 1)
     labels = tuple(range(rank))

@@ -1,6 +1,6 @@
-"""Scans: row t is made of all rows up to it, or of all from it on.
+"""Scans: row t is computed from all rows up to it, or from all rows from it on.
 
-Over tokens, a chunk goes on from what the rows before it came to: a state of one row, whatever the length.
+Over tokens, a chunk continues from the state of the rows before it: one row, whatever the length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KERNEL = CostClass.KERNEL
 
 
 def state_of_no_rows(node: Node) -> float:
-    """What a scan makes of nothing; zero for what is no scan, and adds up."""
+    """Return a scan's state before any row; zero for a node that is no scan, and adds up."""
     scan = scan_of(node)
     return 0.0 if scan is None else scan.identity
 
@@ -34,7 +34,10 @@ def products(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
 
 
 def extreme(at_least: Callable[[Tensor, Tensor], Tensor]) -> Running:
-    """The later of two rows, if it is as extreme, or no number, as torch has it."""
+    """Build the combination of a running maximum or minimum.
+
+    It picks the later of two rows if that is as extreme, or not a number, as torch does.
+    """
 
     def picked(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
         later = at_least(right[0], left[0]) | (right[0] != right[0])
@@ -68,13 +71,13 @@ def forward(node: Node) -> Signature:
 
 
 def is_reversible(node: Node) -> bool:
-    """Is a node a scan that ``streambp.reverse_scan`` knows?"""
+    """Does ``streambp.reverse_scan`` support a node's scan?"""
     found = scan_of(node)
     return found is not None and found.join is not None and node.target.namespace == "aten"
 
 
 def turned(node: Node) -> torch._ops.OpOverload:
-    """The scan that a reverse scan is, from the last row to the first."""
+    """Return the scan that a reverse scan runs from the last row to the first."""
     return getattr(aten, node.args[2]).default
 
 
@@ -87,7 +90,7 @@ def linear_reverse(node: Node) -> Linear | None:
 
 
 def emit_reverse(body, node: Node):
-    """Written out, so that Inductor has a kernel for it."""
+    """Write a reverse scan as a flipped scan, for which Inductor has a kernel."""
 
     def run(rows: Node) -> Node:
         call, dim = body.graph.call_function, node.args[1]

@@ -1,4 +1,4 @@
-"""Ways to write a signature down, shared by the rule families."""
+"""Constructors of signatures, shared by the rule families."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from ..ir import Signature, shape_of, tensor_operands, value_of
 
 
 def aligned(operand: tuple[int, ...], output: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Labels of an operand that broadcasts against the output: tied from the right, size-one dims tied to
-    nothing."""
+    """Label an operand that broadcasts against the output.
+
+    Its dimensions are tied from the right. Dimensions of size one are tied to nothing.
+    """
     shift = len(output) - len(operand)
     return tuple(i + shift if size == output[i + shift] else None for i, size in enumerate(operand))
 
 
 def broadcast(node: Node) -> Signature:
-    """Every operand broadcasts against the outputs; row t reads row t."""
+    """Build the signature in which every operand broadcasts against the outputs.
+
+    Row t reads row t.
+    """
     several = isinstance(value_of(node), (tuple, list))
     out = shape_of(node, 0 if several else None)
     outputs = (tuple(range(len(out))),) * (len(value_of(node)) if several else 1)
@@ -25,7 +30,7 @@ def broadcast(node: Node) -> Signature:
 
 
 def all_at_once(node: Node) -> Signature:
-    """No dimension can be followed: where tokens come in, the node needs all of them."""
+    """Build the signature that follows no dimension: if an operand carries tokens, all are needed at once."""
     operands = tuple(
         tuple(("all", k, i) for i in range(len(shape_of(a)))) for k, a in enumerate(tensor_operands(node))
     )
@@ -33,8 +38,10 @@ def all_at_once(node: Node) -> Signature:
 
 
 def equation(node: Node, text: str, **kwargs) -> Signature:
-    """A signature from an einsum equation, ``"mk,kn->mn"``; missing optional operands are left out by the
-    caller."""
+    """Build a signature from an einsum equation, ``"mk,kn->mn"``.
+
+    The caller leaves out missing optional operands.
+    """
     left, right = text.replace(" ", "").split("->")
     return Signature(
         tuple(tuple(o) for o in left.split(",")), tuple(tuple(o) for o in right.split(",")), **kwargs
@@ -42,7 +49,10 @@ def equation(node: Node, text: str, **kwargs) -> Signature:
 
 
 def dims_of(arg: object, rank: int) -> tuple[int, ...]:
-    """Dimensions named by an argument, as non-negative numbers; ``None`` and ``[]`` mean all."""
+    """List the dimensions that an argument names, as non-negative numbers.
+
+    ``None`` and ``[]`` mean all.
+    """
     if arg is None or (isinstance(arg, (list, tuple)) and not arg):
         return tuple(range(rank))
     dims = arg if isinstance(arg, (list, tuple)) else (arg,)
@@ -50,7 +60,7 @@ def dims_of(arg: object, rank: int) -> tuple[int, ...]:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """A schema argument, whether passed by position or by name."""
+    """Return a schema argument, whether passed by position or by name."""
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)

@@ -1,4 +1,4 @@
-"""Loops over tokens: the state at a token is made of the rows of all tokens before it."""
+"""Loops over tokens: the state at a token is computed from the rows of all tokens before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from .facets import CostClass, Scan
 
 
 def labels_of(node: Node, rows: int, reach) -> Signature:
-    """The first operands have a row per token; the others are the same for all."""
+    """Build the signature in which the first ``rows`` operands have a row per token.
+
+    The other operands are the same for all tokens.
+    """
     ranks = [len(shape_of(a)) for a in tensor_operands(node)]
     operands = tuple(
         tuple("t" if (i < rows and not d) else ("own", i, d) for d in range(rank))

@@ -1,4 +1,4 @@
-"""Ops that move rows between dimensions without touching them, or cut, pad and join along one."""
+"""Ops that move rows between dimensions without changing them, or cut, pad and join along one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ VIEW, FUSED = CostClass.VIEW, CostClass.FUSED
 
 
 def emit_view(body, node: Node):
-    """A chunk of a batch is not contiguous, so what was a view of the whole may have to copy."""
+    """Write a view as a reshape.
+
+    A chunk of a batch is not contiguous, so that a view of the whole may have to copy.
+    """
     x = node.args[0]
     if body.makes_keys(node, x):
         sizes = body.sizes(node)
@@ -134,9 +137,13 @@ def repeat(node: Node) -> Signature:
 
 
 def emit_slice(body, node: Node):
-    """Rows outside the slice stay where they are; the fact's domain remembers that they do not count."""
+    """Write a slice; along tokens, the rows outside it stay in the chunk.
+
+    The domain of the slice's fact excludes these rows. One row of all tokens is added up over chunks
+    instead.
+    """
     x, dim = node.args[0], argument(node, 1, "dim", 0) % len(shape_of(node))
-    if body.adds_up(node):  # one row of all
+    if body.adds_up(node):  # one row of all tokens
         return body.added(node, body.row_picked(x, dim, argument(node, 2, "start")))
     if body.carries_keys(x, dim):
         if is_key(body, x, dim, argument(node, 2, "start")) and shape_of(node)[dim] == 1:
@@ -184,13 +191,16 @@ def slice_(node: Node) -> Signature:
 
 
 def clamped(index: int | Node, size: int) -> int:
-    """A slice bound as slicing reads it: negative from the end, never outside."""
+    """Normalize a slice bound as slicing does: negative bounds count from the end, and none is outside."""
     number: int = hint(index.meta["val"]) if isinstance(index, Node) else index
     return max(0, min(size, number + size if number < 0 else number))
 
 
 def emit_select(body, node: Node):
-    """One row of all tokens: the chunk that has it gives it, and the chunks add up. Or one key."""
+    """Write one row of all tokens, or one key.
+
+    The chunk that has the row adds it to an accumulator, and other chunks add zero.
+    """
     x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
     without = functools.partial(body.graph.call_function, torch.ops.aten.squeeze.dim)
     if body.adds_up(node):
@@ -221,7 +231,7 @@ def select(node: Node) -> Signature:
 
 
 def emit_select_scatter(body, node: Node):
-    """One row written among zeros: the chunk that has it takes it. Or one column of keys, or beyond them."""
+    """Write one row among zeros, in the chunk that has it; or one column of keys, or beyond them."""
     dim, index = argument(node, 2, "dim", 0) % len(shape_of(node)), argument(node, 3, "index")
     row = functools.partial(body.graph.call_function, torch.ops.aten.unsqueeze.default)
     if body.carries_tokens(node, dim):
@@ -247,7 +257,10 @@ def select_scatter(node: Node) -> Signature:
 
 
 def emit_pad(body, node: Node):
-    """Features are padded in the chunk; rows beyond the tokens are filled where they come to lie."""
+    """Write a padded value: features are padded in the chunk, and rows are filled.
+
+    Filled rows are those that the operand does not have.
+    """
     x, rank, amounts = node.args[0], len(shape_of(node)), list(node.args[1])
     filling = argument(node, 2, "value", 0)
     at = next((i for i in range(0, len(amounts), 2) if body.carries_tokens(node, rank - 1 - i // 2)), None)
@@ -291,8 +304,11 @@ def pad(node: Node) -> Signature:
 
 
 def emit_shifted(body, node: Node):
-    """The driver cuts the rows of a full-length value where the shift has them, and puts zeros elsewhere. A
-    value that the chunk computes at the shift has other rows there, which become zeros here."""
+    """Write rows that are shifted along the tokens.
+
+    The driver slices the rows of a full-length value at the shift, and puts zeros where there are none.
+    A value that the chunk computes at the shift has other rows there, which are set to zero here.
+    """
     x, dim, by = node.args
     if body.carries_tokens(node, dim):
         edge = body.edges(node)[0]
@@ -376,7 +392,7 @@ def slice_scatter(node: Node) -> Signature:
 
 
 def windows_of_cat(node: Node) -> Windows:
-    """A value joined to zeros."""
+    """Yield the window of a value that is concatenated with zeros."""
     given = arguments(node)
     parts = [p for p in given["tensors"] if len(shape_of(p)) == len(shape_of(node))]
     others = [p for p in parts if not is_zeros(p)]
@@ -397,7 +413,10 @@ def windows_of_cat(node: Node) -> Windows:
     bounded=if_operands_are,
 )
 def cat(node: Node) -> Signature:
-    """Columns behind a longer part (attention sinks behind scores) leave its own columns where they are."""
+    """Build the signature of a concatenation.
+
+    Columns behind a longer part (attention sinks behind scores) leave that part's columns where they are.
+    """
     rank = len(shape_of(node))
     dim = argument(node, 1, "dim", 0) % rank
     operands = tensor_operands(node)
@@ -453,7 +472,10 @@ def as_strided(node: Node) -> Signature:
 
 
 def fills_with_zeros(node: Node) -> bool:
-    """Are the rows that a node's operand does not have, before or behind those that it has, zero?"""
+    """Does a node fill the rows that its operand does not have with zeros?
+
+    These are rows before or behind the operand's own.
+    """
     if node.target is torch.ops.aten.constant_pad_nd.default:
         return arguments(node)["value"] == 0
     return node.target is torch.ops.aten.slice_scatter.default and is_zeros(node.args[0])

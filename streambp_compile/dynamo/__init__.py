@@ -1,1 +1,3 @@
-"""Dynamo's graph: token axes are found, spellings rewritten before autograd, regions made into modules."""
+"""Everything that reads or rewrites Dynamo's graph before autograd: token axes, rewrites, regions as
+modules.
+"""

@@ -1,5 +1,8 @@
-"""Graphs that hold for any number of rows: traced for three numbers, with the sizes that differ as that
-number."""
+"""Graphs that hold for any number of rows.
+
+A function is traced for three numbers of rows. Sizes that differ between the traces become expressions
+of that number.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,27 @@ from ..passes.ir import bytes_of, is_tensor, is_view, value_of
 from ..passes.rules import for_any_layout, functional
 from ..passes.rules.forward import mutated
 
-COUNTS = (3, 5, 8)  # numbers of rows that gradients are traced for
+COUNTS = (3, 5, 8)  # numbers of rows that functions are traced for
 
 
 class NotForAnyCount(Exception):
-    """Why a function of rows is none for any number of them."""
+    """Raised where a function of rows cannot be written for an arbitrary number of them; the message says
+    why.
+    """
 
 
 def check_differentiable(module: GraphModule) -> None:
-    """Raises `NotForAnyCount` for an operator without a gradient: autograd would take it for zero."""
+    """Raise `NotForAnyCount` for an operator without a gradient, which autograd would treat as zero."""
     for node in module.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and not internals.has_gradient(node.target):
             raise NotForAnyCount(f"{node.target} has no gradient")
 
 
 def most_alive(nodes: Sequence[Node]) -> int:
-    """Bytes that exist at the widest moment, where nodes are computed in this order and dropped after their
-    last reader."""
-    source: dict[Node, Node] = {}  # whose memory a view is
+    """Compute the peak memory of a list of nodes, in bytes. They run in this order, and a value is freed
+    after its last reader. A view has the memory of its base; inputs are not counted.
+    """
+    source: dict[Node, Node] = {}  # node → the node that owns its memory
     last: dict[Node, int] = {}
     for i, node in enumerate(nodes):
         read = [source[a] for a in node.all_input_nodes if a in source]
@@ -57,7 +63,9 @@ def gradients_at(
     wanted: Sequence[int],
     grad: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """The gradients of some operands of a function, from that of its result."""
+    """Compute the gradients of a function's ``wanted`` operands, from the gradient of its result. They are
+    zeros where the result does not depend on the operand.
+    """
     with torch.enable_grad():
         given = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(operands)]
         read = [given[i] for i in wanted]
@@ -65,9 +73,9 @@ def gradients_at(
 
 
 def for_any_count(traces: Sequence[Graph]) -> GraphModule:
-    """One graph for traces of several numbers of rows, with that number as its first input.
+    """Merge traces for several numbers of rows into one graph, whose first input is that number.
 
-    Raises `NotForAnyCount` where they differ in anything but sizes that grow with it.
+    Raises `NotForAnyCount` where they differ in anything but sizes that grow linearly with it.
     """
     joining = Joining()
     for nodes in zip(*(t.nodes for t in traces), strict=True):
@@ -78,14 +86,14 @@ def for_any_count(traces: Sequence[Graph]) -> GraphModule:
 
 
 class Joining:
-    """Writes the graph that several traces are instances of, for operands of any layout."""
+    """Builder of the one graph that several traces are instances of, for operands of any layout."""
 
     def __init__(self) -> None:
         self.graph, self.values = Graph(), dict[Node, Node]()
         self.count = self.graph.placeholder("count")
 
     def add(self, nodes: Sequence[Node]) -> None:
-        """The next node, given as it is in each trace."""
+        """Append the next node, given as it is in each trace."""
         node = nodes[0]
         if node.op == "output":
             self.graph.output(self.joined([n.args[0] for n in nodes]))
@@ -103,7 +111,7 @@ class Joining:
                 self.values[into] = self.values[node]
 
     def joined(self, given: Sequence[Any]) -> Any:
-        """An argument, given as it is in each trace."""
+        """Merge an argument, given as it is in each trace, into one argument of the new graph."""
         first = given[0]
         if isinstance(first, Node):
             return self.values[first]

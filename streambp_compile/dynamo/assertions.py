@@ -1,7 +1,7 @@
 """The user's assertions (``assert x.isfinite().all()``), which Dynamo keeps in its graph.
 
-No value comes of them, and a graph that is cut into regions computes values alone. So what they assert is an
-output of the graph, and is asserted when all regions have run.
+An assertion has no result, and a graph that is cut into regions only computes values. So the asserted
+condition becomes an output of the graph, and is checked after all regions have run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from ..passes.ir import outputs_of
 
 
 def part_assertions(module: GraphModule) -> list[Node]:
-    """Take assertions from a graph, and return what they assert after its other outputs."""
+    """Remove assertions from a graph, and append their conditions to its outputs. Returns the removed
+    nodes.
+    """
     found = [
         n for n in module.graph.nodes if n.target in internals.ASSERTIONS and isinstance(n.args[0], Node)
     ]
@@ -29,7 +31,9 @@ def part_assertions(module: GraphModule) -> list[Node]:
 
 
 def with_assertions(call: Callable, assertions: Sequence[Node]) -> Callable:
-    """A call that asserts its last results, and returns the others. Raises what the assertions raise."""
+    """Wrap a call so that it checks its last results as assertions, and returns the others. The wrapped
+    call raises what the assertions raise.
+    """
     if not assertions:
         return call
 

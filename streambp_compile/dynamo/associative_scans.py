@@ -1,8 +1,9 @@
-"""Associative scans in blocks of tokens, as `over_blocks` (blocks.py) streams them.
+"""Associative scans in blocks of tokens, as `part_blocks` (blocks.py) streams them.
 
-Torch writes a scan out as pairs of rows, pairs of pairs, and so on over the whole sequence. The same scan in
-blocks: each block by itself, then the last rows of the blocks, then every row with the last row of the block
-before. Only those last rows exist at full length. (Blelloch, Prefix sums and their applications, 1990.)
+Torch's own scan combines pairs of rows, then pairs of pairs, and so on over the whole sequence. The scan
+here first scans each block by itself, then the last rows of the blocks. It then combines every row with
+the scanned last row of the block before. Only those last rows exist at full length. (Blelloch, Prefix
+sums and their applications, 1990.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def scan_in_blocks(
     dim: int,
     additional_inputs: tuple,
 ) -> list[Tensor]:
-    """The inclusive scan of rows along the first dimension; Dynamo traces this.
+    """Compute the inclusive scan of rows along the first dimension; Dynamo traces this. Torch's own scan
+    runs instead where there are too few rows for two blocks, another dimension, or additional inputs.
 
     scan      torch's own, ``(operator, leaves, dim) → leaves``
     operator  combines rows, ``(*left, *right) → results``, many at once along the first dimension
@@ -44,20 +46,20 @@ def scan_in_blocks(
 
 
 def block_for(length: int) -> int:
-    """Tokens of a block; 0 for fewer tokens than two blocks."""
+    """Return the largest block size, in tokens, of which two fit into a length; 0 if none does."""
     return next((size for size in BLOCKS if length >= 2 * size), 0)
 
 
 def scan_of_blocks(combine: Combine, leaves: Sequence[Tensor], block: int, scan_ends: Scan) -> list[Tensor]:
-    """The scan of rows along the first dimension, in blocks of so many rows.
+    """Scan rows along the first dimension, in blocks of ``block`` rows.
 
-    combine    earlier rows with later ones
-    scan_ends  the scan of the last rows of the blocks
+    combine    combines earlier rows with later ones
+    scan_ends  scans the last rows of the blocks
     """
     length = leaves[0].shape[0]
     inside = scan_inside(combine, [in_blocks(x, block) for x in leaves])
     ends = scan_ends([x[:, -1] for x in inside])
-    # The first block has none before it; its combination is computed, and not used.
+    # No block comes before the first: its combination is computed, but not used.
     before = [torch.cat([x[:1], x[:-1]]).unsqueeze(1).expand_as(y) for x, y in zip(ends, inside)]
     combined = combine(1, before, inside)
     first = in_blocks(torch.arange(length, device=leaves[0].device) < block, block)
@@ -68,16 +70,16 @@ def scan_of_blocks(combine: Combine, leaves: Sequence[Tensor], block: int, scan_
 
 
 def in_blocks(rows: Tensor, block: int) -> Tensor:
-    """``[T, …]`` as ``[T / block, block, …]``, with zero rows behind where that is no whole number."""
+    """Reshape ``[T, …]`` to ``[T / block, block, …]``. Zero rows at the end fill the last block."""
     length = rows.shape[0]
-    count = (length + block - 1) // block  # of symbols, sympy simplifies this one at once
+    count = (length + block - 1) // block  # sympy simplifies this form immediately, if the length is a symbol
     if count * block != length:
         rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, count * block - length))
     return rows.unflatten(0, (count, block))
 
 
 def scan_inside(combine: Combine, rows: Sequence[Tensor]) -> list[Tensor]:
-    """The scan of each block by itself: of single rows, of pairs, of fours (Sklansky, 1960)."""
+    """Scan each block by itself: combine single rows, then pairs, then groups of four, … (Sklansky, 1960)."""
     half = 1
     while half < rows[0].shape[1]:
         parts = [x.unflatten(1, (-1, 2, half)) for x in rows]
@@ -92,7 +94,9 @@ def scan_inside(combine: Combine, rows: Sequence[Tensor]) -> list[Tensor]:
 def combined_rows(
     operator: Callable, more: int, left: Sequence[Tensor], right: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Rows combined along the first dimension, and so many more."""
+    """Combine rows along the first dimension and ``more`` further ones. The operator itself handles the
+    first dimension alone.
+    """
     for _ in range(more):
         operator = torch.vmap(operator, in_dims=1, out_dims=1)
     return tree_leaves(operator(*left, *right))

@@ -1,15 +1,15 @@
 """Dynamo's graph in ATen operators, before autograd.
 
-Dynamo writes what the user called: torch functions, methods, Python operators. Each such node is replaced
-by the ATen operators that it calls, above autograd and autocast: ``F.cross_entropy`` and
-``nn.CrossEntropyLoss`` both become ``aten.cross_entropy_loss``. Every later rewrite, the cut and the passes
-then meet one spelling of each operator.
+Dynamo records the user's own calls: torch functions, methods, Python operators. Each such node is
+replaced by the ATen operators that it calls, above autograd and autocast: ``F.cross_entropy`` and
+``nn.CrossEntropyLoss`` both become ``aten.cross_entropy_loss``. Every later rewrite, the cut into
+regions and the passes then see one spelling of each operator.
 
-A node keeps its name, its stack trace and Dynamo's own fake value, so that storages, symbols and the user's
-lines stay known. In-place operators stay in place. What has no ATen spelling before autograd stays as
-Dynamo wrote it: higher-order operators (hooks, custom autograd functions, ``flex_attention``), folded
-``torch.vmap`` calls, switches of autocast and gradient mode, sizes and other values that are no tensors,
-operations on tensor subclasses, functions of the user that are allowed in the graph.
+A node keeps its name, its stack trace and Dynamo's own fake value, so that storages, symbols and the
+user's lines stay known. In-place operators stay in place. Calls without an ATen spelling before autograd
+stay as Dynamo wrote them: higher-order operators (hooks, custom autograd functions, ``flex_attention``),
+folded ``torch.vmap`` calls, switches of autocast and gradient mode, sizes and other values that are no
+tensors, operations on tensor subclasses, functions of the user that are allowed in the graph.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argumen
 from .modes import is_switch
 from .values import CHANGED, autocast_of, fake_of
 
-RESULTS = "results of a call"  # in the meta of a call, what makes them
+RESULTS = "results of a call"  # key in a call's meta: the nodes that make its results
 OF_ONE_NODE = (
     "example_value",
     "unbacked_bindings",
     CHANGED,
-)  # in the meta of a node, what is true of its value alone
-REMEMBERED = 4096  # calls of constant sizes whose operators are kept from graph to graph
+)  # keys in a node's meta that describe its own value
+REMEMBERED = 4096  # most calls of constant sizes whose operators are kept for later graphs
 OWN = __name__.partition(".")[0]
 
 
@@ -66,10 +66,10 @@ def to_aten(module: GraphModule) -> GraphModule:
 
 
 def guard_equal_rows(node: Node) -> None:
-    """Guard that the rows of an index are those of what it reads, where they are as many at this length.
+    """Guard that an index has as many rows as the value it reads, where the two numbers agree now.
 
-    ``gather`` and ``scatter`` allow an index of fewer rows, so torch gives the two numbers a symbol each.
-    Other operators of several operands guard their sizes themselves.
+    ``gather`` and ``scatter`` allow an index of fewer rows, so torch gives the two numbers a symbol
+    each. Other operators of several operands guard their sizes themselves.
     """
     given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
     index = given.get("index", given.get("indices"))
@@ -78,15 +78,15 @@ def guard_equal_rows(node: Node) -> None:
     base, *others = (
         fake_of(n).shape for n in (given["self"], index, given.get("src")) if isinstance(n, Node)
     )
-    others = [shape for shape in others if len(shape) == len(base)]  # `index_select` has one number a row
+    others = [shape for shape in others if len(shape) == len(base)]  # `index_select` has a 1-D index
     for dim in {*range(len(base))} - {given["dim"] % max(len(base), 1)}:
         for a, b in ((base[dim], other[dim]) for other in others):
             if not internals.is_unbacked(a) and not internals.is_unbacked(b) and hint(a) == hint(b):
-                bool(a == b)  # evaluated, the equation is guarded
+                bool(a == b)  # evaluating the equation adds the guard
 
 
 def write_sizes(node: Node) -> None:
-    """Write a whole shape that a call reads (``x.view(y.shape)``) as its numbers."""
+    """Replace a whole shape that a call reads (``x.view(y.shape)``) by its single sizes."""
 
     def numbers(operand: Node) -> Node | tuple:
         sizes = fake_of(operand)
@@ -108,7 +108,7 @@ def size_at(shape: Node, dim: int) -> Node:
 
 
 def read_sizes_there(shape: Node) -> None:
-    """Read each number of a shape where the shape is, so that only numbers go from region to region."""
+    """Move each read of a single size right behind its shape, so that only numbers cross regions."""
     for item in [n for n in shape.users if n.target is operator.getitem and isinstance(n.args[1], int)]:
         shape.append(item)
         if shape.target == "size" and len(shape.args) == 1 and not shape.kwargs:
@@ -116,19 +116,19 @@ def read_sizes_there(shape: Node) -> None:
 
 
 def has_unread_items(node: Node) -> bool:
-    """Is it a call whose results are now made by operators of their own?"""
+    """Is this a call of several results, each of which is now made by an operator of its own?"""
     return isinstance(node.meta.get(RESULTS), tuple) and not any(item.users for item in node.users)
 
 
 def inserted(
     like: Node, target: Callable | str, args: tuple, kwargs: dict | None = None, *, as_written: bool = False
 ) -> Node:
-    """A call where the graph is being written, with the fake value that Dynamo would have given it, in ATen
-    operators.
+    """Insert a call in ATen operators, with the fake value that Dynamo would have given it. It is inserted
+    where the graph is being written.
 
-    like        whose stack trace and gradient mode it has
+    like        a node: the call gets its stack trace, gradient mode and autocast
     target      a function; a method by name
-    as_written  leave it as the function that it is
+    as_written  keep the function as it is, without translation
     """
     kwargs = kwargs or {}
     create = like.graph.call_method if isinstance(target, str) else like.graph.call_function
@@ -144,7 +144,9 @@ def inserted(
 
 
 def is_translatable(node: Node) -> bool:
-    """Is this a call of torch's, on plain tensors, that gives tensors or writes into one?"""
+    """Is this a call from torch or Python, on plain values, that reads or returns tensors? A call that
+    returns a ``torch.Size`` is not.
+    """
     if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.op == "call_function" and not is_from_torch(node.target):
@@ -158,8 +160,9 @@ def is_translatable(node: Node) -> bool:
 
 
 def is_from_torch(target: Callable) -> bool:
-    """Is a function torch's, Python's own or this package's? Of others nobody knows what
-    autograd sees of them."""
+    """Is a function torch's, Python's own or this package's? For any other function it is unknown what
+    autograd sees of it.
+    """
     if isinstance(target, torch._ops.HigherOrderOperator):
         return False
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -169,7 +172,7 @@ def is_from_torch(target: Callable) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Is it a tensor of no subclass, or a number, whose sizes are known before the graph runs?"""
+    """Is a value a number or an ordinary tensor (no subclass), of sizes known before the graph runs?"""
     if isinstance(value, torch.Tensor):
         return not internals.is_traceable_wrapper_subclass(value) and not internals.is_unbacked(value)
     return isinstance(
@@ -183,9 +186,9 @@ class Spelled:
 
     graph   its placeholders are the operands of the call
     nodes   all operators but the last, in order
-    last    the operator that stands for the call: it makes its result, or writes last; None where several
-            operators make one result each
-    results those results; None among them stands for itself
+    last    the operator that replaces the call: it makes the result, or is the last to write; None where
+            several operators make one result each
+    results those results; None for a result that is None
     """
 
     graph: Graph
@@ -196,9 +199,10 @@ class Spelled:
 
 
 class Spellings:
-    """What calls became: those whose sizes are numbers in any graph, others in this one.
+    """Cache from calls to their ATen operators.
 
-    A symbol of another graph may have the same name and another range.
+    Calls without symbolic sizes are shared by all graphs (``everywhere``), others belong to one graph
+    (``here``): a symbol of another graph may have the same name and another range.
     """
 
     everywhere: ClassVar[dict[tuple, Spelled | torch._ops.OpOverload | None]] = {}
@@ -207,7 +211,7 @@ class Spellings:
         self.here: dict[tuple, Spelled | torch._ops.OpOverload | None] = {}
 
     def of(self, node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOverload | None:
-        """The operators of a call, which are traced once for all calls that are equal."""
+        """Find the operators of a call. Equal calls are traced once."""
         text = call_text(node, operands)
         known = self.here.get(text, self.everywhere.get(text))
         if known is not None or text in self.here:
@@ -218,14 +222,15 @@ class Spellings:
                 self.everywhere.clear()
             self.everywhere[text] = found
         if isinstance(found, Spelled):
-            for traced in found.graph.nodes:  # whose fake values would keep all of this compilation alive
+            for traced in found.graph.nodes:  # their fake values would keep all of this compilation alive
                 traced.meta.clear()
         return found
 
 
 def translate(node: Node, known: Spellings) -> None:
-    """Replace one node by ATen operators, if it can be said in them; ``known`` has what equal calls
-    became."""
+    """Replace one node by ATen operators, if it has any; ``known`` caches those of equal calls. A second
+    attempt writes operands of known numbers as constants.
+    """
     args, kwargs = node.args, node.kwargs
     if not translated(node, known) and write_numbers(node) and not translated(node, known):
         node.args, node.kwargs = args, kwargs
@@ -256,14 +261,15 @@ def translated(node: Node, known: Spellings) -> bool:
         return True
     args, kwargs = map_arg((found.last.args, found.last.kwargs), lambda a: values[a])
     node.op, node.target, node.args, node.kwargs = "call_function", found.last.target, args, kwargs
-    if fake_of(node) is None:  # of an assignment: what it has written into
+    if fake_of(node) is None:  # an assignment: its value is the one that it writes into
         node.meta["example_value"] = fake_of(written_argument(node))
     return True
 
 
 def write_numbers(node: Node) -> bool:
-    """Write operands whose numbers are known as numbers, for a call that reads them: the bounds of
-    ``uniform_`` may be tensors of one number. False where there are none."""
+    """Replace operands of known numbers by constants. The bounds of ``uniform_``, for example, may be
+    tensors of one number. Returns False where there are none.
+    """
     values = {n: internals.known_number(fake_of(n)) for n in node.all_input_nodes}
     known = {n: v for n, v in values.items() if v is not None}
     node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: known.get(n, n))
@@ -271,7 +277,9 @@ def write_numbers(node: Node) -> bool:
 
 
 def read_results(node: Node, results: tuple[Node | None, ...]) -> None:
-    """Have the readers of a call's results read the operators that make them; the call is erased later."""
+    """Replace the items of a call's results by the operators that make them. The call itself is erased
+    later.
+    """
     node.meta[RESULTS] = results
     for item in node.users:
         made = results[item.args[1]]
@@ -280,7 +288,7 @@ def read_results(node: Node, results: tuple[Node | None, ...]) -> None:
 
 
 def call_text(node: Node, operands: Sequence[Node]) -> tuple[Callable | str, str]:
-    """All that the operators of a call depend on: its target, and the rest as text."""
+    """Describe all that the operators of a call depend on: its target, and the rest as text."""
     index = {n: f"%{i}" for i, n in enumerate(operands)}
     args = map_arg((node.args, node.kwargs), lambda n: Named(index[n]))
     described = [internals.describe(fake_of(n)) for n in operands]
@@ -294,8 +302,9 @@ class Named(str):
 
 
 def spelled(node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOverload | None:
-    """The ATen operators of a call, traced alone; or one that takes the same arguments; None where it has
-    none."""
+    """Trace a call by itself to ATen operators. Returns a single operator if it takes the same arguments,
+    and None if the call has no ATen spelling.
+    """
 
     def call(*values):
         given = dict(zip(operands, values))
@@ -326,16 +335,18 @@ def spelled(node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOver
 
 
 def namesake(node: Node) -> torch._ops.OpOverload | None:
-    """The operator of a method's name, where torch returned an operand without calling it (``x.contiguous()``
-    of what is contiguous)."""
+    """Find the operator with a method's name, where torch returned an operand without calling it. An
+    example is ``x.contiguous()`` of a contiguous value.
+    """
     packet = getattr(torch.ops.aten, node.target, None) if node.op == "call_method" else None
     operator_ = getattr(packet, "default", None)
     return None if operator_ is None or operator_._schema.is_mutable else operator_
 
 
 def last_of(nodes: Sequence[Node], result: object) -> Node | None:
-    """The operator that makes the result of a call, or all of its results; of a call without one, that
-    which writes last."""
+    """Find the operator that makes the result of a call, or all of its results. For a call without a
+    result, it is the last operator that writes. None where a later operator is read or writes.
+    """
     if isinstance(result, (tuple, list)):
         items = [
             (n.args[0], n.args[1]) for n in result if isinstance(n, Node) and n.target is operator.getitem
@@ -348,15 +359,16 @@ def last_of(nodes: Sequence[Node], result: object) -> Node | None:
         writing = [n for n in nodes if is_mutable(n)]
         found = result if isinstance(result, Node) else writing[-1] if writing and result is None else None
         after = set()
-    if found not in nodes:  # nothing was called, or what was called left no trace
+    if found not in nodes:  # nothing was called, or the call left no node in the trace
         return None
     later = [n for n in nodes[nodes.index(found) + 1 :] if n not in after]
     return found if not any(n.users or is_mutable(n) for n in later) else None
 
 
 def is_operator(node: Node) -> bool:
-    """Is it an ATen operator, an item of several results, or arithmetic on sizes? Not a constant tensor or
-    a switch."""
+    """Is it an ATen operator, an item of several results, or arithmetic on sizes? Constant tensors and
+    switches are not.
+    """
     return (
         node.op == "call_function"
         and not is_switch(node)
@@ -365,7 +377,7 @@ def is_operator(node: Node) -> bool:
 
 
 def makes_items(node: Node, result: object) -> bool:
-    """Are the traced results what Dynamo found, and read one by one?"""
+    """Do the traced results match those that Dynamo found, and does each reader take one of them?"""
     wanted = fake_of(node)
     if (
         not isinstance(result, (tuple, list))
@@ -379,12 +391,12 @@ def makes_items(node: Node, result: object) -> bool:
 
 
 def are_items(readers: Iterable[Node]) -> bool:
-    """Does each reader take one of several results?"""
+    """Does each reader take one of several results, by an integer index?"""
     return all(u.target is operator.getitem and isinstance(u.args[1], int) for u in readers)
 
 
 def has_value(node: Node, wanted: object) -> bool:
-    """Has the traced result the shape and dtype that Dynamo found?"""
+    """Does the traced result have the shape and dtype that Dynamo found?"""
     value = node.meta.get("val")
     if not isinstance(wanted, torch.Tensor):
         return wanted is None or isinstance(value, (tuple, list)) and len(value) == len(wanted)
@@ -393,8 +405,9 @@ def has_value(node: Node, wanted: object) -> bool:
 
 
 def computed(nodes: Sequence[Node], fakes: dict[Node, object]) -> dict[Node, object]:
-    """Fake values of some operators, on the memory of Dynamo's own; nothing is written into those a second
-    time."""
+    """Compute fake values of some operators, on the memory of Dynamo's own fake values. A write is not
+    executed a second time: its result is the value that it writes into.
+    """
     for node in nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: fakes[a])
         written = written_argument(node)
@@ -403,8 +416,9 @@ def computed(nodes: Sequence[Node], fakes: dict[Node, object]) -> dict[Node, obj
 
 
 def drop_expansions(graph: Graph) -> None:
-    """Remove expansions of values to one shape where they have it already (Python writes them into
-    losses)."""
+    """Remove expansions to a common shape where all values have it already. Torch's losses add them in
+    Python.
+    """
     for node in [n for n in graph.nodes if n.target in EXPANDS_TOGETHER]:
         given = node.args[0]
         shapes = [n.meta["val"].shape for n in given]

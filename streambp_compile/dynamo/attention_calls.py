@@ -1,14 +1,12 @@
-"""Attention has one spelling on every device, put into the graph before autograd sees it.
+"""One spelling of attention on every device, put into the graph before autograd sees it.
 
-``scaled_dot_product_attention`` becomes another ATen kernel for every device, dtype, mask and release of
-torch, and some of those change what
-the user said (a boolean mask becomes -65504 for cuDNN in torch 2.11). What a graph means must not depend on
-that. So the call is replaced
-in Dynamo's graph, with the same arguments, by the function of the same name here. Facts, proofs and sweeps
-then come out the same on a CPU and on
-any GPU, and the kernel is chosen when a chunk body is written. ``flex_attention`` becomes its mask and its
-scores, written out: the mask is then
-proved like any other, and without a score function it is the same operator.
+``scaled_dot_product_attention`` becomes a different ATen kernel for each device, dtype, mask and release
+of torch, and some of those change the user's arguments (a boolean mask becomes -65504 for cuDNN in torch
+2.11). The meaning of a graph must not depend on that. So the call is replaced in Dynamo's graph, with
+the same arguments, by the function of the same name here. Facts, proofs and sweeps are then the same on
+a CPU and on any GPU, and the kernel is chosen when a chunk body is written. ``flex_attention`` becomes
+its mask and its scores, written out: the mask is then proved like any other, and without a score
+function it is the same operator.
 
 A region that cannot be streamed gets torch's own call back.
 """
@@ -46,15 +44,14 @@ def scaled_dot_product_attention(
     *,
     layout: tuple[int, ...] = AS_KERNELS,
 ) -> Tensor:
-    """The function of torch of that name, as ``streambp::attention`` where it can be, else as products and a
-    softmax.
+    """Compute torch's function of this name by ``streambp::attention``, or by products and a softmax. The
+    latter are used with dropout and where `is_fusible` is False.
 
-    query ``[B, Hq, T, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]``, or all three without ``H``;
-    mask broadcastable to
-    ``[B, Hq, T, S]``, boolean (true: may attend) or added to the scores. A row that may attend to nothing
-    gives zeros.
+    query ``[B, Hq, T, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]``, or all three without
+    ``H``; mask broadcastable to ``[B, Hq, T, S]``, boolean (true: may attend) or added to the scores. A
+    row that may attend to nothing gives zeros.
 
-    layout  the dimensions of a result of rank four in the order in which they lie in memory: views of it are
+    layout  the dimensions of a result of rank four, in the order in which they lie in memory: views of it are
             views of torch's result, too
     """
     query, key, value, attn_mask = (as_autocast(t) for t in (query, key, value, attn_mask))
@@ -77,20 +74,21 @@ def scaled_dot_product_attention(
 
 
 def in_memory_order(value: Tensor, layout: tuple[int, ...]) -> Tensor:
-    """A value whose dimensions lie in memory in a given order."""
+    """Copy a value such that its dimensions lie in memory in a given order."""
     return value.permute(layout).contiguous().permute([layout.index(dim) for dim in range(value.dim())])
 
 
 def memory_order(value: Tensor) -> tuple[int, ...]:
-    """The order in which the dimensions of a value of rank four lie in memory."""
+    """Find the order in which the dimensions of a value of rank four lie in memory."""
     if value.permute(AS_KERNELS).is_contiguous():
         return AS_KERNELS
     return tuple(sorted(range(value.dim()), key=lambda dim: -hint(value.stride(dim))))
 
 
 def as_autocast(value: Tensor | None) -> Tensor | None:
-    """An operand as torch's function gets it under autocast, which casts for that function and not for ours
-    (rotary tables widen queries)."""
+    """Cast an operand as autocast does for torch's function. Autocast does not cast for the function here,
+    and rotary tables, for example, widen queries.
+    """
     if value is None or not value.is_floating_point() or value.dtype is torch.float64:
         return value
     device = value.device.type
@@ -98,8 +96,9 @@ def as_autocast(value: Tensor | None) -> Tensor | None:
 
 
 def is_fusible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:
-    """Can one fused operator do it? Not where a mask is learned, under a vmap, or where key heads are
-    broadcast otherwise than in groups."""
+    """Can one fused operator compute this attention? It cannot where a mask is learned, under a vmap, or
+    where key heads are broadcast otherwise than in groups.
+    """
     rank = query.dim()
     if (
         rank not in (3, 4)
@@ -118,15 +117,17 @@ def is_fusible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, g
 
 
 def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as numbers to be added to scores: torch's operators below its own function take it for
-    zeros and ones."""
+    """Convert a boolean mask to numbers that are added to scores. Torch's operators below its own function
+    would read it as zeros and ones.
+    """
     shown, hidden = (torch.scalar_tensor(n, dtype=dtype, device=mask.device) for n in (0.0, -math.inf))
     return torch.where(mask, shown, hidden)
 
 
 def score_mask(mask: Tensor, query: Tensor, key: Tensor, flat: bool, causal: bool) -> Tensor:
-    """A mask as numbers with rank four and a row for each query; with causality in it, if that was asked for
-    too."""
+    """Convert a mask to numbers of rank four with a row for each query. If causality was requested too, the
+    mask includes it.
+    """
     if mask.dtype is torch.bool:
         mask = as_numbers(mask, query.dtype)
     if flat and mask.dim() == 3:
@@ -150,8 +151,8 @@ def flex_attention(
     score_buffers: tuple = (),
     mask_buffers: tuple = (),
 ) -> tuple[Tensor]:
-    """The operator behind ``torch.nn.attention.flex_attention``, as ordinary operations; its first result
-    alone.
+    """Compute the operator behind ``torch.nn.attention.flex_attention`` by ordinary operations. Only its
+    first result is returned.
 
     score_mod   ``(score, batch, head, row, column, *buffers)`` → score, for single numbers
     block_mask  its last entry is ``(batch, head, row, column, *buffers)`` → bool; blocks are for kernels, and
@@ -171,8 +172,9 @@ def flex_attention(
 def over_scores(
     function: GraphModule, scores: Tensor | None, places: tuple[Tensor, ...], buffers: tuple
 ) -> Tensor:
-    """A function of one score and its place, or of a place alone, for all of ``[B, H, T, S]``; of size one,
-    or left out, what is not read."""
+    """Apply a function of one score and its place, or of a place alone, to ``[B, H, T, S]``. Dimensions
+    that it does not read have size one in the result, or are left out.
+    """
     read = [bool(n.users) for n in function.graph.find_nodes(op="placeholder")][scores is not None :]
     indexed = [d for d in range(4) if read[d] or scores is None and d > 1]
     mapped = function
@@ -209,8 +211,9 @@ torch.library.register_autograd("streambp::attention", attention_gradients, setu
 
 
 def one_attention(module: GraphModule) -> GraphModule:
-    """Write every ``scaled_dot_product_attention`` of a Dynamo graph, and of the graphs that it holds, as the
-    function here."""
+    """Write every ``scaled_dot_product_attention`` of a graph and its subgraphs as the function here.
+    ``flex_attention`` is written out, where its mask hides all that its blocks leave out.
+    """
     for part in [m for m in module.modules() if isinstance(m, GraphModule)]:
         written = part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
         calls = [*written, *(n for n in part.graph.nodes if part_of(n) is Part.ATTENTION)]
@@ -229,16 +232,16 @@ def one_attention(module: GraphModule) -> GraphModule:
 
 
 def only_result_is_read(node: Node) -> bool:
-    """Does nobody read the log-sum-exp?"""
+    """Is the first result the only one that is read, and not the log-sum-exp?"""
     return all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
 
 
 def mask_says_all(module: GraphModule, node: Node) -> bool:
-    """Does the function of a block mask hide all that its blocks leave out? Kernels skip those blocks without
-    asking it.
+    """Does the function of a block mask hide all that its blocks leave out? Kernels skip those blocks
+    without calling it.
 
-    It does where ``create_block_mask`` made the blocks from it in this graph, and where one block has all
-    rows and keys.
+    It does where ``create_block_mask`` made the blocks from it in this graph, and where one block has
+    all rows and keys.
     """
     blocks = node.args[4]
     tensors = [a for a in blocks[:-1] if isinstance(a, Node) and isinstance(fake_of(a), Tensor)]
@@ -250,14 +253,14 @@ def mask_says_all(module: GraphModule, node: Node) -> bool:
 
 
 def written_out(module: GraphModule, node: Node) -> None:
-    """Make one call of flex attention ordinary, and forget the blocks of its mask."""
+    """Replace one call of flex attention by ordinary operations, and erase the blocks of its mask."""
     blocks = node.args[4]
     node.target = flex_attention
     node.update_arg(4, (blocks[-1],))
     for arg in (
         node.args[3],
         blocks[-1],
-    ):  # equal functions of two layers are one, so that the layers are equal
+    ):  # share equal functions among layers, so that the layers are equal
         function = getattr(module, arg.target)
         if not function.graph.find_nodes(op="get_attr"):
             arg.target = next(
@@ -269,7 +272,7 @@ def written_out(module: GraphModule, node: Node) -> None:
 
 
 def erase_unread(graph: Graph, roots: Iterable[Node]) -> None:
-    """Erase what only these nodes were made for, and what is written into it."""
+    """Erase these nodes, their operands, and writes into them, as far as no other node needs them."""
     candidates = ancestors(roots)
     storages = {storage_of(n) for n in candidates} - {None}
     candidates |= {n for n in graph.nodes if mutated(n) is not None and storage_of(mutated(n)) in storages}
@@ -287,12 +290,12 @@ def erase_unread(graph: Graph, roots: Iterable[Node]) -> None:
             graph.erase_node(node)
 
 
-# Functions that stand for a call of torch's, and what runs where a region is not streamed.
+# Functions that replace a call of torch's → torch's own, which runs where a region is not streamed.
 TORCH_SPELLING: dict[Callable, Callable] = {scaled_dot_product_attention: F.scaled_dot_product_attention}
 
 
 def torch_attention(module: GraphModule) -> bool:
-    """Give a region, and the graphs that it holds, torch's own attention back. Is there any in it?"""
+    """Restore torch's own attention in a region and its subgraphs. Returns whether there was any of ours."""
     found = False
     for part in [m for m in module.modules() if isinstance(m, GraphModule)]:
         calls = [n for n in part.graph.nodes if n.op == "call_function" and n.target in TORCH_SPELLING]

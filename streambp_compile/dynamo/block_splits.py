@@ -1,4 +1,4 @@
-"""Reshapes that part the tokens of a sequence into blocks."""
+"""Reshapes that split the tokens of a sequence into blocks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from .values import fake_of, is_parameter, storage_of
 
 
 def may_split(node: Node) -> bool:
-    """May a node part the tokens into blocks: a reshape that does more than join dimensions, and than part
-    features into heads?"""
+    """May a node split the tokens into blocks? It may if it is a reshape that does more than join
+    dimensions or split features into heads.
+    """
     if not reshapes(node):
         return False
     old, new = (list(map(hint, fake_of(n).shape)) for n in (node.args[0], node))
@@ -29,12 +30,13 @@ def may_split(node: Node) -> bool:
 
 
 def has_features_last(node: Node) -> bool:
-    """Is the last dimension one of a weight, and so none of tokens: of a product with it, or of what is made
-    of that number by number or cut from it?"""
+    """Is the last dimension one of features, and so none of tokens? It is in a product with a weight, and
+    in values computed from one element by element or cut from one.
+    """
     while part_of(node) is not Part.HEAD:
         source = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(source, Node) and source.args:
-            source = source.args[0]  # of one that was cut into several
+            source = source.args[0]  # an item of a value that was split into several
         if not isinstance(source, Node) or not (is_cut(node, source) or is_number_by_number(node, source)):
             return False
         node = source
@@ -45,7 +47,7 @@ def has_features_last(node: Node) -> bool:
 
 
 def is_cut(node: Node, source: Node) -> bool:
-    """Has a value the dimensions of another, in the same memory?"""
+    """Does a value have the rank and strides of another, in the same memory?"""
     part, whole = fake_of(node), fake_of(source)
     if not isinstance(part, Tensor) or not isinstance(whole, Tensor) or part.dim() != whole.dim():
         return False
@@ -53,7 +55,7 @@ def is_cut(node: Node, source: Node) -> bool:
 
 
 def is_number_by_number(node: Node, source: Node) -> bool:
-    """Is each number of a value made of the number of another in the same place?"""
+    """Is each element of a value computed from the element of another in the same place?"""
     made, given = fake_of(node), fake_of(source)
     if not isinstance(given, Tensor) or not is_pointwise(node) or made.dim() != given.dim():
         return False
@@ -66,7 +68,9 @@ def reshapes(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Split:
-    """A reshape that parts tokens into ``count`` blocks of ``length``; where its result has the blocks."""
+    """A reshape that splits tokens into ``count`` blocks of ``length``; ``mark`` is the blocks' dimension
+    in its result.
+    """
 
     node: Node
     length: int
@@ -75,7 +79,7 @@ class Split:
 
 
 def split_of(node: Node, axis: Axis) -> Split | None:
-    """How a node parts the tokens, or all of them and a padding, into two blocks or more."""
+    """Find how a node splits the tokens, padded or not, into at least two blocks. None if it does not."""
     if not reshapes(node):
         return None
     source = node.args[0]

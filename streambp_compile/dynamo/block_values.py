@@ -1,4 +1,4 @@
-"""Which values of a graph are made of blocks of tokens, and what lets blocks meet."""
+"""Values of a graph that consist of blocks of tokens, and the nodes that let blocks exchange data."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .mixing import attends
 from .token_axes import Axis, Trace
 from .values import fake_of
 
-WIDE = 4  # a value that blocks exchange may be so many times as large as the widest rows that enter them
+WIDE = 4  # a value that blocks exchange may be this many times as large as the widest rows that enter them
 
 
 class NoBlocks(Exception):
-    """Why tokens are not parted into blocks; they stay as they are."""
+    """Raised with the reason why tokens are not split into blocks; they stay as they are."""
 
 
 class Blocked:
     """The part of a graph between the reshapes to and from blocks of one length.
 
-    marks     where blocks go, as tokens do: a mark's ``inner`` of a block's length is a row per token
+    marks     dimensions of blocks; one whose ``inner`` is a block's length has a row per token
     inside    nodes between those reshapes, both included
     full      whether a last block that is not full is left out
-    calls     nodes that are no value of their own: their results are
-    exchange  those of them that let blocks meet, and what follows from these for a block alone
-    rowless   nodes inside that read nothing but what blocks exchanged: made once more for each reader
-    readers   rows of tokens that read what is made of blocks, as they read a weight
+    calls     nodes that are no value themselves, only their results are
+    exchange  nodes inside that let blocks exchange data, and small ones derived from such values alone
+    rowless   nodes inside that read only exchanged values
+    readers   rows of tokens that read values of blocks as they read a weight
     """
 
     def __init__(self, module: GraphModule, trace: Trace, axis: Axis, splits: list[Split]):
@@ -53,14 +53,16 @@ class Blocked:
         for node in module.graph.nodes:
             self.visit(node)
 
-    # What a node does to blocks
+    # How a node treats blocks
 
     def mark_of(self, node: Node) -> Mark | None:
         found = self.marks.of(self.trace.values[node]) if node in self.trace.values else {}
         return next(iter(found.values())) if len(found) == 1 else None
 
     def read_by(self, node: Node) -> list[Node]:
-        """The values that a node reads; the result of a call reads what the call does, a size reads none."""
+        """List the values that a node reads. A call's result reads the operands of the call, and a size
+        reads none.
+        """
         operands = [a for a in node.all_input_nodes if not is_size(a)]
         found = [self.read_by(a) if a in self.calls else [a] for a in operands]
         return list(dict.fromkeys(a for group in found for a in group))
@@ -85,7 +87,7 @@ class Blocked:
             self.exchange.add(node)
 
     def has_only_tokens(self, node: Node) -> bool:
-        """Has a value a row per token, and nothing that counts blocks?"""
+        """Does a value have a row per token, and no dimension of blocks?"""
         value = self.trace.values.get(node)
         return (
             node not in self.inside
@@ -95,7 +97,7 @@ class Blocked:
         )
 
     def is_cut(self, node: Node, dim: int) -> bool:
-        """Are these the rows of all tokens but the last few, which are no full block?"""
+        """Does a node keep the rows of all tokens but the last few, which form no full block?"""
         value, (source, *_) = self.trace.values.get(node), (*node.all_input_nodes, None)
         (mark, *others) = self.axis.marks.get(node, (None,))
         if mark is None or others or self.axis.marks.get(source) != (mark,) or mark.outer != 1:
@@ -120,19 +122,19 @@ class Blocked:
         return self.mark_of(node) is not None and self.is_rows(node)
 
     def has_other_tokens(self, node: Node) -> bool:
-        """Has a value a row for each token, and blocks in another dimension?"""
+        """Does a value have a row for each token, and blocks in another dimension?"""
         blocks = self.marks.of(self.trace.values[node])
         return bool(blocks) and any(mark.dim not in blocks for mark in self.axis.marks.get(node, ()))
 
     def pads(self, node: Node) -> bool:
-        """Does it add zero rows behind the tokens, up to full blocks?"""
+        """Does a node add zero rows behind the tokens, up to full blocks?"""
         mark = self.mark_of(node)
         if mark is None or mark.inner != self.length or not self.has(node, mark, self.count):
             return False
         return self.padded_by(node) is not None
 
     def padded_by(self, node: Node) -> Node | None:
-        """The rows of tokens behind which a node adds zero rows."""
+        """Find the rows of tokens, among a node's operands, behind which it adds zero rows."""
         return next((a for a in node.all_input_nodes if self.is_padded(node, a)), None)
 
     def is_padded(self, node: Node, source: Node) -> bool:
@@ -146,7 +148,7 @@ class Blocked:
         )
 
     def crops(self, node: Node) -> bool:
-        """Does it cut off the rows behind the tokens, of what maps each block by itself?"""
+        """Does a node cut off the rows behind the tokens, of a value that maps each block by itself?"""
         value = self.trace.values.get(node)
         if form_of(value) is not Form.SLICE or not self.is_rows(node):
             return False
@@ -162,7 +164,7 @@ class Blocked:
         )
 
     def is_rows(self, node: Node) -> bool:
-        """Has a value one row per token, and no padding?"""
+        """Does a value have one row per token, and no padding?"""
         mark = self.mark_of(node)
         if mark is None or mark.inner % self.length:
             return False
@@ -174,7 +176,7 @@ class Blocked:
         return shape_of(self.trace.values[node])[mark.dim] == count * mark.outer * mark.inner
 
     def leaves(self, node: Node) -> bool:
-        """Are these rows of tokens again, with nothing of blocks?"""
+        """Is a value rows of tokens again, without a dimension of blocks?"""
         mark = self.mark_of(node)
         apart = node in self.starts or node in self.rowless
         return not apart and mark is not None and mark.inner == self.length and self.is_rows(node)
@@ -190,23 +192,25 @@ class Blocked:
         )
 
     def lets_meet(self, node: Node) -> bool:
-        """Does a node let blocks meet? So does what only follows from such values, and is small."""
+        """Does a node let blocks exchange data? The answer is yes, too, for small values that are derived
+        only from exchanged ones.
+        """
         if not all(map(self.maps_blocks, self.between(node))):
             return True
         read = [a for a in self.read_by(node) if a in self.inside or self.mark_of(a) is not None]
         if part_of(node) is Part.ATTENTION and not self.exchange.isdisjoint(read):
-            return True  # its keys are of all blocks
+            return True  # its keys come from all blocks
         if node in self.rowless and self.is_rows(node):
-            return False  # a row for each token of a block
+            return False  # it has a row for each token of a block
         return bool(read) and self.exchange.issuperset(read) and bytes_of(fake_of(node)) <= self.small()
 
     def small(self) -> int:
-        """Bytes up to which a value may exist at full length."""
+        """Return the largest size, in bytes, of a value that may exist at full length."""
         widths = (bytes_of(fake_of(n.args[0])) for n in self.starts)
         return WIDE * max(widths)
 
     def between(self, node: Node) -> list[Node]:
-        """What a node became in the captured graph."""
+        """List the captured nodes that a node became."""
         stops = {self.trace.values[a] for a in self.read_by(node)}
         found, stack = [], [self.trace.values[node]]
         while stack:
@@ -217,7 +221,7 @@ class Blocked:
         return found
 
     def maps_blocks(self, value: Node) -> bool:
-        """Does a captured node map each block by itself, if blocks come to it?"""
+        """Does a captured node map each block by itself, or read no blocks at all?"""
         operands = tensor_operands(value)
         touched = [a for a in (value, *operands) if self.marks.of(a)]
         if not touched:

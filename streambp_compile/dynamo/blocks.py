@@ -1,10 +1,10 @@
-"""Sequences that a model cuts into blocks of so many tokens: state-space layers in block form, chunked linear
-attention, attention inside blocks.
+"""Sequences that a model splits into blocks of tokens. Examples are state-space layers in block form,
+chunked linear attention, and attention inside blocks.
 
-Between the reshape that parts the tokens into blocks and the one that joins them, a node either maps each
-block by itself, or lets blocks meet. What maps blocks has rows of blocks, and chunks hold whole blocks
-(`streambp::regrouped`, passes/kernels/blocks.py). What lets them exchange a state stays as it is: its values
-are small, a state per block, and exist at full length.
+Between the reshape that splits the tokens into blocks and the one that joins them, a node either maps
+each block by itself, or lets blocks exchange data. Nodes that map blocks have rows of blocks, and chunks
+hold whole blocks (`streambp::regrouped`, passes/kernels/blocks.py). Nodes that let blocks exchange a
+state stay as they are: their values are small, a state per block, and exist at full length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ streambp = torch.ops.streambp
 
 
 class Home(enum.Enum):
-    """Where the values are that a node reads and makes."""
+    """The form of the values that a node reads and makes."""
 
     BLOCKS = "rows of blocks"
     AT_ONCE = "at full length"
@@ -39,7 +39,7 @@ class Home(enum.Enum):
 
 
 def part_blocks(module: GraphModule) -> GraphModule:
-    """Give blocks of tokens rows of their own, from where tokens are parted to where they are joined."""
+    """Give blocks of tokens rows of their own, from where tokens are split to where they are joined."""
     if not any(may_split(node) for node in module.graph.nodes):
         return module
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
@@ -57,14 +57,14 @@ def part_blocks(module: GraphModule) -> GraphModule:
 
 
 class Boundary:
-    """The operators that lead values from rows of tokens to rows of blocks, to full length, and back."""
+    """The operators that convert values between rows of tokens, rows of blocks, and full length."""
 
     def __init__(self, found: Blocked):
         self.found, self.graph = found, found.module.graph
         self.known: dict[tuple[Node, Home], Node] = {}
 
     def write(self) -> None:
-        """Write the operators. Raises `NoBlocks` before any is written, if one cannot be."""
+        """Insert the operators. Raises `NoBlocks` before any is inserted, if one cannot be."""
         nodes = [n for n in self.graph.nodes if n.op != "placeholder" and not is_size(n)]
         edges = [(n, a) for n in nodes for a in n.all_input_nodes if a in self.found.trace.values]
         crossing = [(n, a, home) for n, a in edges if (home := self.destination(n, a)) is not None]
@@ -78,13 +78,13 @@ class Boundary:
         erase_unread(self.graph, resized)
 
     def is_resized(self, node: Node) -> bool:
-        """Does a node pad tokens to whole blocks, or cut blocks behind the tokens?"""
+        """Does a node pad tokens to whole blocks, or cut off rows behind the tokens?"""
         return node in self.found.inside and (self.found.pads(node) or self.found.crops(node))
 
-    # What has to be led where
+    # Which operand has to be converted to which form
 
     def home(self, node: Node) -> Home:
-        """Where the values are that a node reads and makes; a call has the home of its results."""
+        """Return the form of the values that a node reads and makes. For a call it is that of its results."""
         if node in self.found.exchange:
             return Home.AT_ONCE
         if node in self.found.inside:
@@ -95,8 +95,10 @@ class Boundary:
         return homes.pop() if homes else Home.OUTSIDE
 
     def destination(self, node: Node, operand: Node) -> Home | None:
-        """Where an operand of a node has to be led; None if it is there, or has no rows."""
-        if self.is_resized(node):  # which is written as an operator itself
+        """Find the form to which an operand of a node must be converted. None if it has that form, or no
+        rows.
+        """
+        if self.is_resized(node):  # an operator replaces the node itself
             return None
         crops = self.is_resized(operand) and self.found.crops(operand)
         made = Home.OUTSIDE if crops else self.home(operand)
@@ -111,9 +113,12 @@ class Boundary:
         return None if read is Home.OUTSIDE else read
 
     def check(self, crossing: Sequence[tuple[Node, Node, Home]]) -> None:
-        """Raises `NoBlocks` where values that must exist at full length are wide, where rows are not in the
-        order of blocks, or where no tokens read what is made of the blocks: then blocks are the tokens of
-        another sequence."""
+        """Check that all crossing values can be converted.
+
+        Raises `NoBlocks` where values that must exist at full length are wide, where rows are not in the
+        order of blocks, where a crossing value is written into, or where no tokens read the result of
+        the blocks: then blocks are the tokens of another sequence.
+        """
         if not self.found.readers and not any(map(self.found.leaves, self.found.inside)):
             raise NoBlocks("no rows of tokens come out")
         if self.found.are_tokens():
@@ -133,8 +138,9 @@ class Boundary:
                 raise NoBlocks(f"{node} is wide, and made of values that blocks exchange")
 
     def check_writes(self) -> None:
-        """Raises `NoBlocks` where a value is written into that is read before and after: rows of blocks are a
-        copy."""
+        """Raise `NoBlocks` where a value is written into that is read before and after. Rows of blocks are
+        a copy, so a reader would miss the write.
+        """
         for node in self.found.inside:
             target = mutated(node)
             if target is None:
@@ -147,7 +153,9 @@ class Boundary:
         return all(getattr(v.target, "is_view", False) for v in self.found.between(node))
 
     def mark_of(self, node: Node) -> Mark:
-        """The one dimension that a value has for blocks, or for the rows of all their tokens."""
+        """Find the one dimension of a value for blocks, or for the rows of all their tokens. Raises
+        `NoBlocks` if there is not exactly one.
+        """
         value = self.found.trace.values[node]
         marks = list(self.found.marks.of(value).values())
         if not marks:
@@ -161,7 +169,7 @@ class Boundary:
     # The operators
 
     def led(self, operand: Node, home: Home) -> Node:
-        """An operand where its reader wants it; written once for all readers."""
+        """Convert an operand to the form that its reader needs. All readers share one conversion."""
         if (operand, home) not in self.known:
             with self.graph.inserting_before(behind(operand)):
                 self.known[operand, home] = self.written(operand, home)
@@ -184,7 +192,7 @@ class Boundary:
         return along(source, mark, regrouped)
 
     def resize(self, node: Node) -> None:
-        """Write a padding to whole blocks, or a cut behind the tokens, as the operator that it is."""
+        """Replace a padding to whole blocks, or a cut behind the tokens, by ``streambp::regrouped``."""
         mark, crops = self.found.mark_of(node), self.found.crops(node)
         read = node.args[0] if crops else self.found.padded_by(node)
         blocks = (self.found.length, 1) if crops else (1, self.found.length)
@@ -195,21 +203,23 @@ class Boundary:
 
 
 def behind(node: Node) -> Node:
-    """The first place behind a node where a graph may compute."""
+    """Find the first place behind a node where a graph may compute: after all placeholders."""
     while node.next.op == "placeholder":
         node = node.next
     return node.next
 
 
 def size_of(node: Node, dim: int) -> int | Node:
-    """The size of a value's dimension: a number, or a node that has it."""
+    """Return the size of a value's dimension: a number, or a node that computes it."""
     size = fake_of(node).shape[dim]
     sized = torch.ops.aten.sym_size.int
     return size if isinstance(size, int) else inserted(node, sized, (node, dim), as_written=True)
 
 
 def along(x: Node, mark: Mark, write: Callable[[Node, int], Node]) -> Node:
-    """Write an operator along rows that may share their dimension with other sequences."""
+    """Insert an operator along the rows of a value. If other sequences share the dimension, it is split for
+    the operator and joined afterwards.
+    """
     if mark.outer == 1:
         return write(x, mark.dim)
     apart = inserted(x, torch.Tensor.unflatten, (x, mark.dim, (mark.outer, -1)))
@@ -217,7 +227,7 @@ def along(x: Node, mark: Mark, write: Callable[[Node, int], Node]) -> Node:
 
 
 def write_out(module: GraphModule) -> bool:
-    """Write the operators as torch's own, in a region that runs unchunked. Are there any in it?"""
+    """Replace the operators by torch's own, in a region that runs unchunked. Returns whether it had any."""
     calls = [n for n in module.graph.nodes if n.target in kernels.PLAIN]
     for node in calls:
         node.target = kernels.PLAIN[node.target]

@@ -1,9 +1,9 @@
 """Buffers that a forward updates: averages, counters, power iterations, biases of a router.
 
-Between its regions the chain keeps such a buffer twice. Regions read a copy, which nobody writes into, so
-that the backward, this step's or one after further forwards, computes with what the forward read. A region
-that updates the buffer returns its new contents, and the chain writes them back where the caller sees them.
-Costs one copy of each updated buffer per call.
+Between its regions the chain keeps two versions of such a buffer. Regions read a copy that is never
+written into. So the backward, of this step or after further forwards, computes with the values that the
+forward read. A region that updates the buffer returns its new contents, and the chain writes them into
+the caller's buffer. This costs one copy of each updated buffer per call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .written_inputs import is_dense, same_layout, written_buffers
 
 
 class Buffers:
-    """Which inputs of a chain its regions update, and which values share their memory."""
+    """The inputs of a chain that its regions update, and the values that share their memory."""
 
     def __init__(self, regions: Sequence[Region]):
         self.written = {region: written_buffers(region) for region in regions}
@@ -29,7 +29,9 @@ class Buffers:
         self.owner = {n: owner[storage_of(n)] for n in nodes if storage_of(n) in owner}
 
     def of_call(self, values: dict[Node, object]) -> BufferState:
-        """Masks made under ``inference_mode`` get another tensor on their memory, which autograd can keep."""
+        """Create the state of the buffers for one call. If gradients are enabled, tensors made under
+        ``inference_mode`` (masks) are replaced by tensors on the same memory that autograd can save.
+        """
         if torch.is_grad_enabled():
             values.update(
                 {
@@ -42,14 +44,16 @@ class Buffers:
 
 
 class BufferState:
-    """The values of one call, with the contents that each updated buffer has so far."""
+    """The values of one call, with the current contents of each updated buffer."""
 
     def __init__(self, buffers: Buffers, values: dict[Node, object]):
         self.buffers, self.values = buffers, values
         self.contents: dict[Node, torch.Tensor] = {}
 
     def read(self, node: Node) -> object:
-        """What a region is to read: of an updated buffer its contents, in memory of their own."""
+        """Return the value that a region reads. For an updated buffer it is its current contents, in memory
+        of their own.
+        """
         buffer = self.buffers.owner.get(node)
         if buffer is None:
             return self.values[node]
@@ -59,28 +63,28 @@ class BufferState:
         return contents if same_layout(fake, fake_of(buffer)) else self.part(contents, fake)
 
     def part(self, contents: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-        """A view of a buffer, dense as all that regions hand on."""
+        """Take a view of a buffer, made dense as all values between regions are."""
         sizes = Sizes({n: v for n, v in self.values.items() if n.op == "placeholder"}, fake_of)
         shape, strides = ([sizes(s) for s in part] for part in (fake.shape, fake.stride()))
         view = contents.as_strided(shape, strides, sizes(fake.storage_offset()))
         return view if is_dense(fake) else view.contiguous()
 
     def write(self, region: Region, contents: Sequence[torch.Tensor]) -> None:
-        """Update the buffers that a region has written, with what it returned for them."""
+        """Update the buffers that a region writes into with the contents that it returned."""
         with torch.no_grad():
             for buffer, new in zip(self.buffers.written[region], contents):
                 self.values[buffer].copy_(new)
                 self.contents[buffer] = new
 
     def returned(self, node: Node) -> object:
-        """What the caller gets: the updated buffer itself, not a copy."""
+        """Return an output as the caller gets it: the updated buffer itself, not a copy."""
         buffer = self.buffers.owner.get(node)
         whole = buffer is not None and same_layout(fake_of(node), fake_of(buffer))
         return self.values[buffer if whole else node]
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """An inference tensor's memory as a tensor that autograd can keep."""
+    """Wrap the memory of an inference tensor in a tensor that autograd can save."""
     with torch.no_grad():
         plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

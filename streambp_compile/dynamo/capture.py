@@ -1,5 +1,4 @@
-"""A graph of torch functions as the ATen ops that it runs, and which of those come from which of its
-nodes."""
+"""The ATen operators that a graph of torch functions runs, with the node that each comes from."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from ..passes.ir import outputs_of
 class Captured:
     """The forward of a graph, captured once.
 
-    module   the ATen graph, whose outputs are the values of all nodes
-    names    node → the names of what it became there
+    module   the ATen graph, whose outputs are the values of all tensor nodes
+    names    node → the names of the ATen nodes that it became
     tensors  nodes that are tensors, in the order of those outputs
     """
 
@@ -48,5 +47,5 @@ class Captured:
         self.module = internals.capture(run, fakes)
 
     def values_in(self, rewritten: GraphModule) -> dict[Node, Node]:
-        """The value of every node in the captured graph, or in what passes made of it."""
+        """Map each node to its value in the captured graph, or in a graph that passes made from it."""
         return {n: v for n, v in zip(self.tensors, outputs_of(rewritten)) if isinstance(v, Node)}

@@ -1,5 +1,7 @@
-"""Convolutions along the tokens that keep their number, written before autograd sees them: short ones as sums
-of shifted rows, others, of any length and in groups, as one operator with its gradients."""
+"""Convolutions along the tokens that keep the number of tokens, rewritten before autograd sees them. Short
+ones become sums of shifted rows. Others, of any length and in groups, become one operator with its
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ MOST_TAPS = 16
 
 
 def look_back(module: GraphModule) -> GraphModule:
-    """Write convolutions along the tokens that keep their number: short ones, dense or depthwise (causal
-    filters), as sums of shifted rows, one for each tap; others as an operator that reads the rows around."""
+    """Rewrite convolutions along the tokens that keep the number of tokens. Short ones, dense or depthwise
+    (causal filters), become sums of shifted rows, one for each tap. Others become an operator that reads
+    the rows around.
+    """
     for node in list(module.graph.nodes):
         found = taps(node) if part_of(node) is Part.CONVOLUTION else None
         if found is None:
@@ -38,10 +42,12 @@ def look_back(module: GraphModule) -> GraphModule:
 
 
 def taps(node: Node) -> tuple[list[Node], Callable, tuple] | None:
-    """For a convolution that gives a row for every row: those rows; the function that makes them, and of
-    what: input, weight, bias, how far back each tap reads.
+    """Match a convolution that gives one row for every row.
 
-    It pads in front as much as is cut off behind: by itself, by ``F.pad``, or with a slice after it.
+    Returns the nodes with those rows, the function that computes them, and its arguments. These are
+    input, weight and bias, then either how far back each tap reads (`sum_of_taps`), or padding in front,
+    dilation and groups (`filter_of_rows`). The rows are padded by the convolution itself or by
+    ``F.pad``. A slice behind it may cut off rows at the end.
     """
     given = arguments(node)
     source, weight = given["input"], fake_of(given["weight"])
@@ -68,7 +74,7 @@ def taps(node: Node) -> tuple[list[Node], Callable, tuple] | None:
         return None
     operands = (source, given["weight"], given.get("bias"))
     plain = groups == 1 or groups == channels == weight.shape[0]
-    # of a length that may change, Dynamo guards on what is asked of it last
+    # compare the length last: where it may change, Dynamo guards on the comparison
     if plain and count <= MOST_TAPS and rows > max(map(abs, shifts)):
         return ends, sum_of_taps, (*operands, shifts)
     return (ends, filter_of_rows, (*operands, before, dilation, groups)) if count > 1 else None
@@ -81,8 +87,8 @@ def sum_of_taps(
     shifts: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A convolution of ``[B, C, T]`` by ``[O, C or 1, K]``, of which tap k reads the row ``shifts[k]`` before
-    its own.
+    """Compute the convolution of ``[B, C, T]`` by ``[O, C or 1, K]``. Tap k reads the row ``shifts[k]``
+    before its own.
 
     Half precision is added up in float32, as the kernels do.
     """
@@ -102,7 +108,7 @@ def single(value: object) -> object:
 
 
 def is_prefix(node: Node) -> bool:
-    """``x[..., :n]`` of ``[B, C, T]``."""
+    """Is a node ``x[..., :n]`` of ``[B, C, T]``?"""
     part = slice_of(node, 3)
     return part is not None and not part.lost and part.dim == 2 and part.start == 0
 
@@ -116,8 +122,9 @@ def filter_of_rows(
     groups: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A convolution of ``[B, C, T]`` by ``[O, C / groups, K]``, of which tap k reads the row
-    ``before - k * dilation`` before its own; as autocast computes it."""
+    """Compute the convolution of ``[B, C, T]`` by ``[O, C / groups, K]`` as one operator, in autocast's
+    dtype. Tap k reads the row ``before - k * dilation`` before its own.
+    """
     made = streambp.filtered(x.to(dtype), weight.to(dtype), before, dilation, groups)
     return made if bias is None else made + bias[:, None].to(dtype)
 

@@ -1,9 +1,9 @@
-"""Rows behind the tokens are cut off before the others are moved.
+"""Slices that cut off rows behind the tokens, moved in front of padding.
 
-A model pads its tokens to whole blocks, and cuts off what it padded when they are rows of tokens again. Where
-the rows are moved in between, as in ``F.pad(x, (0, 0, 3, -3))[:, :n]`` (an hourglass, arXiv 2110.13711), what
-is left reads none of those behind. Written as ``F.pad(x[:, :n], (0, 0, 3, -3))``, rows of tokens are moved.
-Rewritten in Dynamo's graph, before autograd sees it.
+A model pads its tokens to whole blocks, and cuts off the padding when they are rows of tokens again.
+Where the rows are moved in between, as in ``F.pad(x, (0, 0, 3, -3))[:, :n]`` (an hourglass, arXiv
+2110.13711), the remaining rows read none of those behind. Written as ``F.pad(x[:, :n], (0, 0, 3, -3))``,
+rows of tokens are moved. The rewrite is done in Dynamo's graph, before autograd sees it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """The first rows of a padded value, no more than there were before padding.
+    """A slice of the first rows of a padded value, no more than there were before padding.
 
-    pad     what is put around, as `torch.nn.functional.pad` counts it; ``at``: where the dimension's is
+    dim     the dimension of the slice
+    pad     the padding, as `torch.nn.functional.pad` counts it
+    at      the index of the dimension's numbers in ``pad``
     stop    where the slice ends
     """
 
@@ -37,19 +39,19 @@ class PaddedRows:
 
     @property
     def before(self) -> int:
-        """Rows put in front."""
+        """Number of rows padded in front."""
         return self.pad[self.at]
 
     @property
     def unpadded_stop(self) -> object:
-        """Where the same rows end before padding."""
+        """End of the same rows before padding."""
         if not isinstance(self.stop, int) or self.stop >= 0:
             return self.stop
         return self.stop + self.before + self.pad[self.at + 1] or TO_THE_END
 
 
 def cut_rows_first(module: GraphModule) -> GraphModule:
-    """Move slices of the first rows in front of padding that moves rows back, or adds some behind."""
+    """Move slices of the first rows in front of padding that moves rows back or adds rows behind."""
     moved = []
     for node in list(module.graph.nodes):
         cut = cut_behind_padding(node)
@@ -70,7 +72,9 @@ def cut_rows_first(module: GraphModule) -> GraphModule:
 
 
 def cut_behind_padding(node: Node) -> PaddedRows | None:
-    """The first rows that a node takes, if it takes them of padded ones and of no padding behind."""
+    """Match a slice of the first rows of a padded value that reads no padding behind. None for other
+    nodes.
+    """
     padded = node.args[0] if node.args else None
     if not isinstance(padded, Node) or part_of(padded) is not Part.PAD:
         return None
@@ -88,6 +92,6 @@ def cut_behind_padding(node: Node) -> PaddedRows | None:
         return None
     rows, first = fake_of(source).shape[part.dim], fake_of(node).shape[part.dim]
     fits = before <= hint(first) < hint(rows) or (before == 0 and hint(first) == hint(rows))
-    # A guard where lengths change: for a shorter text the same slice might reach into what was padded.
+    # Adds guards where lengths change: for a shorter text the same slice might reach into the padding.
     fits = fits and bool(first <= rows) and bool(before <= first)
     return PaddedRows(part.dim, pad, at, part.stop) if fits else None

@@ -1,9 +1,8 @@
-"""What a model computes without gradients (``with torch.no_grad():``) is written so that nothing depends on
-where it is computed.
+"""Values computed without gradients (``with torch.no_grad():``), made independent of where they run.
 
-Rewrites compute values where they are read, which may be outside of such a block, or read what a value in it
-is made of. So every operator in a block reads its operands without their gradients. Then no gradient flows
-through it, whatever mode it runs in.
+Rewrites compute values where they are read, which may be outside of such a block. They may also read the
+operands of a value in it instead of the value. So every operator in a block reads its operands without
+their gradients. Then no gradient flows through it, whatever mode it runs in.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from .values import fake_of, is_parameter, wants_gradient
 
 
 def detach_operands(module: GraphModule) -> GraphModule:
-    """Have operators that run without gradients read values that have none."""
+    """Detach the operands of operators that run without gradients."""
     detached: dict[Node, Node] = {}
     for node, recorded in gradient_modes(module.graph).items():
         if is_gradient_switch(node):
-            detached.clear()  # each block reads its own
+            detached.clear()  # each block detaches values for itself
         elif not recorded and computes(node):
             operands = list(filter(wants_gradient, node.all_input_nodes))
             if is_view(node) and operands and is_parameter(fake_of(operands[0])):
-                detach_result(node)  # parts of weights are known by what they are of
+                detach_result(node)  # a part of a weight is recognised by its base
                 continue
             for operand in operands:
-                # a weight for each reader, so that none goes from region to region
+                # a weight is detached for each reader, so that none crosses regions
                 if operand not in detached or is_parameter(fake_of(operand)):
                     detached[operand] = without_gradient(operand, node)
                 node.replace_input_with(operand, detached[operand])
@@ -40,8 +39,9 @@ def detach_operands(module: GraphModule) -> GraphModule:
 
 
 def computes(node: Node) -> bool:
-    """Does a node make new numbers, which could have gradients? A write changes what others have made, and
-    has no gradient there."""
+    """Does a node compute new numbers, which could have gradients? A write does not: it changes a value of
+    another node, and has no gradient there.
+    """
     if node.op not in ("call_function", "call_method", "call_module") or is_switch(node):
         return False
     if node.target in (operator.getitem, getattr) or is_detached(node) or mutated(node) is not None:
@@ -54,7 +54,7 @@ def computes(node: Node) -> bool:
 
 
 def without_gradient(value: Node, reader: Node) -> Node:
-    """A value without its gradient, in front of a reader. A weight stays one."""
+    """Detach a value in front of a reader. A detached weight still counts as a parameter."""
     with reader.graph.inserting_before(reader):
         like = reader if isinstance(fake_of(reader), torch.Tensor) else value
         node = inserted(like, torch.ops.aten.detach.default, (value,))

@@ -1,4 +1,4 @@
-"""What is computed before all regions: views of inputs, and updates of weights."""
+"""Values computed before all regions: views of inputs, and updates of weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from .written_inputs import same_layout
 
 
 def early_views(graph: Graph, axis: Axis | None) -> tuple[Node, ...]:
-    """Views of inputs that are taken before the regions.
+    """List the views of inputs that are taken before the regions. There are three kinds.
 
-    ``weight[3]`` of weights that all layers have in one tensor: regions are then equal but for which weight
-    they read. And ``table[:, :tokens]`` of a table that is as long as the longest sequence, where the number
-    of tokens is a symbol: only this part has a row for each token. And ``table[:tokens, :tokens]`` of a
-    weight for each pair of positions: only this part of its gradient has a row and a column for each token.
-    Views that the model takes without gradients stay where they are.
+    ``weight[3]``, where one tensor has the weights of all layers: regions then differ only in the weight
+    that they read. ``table[:, :tokens]`` of a table that is as long as the longest sequence, where the
+    number of tokens is a symbol: only this part has a row for each token. ``table[:tokens, :tokens]`` of
+    a weight for each pair of positions: only this part of its gradient has a row and a column for each
+    token.
+
+    Views that are written into, or that the model takes without gradients, stay where they are.
     """
     found: dict[Node, None] = {}
     detached, with_gradients = set[Node](), True
@@ -39,7 +41,9 @@ def early_views(graph: Graph, axis: Axis | None) -> tuple[Node, ...]:
 
 
 def steps_from_input(node: Node) -> list[Node]:
-    """The views that lead from an input to this one, which included; none if anything else does."""
+    """List the views that lead from an input to this one, inclusive. The list is empty if another operation
+    is on the way.
+    """
     steps: list[Node] = []
     while node.op == "call_function" and is_view(node):
         steps.insert(0, node)
@@ -59,7 +63,7 @@ def is_item_of_weight(node: Node) -> bool:
 
 
 def is_part_of_table(node: Node, axis: Axis | None) -> bool:
-    """Are these the rows of tokens of a value with a constant number of rows, and the tokens a symbol?"""
+    """Does a node slice a symbolic number of tokens from a value with a constant number of rows?"""
     table, marks = node.args[0] if node.args else None, axis.marks.get(node, ()) if axis else ()
     if len(marks) != 1 or not isinstance(table, Node) or not isinstance(fake_of(table), torch.Tensor):
         return False
@@ -71,8 +75,7 @@ def is_part_of_table(node: Node, axis: Axis | None) -> bool:
 
 
 def is_part_of_pairs(node: Node, axis: Axis | None) -> bool:
-    """Are these the rows, or the columns, of tokens of a weight that has an entry for each pair of
-    positions?"""
+    """Does a node slice the rows or the columns of tokens from a weight for each pair of positions?"""
     table, marks = node.args[0] if node.args else None, axis.marks.get(node, ()) if axis else ()
     if len(marks) != 2 or not isinstance(table, Node) or not wants_gradient(table):
         return False
@@ -84,9 +87,11 @@ def is_part_of_pairs(node: Node, axis: Axis | None) -> bool:
 
 
 def weight_updates(graph: Graph) -> tuple[Node, ...]:
-    """``weight.data.clamp_(-1, 1)`` before anything reads the weight, and the alias that it writes through.
+    """List writes into weights before anything reads these (``weight.data.clamp_(-1, 1)``), with the
+    aliases they write through.
 
-    They run once, before all regions: whatever a region computes again reads what it read before.
+    They run once, before all regions, so that a recomputation in a region reads the same values as the
+    first time.
     """
     found: list[Node] = []
     read: set[int | None] = set()
@@ -109,8 +114,10 @@ def weight_updates(graph: Graph) -> tuple[Node, ...]:
 
 
 def places_of_inputs(node: Node, target: Node) -> list[Node] | None:
-    """What has to be computed for a write: whole numbers, of inputs alone (``max_norm`` of an embedding reads
-    the ids). None where it reads anything else."""
+    """List the nodes that compute a write's operands, if these are whole numbers computed from inputs
+    alone. An example is ``max_norm`` of an embedding, which reads the ids. None where the write reads
+    anything else.
+    """
     found: set[Node] = set()
     stack = [n for n in node.all_input_nodes if n is not target]
     while stack:
@@ -127,7 +134,7 @@ def places_of_inputs(node: Node, target: Node) -> list[Node] | None:
 
 
 def is_alias_alone(node: Node, writer: Node) -> bool:
-    """Is a value another one's memory without its gradient, made for one writer alone (``weight.data``)?"""
+    """Is a value an alias of another, without its gradient, made for one writer alone (``weight.data``)?"""
     source = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
     if source is None or list(node.users) != [writer] or mutated(writer) is not node or node.kwargs:
         return False

@@ -1,10 +1,10 @@
-"""What ``flash_attn`` and ``attn_implementation="flash_attention_2"`` call, as torch's own attention.
+"""Calls of ``flash_attn``, also by ``attn_implementation="flash_attention_2"``, as torch's own attention.
 
-Dynamo writes the ``autograd.Function`` of flash_attn as one node with a forward and a backward inside. Where
-that forward is one dense call without anything that only its kernel knows (dropout, ALiBi, a cap on scores),
-it is ``scaled_dot_product_attention`` of ``[B, T, H, D]``, with causality from the bottom right and perhaps a
-window, and streams like it. What is not, meets the rule table, which says what to choose instead. Parameters
-are those of flash_attn 2.7 and 2.8 (flash_attn/flash_attn_interface.py).
+Dynamo writes the ``autograd.Function`` of flash_attn as one node with a forward and a backward inside.
+Where that forward is one dense call without anything that only its kernel has (dropout, ALiBi, a cap on
+scores), it becomes ``scaled_dot_product_attention`` of ``[B, T, H, D]``, with causality from the bottom
+right and perhaps a window, and streams like it. Other calls reach the rule table, which says what to
+choose instead. Parameters are those of flash_attn 2.7 and 2.8 (flash_attn/flash_attn_interface.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .aten import inserted
 from .values import fake_of
 
 BACKWARD = "flash_attn::_flash_attn_backward"
-# What its forward and backward do beside their calls.
+# Operations in its forward and backward beside the calls of kernels.
 AROUND = {torch.empty_like, operator.getitem, internals.set_grad_enabled, *internals.PADDINGS}
 METHODS = {"size", "contiguous", "stride"}
 
 
 def flash_attn_as_attention(module: GraphModule) -> GraphModule:
-    """Write every dense call of flash_attn in a Dynamo graph as torch's attention."""
+    """Replace every dense call of flash_attn in a Dynamo graph by torch's attention."""
     wrapper = torch.ops.higher_order.autograd_function_apply
     functions = module.graph.find_nodes(op="call_function", target=wrapper)
     for node in functions:
@@ -43,13 +43,13 @@ def flash_attn_as_attention(module: GraphModule) -> GraphModule:
 
 
 def name_of(node: Node) -> str:
-    """``namespace::op`` of a call of a registered operator."""
+    """Return ``namespace::op`` for a call of a registered operator, and an empty text for other nodes."""
     target = node.target.default if isinstance(node.target, torch._ops.OpOverloadPacket) else node.target
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def named(node: Node, *names: str) -> dict[str, object]:
-    """Arguments of a call by the names of its parameters."""
+    """Map the names of a call's parameters to its arguments."""
     return {**dict(zip(names, node.args)), **node.kwargs}
 
 
@@ -59,14 +59,14 @@ def only_call(module: GraphModule, name: str) -> Node | None:
 
 
 def only_result(node: Node) -> Node | None:
-    """The one result that is read, if it is the first."""
+    """Find the one result that is read, if it is the first."""
     users = [u for u in node.users if u.users]
     first = len(users) == 1 and users[0].target is operator.getitem and users[0].args[1] == 0
     return users[0] if first else None
 
 
 def is_plain(call: Node, forward: GraphModule, backward: GraphModule) -> bool:
-    """Is this attention that torch can say, and the gradient nothing but flash_attn's own?"""
+    """Can torch express this attention, and is its gradient computed by flash_attn's own backward alone?"""
     given, undone = named(call, *FLASH_ATTN), only_call(backward, BACKWARD)
     if undone is None or kernel_only(given):
         return False
@@ -82,7 +82,7 @@ def is_plain(call: Node, forward: GraphModule, backward: GraphModule) -> bool:
 
 
 def inline(node: Node, forward: GraphModule, call: Node) -> None:
-    """Put the forward in the place of the node, with torch's attention for flash_attn's."""
+    """Replace the node by its forward, with torch's attention in place of flash_attn's."""
     result = only_result(node)
     inputs = [n for n in forward.graph.nodes if n.op == "placeholder"]
     given = node.args[2:]
@@ -99,7 +99,9 @@ def inline(node: Node, forward: GraphModule, call: Node) -> None:
 
 
 def in_place_of(n: Node, call: Node, result: Node, values: dict[Node, object]) -> object:
-    """What a node of flash_attn's forward becomes, given what the nodes before it became."""
+    """Rewrite one node of flash_attn's forward for the outer graph; ``values`` has what earlier nodes
+    became.
+    """
     if n is call:
         arguments = torch.fx.node.map_arg(named(n, *FLASH_ATTN), values.get)
         return attention_of(result, arguments), None, None, None
@@ -110,7 +112,7 @@ def in_place_of(n: Node, call: Node, result: Node, values: dict[Node, object]) -
 
 
 def attention_of(like: Node, given: dict[str, object]) -> Node:
-    """``[B, T, H, D]`` in, ``[B, T, H, D]`` out."""
+    """Insert torch's attention for operands of ``[B, T, H, D]``; the result has the same layout."""
     left, right = given["window_size_left"], 0 if given["causal"] else given["window_size_right"]
     query, key, value = (inserted(like, torch.transpose, (given[name], 1, 2)) for name in "qkv")
     hidden = {"is_causal": given["causal"]}
@@ -126,7 +128,9 @@ def attention_of(like: Node, given: dict[str, object]) -> Node:
 
 
 def window(query: Tensor, left: int, right: int) -> Tensor:
-    """``[T, T]``, true where a key lies no more than so many rows before or behind a row; -1: any number."""
+    """Build the mask of a window, ``[T, T]``, true where a query may read a key. The key lies at most
+    ``left`` rows before or ``right`` rows behind the query; -1: any number.
+    """
     rows = torch.arange(query.shape[2], device=query.device)
     behind = rows - rows[:, None]
     shown = behind <= right if right >= 0 else behind >= -left

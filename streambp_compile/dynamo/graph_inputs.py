@@ -1,7 +1,7 @@
-"""The inputs of Dynamo's graph: every tensor that it reads is one, and each is known by a fake tensor.
+"""The inputs of Dynamo's graph: every tensor that it reads becomes one, and has a fake tensor.
 
 The states of an optimizer, and weights of graphs that Dynamo did not make, are attributes of the graph
-module. A graph that reads attributes would hand real tensors to whatever traces it.
+module. A graph that reads attributes would give real tensors to its tracers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .values import fake_of
 
 
 def attributes_as_inputs(module: GraphModule) -> list[torch.Tensor]:
-    """Make each tensor that a graph reads as an attribute its last input; returns these tensors in order."""
+    """Make each tensor that a graph reads as an attribute its last input. Returns these tensors in order."""
     graph, found = module.graph, dict[int, Node]()
     tensors: list[torch.Tensor] = []
     for node in graph.find_nodes(op="get_attr"):
@@ -38,8 +38,9 @@ def attributes_as_inputs(module: GraphModule) -> list[torch.Tensor]:
 
 
 def meshes_as_attributes(module: GraphModule) -> None:
-    """Read each mesh of devices, which Dynamo hands over as an input and has guarded, as an attribute: what
-    traces a part of the graph then meets the mesh itself."""
+    """Replace each input that is a device mesh by an attribute. Dynamo passes meshes as inputs, and guards
+    them. A tracer of a part of the graph then gets the mesh itself.
+    """
     graph = module.graph
     for node in graph.find_nodes(op="placeholder"):
         mesh = internals.mesh_of(fake_of(node))
@@ -54,12 +55,12 @@ def meshes_as_attributes(module: GraphModule) -> None:
 
 
 def with_attributes(call: Callable, tensors: Sequence[torch.Tensor]) -> Callable:
-    """A call that gives these tensors after the inputs."""
+    """Wrap a call so that it passes these tensors after its inputs."""
     return (lambda *args: call(*args, *tensors)) if tensors else call
 
 
 def fakes_of(placeholders: Sequence[Node], values: Sequence[object]) -> list[object]:
-    """The inputs as fake tensors: those that Dynamo noted, which other tensors get as well."""
+    """Return the inputs as fake tensors. Dynamo's own are kept, and other inputs get new ones."""
     mode = internals.detect_fake_mode([fake_of(n) for n in placeholders]) or internals.FakeTensorMode()
     for node, value in zip(placeholders, values):
         if fake_of(node) is None:

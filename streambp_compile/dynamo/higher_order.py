@@ -1,5 +1,6 @@
-"""Spans of the Dynamo graph that belong together: activation checkpoints and nested compile regions are
-inlined, a vmap becomes one node."""
+"""Higher-order operators: activation checkpoints and nested compile regions are inlined, a vmap becomes one
+node.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from .values import fake_of
 
 
 def inline_wrappers(module: GraphModule) -> GraphModule:
-    """Replace activation checkpoints and nested compile regions by what they wrap: recomputation is ours, and
-    equal layers are found equal without being told."""
+    """Replace activation checkpoints and nested compile regions by the graphs that they wrap. This package
+    plans recomputation itself, and finds equal layers without the user's marks.
+    """
     shared = bool(module.graph.find_nodes(op="call_function", target=NESTED))
     while found := [n for n in module.graph.nodes if wrapped_operands(n) is not None]:
         for node in found:
@@ -32,15 +34,16 @@ NESTED = torch.ops.higher_order.invoke_subgraph
 
 
 def wrapped_operands(node: Node) -> tuple | None:
-    """What a wrapper gives to its graph, which is its first argument; None of other nodes. A nested compile
-    region has a name as well."""
+    """Return the operands that a wrapper passes to its graph, which is its first argument. None for other
+    nodes. A nested compile region also has a name.
+    """
     if node.target is NESTED:
         return node.args[2:]
     return node.args[1:] if node.target is torch.ops.higher_order.tag_activation_checkpoint else None
 
 
 def inline_wrapper(module: GraphModule, node: Node) -> None:
-    """Put the nodes of one wrapper's graph in its place."""
+    """Replace one wrapper by the nodes of its graph."""
     name, inner = node.args[0].target, getattr(module, node.args[0].target)
     placeholders = inner.graph.find_nodes(op="placeholder")
     values: dict[Node, object] = dict(zip(placeholders, wrapped_operands(node)))
@@ -62,8 +65,9 @@ def inline_wrapper(module: GraphModule, node: Node) -> None:
 
 
 def compute_fakes(module: GraphModule) -> None:
-    """Compute the fake tensors of a graph anew. A graph that several calls share has those of one call, by
-    which different layers would seem to lie in the same memory."""
+    """Recompute the fake tensors of a graph. A graph that several calls share has those of one call, so
+    different layers would seem to share memory.
+    """
 
     def given(operand: Node) -> object:
         value = getattr(module, operand.target) if operand.op == "get_attr" else None
@@ -85,8 +89,9 @@ def gives_tensors(value: object) -> bool:
 
 
 def fold_maps(module: GraphModule) -> GraphModule:
-    """Make each ``torch.vmap`` a submodule, equal ones the same: its inner values have a hidden dimension,
-    and no cut may part them."""
+    """Turn each ``torch.vmap`` into a submodule, the same one for equal maps. Its inner values have a
+    hidden dimension, so no cut may separate them.
+    """
     known: dict[str, str] = {}
     span: list[Node] = []
     depth = 0
@@ -101,8 +106,9 @@ def fold_maps(module: GraphModule) -> GraphModule:
 
 
 def fold(module: GraphModule, span: Sequence[Node], known: dict[str, str]) -> None:
-    """Replace nodes by a call of a submodule of the same; ``known`` has the names of submodules by their
-    code."""
+    """Replace nodes by a call of a submodule that contains them; ``known`` maps the code of submodules to
+    their names.
+    """
     inside, graph, values = set(span), Graph(), {}
     inputs = list(dict.fromkeys(a for n in span for a in n.all_input_nodes if a not in inside))
     outputs = [n for n in span if any(u not in inside for u in n.users)]
@@ -112,7 +118,7 @@ def fold(module: GraphModule, span: Sequence[Node], known: dict[str, str]) -> No
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda a: values[a])
         values[node] = graph.create_node(
             node.op, node.target, args, kwargs, name=f"n_{i}"
-        )  # equal spans, equal code
+        )  # equal names, so that equal spans have equal code
     graph.output(tuple(values[n] for n in outputs))
     inner = GraphModule(module, graph)
     name = known.setdefault(inner.code, f"vmap_{len(known)}")

@@ -1,6 +1,7 @@
-"""Whole rows that are read or written by index, in one spelling: ``x[b, i]``, whatever repeats the index
-along the numbers of a row, and in the shape of the index. Rewritten in Dynamo's graph, before autograd sees
-it."""
+"""Whole rows that are read or written by index, in one spelling: ``x[b, i]``. Other spellings repeat the
+index along the numbers of a row, or flatten it. The rewrite is done in Dynamo's graph, before autograd
+sees it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ aten = torch.ops.aten
 
 
 def index_rows(module: GraphModule) -> GraphModule:
-    """Write ``x.gather(1, i[..., None].expand(-1, -1, D))`` as ``x[b, i]``, and ``scatter`` likewise; and
-    ``x[i.flatten()].view(*i.shape, D)`` as ``x[i]``.
+    """Write ``x.gather(1, i[..., None].expand(-1, -1, D))`` as ``x[b, i]``, and
+    ``x[i.flatten()].view(*i.shape, D)`` as ``x[i]``. ``scatter`` is rewritten like ``gather``.
 
-    The repeated index would be as wide as hidden states where one region makes it and another reads it. In a
-    flat index of pairs of tokens, a chunk has no rows.
+    The repeated index would be as wide as hidden states where one region makes it and another reads it.
+    A flat index of pairs of tokens has no rows that a chunk could take.
     """
     for node in list(module.graph.nodes):
         if part_of(node) is Part.INDEX:
@@ -37,7 +38,7 @@ def index_rows(module: GraphModule) -> GraphModule:
 
 
 def look_up_in_shape(node: Node) -> None:
-    """Look up by an index as it was before it was flattened, if all readers give the result its shape."""
+    """Look up by an index before it is flattened, if all readers give the result the index's shape."""
     base, dim, flat = looked_up(node)
     source = flat.args[0] if flat is not None and part_of(flat) is Part.MERGE else None
     if not isinstance(source, Node) or fake_of(flat).dim() != 1 or fake_of(source).dtype is torch.bool:
@@ -59,7 +60,9 @@ def look_up_in_shape(node: Node) -> None:
 
 
 def looked_up(node: Node) -> tuple[Node, int, Node | None]:
-    """The table, the dimension and the index of a look-up by one index; no index of any other."""
+    """Return the table, the dimension and the index of a look-up by one index. With several indices, the
+    index is None.
+    """
     base, *rest = node.args
     if node.target is aten.index_select.default:
         return base, rest[0] % max(1, fake_of(base).dim()), rest[1]
@@ -73,7 +76,7 @@ def has_shape(node: Node, shape: tuple) -> bool:
 
 
 def by_rows(node: Node, found: Along, rows: Node) -> Node:
-    """The same rows, by an index with one number for each, and one for each dimension in front of them."""
+    """Insert the same read or write, with one index of rows and one for each dimension in front."""
     rank, dim = fake_of(node).dim(), found.dim % fake_of(node).dim()
     for _ in range(rank - dim - 1):
         rows = inserted(node, aten.select.int, (rows, -1, 0))
@@ -84,7 +87,7 @@ def by_rows(node: Node, found: Along, rows: Node) -> Node:
 
 
 def counted_along(like: Node, rows: Node, dim: int) -> Node:
-    """For each entry of an index, its place along one of the dimensions."""
+    """Number the entries of an index along one of its dimensions."""
     fake = fake_of(rows)
     size = fake.shape[dim]
     known = size if isinstance(size, int) else inserted(like, aten.sym_size.int, (rows, dim), as_written=True)
@@ -97,7 +100,8 @@ def counted_along(like: Node, rows: Node, dim: int) -> Node:
 
 
 def row_index(found: Along) -> Node | None:
-    """The index before it was repeated along the numbers of a row; its dimensions there have the size one.
+    """Find the index before it was repeated along the numbers of a row. There, its dimensions behind the
+    rows have size one.
 
     None if rows are not read or written whole.
     """
@@ -118,7 +122,7 @@ def row_index(found: Along) -> Node | None:
 
 
 def repeated_from(node: Node) -> Node | None:
-    """What a node repeats along dimensions of size one, or a copy of it."""
+    """Find the value that a node repeats along dimensions of size one, or copies."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     source, fake = node.args[0], fake_of(node)

@@ -1,8 +1,7 @@
-"""Loops over the blocks of a sequence that Dynamo has unrolled: which nodes are which iteration, and what one
-hands to the next.
+"""Loops over the blocks of a sequence that Dynamo has unrolled: their iterations and states.
 
-Iteration i is what is made of block i, and of iteration i - 1. All iterations have to do the same, node by
-node.
+Iteration i consists of the nodes that are computed from block i and from iteration i - 1. All iterations
+have to do the same, node by node.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ from .values import fake_of, is_parameter, storage_of
 
 @dataclass(frozen=True)
 class Sliced:
-    """A value that is cut into blocks of so many rows along a dimension; 0: into rows without it."""
+    """A value that is split into blocks of ``length`` rows along ``dim``. Length 0: into single rows,
+    without that dimension.
+    """
 
     base: Node
     dim: int
@@ -35,8 +36,10 @@ class Sliced:
 
 @dataclass(frozen=True)
 class State:
-    """A value that each iteration reads of the one before it: the node at a position, or the block itself of
-    a sliced value; and what the first iteration has in its place."""
+    """A value that each iteration reads from the one before it. ``source`` is its position in the
+    iteration, or the sliced value whose previous block it is. ``initial`` takes its place in the first
+    iteration.
+    """
 
     source: int | Sliced
     initial: Node
@@ -46,10 +49,10 @@ class State:
 class Loop:
     """A loop that was unrolled.
 
-    pieces   node → what it is a block of, and which
-    steps    per iteration, its nodes; equal positions do the same. None: the last one lacks it
-    states   what iterations hand on
-    written  values that are written block by block → the position of what is written
+    pieces   node → the value that it is a block of, and the number of the block
+    steps    the nodes of each iteration; equal positions do the same. None: the last one lacks it
+    states   values that iterations pass on
+    written  values that are written block by block → the position of the value that is written
     """
 
     pieces: Mapping[Node, tuple[Sliced, int]]
@@ -67,13 +70,14 @@ class Loop:
 
     @functools.cached_property
     def template(self) -> list[Node]:
-        """The nodes of the second iteration: unlike those of the first, they tell states from what is the
-        same for all."""
+        """Nodes of the second iteration. Unlike in the first, states differ there from values that are the
+        same for all.
+        """
         return [n for n in self.steps[1] if n is not None]
 
     @functools.cached_property
     def read(self) -> dict[Node, int | Sliced | State]:
-        """What nodes are to the second iteration."""
+        """Meaning of nodes for the second iteration: a block, a position, or a state."""
         blocks = {n: key for n, (key, i) in self.pieces.items() if i == 1}
         own = {n: p for p, n in enumerate(self.template)}
         before = {n: s for s in self.states for n in self.left_by_first(s)}
@@ -85,11 +89,13 @@ class Loop:
         return [n for n, piece in self.pieces.items() if piece == (state.source, 0)]
 
     def operand(self, node: Node) -> int | Sliced | State | Node:
-        """What a node of the template reads: a position, a block, a state, or what is the same for all."""
+        """Classify an operand of the template: a position, a block, a state, or a node that all iterations
+        read.
+        """
         return self.read.get(node, node)
 
     def results(self) -> set[int]:
-        """Positions that are read after the loop, and what is written."""
+        """Collect the positions that are read after the loop, and those that it writes block by block."""
         read = {
             p
             for step in self.steps
@@ -100,7 +106,9 @@ class Loop:
 
 
 def find_loop(graph: Graph, tried: set[tuple]) -> Loop | None:
-    """The first loop of a graph in which iterations hand something on; ``tried`` has those that are none."""
+    """Find the first loop of a graph whose iterations pass on a state. ``tried`` collects the groups of
+    values that were searched, so that none is searched twice.
+    """
     names = Names()
     for group in groups(sliced_values(graph)):
         name = tuple(sorted(f"{key.base} {key.dim} {key.length}" for key in group))
@@ -118,8 +126,9 @@ Blocks = dict[int, list[Node]]
 
 
 def groups(found: Mapping[Sliced, Blocks]) -> Iterator[dict[Sliced, Blocks]]:
-    """Values that are cut into as many blocks, and are not made of blocks of one another: what one loop
-    reads."""
+    """Yield the values that one loop may read: split into equally many blocks, and none computed from
+    another's.
+    """
     for count in sorted({len(blocks) for blocks in found.values()}, reverse=True):
         left = {key: blocks for key, blocks in found.items() if len(blocks) == count}
         while left:
@@ -129,8 +138,9 @@ def groups(found: Mapping[Sliced, Blocks]) -> Iterator[dict[Sliced, Blocks]]:
 
 
 def sliced_values(graph: Graph) -> dict[Sliced, Blocks]:
-    """All values of inputs that are cut into equal blocks, each of which is read: block → nodes that are it.
-    Weights are cut into those of layers."""
+    """Find all values of inputs that are split into equal blocks, each of which is read. Returns the nodes
+    of each block by its number. Weights are left out: their parts are those of layers.
+    """
     found: dict[Sliced, Blocks] = {}
     of_inputs: set[Node] = set()
     for node in graph.nodes:
@@ -149,7 +159,10 @@ def is_whole(key: Sliced, blocks: Blocks) -> bool:
 
 
 def blocks_of(node: Node) -> Iterator[tuple[Sliced, int]]:
-    """What a node is a block of: ``x[:, a:b]``, ``x[:, i]``, or one of ``x.split(n, 1)``."""
+    """Yield the value that a node is a block of, and the block's number.
+
+    Blocks are ``x[:, a:b]``, ``x[:, i]``, or one of ``x.split(n, 1)``.
+    """
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return
@@ -172,7 +185,7 @@ def blocks_of(node: Node) -> Iterator[tuple[Sliced, int]]:
 
 
 def independent(group: Mapping[Sliced, Blocks]) -> dict[Sliced, Blocks]:
-    """Those of a group that are not made of blocks of others."""
+    """Select the values of a group that are not computed from blocks of others."""
     graph = next(iter(group)).base.graph
     bases = {n: key.base for key, blocks in group.items() for same in blocks.values() for n in same}
     made, written = set(bases), set[Node | None]()
@@ -184,8 +197,10 @@ def independent(group: Mapping[Sliced, Blocks]) -> dict[Sliced, Blocks]:
 
 
 def is_closed(loop: Loop) -> bool:
-    """Is a loop all that happens between its first node and its last, and is it read after these? There is no
-    switch of modes, no random number, and no write into anything but what the loop has made."""
+    """Can a loop be replaced as a whole? It can if all that reads it comes after its last node, and if its
+    states keep their kind. In between there is no switch of modes, no random number of its own, and no
+    write except into values that the loop has made.
+    """
     first, last = min(loop.nodes), max(loop.nodes)
     node = first
     while node is not last.next:
@@ -198,7 +213,7 @@ def is_closed(loop: Loop) -> bool:
 
 
 def may_write(node: Node, loop: Loop) -> bool:
-    """Does a node write into nothing, into a value that is read here only, or into an output of the loop?"""
+    """Does a node write into nothing, into a value that it alone reads, or into an output of the loop?"""
     target = mutated(node)
     if target is None:
         return True
@@ -209,7 +224,7 @@ def may_write(node: Node, loop: Loop) -> bool:
 
 
 def fits(loop: Loop, state: State) -> bool:
-    """Is a state of the same kind from the first iteration on?"""
+    """Does a state have the same shape and dtype from the first iteration on?"""
     first, later = fake_of(state.initial), fake_of(loop.left_by_first(state)[0])
     if not isinstance(first, torch.Tensor) or not isinstance(later, torch.Tensor):
         return False
@@ -217,15 +232,16 @@ def fits(loop: Loop, state: State) -> bool:
 
 
 def is_output(loop: Loop, key: Sliced) -> bool:
-    """Is a value that the loop writes made for that, and read only after it?"""
+    """Is a value that the loop writes still blank before it, and read only after it?"""
     last, blocks = max(loop.nodes), [n for n, (k, _) in loop.pieces.items() if k == key]
     written = all(is_write(u) and u.args[0] is n for n in blocks for u in n.users)
     return is_blank(key.base) and written and all(u in blocks or last < u for u in key.base.users)
 
 
 def is_over_tokens(loop: Loop) -> bool:
-    """Is each iteration one of a single row, of a sequence that an input has as it is? Blocks that a reshape
-    has made of the rows are no tokens."""
+    """Is each iteration one row of a sequence that an input has as it is? Blocks that a reshape has made of
+    the rows are no tokens.
+    """
     keys = {key for key, _ in loop.pieces.values()}
     if any(key.length > 1 for key in keys) or loop.count < SHORTEST_STREAMED:
         return False
@@ -236,7 +252,7 @@ def is_over_tokens(loop: Loop) -> bool:
 
 
 def makes_blocks(node: Node, count: int, given: Container[int]) -> bool:
-    """Does a reshape part one of the given sizes into so many blocks?"""
+    """Does a reshape split one of the given sizes into this many blocks?"""
     new = sizes_of(node)
     return any(
         size in given
@@ -258,15 +274,18 @@ def is_write(node: Node) -> bool:
 
 
 class Names:
-    """Names of values: equal for those that are made alike. Those of one graph serve all that look for loops
-    in it."""
+    """Names of values, equal for those that are computed alike. All searches for loops in a graph share
+    them.
+    """
 
     def __init__(self) -> None:
         self.names: dict[Node, int] = {}
         self.numbers: dict[str, int] = {}
 
     def of(self, node: Node) -> int | Node:
-        """The name of a value that is of no block; the value itself where it may be like no other."""
+        """Return the name of a value that is of no block. A value that may be unlike all others is returned
+        itself.
+        """
         if node.op not in ("call_function", "call_method") or mutated(node) or draws_random(node):
             return node
         if any(mutated(u) is node for u in node.users):
@@ -278,10 +297,10 @@ class Names:
 
 
 class Matching:
-    """Matches iterations of the same pieces.
+    """Matches the iterations over the same pieces, node by node.
 
     at        node → its iteration
-    position  node → its place in that
+    position  node → its position in that iteration
     reader    the iteration that is being matched
     """
 
@@ -303,11 +322,11 @@ class Matching:
                     self.at[node] = max(made_of)
                     lists[max(made_of)].append(node)
                 else:
-                    self.name(node)  # in order, so that none is found by a deep recursion
+                    self.name(node)  # named in graph order, which avoids deep recursion
         self.lists = lists
 
     def matched(self) -> Loop | None:
-        """All iterations, or None if they are not alike."""
+        """Match all iterations. Returns None if they are not alike."""
         first, *others, last = self.lists
         if not first or any(len(nodes) != len(first) for nodes in others):
             return None
@@ -325,7 +344,7 @@ class Matching:
         return Loop(self.pieces, steps, states, self.written(steps))
 
     def written(self, steps: Sequence[Sequence[Node | None]]) -> dict[Sliced, int]:
-        """What is written block by block."""
+        """Find the values that are written block by block, with the position of what is written."""
         writes = [n for n in steps[1] if n is not None and is_write(n) and n.args[0] in self.pieces]
         found = {self.pieces[n.args[0]][0]: n.args[1] for n in writes if n.args[1] in self.position}
         blocks = {self.pieces[n.args[0]][0]: fake_of(n.args[0]) for n in writes}
@@ -338,8 +357,9 @@ class Matching:
     def step(
         self, before: Sequence[Node | None], nodes: Sequence[Node], is_last: bool
     ) -> list[Node | None] | None:
-        """The nodes of an iteration, by the positions of the one before it. The last one may lack what
-        nobody reads."""
+        """Match the nodes of an iteration with the positions of the one before it. The last one may lack
+        nodes that no other node needs.
+        """
         found: list[Node | None] = []
         left = iter(nodes)
         node = next(left, None)
@@ -355,14 +375,14 @@ class Matching:
         return found
 
     def is_alike(self, old: object, new: object) -> bool:
-        """Does a node do what one of the iteration before did?"""
+        """Does a node do the same as one of the iteration before?"""
         assert isinstance(old, Node) and isinstance(new, Node)
         if old.op != new.op or old.target is not new.target and old.target != new.target:
             return False
         return self.agree((old.args, old.kwargs), (new.args, new.kwargs))
 
     def agree(self, old: object, new: object) -> bool:
-        """Are arguments the same, seen from two iterations?"""
+        """Are two arguments the same, each seen from its own iteration?"""
         if isinstance(old, Node) and isinstance(new, Node):
             return self.is_same_operand(old, new)
         if type(old) is not type(new):
@@ -379,11 +399,11 @@ class Matching:
         ours, theirs = self.place_of(old), self.place_of(new)
         if theirs is None:
             return ours is None and self.name(old) == self.name(new)
-        if self.at[new] < self.reader - 1:  # a state of two iterations before
+        if self.at[new] < self.reader - 1:  # it is a state from two iterations before
             return False
-        if ours is not None:  # one step apart, in the same place
+        if ours is not None:  # the same position, one iteration apart
             return ours == theirs and self.at[old] + 1 == self.at[new]
-        # The first iteration reads what was there before, the second one what the first has left.
+        # The first iteration reads the initial value, the second one the state that the first has left.
         if self.reader != 1 or self.at[new] != 0 or old in self.at:
             return False
         return self.name(self.states.setdefault(theirs, old)) == self.name(old)

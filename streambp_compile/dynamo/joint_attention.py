@@ -1,9 +1,9 @@
-"""Attention over two streams at once: image and text tokens, each with weights of its own, put together for
-the scores alone and parted behind them (arXiv 2403.03206, section 4).
+"""Attention over several streams at once, such as image and text tokens, each with weights of its own. The
+streams are joined for the scores alone and separated behind them (arXiv 2403.03206, section 4).
 
-The queries of the long stream, and those of the other one, are then no rows of one sequence. So each has an
-attention of its own over all keys, before autograd sees it, and what was cut out of their joint result is
-read from these.
+The queries of different streams are then no rows of one sequence. So the queries of each stream get an
+attention of their own over all keys, before autograd sees it. Slices of the joint result are read from
+these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .values import fake_of
 
 @dataclass(frozen=True)
 class TakenRows:
-    """Rows that a node takes of a value: ``start`` to before ``stop`` (None: the end) of a dimension."""
+    """Rows that a node slices from a value: ``start`` to before ``stop`` (None: the end) of a dimension."""
 
     source: Node
     dim: int
@@ -35,7 +35,7 @@ class TakenRows:
 
 
 def part_joint_attention(module: GraphModule) -> GraphModule:
-    """Write attention over two streams as one for the queries of each."""
+    """Write attention over several streams as one attention for the queries of each."""
     without: Rowwise = set()
     for node in [n for n in module.graph.nodes if part_of(n) is Part.ATTENTION]:
         parts = streams_of(node, without)
@@ -49,8 +49,9 @@ def part_joint_attention(module: GraphModule) -> GraphModule:
 
 
 def streams_of(node: Node, without: Rowwise) -> Parts | None:
-    """The streams that the queries of an attention are of, if its keys and values are of the same; all but
-    the longest have a known number of rows."""
+    """Find the streams that the queries, keys and values of an attention consist of. None if they consist
+    of different streams or of one alone, or if any but the longest has an unknown number of rows.
+    """
     found = origins(node, ("query", "key", "value"), without)
     if not found or any(not are_equal(parts.sizes, found[0].sizes) for parts in found):
         return None
@@ -71,8 +72,9 @@ def are_known(sizes: Sequence[object]) -> bool:
 
 
 def cuts_between(node: Node, parts: Parts) -> dict[Node, tuple[int, int]]:
-    """Nodes that cut an attention's result where streams meet → the first stream, and that behind the
-    last."""
+    """Find the nodes that slice an attention's result at the bounds of streams. Returns for each the first
+    stream, and the one behind the last.
+    """
     found = {}
     for user in node.graph.nodes:
         cut = cut_of(user)
@@ -99,7 +101,7 @@ def cut_of(node: Node) -> TakenRows | None:
 
 
 def is_result(node: Node, cut: TakenRows) -> bool:
-    """Is what is cut the result of an attention, with nothing but weights applied to each row?"""
+    """Is a sliced value an attention's result, with only row-wise operations such as weights in between?"""
     value, dim = cut.source, cut.dim
     while value is not node:
         alone = is_pointwise(value) and len(value.all_input_nodes) == 1
@@ -113,7 +115,7 @@ def is_result(node: Node, cut: TakenRows) -> bool:
 
 
 def streams_between(parts: Parts, cut: TakenRows) -> tuple[int, int] | None:
-    """The streams that the rows of a cut are, if it is made where streams meet."""
+    """Find the streams whose rows a slice takes, if its bounds are those of streams."""
     count = len(parts.sizes)
     bounds = [sum(parts.sizes[:i]) for i in range(count + 1)]
 
@@ -127,7 +129,7 @@ def streams_between(parts: Parts, cut: TakenRows) -> tuple[int, int] | None:
 
 
 def rows_between(parts: Parts, first: int, end: int) -> RowRange:
-    """The rows of some streams, counted from the side on which all numbers are known."""
+    """Return the rows of some streams, counted from the side on which all numbers are known."""
     before, behind = parts.sizes[:first], parts.sizes[end:]
     start = sum(before) if are_known(before) else -sum(parts.sizes[first:])
     if not behind:
@@ -136,7 +138,7 @@ def rows_between(parts: Parts, first: int, end: int) -> RowRange:
 
 
 def parted(node: Node, parts: Parts, cuts: dict[Node, tuple[int, int]]) -> list[Node]:
-    """What takes the place of the cuts, from an attention for each stream's queries."""
+    """Insert an attention for each stream's queries. Returns the values that replace the slices."""
     at, count = longest(parts), len(parts.sizes)
     own = OwnKeys(sum(parts.sizes[:at]), sum(parts.sizes[at + 1 :]))
     rows_dim = fake_of(node).dim() - 2

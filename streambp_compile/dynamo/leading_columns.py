@@ -1,11 +1,11 @@
-"""Columns beside attention scores (sinks, zero logits) are moved behind them, one by one.
+"""Columns beside attention scores (sinks, zero logits), moved behind them one by one.
 
-In ``cat([sink, scores], -1).softmax(-1)[..., 1:]`` column i is key i - 1, so a chunk of keys would begin one
-column late. No operation in between depends on the order of columns: each treats every column by itself, or
-takes all of them together (softmax, sums, maxima), until a slice parts them again. So the former are applied
-to both parts apart, and the latter to ``cat([scores, sink], -1)``, where column i is key i. Several columns
-are joined one by one, because a value of one column has no dimension that could be one of keys. Rewritten in
-Dynamo's graph, before autograd sees it.
+In ``cat([sink, scores], -1).softmax(-1)[..., 1:]`` column i is key i - 1, so a chunk of keys would begin
+one column late. No operation in between depends on the order of columns: each treats every column by
+itself, or takes all of them together (softmax, sums, maxima), until a slice separates them. So the
+former are applied to both parts separately, and the latter to ``cat([scores, sink], -1)``, where column
+i is key i. Several columns are joined one by one, because a value of one column has no dimension that
+could be one of keys. The rewrite is done in Dynamo's graph, before autograd sees it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ aten = torch.ops.aten
 
 
 def move_leading_columns(module: GraphModule) -> GraphModule:
-    """Put columns beside a matrix of tokens and tokens behind it, one by one, where the order does not
-    matter."""
+    """Move columns that stand beside a matrix of tokens by tokens to its end, one by one. Their order must
+    not matter to any reader.
+    """
     for node in list(module.graph.nodes):
         beside = columns_beside(columns_of(node)) if node.users else None
         readers = None if beside is None else readers_of(node)
@@ -36,13 +37,13 @@ def move_leading_columns(module: GraphModule) -> GraphModule:
     return module
 
 
-MOST = 16  # columns that are moved: each becomes a value of its own
+MOST = 16  # most columns that are moved: each becomes a value of its own
 
 
 def columns_beside(parts: Parts | None) -> tuple[int, int] | None:
-    """How many columns stand in front of a matrix with as many columns as rows, and how many behind it.
+    """Count the columns in front of a matrix with as many columns as rows, and those behind it.
 
-    None if there are more than ``MOST``, or if they are one by one behind it already.
+    None if there are more than ``MOST``, or if all are behind it already, one by one.
     """
     for at, piece in enumerate(() if parts is None else parts.pieces):
         others = (*parts.sizes[:at], *parts.sizes[at + 1 :])
@@ -57,11 +58,11 @@ def columns_beside(parts: Parts | None) -> tuple[int, int] | None:
 
 @dataclass
 class Readers:
-    """What reads columns.
+    """The readers of columns.
 
     dims      values that have the columns → the dimension that holds them
     together  operations that take all columns together
-    cuts      slices that part the columns again
+    cuts      slices that separate the columns
     """
 
     dims: dict[Node, int] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Readers:
 
 
 def readers_of(root: Node) -> Readers | None:
-    """All readers of the columns of a value; None if the order of columns matters to one of them."""
+    """Collect all readers of a value's columns. None if the order of columns matters to one of them."""
     found, stack = Readers({root: fake_of(root).dim() - 1}), [root]
     while stack:
         value = stack.pop()
@@ -85,7 +86,9 @@ def readers_of(root: Node) -> Readers | None:
 
 
 def result_of(user: Node, value: Node, found: Readers) -> int | None:
-    """The dimension of a reader's result that has the columns, -1 if none; None if their order matters."""
+    """Find the dimension of a reader's result that has the columns; -1 if none has. None if their order
+    matters.
+    """
     dim, fake = found.dims[value], fake_of(user) if user.op == "call_function" else None
     if not isinstance(fake, torch.Tensor) or is_changed(user):
         return None
@@ -107,7 +110,9 @@ def has_columns(node: Node) -> bool:
 
 
 class Move:
-    """The move of so many columns from the front to the end, and of so many that stand there one by one."""
+    """The move of ``front`` columns to the end of a matrix, where ``behind`` columns are already. All are
+    joined to it one by one.
+    """
 
     def __init__(self, front: int, behind: int, readers: Readers):
         self.front, self.behind, self.readers = front, behind, readers
@@ -118,7 +123,7 @@ class Move:
         self.known: Sliced = {}
 
     def write(self) -> None:
-        """Change all readers, if every slice is one of columns of one part alone."""
+        """Rewrite all readers, if every slice takes columns of one part alone."""
         parts = {user: self.part_of(cut, user.args[0]) for user, cut in self.readers.cuts.items()}
         if None in parts.values():
             return
@@ -133,7 +138,9 @@ class Move:
         erase_unread(graph, changed)
 
     def part_of(self, cut: Slice, value: Node) -> tuple[RowRange, int, int | None] | None:
-        """The part that has the columns of a slice, and where they are in it; None of those of several."""
+        """Find the part whose columns a slice takes, and their range in it. None if it takes columns of
+        several parts.
+        """
         width = fake_of(value).shape[cut.dim]
         start, stop = (size_of(bound, width) for bound in (cut.start, cut.stop))
         if start is None or stop is None:
@@ -159,7 +166,7 @@ class Move:
         return inserted(node, aten.squeeze.dim, (made, cut.dim)) if cut.lost else made
 
     def one_by_one(self, value: Node, dim: int, like: Node) -> list[Node]:
-        """The columns beside the matrix."""
+        """List the columns beside the matrix, each as a value of its own."""
         made = []
         for group, size in self.groups:
             columns = sliced(value, dim, group, like, self.known)
@@ -188,7 +195,7 @@ class Move:
 
 
 def size_of(bound: object, width: Size) -> Size | None:
-    """A bound of a slice as a place from the first column."""
+    """Convert a bound of a slice to a place counted from the first column."""
     size = width if bound is None else fake_of(bound) if isinstance(bound, Node) else bound
     if not isinstance(size, (int, torch.SymInt)):
         return None

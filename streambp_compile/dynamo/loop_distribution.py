@@ -1,10 +1,10 @@
-"""A loop over blocks of tokens, unrolled by Dynamo, done for all blocks at once but for the state that they
-hand on.
+"""An unrolled loop over blocks of tokens, computed for all blocks at once except for its chain of states.
 
-``for i in range(n): out.append(f(q[:, i], state)); state = g(k[:, i], state)`` is how linear attention, the
-delta rule and other recurrences in block form are written. What an iteration does before it reads the state,
-and what it does with the state that no later iteration reads, are functions of one block, mapped over all of
-them (loop distribution). Only the chain of states stays a loop. `over_blocks` (blocks.py) streams the rest.
+``for i in range(n): out.append(f(q[:, i], state)); state = g(k[:, i], state)`` is how linear attention,
+the delta rule and other recurrences in block form are written. The work of an iteration before it reads
+the state, and the work on the state that no later iteration reads, are functions of one block, mapped
+over all of them (loop distribution). Only the chain of states stays a loop. `part_blocks` (blocks.py)
+streams the rest.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ aten = torch.ops.aten
 
 
 class Mapped(nn.Module):
-    """A function of one block, for all blocks at once: its results have them first.
+    """A function of one block, mapped over all blocks, which are the first dimension of its results.
 
-    dims  where each argument has its blocks; None: it is the same for all
+    dims  the dimension of blocks in each argument; None: it is the same for all
     """
 
     def __init__(self, function: GraphModule, dims: Sequence[int | None]):
@@ -44,9 +44,9 @@ class Mapped(nn.Module):
 
 
 class Distribution:
-    """A loop in three parts: what needs no state, the chain of states, and what follows from them.
+    """A loop in three parts: work without a state, the chain of states, and work that reads them.
 
-    A position is the place of a node in its iteration; `Loop.operand` tells what a node reads.
+    A position is the place of a node in its iteration; `Loop.operand` classifies the operands of a node.
 
     stateful  positions that depend on a state
     chain     those of them that later iterations need
@@ -71,7 +71,7 @@ class Distribution:
         self.apart: dict[int | Sliced, Node] = {}
 
     def needed(self, positions: Iterable[int], known: Container[int] = ()) -> set[int]:
-        """Positions that others are made of, with those; none beyond what is known."""
+        """Collect these positions, and those that they are computed from, except known ones."""
         found: set[int] = set()
         stack = list(positions)
         while stack:
@@ -82,7 +82,7 @@ class Distribution:
         return found
 
     def is_worth_it(self) -> bool:
-        """Is anything computed that is no part of the chain?"""
+        """Is anything but views computed outside of the chain?"""
         return any(not is_view(n) for p, n in enumerate(self.loop.template) if p not in self.chain)
 
     def operands(self, p: int) -> list[int | Sliced | State | Node]:
@@ -105,7 +105,7 @@ class Distribution:
     # The three parts
 
     def map_over_blocks(self, positions: set[int]) -> None:
-        """The values of positions for all blocks, by a map."""
+        """Compute the values of positions for all blocks, by a map."""
         if not positions:
             return
         outputs = sorted(positions)
@@ -132,7 +132,7 @@ class Distribution:
         self.whole.update(zip(outputs, results))
 
     def given(self, operand: int | Sliced | State | Node) -> tuple[Node, int | None]:
-        """What a map reads for an operand, and the dimension of its blocks."""
+        """Return the value that a map reads for an operand, and its dimension of blocks."""
         if isinstance(operand, int):
             return self.whole[operand], 0
         if isinstance(operand, State):
@@ -144,7 +144,7 @@ class Distribution:
         return operand, None
 
     def in_blocks(self, key: Sliced) -> Node:
-        """A sliced value with a dimension for its blocks."""
+        """Give a sliced value a dimension for its blocks."""
         if not key.length:
             return key.base
         if key not in self.blocks:
@@ -153,7 +153,7 @@ class Distribution:
         return self.blocks[key]
 
     def called(self, mapped: Mapped, given: Sequence[Node], outputs: Sequence[int]) -> list[Node]:
-        """A call of a map, and its results."""
+        """Insert a call of a map, and return its results."""
         text = f"{mapped.function.code}{mapped.dims}"
         name = f"over_blocks_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self.module.add_module(name, mapped)
@@ -166,7 +166,7 @@ class Distribution:
         return [item(call, i) for i in range(len(outputs))]
 
     def write_chain(self) -> None:
-        """The chain of states, an iteration after the other."""
+        """Write the chain of states, one iteration after the other."""
         last_too = not self.chain.isdisjoint(self.results)
         for i in range(self.loop.count - (not last_too)):
             values: dict[int, Node] = {}
@@ -177,7 +177,7 @@ class Distribution:
                 values[p].meta = dict(node.meta)
 
     def in_iteration(self, i: int, node: Node) -> Node:
-        """An operand of the template, as iteration ``i`` has it."""
+        """Return an operand of the template as iteration ``i`` has it."""
         operand = self.loop.operand(node)
         if isinstance(operand, State):
             return operand.initial if not i else self.value_in(i - 1, operand.source)
@@ -189,12 +189,12 @@ class Distribution:
         if operand not in self.apart:
             whole, dim = self.given(operand)
             like = self.like() if isinstance(operand, Sliced) else self.loop.template[operand]
-            # At once: the gradient of a block picked alone is a value of all blocks.
+            # One call for all: the gradient of a block selected alone is as large as all blocks.
             self.apart[operand] = inserted(like, torch.unbind, (whole, dim))
         return item(self.apart[operand], i)
 
     def stack(self, state: State) -> Node:
-        """A state as each iteration finds it."""
+        """Stack the values of a state that the iterations read."""
         like = self.like() if isinstance(state.source, Sliced) else self.loop.template[state.source]
         if state.source in self.chain:
             later = [self.unrolled[i][state.source] for i in range(self.loop.count - 1)]
@@ -205,14 +205,14 @@ class Distribution:
         return inserted(like, torch.cat, ([inserted(like, torch.unsqueeze, (state.initial, 0)), earlier],))
 
     def like(self) -> Node:
-        """A node that gradients flow through, if the loop has one."""
+        """Find a node of the loop that gradients flow through, or else any tensor."""
         tensors = [n for n in self.loop.template if isinstance(fake_of(n), Tensor)]
         return next((n for n in tensors if fake_of(n).requires_grad), tensors[0])
 
     # Readers
 
     def hand_out(self, last: Node) -> None:
-        """Have what comes after the loop read the new values."""
+        """Replace the operands of nodes after the loop by the new values."""
         for key, p in self.loop.written.items():
             for reader in [u for u in key.base.users if last < u]:
                 reader.replace_input_with(key.base, self.joined(p, key.dim, flat=bool(key.length)))
@@ -232,12 +232,12 @@ class Distribution:
             reader.replace_input_with(node, self.value_in(i, p))
 
     def joins(self, reader: Node, p: int) -> bool:
-        """Does a reader put the values of all iterations together?"""
+        """Does a reader concatenate or stack the values of all iterations?"""
         together = part_of(reader) in (Part.JOIN, Part.STACK)
         return together and list(reader.args[0]) == [step[p] for step in self.loop.steps]
 
     def joined(self, p: int, dim: int, flat: bool) -> Node:
-        """The values of all blocks, put together along a dimension: as one that is there, or a new one."""
+        """Join the values of all blocks along a dimension: an existing one if ``flat``, else a new one."""
         like = self.loop.template[p]
         whole = self.whole[p]
         moved = inserted(like, torch.movedim, (whole, 0, dim)) if dim else whole
@@ -245,7 +245,7 @@ class Distribution:
 
 
 def item(call: Node, i: int) -> Node:
-    """One of the results of a call."""
+    """Take one of the results of a call."""
     found = call.graph.call_function(operator.getitem, (call, i))
     found.meta = {**call.meta, "example_value": fake_of(call)[i]}
     return found

@@ -1,8 +1,8 @@
-"""Values that are written where a mask is true, as a choice that each token makes by itself. Rewritten in
-Dynamo's graph, before autograd sees it.
+"""Values that are written where a mask is true, as a choice that each token makes by itself. The rewrite is
+done in Dynamo's graph, before autograd sees it.
 
-``x[mask] = row``, ``x[mask] = rows`` and ``x.masked_scatter(mask, rows)`` become ``torch.where``: nothing is
-written by an index whose length depends on the data. Rows that are made of those that stand there
+``x[mask] = row``, ``x[mask] = rows`` and ``x.masked_scatter(mask, rows)`` become ``torch.where``, so
+that no index has a length that depends on the data. Rows that are computed from those in the same places
 (``x[mask] = x[mask] + rows``) exist once, as many as the mask picks.
 """
 
@@ -26,8 +26,9 @@ aten = torch.ops.aten
 
 
 def choose_masked_values(module: GraphModule) -> GraphModule:
-    """Write as a choice what puts one row (or one number) where a mask is true, or the rows of another value,
-    one after the other."""
+    """Replace operations that put values where a mask is true by a choice. They put one row (or one number)
+    at every true entry, or the rows of another value, one after the other.
+    """
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -41,7 +42,9 @@ def choose_masked_values(module: GraphModule) -> GraphModule:
 
 
 def replace(node: Node, base: Node, function: Callable[..., Tensor], given: tuple) -> None:
-    """Compute a function of the base in place of a node, and write into the base what the node wrote."""
+    """Replace a node by a function of its base. If the node wrote into the base, the new value is copied
+    there.
+    """
     with node.graph.inserting_before(node):
         new = inserted(node, function, (base, *given))
         if written_argument(node) is not None:
@@ -53,8 +56,9 @@ def replace(node: Node, base: Node, function: Callable[..., Tensor], given: tupl
 
 
 def row_under_mask(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | None:
-    """For ``x[..., mask] = row``, the base, `under_mask` and its other operands. None where each true entry
-    has a row of its own."""
+    """Match ``x[..., mask] = row``: return the base, `under_mask` and its other operands. None where each
+    true entry has a row of its own.
+    """
     found = written_under_mask(node)
     if found is None:
         return None
@@ -67,7 +71,9 @@ def row_under_mask(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | No
 
 
 def written_under_mask(node: Node) -> tuple[Node, Node, Node, int] | None:
-    """For ``x[..., mask] = values``, the base, the mask, the values, and the dimensions ahead of the mask."""
+    """Match ``x[..., mask] = values``: return the base, the mask, the values, and the dimensions ahead of
+    the mask.
+    """
     given = arguments(node)
     indices = given["indices"]
     used = [i for i, index in enumerate(indices) if index is not None]
@@ -77,9 +83,9 @@ def written_under_mask(node: Node) -> tuple[Node, Node, Node, int] | None:
 
 
 def under_mask(base: Tensor, mask: Tensor, row: Tensor, ahead: int, behind: int) -> Tensor:
-    """A row where a mask is true.
+    """Put one row wherever a mask is true.
 
-    base    [*ahead, *mask, *behind], by the numbers of such dimensions
+    base    [*ahead, *mask, *behind]; ``ahead`` and ``behind`` are the numbers of such dimensions
     row     broadcast to [*ahead, 1, *behind]
     """
     if row.dim() > behind:
@@ -90,21 +96,22 @@ def under_mask(base: Tensor, mask: Tensor, row: Tensor, ahead: int, behind: int)
 
 
 def rows_under_mask(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | None:
-    """For ``x[mask] = rows`` with a row for each true entry, the base, `each_in_order` and its other
-    operands."""
+    """Match ``x[mask] = rows`` with a row for each true entry: return the base, `each_in_order` and its
+    other operands.
+    """
     found = written_under_mask(node)
     if found is None:
         return None
     base, mask, rows, ahead = found
     if ahead or fake_of(base).dim() != fake_of(mask).dim() + 1 or fake_of(rows).dim() != 2:
         return None
-    if internals.is_unbacked(fake_of(rows)) or not fake_of(rows).shape[0]:  # none to look up
+    if internals.is_unbacked(fake_of(rows)) or not fake_of(rows).shape[0]:  # no rows to look up
         return None
     return base, each_in_order, (mask, rows)
 
 
 def each_in_order(base: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-    """`in_order`, with a mask of rows.
+    """Call `in_order` with a mask of rows.
 
     base  [*leading, T, C]
     mask  [*leading, T]
@@ -114,8 +121,9 @@ def each_in_order(base: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
 
 
 def rows_in_order(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | None:
-    """For ``x.masked_scatter(mask, rows)`` that writes whole rows, the base, `in_order` and its other
-    operands."""
+    """Match ``x.masked_scatter(mask, rows)`` of whole rows: return the base, `in_order` and its other
+    operands.
+    """
     given = arguments(node)
     base, mask, source = (fake_of(given[name]) for name in ("self", "mask", "source"))
     width = base.shape[-1] if base.dim() else 1
@@ -126,7 +134,7 @@ def rows_in_order(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | Non
 
 
 def in_order(base: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """The rows of a value, one after the other, in place of the rows that a mask chooses.
+    """Replace the rows that a mask chooses by the rows of a value, one after the other.
 
     base    [*leading, T, C]
     mask    [*leading, T, C or 1], the same for all numbers of a row

@@ -1,5 +1,6 @@
-"""What an op does with rows that may be tokens: whether it lets one see another, loses them, or takes them
-for features."""
+"""Effects of an op on rows that may be tokens. It may let one row see another, lose the rows, or treat them
+as features.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ def touches(node: Node, propagation: TokenPropagation) -> bool:
 
 
 def mixes(node: Node, propagation: TokenPropagation, length: int) -> bool:
-    """Does this op let one token see another: attention, a scan along tokens?"""
+    """Does this op let one token see another, as attention or a scan along tokens does?"""
     signature = propagation.signatures.get(node)
     if signature is None or signature.reshape or signature.rows is not None:
         return attends(node, propagation, length)
-    if signature.blocks[0] > signature.blocks[1]:  # rows that come out of blocks
+    if signature.blocks[0] > signature.blocks[1]:  # it makes rows from blocks
         return bool(propagation.of(node))
     reads = any(
         labels[d] in signature.reach
@@ -34,8 +35,9 @@ def mixes(node: Node, propagation: TokenPropagation, length: int) -> bool:
 
 
 def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
-    """Is this op attention over rows, or a product that contracts keys? Rows of more than the tokens are
-    another sequence."""
+    """Is this op attention over rows, or a product that contracts keys? Rows that are more than the tokens
+    are another sequence.
+    """
     signature = propagation.signatures.get(node)
     if signature is None or signature.reshape:
         return False
@@ -62,14 +64,16 @@ def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
 
 
 def is_all(node: Node, mark: Mark, length: int) -> bool:
-    """Are these rows the tokens, no fewer and no more? Several rows for each token (states and actions in
-    turn) are another sequence."""
+    """Are these rows exactly the tokens? Several rows for each token (states and actions in turn) are
+    another sequence.
+    """
     return mark.inner == mark.block == 1 and shape_of(node)[mark.dim] == length * mark.outer
 
 
 def is_pair(node: Node, propagation: TokenPropagation, length: int) -> bool:
-    """Are these probabilities of rows and keys? The keys are the tokens; rows may have heads folded behind
-    each token, as products of all heads with shared keys have them."""
+    """Does a value have rows and keys, as probabilities have? The keys are the tokens; rows may have heads
+    folded behind each token, as products of all heads with shared keys have them.
+    """
     marks = propagation.of(node)
     return (
         len(marks) == 2
@@ -85,12 +89,12 @@ def exchanges(node: Node, propagation: TokenPropagation) -> bool:
 
 
 def gathers(node: Node) -> bool:
-    """Has the result of a collective more numbers than what this process gives?"""
+    """Does the result of a collective have more numbers than this process's operand?"""
     return value_of(node).numel() > value_of(tensor_operands(node)[0]).numel()
 
 
 def crosses(node: Node, propagation: TokenPropagation, other: TokenPropagation) -> bool:
-    """Does this product leave rows of one sequence, and contract keys of another?"""
+    """Does this product keep rows of one sequence, and contract keys of another?"""
     if (
         node not in propagation.signatures
         or not propagation.of(node)
@@ -106,14 +110,17 @@ def crosses(node: Node, propagation: TokenPropagation, other: TokenPropagation) 
 
 
 def is_linear_layer(node: Node, propagation: TokenPropagation, weights: Container[Node]) -> bool:
-    """May this mixer be a square weight in a residual block, so that what it mixes may be features?"""
+    """May this mixer be a product with a square weight, as in a residual block? Then it may mix features
+    instead of tokens.
+    """
     pairs = [a for a in tensor_operands(node) if len(propagation.of(a)) == 2]
     return bool(pairs) and all(a in weights for a in pairs)
 
 
 def is_feature(propagation: TokenPropagation, weights: Container[Node]) -> bool:
-    """Do products read or make this dimension by a weight, so that a scan along it (a cumulative probability)
-    tells nothing? A weight that mixes tokens has them twice."""
+    """Do products with weights read or make this dimension, so that it holds features? A scan along it (a
+    cumulative probability) then proves nothing. A weight that mixes tokens has them twice.
+    """
     return any(
         a in weights and len(propagation.of(a)) == 1
         for n in propagation.met()
@@ -123,7 +130,7 @@ def is_feature(propagation: TokenPropagation, weights: Container[Node]) -> bool:
 
 
 def made_of_weights(graph: Graph, fakes: Mapping[Node, object]) -> set[Node]:
-    """Values computed from weights and constants alone, and from one weight at least."""
+    """Collect the values computed from weights and constants alone, and from at least one weight."""
     given = {n for n, fake in fakes.items() if isinstance(fake, torch.Tensor) and not is_parameter(fake)}
     found = {n for n, fake in fakes.items() if is_parameter(fake)}
     for node in graph.nodes:
@@ -135,7 +142,9 @@ def made_of_weights(graph: Graph, fakes: Mapping[Node, object]) -> set[Node]:
 
 
 def lost_bytes(propagation: TokenPropagation) -> int:
-    """Bytes of values whose marked dimension ends in a reader: contracted, normalised over, or looked up."""
+    """Count the bytes of values whose marked dimension ends in a reader: contracted, normalised over, or
+    looked up.
+    """
     lost = 0
     for node in propagation.met():
         signature = propagation.signatures.get(node)
@@ -158,12 +167,12 @@ def lost_bytes(propagation: TokenPropagation) -> int:
 
 
 def is_batch_of_matrices(node: Node) -> bool:
-    """Is it, or its first output, a matrix at least?"""
+    """Does a node's value, or its first one, have three dimensions or more?"""
     value = first_value(node)
     return isinstance(value, torch.Tensor) and value.dim() > 2
 
 
 def first_value(node: Node) -> object:
-    """The value of a node, or the first of several."""
+    """Return the value of a node, or the first of several."""
     value = value_of(node)
     return value[0] if isinstance(value, (tuple, list)) and value else value

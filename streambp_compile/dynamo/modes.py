@@ -1,4 +1,4 @@
-"""Modes (autocast, gradients) that the user's code switches, replayed in a graph that holds a part of it."""
+"""Modes (autocast, gradients) that the user's code switches, replayed in a graph of a part of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .values import AUTOCAST
 
 
 def is_switch(node: Node) -> bool:
-    """Does a node only switch a mode, or count a use of torch's?"""
+    """Does a node only switch a mode, or log that a feature of torch is used?"""
     return node.op == "call_function" and node.target in internals.MODE_SWITCHES
 
 
@@ -18,8 +18,7 @@ def is_gradient_switch(node: Node) -> bool:
 
 
 def write_inference_as_no_grad(module: GraphModule) -> GraphModule:
-    """Write ``torch.inference_mode`` inside a graph as switches of gradients: nothing else of it is in a
-    graph."""
+    """Write ``torch.inference_mode`` inside a graph as switches of gradients, its only effect there."""
     before: dict[Node, bool] = {}
     recorded = True
     for node in list(module.graph.nodes):
@@ -41,7 +40,7 @@ def write_inference_as_no_grad(module: GraphModule) -> GraphModule:
 
 
 def note_autocast(module: GraphModule) -> GraphModule:
-    """Note for each node which autocast it runs under: elsewhere it may compute in another dtype."""
+    """Note the autocast that each node runs under: elsewhere it may compute in another dtype."""
     active: dict[Node, tuple] = {}
     for node in module.graph.nodes:
         if node.target is internals.enter_autocast:
@@ -65,16 +64,17 @@ def gradient_modes(graph: Graph) -> GradientModes:
 
 
 class Switches:
-    """Writes into a region's graph the modes (autocast, gradients) that hold at each of its nodes in the
-    whole graph."""
+    """The modes (autocast, gradients) of the whole graph, replayed in a region's graph. Each node then runs
+    under the same modes in both.
+    """
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.active: list[Node] = []  # nodes of the whole graph that switched a mode which still holds
+        self.active: list[Node] = []  # nodes of the whole graph that switched to a mode which still holds
         self.replayed: list[tuple[Node, Node]] = []  # those that hold in the region's graph, and their copies
 
     def meet(self, node: Node) -> None:
-        """Pass a switch of the whole graph."""
+        """Update the active modes, if a node of the whole graph switches one."""
         if is_gradient_switch(node):
             self.active = [s for s in self.active if not is_gradient_switch(s)]
             self.active += [] if node.args[0] else [node]
@@ -84,7 +84,7 @@ class Switches:
             self.active = [s for s in self.active if s is not node.args[0]]
 
     def write(self) -> None:
-        """Close what no longer holds, open what now does."""
+        """Close modes that no longer hold, and open those that now do."""
         common = 0
         while (
             common < min(len(self.active), len(self.replayed))

@@ -1,11 +1,12 @@
 """Attention masks with extra columns, for keys that are no tokens of the sequence (memory keys).
 
-``F.pad(mask, (2, 0), value=True)`` has two columns that belong to no token, so its columns cannot be aligned
-with the tokens of its rows. The padding is therefore moved up, through operations that treat each column by
-itself, to what the mask is computed from: one row of numbers (positions, documents, padding of a batch).
-There the extra columns repeat the numbers at the ends, so that no operation meets a number that it would not
-meet otherwise; at the end they get the value of the padding. Each chunk then computes its own rows of the
-mask, with all columns. Rewritten in Dynamo's graph, before autograd sees it.
+``F.pad(mask, (2, 0), value=True)`` has two columns that belong to no token, so its columns cannot be
+aligned with the tokens of its rows. The padding is therefore moved up, through operations that treat
+each column by itself, to the row of numbers that the mask is computed from (positions, documents,
+padding of a batch). There the extra columns repeat the numbers at the ends, so that operations read no
+other numbers than before. In the finished mask they get the value of the padding. Each chunk then
+computes its own rows of the mask, with all columns. The rewrite is done in Dynamo's graph, before
+autograd sees it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Padding:
-    """How many columns are added before a dimension's own, and behind them; what they hold."""
+    """The number of columns added before a dimension's own and behind them, and the value they hold."""
 
     before: int
     behind: int
@@ -59,7 +60,9 @@ def pad_before_masks(module: GraphModule) -> GraphModule:
 
 
 def padding_of(parts: Parts) -> tuple[Node, Padding] | None:
-    """The one value that is padded, and its padding; None of two values, or of different padding."""
+    """Find the one value that is padded, and its padding. None for several values, or for different
+    padding.
+    """
     own = [i for i, p in enumerate(parts.pieces) if p is not None and not is_filled(p)]
     if len(own) != 1:
         return None
@@ -78,7 +81,7 @@ def filling(parts: Parts, piece: Node | None) -> float:
 
 
 def is_mask(node: Node, source: Node) -> bool:
-    """Does a padded value, without a gradient, become the columns of a matrix with that many rows?"""
+    """Does a padded value without a gradient become the columns of a matrix with that many rows?"""
     size, fake = fake_of(source).shape[-1], fake_of(node)
     if fake.requires_grad or is_parameter(fake_of(source)):
         return False
@@ -101,7 +104,7 @@ def readers(node: Node) -> list[Node]:
 class Padded:
     """Copies of a mask's operands with the extra columns, each made once.
 
-    is_thin  the padding ended at single rows everywhere, so no [T, T] matrix is copied
+    is_thin  whether the padding ended at single rows everywhere, so that no [T, T] matrix is copied
     """
 
     def __init__(self, like: Node, padding: Padding):
@@ -109,7 +112,7 @@ class Padded:
         self.known: dict[tuple[Node, int], Node] = {}
 
     def of(self, node: Node, dim: int) -> Node:
-        """A value with the extra columns along a dimension."""
+        """Return a value with the extra columns along a dimension."""
         if (node, dim) not in self.known:
             self.known[node, dim] = self.made(node, dim)
         return self.known[node, dim]
@@ -134,7 +137,9 @@ class Padded:
         return repeated(node, dim, values, self.like)
 
     def picked(self, row: Node, dim: int) -> Node:
-        """A row of numbers with its ends repeated: read by index, so that it is read whole."""
+        """Extend a row of numbers by repeating its ends. An index does so, and the row is then read
+        whole.
+        """
         size = fake_of(row).shape[dim]
         others = (s for d, s in enumerate(fake_of(row).shape) if d != dim)
         self.is_thin &= not any(is_equal(s, size) for s in others)
@@ -142,7 +147,7 @@ class Padded:
         return inserted(self.like, aten.index_select.default, (row, dim, at))
 
     def diagonal(self, node: Node) -> Node:
-        """Ones where a column's place is that of the row."""
+        """Build the padded identity matrix: ones where a column's place is that of the row."""
         rows, fake = arguments(node)["n"], fake_of(node)
         at = inserted(self.like, aten.arange.default, (rows,), {"device": fake.device})
         at = inserted(self.like, aten.unsqueeze.default, (at, 1))
@@ -150,7 +155,7 @@ class Padded:
         return inserted(self.like, aten.to.dtype, (made, fake.dtype))
 
     def places(self, like: Node, dim: int) -> Node:
-        """Column numbers of a padded value; its own first column is 0."""
+        """Number the columns of a padded value. Its own first column is 0."""
         bounds = (-self.padding.before, self.length(like, dim, self.padding.behind))
         return inserted(self.like, aten.arange.start, bounds, {"device": fake_of(like).device})
 
@@ -164,7 +169,7 @@ class Padded:
         return sum_of(known, more, self.like)
 
     def filled(self, made: Node, source: Node) -> Node:
-        """The padded mask, with the value of the padding in its extra columns."""
+        """Fill the extra columns of the padded mask with the value of the padding."""
         dim, fake = fake_of(source).dim() - 1, fake_of(source)
         at = self.places(source, dim)
         own = inserted(self.like, aten.ge.Scalar, (at, 0))

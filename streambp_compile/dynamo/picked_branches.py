@@ -1,5 +1,6 @@
-"""Branches on whether a mask picks a row (internals/branch_tracing.py), of which Dynamo has traced the side
-where it does: the proof that this side does nothing where it picks none."""
+"""Branches on whether a mask picks a row, with the proof that they do nothing where it picks none. Dynamo
+has traced the side on which a row is picked (internals/branch_tracing.py).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 class DoesSomethingElse(Exception):
-    """A branch does something to rows that no mask picks."""
+    """Raised where a branch may have an effect although its mask picks no row."""
 
 
 def is_in_branches(node: Node) -> bool:
@@ -30,10 +31,10 @@ def is_in_branches(node: Node) -> bool:
 
 
 def prove_branches(module: GraphModule) -> dict[str, tuple[int, ...]]:
-    """Remove the calls that enclose branches, if each does nothing where no row is picked. Then whether one
-    is picked is an output of the graph, behind its others, for each branch.
+    """Remove the calls that enclose branches, if each does nothing where no row is picked. The graph then
+    has one more output for each branch, behind the others: whether a row is picked.
 
-    Returns the inputs that only branches read: by their names, the places of these branches among them.
+    Returns the inputs that only branches read: name → the indices of these branches.
     """
     nested = (m for m in module.modules() if isinstance(m, GraphModule) and m is not module)
     sides = [Side(end) for end in module.graph.find_nodes(op="call_function", target=internals.end_branch)]
@@ -56,9 +57,9 @@ def prove_branches(module: GraphModule) -> dict[str, tuple[int, ...]]:
 
 
 def read_in_branches(module: GraphModule, sides: Sequence[Side]) -> dict[str, tuple[int, ...]]:
-    """The inputs with gradients that are read in branches alone, and in which."""
+    """Find the inputs with gradients that only branches read, and the indices of these branches."""
     inside: dict[Node, int] = {}
-    for i, side in enumerate(sides):  # an inner one comes before the one around it
+    for i, side in enumerate(sides):  # an inner branch comes before the one around it
         for node in side.nodes():
             inside.setdefault(node, i)
     given = [n for n in module.graph.find_nodes(op="placeholder") if n.users and wants_gradient(n)]
@@ -70,14 +71,15 @@ def read_in_branches(module: GraphModule, sides: Sequence[Side]) -> dict[str, tu
 
 
 class Taken:
-    """Which branches a call has taken: known when it has run."""
+    """The branches that a call has taken, known after it has run."""
 
     flags: Sequence[torch.Tensor] = ()
 
 
 class GradientIfTaken(torch.autograd.Function):
-    """A value, without a gradient where none of some branches was taken: code that is skipped leaves the
-    ``.grad`` of its weights None, and optimizers then skip them, too."""
+    """Identity whose gradient is None where none of some branches was taken. Code that is skipped leaves
+    the ``.grad`` of its weights None, and optimizers then skip them, too.
+    """
 
     @staticmethod
     def forward(ctx, value: torch.Tensor, taken: Taken, branches: tuple[int, ...]) -> torch.Tensor:
@@ -88,17 +90,17 @@ class GradientIfTaken(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         flags = [ctx.taken.flags[i] for i in ctx.branches]
-        taken = any(internals.is_fake(flag) or flag for flag in flags)  # the most, where a step is simulated
+        taken = any(internals.is_fake(flag) or flag for flag in flags)  # a simulated step takes all branches
         return (gradient if taken else None), None, None
 
 
 def with_gradients_if_taken(
     call: Callable, read: Mapping[str, tuple[int, ...]], branches: int, placeholders: Sequence[Node]
 ) -> Callable:
-    """A call that drops its last results, one for each branch, and gives no gradient to what only branches
-    read that were not taken.
+    """Wrap a call so that inputs of branches that were not taken get no gradient. The wrapped call drops
+    its last results, one for each branch.
 
-    read  those inputs, as `prove_branches` returns them
+    read  inputs that only branches read, as `prove_branches` returns them
     """
     if not branches:
         return call
@@ -120,7 +122,7 @@ class Side:
     """The side of a branch on which rows are picked.
 
     end    the call behind it in the graph
-    zeros  values that are zero or false where no row is picked
+    zeros  value → whether it is zero or false where no row is picked
     """
 
     end: Node
@@ -146,7 +148,7 @@ class Side:
             node = node.next
 
     def check(self) -> None:
-        """Raises `DoesSomethingElse`."""
+        """Raise `DoesSomethingElse` if the side may have an effect where no row is picked."""
         for node in self.nodes():
             if node.target in internals.ASSERTIONS or internals.is_hook(node):
                 raise DoesSomethingElse(f"{node} is an assertion or a hook")
@@ -166,7 +168,7 @@ class Side:
         return self.unchanged(node if value is None else value) is self.unchanged(written)
 
     def unchanged(self, node: Node) -> Node:
-        """The value that a value is where no row is picked."""
+        """Find the value that a value equals where no row is picked."""
         while True:
             choice, values = chosen_value(node), added_values(node)
             if choice is not None and self.is_zero(choice.condition):

@@ -1,6 +1,7 @@
 """Functions of picked rows: the proof that no row sees another, and their gradients.
 
-A gradient is traced for three numbers of rows; sizes that differ between the traces are that number.
+A gradient is traced for three numbers of rows. Sizes that differ between the traces become expressions
+of that number.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ streambp = torch.ops.streambp
 
 
 class NotRowByRow(Exception):
-    """Why picked rows are no function of rows."""
+    """Raised with the reason why operations on picked rows are no function of single rows."""
 
 
 def register(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> str:
-    """Enter a function into the table under a name of its contents, with its gradients: those of rows, and
-    those that are sums over rows.
+    """Enter a function into the table under a name of its contents, together with its gradients. One
+    gradient function is for operands with rows, another for operands whose gradients are sums over rows.
 
     fakes  the operands
+
+    Raises `NotRowByRow` if a row of the result depends on other picked rows, and `NotForAnyCount` if an
+    operator has no gradient.
     """
     described = [f"{tuple(x.shape)}{x.dtype}{x.device}{x.requires_grad}" for x in fakes]
     text = f"{found.module.code}{found.operands}{found.results}{described}"
@@ -57,7 +61,9 @@ def register(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> str:
 
 
 def with_gradients(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> list[int]:
-    """The operands that want gradients and get some: none of those that are detached inside, or compared."""
+    """Find the operands that want gradients and get some. Operands that are detached inside, or only
+    compared, get none.
+    """
     wanted = [i for i, x in enumerate(fakes) if x.requires_grad and x.dtype.is_floating_point]
     with internals.FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         given = [example_of(how, x, COUNTS[-1]) for how, x in zip(found.operands, fakes)]
@@ -76,13 +82,13 @@ WANTED: dict[str, tuple[int, ...]] = {}
 
 
 def example_of(how: Picked, fake: torch.Tensor, count: int) -> torch.Tensor:
-    """An operand as the graph of a function reads it, of so many picked rows."""
+    """Build an operand as the graph of a function reads it, for ``count`` picked rows."""
     shape = [count, *fake.shape[len(how.dims) :]] if how.dims else list(fake.shape)
     return torch.empty([int(s) for s in shape], dtype=fake.dtype, device=fake.device)
 
 
 def width_if_row_by_row(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> int:
-    """Bytes per picked row that are alive at the widest moment.
+    """Compute the peak memory of a function, in bytes per picked row.
 
     Raises `NotRowByRow` where a row of the result depends on other picked rows.
     """
@@ -109,7 +115,9 @@ def width_if_row_by_row(found: PickedFunction, fakes: Sequence[torch.Tensor]) ->
 
 
 def gradient(found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Sequence[int]) -> PickedFunction:
-    """The gradients of some operands, as a function of that of the result and of all operands."""
+    """Build the function for the gradients of some operands. It reads the gradient of the result, and all
+    operands.
+    """
     (result,) = found.results
     traces = [traced(found, fakes, wanted, count) for count in COUNTS]
     try:
@@ -128,13 +136,14 @@ def gradient(found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Seque
 
 
 def constant_shape(how: Picked, fake: torch.Tensor) -> tuple[int, ...]:
-    """The shape of an operand, with zeros for its leading sizes, which the mask has."""
+    """Return the shape of an operand, with zeros for its leading sizes, which the mask has."""
     return (*(0 for _ in how.dims), *map(int, fake.shape[len(how.dims) :]))
 
 
 def more_alive(traces: Sequence[GraphModule]) -> int:
-    """Bytes that one more row takes at the widest moment. What has no rows (the gradient of a weight) is left
-    out."""
+    """Estimate the bytes that one more row takes at the widest moment. Values without rows (the gradient of
+    a weight) are left out.
+    """
     alive = [most_alive(list(trace.graph.nodes)) for trace in traces]
     return max(0, alive[-1] - alive[0]) // (COUNTS[-1] - COUNTS[0])
 
@@ -142,7 +151,7 @@ def more_alive(traces: Sequence[GraphModule]) -> int:
 def traced(
     found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Sequence[int], count: int
 ) -> GraphModule:
-    """The gradients for so many rows."""
+    """Trace the gradients for ``count`` rows."""
     (result,) = found.results
 
     def run(grad: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
@@ -163,7 +172,7 @@ def keep_operands(ctx, inputs: tuple, output: list[torch.Tensor]) -> None:
 
 
 def gradients(ctx, grads: list[torch.Tensor]):
-    """The gradients of a function of picked rows are two of them: one for rows, one for sums."""
+    """Compute the gradients of a function of picked rows: one call for rows, and one for sums."""
     mask, *operands = ctx.saved_tensors
     found, given = FUNCTIONS[ctx.function], [mask, grads[0], *operands]
     wanted = WANTED[ctx.function]

@@ -1,4 +1,4 @@
-"""What a traced graph does to the rows that a mask picks, as a graph for any number of such rows."""
+"""Operations of a trace on the rows that a mask picks, as a graph for any number of such rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ aten = torch.ops.aten
 
 
 def last_of_picked(trace: GraphModule) -> list[Node]:
-    """Where values of a known size are made of picked rows: rows are put back, or reduced to one value."""
+    """List the nodes that make values of a known size from picked rows. They put rows back, or reduce them
+    to one value.
+    """
     return [
         n
         for n in trace.graph.nodes
@@ -44,14 +46,16 @@ def rows_in(node: Node) -> list[Node]:
 
 
 def masks_of(node: Node) -> list[Node]:
-    """Masks by which a node picks rows, or puts them, without their places."""
+    """List the masks by which a node picks rows or puts them, without their places."""
     if form_of(node) not in (Form.LOOK_UP, Form.PUT_ROWS):
         return []
     return [i for i in node.args[1] if i is not None and i.meta["val"].dtype is torch.bool]
 
 
 def mask_of(nodes: Sequence[Node]) -> Node:
-    """The one mask by which all these nodes pick rows."""
+    """Find the one mask by which all these nodes pick rows. Raises `NotRowByRow` if there is no such
+    mask.
+    """
     masks = [n.args[0] for n in nodes if form_of(n) is Form.PLACES]
     masks += [mask for n in nodes for mask in masks_of(n)]
     if len(set(masks)) != 1 or masks[0].meta["val"].dtype is not torch.bool:
@@ -60,8 +64,10 @@ def mask_of(nodes: Sequence[Node]) -> Node:
 
 
 def coordinates_of(nodes: Sequence[Node]) -> dict[Node, int]:
-    """The values that hold one coordinate of each picked place, and the dimension of the mask that it is."""
-    lists: dict[Node, int] = {}  # values of all coordinates, and the dimension along which these lie
+    """Find the values that hold one coordinate of each picked place. Returns for each the dimension of the
+    mask that it indexes.
+    """
+    lists: dict[Node, int] = {}  # values of all coordinates → the dimension along which these lie
     found: dict[Node, int] = {}
     for node in nodes:
         source = next((a for a in node.args[:1] if isinstance(a, Node)), None)
@@ -82,8 +88,9 @@ def coordinates_of(nodes: Sequence[Node]) -> dict[Node, int]:
 
 
 def is_turned(node: Node) -> bool | None:
-    """Does a node exchange the two dimensions of a list of places? None if it does anything but that or
-    nothing."""
+    """Does a node exchange the two dimensions of a list of places? False if it changes nothing, None if it
+    does anything else.
+    """
     if part_of(node) is Part.TRANSPOSE:
         return True
     if node.target is aten.permute.default:
@@ -94,7 +101,7 @@ def is_turned(node: Node) -> bool | None:
 
 
 def is_same(node: Node) -> bool:
-    """Has a node the whole numbers of its operand?"""
+    """Does a node have the whole numbers of its operand, unchanged?"""
     copies = part_of(node) is Part.COPY or form_of(node) is Form.ALIAS
     return copies and node.meta["val"].dtype is torch.int64
 
@@ -107,22 +114,22 @@ def is_whole_slice(node: Node) -> bool:
 
 
 def is_same_list(node: Node) -> bool:
-    """Is a node the list of numbers that its operand is?"""
+    """Is a node the same list of numbers as its operand?"""
     shaped = part_of(node) is Part.MERGE or form_of(node) in (Form.SQUEEZE, Form.RESHAPE)
     same = shaped or is_same(node) or is_whole_slice(node)
     return same and is_tensor(node) and node.meta["val"].dim() == 1
 
 
 class PickedGraph:
-    """What is done to picked rows, read from a trace.
+    """Operations on picked rows, read from a trace.
 
     last      the node of the trace that puts rows back, or reduces them
     mask      the mask
-    operands  values of the trace that the rows are made of
+    operands  values of the trace that the rows are computed from
     base      the value into which rows are put; None where they are reduced
-    result    how they are put there, or among zeros of which the sum is taken
+    result    how they are put there, or among zeros, which are then summed
     within    dimensions of a picked row over which it is reduced first
-    mean_of   numbers of a picked row of which the mean is taken, with those of all others; None of a sum
+    mean_of   how many numbers of each picked row enter a mean over all of them; None for a sum
     """
 
     def __init__(self, trace: GraphModule, last: Node):
@@ -141,7 +148,7 @@ class PickedGraph:
         self.write(rows, last)
 
     def made_of_picked(self) -> set[Node]:
-        """All that depends on which rows are picked."""
+        """Collect all nodes that depend on which rows are picked."""
         found: set[Node] = set()
         for node in self.nodes:
             random = node.op == "call_function" and draws_random(node) and part_of(node) is not Part.DROPOUT
@@ -155,7 +162,7 @@ class PickedGraph:
         return form_of(node) is Form.PLACES or bool(masks_of(node))
 
     def dims(self, indices: Sequence[Node | None]) -> tuple[int, ...]:
-        """The dimensions of the mask that some indices are, of the leading dimensions of a value."""
+        """Return the dimensions of the mask that index the leading dimensions of a value."""
         given = list(indices)
         while given and given[-1] is None:
             given.pop()
@@ -166,7 +173,9 @@ class PickedGraph:
         return tuple(self.coordinates[i] for i in given)
 
     def put(self, node: Node) -> tuple[Node | None, Node, Picked]:
-        """The value into which the last node puts rows, if it does, the rows, and how."""
+        """Find the value into which the last node puts rows, the rows, and how they are put. The value is
+        None where rows are reduced.
+        """
         given, form = arguments(node), form_of(node)
         if part_of(node) in (Part.TOTAL, Part.MEAN):
             return None, *self.reduction(node, given)
@@ -184,7 +193,7 @@ class PickedGraph:
         return base, rows, Picked(dims, tuple(value.shape), value.dtype, added)
 
     def reduction(self, node: Node, given: dict) -> tuple[Node, Picked]:
-        """The rows of which the last node takes the sum or the mean, and how they are put among zeros."""
+        """Find the rows of which the last node takes the sum or mean, and how they are put among zeros."""
         rows, value = given["self"], given["self"].meta["val"]
         dims = {d % value.dim() for d in given.get("dim") or range(value.dim())}
         if 0 not in dims or given.get("keepdim") or any(map(internals.is_unbacked, value.shape[1:])):
@@ -198,7 +207,7 @@ class PickedGraph:
         return rows, Picked(tuple(range(mask.dim())), (*mask.shape, *tail), wide, added=False)
 
     def write(self, rows: Node, last: Node) -> None:
-        """Copy what makes the rows, for any number of them."""
+        """Copy the operations that compute the rows, for any number of them."""
         self.check_writes(last)
         value = self.copied(rows)
         if self.base is None:
@@ -213,7 +222,7 @@ class PickedGraph:
         self.graph.output([value])
 
     def check_writes(self, last: Node) -> None:
-        """Raises `NotRowByRow` where a picked value is written into that is also read as it was before."""
+        """Raise `NotRowByRow` where a picked value is written into that is also read as it was before."""
         for node in self.picked - {last}:
             written = written_argument(node) if node.op == "call_function" and is_tensor(node) else None
             if written is not None and (written not in self.picked or set(written.users) != {node}):
@@ -245,7 +254,7 @@ class PickedGraph:
         return self.graph.call_function(target, args, kwargs)
 
     def dropped(self, node: Node, result: int) -> Node:
-        """Picked rows after dropout. What is dropped is drawn for all rows, and picked as they are."""
+        """Apply dropout to picked rows. Its mask is drawn for all rows, and picked as they are."""
         rows, rate = node.args[:2]
         if result != 0:
             raise NotRowByRow("what dropout has dropped is read")
@@ -259,7 +268,7 @@ class PickedGraph:
         return self.graph.call_function(aten.mul.Tensor, (self.copied(rows), picked))
 
     def looked_up(self, source: Node, indices: Sequence[Node | None]) -> Node:
-        """Rows of a value, picked along its leading dimensions, or along those behind (``x[None, rows]``)."""
+        """Pick rows of a value along its leading dimensions, or along those behind (``x[None, rows]``)."""
         ahead = next(i for i, index in enumerate(indices) if index is not None)
         how, rank = Picked(self.dims(indices[ahead:])), source.meta["val"].dim()
         if not ahead:
@@ -290,5 +299,5 @@ class PickedGraph:
 
 
 def is_count(node: Node) -> bool:
-    """Is a size the number of picked rows itself?"""
+    """Is a size exactly the number of picked rows?"""
     return node.meta["val"].node.expr.is_Symbol

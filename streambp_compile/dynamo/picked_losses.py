@@ -1,7 +1,7 @@
 """Losses of the rows that a mask picks: ``F.cross_entropy(logits[mask], labels[mask])``.
 
-Where a loss ignores some labels, it is the loss of all rows, with labels that it ignores where the mask is
-false. Nothing is picked then, and the head streams with its loss as ever.
+If a loss can ignore labels, it equals the loss of all rows, with ignored labels where the mask is false.
+Then no rows are picked, and the head streams with its loss as usual.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MappedRows:
 
     source  the value
     mask    the mask
-    maps    what is done to the rows, number by number, the first thing first
+    maps    pointwise functions of the rows, in the order in which they are applied
     """
 
     source: Node
@@ -42,7 +42,9 @@ class PickedLoss:
 
 
 def picked_loss(trace: GraphModule) -> PickedLoss | None:
-    """The loss at the end of a trace, if it can ignore rows, and one mask picks its rows and their labels."""
+    """Match the loss at the end of a trace. It must be able to ignore rows, and one mask must pick its rows
+    and their labels.
+    """
     last = trace.graph.output_node().args[0]
     if not isinstance(last, Node) or part_of(last) is not Part.LOSS:
         return None
@@ -62,7 +64,7 @@ def picked_loss(trace: GraphModule) -> PickedLoss | None:
 
 
 def picked(node: Node) -> MappedRows | None:
-    """The rows of ``source[mask]`` that a node maps number by number, or else None."""
+    """Match a pointwise function of the rows ``source[mask]``. None for other nodes."""
     maps: list[Node] = []
     while True:
         if form_of(node) is Form.LOOK_UP:
@@ -82,7 +84,7 @@ def maps_numbers(node: Node) -> bool:
 
 
 def is_same(node: Node) -> bool:
-    """Is it a view of a value in its own shape?"""
+    """Is a node a view of a value, with the same shape?"""
     value, source = node.meta["val"], node.args[0]
     if part_of(node) is not Part.MERGE or not isinstance(source, Node):
         return False

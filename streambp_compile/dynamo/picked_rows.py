@@ -1,10 +1,10 @@
-"""Rows that a mask picks (``x[mask]``, ``torch.where(mask)``), which are computed by themselves and put
-back: experts in a Python loop.
+"""Rows that a mask picks (``x[mask]``, ``torch.where(mask)``), computed by themselves and put back. Experts
+in a Python loop are an example.
 
-How many rows are picked is not known before the graph runs. What maps each picked row by itself, and puts it
-back to its place, becomes a call of ``streambp::picked_rows`` (passes/kernels/picked_rows.py), whose operands
-and results have a row per token. What does anything else with picked rows breaks the graph, as it does by
-default.
+The number of picked rows is unknown before the graph runs. Operations that map each picked row by
+itself, and put it back to its place, become a call of ``streambp::picked_rows``
+(passes/kernels/picked_rows.py), whose operands and results have a row per token. Other operations on
+picked rows break the graph, as they do by default.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPERATORS = frozenset(filter(callable, vars(operator).values())) - WRITING
 
 
 def write_picked_rows(module: GraphModule) -> GraphModule:
-    """Write what is done to picked rows as calls of ``streambp::picked_rows``."""
+    """Write operations on picked rows as calls of ``streambp::picked_rows``."""
     if not any(map(depends_on_data, module.graph.nodes)):
         return module
     compare_with_zero(module.graph)
@@ -58,7 +58,7 @@ def write_picked_rows(module: GraphModule) -> GraphModule:
 
 
 def compare_with_zero(graph: Graph) -> None:
-    """Write places where numbers are not zero (``torch.where(one_hot[e])``) as those where a mask is true."""
+    """Write places of nonzero numbers (``torch.where(one_hot[e])``) as places where a mask is true."""
     for node in list(graph.nodes):
         if (
             lists_places(node)
@@ -74,8 +74,10 @@ def compare_with_zero(graph: Graph) -> None:
 
 
 def unify_masks(graph: Graph) -> None:
-    """Write masks that are computed twice by Python's operators, or by methods (``x[:, 1:][mask[:, 1:]]``,
-    ``x[mask.to(x.device) != 0]``), once."""
+    """Merge masks that are computed twice by Python's operators or by methods.
+
+    Examples are ``x[:, 1:][mask[:, 1:]]`` and ``x[mask.to(x.device) != 0]``.
+    """
     written = {storage_of(value) for node in graph.nodes if (value := mutated(node)) is not None}
     known: dict[str, Node] = {}
     for node in list(graph.nodes):
@@ -90,14 +92,14 @@ def unify_masks(graph: Graph) -> None:
 
 
 def is_spelling(node: Node) -> bool:
-    """Is a node one of Python's operators, or a method that writes into nothing?"""
+    """Is a node one of Python's operators, or a method that writes into no operand?"""
     if node.op == "call_method":
         return not node.target.endswith("_")
     return node.op == "call_function" and node.target in OPERATORS
 
 
 def is_integral(node: Node) -> bool:
-    """Is it a tensor of booleans, or of integers, that a mask may be made of?"""
+    """Is it a tensor of booleans or integers, from which a mask may be computed?"""
     value = fake_of(node)
     whole = isinstance(value, torch.Tensor) and not internals.is_unbacked(value)
     return whole and not value.is_floating_point() and not value.is_complex()
@@ -111,14 +113,14 @@ def depends_on_data(node: Node) -> bool:
 
 
 def puts_back(node: Node) -> bool:
-    """Does a node make a value of known size from picked rows? A check of a size makes nothing."""
+    """Does a node make a value of known size from picked rows? A check of a size makes none."""
     makes = isinstance(fake_of(node), torch.Tensor) or mutated(node) is not None
     read = any(map(depends_on_data, node.all_input_nodes))
     return makes and read and not depends_on_data(node)
 
 
 def erase_rows_unread(graph: Graph) -> None:
-    """Erase values that depend on data, what was asked of them, and checks of them, if nobody reads them."""
+    """Erase values that depend on data, masks made from them, and checks of them, if no node reads them."""
     for node in reversed(graph.nodes):
         read = any(map(depends_on_data, node.all_input_nodes))
         calls = node.op in ("call_function", "call_method") and mutated(node) is None
@@ -129,7 +131,7 @@ def erase_rows_unread(graph: Graph) -> None:
 
 @dataclass
 class PickedTrace:
-    """What was read at a node: its trace, the functions of rows in it, and their names by last node."""
+    """The trace of a node, the functions of rows in it, and their names by last node."""
 
     trace: GraphModule
     rows: list[PickedGraph]
@@ -137,10 +139,10 @@ class PickedTrace:
 
 
 class PutBack:
-    """A node that puts rows back, or reduces them, with all that was made of picked rows on the way.
+    """A node that puts rows back or reduces them, with all values of picked rows that lead to it.
 
-    nodes   what depends on the data, in order, and the node itself
-    inputs  what that reads of others
+    nodes   nodes that depend on the data, in order, and the node itself
+    inputs  other values that these read
     """
 
     def __init__(self, node: Node, modes: dict[Node, str], known: dict[str, PickedTrace]):
@@ -156,7 +158,7 @@ class PutBack:
         self.inputs = sorted({a for n in found for a in n.all_input_nodes} - found)
 
     def rewrite(self) -> None:
-        """Write the node as a function of rows. Raises `NotRowByRow`."""
+        """Replace the node by functions of rows. Raises `NotRowByRow` if that is impossible."""
         self.check()
         if self.ignores_rows():
             return
@@ -179,7 +181,7 @@ class PutBack:
         self.graph.erase_node(self.node)
 
     def ignores_rows(self) -> bool:
-        """Write a loss that can ignore rows as the loss of all of them. False if it is another node."""
+        """Write a loss that can ignore rows as the loss of all of them. Returns False for other nodes."""
         value = fake_of(self.node)
         if not isinstance(value, torch.Tensor) or value.dim() or mutated(self.node) is not None:
             return False
@@ -202,14 +204,14 @@ class PutBack:
         return True
 
     def mapped(self, rows: MappedRows) -> Node:
-        """What is done to picked rows, done to all of them."""
+        """Apply the functions of picked rows to all rows of their source."""
         value = self.outside(rows.source)
         for each in rows.maps:
             value = inserted(self.node, each.target, (value, *each.args[1:]), each.kwargs)
         return value
 
     def called(self, rows: PickedGraph, names: dict[Node, str]) -> Node:
-        """What a node of the trace makes of picked rows, as a call of their function, which gets a name."""
+        """Call the function of rows that a node of the trace computes. It gets a name at its first call."""
         base = None if rows.base is None else self.outside(rows.base)
         operands = [self.kept(self.outside(n)) for n in rows.operands]
         if rows.last not in names:
@@ -222,7 +224,7 @@ class PutBack:
         )
 
     def text(self) -> str:
-        """All that the function depends on; equal texts, equal functions."""
+        """Describe all that the function depends on. Equal texts mean equal functions."""
         index = {n: f"%{i}" for i, n in enumerate((*self.inputs, *self.nodes))}
         given = [f"{internals.describe(fake_of(n))}{fake_of(n).requires_grad}" for n in self.inputs]
         calls = [
@@ -231,7 +233,7 @@ class PutBack:
         return "\n".join([*given, *calls, self.modes[self.node]])
 
     def check(self) -> None:
-        """Raises `NotRowByRow` where computing all of it here, by other operators, would not be the same."""
+        """Raise `NotRowByRow` where the nodes would compute something else here, or by other operators."""
         last = self.modes[self.node]
         for node in self.nodes:
             fake = fake_of(node)
@@ -246,7 +248,9 @@ class PutBack:
         self.check_writes()
 
     def check_writes(self) -> None:
-        """Raises `NotRowByRow` where an input is written into after it was read."""
+        """Raise `NotRowByRow` where an input is written into after it was read, or where the nodes write
+        into one.
+        """
         memory, inside = {storage_of(n) for n in self.inputs}, set(self.nodes)
         node = self.nodes[0]
         while node is not self.node:
@@ -258,7 +262,7 @@ class PutBack:
             node = node.next
 
     def computed(self, *given: torch.Tensor) -> torch.Tensor:
-        """What the node makes, or what it has written into."""
+        """Compute the value of the node, or the one that it has written into."""
         values = dict(zip(self.inputs, given))
         for node in self.nodes:
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
@@ -272,12 +276,12 @@ class PutBack:
         return values[self.node] if written is None else values[written]
 
     def value_like(self) -> Node:
-        """A picked value, with the user's line and whether gradients are wanted."""
+        """Find a picked value that has the user's line, and a gradient if any has one."""
         rows = [n for n in self.nodes[:-1] if isinstance(fake_of(n), torch.Tensor)]
         return max(rows, key=lambda n: (fake_of(n).requires_grad, n is rows[-1]))
 
     def outside(self, value: Node) -> Node:
-        """A value of the trace that no picked row is in, in the graph."""
+        """Insert into the graph a value of the trace that contains no picked row. Each is inserted once."""
         if value not in self.values and isinstance(value.meta["val"], torch.SymInt) and is_count(value):
             self.values[value] = inserted(self.value_like(), torch.sum, (self.mask,))
         elif value not in self.values:
@@ -296,7 +300,7 @@ class PutBack:
         return self.values[value]
 
     def sum_of_put(self, put: Node, rows: PickedGraph) -> Node:
-        """The sum or the mean of rows that were put among zeros, one for each token."""
+        """Compute the sum or the mean of rows that were put among zeros, one for each token."""
         like, dtype = self.value_like(), rows.last.meta["val"].dtype
         total = inserted(like, torch.sum, (put, list(rows.result.dims)))
         if rows.mean_of is not None:
@@ -305,14 +309,14 @@ class PutBack:
         return total if fake_of(total).dtype == dtype else inserted(like, torch.Tensor.to, (total, dtype))
 
     def kept(self, operand: Node) -> Node:
-        """An operand as autograd may keep it: a copy of what the node writes into."""
+        """Return an operand that autograd may save. It is a copy, if the node writes into the operand."""
         written = mutated(self.node)
         if written is None or storage_of(operand) != storage_of(written):
             return operand
         return inserted(self.value_like(), torch.clone, (operand,))
 
     def put_into(self, base: Node, put: Node, mask: Node, how: Picked) -> Node:
-        """The rows that were put back, in the value that they were put into."""
+        """Put the computed rows, one for each token, into their base."""
         in_place, like = mutated(self.node) is not None, self.value_like()
         if how.added and in_place:
             return self.written(aten.add_.Tensor, base, put)
@@ -329,7 +333,7 @@ class PutBack:
         return self.written(aten.copy_.default, base, new) if in_place else new
 
     def written(self, target: torch._ops.OpOverload, base: Node, value: Node) -> Node:
-        """An operator that writes into a value; Dynamo has written into its fake already."""
+        """Insert an operator that writes into a value. Dynamo has written into its fake value already."""
         node = self.graph.call_function(target, (base, value))
         node.meta = {**self.value_like().meta, "example_value": fake_of(base)}
         return node

@@ -1,8 +1,8 @@
-"""What several processes compute together: DTensors, and collectives in the user's own code.
+"""Graphs that several processes compute together: DTensors, and collectives in the user's own code.
 
-Every process has to run the same collectives in the same order. So what such a graph is cut into, and how
-long chunks are, may depend on nothing that one process has and another has not: neither on its data nor on
-its clock, nor on what is free on its device.
+Every process has to run the same collectives in the same order. So the cuts of such a graph, and its
+chunk lengths, must not depend on anything that differs between processes: their data, their clocks, the
+free memory of their devices.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from .values import fake_of
 
 
 def spans_processes(nodes: Iterable[Node]) -> bool:
-    """Is any of these values on several processes, or made by a collective?"""
+    """Is any of these values spread over several processes, or made by a collective?"""
     return any(internals.is_sharded(fake_of(n)) or communicates(n) for n in nodes)
 
 
 def check_parts(nodes: Iterable[Node]) -> None:
-    """Raises `CannotStream` for DTensors of which one process holds more than another: they would not run
-    equally many chunks."""
+    """Raise `CannotStream` for a DTensor of which one process holds more than another. The processes would
+    run different numbers of chunks.
+    """
     for node in nodes:
         if internals.is_uneven(fake_of(node)):
             raise CannotStream(
@@ -40,10 +41,10 @@ def check_parts(nodes: Iterable[Node]) -> None:
 
 
 def routed(nodes: Iterable[Node]) -> Node | None:
-    """The first exchange that sends more to one process than to another, as the routing of tokens to experts
-    has it. A ring, which sends all to one process, is none.
+    """Find the first exchange that sends more to one process than to another, as in routing tokens to
+    experts. A ring, which sends all to one process, is none.
 
-    Such sizes differ between processes, and so would what they cut and plan.
+    Such sizes differ between processes, and so would the processes' cuts and plans.
     """
     exchange = torch.ops._c10d_functional.all_to_all_single.default
     for node in (n for n in nodes if n.target is exchange):

@@ -1,11 +1,12 @@
-"""Python floats that change from step to step (a temperature, a coefficient) as tensors of one number.
+"""Python floats that change from step to step (a temperature, a coefficient), as tensors of one number.
 
-Dynamo hands such a float over as a tensor and reads it by ``item()``. The symbolic number that this gives
-is of no use to graphs of tensors, so every reader is given the tensor itself. Where a reader takes numbers
-only (an ``alpha=``, a dropout rate), the float becomes a constant, and Dynamo compiles again when it changes.
+Dynamo passes such a float as a tensor and reads it by ``item()``. Graphs of tensors cannot use the
+symbolic number that this gives, so every reader gets the tensor itself. Where a reader takes numbers
+only (an ``alpha=``, a dropout rate), the float becomes a constant, and Dynamo compiles again when it
+changes.
 
-With ``capture_scalar_outputs``, numbers that the graph itself computes (``loss.item()``) are read in the same
-way. They have no gradient, and cannot be constants.
+With ``capture_scalar_outputs``, numbers that the graph itself computes (``loss.item()``) are read in the
+same way. They have no gradient, and cannot be constants.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from .values import fake_of
 
 
 def floats_as_tensors(module: GraphModule) -> list[torch.SymFloat]:
-    """Give the readers of symbolic floats tensors in their place; returns what must be constants instead,
-    because a reader takes numbers only."""
+    """Give the readers of symbolic floats tensors instead. Returns the floats that must become constants,
+    because a reader takes numbers only.
+    """
     tensors: dict[Node, Node] = {}
     constants: set[Node] = set()
     for node in list(module.graph.nodes):
@@ -37,7 +39,7 @@ def floats_as_tensors(module: GraphModule) -> list[torch.SymFloat]:
                 tensors[node] = new
             else:
                 node.replace_all_uses_with(new)
-    if constants:  # the graph is traced again
+    if constants:  # Dynamo traces the graph again
         return [fake_of(n) for n in constants if n in tensors]
     for node in reversed(list(module.graph.nodes)):
         if not node.users and (node in tensors or not tensors.keys().isdisjoint(node.all_input_nodes)):
@@ -55,7 +57,9 @@ def is_symbolic_float(node: Node) -> bool:
 
 
 def detached_number(item: Node) -> Node:
-    """The tensor that a number is read from; detached where it has a gradient, which a number has not."""
+    """Return the tensor that a number is read from. It is detached if it has a gradient, because numbers
+    have none.
+    """
     tensor = item.args[0]
     if not fake_of(tensor).requires_grad:
         return tensor
@@ -64,14 +68,17 @@ def detached_number(item: Node) -> Node:
 
 
 def without_number(fake: torch.Tensor) -> torch.Tensor:
-    """The same fake, which does not know its symbolic number: what asks it for one takes no tensor."""
+    """Copy a fake tensor without its symbolic number. An operation that asks for the number takes no
+    tensors, and fails on the copy.
+    """
     with fake.fake_mode:
         return torch.empty_like(fake)
 
 
 def read_tensors(node: Node, tensors: dict[Node, Node]) -> Node | None:
-    """The same operation with tensors for symbolic floats; None if it takes none, or if they change its
-    result's shape or dtype."""
+    """Insert the same operation with tensors for symbolic floats. None if it takes none, or if they change
+    its result's shape or dtype.
+    """
     expected = fake_of(node)
     if not isinstance(expected, torch.Tensor | torch.SymFloat):
         return None
@@ -91,7 +98,7 @@ def read_tensors(node: Node, tensors: dict[Node, Node]) -> Node | None:
             }
             args, kwargs = map_arg((args, kwargs), lambda a: cast.get(a, a))
             new = inserted(like, target, args, kwargs, as_written=True)
-    except Exception:  # whatever an operation says to a tensor where it wants a number
+    except Exception:  # any error of an operation that wants a number and gets a tensor
         return None
     found = fake_of(new)
     same = isinstance(found, torch.Tensor) and (
@@ -114,7 +121,7 @@ def tensor_of_number(
     return number.to(device, dtype or torch.get_default_dtype(), copy=True)
 
 
-# Functions of symbolic numbers that take no tensors, and what they are for tensors.
+# Functions of symbolic numbers that take no tensors → the same functions for tensors.
 OF_NUMBERS = {
     torch.sym_max: largest,
     torch.sym_min: smallest,

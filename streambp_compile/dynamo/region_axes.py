@@ -1,4 +1,4 @@
-"""Along which sequence a region streams, where a model has several."""
+"""The choice of the sequence along which a region streams, where a model has several."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from ..passes.split import Region
 from .token_axes import Axis
 from .values import fake_of, is_parameter, own_of
 
-MANY_ROWS = 64  # rows of a sequence that streams beside the one that attends; fewer, where that is shorter
-FAR = 4  # times the bytes of what attends: a sequence that carries more is the one to stream along
+MANY_ROWS = 64  # rows a sequence beside the attending one needs to be streamed; fewer if that one is shorter
+FAR = 4  # a sequence with more than this many times the bytes of the one that attends is streamed along
 
 
 def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
-    """The axis of a region: of the tokens that come in blocks to it, or leave it so; of those that attend in
-    it; else of those that see one another, or that most of its values carry, with no rows beside them.
+    """Choose the axis of a region.
 
-    A few tokens that attend beside a long sequence (a prompt beside an image, latents beside a text) are not
-    what takes the memory. And where each row of another sequence has an attention of its own (that of the
-    patches of a frame), rows are streamed, and no keys are kept.
+    Tokens that enter or leave it in blocks come first, then tokens that attend in it, then those that
+    see one another. Without such tokens, it is the axis of which most bytes of its values have tokens,
+    with no rows beside them.
+
+    A few tokens that attend beside a long sequence (a prompt beside an image, latents beside a text) do
+    not take the memory, so the long sequence is chosen. And where each row of another sequence has an
+    attention of its own (that of the patches of a frame), those rows are streamed, and no keys are kept.
     """
     nodes = set(region.nodes)
     parted = [a for a in axes if any(m.block > 1 for n in region.nodes for m in a.marks.get(n, ()))]
@@ -32,11 +35,13 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
     values = [n for n in values_of(region) if sum(n in a.marks for a in axes) == 1]
 
     def carried(axis: Axis) -> int:
-        """Bytes of values with tokens of this axis alone: scores of two sequences speak for neither."""
+        """Count the bytes of values with tokens of this axis alone. Scores of two sequences count for
+        neither.
+        """
         return sum(bytes_of(own_of(n)) for n in values if n in axis.marks and not has_more_rows(n, axis))
 
     if not any(nodes & a.attending for a in fitting) and any(nodes & a.received for a in fitting):
-        # All tokens, and those of one process: each of the two is exchanged for the other here.
+        # The tokens of all processes, and those of one: the region exchanges each for the other.
         fitting.sort(key=carried, reverse=True)
     most = max(parted or axes, key=lambda a: (carried(a), hint(a.length)), default=None)
     if parted or not fitting:
@@ -49,14 +54,17 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
 
 
 def values_of(region: Region) -> list[Node]:
-    """What a region reads or makes, without weights, whose rows may be of a place in a patch."""
+    """List the values that a region reads or makes. Weights are left out: their rows may be places in a
+    patch.
+    """
     return [n for n in (*region.inputs, *region.nodes) if not is_parameter(fake_of(n))]
 
 
 def lies_across(axis: Axis, attending: Axis, region: Region) -> bool:
-    """Does a region apply to each token of an axis alone, and have all values with tokens of the attending
-    axis a place for these, too? Weights need none. Tokens that several rows of the attending axis belong to
-    (states and actions in turn) are no place of their own."""
+    """Does a region treat each token of an axis by itself, beside those of the attending axis? All values
+    with tokens of the attending axis need a place for the others, too; weights need none. Tokens that
+    several rows of the attending axis belong to (states and actions in turn) have no place of their own.
+    """
     marked = [(n, attending.marks[n]) for n in values_of(region) if n in attending.marks]
     across = all(
         axis.marks.get(n)
@@ -71,7 +79,7 @@ def lies_across(axis: Axis, attending: Axis, region: Region) -> bool:
 
 
 def share_a_place(one: Mark, length: Size, other: Mark, other_length: Size) -> bool:
-    """Are two axes told from overlapping parts of the flat index of one dimension?"""
+    """Do two axes occupy overlapping parts of the flat index of one dimension?"""
     return (
         one.dim == other.dim
         and one.inner < other.inner * hint(other_length)
@@ -80,5 +88,5 @@ def share_a_place(one: Mark, length: Size, other: Mark, other_length: Size) -> b
 
 
 def has_more_rows(node: Node, axis: Axis) -> bool:
-    """Has a value rows beside those of the tokens (a prefix of learned ones)?"""
+    """Does a value have rows beside those of the tokens (a prefix of learned ones)?"""
     return any(hint(own_of(node).shape[m.dim]) > m.size(hint(axis.length)) for m in axis.marks.get(node, ()))

@@ -1,4 +1,4 @@
-"""A region as a module of its own, and the text by which equal ones are told."""
+"""A region as a module of its own, and the text that identifies equal regions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .written_inputs import is_dense, written_buffers, written_storages
 def build_region(
     module: GraphModule, region: Region, views: Container[Node] = ()
 ) -> tuple[GraphModule, list[object]]:
-    """A module of its own for a region, with the modes (autocast, gradients) that held at its nodes replayed
-    around them.
+    """Build a module for a region, which replays the modes (autocast, gradients) of its nodes. Returns the
+    module and its inputs as fake values.
 
     views  views of inputs that are taken before all regions
     """
@@ -51,11 +51,11 @@ def build_region(
 
 
 def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[Node]:
-    """The outputs of a region, copied where they share memory with its inputs or one another: each is to have
-    a gradient of its own.
+    """Return the outputs of a region, copied where they share memory with its inputs or one another. Each
+    needs a gradient of its own.
 
-    And where another region reads a part of something wider: between regions all values are dense, as sweeps
-    write them.
+    An output is also copied where another region reads a part of something wider: between regions all
+    values are dense, as sweeps write them.
     """
     shared, inside = {storage_of(n) for n in region.inputs if wants_gradient(n)}, set(region.nodes)
     buffers = {storage_of(n) for n in written_buffers(region)}
@@ -78,10 +78,10 @@ def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[No
 
 
 def views_returned(region: Region) -> set[int | None]:
-    """Memory of which differentiable outputs are views, and no output is the whole.
+    """Find storages of which differentiable outputs are views, and no output is the whole.
 
-    If another output shared it, even a detached one, AOTAutograd would return the whole too, and ask for its
-    gradient in place of theirs.
+    If another output shared such a storage, even a detached one, AOTAutograd would return the whole too,
+    and ask for its gradient in place of theirs.
     """
     owners: dict[int | None, Node] = {}
     for node in region.nodes:
@@ -92,11 +92,11 @@ def views_returned(region: Region) -> set[int | None]:
 
 
 def fresh(fake: object, computed: bool, written: bool = False):
-    """A leaf of the same description: a region's inputs have no history. What another region computes
-    is dense.
+    """Create a leaf with the properties of a fake tensor: a region's inputs have no history.
 
-    written  the region writes into it, and gradients go through that: it is no leaf, because AOTAutograd
-             hides from autograd what is written into one
+    computed  another region computes it, and returns it dense
+    written   the region writes into it, and gradients go through that: it is no leaf, because AOTAutograd
+              hides writes into leaves from autograd
     """
     if not isinstance(fake, torch.Tensor):
         return fake
@@ -120,7 +120,7 @@ def fresh(fake: object, computed: bool, written: bool = False):
 
 
 def region_text(module: GraphModule, inputs: Sequence[object], axis: Axis | None, region: Region) -> str:
-    """Everything that a region's compilation depends on; equal texts, equal artifacts."""
+    """Describe all that a region's compilation depends on. Equal texts mean equal artifacts."""
     index: dict[Node, str] = {}
     lines = []
     for node in module.graph.nodes:

@@ -1,4 +1,4 @@
-"""Regions of the Dynamo graph: what tells where to cut it, and what is wide between them.
+"""Regions of the Dynamo graph: the traits that decide where it is cut, and wide values between regions.
 
 Outputs that merely widen a small value (logits beside a loss) leave the last region for one of their own.
 """
@@ -21,9 +21,9 @@ from .token_axes import Axis
 from .values import fake_of, own_of, storage_of, wants_gradient
 from .written_inputs import written_storages
 
-# An output is lazy if it is this many times wider than what its region reads. What leaves a graph at a break
-# is read by the graph that follows: only a head widens so much that an operation after it had better be
-# recorded than compiled.
+# An output is lazy if it is this many times wider than the inputs of its region. The second number is for
+# graphs that end at a break, whose outputs the next graph reads: recording its operations, instead of
+# compiling them, pays only behind a head, and only a head widens by so much.
 WIDER, WIDER_THAN_LAYERS = 2, 8
 
 
@@ -36,8 +36,10 @@ def whole_graph(graph: Graph) -> tuple[Region, ...]:
 
 
 def with_sizes(region: Region, graph: Graph) -> Region:
-    """A region that is handed every size of what it computes: where its inputs have a symbol in expressions
-    alone (``2 s`` rows), also the input of the graph that is this symbol, or has it as a size."""
+    """Add the inputs that a region needs to know every size of its values. Its own inputs may have a symbol
+    in expressions alone (``2 s`` rows). Then an input of the graph that is this symbol, or has it as a
+    size, is added.
+    """
     read = list(map(fake_of, region.nodes))
     inputs = [n for n in region.inputs if n.op != "get_attr"]
     missing = unbound(map(fake_of, inputs), read)
@@ -58,7 +60,7 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
         fake = fake_of(node)
         tensor = isinstance(fake, torch.Tensor)
         plain = fake is None or isinstance(fake, (int, float, bool, torch.SymInt, torch.Size))
-        # Of tokens by tokens: never to exist, so never to cross a cut.
+        # A matrix of tokens by tokens must never exist at full length, so it must not cross a cut.
         matrix = len(axis.marks.get(node, ())) > 1 and node not in axis.grids
         own = own_of(node)
         size = bytes_of(own) if tensor and not matrix else 0 if plain else -1
@@ -91,13 +93,12 @@ def widest_input(region: Region, axis: Axis) -> int:
 def lazy_regions(
     regions: Sequence[Region], axis: Axis, factor: int
 ) -> tuple[list[Region], dict[Node, Region]]:
-    """Take outputs that merely widen a small value (logits), by this factor at least, out of the last region;
-    each gets a region of its own.
+    """Move outputs that merely widen a small value (logits) from the last region to regions of their own.
+    They are at least ``factor`` times as wide as the region's widest input.
 
-    What processes compute together is not left to whether one of them reads it.
-
-    Logits beside a loss go whatever they are made of. Logits alone go where a head makes them, not where
-    attention would be done again.
+    Logits beside a loss are moved whatever computes them. Logits alone are moved if a head computes
+    them, but not if attention would run a second time. Values that several processes compute together
+    stay: whether they are computed must not depend on what one process reads.
     """
     last = regions[-1]
     expanding = [
@@ -105,7 +106,7 @@ def lazy_regions(
         for n in last.outputs
         if n in axis.marks and bytes_of(own_of(n)) >= factor * widest_input(last, axis)
     ]
-    # what writes into buffers happens once, and now
+    # writes into buffers must run once, and now
     alone = [(n, narrowed(last, (n,))) for n in expanding]
     lazy = [n for n, part in alone if not written_storages(part) and not spans_processes(part.nodes)]
     nothing_else = len(lazy) == len(last.outputs)
@@ -118,10 +119,10 @@ def lazy_regions(
 
 
 def wide_between(regions: Sequence[Region], axis: Axis) -> list[Node]:
-    """Values made in one region for a later one although they are much wider than hidden states.
+    """Find values made in one region for a later one that are much wider than hidden states.
 
-    That is wider than twice what is alive between layers, and than four times what attention returns (four
-    residual streams are common).
+    They are wider than twice what is alive between layers, and than four times what attention returns
+    (four residual streams are common).
     """
     last = {n: i for i, region in enumerate(regions) for n in region.inputs if n.op != "placeholder"}
     made = {n: i for i, region in enumerate(regions) for n in region.outputs}
@@ -137,7 +138,7 @@ def tensor_bytes(node: Node) -> int:
 
 
 def narrowed(region: Region, outputs: tuple[Node, ...], storages: Container[int] = ()) -> Region:
-    """The part of a region that some of its outputs need, or that writes into some storages."""
+    """Return the part of a region that some of its outputs need, or that writes into some storages."""
     inside, needed, stack = set(region.nodes), set(), list(outputs)
     writers: dict[Node | None, list[Node]] = {}
     for node in region.nodes:
@@ -155,8 +156,9 @@ def narrowed(region: Region, outputs: tuple[Node, ...], storages: Container[int]
 
 
 def subclass_between(regions: Sequence[Region]) -> Refusal | None:
-    """Why values of a tensor subclass cannot go from region to region: regions are compiled for plain tensors
-    (subclasses as weights are)."""
+    """Refuse values of a tensor subclass between regions, because regions are compiled for plain tensors.
+    Subclasses as weights are allowed. Returns None if there are no such values.
+    """
     for node in (n for region in regions for n in region.outputs):
         value = fake_of(node)
         if internals.is_traceable_wrapper_subclass(value) and not internals.is_sharded(value):

@@ -1,12 +1,15 @@
-"""Relative shifts of attention scores ("skewing"): Transformer-XL, Music Transformer, XLNet, Conformer, VITS.
+"""Relative shifts of attention scores ("skewing"): Transformer-XL, Music Transformer, XLNet, Conformer,
+VITS.
 
-Scores of queries and relative positions, ``[T, R]``, become scores of queries and keys: entry (i, j) is that
-of query i at distance i - j. Models do it by reshapes alone: with a zero in front of every row, and the rows
-laid one behind the other, a view with rows that are one shorter moves each row one further. Such a view mixes
-tokens with columns, and no chunk can be cut out of it. So padding, views and slices are followed as what they
-are: maps of places in the rows laid one behind the other. Where they come to a relative shift,
-``streambp.skewed`` is written, in Dynamo's graph, before autograd sees it. Entries that come from the row
-behind, or before, are a shift of those rows, so that nothing is left out.
+Scores of queries and relative positions, ``[T, R]``, become scores of queries and keys: entry (i, j) is
+that of query i at distance i - j. Models do it by reshapes alone. They put a zero in front of every row,
+lay the rows one behind the other, and take a view whose rows are one shorter, which moves each row one
+further. Such a view mixes tokens with columns, and no chunk can be cut out of it.
+
+So padding, views and slices are followed as maps of places in the rows laid one behind the other. Where
+they amount to a relative shift, ``streambp.skewed`` is written, in Dynamo's graph, before autograd sees
+it. Entries that come from the row behind, or before, are a shift of those rows, so that nothing is left
+out.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 
 @dataclass(frozen=True)
 class PlaceMap:
-    """Where the entries of a value come from: places in the rows of a matrix, laid one behind the other.
+    """Places that the entries of a value come from, in the rows of a matrix laid one behind the other.
 
     source  the value that holds the matrix, with rows along ``dim`` and columns behind them
     front   zeros in front of each row
@@ -56,15 +59,16 @@ class PlaceMap:
         return fake_of(self.source).shape[self.dim]
 
     def fits(self, shape: Sequence[Size]) -> bool:
-        """Are a value's other dimensions those of the source, at the same places?"""
+        """Does a value have the other dimensions of the source, in the same places?"""
         given = fake_of(self.source).shape
         others = [[s for d, s in enumerate(x) if d not in (self.dim, self.dim + 1)] for x in (given, shape)]
         return self.at == self.dim and len(given) == len(shape) and all(map(is_equal, *others))
 
     @property
     def step(self) -> int | None:
-        """How many columns further a row reads than the one before it; None of what is no matrix with as many
-        rows, or of what moves them by more than one."""
+        """Columns that each row reads further than the row before it: 1 or -1. None if the value is no
+        matrix with as many rows, or if it moves them by more than one.
+        """
         if len(self.dims) != 2 or not same(self.dims[0][0], self.rows) or not same(self.dims[1][1], 1):
             return None
         step = constant(self.dims[0][1] - self.width)
@@ -73,8 +77,10 @@ class PlaceMap:
 
 @dataclass(frozen=True)
 class Shift:
-    """A call of ``streambp.skewed``: entry (i, j) is that of row ``i + rows``, column
-    ``j + step * i + offset``."""
+    """A call of ``streambp.skewed``.
+
+    Entry (i, j) is that of row ``i + rows``, column ``j + step * i + offset``.
+    """
 
     columns: Size
     offset: Size
@@ -101,8 +107,9 @@ def has_rows_of_tokens(place_map: PlaceMap, axes: Sequence[Axis]) -> bool:
 
 
 def count_apart(graph: Graph, scores: Sequence[Node]) -> None:
-    """Give each reader of the numbers that relative positions are made of numbers of its own: those that are
-    read as tokens, by a mask, would make keys of relative positions."""
+    """Copy the position numbers that relative positions are computed from, one copy for each reader. A mask
+    may read the same numbers as tokens, which would make keys of relative positions.
+    """
     written = mutated_storages(graph)
     for node in ancestors(scores):
         if part_of(node) is not Part.COUNT or storage_of(node) in written:
@@ -118,7 +125,7 @@ def mutated_storages(graph: Graph) -> set[int | None]:
 
 
 def relative_shifts(graph: Graph) -> dict[Node, PlaceMap]:
-    """Values that are relative shifts of others, and that more than other such values read."""
+    """Find the values that are relative shifts of others, and that more than other such values read."""
     place_maps: dict[Node, PlaceMap] = {}
     for node in graph.nodes:
         place_map = place_map_of(node, place_maps) if is_one_tensor(node) else None
@@ -138,7 +145,7 @@ def is_one_tensor(node: Node) -> bool:
 
 
 def constant(size: Size) -> int | None:
-    """The number that a size is at every length."""
+    """Return the number that a size is at every length. None if it depends on the length."""
     if isinstance(size, int):
         return size
     expr = simplified(size.node.expr)
@@ -150,7 +157,7 @@ def same(a: Size, b: Size) -> bool:
 
 
 def size_of(value: object) -> Size | None:
-    """A size, or the size that a node has."""
+    """Return a size, or the size that a node has. None if it is unknown."""
     size = fake_of(value) if isinstance(value, Node) else value
     known = isinstance(size, int) or isinstance(size, torch.SymInt) and size.node.hint is not None
     return size if known else None
@@ -160,7 +167,7 @@ def size_of(value: object) -> Size | None:
 
 
 def place_map_of(node: Node, known: dict[Node, PlaceMap]) -> PlaceMap | None:
-    """The place_map of a value, from that of its operand, or from a matrix that begins here."""
+    """Find the place map of a value, from that of its operand or from a matrix that begins here."""
     if is_detached(node) or any(map(is_changed, (node, *node.all_input_nodes))):
         return None
     for padded in paddings(node):
@@ -183,7 +190,7 @@ def place_map_of(node: Node, known: dict[Node, PlaceMap]) -> PlaceMap | None:
 
 
 def rows_along(source: Node, dim: int) -> PlaceMap | None:
-    """A matrix as it is: rows along a dimension, columns behind."""
+    """Build the place map of a matrix as it is: rows along a dimension, columns behind."""
     if dim < 0:
         return None
     rows, columns = fake_of(source).shape[dim : dim + 2]
@@ -191,7 +198,9 @@ def rows_along(source: Node, dim: int) -> PlaceMap | None:
 
 
 def remade_rows(source: Node | None, new: Sequence[Size]) -> PlaceMap | None:
-    """A matrix of which a view makes other rows and columns."""
+    """Build the place map of a matrix whose rows and columns a view changes. None if the view changes other
+    dimensions.
+    """
     old = fake_of(source).shape if source is not None else ()
     before = next((i for i, pair in enumerate(zip(old, new)) if not is_equal(*pair)), len(old))
     behind = list(zip(reversed(old[before:]), reversed(new[before:])))
@@ -210,7 +219,7 @@ class ZerosAround:
 
 
 def paddings(node: Node) -> Iterator[ZerosAround]:
-    """What a node pads with zeros, by ``pad`` or ``cat``."""
+    """Yield the value that a node pads with zeros, by ``pad`` or ``cat``, and where the zeros are."""
     given = arguments(node) if part_of(node) in (Part.PAD, Part.JOIN) else {}
     if part_of(node) is Part.PAD and given.get("mode", "constant") == "constant" and not given.get("value"):
         amounts = [size_of(a) for a in given["pad"]]
@@ -228,7 +237,7 @@ def paddings(node: Node) -> Iterator[ZerosAround]:
 
 
 def with_padding(given: PlaceMap, padded: ZerosAround) -> PlaceMap | None:
-    """Zeros around each row; or before and behind all rows."""
+    """Apply padding to a place map: zeros around each row, or before and behind all rows."""
     at, rows, width = padded.dim - given.at, given.rows, given.width
     more = padded.before + padded.behind
     whole = ((rows, width), (width, 1))
@@ -249,13 +258,13 @@ def are_same(a: Sequence[tuple[Size, Size]], b: Sequence[tuple[Size, Size]]) -> 
 
 
 def is_run(dims: Sequence[tuple[Size, Size]]) -> bool:
-    """Are these all places from the first to the last, in order?"""
+    """Do these dimensions cover all places from the first to the last, in order?"""
     ends = [size * stride for size, stride in dims[1:]] + [1]
     return all(same(stride, end) for (_, stride), end in zip(dims, ends))
 
 
 def viewed_as(given: PlaceMap, value: Node, new: Sequence[Size]) -> PlaceMap | None:
-    """Other dimensions for the same places in the same order."""
+    """Apply a view to a place map: other dimensions for the same places in the same order."""
     old, count = fake_of(value).shape, len(given.dims)
     before, behind = math.prod(old[: given.at]), math.prod(old[given.at + count :])
     starts = [i for i in range(len(new)) if same(math.prod(new[:i]), before)]
@@ -272,7 +281,7 @@ def viewed_as(given: PlaceMap, value: Node, new: Sequence[Size]) -> PlaceMap | N
 
 
 def first_taken(node: Node) -> tuple[int, Size] | None:
-    """The dimension along which a node takes consecutive entries, and the first of them."""
+    """Find the dimension along which a node takes consecutive entries, and the first of them."""
     source = fake_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     if not isinstance(source, torch.Tensor):
         return None
@@ -294,7 +303,7 @@ def first_taken(node: Node) -> tuple[int, Size] | None:
 
 
 def sliced(given: PlaceMap, dim: int, start: Size, new: Sequence[Size]) -> PlaceMap | None:
-    """Some of the places along a dimension."""
+    """Apply a slice to a place map: some of the places along a dimension."""
     at = dim - given.at
     if not 0 <= at < len(given.dims):
         return None
@@ -307,20 +316,22 @@ def sliced(given: PlaceMap, dim: int, start: Size, new: Sequence[Size]) -> Place
 
 
 def shifts_of(place_map: PlaceMap) -> list[Shift] | None:
-    """The rows of the matrix that a value reads, each moved; None if it reads more than its neighbours."""
+    """List the shifts that a value consists of, one for each row of the matrix that a row reads. None if it
+    reads more rows than its neighbours.
+    """
     step, (columns, _) = place_map.step, place_map.dims[1]
     given = fake_of(place_map.source).shape[place_map.dim + 1]
     before, behind = (place_map.rows - 1, 0) if step == -1 else (0, place_map.rows - 1)
     found = []
     for rows in (-2, -1, 0, 1, 2):
         offset = place_map.offset - place_map.front - rows * place_map.width
-        if offset + columns - 1 + behind >= 0 and offset - before < given:  # symbols: Dynamo guards on it
+        if offset + columns - 1 + behind >= 0 and offset - before < given:  # Dynamo guards on symbols
             found.append(Shift(columns, offset, step, rows))
     return found if all(abs(shift.rows) < 2 for shift in found) else None
 
 
 def write(node: Node, place_map: PlaceMap) -> bool:
-    """Write a value as a relative shift of its source. False where it cannot be."""
+    """Write a value as a relative shift of its source. Returns False where that is impossible."""
     source, dim, fake = place_map.source, place_map.dim, fake_of(node)
     shifts = shifts_of(place_map)
     if not shifts:
@@ -340,7 +351,9 @@ def write(node: Node, place_map: PlaceMap) -> bool:
 
 
 def written(size: Size, place_map: PlaceMap, like: Node) -> Node | int | None:
-    """A number, or a node, for what is a number more than so many rows or columns of the source."""
+    """Express a size by a number, or by a node. The node computes a multiple of the source's rows or
+    columns, plus a number. None for other sizes.
+    """
     known = constant(size)
     if known is not None:
         return known
@@ -364,7 +377,9 @@ def keep_shift(ctx, inputs: tuple, output: torch.Tensor) -> None:
 
 
 def skewed_back(ctx, grad: torch.Tensor):
-    """Row i went to row ``i - rows``, and there ``step`` columns further for each row."""
+    """Compute the gradient as a shift the other way. Row i went to row ``i - rows``, and there ``step``
+    columns further for each row.
+    """
     offset = ctx.step * ctx.rows - ctx.offset
     back = streambp.skewed(grad, ctx.dim, ctx.columns, offset, -ctx.step, -ctx.rows)
     return back, None, None, None, None, None

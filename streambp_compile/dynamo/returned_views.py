@@ -1,7 +1,7 @@
 """Outputs of a graph that are views of its inputs or of other outputs.
 
-A region returns values in memory of their own, because each gets a gradient of its own. What leaves the graph
-may be written into by code behind it, and then all that shares its memory is to change. So such views are
+A region returns values in memory of their own, because each gets a gradient of its own. But code behind
+the graph may write into an output, and then all that shares its memory has to change. So such views are
 taken when all regions have run.
 """
 
@@ -17,9 +17,10 @@ from .values import storage_of, wants_gradient
 
 
 def part_returned_views(module: GraphModule) -> dict[int, tuple[Node, ...]]:
-    """Take views that have gradients from a graph's outputs.
+    """Remove views that have gradients from a graph's outputs.
 
-    Returns the place of each among them, and the views that lead to it from an input or an output that stays.
+    Returns the place of each among the outputs → the views that lead to it from an input or an output
+    that stays.
     """
     returned = outputs_of(module)
     kept = {n for n in returned if isinstance(n, Node)}
@@ -37,7 +38,9 @@ def part_returned_views(module: GraphModule) -> dict[int, tuple[Node, ...]]:
 
 
 def views_from(node: Node, kept: set[Node]) -> tuple[Node, ...]:
-    """The views that lead to a node from an input, or from another output; none if anything else does."""
+    """List the views that lead to a node from an input or another output. The list is empty if another
+    operation is on the way.
+    """
     steps: list[Node] = []
     at = node
     while not steps or at.op != "placeholder" and at not in kept:
@@ -56,9 +59,9 @@ def with_returned_views(
     placeholders: Sequence[Node],
     outputs: Sequence[object],
 ) -> Callable:
-    """A call that returns the views too.
+    """Wrap a call so that it returns the views too.
 
-    outputs  what it returns without them
+    outputs  the nodes that the call returns without them
     """
     if not views:
         return call

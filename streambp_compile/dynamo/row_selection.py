@@ -1,5 +1,6 @@
-"""Rows that are read by index, moved in front of the head that makes them: rewritten in the Dynamo graph,
-before autograd sees it."""
+"""Rows that are read by index, moved in front of the head that computes them. The rewrite is done in the
+Dynamo graph, before autograd sees it.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +18,10 @@ from .values import fake_of
 
 
 def select_rows_first(module: GraphModule) -> GraphModule:
-    """Read some rows of what a head makes, by index, from as many hidden states: ``head(x)[i]`` as
-    ``head(x[i])``.
+    """Write ``head(x)[i]`` as ``head(x[i])``: read the rows of the hidden states instead of the head's
+    results.
 
-    The rows that nobody reads are then never computed, and those that are have tokens of their own along
-    which they stream.
+    The unread rows are then never computed, and the others have tokens of their own along which they stream.
     """
     for node in list(module.graph.nodes):
         chain = way_to_head(node) if picks_rows(node) else []
@@ -39,8 +39,9 @@ def select_rows_first(module: GraphModule) -> GraphModule:
 
 
 def selected_first(chain: Sequence[Node]) -> Node:
-    """The same value with its rows read first: of the hidden states the rows, then the head, then what is
-    done to each row."""
+    """Insert the same value with its rows read first. The rows are read from the hidden states; then come
+    the head and the operations on each row.
+    """
     head, *between, picked = chain
     x, moves = head.args[0], [n for n in between if moves_rows(n)]
     for step in moves:
@@ -60,7 +61,7 @@ def selected_first(chain: Sequence[Node]) -> Node:
 
 
 def may_move(node: Node, to: Node) -> bool:
-    """Does nothing lie between two nodes that switches a mode or writes into a value?"""
+    """Is the graph between two nodes free of switches of modes, and of writes into values?"""
     while node is not to:
         if is_switch(node) or mutated(node) is not None:
             return False
@@ -69,8 +70,10 @@ def may_move(node: Node, to: Node) -> bool:
 
 
 def picks_rows(node: Node) -> bool:
-    """``x[i]``, ``x[i, j]`` of whole numbers, ``index_select``, ``x[::2]``, or a slice whose rows are not so
-    many fewer at every length (``x[-30:]``), that leave the last dimension as it is."""
+    """Does a node select rows, and leave the last dimension as it is? It may be ``x[i]``, ``x[i, j]`` of
+    whole numbers, ``index_select``, ``x[::2]``, or a slice that drops more than a constant number of
+    rows (``x[-30:]``).
+    """
     source = node.args[0] if node.args else None
     rank = own.dim() if isinstance(source, Node) and isinstance(own := fake_of(source), torch.Tensor) else 0
     if not rank or not isinstance(fake_of(node), torch.Tensor):
@@ -96,8 +99,9 @@ def changes_by_more_than_a_number(node: Node, dim: int) -> bool:
 
 
 def way_to_head(node: Node) -> list[Node]:
-    """From the product that widens rows to the values that are read by index: nodes that nobody else reads,
-    each row by row of the one before."""
+    """List the nodes from the product that widens rows to the values that are read by index. Each has one
+    reader, and maps the rows of the node before it. The list is empty if there is no such product.
+    """
     way = [node]
     while True:
         before = way[0].args[0] if way[0] is node or moves_rows(way[0]) else row_by_row(way[0])
@@ -115,7 +119,7 @@ def way_to_head(node: Node) -> list[Node]:
 
 
 def moves_rows(node: Node) -> bool:
-    """Does it merge all dimensions of rows, or cut them, and leave the last dimension as it is?"""
+    """Does a node merge all dimensions of rows, or slice them, and leave the last dimension as it is?"""
     fake, x = fake_of(node), fake_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     if not isinstance(x, torch.Tensor) or not is_equal(fake.shape[-1], x.shape[-1]):
         return False
@@ -126,7 +130,9 @@ def moves_rows(node: Node) -> bool:
 
 
 def row_by_row(node: Node) -> Node | None:
-    """The one operand of a pointwise op that has rows."""
+    """Find the one operand of a pointwise op that has rows. None if another operand has more than one
+    dimension.
+    """
     if not is_pointwise(node):
         return None
     shape = fake_of(node).shape

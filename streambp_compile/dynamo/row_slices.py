@@ -1,8 +1,8 @@
-"""Some rows of a value, made from the same rows of what it is made of.
+"""Some rows of a value, computed from the same rows of its operands.
 
-A slice goes up through operations of each row by itself, until it meets the place where rows were put
-together, or made. So nothing else of the value has to exist. Rewritten in Dynamo's graph, before autograd
-sees it.
+A slice moves up through operations on each row by itself, until it meets the place where rows were
+joined, or made. So no other rows of the value have to exist. The rewrite is done in Dynamo's graph,
+before autograd sees it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,25 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows from ``start`` to before ``stop`` of a dimension, counted as Python's slices do; ``stop`` may be
-    None, the end."""
+    """Rows from ``start`` to before ``stop`` of a dimension, counted as Python's slices do. ``stop`` may be
+    None, the end.
+    """
 
     start: int
     stop: int | None
 
     def is_front(self) -> bool:
-        """Is it a known number of the first rows?"""
+        """Is this a known number of the first rows?"""
         return self.start == 0 and self.stop is not None and self.stop > 0
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Where rows were put together, along which dimension: the values in order, None for padding, and how
-    many rows each has."""
+    """A place where rows were joined along a dimension.
+
+    pieces  the values in order; None for padding
+    sizes   the number of rows of each
+    """
 
     node: Node
     dim: int
@@ -60,8 +64,9 @@ class Parts:
 
 
 def parts_at(node: Node, dim: int) -> Parts | None:
-    """The parts of a value that ``cat`` or padding puts together along a dimension; None if a part, or the
-    value, is another one by the time that it is read."""
+    """Find the parts that ``cat`` or padding joins along a dimension of a value. None if a part, or the
+    value, may have changed by the time that it is read.
+    """
     if any(map(is_changed, (node, *node.all_input_nodes))):
         return None
     if part_of(node) is Part.PAD:
@@ -73,13 +78,15 @@ def parts_at(node: Node, dim: int) -> Parts | None:
 
 
 def columns_of(node: Node) -> Parts | None:
-    """The parts that ``cat`` or padding puts together along a value's last dimension."""
+    """Find the parts that ``cat`` or padding joins along a value's last dimension."""
     fake = fake_of(node) if node.op == "call_function" else None
     return parts_at(node, fake.dim() - 1) if isinstance(fake, torch.Tensor) and fake.dim() > 1 else None
 
 
 def padded_parts(node: Node, dim: int) -> Parts | None:
-    """What is padded with a number along this dimension alone, and its padding."""
+    """Find the parts (source and padding) of a value that is padded with a number along this dimension
+    alone.
+    """
     given, source = arguments(node), node.args[0]
     pad, at = list(given["pad"]), 2 * (fake_of(node).dim() - 1 - dim)
     before, after = pad[at : at + 2] if len(pad) > at else (0, 0)
@@ -95,10 +102,10 @@ Rowwise = set[tuple[Node, int]]  # values, each with a dimension
 
 
 def origin_of_rows(node: Node, dim: int, without: Rowwise) -> Parts | None:
-    """Where the rows of a value's dimension were put together, through operations of each row by itself.
+    """Find where the rows of a value's dimension were joined, through operations on each row by itself.
 
-    without  values whose rows were not put together, each with its dimension; what is found is added, so that
-             a model of many layers is not walked from each of them
+    without  values whose rows were not joined, each with its dimension; those found here are added, so that a
+             model of many layers is not walked from each of them
     """
     seen: list[tuple[Node, int]] = []
     for at in same_rows(node, dim, without):
@@ -113,8 +120,10 @@ def origin_of_rows(node: Node, dim: int, without: Rowwise) -> Parts | None:
 def same_rows(
     node: Node, dim: int, without: Set[tuple[Node, int]] = frozenset()
 ) -> Iterator[tuple[Node, int]]:
-    """Values of which row i becomes row i of a value's dimension, through operations of each row by itself,
-    each with its dimension; the value first. Not those that are known, nor what leads to them alone."""
+    """Yield the values whose row i becomes row i of a value's dimension, each with its dimension. The
+    operations on the way treat each row by itself, and the value comes first. Values in ``without`` are
+    skipped, and so is what is reached through them alone.
+    """
     seen: set[tuple[Node, int]] = set()
     stack = [(node, dim)]
     while stack:
@@ -129,13 +138,15 @@ def same_rows(
         stack += [(a, d) for a, d in reversed(dims) if d is not None]
 
 
-# Whose rows they are
+# From a value's rows to those of its operands
 
 
 def operand_dim(node: Node, operand: Node, dim: int) -> int | None:
-    """The dimension of an operand of which row i becomes row i of the node's dimension; None if none does."""
+    """Find an operand's dimension whose row i becomes row i of the node's dimension; None if there is
+    none.
+    """
     fake, given = fake_of(node), fake_of(operand)
-    if cuts_into_pieces(operand):  # of which the node is one
+    if cuts_into_pieces(operand):  # the node is one of its pieces
         return dim
     if not isinstance(given, torch.Tensor):
         return None
@@ -186,11 +197,11 @@ Sliced = dict[tuple[Node, int, RowRange], Node]
 
 
 def sliced(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -> Node:
-    """Some rows of a value, where the graph is being written. Other rows of what it is made of are not read,
-    as far as that can be told.
+    """Insert some rows of a value where the graph is being written. As far as possible, no other rows of
+    its operands are read.
 
-    like   whose stack trace and modes new nodes have
-    known  what was sliced before: added to, and not made twice
+    like   a node: new nodes get its stack trace and modes
+    known  slices that exist already, which are not made twice; new ones are added
     """
     if (node, dim, rows) not in known:
         known[node, dim, rows] = cut_out(node, dim, rows, like, known)
@@ -206,7 +217,7 @@ def cut_out(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -> 
 
 
 def made_anew(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -> Node | None:
-    """Some rows of a value, made of what it is made of; None if they must be cut out of it."""
+    """Compute some rows of a value from its operands. None if they must be sliced out of the value."""
     parts = parts_at(node, dim)
     run = None if parts is None else run_of(parts, rows)
     if parts is not None and run is not None:
@@ -230,7 +241,7 @@ def made_anew(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -
 
 
 def may_be_repeated(node: Node, like: Node) -> bool:
-    """Would it give the same value again, where another node is?"""
+    """Would a node compute the same value again in the place of another?"""
     if node.op != "call_function" or is_mutable(node) or draws_random(node):
         return False
     if autocast_of(node) != autocast_of(like):
@@ -239,7 +250,7 @@ def may_be_repeated(node: Node, like: Node) -> bool:
 
 
 def repeated(node: Node, dim: int, values: dict[Node, Node], like: Node) -> Node:
-    """An operation of each row by itself, on some rows of its operands."""
+    """Repeat an operation on each row by itself, for some rows of its operands."""
     if part_of(node) in (Part.MERGE, Part.RESHAPE, Part.EXPAND) and "dim" not in arguments(node):
         sizes = size_arguments(node)
         if sizes is not None:
@@ -254,7 +265,9 @@ def repeated(node: Node, dim: int, values: dict[Node, Node], like: Node) -> Node
 
 
 def parted_into(node: Node, dim: int) -> list[object]:
-    """The sizes that ``unflatten`` parts a dimension into, whatever the result's dimension ``dim`` has."""
+    """Return the sizes that ``unflatten`` splits a dimension into, with -1 for the result's dimension
+    ``dim``.
+    """
     given, shape = arguments(node), fake_of(node).shape
     written, first = given["sizes"], given["dim"] % fake_of(given["self"]).dim()
     if not first <= dim < first + len(written):
@@ -264,7 +277,7 @@ def parted_into(node: Node, dim: int) -> list[object]:
 
 
 def size_arguments(node: Node) -> list[object] | None:
-    """The sizes that a node is called with: numbers, and nodes that have them."""
+    """Return the sizes that a node is called with: numbers, and nodes that have them."""
     given = arguments(node)
     written = given.get("size", given.get("shape"))
     if written is None:
@@ -273,7 +286,7 @@ def size_arguments(node: Node) -> list[object] | None:
 
 
 def counted(node: Node, rows: RowRange, like: Node) -> Node:
-    """Some of consecutive numbers, counted anew."""
+    """Insert an ``arange`` of some of the consecutive numbers of another."""
     given = arguments(node)
     first, end = given.get("start", 0), given["end"]
 
@@ -288,7 +301,7 @@ def counted(node: Node, rows: RowRange, like: Node) -> Node:
 
 
 def sum_of(size: object, by: int, like: Node) -> object:
-    """A size and so many more: a number, or a node that has it."""
+    """Add a number to a size. The sum is a number, or a node that computes it."""
     if not by:
         return size
     if isinstance(size, Node):
@@ -297,7 +310,7 @@ def sum_of(size: object, by: int, like: Node) -> object:
 
 
 def count_of(size: object, rows: RowRange, like: Node) -> object:
-    """How many rows these are of so many."""
+    """Count the rows of a range, in a dimension of ``size`` rows."""
     if rows.is_front():
         return rows.stop
     if rows.start < 0:
@@ -309,7 +322,7 @@ def count_of(size: object, rows: RowRange, like: Node) -> object:
 
 
 def run_of(parts: Parts, rows: RowRange) -> slice | None:
-    """The consecutive parts that are these rows, if any."""
+    """Find the consecutive parts that are exactly these rows, if any."""
     count = len(parts.sizes)
     runs = (slice(i, j) for i in range(count) for j in range(i + 1, count + 1))
     return next((run for run in runs if is_run(parts.sizes, run, rows)), None)
@@ -329,18 +342,18 @@ def is_run(sizes: Sequence[object], run: slice, rows: RowRange) -> bool:
 
 
 def joined_rows(parts: Parts, run: slice, like: Node) -> Node:
-    """Consecutive parts as one value."""
+    """Join consecutive parts into one value."""
     made = [
         padding(parts, size, like) if piece is None else piece
         for piece, size in zip(parts.pieces[run], parts.sizes[run])
     ]
     whole = made[0] if len(made) == 1 else inserted(like, aten.cat.default, (made, parts.dim))
-    dtype = fake_of(parts.node).dtype  # of a wider part that may not be among them
+    dtype = fake_of(parts.node).dtype  # a part of a wider dtype may not be among them
     return whole if fake_of(whole).dtype == dtype else inserted(like, aten.to.dtype, (whole, dtype))
 
 
 def padding(parts: Parts, count: int, like: Node) -> Node:
-    """Rows of padding."""
+    """Create ``count`` rows of padding."""
     fake, source = fake_of(parts.node), next(p for p in parts.pieces if p is not None)
 
     def size(d: int) -> object:

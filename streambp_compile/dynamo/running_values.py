@@ -1,7 +1,7 @@
 """Running products, maxima and minima of tokens, as associative scans in blocks of tokens.
 
-Torch's own gradients of them are no scans: that of a maximum goes back to places that depend on the values.
-That of a product, which may hold zeros, is written out for one row after another.
+Torch's own gradients of them are no scans. That of a maximum goes back to places that depend on the
+values. That of a product, which may hold zeros, is written out for one row after another.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_running_values(module: GraphModule) -> GraphModule:
 
 
 def is_scan(node: Node) -> bool:
-    """Does it stream as it is: a scan without a gradient?"""
+    """Does a node stream as it is, as a scan without a gradient?"""
     return scan_of(node) is not None and not wants_gradient(node.args[0])
 
 
@@ -47,15 +47,16 @@ def dim_of(node: Node) -> int:
 
 
 def is_long(node: Node) -> bool:
-    """Are these rows of two blocks at least? Of lengths that may change, what blocks of blocks exchange has
-    sizes that take minutes to analyse."""
+    """Does a node have a constant number of rows, at least two blocks of them? With lengths that may
+    change, the values that blocks of blocks exchange have sizes that take minutes to analyse.
+    """
     value = fake_of(node.args[0])
     length = value.shape[dim_of(node)] if value.dim() else 0
     return isinstance(length, int) and length >= 2 * min(BLOCKS)
 
 
 def write(node: Node) -> None:
-    """Write a node as a scan; and as another one, if the places of what it picks are read."""
+    """Write a node as a scan. If the places of its values are read, another scan computes them."""
     if not isinstance(fake_of(node), (tuple, list)):
         replace(node, node, values, fake_of(node).dtype)  # a product of integers is an int64
         return
@@ -74,26 +75,28 @@ def replace(old: Node, node: Node, made: Callable[..., Tensor], *more: object) -
 
 
 def values(x: Tensor, dim: int, op: Op, dtype: torch.dtype | None = None) -> Tensor:
-    """What a running product or maximum makes of rows of any length."""
+    """Compute a running product or maximum of rows of any length."""
     rows = x.to(dtype or x.dtype).movedim(dim, 0)
     return scan_of_rows(combine_with(op), [rows])[0].movedim(0, dim)
 
 
 def places(x: Tensor, dim: int, op: Op) -> Tensor:
-    """The indices beside the values of a running maximum."""
+    """Compute the indices that a running maximum returns beside its values."""
     rows = x.detach().movedim(dim, 0)
     own = torch.arange(len(rows), device=x.device).view(-1, *[1] * (rows.dim() - 1)).expand_as(rows)
     return scan_of_rows(combine_with(op), [rows, own])[1].movedim(0, dim)
 
 
 def combine_with(op: Op) -> Combine:
-    """By numbers alone, however many dimensions there are."""
+    """Build a function that combines rows by a running operator. It works on single numbers, for any number
+    of dimensions.
+    """
     running = TABLE[op].running
     return lambda more, left, right: running(left, right)
 
 
 def scan_of_rows(combine: Combine, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """In blocks, and the last rows of these in blocks again, while they are many."""
+    """Scan rows in blocks, and the last rows of the blocks in blocks again, while there are many."""
     length = leaves[0].shape[0]
     block = block_for(length)
     if block:

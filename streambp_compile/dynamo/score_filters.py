@@ -1,8 +1,8 @@
-"""Filters of one place over attention scores are linear maps of their heads.
+"""Filters of one place over attention scores, written as linear maps of their heads.
 
-``nn.Conv2d(heads, heads, 1)`` over ``[B, H, Q, K]`` mixes heads as talking heads do (arXiv 2003.02436). As a
-contraction of heads it is a product, which chunks can compute; a filter has no rule for two dimensions of
-tokens. Rewritten in Dynamo's graph, before autograd sees it.
+``nn.Conv2d(heads, heads, 1)`` over ``[B, H, Q, K]`` mixes heads as talking heads do (arXiv 2003.02436).
+As a contraction of heads it is a product, which chunks can compute; a filter has no rule for two
+dimensions of tokens. The rewrite is done in Dynamo's graph, before autograd sees it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write_score_filters(module: GraphModule) -> GraphModule:
         axes = axes_of(traced(module, fakes), fakes)
         known = [n for n in found if any(is_matrix(arguments(n)["input"], axis) for axis in axes)]
         if not known:
-            break  # otherwise tokens are followed again, through what was a filter
+            break  # else follow the tokens again, now through the replaced filters
         for node in known:
             given = arguments(node)
             with module.graph.inserting_before(node):
@@ -41,7 +41,7 @@ def is_matrix(node: Node, axis: Axis) -> bool:
 
 
 def maps_places(node: Node) -> bool:
-    """Does a filter map the channels of each place of a square, one place by itself?"""
+    """Does a filter map the channels of each place by itself, over a square of places?"""
     given = arguments(node)
     weight, fake = fake_of(given["weight"]), fake_of(given["input"])
     alone = all(size == 1 for size in weight.shape[2:]) and given.get("groups", 1) == 1
@@ -58,7 +58,7 @@ def as_list(value: object) -> list:
 def map_of_heads(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A filter of ``[O, C, 1, 1]`` on ``[B, C, Q, K]``."""
+    """Apply a filter of ``[O, C, 1, 1]`` to ``[B, C, Q, K]``, as a contraction of channels."""
     made = torch.ops.streambp.contracted(x.to(dtype), weight.flatten(1).to(dtype), "bcqk,oc->boqk")
     return made if bias is None else made + bias.to(dtype)[:, None, None]
 
@@ -72,7 +72,7 @@ def keep_operands(ctx, inputs: tuple, output: torch.Tensor) -> None:
 
 
 def contracted_back(ctx, grad: torch.Tensor):
-    """Of an equation in which no label is one operand's alone."""
+    """Compute the gradients of an equation in which no label occurs in one operand alone."""
     operands, _, made = ctx.equation.partition("->")
     (left, right), (first, second) = ctx.saved_tensors, operands.split(",")
     to_left = torch.ops.streambp.contracted(grad, right, f"{made},{second}->{first}")

@@ -1,10 +1,11 @@
-"""Attention whose keys are the sequence's and a few more: memory tokens, learned or zero keys, prefixes of
-prefix tuning, the states of an earlier segment.
+"""Attention whose keys are the sequence's own and a few more. These are memory tokens, learned or zero
+keys, prefixes of prefix tuning, the states of an earlier segment.
 
-Such keys come as ``cat([memory, k], dim)``, or as padding, and key i is then not of token i. So the attention
-is written as two, before autograd sees it: one over the sequence's own keys, and one over the others, whose
-scores have a column for each of them. They are joined by their log-sum-exps, and the backward of both takes
-the joined result, as FlashAttention's does for blocks of keys (arXiv 2205.14135, section 3.1).
+Such keys come as ``cat([memory, k], dim)``, or as padding, and key i is then not of token i. So the
+attention is written as two, before autograd sees it: one over the sequence's own keys, and one over the
+others, whose scores have a column for each of them. They are joined by their log-sum-exps, and the
+backward of both takes the joined result, as FlashAttention's does for blocks of keys (arXiv 2205.14135,
+section 3.1).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def scores_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> 
 
 
 def weights(logs: Tensor, total: Tensor) -> Tensor:
-    """Shares of a total, given the logarithms of both; nothing of a row that sees no key."""
+    """Compute shares of a total from the logarithms of both. They are zero in a row that sees no key."""
     return (logs - total.masked_fill(total == -math.inf, 0)).exp()
 
 
@@ -82,8 +83,9 @@ def attention_with_more_keys(
     more_value: Tensor,
     more_mask: Tensor | None,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` over keys of the sequence and more, both with their columns of the
-    mask; with or without a dimension of heads."""
+    """Compute ``scaled_dot_product_attention`` over the sequence's keys and more keys, each with their
+    columns of the mask. The dimension of heads may be missing.
+    """
     given = map(as_autocast, (query, key, value, more_key, more_value))
     flat = query.dim() == 3
     query, key, value, more_key, more_value = (t.unsqueeze(1) if flat else t for t in given)
@@ -102,7 +104,7 @@ def attention_with_more_keys(
 def torch_attention_with_more_keys(
     query, key, value, attn_mask, scale, enable_gqa, more_key, more_value, more_mask
 ) -> Tensor:
-    """The same by torch's own function, for a region that runs unchunked."""
+    """Compute the same by torch's own function, for a region that runs unchunked."""
     keys, values = torch.cat((key, more_key), -2), torch.cat((value, more_value), -2)
     mask = None if attn_mask is None else torch.cat((attn_mask, more_mask), -1)
     return F.scaled_dot_product_attention(
@@ -115,7 +117,7 @@ TORCH_SPELLING[attention_with_more_keys] = torch_attention_with_more_keys
 
 @dataclass(frozen=True)
 class OwnKeys:
-    """How many keys there are before the sequence's own, and behind them."""
+    """The numbers of keys before the sequence's own, and behind them."""
 
     before: int
     behind: int
@@ -131,7 +133,7 @@ class OwnKeys:
 
 
 def part_shared_keys(module: GraphModule) -> GraphModule:
-    """Write attention over a sequence's keys and a few more as attention over both apart."""
+    """Write attention over a sequence's keys and a few more as attention over each of the two."""
     without: Rowwise = set()
     for node in [n for n in module.graph.nodes if part_of(n) is Part.ATTENTION]:
         own = own_keys(node, without)
@@ -144,8 +146,9 @@ def part_shared_keys(module: GraphModule) -> GraphModule:
 
 
 def own_keys(node: Node, without: Rowwise) -> OwnKeys | None:
-    """Which keys of an attention are of the sequence of its queries; None where all or none are, or where
-    that cannot be told."""
+    """Find the keys of an attention that belong to the sequence of its queries. None where all or none do,
+    or where that is unknown.
+    """
     found = origins(node, ("key", "value"), without)
     if not found:
         return None
@@ -157,8 +160,8 @@ def own_keys(node: Node, without: Rowwise) -> OwnKeys | None:
 
 
 def origins(node: Node, names: Sequence[str], without: Rowwise) -> list[Parts]:
-    """Where the rows of these operands of an attention were put together; nothing if one of them was not, or
-    if the attention cannot be written as several.
+    """Find where the rows of these operands of an attention were joined. The list is empty if one of them
+    was not, or if the attention cannot be written as several.
 
     without  see `row_slices.origin_of_rows`
     """
@@ -179,11 +182,11 @@ def origins(node: Node, names: Sequence[str], without: Rowwise) -> list[Parts]:
 
 
 def own_part(parts: Parts, query: Node) -> OwnKeys | None:
-    """Of values put together, the one that is made of what queries are made of; the others must have known
-    sizes, and nothing in common with them.
+    """Find the one joined value that is computed from the inputs of the queries. The others must have known
+    sizes, and no input in common with the queries.
 
-    Behind an earlier layer, queries are made of that layer's other keys as well: the sequence's own keys are
-    then those that share rows with them, if the others are fewer.
+    Behind an earlier layer, queries depend on that layer's other keys as well. The sequence's own keys
+    are then those that share rows with them, if the others are fewer.
     """
     made_of = inputs_of(query)
     related = [p is not None and not made_of.isdisjoint(inputs_of(p)) for p in parts.pieces]
@@ -203,13 +206,13 @@ def own_part(parts: Parts, query: Node) -> OwnKeys | None:
 
 
 def are_fewer(parts: Parts, related: Sequence[bool]) -> bool:
-    """Are the rows that are not related to the queries fewer than those that are?"""
+    """Are the rows that are unrelated to the queries fewer than the related ones?"""
     sizes = [[hint(s) for s, r in zip(parts.sizes, related) if r is wanted] for wanted in (False, True)]
     return sum(sizes[0]) < sum(sizes[1])
 
 
 def inputs_of(node: Node) -> set[Node]:
-    """The inputs, without weights, that a value's numbers depend on."""
+    """Collect the inputs, without weights, that a value's numbers depend on."""
     found, seen, stack = set(), {node}, [node]
     while stack:
         node = stack.pop()
@@ -223,7 +226,7 @@ def inputs_of(node: Node) -> set[Node]:
 
 
 def apart(node: Node, own: OwnKeys, queries: RowRange | None = None) -> Node:
-    """The attention of a node, over the sequence's own keys and over the others.
+    """Insert the attention of a node, over the sequence's own keys and over the others.
 
     queries  the rows of queries that attend; None: all of them
     """
@@ -236,7 +239,7 @@ def apart(node: Node, own: OwnKeys, queries: RowRange | None = None) -> Node:
         return made[0] if len(made) == 1 else inserted(node, torch.ops.aten.cat.default, (made, at))
 
     def cut_mask(mask: Node | None, dim: int, *rows: RowRange) -> Node | None:
-        """One that is the same for all rows, or for all keys, is that of some as well."""
+        """Slice a mask. One that is the same for all rows, or for all keys, stays as it is."""
         same = mask is None or fake_of(mask).dim() < -dim or is_equal(fake_of(mask).shape[dim], 1)
         return mask if same else cut(mask, dim, *rows)
 

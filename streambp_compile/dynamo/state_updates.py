@@ -26,8 +26,8 @@ PRODUCTS = {
 def only_updates_state(module: GraphModule) -> bool:
     """Does a graph write into its inputs, compute no gradients, and hold no layers?
 
-    It has layers if it multiplies matrices, unless these are made for weights that it writes into (Muon), and
-    it returns nothing else.
+    A graph that multiplies matrices holds layers. The exception (Muon) writes into weights, and returns
+    nothing else but values with their shapes.
     """
     nodes = module.graph.nodes
     calls = [n for n in nodes if n.op in ("call_function", "call_method")]
@@ -44,7 +44,7 @@ def only_updates_state(module: GraphModule) -> bool:
 
 
 def written_by(node: Node) -> list[Node]:
-    """The values that a node writes into: one, or a list (``torch._foreach_add_``)."""
+    """List the values that a node writes into: one, or several of a list (``torch._foreach_add_``)."""
     target = mutated(node)
     if target is not None:
         return [target]
@@ -60,11 +60,13 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 
 def is_differentiable(fake: torch.Tensor) -> bool:
-    """Has a computed value a history? A weight that is written into without gradients has none."""
+    """Does a computed value have an autograd history? A weight that is written into without gradients has
+    none.
+    """
     return fake.requires_grad and not fake.is_leaf
 
 
 def is_product(node: Node) -> bool:
-    """Does a node multiply matrices, or hold a graph of its own, which may?"""
+    """Does a node multiply matrices, or hold a graph of its own that may do so?"""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return isinstance(node.target, internals.HigherOrderOperator) or name.split(".")[0] in PRODUCTS

@@ -1,8 +1,9 @@
-"""Rows of a stored table are taken before its dimensions are arranged.
+"""Rows of a stored table, taken before its dimensions are arranged.
 
-``mask[None, None, -rows:, -columns:]`` adds dimensions first and takes the rows then. The value in between is
-as long as the table, which may be longer than the text. Written as ``mask[-rows:, -columns:][None, None]``,
-the rows are taken from the table itself. Rewritten in Dynamo's graph, before autograd sees it.
+``mask[None, None, -rows:, -columns:]`` adds dimensions first and then takes the rows. The value in between
+is as long as the table, which may be longer than the text. Written as
+``mask[-rows:, -columns:][None, None]``, the rows are taken from the table itself. The rewrite is done in
+Dynamo's graph, before autograd sees it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ def take_table_rows_first(module: GraphModule) -> GraphModule:
 
 
 def arranged_before(node: Node) -> tuple[list[Node], int]:
-    """The steps between an input and a slice of it, in order, and which dimension of what the first of them
-    reads is cut. No steps if there are none, or if anything writes into the input."""
+    """List the steps between an input and a slice of it, in order. Also returns the dimension that is
+    sliced in the first step's operand. The list is empty if there are no steps, or if anything writes
+    into the input.
+    """
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or viewed(source).op != "placeholder" or is_changed(source):
         return [], 0

@@ -1,5 +1,4 @@
-"""Values that are cut into pieces along a dimension, all of them: how they are cut, and the same piece of
-another value."""
+"""Values that are split into pieces along a whole dimension, and the same pieces of other values."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from .values import fake_of
 
 Cuts = (
     tuple[int, ...] | int
-    # where pieces of a dimension end (the last one where it does), or how many of them ``chunk`` makes of any
-    # size
+    # the ends of the pieces (the last is the dimension's), or the number of pieces that ``chunk`` makes of
+    # any size
 )
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A value that is cut along a dimension, all of it, and its pieces in order."""
+    """A value that is split along a whole dimension, and its pieces in order."""
 
     base: Node
     dim: int
@@ -32,19 +31,19 @@ class Tiling:
 
 
 def has_rows_of(a: Tiling, b: Tiling) -> bool:
-    """As many rows now, on which Dynamo then guards."""
+    """Do two values have equally many rows now? Dynamo then guards on that."""
     rows, others = (fake_of(t.base).shape[t.dim] for t in (a, b))
     return hint(rows) == hint(others) and bool(rows == others)
 
 
 def rows_have_features(tiling: Tiling) -> bool:
-    """Do its rows have features?"""
+    """Do the rows of a split value have features, as hidden states have?"""
     fake = fake_of(tiling.base)
     return fake.dtype.is_floating_point and tiling.dim < fake.dim() - 1
 
 
 def tilings(graph: Graph) -> list[Tiling]:
-    """All values that are cut into at least two pieces, in one go or slice by slice."""
+    """Find all values that are split into at least two pieces, in one call or slice by slice."""
     found = []
     slices: dict[tuple[Node, int], dict[int, tuple[int | None, Node]]] = {}
     for node in graph.nodes:
@@ -72,12 +71,12 @@ def cut_by_slices(base: Node, dim: int, parts: Mapping[int, tuple[int | None, No
 
 
 def cut_at_once(node: Node) -> Tiling | None:
-    """``x.chunk(n, dim)`` and its like, if all pieces are read."""
+    """Match ``x.chunk(n, dim)`` and similar calls, if all pieces are read."""
     pieces = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     fakes, base = fake_of(node), node.args[0]
     given = arguments(node)
     dim = given["dim"] % fake_of(base).dim()
-    if any(f.dim() != fake_of(base).dim() for f in fakes):  # of one row each, whose dimension is lost
+    if any(f.dim() != fake_of(base).dim() for f in fakes):  # pieces of one row each, without the dimension
         return None
     sizes = [f.shape[dim] for f in fakes]
     if len(fakes) < 2 or set(pieces) != set(range(len(fakes))) or len(node.users) != len(fakes):
@@ -94,7 +93,9 @@ def cut_at_once(node: Node) -> Tiling | None:
 
 
 def bounds(cuts: Cuts, i: int, rows: int) -> tuple[int, int]:
-    """The first row of piece ``i`` of so many rows, and the row behind its last one."""
+    """Compute the first row of piece ``i``, and the row behind its last one, of a value with ``rows``
+    rows.
+    """
     if isinstance(cuts, int):
         size = (rows + cuts - 1) // cuts
         return i * size, rows if i == cuts - 1 else (i + 1) * size
@@ -102,7 +103,7 @@ def bounds(cuts: Cuts, i: int, rows: int) -> tuple[int, int]:
 
 
 def bounds_of_slice(node: Node) -> tuple[int, int, int | None] | None:
-    """(dimension, start, stop) of ``x[:, a:b]`` with plain numbers."""
+    """Match ``x[:, a:b]`` with plain numbers: return (dimension, start, stop)."""
     base = node.args[0] if node.args else None
     if not isinstance(base, Node) or not isinstance(fake_of(base), torch.Tensor):
         return None
@@ -115,7 +116,7 @@ def bounds_of_slice(node: Node) -> tuple[int, int, int | None] | None:
 
 
 def split_rows(whole: torch.Tensor, mark: tuple[int, int, int]) -> torch.Tensor:
-    """With the dimension that carries rows parted into outer, rows and inner."""
+    """Split the dimension that carries rows into outer, rows and inner."""
     dim, outer, inner = mark
     return whole.unflatten(dim, (outer, whole.shape[dim] // (outer * inner), inner))
 
@@ -129,7 +130,7 @@ def rows_of_piece(whole: torch.Tensor, mark: tuple[int, int, int], cuts: Cuts, i
 
 
 def sum_of_piece(whole: torch.Tensor, mark: tuple[int, int, int], cuts: Cuts, i: int) -> torch.Tensor:
-    """The sum of all there is in the rows of a piece."""
+    """Sum all numbers in the rows of a piece."""
     split, dim = split_rows(whole, mark), mark[0] + 1
     start, stop = bounds(cuts, i, split.shape[dim])
     place = torch.arange(split.shape[dim], device=whole.device).view([-1] + [1] * (split.dim() - dim - 1))

@@ -1,9 +1,9 @@
-"""The token axes of a model: which dimensions of its values carry tokens, and where those go in the Dynamo
+"""The token axes of a model: dimensions of its values that carry tokens, and their places in the Dynamo
 graph.
 
-The forward is captured once, every candidate is propagated through it, and the one that reaches the rows of
-attention wins; which dimension carries tokens is never told from its size. Attention that it does not reach
-is of another sequence (an encoder's, an image's), which has an axis of its own.
+The forward is captured once, every candidate is propagated through it, and the one that reaches the rows
+of attention wins. The size of a dimension never decides whether it carries tokens. Attention that the
+axis does not reach is of another sequence (an encoder's, an image's), which has an axis of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .mixing import (
 )
 from .values import fake_of, is_parameter, own_of
 
-SHORTEST_STREAMED = 8  # tokens; below, a graph for this very length is compiled whole, and nothing is lost
+SHORTEST_STREAMED = 8  # tokens; for fewer, a graph of this very length is compiled whole, and nothing is lost
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Axis:
     attending     those of them that are attention of these tokens
     recomputable  nodes that are neither products nor random nor collectives
     moving        nodes that make rows of one sequence from those of another
-    received      of those that mix, nodes that get rows of other processes
+    received      nodes among ``mixing`` that get rows of other processes
     grids         of several axes as one: values with a vector for each pair of tokens of two sequences (the
                   patches of each frame), which are no scores of one over the other
     """
@@ -78,8 +78,9 @@ class Axis:
 
 
 def joined(axes: Sequence[Axis]) -> Axis | None:
-    """All axes as one: where there are tokens at all, whichever they are. Scores of one sequence over another
-    are matrices too."""
+    """Join all axes into one that has tokens wherever any of them has. Scores of one sequence over another
+    are matrices, too.
+    """
     if not axes:
         return None
     marks: dict[Node, dict[int, Mark]] = {}
@@ -100,17 +101,17 @@ def joined(axes: Sequence[Axis]) -> Axis | None:
 
 
 def is_grid(node: Node, dims: Collection[int], axes: Sequence[Axis]) -> bool:
-    """Has a value one dimension for the tokens of each of two sequences, and features behind?"""
+    """Does a value have one dimension for the tokens of each of two sequences, and features behind?"""
     each = [len(a.marks.get(node, ())) for a in axes]
     return len(dims) > 1 and max(each) == 1 and max(dims) < own_of(node).dim() - 1
 
 
 def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
-    """The dimension of the inputs along which tokens run: the one that reaches the rows of attention; else
-    the widest.
+    """Find the dimensions of the inputs along which tokens run. First is the one that reaches the rows of
+    attention, or else the widest.
 
-    Then, for attention whose rows it does not reach, other dimensions of inputs; and last, where those rows
-    were made inside (patches of an image), the rows themselves.
+    Next come other dimensions of inputs, for attention whose rows it does not reach. Last come rows of
+    attention that were made inside (patches of an image).
     """
     return axes_of(traced(module, fakes), fakes)
 
@@ -129,7 +130,7 @@ LAST: ContextVar[list[tuple[GraphText, Trace]] | None] = ContextVar("last", defa
 
 @contextlib.contextmanager
 def capturing_once() -> Iterator[None]:
-    """Inside, a graph that nothing was written into is captured once for all who ask for its token axes."""
+    """Share one capture of an unchanged graph among all callers inside that ask for its token axes."""
     before = LAST.set([])
     try:
         yield
@@ -138,7 +139,9 @@ def capturing_once() -> Iterator[None]:
 
 
 def traced(module: GraphModule, fakes: Sequence[object]) -> Trace:
-    """The captured forward of a graph; the last one inside `capturing_once`, if it is still true."""
+    """Trace the forward of a graph. Inside `capturing_once`, the last trace is returned if the graph has
+    not changed.
+    """
     nodes, last = tuple(module.graph.nodes), LAST.get()
     text = "\n".join(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs}" for n in nodes)
     written = GraphText(nodes, text, tuple(map(id, fakes)))
@@ -151,7 +154,7 @@ def traced(module: GraphModule, fakes: Sequence[object]) -> Trace:
 
 
 def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
-    """The token axes of a captured forward."""
+    """Find the token axes of a captured forward."""
     found: list[AxisCandidate] = []
     for node, fake in zip(trace.placeholders, fakes):
         if isinstance(fake, torch.Tensor) and not is_parameter(fake) and fake.dim() <= 3:
@@ -185,10 +188,11 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
 
 
 class Trace:
-    """The whole forward, captured once; and which of its nodes come from which node of the Dynamo graph.
+    """The whole forward, captured once, with the node of the Dynamo graph that each of its nodes comes
+    from.
 
     values    node of the Dynamo graph → its value
-    unsorted  those of these nodes that are sorted, and whose value here is another one of the same shape
+    unsorted  those of these nodes that are sorted; their value here is another one of the same shape
     """
 
     def __init__(self, module: GraphModule, fakes: Sequence[object]):
@@ -208,7 +212,9 @@ class Trace:
         self.weights = made_of_weights(self.graph, dict(zip(self.placeholders, fakes)))
 
     def candidate(self, node: Node, dim: int) -> list[AxisCandidate]:
-        """A dimension of a value as the token axis, if anything comes of it."""
+        """Propagate a dimension of a value as a token axis. The list is empty if no floating-point value
+        carries it.
+        """
         length = shape_of(node)[dim]
         propagation = self.followed(node, dim, length)
         mixers = frozenset(n for n in propagation.met() if mixes(n, propagation, length))
@@ -224,8 +230,10 @@ class Trace:
         return [AxisCandidate(mixers, by_attention, evidence, feature, width, lost, length, propagation)]
 
     def followed(self, node: Node, dim: int, length: int) -> TokenPropagation:
-        """Where the rows of a value go. If a collective parts them among processes, or joins them again, all
-        rows of that number that collectives give or take are these: of another layer, as a rule."""
+        """Propagate the rows of a value. If a collective distributes them over processes or gathers them,
+        all rows of that number at the ends of collectives count as the same: they are usually of another
+        layer.
+        """
         found = TokenPropagation(self.graph, {node: (Mark(dim),)}, self.known)
         ends = [(end, d) for end, d in self.ends if shape_of(end)[d] == length]
         others = {end: (Mark(d),) for end, d in ends if not found.of(end)}
@@ -234,8 +242,9 @@ class Trace:
         return TokenPropagation(self.graph, {node: (Mark(dim),), **others}, self.known)
 
     def parts_of_processes(self, chosen: Sequence[AxisCandidate]) -> list[AxisCandidate]:
-        """The sequences that are what one process holds of chosen ones (sequence parallel), or the other way
-        round."""
+        """Find sequences that are one process's part of chosen ones (sequence parallel), or the other way
+        round.
+        """
         found: list[AxisCandidate] = []
         for node in self.graph.nodes:
             dim = along_of(node)
@@ -246,7 +255,7 @@ class Trace:
         return found
 
     def rows_of_attention(self) -> Iterator[tuple[Node, int]]:
-        """Queries of attention, or its scores, and their dimension of rows."""
+        """Yield the queries of attention, or its scores, each with its dimension of rows."""
         for node, signature in self.known.found.items():
             if signature.keys is None or not is_batch_of_matrices(node):
                 continue
@@ -262,7 +271,7 @@ class Trace:
                 yield operand, labels.index(rows)
 
     def picked(self, chosen: Sequence[AxisCandidate]) -> list[AxisCandidate]:
-        """Sequences of rows that are picked from others, by an index or a step."""
+        """Find sequences of rows that are picked from others, by an index or a step."""
         known_rows: dict[Rows, AxisCandidate] = {}
 
         def rows_from(node: Node, dim: int) -> Rows | None:
@@ -278,7 +287,7 @@ class Trace:
         return [known_rows[rows] for rows in known[len(chosen) :]]
 
     def moving(self, chosen: Sequence[AxisCandidate]) -> frozenset[Node]:
-        """Nodes of the Dynamo graph that make rows of one sequence from those of another."""
+        """Find nodes of the Dynamo graph that make rows of one sequence from those of another."""
         sequences = [c.rows for c in chosen]
         names = {origin_of(n) for n in self.graph.nodes if moves_rows(n, sequences)}
         return frozenset(
@@ -288,8 +297,9 @@ class Trace:
         )
 
     def axis(self, chosen: AxisCandidate, others: Sequence[TokenPropagation]) -> Axis | None:
-        """Where the tokens of a candidate go in the Dynamo graph; None if they have no dimension of their own
-        in it."""
+        """Build the axis of a candidate in the Dynamo graph. None if its tokens have no dimension of their
+        own there.
+        """
         graph, propagation = self.graph, chosen.propagation
         crossing = {n for n in propagation.met() if any(crosses(n, propagation, other) for other in others)}
         marks = {n: tuple(propagation.of(v).values()) for n, v in self.values.items() if propagation.of(v)}
@@ -330,12 +340,13 @@ class Trace:
 
 
 def by_length(axis: Axis, constant: Container[Node]) -> list[Axis]:
-    """An axis at a length that may change, and one for each other number of rows along it that is not the
-    tokens and so many more or fewer: of a prompt of any length, a suffix of 30 tokens and the last 30 rows.
+    """Split an axis whose length may change into one for each number of rows along it. Numbers that differ
+    by a constant share an axis. For a prompt of any length, a suffix of 30 tokens and the last 30 rows
+    share another one.
 
-    Joining and slicing these is what moves rows (`Axis.moving`).
+    Nodes that join or slice such rows move them (`Axis.moving`).
 
-    constant  values made of weights alone (a table of positions), which are cut where they are read
+    constant  values made of weights alone (a table of positions), which are sliced where they are read
     """
     lengths, moving = [axis.length], set()
     for node in axis.marks if isinstance(axis.length, torch.SymInt) else ():
@@ -350,7 +361,9 @@ def by_length(axis: Axis, constant: Container[Node]) -> list[Axis]:
 
 
 def rows_along(axis: Axis, node: Node) -> Size | None:
-    """How many rows a value has along an axis, if that dimension has nothing else and no other has rows."""
+    """Count the rows of a value along an axis. None if that dimension has anything else, or another one has
+    rows.
+    """
     marks, fake = axis.marks.get(node, ()), fake_of(node)
     if len(marks) != 1 or not isinstance(fake, torch.Tensor) or not fake.is_floating_point():
         return None
@@ -359,7 +372,7 @@ def rows_along(axis: Axis, node: Node) -> Size | None:
 
 
 def rows_of_length(axis: Axis, length: Size, moving: frozenset[Node]) -> Axis:
-    """The part of an axis whose values have so many rows, or a constant number more or fewer."""
+    """Select the part of an axis whose values have this many rows, or a constant number more or fewer."""
 
     def fits(node: Node) -> bool:
         sizes = [(own_of(node).shape[m.dim], m) for m in axis.marks[node]]
@@ -376,17 +389,26 @@ def rows_of_length(axis: Axis, length: Size, moving: frozenset[Node]) -> Axis:
 
 
 def fix_sizes(sizes: Sequence[Size]) -> None:
-    """The batch, whose rows lie among those of tokens, becomes a constant of this graph: Dynamo compiles
-    another for another batch."""
+    """Turn these sizes (the batch) into constants of this graph; Dynamo compiles another for another batch.
+    The rows of the batch lie among those of tokens.
+    """
     for size in sizes:
         int(size)
 
 
 @dataclass(frozen=True)
 class AxisCandidate:
-    """A dimension of a value, propagated through the graph: the ops that mix its rows (by attention, or
-    otherwise), those of them that cannot be linear layers over features, the bytes that carry it, the part of
-    them that loses it."""
+    """A dimension of a value, propagated through the graph.
+
+    mixers       ops that mix its rows, by attention or otherwise
+    attends      those of them that do so by attention
+    evidence     mixers that cannot be linear layers over features
+    feature      whether products with weights read or make it
+    bytes        bytes of the values that carry it
+    lost         the share of these bytes that a reader contracts, normalises over or looks up
+    length       its size
+    propagation  where it goes
+    """
 
     mixers: frozenset[Node]
     attends: frozenset[Node]
@@ -403,7 +425,7 @@ class AxisCandidate:
 
 
 def attending_alone(candidate: AxisCandidate, chosen: Sequence[AxisCandidate]) -> frozenset[Node]:
-    """The attention of a candidate that no chosen sequence has.
+    """Return the attention of a candidate that no chosen sequence has.
 
     A square weight that is applied to rows of a chosen sequence mixes their features.
     """
@@ -417,19 +439,20 @@ def attending_alone(candidate: AxisCandidate, chosen: Sequence[AxisCandidate]) -
 
 
 def carries_all_of(candidate: AxisCandidate, other: AxisCandidate) -> bool:
-    """Has every value with tokens of a candidate rows of another sequence that attends? Bytes are so the
-    rows of patches, where patches attend to one another."""
+    """Does every value with tokens of a candidate have rows of another sequence that attends? Bytes, for
+    example, are rows of patches where patches attend to one another.
+    """
     marked = set(candidate.propagation.marked())
     return bool(other.attends) and other is not candidate and marked <= set(other.propagation.marked())
 
 
 def preferred(found: Sequence[AxisCandidate]) -> AxisCandidate | None:
-    """The most mixers; of those that lose about as few bytes, that no weight has, and that carry about as
-    many, the most rows.
+    """Choose the candidate with the most mixers. Ties go to those that lose about the fewest bytes, then to
+    those that no weight has, then to those that carry about the most bytes, and last to the most rows.
 
     In a head without attention the batch carries the same values as the tokens do, and a few numbers per
-    sequence besides; features and classes carry much, but products and the softmax lose them. The place of a
-    token in its block is no token.
+    sequence besides; features and classes carry much, but products and the softmax lose them. The place
+    of a token in its block is no token.
     """
     found = [c for c in found if c.length >= SHORTEST_STREAMED] or found
     found = [c for c in found if not any(is_place_in_block(c, r) for r in found)]
@@ -444,7 +467,7 @@ def preferred(found: Sequence[AxisCandidate]) -> AxisCandidate | None:
 
 
 def is_place_in_block(candidate: AxisCandidate, rival: AxisCandidate) -> bool:
-    """Are the rows of a candidate those of a block, wherever a rival's attention reads all tokens?"""
+    """Are the rows of a candidate places in a block, wherever a rival's attention reads all tokens?"""
     if not rival.attends or not rival.attends < candidate.attends:
         return False
     for operand in (tensor_operands(n)[0] for n in rival.attends):

@@ -1,10 +1,10 @@
-"""Loops over single tokens, unrolled by Dynamo: recurrent cells, linear attention and delta rules as they are
-first written.
+"""Loops over single tokens, unrolled by Dynamo: recurrent cells, linear attention and delta rules in plain
+form.
 
-As with a loop over blocks, what needs no state, and what follows from the states, are mapped over all tokens.
-The chain of states becomes one scan, ``streambp::token_loop``, so that states exist for the tokens of a chunk
-alone. Its gradient is a scan the other way, for states; for all else it is that of one step, mapped over
-tokens.
+As in a loop over blocks, work without a state, and work that reads the states, are mapped over all
+tokens. The chain of states becomes one scan, ``streambp::token_loop``, so that states exist for the
+tokens of a chunk alone. The gradient of states is a scan the other way. All other gradients are those of
+one step, mapped over tokens.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class TokenDistribution(Distribution):
         return len(dtypes) == 1 and all(d.is_floating_point for d in dtypes)
 
     def write_chain(self) -> None:
-        """The chain of states, as one scan."""
+        """Write the chain of states as one scan."""
         step = ChainStep(self)
         rows, wholes = step.operands()
         name = register(step.module(), step.size, [*map(fake_of, (*rows, *wholes))], len(rows))
         sources = self.sources
-        self.chain = set()  # what else is read of it is mapped, given the states
+        self.chain = set()  # its other values that are read are mapped, given the states
         states = inserted(self.like(), streambp.token_loop.default, (rows, wholes, name, None))
         before = inserted(self.like(), streambp.shifted.default, (states, 0, 1))
         for state, (start, stop) in zip(sources, step.places):
@@ -60,13 +60,13 @@ class TokenDistribution(Distribution):
             self.stacked[state] = self.with_initial(self.unpacked(before, state, start, stop), state)
 
     def unpacked(self, states: Node, state: State, start: int, stop: int) -> Node:
-        """One of the states of all tokens, in its own shape."""
+        """Slice one state out of the packed states of all tokens, in its own shape."""
         part = inserted(self.like(), torch.narrow, (states, 1, start, stop - start))
         shape = tuple(map(hint, fake_of(state.initial).shape))
         return inserted(self.like(), torch.unflatten, (part, 1, shape)) if len(shape) != 1 else part
 
     def stack(self, state: State) -> Node:
-        """What each token finds of the one before it, of a state that needs no scan."""
+        """Shift a state that needs no scan, so that each token reads the one before it."""
         whole, dim = self.given(state.source)
         moved = inserted(self.like(), torch.movedim, (whole, dim, 0))
         return self.with_initial(inserted(self.like(), streambp.shifted.default, (moved, 0, 1)), state)
@@ -77,12 +77,14 @@ class TokenDistribution(Distribution):
         return inserted(self.like(), torch.where, (first, state.initial, before))
 
     def first(self) -> Node:
-        """True for the first token."""
+        """Build a mask that is true for the first token."""
         places = inserted(self.like(), torch.arange, (self.loop.count,), {"device": self.device()})
         return inserted(self.like(), torch.eq, (places, 0))
 
     def value_in(self, i: int, operand: int | Sliced) -> Node:
-        """The value of one token; most loops are read at the last alone, of which a sweep makes a sum."""
+        """Return the value of one token. Most loops are read at the last token alone, which a sweep
+        computes as a sum.
+        """
         nodes = [step[operand] for step in self.loop.steps] if isinstance(operand, int) else []
         alone = [n for n in nodes if n is not None and any(not self.joins(u, operand) for u in self.after(n))]
         if len(alone) != 1:
@@ -100,8 +102,8 @@ class TokenDistribution(Distribution):
 class ChainStep:
     """The graph of a step of the chain.
 
-    It reads the packed states, whether the token is the first, what else has a row per token, the states
-    before the first token, and what is the same for all tokens.
+    It reads the packed states, whether the token is the first, other values with a row per token, the
+    states before the first token, and values that are the same for all tokens.
 
     places  where each state lies in the vector of all
     """
@@ -121,7 +123,7 @@ class ChainStep:
                 self.learn(operand)
 
     def learn(self, operand: int | Sliced | State | Node) -> None:
-        """Note an operand of the chain that it does not make."""
+        """Note an operand of the chain that the chain does not compute."""
         if operand in self.found.chain or operand in self.found.sources or operand in self.rows:
             return
         if isinstance(operand, Node):
@@ -132,7 +134,9 @@ class ChainStep:
         self.rows[operand] = inserted(like, torch.movedim, (whole, dim, 0)) if dim else whole
 
     def operands(self) -> tuple[list[Node], list[Node]]:
-        """What the scan reads: what has a row per token, and what is the same for all."""
+        """Return the operands of the scan: those with a row per token, and those that are the same
+        for all.
+        """
         initial = [s.initial for s in self.found.sources]
         return [self.found.first(), *self.rows.values()], [*initial, *self.wholes.values()]
 
@@ -165,9 +169,9 @@ class ChainStep:
 
 
 def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -> str:
-    """Enter a step into the table under a name of its contents, with its gradient.
+    """Enter a step into the table under a name of its contents, together with its gradient.
 
-    fakes  the operands; of the first ``rows`` of them, the rows of all tokens
+    fakes  the operands; the first ``rows`` of them have a row for each token
     """
     own = [x[0] if i < rows else x for i, x in enumerate(fakes)]
     described = [f"{tuple(x.shape)}{x.dtype}{x.device}{x.requires_grad}" for x in own]
@@ -176,7 +180,7 @@ def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -
         wanted, dtypes = tuple(x.requires_grad for x in own), tuple(x.dtype for x in own)
 
         vector = torch.empty(size, dtype=dtypes[rows], device="meta")
-        # Twice: what an operator is composed of (`lstm_cell`) writes, and shows only in a graph.
+        # Traced twice: the writes inside a composite operator (`lstm_cell`) show only in its graph.
         composed = traced(step, [vector, *own])
         found = traced(torch.func.functionalize(composed), [vector, *own])
 
@@ -195,7 +199,7 @@ def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -
 
 
 def traced(function: Callable[..., Tensor], like: Sequence[Tensor]) -> GraphModule:
-    """The graph of a function of such tensors, without views that ask how an operand is laid out."""
+    """Trace a function of such tensors, without views that depend on an operand's layout."""
     device = like[-1].device
     with torch.no_grad(), internals.FakeTensorMode(allow_non_fake_inputs=True):
         given = [torch.empty(list(map(hint, x.shape)), dtype=x.dtype, device=device) for x in like]
@@ -214,7 +218,9 @@ def keep(ctx, inputs: tuple, output: Tensor) -> None:
 
 
 def gradients(ctx, grad: Tensor):
-    """Those of one step, mapped over all tokens, once the gradient of each state is known."""
+    """Compute the gradients of one step, mapped over all tokens. First, a scan computes the gradients of
+    all states.
+    """
     found = FUNCTIONS[ctx.function]
     states, *operands = ctx.saved_tensors
     rows, wholes = operands[: ctx.rows], operands[ctx.rows :]

@@ -2,9 +2,9 @@
 
 A contrastive loss takes a softmax over the rows of a similarity matrix and one over its columns; DeBERTa
 looks up scores of queries, and scores of keys, by one matrix of distances. A chunk holds some rows of a
-matrix, so one matrix cannot serve both. Where the readers of a matrix disagree, it is computed a second time,
-and so is what it is made of, up to values with one row per token. Rewritten in Dynamo's graph, so that
-autograd keeps both apart.
+matrix, so one matrix cannot serve both. Where the readers of a matrix disagree, it is computed a second
+time, together with its operands up to values with one row per token. The rewrite is done in Dynamo's
+graph, so that autograd keeps both apart.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .token_axes import SHORTEST_STREAMED, Trace, axes_of, traced
 from .values import fake_of, storage_of
 
 aten = torch.ops.aten
-Demands = dict[Node, set[int]]  # a matrix → its dimensions that readers take for that of keys
+Demands = dict[Node, set[int]]  # a matrix → the dimensions that its readers treat as keys
 
 
 def part_turned_matrices(module: GraphModule) -> GraphModule:
-    """Compute matrices once for what reads their rows, and once for what reads their columns."""
+    """Compute matrices once for readers of their rows, and once for readers of their columns."""
     if not any(map(turns_square, module.graph.nodes)):
         return module
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
@@ -52,7 +52,9 @@ def part_turned_matrices(module: GraphModule) -> GraphModule:
 
 
 def turns_square(node: Node) -> bool:
-    """Does a node move, or normalise over, a dimension in front of one of equal size, that may be tokens?"""
+    """Does a node move, or normalise over, a dimension before the last, where two dimensions have one size?
+    These may be tokens.
+    """
     if part_of(node) is Part.ALONG:
         dims, rank = arguments(node).get("dim"), fake_of(node.args[0]).dim()
         first = next(iter(dims), None) if isinstance(dims, (list, tuple)) else dims
@@ -65,7 +67,7 @@ def turns_square(node: Node) -> bool:
 
 
 class Readings:
-    """What readers take for the keys of a matrix, by the operators that they become."""
+    """The dimensions that readers treat as the keys of a matrix, by the operators that they become."""
 
     def __init__(self, trace: Trace, propagation: TokenPropagation):
         self.trace, self.propagation = trace, propagation
@@ -77,13 +79,13 @@ class Readings:
                 self.own.setdefault(owner, []).append(node)
 
     def of(self, reader: Node, dim: int | None) -> Mapping[Node, set[int]]:
-        """What a node of Dynamo's graph takes for keys in each of its operands.
+        """Find the dimensions that a node of Dynamo's graph treats as keys in each of its operands.
 
-        dim  what its own readers take for the keys of its result
+        dim  the dimension that its own readers treat as the keys of its result
         """
         own, found = self.own.get(reader, []), Demands()
         result = self.trace.values.get(reader)
-        if own and result not in own:  # what is written into has the value of the last who writes
+        if own and result not in own:  # a value that is written into is that of its last writer
             result = own[-1]
         if result is not None and dim is not None:
             found[result] = {dim}
@@ -98,7 +100,7 @@ class Readings:
         return self.propagation.pairs(slot_of(node))
 
     def demand(self, node: Node, found: Demands) -> None:
-        """Add what an operator takes for the keys of its operands."""
+        """Add the dimensions that an operator treats as keys of its operands."""
         signature = self.propagation.signatures.get(node)
         if node.target is operator.getitem and node in found:
             found.setdefault(node.args[0], set()).update(found[node])
@@ -122,7 +124,7 @@ class Readings:
 
 
 def taken_at_once(signature: Signature) -> set:
-    """Labels of which an operator needs all entries: rows that are picked, sorted or counted."""
+    """Collect the labels of which an operator needs all entries: rows that are picked, sorted or counted."""
     if signature.contracts is Contraction.SUM:
         return set()
     read = {label for labels in signature.operands for label in labels}
@@ -130,7 +132,9 @@ def taken_at_once(signature: Signature) -> set:
 
 
 def part_matrices(graph: Graph, readings: Readings) -> None:
-    """Go from the last node to the first, and give readers that take another dimension for keys a copy."""
+    """Give readers that treat another dimension as keys a copy of their matrix, from the last node to the
+    first.
+    """
     wanted: dict[Node, list[tuple[Node, set[int]]]] = {}
     written = mutated_storages(graph)
     for node in reversed(list(graph.nodes)):
@@ -146,7 +150,7 @@ def part_matrices(graph: Graph, readings: Readings) -> None:
 
 
 def copied_for(node: Node, readers: Iterable[Node]) -> Node:
-    """A copy of a node for some of its readers."""
+    """Copy a node for some of its readers."""
     with node.graph.inserting_after(node):
         copy = node.graph.node_copy(node)
     for reader in readers:

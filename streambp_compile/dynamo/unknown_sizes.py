@@ -1,9 +1,9 @@
-"""Values whose size only the data tells (``bincount``, ``unique``, ``nonzero``), where no gradient is wanted:
-load counters of routers, metrics.
+"""Values whose size only the data tells (``bincount``, ``unique``, ``nonzero``), where no gradient is
+wanted. Examples are load counters of routers, and metrics.
 
-Counts with ``minlength`` become sums of known length where all that is counted is proved to be smaller, or
-where the model itself asserts the length. Any other such value is computed when all regions have run: what it
-reads is returned by them, and nothing that they compute reads it.
+Counts with ``minlength`` become sums of known length where all counted numbers are proved to be smaller,
+or where the model itself asserts the length. Any other such value is computed when all regions have run:
+the regions return its operands, and nothing that they compute reads it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ COUNTED = ("input", "weights", "minlength")  # arguments of ``bincount``
 def write_counts_as_sums(module: GraphModule) -> GraphModule:
     """Write ``bincount(x, minlength=n)`` as a sum of n numbers, where nothing in x can be n or more.
 
-    Where the model asserts that n numbers come out (it adds them to a buffer of n), a larger x is an error
-    before and after.
+    Where the model asserts that the result has n numbers (it adds them to a buffer of n), a larger x is
+    an error with and without the rewrite.
     """
     written = {storage_of(value) for node in module.graph.nodes if (value := mutated(node)) is not None}
     for node in [n for n in module.graph.nodes if name_of(n) == "bincount"]:
@@ -50,7 +50,7 @@ def write_counts_as_sums(module: GraphModule) -> GraphModule:
 
 
 def counts(x: torch.Tensor, weights: torch.Tensor | None, length: int) -> torch.Tensor:
-    """How often each number below ``length`` is in x, or the sum of its weights."""
+    """Count how often each number below ``length`` is in x, or sum up its weights."""
     places = x.to(torch.int64)
     if weights is None:
         return places.new_zeros(length).scatter_add(0, places, torch.ones_like(places))
@@ -59,8 +59,8 @@ def counts(x: torch.Tensor, weights: torch.Tensor | None, length: int) -> torch.
 
 
 def is_below(node: Node, bound: int, written: set[int | None]) -> bool:
-    """Are all numbers of a value places along a dimension of at most so many entries (``topk(...).indices``),
-    only moved since?
+    """Are all numbers of a value indices of a dimension with at most ``bound`` entries
+    (``topk(...).indices``)? They may have been moved since, but not changed.
 
     written  memory that anything in the graph writes into
     """
@@ -77,7 +77,7 @@ def is_below(node: Node, bound: int, written: set[int | None]) -> bool:
 
 
 def drop_checks(counted: Node, length: int) -> None:
-    """Remove what the graph asks of the length of a value, which is a number now."""
+    """Replace the length of a value by a number, and remove the graph's checks of it."""
     sizes = [n for n in counted.users if n.target is torch.ops.aten.sym_size.int]
     asked, graph = list(sizes), counted.graph
     for node in asked:
@@ -92,13 +92,14 @@ def drop_checks(counted: Node, length: int) -> None:
 
 @dataclass(frozen=True)
 class OfUnknownSize:
-    """What is computed when all regions have run.
+    """Values that are computed when all regions have run.
 
-    module    computes it, of ``inputs``; gives all results of the given graph that are made there
+    module    computes them from ``inputs``; gives all results of the given graph that are made there
     inputs    for each of its inputs, the place of a placeholder of the graph, or None for one of its last
               outputs
     returned  the values of those last outputs
     places    for each of its results, the place among all outputs
+    autocast  the arguments of each autocast that it runs under
     """
 
     module: GraphModule
@@ -108,7 +109,7 @@ class OfUnknownSize:
     autocast: tuple
 
     def after(self, call: Callable) -> Callable:
-        """A call that computes it after the regions."""
+        """Wrap a call so that it computes these values after the regions."""
 
         def run(*args: object) -> tuple:
             results = list(call(*args))
@@ -126,8 +127,9 @@ class OfUnknownSize:
 
 
 def part_unknown_sizes(module: GraphModule) -> OfUnknownSize | None:
-    """Take values of unknown sizes, and all that is made of them, from a graph. None where there are none, or
-    where something needs them before all regions have run."""
+    """Remove values of unknown sizes, and all that is computed from them, from a graph. None where there
+    are none, or where something needs them before all regions have run.
+    """
     graph = module.graph
     chosen = {n for n in graph.nodes if n.op != "placeholder" and depends_on_data(n)}
     stack = list(chosen)
@@ -152,7 +154,7 @@ def may_wait(node: Node) -> bool:
 
 
 def is_written_between(graph: Graph, nodes: Sequence[Node]) -> bool:
-    """Would others read or write a value otherwise if these nodes ran last?"""
+    """Would any value be read or written differently if these nodes ran last?"""
     chosen = set(nodes)
     read = {storage_of(a) for n in nodes for a in n.all_input_nodes} - {None}
     written = {storage_of(value) for n in nodes if (value := mutated(n)) is not None}
@@ -175,7 +177,9 @@ def parted(module: GraphModule, nodes: Sequence[Node], autocast: tuple) -> OfUnk
     returned: list[Node] = []
 
     def copy_of(node: Node) -> Node:
-        """A value in the new graph: one that is made there, a size computed again, or an input."""
+        """Copy a value to the new graph. It is made there, is a size to compute again, or becomes an
+        input.
+        """
         if node in new:
             return new[node]
         sized = node.op == "call_function" and not isinstance(fake_of(node), torch.Tensor)
@@ -206,7 +210,7 @@ def parted(module: GraphModule, nodes: Sequence[Node], autocast: tuple) -> OfUnk
 
 
 def first(graph: Graph) -> Node:
-    """The first node that is no input, or the end of the graph."""
+    """Find the first node that is no input, or the end of the graph."""
     return next((n for n in graph.nodes if n.op != "placeholder"), graph._root)
 
 

@@ -11,7 +11,7 @@ from .token_loops import TokenDistribution
 
 
 def distribute_loops(module: GraphModule) -> GraphModule:
-    """Map over all blocks, or all tokens, what unrolled iterations do alike."""
+    """Map the work that all unrolled iterations do alike over all blocks, or all tokens."""
     tried: set[tuple] = set()
     while (loop := find_loop(module.graph, tried)) is not None:
         before = set(module.graph.nodes)
@@ -20,7 +20,7 @@ def distribute_loops(module: GraphModule) -> GraphModule:
             continue
         try:
             found.rewrite()
-        except Exception:  # what cannot be mapped over blocks, a write into a value of one block for instance
+        except Exception:  # it cannot be mapped over blocks; a write into a value of one block, for instance
             internals.log.debug("a loop stays unrolled", exc_info=True)
             for node in reversed(module.graph.nodes):
                 if node not in before:

@@ -1,12 +1,11 @@
-"""Work that is done piece by piece over rows, done for all of them at once: rewritten in the Dynamo graph,
-before autograd sees it.
+"""Work that a model does piece by piece over rows, done for all of them at once. The rewrite is done in the
+Dynamo graph, before autograd sees it.
 
-``for h, y in zip(hidden.chunk(8, 1), labels.chunk(8, 1)): loss += cross_entropy(head(h), y)`` is how a loss
-is kept small by hand, often under
-activation checkpointing. Sweeps do the same for any number of rows, where they see all rows as one value. So
-what every piece goes through
-alike, row by row, is done once, to the value that the pieces were cut from; what is then done to a piece, it
-is done to its part of the result.
+``for h, y in zip(hidden.chunk(8, 1), labels.chunk(8, 1)): loss += cross_entropy(head(h), y)`` is how a
+loss is kept small by hand, often under activation checkpointing. Sweeps do the same for any number of
+rows, where they see all rows as one value. So operations that every piece goes through alike, row by
+row, are applied once, to the value that the pieces were cut from. Later operations on a piece are
+applied to its part of the result.
 """
 
 from __future__ import annotations
@@ -40,7 +39,9 @@ from .values import fake_of, storage_of
 
 
 def merge_unrolled(module: GraphModule) -> GraphModule:
-    """Do to a value what is done to all of its pieces alike, row by row, wherever a product is among that."""
+    """Apply operations on all pieces of a value to the value itself, where they are alike row by row. It is
+    done only where a product is among them.
+    """
     tried: set[Cuts] = set()
     while True:
         found = [t for t in tilings(module.graph) if t.cuts not in tried]
@@ -53,7 +54,7 @@ def merge_unrolled(module: GraphModule) -> GraphModule:
 
 
 class Pieces:
-    """What happens to the pieces of some values that are cut alike."""
+    """The operations on the pieces of some values that are split alike."""
 
     def __init__(self, graph: Graph, group: Sequence[Tiling]):
         self.graph, self.group, self.count = graph, group, len(group[0].pieces)
@@ -65,7 +66,9 @@ class Pieces:
 
     @staticmethod
     def text(node: Node, found: Correspondence[Node]) -> str | None:
-        """What a node does; None of a hook, a function with a backward of its own, and what is no tensor."""
+        """Describe the operation of a node. None for a hook, a function with a backward of its own, and
+        values that are no tensor.
+        """
         if isinstance(node.target, internals.HigherOrderOperator) or not isinstance(
             fake_of(node), torch.Tensor
         ):
@@ -74,18 +77,18 @@ class Pieces:
         return f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
 
     def externals(self) -> list[Node]:
-        """What a piece reads besides its tiles."""
+        """List the values that a piece reads besides its tiles."""
         inside = {self.classes[key][0] for key in self.complete}
         return list(dict.fromkeys(a for n in inside for a in n.all_input_nodes if a not in self.touched))
 
     def first(self, node: Node) -> Node:
-        """The node that is computed for all that do the same to the same piece."""
+        """Return the node that is computed for all nodes that do the same to the same piece."""
         if node not in self.class_of:
             return node
         return self.classes[self.class_of[node]][next(iter(self.touched[node]))]
 
     def written(self) -> bool:
-        """Is a base, what a piece is made into, or what else it reads, written into?"""
+        """Is a base, a value computed from a piece, or any other operand written into?"""
         kept = {
             *(t.base for t in self.group),
             *self.tiles,
@@ -99,7 +102,9 @@ class Pieces:
 
 
 def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:
-    """Do once what is done to all pieces of a group alike, if anything is."""
+    """Apply operations that all pieces of a group share only once, to the whole. Returns whether there were
+    any.
+    """
     spell_out(module.graph, group)
     pieces = Pieces(module.graph, group)
     if not pieces.complete or pieces.written():
@@ -144,7 +149,9 @@ def between(first: Node, last: Node) -> Iterator[Node]:
 
 
 def cut_from(reader: Node, node: Node, part: tuple) -> None:
-    """Give the reader of a piece that part of the whole; one that adds it all up, the sum of those rows."""
+    """Let the reader of a piece read that part of the whole. A reader that adds up the piece becomes the
+    sum of those rows.
+    """
     with reader.graph.inserting_before(reader):
         reduced = REDUCED.get(part_of(reader)) if len(reader.args) == 1 and not reader.kwargs else None
         if reduced is not None:
@@ -158,7 +165,7 @@ REDUCED = {Part.TOTAL: sum_of_piece, Part.MEAN: mean_of_piece}
 
 
 def join(node: Node, count: int) -> None:
-    """Pieces that are put together again, in their order, are the whole."""
+    """Replace a concatenation of all pieces, in their order, by the whole."""
     joined = node.args[0] if node.args and isinstance(node.args[0], (tuple, list)) else ()
     dim = arguments(node).get("dim", 0)
     if len(joined) != count or any(n.target is not rows_of_piece for n in joined):
@@ -176,8 +183,9 @@ def join(node: Node, count: int) -> None:
 
 
 def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
-    """Write a loss of a piece as a loss of each row and what is made of those, and what is written in place
-    as a value of its own."""
+    """Write a loss of a piece as a reduction of losses of its rows. Values that are written in place become
+    values of their own.
+    """
     touched = {p for t in group for p in t.pieces}
     for node in list(graph.nodes):
         if touched.isdisjoint(node.all_input_nodes):
@@ -197,8 +205,9 @@ def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
 
 
 def out_of_place(node: Node) -> Node | None:
-    """The value that a node writes over another, if nobody sees the difference; later readers of the other
-    are given it."""
+    """Insert the value that a node writes over another as a value of its own. Later readers of the other
+    read it. None if the other has an earlier alias, or another shape or dtype.
+    """
     target, plain = mutated(node), functional(node.target)
     if plain is None:
         return None
@@ -217,7 +226,7 @@ def out_of_place(node: Node) -> Node | None:
 
 
 def by_rows(node: Node) -> Node:
-    """The loss as a sum (or mean) of rows."""
+    """Write the loss as a sum (or mean) over rows."""
     given = arguments(node)
     rows = inserted(node, node.target, *with_arguments(node, reduction=NONE))
     if given["reduction"] == SUM:
@@ -230,12 +239,11 @@ def by_rows(node: Node) -> Node:
 
 
 def row_by_row(pieces: Pieces) -> dict[int, Mark]:
-    """Classes that do the same to each row, whichever piece it is in, and where their values have their rows.
+    """Find the classes that do the same to each row of any piece, and the rows' dimension in their values.
 
-    None if no product is among them, or some product is not: pieces that more happens to (texts of a batch,
-    one after another) stay what they are.
-    Told from the first piece's own graph, and from the graph of the whole: that must be the same, node by
-    node, but for the number of rows.
+    Empty if no product is among them, or if some product is not: pieces with more operations than these
+    (texts of a batch, one after another) stay as they are. The graph of the first piece is compared with
+    the graph of the whole: they must be the same, node by node, but for the number of rows.
     """
     nodes, others = [pieces.classes[key][0] for key in pieces.complete], pieces.externals()
     module, copies = subgraph(nodes, [*(t.pieces[0] for t in pieces.group), *others], pieces)
@@ -244,7 +252,7 @@ def row_by_row(pieces: Pieces) -> dict[int, Mark]:
             Captured(module, [*map(contiguous, given), *map(fake_of, others)])
             for given in ([t.pieces[0] for t in pieces.group], [t.base for t in pieces.group])
         )
-    except Exception:  # shapes of its own, written as numbers: a piece is all there is
+    except Exception:  # it has shapes written as numbers, which fit a piece alone
         return {}
     graph, values = piece.module.graph, piece.values_in(piece.module)
     cut = dict(zip(graph.find_nodes(op="placeholder"), pieces.group))
@@ -268,7 +276,7 @@ def row_by_row(pieces: Pieces) -> dict[int, Mark]:
 def alike_by_rows(
     piece: Graph, whole: Graph, propagation: TokenPropagation, cut: Mapping[Node, Tiling]
 ) -> set[str]:
-    """Names of nodes of a piece's graph that do the same in the graph of the whole, to each row by itself."""
+    """Collect the names of a piece's nodes that do the same in the whole's graph, to each row by itself."""
     first = next(iter(cut.values()))
     rows = hint(fake_of(first.base).shape[first.dim])
     alike: set[str] = set()
@@ -284,7 +292,9 @@ def alike_by_rows(
 
 
 def contiguous(node: Node) -> torch.Tensor:
-    """A piece has the strides of what it was cut from, and would be copied where the whole is not."""
+    """Create a contiguous fake value like that of a piece. A piece has the strides of what it was cut from,
+    and would be copied where the whole is not.
+    """
     fake = fake_of(node)
     with fake.fake_mode:
         return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
@@ -293,7 +303,7 @@ def contiguous(node: Node) -> torch.Tensor:
 def subgraph(
     nodes: Sequence[Node], inputs: Sequence[Node], pieces: Pieces
 ) -> tuple[GraphModule, dict[Node, Node]]:
-    """Some nodes as a graph of their own, and their copies in it."""
+    """Copy some nodes to a graph of their own. Returns it, and the copy of each node."""
     graph = Graph()
     copies = {n: graph.placeholder(f"in_{i}") for i, n in enumerate(inputs)}
     for node in nodes:
@@ -305,7 +315,7 @@ def subgraph(
 def is_same(
     a: Node, b: Node, counterpart: Mapping[Node, Node], propagation: TokenPropagation, rows: int
 ) -> bool:
-    """Are two nodes alike but for the rows of their shapes?"""
+    """Are two nodes equal except for the rows of their shapes?"""
     signature = propagation.signatures.get(a)
     if a.target != b.target or signature is None or not is_tensor(a):
         return False

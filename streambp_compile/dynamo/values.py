@@ -1,4 +1,4 @@
-"""What is known of the value of a node before autograd sees the graph."""
+"""Properties of a node's value that are known before autograd sees the graph."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ def fake_of(node: Node):
 
 
 def own_of(node: Node):
-    """What this process holds of the value of a node: of a DTensor, its part."""
+    """Return what this process holds of a node's value: of a DTensor, its part."""
     return internals.local_of(fake_of(node))
 
 
 def storage_of(node: Node) -> int | None:
-    """Whose memory the value of a node is; equal numbers, the same memory."""
+    """Identify the memory of a node's value: equal numbers mean the same memory."""
     fake = own_of(node)
     try:
         return fake.untyped_storage()._cdata if isinstance(fake, torch.Tensor) else None
-    except NotImplementedError:  # of a value inside a `torch.func` transform
+    except NotImplementedError:  # the value is inside a `torch.func` transform
         return None
 
 
 def is_changed(node: Node) -> bool:
-    """May a value be another one by the time that it is read: is its memory, or that of what it is a view of,
-    written into after it was made? What reads it must then stay where it is."""
+    """May a value have changed by the time that it is read? It may if its memory, or that of a value it is
+    a view of, is written into after it was made. Its readers must then stay where they are.
+    """
     while not node.meta.get(CHANGED):
         if not is_view(node) or not node.args or not isinstance(node.args[0], Node):
             return False
@@ -41,19 +42,19 @@ def is_changed(node: Node) -> bool:
 
 
 def joined_values(node: Node) -> list[Node]:
-    """The values that ``cat`` puts together, without those that torch leaves out: empty ones of one
-    dimension."""
+    """List the values that ``cat`` joins. Empty ones of one dimension are left out, as torch does."""
     return [v for v in arguments(node)["tensors"] if fake_of(v).dim() == fake_of(node).dim()]
 
 
 def autocast_of(node: Node) -> tuple:
-    """The arguments of each autocast that a node runs under, the outermost first."""
+    """Return the arguments of each autocast that a node runs under, the outermost first."""
     return node.meta.get(AUTOCAST, ())
 
 
 def is_parameter(fake: object) -> bool:
-    """A weight, declared or not. Hidden states may be leaves that want gradients too, but they come as ``[B,
-    T, d]``."""
+    """Is a value a weight, declared or not? Hidden states may be leaves that want gradients too, but they
+    come as ``[B, T, d]``.
+    """
     return (
         isinstance(fake, torch.nn.Parameter)
         or getattr(fake, "_is_param", False)

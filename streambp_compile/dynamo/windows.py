@@ -1,9 +1,9 @@
 """Windows of consecutive tokens, each a few tokens behind the one before it: pooling, strided filters,
 ``unfold``.
 
-Windows as long as their step are blocks of tokens, and longer ones are blocks side by side; windows at every
-token are rows beside their neighbours. Written so, before autograd sees them, blocks.py and the passes stream
-them. Gradients come from autograd.
+Windows as long as their step are blocks of tokens, and longer ones are blocks side by side; windows at
+every token are rows beside their neighbours. They are written so before autograd sees them, and
+blocks.py and the passes then stream them. Gradients come from autograd.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Made = Callable[..., Tensor]  # from windows ``[..., n, ..., size]``, and more o
 
 @dataclass(frozen=True)
 class Windowed:
-    """What a node makes of windows along a dimension of a value.
+    """A node as a function of windows along a dimension of a value.
 
-    around  rows of zeros that it puts before and behind by itself
+    around  rows of zeros that the node pads before and behind by itself
     made    a function of the windows and ``more`` operands; None where the windows are the result
     """
 
@@ -64,7 +64,7 @@ def write_windows(module: GraphModule) -> GraphModule:
 
 
 def write(node: Node, given: Windowed, padded: tuple[Node, int, int]) -> None:
-    """Write a node's windows; of rows that have so many zeros before and behind."""
+    """Write a node's windows; ``padded`` has the rows, and the numbers of zeros before and behind them."""
     source, before, behind = padded[0], padded[1] + given.around[0], padded[2] + given.around[1]
     same = is_equal(fake_of(node).shape[given.dim], fake_of(source).shape[given.dim])
     if given.step == 1 and same and before + behind == given.size - 1:
@@ -82,7 +82,7 @@ def write(node: Node, given: Windowed, padded: tuple[Node, int, int]) -> None:
 
 
 def write_repeated(node: Node) -> None:
-    """Nearest neighbours at a whole multiple of the length: every row so many times."""
+    """Write nearest-neighbour interpolation to a whole multiple of the length as repeated rows."""
     source = arguments(node)["input"]
     rows, length = (fake_of(n).shape[-1] for n in (source, node))
     times = hint(length) // hint(rows)
@@ -93,14 +93,14 @@ def write_repeated(node: Node) -> None:
 
 
 def is_shared_view(node: Node, given: Windowed) -> bool:
-    """Are windows a view of memory that is written into? What is written here may be a copy."""
+    """Are windows a view of memory that is written into? The rewrite may make a copy."""
     own = storage_of(given.source)
     written = [target for n in node.graph.nodes if (target := mutated(n)) is not None]
     return given.made is None and any(storage_of(target) == own for target in written)
 
 
 def zeros_around(node: Node, dim: int, trace: Trace) -> tuple[Node, int, int] | None:
-    """For rows between zeros: those rows, and how many zeros there are before and behind."""
+    """Find the rows that a node pads with zeros, and the numbers of zeros before and behind."""
     for at, window in windows_of(trace.values.get(node)):
         source = next((n for n, value in trace.values.items() if value is window.source), None)
         if at == dim and source is not None and window.low == window.by:
@@ -111,7 +111,7 @@ def zeros_around(node: Node, dim: int, trace: Trace) -> tuple[Node, int, int] | 
 
 
 def windowed(node: Node) -> Windowed | None:
-    """What a node makes of windows that this file can write, if it does."""
+    """Match a node as a function of windows that this file can write. None for other nodes."""
     part = part_of(node)
     if part is Part.WINDOWS:
         given = arguments(node)
@@ -132,7 +132,7 @@ def windowed(node: Node) -> Windowed | None:
 
 
 def columns(given: dict) -> Windowed | None:
-    """``F.unfold`` of a plane one number wide, along its height."""
+    """Match ``F.unfold`` of a plane one number wide, along its height."""
     source, (size, width), (around, beside) = given["self"], given["kernel_size"], given["padding"]
     step, dilation = given["stride"][0], given["dilation"][0]
     if fake_of(source).dim() != 4 or fake_of(source).shape[3] != 1 or (width, beside, dilation) != (1, 0, 1):
@@ -141,7 +141,7 @@ def columns(given: dict) -> Windowed | None:
 
 
 def pooled(given: dict, is_mean: bool) -> Windowed | None:
-    """Pooling; what it puts around is zero for a mean alone."""
+    """Match pooling. Padding is allowed only for a mean that counts its zeros."""
     size, padding = single(given["kernel_size"]), single(given["padding"])
     counts_zeros = is_mean and given["count_include_pad"]
     if given["ceil_mode"] or single(given.get("dilation", 1)) != 1 or padding and not counts_zeros:
@@ -152,7 +152,9 @@ def pooled(given: dict, is_mean: bool) -> Windowed | None:
 
 
 def filtered(given: dict, dtype: torch.dtype) -> Windowed | None:
-    """A strided convolution, dense or depthwise. Short filters at every token are written elsewhere."""
+    """Match a strided convolution, dense or depthwise. Short filters at every token are written
+    elsewhere.
+    """
     source, weight, groups = given["input"], fake_of(given["weight"]), single(given["groups"])
     plain = single(given["padding"]) in (0, "valid") and single(given["dilation"]) == 1
     if not plain or single(given["stride"]) == 1 or fake_of(source).dim() != 3:
@@ -165,7 +167,7 @@ def filtered(given: dict, dtype: torch.dtype) -> Windowed | None:
 
 
 def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    """``x.unfold(dim, size, step)``: windows stand at ``dim``, their rows behind all dimensions."""
+    """Compute ``x.unfold(dim, size, step)``: windows stand at ``dim``, their rows behind all dimensions."""
     if step == 1:
         count = x.shape[dim] - size + 1
         return torch.stack([x.narrow(dim, i, count) for i in range(size)], -1)
@@ -178,14 +180,15 @@ def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
 
 
 def neighbours(x: Tensor, dim: int, distances: Sequence[int]) -> Tensor:
-    """For each row those so many rows before it (negative: behind it), in a last dimension; zeros where there
-    are none."""
+    """Stack the rows at some distances before each row (negative: behind it) in a last dimension. Rows that
+    do not exist are zeros.
+    """
     others = [0, 0] * (x.dim() - 1 - dim)
     return torch.stack([F.pad(x, (*others, by, -by)) for by in distances], -1)
 
 
 def columns_of_windows(rows: Tensor) -> Tensor:
-    """``[B, C, n, 1, size]`` as ``[B, C size, n]``."""
+    """Reshape ``[B, C, n, 1, size]`` to ``[B, C size, n]``."""
     return rows.squeeze(3).movedim(-1, 2).flatten(1, 2)
 
 
@@ -194,12 +197,12 @@ def mean_of_windows(rows: Tensor) -> Tensor:
 
 
 def maximum_of_windows(rows: Tensor) -> Tensor:
-    """Of equal numbers the first has the gradient, as in pooling."""
+    """Compute the maximum of each window. Of equal numbers the first has the gradient, as in pooling."""
     return rows.max(-1).values
 
 
 def filter_of_windows(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A convolution of ``[B, C, n, K]`` by ``[O, C or 1, K]``, as autocast computes it.
+    """Compute the convolution of ``[B, C, n, K]`` by ``[O, C or 1, K]``, in autocast's dtype.
 
     Half precision is added up in float32, as the kernels do.
     """

@@ -12,18 +12,19 @@ from .values import fake_of, storage_of, wants_gradient
 
 
 def written_storages(region: Region) -> set[int]:
-    """Memory of a region's inputs that it writes into (an average kept in a buffer, a weight clamped in
-    place)."""
+    """Find the memory of a region's inputs that it writes into. Examples are an average kept in a buffer,
+    and a weight clamped in place.
+    """
     given = {storage_of(n) for n in region.inputs} - {None}
     return {storage_of(target) for target in map(mutated, region.nodes) if target is not None} & given
 
 
 def written_buffers(region: Region) -> tuple[Node, ...]:
-    """Inputs without gradients that a region writes into, whose new contents it returns after its own
-    outputs.
+    """List the inputs without gradients that a region writes into. It returns their new contents after its
+    own outputs.
 
-    The region works on a copy, and the chain writes the contents back. Written in place, what autograd keeps
-    for the backward would be another value by then. Memory that also comes in as another input, or goes out
+    The region works on a copy, and the chain writes the contents back. A write in place would change
+    values that autograd keeps for the backward. Memory that also comes in as another input, or goes out
     as a view of other sizes, is left to AOTAutograd.
     """
     storages = written_storages(region)

@@ -1,9 +1,9 @@
 """Values that are written into after they were made: ``mask = zeros(...); mask[rows, ends] = 1``.
 
-Python reads such a value by its first name, or by a view of it, whoever wrote into it since. Here every write
-makes a new value, and what reads an old name afterwards reads that. So a value is what it is wherever it is
-read, and rewrites may look at what it is made of. What stays written in place is marked: nobody looks through
-that.
+Python reads such a value by its first name, or by a view of it, and sees every write since. Here every
+write makes a new value, and later readers of an old name read the new value. So a value is the same
+wherever it is read, and rewrites may look at its operands. Values that are still written in place are
+marked, and rewrites do not look through them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from .written_inputs import same_layout
 
 
 def write_new_values(module: GraphModule) -> GraphModule:
-    """Make new values of what is written into; but not yet of what is filled block by block, because
-    `distribute_loops` reads those writes."""
+    """Replace writes into values by new values. Values that are filled block by block are left for later,
+    because `distribute_loops` reads those writes.
+    """
     replace_writes(read_from_writers(module), lambda names: not is_filled_by_blocks(names))
     return module
 
 
 def write_filled_values(module: GraphModule) -> GraphModule:
-    """Make new values of what is filled block by block, too."""
+    """Replace writes into values by new values, also where values are filled block by block."""
     replace_writes(module, lambda names: True)
     return module
 
@@ -56,15 +57,16 @@ def replace_writes(module: GraphModule, chosen: Callable[[list[Node]], bool]) ->
 
 
 def memory_of(node: Node) -> int | None:
-    """Whose memory a value is, or the values that a cut gives are."""
+    """Identify the memory of a value, or of the pieces that a split gives."""
     if node.op == "call_function" and cuts_into_pieces(node) and fake_of(node):
         return storage_of(next(iter(node.users), node))
     return storage_of(node)
 
 
 def written_values(module: GraphModule, modes: GradientModes) -> Iterator[list[Node]]:
-    """All names of the memory of each value that is made in the graph and written into, where a new value
-    can take the place of every write. The first name is the value."""
+    """Yield all names of each value that is made in the graph and written into. Values are left out where
+    no new value can replace every write. The first name is the value.
+    """
     of_memory: dict[int, list[Node]] = {}
     for node in module.graph.nodes:
         memory = memory_of(node)
@@ -80,7 +82,7 @@ def written_values(module: GraphModule, modes: GradientModes) -> Iterator[list[N
 
 
 def is_write(node: Node) -> bool:
-    """Does a node write into its first operand alone, as an op does that gives the result as a new value?"""
+    """Does a node write into its first operand alone, by an op that also exists without the write?"""
     target = mutated(node)
     return (
         target is not None
@@ -91,34 +93,35 @@ def is_write(node: Node) -> bool:
 
 
 def is_name(node: Node, names: set[Node]) -> bool:
-    """Is a node another name of what its first operand is a name of?"""
+    """Is a node another name of the value that its first operand names?"""
     if not node.args or node.args[0] not in names:
         return False
     return is_write(node) or is_view(node) or cuts_into_pieces(node.args[0])
 
 
 def is_chain(names: list[Node]) -> bool:
-    """Does nobody but the next writer read a value before its last write (``total += part``)? Then each write
-    is a value of its own as it stands, and may stay."""
+    """Is each write the only reader of the value before it (``total += part``)? Then each write is a value
+    of its own as it stands, and may stay.
+    """
     writes = [n for n in names if is_write(n)]
     earlier = [names[0], *writes[:-1]]
     return all(n.args[0] is a and list(a.users) == [n] for a, n in zip(earlier, writes))
 
 
 def is_filled_by_blocks(names: list[Node]) -> bool:
-    """Is a value made to be filled: by blocks of its rows, each copied to its place?"""
+    """Is a blank value filled by blocks of its rows, each copied to its place?"""
     base, *others = names
     writes = [n for n in others if is_write(n)]
     return is_blank(base) and all(form_of(n) is Form.ASSIGN and is_block(n.args[0], base) for n in writes)
 
 
 def is_block(node: Node, base: Node) -> bool:
-    """Is a node consecutive rows of another, or one of them?"""
+    """Is a node a slice of consecutive rows of another, or one of its rows?"""
     return node.args[:1] == (base,) and slice_of(node, fake_of(base).dim()) is not None
 
 
 def may_put(name: Node, base: Node) -> bool:
-    """Can new numbers of a name be put into the value that it is of?"""
+    """Can new contents of a name be put into the value that it is a view of?"""
     while name is not base:
         if not is_write(name) and not has_inverse(name):
             return False
@@ -138,8 +141,8 @@ class Values:
     """The values that a piece of memory holds, one after the other.
 
     sources  view, or write → the name that it is of
-    version  how many writes there were
-    found    name → a node that stands for it, and in which version
+    version  the number of writes so far
+    found    name → the version, and the node that stands for the name in it
     """
 
     def __init__(self, names: list[Node], modes: GradientModes):
@@ -163,7 +166,9 @@ class Values:
             node.graph.erase_node(node)
 
     def inserted(self, reader: Node, target: Callable, args: tuple, kwargs: dict | None = None) -> Node:
-        """A call in front of a reader, which may be what returns values, and is none itself."""
+        """Insert a call in front of a reader. The reader may be the graph's output, which has no value
+        itself.
+        """
         like = reader if isinstance(fake_of(reader), torch.Tensor) else args[0]
         with reader.graph.inserting_before(reader):
             node = inserted(like, target, args, kwargs)
@@ -171,19 +176,19 @@ class Values:
         return node
 
     def now(self, name: Node, reader: Node) -> Node:
-        """What stands for a name where a node reads it."""
+        """Find the node that stands for a name where ``reader`` reads it."""
         version, node = self.found[name]
         if version == self.version and node is not None:
             return node
         node = self.now(self.sources[name], reader)
         if not is_write(name):
             node = self.inserted(reader, name.target, (node, *name.args[1:]), dict(name.kwargs))
-        if self.modes[reader] == self.modes[self.base]:  # what is made without gradients is that reader's own
+        if self.modes[reader] == self.modes[self.base]:  # else it is this reader's own
             self.found[name] = (self.version, node)
         return node
 
     def write(self, node: Node) -> None:
-        """The new value, of which a write changes all or a part."""
+        """Replace a write by a new value, of which the write changes all or a part."""
         name = self.sources[node]
         args, kwargs = map_arg(
             ((name, *node.args[1:]), node.kwargs),
@@ -206,7 +211,7 @@ class Values:
         self.found[node] = (-1, None)
 
     def as_written(self, like: Node, new: Node, old: Node) -> Node:
-        """A value as it stands in the place of another: in its dtype and shape, on its device."""
+        """Convert a value to the dtype, shape and device of the value that it replaces."""
         wanted, given = fake_of(old), fake_of(new)
         if given.device != wanted.device:
             new = self.inserted(like, torch.ops.aten.to.device, (new, wanted.device, wanted.dtype))
@@ -216,11 +221,11 @@ class Values:
             return new
         if all(isinstance(size, int) for size in wanted.shape):
             return self.inserted(like, torch.ops.aten.expand.default, (new, list(wanted.shape)))
-        # a symbol outside a node has no tracer
+        # symbols must come from a node to be traced
         return self.inserted(like, torch.ops.aten.expand_as.default, (new, old))
 
     def put_back(self, like: Node, view: Node, source: Node, new: Node) -> Node:
-        """The value that a view is of, with new numbers where the view has them."""
+        """Insert the base of a view, with new numbers where the view has them."""
         rule = find_rule(view)
         if rule is not None and rule.put is not None:
             return self.inserted(like, rule.put, (source, new, *view.args[1:]))
@@ -235,8 +240,9 @@ class Values:
 
 
 def forget_later_gradient(node: Node) -> None:
-    """Dynamo's fake value has the gradient that a later write gave it; a value of its own has that of what it
-    is made of."""
+    """Detach the fake value of a node whose operands have no gradient. Dynamo's fake value may have the
+    gradient of a later write, which the new value does not have.
+    """
     if not wants_gradient(node) or not isinstance(node.target, torch._ops.OpOverload):
         return
     args, kwargs = map_arg((node.args, node.kwargs), fake_of)
@@ -246,7 +252,7 @@ def forget_later_gradient(node: Node) -> None:
 
 
 def read_from_writers(module: GraphModule) -> GraphModule:
-    """Have what reads a value after a write into it, which stays, read the result of that write."""
+    """Let later readers of a value read the result of a write that stays."""
     place = {n: i for i, n in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
         target = mutated(node)
@@ -256,7 +262,7 @@ def read_from_writers(module: GraphModule) -> GraphModule:
 
 
 def is_result(node: Node, target: Node) -> bool:
-    """Does a write return what it has written into?"""
+    """Does a write return the value that it writes into?"""
     made, written = fake_of(node), fake_of(target)
     same = storage_of(node) is not None and storage_of(node) == storage_of(target)
     return same and same_layout(made, written)

@@ -1,6 +1,6 @@
 """The only place that imports private parts of torch: a new release of torch changes these files alone.
 
-The rest of the package takes what it needs from here, by the names below.
+The rest of the package imports the names below from here.
 """
 
 import logging

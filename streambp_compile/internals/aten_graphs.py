@@ -40,7 +40,7 @@ LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.def
 
 
 def decompositions() -> dict:
-    """Inductor's decompositions without those of ops that the rules know better."""
+    """Return Inductor's decompositions, without those of ops that the table of rules describes itself."""
     table = dict(select_decomp_table())
     for op in kept():
         table.pop(op, None)
@@ -74,12 +74,12 @@ def decompositions() -> dict:
 
 @OneAtATime()
 def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
-    """The forward of a function on fake inputs, as one ATen graph in the spelling of the rules.
+    """Trace the forward of a function on fake inputs to one ATen graph, with the ops that the rules expect.
 
-    Of a DTensor, the part of this process is the input.
+    For a DTensor, the part of this process is the input.
 
-    Sizes are numbers there: a symbol that became one on the way (in a range of so many tokens) would be one
-    for Dynamo as well.
+    Sizes are numbers there: a symbol that tracing specialises (in a range over ``tokens`` numbers) would
+    be specialised by Dynamo as well.
     """
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         numbers = [stand_in_whole(v) if is_sharded(v) else stand_in(v) for v in inputs]
@@ -94,9 +94,10 @@ def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
 
 @OneAtATime()
 def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
-    """A function of fakes as the ATen ops that it calls, above autograd and autocast, in the active mode.
+    """Trace a function of fakes to the ATen ops that it calls, above autograd and autocast, in the active
+    mode.
 
-    The function runs on stand-ins, so that what it writes into stays as it was.
+    The function runs on stand-ins, so that inputs which it writes into stay as they were.
     """
     given = [
         torch.empty_strided(f.shape, f.stride(), dtype=f.dtype, device=f.device)
@@ -116,8 +117,10 @@ def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
 
 
 def inline_numbers(module: GraphModule) -> None:
-    """Write constants of one number (``torch.tensor(-1.0)`` in a forward) into the graph, where the analysis
-    can read them."""
+    """Replace constants of one number by operations, so that the analysis can read them.
+
+    An example is ``torch.tensor(-1.0)`` in a forward.
+    """
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target, None)
         number = number_of(value)
@@ -132,24 +135,24 @@ def inline_numbers(module: GraphModule) -> None:
 
 
 def number_of(value: object) -> bool | int | float | None:
-    """The number of a real tensor without dimensions; None of all else."""
+    """Return the number of a real tensor without dimensions; None for anything else."""
     with unset_fake_temporarily():
         return value.item() if type(value) is torch.Tensor and value.dim() == 0 else None
 
 
 def known_number(fake: object) -> bool | int | float | None:
-    """The number of a fake tensor that was computed from constants; None where it is not known."""
+    """Return the number of a fake tensor that was computed from constants; None where it is not known."""
     return number_of(getattr(fake, "constant", None))
 
 
 def newest_captured() -> Node | None:
-    """The last node captured so far."""
+    """Return the last node captured so far."""
     mode = get_proxy_mode()
     return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 def captured_after(last: Node | None) -> list[str]:
-    """The names of the nodes that were captured after a given one, or of all."""
+    """List the names of the nodes captured after a given one; all of them for None."""
     names, node = [], newest_captured()
     while node is not None and node is not last and node.op != "root":
         names.append(node.name)
@@ -158,6 +161,6 @@ def captured_after(last: Node | None) -> list[str]:
 
 
 def has_gradient(op: torch._ops.OpOverload) -> bool:
-    """Does autograd know an operator? It takes what it does not know for constant, and only warns."""
+    """Does autograd know an operator? It treats an unknown one as constant, and only warns."""
     keys = ("Autograd", "CompositeImplicitAutograd")
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)

@@ -31,13 +31,13 @@ from ..passes.ir import (
 )
 from ..runtime.runner import source_value
 
-POSITIONS = ("first", "offset")  # integers that are no size of anything, and zero in the first chunk
+POSITIONS = ("first", "offset")  # integers that are not sizes, and that are zero in the first chunk
 
 
 class SizeArithmetic(PythonReferenceAnalysis):
     """Python's arithmetic of sizes, with fractions (``int(1.25 * tokens / experts)``).
 
-    Torch's own leaves them as expressions, which no operator takes.
+    Torch's own arithmetic leaves fractions as expressions, which no operator takes.
     """
 
     @staticmethod
@@ -53,7 +53,10 @@ class BodyInputs:
     """Fake inputs of a chunk body: every size that may change is a symbol of its own."""
 
     def __init__(self, body: Body, chunk: int, sizes: Mapping[object, int] = types.MappingProxyType({})):
-        """``sizes``: hints, by the names of symbols, in place of those that the chunk length gives."""
+        """Create the fake inputs.
+
+        sizes  hints by the names of symbols, instead of those that the chunk length determines
+        """
         self.env, self.known = ShapeEnv(duck_shape=False), sizes
         self.mode = FakeTensorMode(shape_env=self.env)
         self.symbols: dict[object, torch.SymInt] = {}
@@ -79,7 +82,7 @@ class BodyInputs:
         return self.symbols[name]
 
     def size(self, size):
-        """A size of the region's graph; symbols of that graph become symbols of this body."""
+        """Convert a size of the region's graph: symbols of that graph become symbols of this body."""
         if isinstance(size, int):
             return size
         expr = size.node.expr
@@ -108,11 +111,11 @@ class BodyInputs:
         return self.named(*parted_name(binding.name))
 
     def named(self, name: str, block: int = 1) -> torch.SymInt:
-        """A number of a chunk, counted in blocks of so many tokens."""
+        """Return a number of a chunk, counted in blocks of ``block`` tokens."""
         return self.symbol(in_blocks(name, block), -(-self.hints[name] // block))
 
     def layout(self, binding: Binding, value: torch.Tensor, full: list) -> tuple[list, list]:
-        """Sizes and strides of a binding, from the sizes of its value at full length."""
+        """Compute the sizes and strides of a binding from the sizes of its value at full length."""
         mark, role = binding.mark, binding.role
         if role is BindingRole.CARRY:
             row = [*full[: mark.dim], binding.state_rows, *full[mark.dim + 1 :]]
@@ -126,7 +129,7 @@ class BodyInputs:
         return self.part(binding, value, full)
 
     def part(self, binding: Binding, value: torch.Tensor, full: list) -> tuple[list, list]:
-        """Sizes and strides of what a chunk sees of a value with tokens: its rows, or keys."""
+        """Compute the sizes and strides of the rows or keys that a chunk reads of a value with tokens."""
         mark, role, of_rows = binding.mark, binding.role, binding.role in OF_ROWS
         length = self.named("length", mark.block)
         full[mark.dim] = length * mark.step

@@ -1,10 +1,10 @@
-"""Branches on whether a mask picks a row (``if mask.any():``, ``if rows.numel() == 0: continue``), while
-Dynamo traces.
+"""Tracing of branches on whether a mask picks a row, by Dynamo.
 
-Which way such a branch goes depends on the data, so that Dynamo ends its graph there by default. Where all
-that the branch does is done to picked rows, it does nothing if there are none, and the side on which there
-are some can be traced for both. Two calls in the graph enclose that side and hold what it has changed. The
-backend proves the rest (dynamo/picked_branches.py), or has Dynamo trace again with a break.
+Examples are ``if mask.any():`` and ``if rows.numel() == 0: continue``. The direction of such a branch
+depends on the data, so Dynamo ends its graph there by default. A branch that only computes with picked
+rows does nothing if there are none, so the side with picked rows can be traced for both cases. Two calls
+in the graph enclose that side and hold the variables that it has changed. The backend proves the rest
+(dynamo/picked_branches.py), or has Dynamo trace again with a break.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -41,17 +41,23 @@ LOOPING = ("GET_ITER", "FOR_ITER")
 
 
 class CannotTakeBranch(Exception):
-    """A branch was traced as if rows are picked, and does something else too."""
+    """A branch was traced as if rows are picked, and does more than compute with them."""
 
 
 def begin_branch(mask: torch.Tensor) -> None:
-    """In a graph: what follows, up to `end_branch`, may be left out where this mask is zero everywhere."""
+    """Mark the begin of a branch in a graph, which ends at `end_branch`.
+
+    It may be left out where the mask is zero everywhere.
+    """
     raise AssertionError("the backend removes this call")
 
 
 def end_branch(begin: None, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
-    """In a graph: the end of the branch that begins there, before which variables had some values, and behind
-    which they have others."""
+    """Mark the end of the branch that ``begin`` marks in a graph.
+
+    before  the values of changed variables before the branch
+    after   their values after it
+    """
     raise AssertionError("the backend removes this call")
 
 
@@ -59,7 +65,7 @@ def end_branch(begin: None, before: Sequence[torch.Tensor], after: Sequence[torc
 class Branch:
     """A branch that is being traced as if rows are picked.
 
-    join   the instruction with which the other side goes on at once; where that side returns at once, this
+    join   the instruction at which the other side continues; where that side returns at once, this
            side ends where the function returns
     begin  the call that begins it in the graph
     known  the objects that code could reach when it began
@@ -77,7 +83,7 @@ class Branch:
         self.rest = self.state()
 
     def state(self) -> tuple:
-        """What must be the same behind the branch: all but variables."""
+        """Return the state that must be the same after the branch: all but variables."""
         frame = self.frame
         return [v.unwrap() for v in frame.stack], len(frame.block_stack), modes_text()
 
@@ -104,7 +110,7 @@ class Branch:
         self.begin.graph.call_function(end_branch, (self.begin, before, after))
 
     def returned_instead(self) -> VariableTracker | None:
-        """What the other side returns."""
+        """Return the value that the other side returns."""
         load = returned_by(self.frame, self.join)
         if load.opname.startswith("LOAD_FAST"):
             return self.variables.get(load.argval)
@@ -117,7 +123,7 @@ class Branch:
         return node
 
     def changes(self, thing: object) -> bool:
-        """Is this something that was there before the branch?"""
+        """Did this object exist before the branch?"""
         new = isinstance(thing, VariableTracker) and thing.source is None
         return not new or id(thing) in self.known
 
@@ -126,7 +132,7 @@ RETURNS = ("RETURN_VALUE", "RETURN_CONST")
 
 
 def returned_by(frame: InstructionTranslatorBase, inst: Instruction) -> Instruction | None:
-    """The instruction that says what is returned at once, a variable or a constant, if that is."""
+    """Find the instruction that names the returned variable or constant, if ``inst`` returns at once."""
     after = frame.indexof[inst] + 1
     loads = inst.opname.startswith("LOAD_FAST") or inst.opname == "LOAD_CONST"
     if loads and after < len(frame.instructions) and frame.instructions[after].opname == "RETURN_VALUE":
@@ -144,11 +150,11 @@ def take_branches(
     give_up: Callable[[object], None],
     in_loops: Callable[..., AbstractContextManager],
 ) -> None:
-    """Have Dynamo trace branches on whether a mask picks a row as if it does.
+    """Make Dynamo trace branches on whether a mask picks a row as if it does.
 
-    may       whether it should, for an `OutputGraph`
-    give_up   called where a branch does something else too; raises Dynamo's restart
-    in_loops  around each instruction: loops of which each round is a branch
+    may       decides for an `OutputGraph` whether it should
+    give_up   called where a branch does more than compute with picked rows; raises Dynamo's restart
+    in_loops  context around each instruction, for loops of which each round is a branch
     """
     before = InstructionTranslatorBase.step
     if hasattr(before, "__wrapped__"):
@@ -178,12 +184,12 @@ def take_branches(
 
 
 def branches_of(output: object) -> list[Branch]:
-    """The branches that are being traced into a graph, the innermost last."""
+    """Return the branches that are being traced into a graph, the innermost last."""
     return vars(output).setdefault("branches", [])
 
 
 def watching(before: Callable, give_up: Callable[[object], None]) -> Callable:
-    """A function that Dynamo calls when code changes something, and that gives up inside a branch."""
+    """Wrap a function that Dynamo calls for a side effect, so that it calls ``give_up`` inside a branch."""
 
     @functools.wraps(before)
     def changing(self: SideEffects, thing: object, *args: object, **kwargs: object) -> object:
@@ -198,7 +204,10 @@ def watching(before: Callable, give_up: Callable[[object], None]) -> Callable:
 
 
 def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
-    """Take a branch on whether a mask picks a row, if one is next. Returns whether it was."""
+    """Begin a branch if the next instruction branches on whether a mask picks a row.
+
+    Returns whether it did.
+    """
     wants_true, wants_false = (jump.opname.endswith(end) for end in ("IF_TRUE", "IF_FALSE"))
     if not jump.opname.startswith("POP_JUMP") or not (wants_true or wants_false) or not frame.stack:
         return False
@@ -211,7 +220,7 @@ def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
     picked, none = sides if jumps else reversed(sides)
     join = goes_on_at(frame, none)
     returns = returned_by(frame, frame.instructions[join]) is not None
-    if not reaches(frame, picked, join, returns):  # it raises, as an assertion does
+    if not reaches(frame, picked, join, returns):  # the side with rows raises, as an assertion does
         return False
     frame.current_instruction = jump
     frame.instruction_pointer = at + 1
@@ -223,14 +232,14 @@ def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
 
 
 def begun(frame: InstructionTranslatorBase, join: Instruction, mask: Node) -> Branch:
-    """A branch that begins here."""
+    """Begin a branch here."""
     begin = mask.graph.call_function(begin_branch, (mask,))
     frame.output.took_branch = True
     return Branch(frame, join, begin, reachable_from(frame))
 
 
 def goes_on_at(frame: InstructionTranslatorBase, at: int) -> int:
-    """The first instruction from there that does something."""
+    """Find the first instruction from there that is neither a NOP nor an unconditional jump."""
     seen: set[int] = set()
     while at not in seen:
         seen.add(at)
@@ -243,7 +252,7 @@ def goes_on_at(frame: InstructionTranslatorBase, at: int) -> int:
 
 
 def reaches(frame: InstructionTranslatorBase, start: int, goal: int, returns: bool) -> bool:
-    """Can an instruction come to another, or, with ``returns``, to the end of the function?"""
+    """Can one instruction lead to another, or, with ``returns``, to the end of the function?"""
     found: set[int] = set()
     stack = [start]
     while stack:
@@ -255,7 +264,7 @@ def reaches(frame: InstructionTranslatorBase, start: int, goal: int, returns: bo
 
 
 def followers(frame: InstructionTranslatorBase, at: int) -> list[int]:
-    """The instructions that may run after one."""
+    """List the instructions that may run after one."""
     inst, found = frame.instructions[at], []
     if inst.opcode in JUMP_OPCODES:
         found.append(frame.indexof[inst.target])
@@ -267,9 +276,9 @@ def followers(frame: InstructionTranslatorBase, at: int) -> list[int]:
 
 
 def read_from(frame: InstructionTranslatorBase, start: Instruction) -> set[str]:
-    """Variables that may be read from an instruction on before they are written.
+    """Find the variables that may be read from an instruction on before they are written.
 
-    Dynamo's own analysis takes what a loop writes first in each iteration for read.
+    Dynamo's own analysis counts variables as read that a loop writes first in each iteration.
     """
     first = frame.indexof[start]
     names = {i.argval for i in frame.instructions if i.opcode in NAMING}
@@ -297,8 +306,10 @@ NAMING = frozenset((*dis.haslocal, *dis.hasfree))
 
 
 def reachable_from(frame: InstructionTranslatorBase) -> dict[int, object]:
-    """The objects that code can reach. What was found for earlier branches is not walked through again, but
-    for what changed since."""
+    """Collect the objects that code can reach.
+
+    Objects found for earlier branches are not walked again, except those that changed since.
+    """
     effects = frame.output.side_effects
     roots = [*effects.id_to_variable.values(), *map(dict.copy, effects.store_attr_mutations.values())]
     at: InstructionTranslatorBase | None = frame
@@ -315,9 +326,9 @@ def known_objects(output: object) -> dict[int, object]:
 
 
 def condition(value: VariableTracker) -> tuple[Node, bool] | None:
-    """A mask of which a condition tells whether it picks a row, and the condition if it does not.
+    """Find the mask that a condition tests for picked rows, and the condition's value if there are none.
 
-    The condition may be any other one where the mask picks rows: the side that is traced is then taken.
+    Where the mask picks rows, the condition may have either value: the side that is traced is then taken.
     """
     if isinstance(value, SymNodeVariable):
         return of_number(value)
@@ -332,7 +343,7 @@ def condition(value: VariableTracker) -> tuple[Node, bool] | None:
 
 
 def of_number(value: SymNodeVariable) -> tuple[Node, bool] | None:
-    """`condition` of a count of picked rows (``rows.numel() == 0``, ``len(rows)``)."""
+    """Apply `condition` to a count of picked rows (``rows.numel() == 0``, ``len(rows)``)."""
     expression = getattr(getattr(value.sym_num, "node", None), "expr", None)
     symbols = getattr(expression, "free_symbols", set())
     if len(symbols) != 1 or not free_unbacked_symbols(value.sym_num):
@@ -350,7 +361,7 @@ ANY_COUNT = sympy.Symbol("count", integer=True, nonnegative=True)
 
 
 def holds(expression: sympy.Basic, symbol: sympy.Symbol, count: object) -> bool | None:
-    """Does a condition hold of a count, whatever number a symbol in it stands for? None if that is open."""
+    """Does a condition hold for a count, whatever number a symbol in it stands for? None if that is open."""
     found = expression.subs(symbol, count)
     found = found if isinstance(found, Boolean) else sympy.Ne(found, 0)
     return bool(found) if found in (sympy.true, sympy.false) else None

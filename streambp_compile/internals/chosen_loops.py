@@ -1,9 +1,9 @@
-"""Loops over the choices that have been made (``for expert in hits:``, of ``nonzero`` or ``unique``), while
-Dynamo traces.
+"""Tracing of loops over the choices that occur, by Dynamo.
 
-How many there are depends on the data, so that Dynamo ends its graph there by default. Here such a loop goes
-over all choices, in order, and each round is a branch (internals/branch_tracing.py), which does something
-only where the choice was made.
+An example is ``for expert in hits:``, with ``hits`` from ``nonzero`` or ``unique``. The number of rounds
+depends on the data, so Dynamo ends its graph there by default. Here such a loop runs over all possible
+choices in order, and each round is a branch (internals/branch_tracing.py), which does something only
+where the choice occurs.
 
 Tested with torch 2.13.
 """
@@ -31,8 +31,9 @@ from .branch_tracing import begun, branches_of
 
 @dataclass(frozen=True)
 class Listed:
-    """Places that a value lists, each once, in order: those where another value is not zero, or those that
-    are among some numbers.
+    """Places that a value lists, each once, in order.
+
+    They are places where another value is not zero, or the numbers that it contains.
 
     among    how many places there are
     entries  the entries that are zero where a place is not listed
@@ -44,7 +45,7 @@ class Listed:
 
 @dataclass
 class ListedLoop:
-    """A loop over listed places: its iterator, and which round is next."""
+    """A loop over listed places: its iterator, and the number of its next round."""
 
     listed: Listed
     iterator: VariableTracker
@@ -55,7 +56,7 @@ class ListedLoop:
 def in_loops(
     frame: InstructionTranslatorBase, here: Instruction, give_up: Callable[[object], None]
 ) -> Iterator[None]:
-    """Around one instruction: a loop over listed places begins there, or goes on."""
+    """Begin or continue a loop over listed places, around one instruction."""
     loops = vars(frame.output).setdefault("loops", {})
     if here.opname == "GET_ITER":
         listed = looped_over(frame)
@@ -81,7 +82,7 @@ def in_loops(
 
 
 def looped_over(frame: InstructionTranslatorBase) -> Listed | None:
-    """The places, if a loop that begins here goes over a list of them."""
+    """Find the places that a loop which begins here runs over; None for any other loop."""
     value = frame.stack[-1]
     if not isinstance(value, TensorVariable):
         return None
@@ -95,7 +96,9 @@ def looped_over(frame: InstructionTranslatorBase) -> Listed | None:
 
 
 def listed_by(node: Node) -> Listed | None:
-    """The places that a value lists, if nothing writes into it, or into what it is computed of."""
+    """Find the places that a value lists, if it and the values that it is computed from are never
+    overwritten.
+    """
     way = [node]
     while name_of(node) in ("getitem", "flatten", "squeeze") and isinstance(node.args[0], Node):
         if name_of(node) == "getitem" and node.args[1] not in (0, (slice(None), 0)):
@@ -116,11 +119,14 @@ def listed_by(node: Node) -> Listed | None:
 
 
 UNIQUE = ("unique", "_return_output")
-MOST = 1024  # places to list
+MOST = 1024  # places in a list
 
 
 def choices_of(node: Node) -> list[Node]:
-    """The values on the way from places that ``topk`` tells to what they are told of; none for others."""
+    """List the values from the places that ``topk`` chooses back to the value that it chooses from.
+
+    The list is empty for other nodes.
+    """
     way = [node]
     while (found := places_along(node)) is None:
         if name_of(node) not in REARRANGING or not isinstance(node.args[0], Node):
@@ -131,7 +137,7 @@ def choices_of(node: Node) -> list[Node]:
 
 
 def listed(way: Sequence[Node], among: object, entries: Callable[[int], Entries]) -> Listed | None:
-    """A list of so many places, computed by these values."""
+    """Build the list of ``among`` places that these values compute; None where a value is overwritten."""
     if not isinstance(among, int) or not 1 < among <= MOST:
         return None
     way = [*way, *zeros_of(entries(0))[1]]
@@ -139,8 +145,10 @@ def listed(way: Sequence[Node], among: object, entries: Callable[[int], Entries]
 
 
 def takes_number_first(frame: InstructionTranslatorBase) -> bool:
-    """Does each round of the loop that begins here take the number out of its row (``e = e[0]``), and do
-    nothing else with the row? A list of one number is compared otherwise than a tensor."""
+    """Does each round of the loop only take the number out of its row (``e = e[0]``)?
+
+    A list of one number compares differently from a tensor, so the row must have no other use.
+    """
     body = frame.instructions[frame.instruction_pointer :][:16]
     calls = [call for inst in body if inst.opname not in SKIPPED for call in single_calls(inst)]
     if len(calls) < 7:
@@ -160,14 +168,14 @@ SUBSCRIPT = 26  # of BINARY_OP, from Python 3.14 on
 
 
 def single_calls(inst: Instruction) -> list[tuple[str, object]]:
-    """An instruction, or the two that Python 3.13 has joined in it, with what they are of."""
+    """Split an instruction into the two that Python 3.13 may have joined in it, each with its argument."""
     if inst.opname == "STORE_FAST_LOAD_FAST":
         return list(zip(("STORE_FAST", "LOAD_FAST"), inst.argval))
     return [(inst.opname, inst.arg if inst.opname == "BINARY_OP" else inst.argval)]
 
 
 def as_list(among: int, pairs: bool) -> ListVariable:
-    """All places as a list; of lists with one number, where each is a row."""
+    """Build a list of all places; with ``pairs``, each is a list of one number."""
     numbers: list[VariableTracker] = [ConstantVariable.create(i) for i in range(among)]
     if pairs:
         numbers = [ListVariable([n], mutation_type=ValueMutationNew()) for n in numbers]

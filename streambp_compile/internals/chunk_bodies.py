@@ -1,4 +1,4 @@
-"""Chunk bodies through Inductor: one artifact per text and range of sizes.
+"""Chunk bodies compiled by Inductor: one artifact per text and range of sizes.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -35,12 +35,12 @@ from .kernel_builds import Kernels
 from .size_guards import conditions_of, guard_of, places_of
 
 log = logging.getLogger(__name__)
-MOST_ARTIFACTS = 8  # of one body: what still meets other sizes then would be compiled for every call
-PANEL_COLUMNS_PER_ROW = 8  # a weight with fewer columns than this for every row is multiplied as a whole
+MOST_ARTIFACTS = 8  # of one body: one that still meets other sizes would be compiled for every call
+PANEL_COLUMNS_PER_ROW = 8  # a weight with fewer columns per row is multiplied as a whole
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``aten.mm``; on a CPU in panels, where a wide transposed weight (a head) is multiplied by few rows."""
+    """Decompose ``aten.mm`` on a CPU into panels, where few rows meet a wide transposed weight (a head)."""
     wide = hint(weight.shape[1]) >= PANEL_COLUMNS_PER_ROW * hint(rows.shape[0]) and weight.stride(0) == 1
     panels = wide and device_type(rows) == "cpu" and rows.dtype.itemsize >= 4
     return torch.ops.streambp.panels_mm(rows, weight) if panels else NotImplemented
@@ -48,7 +48,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A compiled body and what Inductor assumed of its sizes, such as that 32-bit indices suffice.
+    """A compiled body, with Inductor's assumptions on its sizes, such as that 32-bit indices suffice.
 
     run      a function of the list of inputs
     holds    are the assumptions true of these inputs?
@@ -93,9 +93,10 @@ class CompiledBody:
         return next((a for a in self.artifacts if a.holds(args)), None)
 
     def compiled_for(self, args: list) -> Artifact:
-        """An artifact for the sizes of a call, unless another thread compiled one meanwhile.
+        """Compile an artifact for the sizes of a call, unless another thread compiled one meanwhile.
 
-        A memory simulation is to count what bodies allocate, not what compiling them does.
+        Modes are disabled, so that a memory simulation counts allocations of bodies and none of
+        compiling them.
         """
         with OneAtATime(), disable_current_modes():
             if (known := self.fitting(args)) is not None:
@@ -117,18 +118,18 @@ class CompiledBody:
         return self.body.graph(*args)
 
     def compiled(self, sizes: Mapping[object, int]) -> list[Artifact]:
-        """All artifacts of this body; with ``sizes``, after compiling one for them."""
+        """Return all artifacts of this body; with ``sizes``, after compiling one for them."""
         with inductor_config.patch(body_options(self.mode)):
             inputs = BodyInputs(self.body, self.chunk, sizes)
             return compile_once(self.body, inputs, again=bool(sizes), store=self.store)
 
     def wait(self) -> None:
-        """Wait until the kernels of its artifacts are built. Raises what their compiler says."""
+        """Wait until the kernels of its artifacts are built. Raises the errors of their compiler."""
         for artifact in self.artifacts:
             artifact.kernels.wait()
 
     def sizes(self, args: Sequence[object]) -> dict[object, int]:
-        """The sizes of a call, by the names that `BodyInputs` gives them."""
+        """Read the sizes of a call, by the names that `BodyInputs` gives them."""
         inputs = BodyInputs(self.body, self.chunk)
         places = places_of(inputs.values)
         return {
@@ -137,7 +138,7 @@ class CompiledBody:
 
 
 def body_options(mode: str | None) -> dict[str, object]:
-    """Inductor's options for a mode, without CUDA graphs.
+    """Return Inductor's options for a mode, without CUDA graphs.
 
     A CUDA graph is recorded for fixed sizes and addresses, and those of a body change with every chunk.
     """
@@ -154,18 +155,21 @@ def compile_body(
     """Compile a body with Inductor; bodies of the same text on the same inputs share artifacts.
 
     mode   `torch.compile`'s mode, as Inductor options
-    tell   is told where sizes of a call find no compiled code
+    tell   receives a text where sizes of a call have no compiled code
     store  keep compiled code on disk, and look for it there (`stored_bodies`)
 
-    Returns a function of the list of inputs, whose kernels may still be built. Raises if Inductor fixed a
-    size that must stay free: code for the sizes of one call, compiled when none fits them, may hold for these
-    alone.
+    Returns a function of the list of inputs, whose kernels may still be built. Raises if Inductor fixed
+    a size that must stay free. Code compiled later, for a call whose sizes no artifact fits, may hold
+    for these sizes alone.
     """
     return CompiledBody(body, chunk, mode, tell, store)
 
 
 def compile_once(body: Body, inputs: BodyInputs, again: bool = False, store: bool = True) -> list[Artifact]:
-    """The artifacts of a body's text; with ``again``, after compiling one for the hints of these inputs."""
+    """Return the artifacts of a body's text.
+
+    again  compile one more first, for the hints of these inputs
+    """
     verify_inputs(inputs.values)
     described = symbols_in_order("|".join(map(describe, inputs.values)))
     text = f"{text_of(body.graph)}|{described}|{inductor_config.save_config_portable()}"
@@ -179,21 +183,24 @@ def compile_once(body: Body, inputs: BodyInputs, again: bool = False, store: boo
 
 
 def symbols_in_order(text: str) -> str:
-    """Sizes in a description of inputs, named in their order: unused ones decide names as well."""
+    """Rename sizes in a description of inputs by their order, because unused sizes affect their names."""
     names = dict.fromkeys(re.findall(r"\b[su]\d+\b", text))
     order = {name: f"{name[0]}_{i}" for i, name in enumerate(names)}
     return re.sub(r"\b[su]\d+\b", lambda found: order[found[0]], text)
 
 
 class Name(str):
-    """What a node is called in the text of its graph."""
+    """The name of a node in the text of its graph."""
 
     __repr__ = str.__str__
 
 
 def text_of(graph: GraphModule) -> str:
-    """The operations of a body, whatever its nodes are called: those of another length differ in names,
-    aliases and unread values alone. The code itself, where that does not tell all."""
+    """Write the operations of a body as text without its nodes' names.
+
+    Bodies for another length differ only in names, aliases and unread values. The code itself is
+    returned where the operations do not show everything that a node reads.
+    """
     nodes = list(graph.graph.nodes)
     if any(stored_bodies.is_hidden(n.op, n.target) for n in nodes):
         return graph.code
@@ -212,7 +219,7 @@ def text_of(graph: GraphModule) -> str:
 
 
 def artifact_of(body: Body, inputs: BodyInputs, again: bool, key: str | None) -> Artifact:
-    """A body's code from disk, or compiled and, if it has a key, stored."""
+    """Load a body's code from disk, or compile it and, if it has a key, store it."""
     with kernel_builds.built_later(inputs.values) as kernels:
         stored = None if key is None else stored_bodies.read(key, inputs.values)
         if stored is None:
@@ -230,7 +237,7 @@ def artifact_of(body: Body, inputs: BodyInputs, again: bool, key: str | None) ->
 
 
 def function_of(body: Body, inputs: BodyInputs) -> Callable:
-    """A body's text as a function of the list of inputs: traced with symbolic sizes, compiled by Inductor."""
+    """Compile a body by Inductor to a function of the list of inputs, traced with symbolic sizes."""
     counters["streambp"]["bodies"] += 1
     # A body's sizes are its own, not those of the graph around it.
     with tracing(TracingContext(inputs.mode)):

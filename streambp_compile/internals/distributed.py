@@ -1,5 +1,7 @@
-"""DistributedDataParallel's optimizer, which cuts Dynamo's graphs at its gradient buckets; and FSDP2
-(`fully_shard`) and DeepSpeed's ZeRO-3, which gather weights and free them.
+"""DistributedDataParallel, FSDP2 and DeepSpeed's ZeRO-3.
+
+DistributedDataParallel's optimizer cuts Dynamo's graphs at its gradient buckets. FSDP2 (`fully_shard`)
+and ZeRO-3 gather weights and free them.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -25,11 +27,11 @@ from .joint_graphs import tracing_of
 
 
 def keep_ddp_graphs_whole(package: str) -> None:
-    """Have the optimizer of DistributedDataParallel hand over whole graphs to the backends of a package.
+    """Make the optimizer of DistributedDataParallel pass whole graphs to the backends of a package.
 
-    It cuts a graph at the limits of gradient buckets: all gradients of one compiled graph arrive together.
-    Regions are autograd nodes of their own: their gradients arrive one layer after another. Torch (2.11 to
-    2.13) has this switch for all backends of a process only.
+    It cuts a graph at the limits of gradient buckets: all gradients of one compiled graph arrive
+    together. Regions are autograd nodes of their own: their gradients arrive one layer after another.
+    Torch (2.11 to 2.13) has this switch for all backends of a process only.
     """
     cut = DDPOptimizer.compile_fn
     if hasattr(cut, "__wrapped__"):
@@ -45,7 +47,7 @@ def keep_ddp_graphs_whole(package: str) -> None:
 
 
 def defined_in(backend: Callable, package: str) -> bool:
-    """Is a backend, behind what torch.compile wraps around it, a function of this package?"""
+    """Is a backend, behind the wrappers of torch.compile, a function of this package?"""
     for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"):
         inner = getattr(backend, name, None)
         if inner is not None:
@@ -70,25 +72,28 @@ def apart_from_ddp():
 
 
 class Engine(enum.Enum):
-    """What shards weights, gathers them for a forward or backward, and frees them after it."""
+    """An engine that shards weights, gathers them for a forward or backward, and frees them after it."""
 
     FSDP2 = "FSDP2"
     ZERO3 = "ZeRO-3"
 
 
 def fsdp_state_type() -> type | tuple:
-    """The class of FSDP2's states; nothing is an instance of it where FSDP2 is not in use."""
+    """Return the class of FSDP2's states; an empty tuple where FSDP2 is not in use."""
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     return getattr(module, "FSDPState", ())
 
 
 def is_fsdp_hook(hook: Callable) -> bool:
-    """Is this the hook by which FSDP2 gathers weights before a backward? It does not look at the gradient."""
+    """Is this the hook by which FSDP2 gathers weights before a backward?
+
+    It does not read the gradient.
+    """
     return isinstance(getattr(hook, "__self__", None), fsdp_state_type())
 
 
 def fsdp_states() -> Iterator:
-    """The states of all modules that `fully_shard` was called for."""
+    """Yield the states of all modules that `fully_shard` was called for."""
     for found in list(composable._module_state_mapping.values()):
         state = found() if isinstance(found, weakref.ref) else found
         if isinstance(state, fsdp_state_type()):
@@ -96,7 +101,7 @@ def fsdp_states() -> Iterator:
 
 
 def groups_of(state: object) -> Sequence:
-    """The groups of parameters that FSDP2 gathers together for a module."""
+    """Return the groups of parameters that FSDP2 gathers together for a module."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # up to torch 2.11
         groups = [g for g in [state._fsdp_param_group] if g is not None]
@@ -108,7 +113,7 @@ def is_gathered_by(group: object, weight: object) -> bool:
 
 
 def freed_by(weight: torch.Tensor) -> Engine | None:
-    """What frees this gathered weight when the forward of its module ends, if anything does."""
+    """Find the engine that frees this gathered weight when the forward of its module ends, if any does."""
     if hasattr(weight, "ds_status"):  # DeepSpeed has gathered it
         return None if weight.ds_persist else Engine.ZERO3
     groups = (group for state in fsdp_states() for group in groups_of(state))
@@ -120,7 +125,8 @@ def freed_by(weight: torch.Tensor) -> Engine | None:
 class HeadApart:
     """A linear layer that FSDP2 gathers in a group without the module that calls it.
 
-    Dynamo leaves a graph there to run the hooks of the group, and traces no forward that is torch.nn's own.
+    Dynamo ends a graph there to run the hooks of the group, and does not trace the forward of a torch.nn
+    module.
 
     takes, makes  features
     kept          does the gathered weight stay until the backward?
@@ -139,7 +145,7 @@ class HeadApart:
 
 
 def heads_apart(weights: Sequence[object]) -> list[HeadApart]:
-    """Those of the model that has one of these weights, if nobody compiled their forward by itself."""
+    """List such heads of the model that has one of these weights, without those whose forward is compiled."""
     owners = (
         state
         for state in fsdp_states()

@@ -1,5 +1,4 @@
-"""DTensors: what each process holds of them, and the meshes of devices that they lie on; and whether
-processes that compute together plan alike.
+"""DTensors: each process's part, their meshes of devices, and whether processes plan alike.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -15,57 +14,56 @@ from torch.distributed import distributed_c10d
 
 
 def is_sharded(value: object) -> bool:
-    """Is this a DTensor? None is made where its module was never imported."""
+    """Is this a DTensor? None exists where its module was never imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(value: object) -> object:
-    """What this process holds of a DTensor; any other value is itself."""
+    """Return this process's part of a DTensor; any other value is itself."""
     return value._local_tensor if is_sharded(value) else value
 
 
 def with_local(value: object, local: object) -> object:
-    """A DTensor placed as this one is, of which this process holds the given part; in place of any other
-    value, the part itself."""
+    """Build a DTensor like ``value`` whose part on this process is ``local``; else return ``local``."""
     return type(value)(local, value._spec, requires_grad=value.requires_grad) if is_sharded(value) else local
 
 
 def mesh_of(value: object) -> object | None:
-    """A mesh of devices, or the mesh that Dynamo hands over something else for; None of any other value."""
+    """Return a mesh of devices, or the mesh behind Dynamo's stand-in for one; None for any other value."""
     module = sys.modules.get("torch.distributed.device_mesh")
     found = getattr(value, "real_obj", None) if type(value).__name__ == "FakeScriptObject" else value
     return found if module is not None and isinstance(found, module.DeviceMesh) else None
 
 
 def is_uneven(value: object) -> bool:
-    """Does one process hold more of a DTensor than another?"""
+    """Do processes hold parts of a DTensor that differ in size?"""
     if not is_sharded(value):
         return False
     parts = [1] * value.dim()
     for placement, processes in zip(value.placements, value.device_mesh.shape):
-        dim = getattr(placement, "dim", None)  # of shards alone
+        dim = getattr(placement, "dim", None)  # only shards have one
         if dim is not None:
             parts[dim] *= processes
     return any(bool(size % count != 0) for size, count in zip(value.shape, parts) if count > 1)
 
 
 def this_process() -> str:
-    """``" on rank 1"`` where several processes compute together; nothing where one does."""
+    """Return ``" on rank 1"`` where several processes compute together; an empty text where one does."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return f" on rank {dist.get_rank()}" if several else ""
 
 
-KNOWN: Counter[str] = Counter()  # how often this process has compiled what a key names
+KNOWN: Counter[str] = Counter()  # key → how often this process has compiled it
 
 
 def others_with_another(key: str, group: str, plan: str) -> list[int]:
-    """The processes of a group that have compiled the same with another plan.
+    """List the processes of a group that have compiled the same region with another plan.
 
-    Nobody waits for anybody, as processes need not compile at the same time: each leaves its plan in the
-    store that they met in, and reads what is there. The last one sees those of all.
+    No process waits, because processes need not compile at the same time: each leaves its plan in the
+    store of the process group, and reads the plans that are there. The last one sees the plans of all.
     """
-    if dist.get_backend() == "fake":  # of processes that are not there
+    if dist.get_backend() == "fake":  # its processes do not exist
         return []
     me, store = dist.get_rank(), distributed_c10d._get_default_store()
     ranks = dist.get_process_group_ranks(distributed_c10d._resolve_process_group(group))

@@ -51,7 +51,7 @@ MODE_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast, torch._C._log_
 enter_map, leave_map = (
     predispatch._vmap_increment_nesting,
     predispatch._vmap_decrement_nesting,
-)  # what Dynamo makes of torch.vmap
+)  # Dynamo writes torch.vmap as these calls
 
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
@@ -63,19 +63,20 @@ PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latt
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 
-# Errors that are no defects: what a user asked for, want of memory, and how Dynamo starts again.
+# Errors that are no defects: warnings raised at the user's request, lack of memory, Dynamo's restarts.
 NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)
 
-ASSERTIONS = (torch._assert, torch._assert_async)  # what ``assert`` of a value becomes in Dynamo's graph
-# What runs around a function that Dynamo reads.
+ASSERTIONS = (torch._assert, torch._assert_async)  # ``assert`` of a value in Dynamo's graph
+# Files of the code that runs around a function which Dynamo traces.
 AROUND = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
-ONCE = ("info_once", "warning_once", "warning_advice")  # what transformers adds to logging.Logger
+ONCE = ("info_once", "warning_once", "warning_advice")  # methods that transformers adds to logging.Logger
 
 
 class OneAtATime(contextlib.ContextDecorator):
-    """Around what is traced or compiled while a step runs, when Dynamo has let go of its lock: the same lock.
+    """Hold Dynamo's compile lock around code that is traced or compiled while a step runs.
 
-    Tracing patches `torch.nn.Module`, and compiling the options of Inductor, for all threads.
+    Dynamo has released the lock by then. Tracing patches `torch.nn.Module`, and compiling the options of
+    Inductor, for all threads.
     """
 
     def __enter__(self) -> None:
@@ -86,19 +87,20 @@ class OneAtATime(contextlib.ContextDecorator):
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager:
-    """Inside, a backward runs as it is."""
+    """Disable compiled autograd inside the context."""
     return compiled_autograd._disable()
 
 
 def is_compiled_backward() -> bool:
-    """Is this graph one that compiled autograd made of a backward?"""
+    """Is this graph a backward that compiled autograd traced?"""
     return compiled_autograd.in_compiled_autograd_region
 
 
 def ignore_library_logging() -> None:
     """Keep graphs whole where transformers logs inside a forward, by methods that Dynamo cannot trace.
 
-    GPT-2 and BERT do; the break would part the head from the loss. What a user logs breaks the graph as ever.
+    GPT-2 and BERT do; the break would separate the head from the loss. The user's own logging still
+    breaks the graph.
     """
     found = {getattr(logging.Logger, name, None) for name in ONCE} - {None}
     dynamo_config.ignore_logging_functions.update(found)
@@ -108,7 +110,7 @@ def ignore_library_logging() -> None:
 
 @functools.cache
 def keep_log_of_compilations() -> None:
-    """Functions in Dynamo's settings are no errors in its own log, which writes all settings down."""
+    """Keep Dynamo's own log free of errors about functions in its settings, which it writes down."""
     try:
         dynamo_utils._get_dynamo_config_for_logging()
     except TypeError:  # torch before 2.13 would log an error, pages long, at every compilation
@@ -118,8 +120,11 @@ def keep_log_of_compilations() -> None:
 
 
 def settings_if_they_can_be_written(settings: Callable[[], str | None]) -> Callable[[], str | None]:
-    """Dynamo's settings as its own log of compilations wants them; None where functions among them have no
-    text (torch/_dynamo/utils.py, `_get_dynamo_config_for_logging`)."""
+    """Wrap Dynamo's function that returns its settings for its log of compilations.
+
+    It returns None where functions among them have no text (torch/_dynamo/utils.py,
+    `_get_dynamo_config_for_logging`).
+    """
 
     def written() -> str | None:
         try:
@@ -131,7 +136,9 @@ def settings_if_they_can_be_written(settings: Callable[[], str | None]) -> Calla
 
 
 def ignore_library_logging_from_now_on() -> None:
-    """`ignore_library_logging` whenever Dynamo begins to trace: transformers may be imported by then."""
+    """Call `ignore_library_logging` whenever Dynamo begins to trace, as transformers may be imported by
+    then.
+    """
     ignore_library_logging()
     if before_tracing not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(before_tracing)
@@ -139,16 +146,20 @@ def ignore_library_logging_from_now_on() -> None:
 
 @torch._dynamo.disable
 def before_tracing(args: CallbackArgs) -> None:
-    """Dynamo itself must not trace this: it would wait for the lock under which it calls it. It would, where
-    `loss.backward()` is called in a compiled function."""
+    """Call `ignore_library_logging`, untraced by Dynamo.
+
+    Dynamo would trace this where `loss.backward()` is called in a compiled function, and wait for the
+    lock under which it calls it.
+    """
     ignore_library_logging()
 
 
 def trace_methods_of_attributes() -> None:
-    """Keep graphs whole where a method of a text is called that is an attribute of a class of torch.
+    """Keep graphs whole where a method of a string is called that is an attribute of a class of torch.
 
-    Dynamo knows such a text, and not its methods. ``type(weight).__module__.startswith("torchao.")`` is how
-    PEFT asks in every DoRA layer whether a weight is quantised.
+    Dynamo knows such a string, but not its methods. PEFT calls
+    ``type(weight).__module__.startswith("torchao.")`` in every DoRA layer, to check whether a weight is
+    quantised.
     """
     before = GetAttrVariable.call_method
     if hasattr(before, "__wrapped__"):
@@ -166,10 +177,9 @@ def trace_methods_of_attributes() -> None:
 
 @contextlib.contextmanager
 def replaying(module: GraphModule):
-    """Walk a Dynamo graph with its fake mode active: yields a function that does what a switch node does
-    (gradients, autocast).
+    """Walk a Dynamo graph with its fake mode active, and yield a function that runs its switch nodes.
 
-    All switches are as they were when the walk ends.
+    Switches are those of gradients and autocast. All are as they were when the walk ends.
     """
     values: dict[Node, object] = {}
     mode = detect_fake_mode([n.meta.get("example_value") for n in module.graph.nodes])
@@ -197,7 +207,7 @@ def replaying(module: GraphModule):
 
 @contextlib.contextmanager
 def in_autocast(arguments: Sequence[tuple]):
-    """Inside, each autocast holds that was entered with these arguments, one in another."""
+    """Enter autocasts with these arguments, one inside the other."""
     with contextlib.ExitStack() as stack:
         for given in arguments:
             stack.callback(exit_autocast, enter_autocast(*given))
@@ -205,8 +215,7 @@ def in_autocast(arguments: Sequence[tuple]):
 
 
 def modes_text() -> str:
-    """The switches that a function may ask for: gradients, autocast of each kind of device, what numbers are
-    by default."""
+    """Describe the modes that a function may query: gradients, autocast per device type, default dtype."""
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
     return f"{torch.is_grad_enabled()} {autocast} {torch.get_default_dtype()}"
@@ -222,25 +231,28 @@ def is_transform(node: Node) -> bool:
 
 
 def is_hook(node: Node) -> bool:
-    """Is this node a hook on a gradient? Dynamo writes it where the value is."""
+    """Is this node a hook on a gradient? Dynamo writes it next to the value."""
     return isinstance(node.target, HigherOrderOperator) and node.target.__name__ == "register_hook"
 
 
 def index_by_tensors():
-    """Inside a ``torch.vmap``, ``values[i]`` may have a tensor for its index."""
+    """Allow a tensor as the index in ``values[i]`` inside a ``torch.vmap``."""
     return TransformGetItemToIndex()
 
 
 def symbolic_functions() -> dict[Callable, Callable]:
-    """Functions by which Dynamo writes ``math.sqrt`` and its like of a symbolic float → those of tensors."""
+    """Map Dynamo's functions of symbolic floats, such as that for ``math.sqrt``, to those of tensors."""
     found = {n.removeprefix("_sym_"): getattr(torch, n) for n in dir(torch) if n.startswith("_sym_")}
     return {function: getattr(torch, n) for n, function in found.items() if hasattr(torch, n)}
 
 
 def make_constant(floats: Sequence[torch.SymFloat]) -> None:
-    """Have Dynamo trace again with these floats as constants. Raises its restart, or AssertionError where
-    they were to be constants already: a restart would come back here."""
-    # Of `expr`, a symbol that has a value already is gone.
+    """Make Dynamo trace again with these floats as constants.
+
+    Raises its restart, or AssertionError where they are meant to be constants already: a restart would
+    come back here.
+    """
+    # `expr` no longer contains symbols that have a value already.
     names = {str(symbol) for value in floats for symbol in value.node._expr.free_symbols}
     assert not all(map(TensorifyState.should_specialize, names)), f"{floats} stay symbols"
     for name in names:
@@ -250,7 +262,7 @@ def make_constant(floats: Sequence[torch.SymFloat]) -> None:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo split a graph, why, and torch's advice."""
+    """The line where Dynamo split a graph, the reason, and torch's advice."""
 
     where: str
     reason: str
@@ -258,17 +270,17 @@ class GraphBreak:
 
     @property
     def is_of_unknown_size(self) -> bool:
-        """Does Dynamo advise to keep values in the graph whose sizes depend on the data?"""
+        """True if Dynamo advises to keep values in the graph whose sizes depend on the data."""
         return "capture_dynamic_output_shape_ops" in self.remedy
 
 
 def graph_break(module: GraphModule) -> GraphBreak | None:
-    """The break that ends this Dynamo graph before the function ends, if any."""
+    """Find the break that ends this Dynamo graph before the function ends, if any."""
     found = getattr(module, "compile_subgraph_reason", None)
     if not getattr(found, "graph_break", False):
         return None
     reason = found.reason
-    if reason == "step_unsupported":  # of a call that was traced into; what stopped it there was counted
+    if reason == "step_unsupported":  # of an inlined call, whose own reason is in the counters
         reason = next(reversed(counters["graph_break"]), reason)
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
     last = found.user_stack[-1] if found.user_stack else None
@@ -279,8 +291,10 @@ def graph_break(module: GraphModule) -> GraphBreak | None:
 
 
 def is_all_of(module: GraphModule, caller: types.FrameType) -> bool:
-    """Is this Dynamo graph all of the function that ``caller`` calls: neither broken, nor of a function that
-    runs within it?"""
+    """Is this Dynamo graph the whole function that ``caller`` calls?
+
+    It is not where the graph is broken, or belongs to a function that runs within that one.
+    """
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame is not caller:
         if not frame.f_code.co_filename.startswith(AROUND):
@@ -290,15 +304,19 @@ def is_all_of(module: GraphModule, caller: types.FrameType) -> bool:
 
 
 def seconds_so_far() -> float:
-    """Seconds since Dynamo began with the function that it now compiles; 0 where it compiles none."""
+    """Return the seconds since Dynamo began with the function that it compiles now; 0 where it compiles
+    none.
+    """
     context = get_metrics_context()
     return (time.time_ns() - context._start_time_ns) * 1e-9 if context.in_progress() else 0.0
 
 
 @contextlib.contextmanager
 def outside_of_metrics():
-    """Inside, a backward may be compiled while Dynamo is still compiling the function around it: metrics of
-    torch (2.11 to 2.13) take one backward for each of its compilations."""
+    """Allow a backward to be compiled while Dynamo is still compiling the function around it.
+
+    Metrics of torch (2.11 to 2.13) take one backward for each of its compilations.
+    """
     context = get_metrics_context()
     before = vars(context).copy()
     vars(context).update(vars(type(context)(context._on_exit)))
@@ -309,14 +327,14 @@ def outside_of_metrics():
 
 
 def forget_dynamic_sizes(values: Sequence[object]) -> None:
-    """Take from outputs of compiled graphs what tells Dynamo that some of their sizes change.
+    """Remove marks from outputs of compiled graphs that tell Dynamo which of their sizes change.
 
-    It would make symbols of these sizes in a graph where equal sizes of other inputs are constant.
+    They would make symbols of these sizes in a graph where equal sizes of other inputs are constant.
     """
     for value in values:
         for mark in PROPAGATED if isinstance(value, torch.Tensor) else ():
             vars(value).pop(mark, None)
 
 
-# Since torch 2.12, and up to torch 2.11.
+# The first since torch 2.12, the second up to torch 2.11.
 PROPAGATED = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")

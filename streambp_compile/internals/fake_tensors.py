@@ -1,4 +1,4 @@
-"""Fake tensors: what a value is, stand-ins for it, and the modes that they need.
+"""Fake tensors: properties of values, stand-ins for them, and the modes that they need.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -29,12 +29,12 @@ def is_fake(value: object) -> bool:
 
 
 def is_unbacked(value: object) -> bool:
-    """Does a value or its shape depend on data, so that computing it again would make other symbols?"""
+    """Does a value or its shape depend on data, so that recomputing it would create other symbols?"""
     return bool(free_unbacked_symbols(value))
 
 
 def assert_size(size: int | torch.SymInt, number: int) -> None:
-    """Note that a size which depends on data is this number, wherever it is read."""
+    """Assert that a size which depends on data equals this number, wherever it is read."""
     torch._check(size == number)
 
 
@@ -51,21 +51,23 @@ def describe(value: object) -> str:
 
 
 def has_symbols(value: object) -> bool:
-    """Is a size of a tensor, or a number, a symbol?"""
+    """Is a number, or a size or stride of a tensor, a symbol?"""
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes)
 
 
 def parts_of(value: object) -> list[object]:
-    """The plain tensors that AOTAutograd makes of a tensor subclass, in its order; any other value is
-    itself."""
+    """List the plain tensors that AOTAutograd makes of a tensor subclass, in its order.
+
+    Any other value is itself.
+    """
     if not is_traceable_wrapper_subclass(value):
         return [value]
     return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
 
 
 def stand_in(fake: object) -> object:
-    """A fake tensor of the same description in the mode that is active, with numbers for symbols."""
+    """Create a fake tensor with the same metadata in the active mode, with numbers for symbols."""
     if not isinstance(fake, torch.Tensor):
         return hint(fake) if isinstance(fake, torch.SymInt) else fake
     sizes, strides = ([hint(s) for s in part] for part in (fake.shape, fake.stride()))
@@ -75,7 +77,7 @@ def stand_in(fake: object) -> object:
 
 
 def stand_in_whole(fake: object) -> object:
-    """As `stand_in`, a tensor subclass of its own class."""
+    """Create a stand-in like `stand_in`, but keep the class of a tensor subclass."""
     if not is_traceable_wrapper_subclass(fake):
         return mesh_of(fake) or stand_in(fake)
     names, context = fake.__tensor_flatten__()
@@ -90,40 +92,46 @@ def stand_in_whole(fake: object) -> object:
 
 @contextlib.contextmanager
 def faked(like: torch.Tensor):
-    """Inside, values are fake as Dynamo's are; with gradients, if the value has them."""
+    """Enter the fake mode of a value, with gradients if it has them."""
     with enable_python_dispatcher(), like.fake_mode, torch.set_grad_enabled(like.requires_grad):
         yield
 
 
 def as_these(fakes: Sequence[object]):
-    """Inside, what is created is fake as these are: Dynamo hands a backend a mode that is not theirs."""
+    """Return the fake mode of these values as a context.
+
+    New values inside are fake as these are: Dynamo gives a backend a mode that is not theirs.
+    """
     modes = (f.fake_mode for f in map(local_of, fakes) if isinstance(f, FakeTensor))
     return next(modes, contextlib.nullcontext())
 
 
 def without_guards(fakes: Sequence[object]):
-    """What is computed here was computed by Dynamo already, which has guarded on all that it rests on."""
+    """Disable guards inside the context.
+
+    Dynamo has computed the same values already, and has guarded on all that they depend on.
+    """
     mode = detect_fake_mode(fakes)
     env = None if mode is None else mode.shape_env
     return contextlib.nullcontext() if env is None else env.suppress_guards()
 
 
 def as_fake(mode: FakeTensorMode, value: object) -> object:
-    """A tensor as a fake of a mode, with numbers for sizes; any other value is itself."""
+    """Convert a tensor to a fake of a mode, with numbers for sizes; any other value is itself."""
     if not isinstance(value, torch.Tensor) or is_fake(value):
         return value
     return mode.from_tensor(value, static_shapes=True)
 
 
 class RealTensorRead(RuntimeError):
-    """An operator got a real tensor while a graph was analysed."""
+    """An operator received a real tensor while a graph was analysed."""
 
 
 class NothingReal(TorchDispatchMode):
-    """Inside, graphs are analysed: operators get fake tensors, so that what fails has changed nothing.
+    """Mode for analysis, in which operators get only fake tensors, so that failures change nothing.
 
-    Tensors of the user reach no operator. Other real tensors, which are constants, are read; only those that
-    were made inside are written into.
+    Tensors of the user reach no operator. Other real tensors, which are constants, may be read; only
+    those created inside may be written.
 
     values  tensors of the user
     """
@@ -154,8 +162,10 @@ class NothingReal(TorchDispatchMode):
 
 @contextlib.contextmanager
 def mode_of(fakes: Sequence[object]) -> Iterator[None]:
-    """Inside, the mode of some fakes alone, for traces that `NothingReal` would change: under it, autograd
-    writes ``weight.data`` as a detached value. Without fakes, the mode that is active.
+    """Enter only the mode of some fakes, for traces that `NothingReal` would change.
+
+    Under `NothingReal`, autograd writes ``weight.data`` as a detached value. Without fakes, the active
+    mode is kept.
 
     Raises `RealTensorRead` if a real tensor is among them.
     """
@@ -169,7 +179,7 @@ def mode_of(fakes: Sequence[object]) -> Iterator[None]:
 
 
 def storages_of(values: Iterable[object]) -> Iterator[int]:
-    """The memory of real tensors among some values."""
+    """Yield the memory of real tensors among some values."""
     for value in values:
         for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
             is_real = type(part) in (torch.Tensor, torch.nn.Parameter) and part.device.type != "meta"
@@ -178,7 +188,7 @@ def storages_of(values: Iterable[object]) -> Iterator[int]:
 
 
 def written_arguments(func: object, args: Sequence[object], kwargs: dict[str, object]) -> list[object]:
-    """What an operator writes into, by its schema."""
+    """List the arguments that an operator writes into, by its schema."""
     if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
         return []
     return [

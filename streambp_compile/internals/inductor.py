@@ -32,8 +32,10 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def rewrite(module: GraphModule) -> None:
-    """Inductor's passes over a joint graph: they make random numbers from seeds, and a scatter into a
-    constant a comparison."""
+    """Run Inductor's passes over a joint graph.
+
+    They create random numbers from seeds, and replace a scatter into a constant by a comparison.
+    """
     mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
     before = set(module.graph.nodes)
     scattered = {
@@ -60,9 +62,12 @@ def rewrite(module: GraphModule) -> None:
 def dtype_wanted(
     choice: Node, written: set[Node], scattered: Mapping[Node, torch.dtype]
 ) -> torch.dtype | None:
-    """The dtype of a scatter into a constant, where Inductor writes another for the choice between numbers in
-    its place: it takes the default dtype, so that half of the digits of float64 are lost. Torch 2.13 converts
-    the choice then, torch 2.11 does not, and its readers get the other dtype."""
+    """Find the dtype of a scatter into a constant that Inductor replaced by a choice of another dtype.
+
+    Inductor gives the choice between numbers the default dtype, so that half of the digits of float64
+    are lost. Torch 2.13 then converts the choice; torch 2.11 does not, and its readers get the other
+    dtype.
+    """
     wanted = {scattered[n] for n in choice.users if n in scattered}
     converted = [n for n in choice.users if n.target is prims.convert_element_type.default and n in written]
     if converted and len(converted) == len(choice.users):
@@ -71,17 +76,17 @@ def dtype_wanted(
 
 
 def numbers_of(choice: Node, written: set[Node]) -> list[Node]:
-    """The numbers that a choice is between, and the choice; nothing where it is between other values."""
+    """List the two numbers of a choice, and the choice; empty where it is between other values."""
     numbers = [n for n in choice.args[1:] if n in written and n.target is aten.scalar_tensor.default]
     return [*numbers, choice] if len(numbers) == 2 else []
 
 
 class Tile2DKernel(CppTile2DKernel):
-    """Atomic additions to transposed tiles write where they should.
+    """A kernel whose atomic additions to transposed tiles write to the right place.
 
-    Up to torch 2.13, Inductor adds the offset within a tile twice to their index, and writes behind the end
-    of the tensor (pytorch issue 191837): in gradients of gathers and of overlapping windows, on a CPU with
-    several threads.
+    Up to torch 2.13, Inductor adds the offset within a tile twice to their index, and writes behind the
+    end of the tensor (pytorch issue 191837): in gradients of gathers and of overlapping windows, on a
+    CPU with several threads.
     """
 
     def store(self, name, index, value, mode=None):
@@ -93,13 +98,13 @@ class Tile2DKernel(CppTile2DKernel):
 
 
 def compile_fx_inner(*args, **kwargs) -> Callable:
-    """Inductor's function of that name, with `Tile2DKernel`."""
+    """Call Inductor's function of that name, with `Tile2DKernel`."""
     with mock.patch.object(CppKernelProxy, "tile2d_kernel_cls", Tile2DKernel):
         return inner(*args, **kwargs)
 
 
 def compile_ours(module: GraphModule, *args, **kwargs) -> Callable:
-    """Inductor on a graph of ours, whose inputs bind all sizes."""
+    """Compile a graph of ours, whose inputs bind all sizes, by Inductor."""
     verify_bound(module.graph)
     return compile_fx_inner(module, *args, **kwargs)
 
@@ -107,10 +112,11 @@ def compile_ours(module: GraphModule, *args, **kwargs) -> Callable:
 @OneAtATime()
 @stage("Inductor")
 def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
-    """Inductor on the graph of an unchunked region; ops that only the rules kept are decomposed now.
+    """Compile the graph of an unchunked region by Inductor.
 
-    Inputs that the graph returns, which are those that the backward reads, go around the compiled code: where
-    Inductor reads one in another layout (images, channels last), it would return that copy in its place.
+    Ops that were kept only for the rules are decomposed first. Inputs that the graph returns, which are
+    those that the backward reads, bypass the compiled code: where Inductor reads one in another layout
+    (images, channels last), it would return that copy instead.
     """
     examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with detect_fake_mode(examples) or contextlib.nullcontext():
@@ -130,7 +136,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     strides = TracingContext.get().output_strides
     if strides:
         for i in around:
-            strides.insert(i, None)  # as they are
+            strides.insert(i, None)  # inputs keep their strides
 
     def run(args: list) -> list:
         inputs_returned = [(i, args[at]) for i, at in around.items()]
@@ -146,8 +152,10 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
 @OneAtATime()
 @stage("Inductor")
 def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | None = None) -> Callable:
-    """The whole graph as ``backend="inductor"`` compiles it: after an internal error, and where nothing
-    streams."""
+    """Compile the whole graph as ``backend="inductor"`` does.
+
+    This happens after an internal error, and where nothing streams.
+    """
     patches = list_mode_options(mode) if mode else {}
     with (
         functorch_config.patch(unlift_effect_tokens=False),
@@ -163,19 +171,21 @@ def has_symbolic_floats(module: GraphModule) -> bool:
 
 
 def floats_are_tensors():
-    """Leave out AOTAutograd's pass that turns symbolic floats into tensors.
+    """Disable AOTAutograd's pass that turns symbolic floats into tensors.
 
-    It makes every float constant that it does not know; in regions none is left for it
-    (dynamo/python_floats.py). With it, torch 2.13 also drops writes into inputs of one float64 number, such
-    as the step counter of an optimizer.
+    It makes every float constant that it does not know; regions have no symbolic floats left
+    (dynamo/python_floats.py). With it, torch 2.13 also drops writes into inputs of one float64 number,
+    such as the step counter of an optimizer.
     """
     return mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda module: None)
 
 
 @OneAtATime()
 def compile_function(function: Callable, examples: Sequence[object]) -> Callable:
-    """Inductor on a function without gradients; ``examples`` are fakes of its arguments, whose symbols stay
-    free or are guarded with theirs."""
+    """Compile a function without gradients by Inductor.
+
+    examples  fakes of its arguments, whose symbols stay free or get the guards of their mode
+    """
     mode = detect_fake_mode(examples)
     with tracing(TracingContext(mode)), mode, torch.no_grad():
         traced = make_fx(

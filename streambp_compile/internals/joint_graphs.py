@@ -24,10 +24,12 @@ from .inductor import rewrite
 
 
 def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, once: bool = False, **kwargs):
-    """Keep only inputs and recompute all of the rest, unless random numbers are drawn (then as Inductor
-    would).
+    """Keep only inputs and recompute everything else, or use Inductor's min-cut partition.
 
-    once  something must not run a second time: writes into inputs, exchanges that other processes run once
+    The latter is used where random numbers are drawn, where there are no tangents, and with ``once``.
+
+    once  some operation must not run a second time: a write into inputs, or an exchange that other
+          processes run once
     """
     if any(map(draws_random, joint.graph.nodes)) or not inputs[1] or once:
         rewrite(joint)  # seeds are drawn once, so that recomputation sees the same bits
@@ -41,9 +43,11 @@ def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, o
 
 
 def read_meshes_of_primals(joint: GraphModule, tangents: int) -> None:
-    """Read each mesh of devices from an input of the forward, if it has it: a tangent that is a DTensor
-    brings its mesh along, and AOTAutograd takes equal meshes for one value, even one that the forward
-    returns."""
+    """Read each mesh of devices from an input of the forward, if the forward has it.
+
+    A tangent that is a DTensor has its mesh as an input of its own, and AOTAutograd treats equal meshes
+    as one value, even one that the forward returns.
+    """
     inputs = joint.graph.find_nodes(op="placeholder")
     given = inputs[: len(inputs) - tangents]
     for node in inputs[len(given) :]:
@@ -55,8 +59,11 @@ def read_meshes_of_primals(joint: GraphModule, tangents: int) -> None:
 
 @contextlib.contextmanager
 def of_regions() -> Iterator[None]:
-    """How AOTAutograd compiles regions: without the tokens that order effects among inputs and outputs, and
-    with no kept value that the backward may overwrite, for ``retain_graph=True`` has it read again."""
+    """Set AOTAutograd's options for regions.
+
+    Tokens that order effects are not among inputs and outputs. No kept value may be overwritten by the
+    backward, because ``retain_graph=True`` lets another backward read it.
+    """
     with (
         functorch_config.patch(unlift_effect_tokens=True),
         mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),
@@ -66,7 +73,6 @@ def of_regions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing_of(mode: FakeTensorMode | None) -> Iterator[None]:
-    """A tracing context for compiling outside of Dynamo with fake tensors that Dynamo made, by one thread at
-    a time."""
+    """Enter a tracing context for compiling outside of Dynamo with its fake tensors, one thread at a time."""
     with OneAtATime(), tracing(TracingContext(mode)):
         yield

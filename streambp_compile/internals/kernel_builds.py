@@ -1,7 +1,8 @@
-"""The C++ compiler at work on kernels of some chunk bodies while others are still traced and written.
+"""Kernels of some chunk bodies that are built while other bodies are still traced and written.
 
-Inductor's generated module waits for its kernels when it is imported. Here it waits when it first runs, or
-when `Kernels.wait` is called: the compiler runs in processes of its own, and takes most of the time.
+Inductor's generated module waits for its kernels when it is imported. Here it waits when it first runs,
+or when `Kernels.wait` is called: the C++ compiler runs in processes of its own, and takes most of the
+time.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -32,7 +33,7 @@ extern "C" void kernel(float* out) { out[0] = 1; }
 
 
 class Kernels:
-    """The kernels of one artifact, as they are built."""
+    """The kernels of one artifact, some of which may still be built."""
 
     def __init__(self) -> None:
         self.building: list[tuple[AsyncCompile, dict]] = []
@@ -40,7 +41,7 @@ class Kernels:
         self.call: Callable | None = None
 
     def of(self, run: Callable) -> None:
-        """These kernels are those of an artifact, whose first call waits for them."""
+        """Attach these kernels to an artifact, whose first call waits for them."""
         if self.building and isinstance(run, CompiledFxGraph):
             self.graph, self.call = run, run.current_callable
             run.current_callable = functools.partial(Kernels.first_call, self, self.call)
@@ -52,7 +53,7 @@ class Kernels:
         return call(inputs)
 
     def wait(self) -> None:
-        """Wait until all are built. Raises what the C++ compiler says."""
+        """Wait until all are built. Raises the errors of the C++ compiler."""
         with OneAtATime():
             while self.building:
                 compiler, scope = self.building[-1]
@@ -64,13 +65,13 @@ class Kernels:
 
 @contextlib.contextmanager
 def built_later(inputs: Sequence[object]) -> Iterator[Kernels]:
-    """What Inductor compiles inside for these inputs does not wait for its kernels, if they run on a CPU."""
+    """Compile by Inductor inside the context without waiting for kernels, if they run on a CPU."""
     kernels, thread, wait = Kernels(), threading.get_ident(), AsyncCompile.wait
 
     def later(compiler: AsyncCompile, scope: dict) -> None:
         if threading.get_ident() == thread:
             kernels.building.append((compiler, scope))
-        else:  # it compiles something else
+        else:  # another thread compiles something else
             wait(compiler, scope)
 
     if on_cpu(inputs):
@@ -86,7 +87,7 @@ def on_cpu(values: Sequence[object]) -> bool:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor finds, as a command; None where it finds none."""
+    """Return the C++ compiler that Inductor finds, as a command; None where it finds none."""
     try:
         return get_cpp_compiler()
     except (exc.InvalidCxxCompiler, RuntimeError):
@@ -95,8 +96,11 @@ def cpp_compiler() -> str | None:
 
 @functools.cache
 def prepare_compiler() -> Future[str]:
-    """Begin what Inductor needs once for C++ code: the vectors of the processor, which are returned, and then
-    torch's headers in compiled form. Without it the first kernel waits for both."""
+    """Begin the steps that Inductor needs once for C++ code, in a thread.
+
+    They find the vector instructions of the processor, which are returned, and then precompile torch's
+    headers. Otherwise the first kernel waits for both.
+    """
     found: Future[str] = Future()
     threading.Thread(target=prepare, args=(found,), daemon=True).start()
     return found

@@ -26,8 +26,10 @@ by default."""
 
 
 def break_where_numbers_are_read(package: str) -> None:
-    """Have Dynamo break graphs at numbers that are read, for the backends of a package, in functions of which
-    this was asked."""
+    """Make Dynamo break graphs at numbers that are read, for the backends of a package.
+
+    It does so only in functions for which `break_at_read_numbers` was called.
+    """
     before = InstructionTranslator.run
     if not hasattr(before, "reads_numbers"):
         InstructionTranslator.run = read_by_python(before, package)
@@ -47,10 +49,9 @@ def read_by_python(before: Callable[[InstructionTranslator], None], package: str
 
 
 def break_at_read_numbers() -> None:
-    """Have Dynamo trace this function again, with a graph break where a number is read. Does nothing where
-    Dynamo is not tracing or may not break.
+    """Make Dynamo trace this function again, with a graph break where a number is read.
 
-    Raises Dynamo's restart.
+    Does nothing where Dynamo is not tracing or may not break. Raises Dynamo's restart.
     """
     translator = getattr(tls, "current_tx", None)
     if translator is None or not dynamo_config.capture_scalar_outputs:
@@ -63,7 +64,7 @@ def break_at_read_numbers() -> None:
 
 @contextlib.contextmanager
 def reading_no_numbers(like: FakeTensor) -> Iterator[None]:
-    """Inside, what reads the number of a fake tensor raises, and makes no symbol for it."""
+    """Make reads of a fake tensor's number raise inside the context, instead of creating a symbol."""
     shapes = like.fake_mode.shape_env
     before = shapes.settings
     shapes.settings = dataclasses.replace(before, allow_scalar_outputs=False)

@@ -1,4 +1,4 @@
-"""Rows that a mask picks, in a graph of Dynamo's: how many depends on the data.
+"""Rows that a mask picks, in Dynamo's graphs: their number depends on the data.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -38,7 +38,7 @@ graphs there."""
 
 
 def capture_picked_rows(package: str) -> None:
-    """Have Dynamo keep ``torch.where(mask)`` and ``x[mask]`` in its graphs, for the backends of a package."""
+    """Make Dynamo keep ``torch.where(mask)`` and ``x[mask]`` in its graphs, for the backends of a package."""
     before = OutputGraph.__init__
     if hasattr(before, "__wrapped__"):
         return
@@ -69,15 +69,18 @@ def took_branch(output: OutputGraph) -> bool:
 
 
 def trace_again(output: OutputGraph) -> None:
-    """Have Dynamo trace a function again: with a graph break where it branches on picked rows, if it does, or
-    else where it picks some. Raises Dynamo's restart."""
+    """Make Dynamo trace a function again with a graph break.
+
+    The break is where the function branches on picked rows, if it does, or else where it picks rows.
+    Raises Dynamo's restart.
+    """
     branches = took_branch(output) and may_take_branches(output)
     (BRANCHING_THERE if branches else BROKEN_THERE).add(output.picking_rows)
     raise TensorifyScalarRestartAnalysis from None
 
 
 def outside_of_branches(before: Callable) -> Callable:
-    """A function of Dynamo's that ends a graph, and that traces again where it would end inside a branch."""
+    """Wrap Dynamo's function that ends a graph, to trace again where it would end inside a branch."""
 
     @functools.wraps(before)
     def compile_subgraph(self: OutputGraph, *args, **kwargs):
@@ -89,11 +92,10 @@ def outside_of_branches(before: Callable) -> Callable:
 
 
 def traced_again_where_it_failed(before: Callable[[InstructionTranslator], None]) -> Callable:
-    """A function of Dynamo's that traces, and that traces again, with a graph break where rows are picked,
-    after an error.
+    """Wrap Dynamo's tracing function, to trace again after an error, with a graph break at picked rows.
 
-    Code behind picked rows may need their number (a loop over it, a comparison), which no graph knows. By
-    default Dynamo runs such code between two graphs. An error of another cause comes again.
+    Code behind picked rows may need their number (a loop over it, a comparison), which no graph knows.
+    By default Dynamo runs such code between two graphs. An error of another cause is raised again.
     """
 
     @functools.wraps(before)
@@ -113,16 +115,16 @@ def traced_again_where_it_failed(before: Callable[[InstructionTranslator], None]
 
 
 def written_by_user(code: CodeType) -> CodeType:
-    """The function that a piece of code is, or goes on with after a graph break."""
+    """Return the user's function that a code object is, or continues after a graph break."""
     resumed = ContinueExecutionCache.generated_code_metadata.get(code)
     return code if resumed is None else resumed.code
 
 
 def break_at_picked_rows() -> None:
-    """Have Dynamo trace this function again, with a graph break where a mask picks rows. Does nothing where
-    Dynamo is not tracing, or keeps such rows at the user's wish.
+    """Make Dynamo trace this function again, with a graph break where a mask picks rows.
 
-    Raises Dynamo's restart.
+    Does nothing where Dynamo is not tracing, or keeps such rows at the user's request. Raises Dynamo's
+    restart.
     """
     output = getattr(getattr(tls, "current_tx", None), "output", None)
     if getattr(output, "picking_rows", None) is not None:
@@ -133,8 +135,9 @@ def break_at_picked_rows() -> None:
 def capture_with_picked_rows(
     function: Callable, fakes: Sequence[object], *, as_written: bool = False
 ) -> GraphModule:
-    """A function in which masks pick rows, as an ATen graph in which losses are written out. All sizes are
-    numbers, but for how many are picked.
+    """Trace a function in which masks pick rows to an ATen graph, with losses decomposed.
+
+    All sizes are numbers, except the counts of picked rows.
 
     as_written  above autograd and autocast, with losses and other compositions as the user called them
     """
@@ -157,7 +160,7 @@ def masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def written_out() -> dict:
-    """Decompositions of losses that reduce to one number, and of what picks numbers by a mask."""
+    """Return decompositions of losses that reduce to one number, and of `masked_select`."""
     losses = {
         op: written
         for op, written in decompositions().items()

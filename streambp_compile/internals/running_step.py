@@ -1,4 +1,4 @@
-"""What a running step asks of torch.
+"""Queries to torch by a running step.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -33,27 +33,30 @@ def when_backward_ends(then: Callable[[], None]) -> None:
 
 
 def use_counts(value: torch.Tensor) -> tuple[int, int]:
-    """References to a tensor from C++, and to its memory: a view or ``detach()`` of it is one more."""
+    """Count the references to a tensor from C++, and to its memory; a view or ``detach()`` adds one."""
     return value._use_count(), torch._C._storage_Use_Count(value.untyped_storage()._cdata)
 
 
 def in_custom_forward() -> bool:
-    """Does the forward of a `torch.autograd.Function` run? It switches both modes of gradients off, as
-    inference mode alone does besides (torch/csrc/autograd/python_function.cpp)."""
+    """Does the forward of a `torch.autograd.Function` run?
+
+    It switches off both modes of gradients, reverse and forward. Only inference mode does so as well,
+    and it is excluded (torch/csrc/autograd/python_function.cpp).
+    """
     either = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled()
     return not either and not torch.is_inference_mode_enabled()
 
 
 def are_saved_tensors_packed() -> bool:
-    """Does somebody (a checkpoint, an offloader) decide what becomes of tensors that autograd saves?"""
+    """Does other code (a checkpoint, an offloader) pack the tensors that autograd saves?"""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def apart_from_checkpoint() -> contextlib.AbstractContextManager:
-    """Inside, a checkpoint that is being recorded keeps what autograd keeps, and computes none of it again.
+    """Keep the tensors that autograd saves inside the context, so that no checkpoint recomputes them.
 
-    What streams is recomputed by chunks in any case. A checkpoint would count what its second run keeps, and
-    stop where that is less (torch/utils/checkpoint.py).
+    Streamed regions recompute by chunks in any case. A checkpoint would count the tensors that its
+    second run keeps, and stop where they are fewer (torch/utils/checkpoint.py).
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or hooks[0].__module__ != checkpoint.__name__:

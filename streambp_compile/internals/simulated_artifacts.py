@@ -19,15 +19,15 @@ from torch._subclasses import fake_tensor
 
 from . import chunk_bodies
 
-ALIGNED = 64  # elements: beyond any load of a kernel
-KERNELS = ("cpp", "cpp_pybinding")  # what builds the code of kernels on a CPU
+ALIGNED = 64  # elements: more than any load of a kernel
+KERNELS = ("cpp", "cpp_pybinding")  # methods that build kernels for a CPU
 
 
 @contextlib.contextmanager
 def without_kernels(counted: Callable[[object, Callable, list], object] | None = None):
-    """Run Inductor's artifacts on fake tensors: they allocate and free as ever, and launch nothing.
+    """Run Inductor's artifacts on fake tensors: they allocate and free as usual, and launch nothing.
 
-    counted  runs an artifact, given what tells the call from others, the artifact's wrapper and its inputs
+    counted  runs an artifact, given a key of the call, the artifact's wrapper and its inputs
     """
 
     def run(artifact: CompiledFxGraph, inputs: list) -> object:
@@ -45,10 +45,11 @@ def without_kernels(counted: Callable[[object, Callable, list], object] | None =
 
 @contextlib.contextmanager
 def without_code(like_triton: bool):
-    """Compile what is simulated only: Inductor writes an artifact's wrapper, and no kernel of it is built.
-    What is compiled inside must not be called outside.
+    """Compile artifacts that are only simulated: Inductor writes their wrappers, and builds no kernel.
 
-    like_triton  kernels never write over what they read, as those that Inductor writes for a GPU hardly do
+    Artifacts that are compiled inside must not be called outside.
+
+    like_triton  kernels never overwrite their inputs, as those that Inductor writes for a GPU hardly do
     """
     built = {name: getattr(AsyncCompile, name) for name in KERNELS}
     bodies, chunk_bodies.COMPILED = chunk_bodies.COMPILED, {}
@@ -66,8 +67,10 @@ def without_code(like_triton: bool):
 
 @contextlib.contextmanager
 def without_device():
-    """Keep torch from touching a device that need not be there: to make a context, to time products, and to
-    read constants, which are fake."""
+    """Keep torch from using a device that need not exist.
+
+    It would create a context, time products, and read constants, which are fake.
+    """
     before = fake_tensor.init_gpu_context
     fake_tensor.init_gpu_context = lambda device: None
     try:
@@ -78,8 +81,7 @@ def without_device():
 
 
 def wrapper_alone(artifact: CompiledFxGraph) -> Callable:
-    """The Python wrapper of an artifact, with its allocators under torch's dispatch and without its
-    kernels."""
+    """Return the Python wrapper of an artifact without its kernels, whose allocators torch dispatches."""
     call = generated(artifact.current_callable)
     names = dict(call.__globals__)
     for name in call.__globals__:
@@ -98,15 +100,17 @@ def wrapper_alone(artifact: CompiledFxGraph) -> Callable:
 
 
 def described(value: object) -> object:
-    """What an artifact's allocations depend on: sizes and strides, and whether a kernel could load from where
-    the value begins."""
+    """Describe an input as far as an artifact's allocations depend on it.
+
+    These are sizes and strides, and the alignment of the value's first element.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     return (value.shape, value.stride(), value.storage_offset() % ALIGNED)
 
 
 def generated(function: Callable) -> types.MethodType:
-    """The method that Inductor wrote, behind the closures that align inputs on CUDA."""
+    """Find the method that Inductor wrote, behind the closures that align inputs on CUDA."""
     waiting, seen = [function], set()
     while waiting:
         found = waiting.pop(0)
@@ -123,7 +127,7 @@ def generated(function: Callable) -> types.MethodType:
 
 
 def generated_line() -> tuple[str, int] | None:
-    """The line of Inductor's code that is running: file and number, or None outside of such code."""
+    """Return the running line of Inductor's code as file and number; None outside of such code."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and "assert_size_stride" not in frame.f_globals:
         frame = frame.f_back
@@ -142,8 +146,10 @@ def empty_on(device: str, sizes, strides, dtype) -> torch.Tensor:
 
 
 class Products:
-    """Torch's own kernels that an artifact calls: those that take memory of their own run on fake tensors, so
-    that it is counted; others do nothing."""
+    """Torch's own kernels that an artifact calls.
+
+    Those that allocate memory run on fake tensors, so that it is counted; others do nothing.
+    """
 
     bmm, baddbmm = staticmethod(torch.bmm), staticmethod(torch.baddbmm)
 

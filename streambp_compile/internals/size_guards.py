@@ -1,4 +1,4 @@
-"""What was assumed of sizes while a chunk body was traced, as a condition on its inputs.
+"""Assumptions on sizes from tracing a chunk body, as a condition on its inputs.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -18,7 +18,7 @@ from .body_inputs import BodyInputs
 
 @dataclass(frozen=True)
 class Place:
-    """Where a size is found among the inputs of a body: an integer, or a dimension of a tensor."""
+    """The place of a size among the inputs of a body: an integer, or a dimension of a tensor."""
 
     index: int
     dim: int | None = None
@@ -31,10 +31,10 @@ class Place:
 
 
 def places_of(values: Sequence[object]) -> dict[object, Place]:
-    """For every symbol that is an input, or a size of one, where it is found.
+    """Find the place of every symbol that is an input, or a size of one.
 
-    Also for a symbol that tracing found equal to another, and replaced: earlier conditions
-    still name it.
+    Symbols that tracing found equal to another, and replaced, are included: earlier conditions still
+    name them.
     """
     numbers = {
         e: Place(i)
@@ -54,12 +54,13 @@ def places_of(values: Sequence[object]) -> dict[object, Place]:
 
 
 def conditions_of(inputs: BodyInputs) -> str:
-    """The conditions on sizes under which a body was traced and compiled, as Python text about ``args``, its
-    inputs.
+    """Write the conditions on sizes under which a body was compiled, as Python text about ``args``.
 
-    That a size differs from another is left out: code for sizes that differ is right for equal ones too (in
-    the chunk that reads all keys, for one). That it is neither 0 nor 1 is kept: those are broadcast, or have
-    nothing in them.
+    args  the body's inputs
+
+    Conditions that a size differs from another are left out: code for sizes that differ is right for
+    equal ones too (in the chunk that reads all keys, for one). Conditions that a size is neither 0 nor 1
+    are kept: such sizes are broadcast or empty.
     """
     places = places_of(inputs.values)
     conditions = dict.fromkeys(g.expr for g in inputs.env.guards)
@@ -71,5 +72,5 @@ def conditions_of(inputs: BodyInputs) -> str:
 
 
 def guard_of(conditions: str) -> Callable[[Sequence[object]], bool]:
-    """Conditions as a function of the inputs of a body."""
+    """Compile conditions to a function of the inputs of a body."""
     return eval(f"lambda args: {conditions}", {"math": math})

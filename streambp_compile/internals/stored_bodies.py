@@ -1,10 +1,10 @@
 """Compiled chunk bodies on disk, beside Inductor's own cache: a second process compiles none again.
 
-Inductor's cache of graphs cannot hold them: it checks conditions on integers that are inputs, and a body also
-has sizes that only its tensors tell. An entry therefore holds the conditions as `size_guards` writes them. It
-is found by the text of the body and its inputs, their hints, the options of Inductor, the device, and the
-sources of torch and of this package. An entry appears at once under its name, so that several processes may
-write it. What cannot be read counts as missing.
+Inductor's cache of graphs cannot hold them: it checks conditions on integers that are inputs, and a body
+also has sizes that only its tensors determine. An entry therefore holds the conditions as `size_guards`
+writes them. Its key is made of the text of the body and its inputs, their hints, the options of
+Inductor, the device, and the sources of torch and of this package. An entry is written atomically, so
+that several processes may write it. An entry that cannot be read counts as missing.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -47,7 +47,7 @@ OWN_PASSES = (  # functions of the user that rewrite graphs inside Inductor, and
 
 @functools.cache
 def own_key() -> str:
-    """A digest of the sources of this package."""
+    """Compute a digest of the sources of this package."""
     digest = hashlib.sha256()
     for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "passes").resolve().rglob("*.py")]):
         digest.update(path.name.encode() + path.read_bytes())
@@ -62,11 +62,11 @@ def is_on() -> bool:
 
 
 def key_of(graph: GraphModule, text: str, hints: Sequence[int], on_cpu: bool) -> str | None:
-    """The name of an entry; None for a body whose text does not tell all of it, and where the cache is off.
+    """Compute the name of an entry; None where the text hides part of a body, or the cache is off.
 
-    text   of the body, of its inputs, and of Inductor's options that are not private
-    hints  of its sizes, in tokens or elements, which decide how Inductor writes the code
-    on_cpu does it run on a CPU, with the vectors that this one has?
+    text    of the body, of its inputs, and of Inductor's options that are not private
+    hints   of its sizes, in tokens or elements, which decide how Inductor writes the code
+    on_cpu  does it run on a CPU, with the vector instructions of this one?
     """
     if not is_on() or any(is_hidden(n.op, n.target) for n in graph.graph.nodes):
         return None
@@ -79,12 +79,12 @@ def key_of(graph: GraphModule, text: str, hints: Sequence[int], on_cpu: bool) ->
 
 
 def is_hidden(op: str, target: object) -> bool:
-    """Does a node read what its text does not show: a constant, or a graph or a kernel beside it?"""
+    """Does a node read a value that its text does not show: a constant, a graph or a kernel?"""
     return op in ("get_attr", "call_module") or isinstance(target, HigherOrderOperator)
 
 
 def folder() -> Path:
-    """Where entries are, beside those of Inductor."""
+    """Return the folder of entries, beside those of Inductor."""
     return Path(cache_dir()) / "streambp"
 
 
@@ -93,7 +93,7 @@ def path_of(key: str) -> Path:
 
 
 def read(key: str, examples: Sequence[object]) -> tuple[Callable, str] | None:
-    """A compiled body, a function of its inputs as a list, and its conditions on sizes; or None."""
+    """Load a compiled body, a function of its inputs as a list, and its conditions on sizes; or None."""
     try:
         content = path_of(key).read_bytes()
         graph, conditions = pickle.loads(content)
@@ -113,7 +113,7 @@ def read(key: str, examples: Sequence[object]) -> tuple[Callable, str] | None:
 
 
 def write(key: str, run: Callable, conditions: str) -> None:
-    """Store a compiled body; nothing where it cannot be stored."""
+    """Store a compiled body; do nothing where it cannot be stored."""
     if not isinstance(run, CompiledFxGraph):
         return
     graph = copy.copy(run)
@@ -127,8 +127,10 @@ def write(key: str, run: Callable, conditions: str) -> None:
 
 
 def compiling() -> contextlib.AbstractContextManager:
-    """Around Inductor at work on a body that is stored: it stores nothing itself, and hands over the Triton
-    kernels with the code."""
+    """Set Inductor's options for compiling a body that is stored.
+
+    It stores nothing itself, and bundles the Triton kernels with the code.
+    """
     return functorch_config.patch(bundled_autograd_cache=True)
 
 

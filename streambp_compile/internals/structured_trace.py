@@ -15,9 +15,9 @@ def trace_artifact(
 ) -> None:
     """Write a text to the structured trace, which ``tlparse`` shows.
 
-    text       is made only if somebody listens
+    text       is called only if the trace is on
     encoding   ``"string"`` or ``"json"``
-    compiling  belongs to what Dynamo compiles now
+    compiling  belongs to the compilation of Dynamo that runs now
     """
     trace_structured(
         "artifact",

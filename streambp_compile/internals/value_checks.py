@@ -1,4 +1,4 @@
-"""``torch._check_tensor_all``, which Dynamo traces as a read of a value. That breaks the graph.
+"""``torch._check_tensor_all``, which Dynamo traces as a read of a value, and so breaks the graph.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -17,14 +17,14 @@ Handler = Callable[..., VariableTracker | None]
 VALUE_CHECKS = {
     torch._check_tensor_all: 0,
     torch._check_tensor_all_with: 1,
-}  # at which argument the tensor is
+}  # position of the tensor among the arguments
 
 
 def trace_value_checks_as_assertions(package: str) -> None:
-    """Have Dynamo trace checks of a tensor's values as assertions on it, for the backends of a package.
+    """Make Dynamo trace checks of a tensor's values as assertions on it, for the backends of a package.
 
-    An assertion is a node of the graph, so that nothing breaks. It raises RuntimeError, whatever error the
-    check names.
+    An assertion is a node of the graph, so that nothing breaks. It raises RuntimeError, whatever error
+    the check names.
     """
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for check, position in VALUE_CHECKS.items():
@@ -34,7 +34,7 @@ def trace_value_checks_as_assertions(package: str) -> None:
 
 
 def asserted(before: Handler | None, position: int, package: str) -> Handler:
-    """What Dynamo does at a check: an assertion for this package's backends, and for others what it did."""
+    """Build Dynamo's handler of a check: an assertion for this package's backends, ``before`` for others."""
 
     def handle(
         variable: TorchInGraphFunctionVariable,
@@ -49,5 +49,5 @@ def asserted(before: Handler | None, position: int, package: str) -> Handler:
         message = ConstantVariable.create(f"{variable.value.__name__}: not all values are true")
         return TorchInGraphFunctionVariable(torch._assert_async).call_function(tx, [met, message], {})
 
-    handle.package = package  # by which it is known when this module is loaded again
+    handle.package = package  # recognised when this module is loaded again
     return handle

@@ -1,11 +1,10 @@
-"""What was done to logits after the compiled function returned them: expressions that are evaluated whole, or
-streamed.
+"""Operations on logits after the compiled function returned them.
 
-A `Source` is a lazy region of a compiled graph (hidden states → logits), `Given` any other tensor, `Op`
-a recorded operation. Each
-carries a fake tensor, so that shape, dtype and errors are known at once. An expression becomes one graph,
-source included, which is
-compiled like any function: its logits then exist a chunk of tokens at a time.
+They are recorded as expressions that are evaluated whole, or streamed. A `Source` is a lazy region of a
+compiled graph (hidden states → logits), `Given` any other tensor, `Op` a recorded operation. Each
+carries a fake tensor, so that shape, dtype and errors are known at once. An expression becomes one
+graph, source included, which is compiled like any function: its logits then exist a chunk of tokens at a
+time.
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ from ..passes.phases import summary
 from ..passes.rules.forward import TO_THE_END, may_be_deferred, takes_lengths
 from .fingerprints import TensorContents
 
-# a value this many times smaller than the logits is worth computing; anything wider waits for what is done to
-# it next
+# a value this many times smaller than the logits is computed; a wider one waits for its next operation
 NARROW = 8
 FAKES = internals.FakeTensorMode()
 
 
 @dataclass(frozen=True)
 class Modes:
-    """The switches that hold where an operation is written: gradients, and autocast to which dtype on the
-    logits' device."""
+    """Modes that are active where an operation is written.
+
+    They are gradients, and the dtype of autocast on the logits' device.
+    """
 
     grad: bool
     device: str
@@ -62,23 +62,23 @@ class Modes:
 
 @dataclass(eq=False)
 class Expression:
-    """A recorded value: its fake, and the value itself once somebody needed it whole."""
+    """A recorded value: its fake, and the value itself once it was needed whole."""
 
     fake: object
     cached: torch.Tensor | None = field(default=None, init=False)
 
     def parts(self) -> Sequence[object]:
-        """Its operands, and whatever else it is called with."""
+        """Return its operands and other arguments."""
         return ()
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Tensors from outside that it reads."""
+        """Return the outside tensors that it reads."""
         return () if self.cached is None else (self.cached,)
 
 
 @dataclass(eq=False)
 class Given(Expression):
-    """A tensor from outside: labels, a temperature, a mask."""
+    """An outside tensor: labels, a temperature, a mask."""
 
     tensor: torch.Tensor
     contents: TensorContents | None = field(default=None, init=False)
@@ -91,7 +91,7 @@ class Given(Expression):
         return (self.tensor,)
 
     def keep(self, by_copy: bool) -> None:
-        """It will be read later: keep a copy, or notice changes."""
+        """Prepare for a later read: keep a copy, or fingerprint the tensor to detect changes."""
         if by_copy:
             self.tensor = self.tensor.clone()
         elif self.contents is None:
@@ -104,10 +104,10 @@ class Given(Expression):
 
 @dataclass(eq=False)
 class LazyRegion:
-    """A lazy region as compiled once: what all of its results share.
+    """A lazy region that is compiled once, shared by all of its results.
 
-    module   a function that returns the region as a graph module
-    compiled one compiled function per expression over this region
+    module    a function that returns the region as a graph module
+    compiled  one compiled function per expression over this region
     """
 
     module: Callable[[], GraphModule]
@@ -119,10 +119,10 @@ class LazyRegion:
 
 @dataclass(eq=False)
 class Source(Expression):
-    """Logits of one call: the region's inputs, what they held, and a function that computes the logits
+    """Logits of one call: the region's inputs, their contents, and a function that computes the logits
     whole.
 
-    hooks  run when a gradient arrives at anything that is computed from these logits
+    hooks  run when a gradient arrives at any value that depends on these logits
     """
 
     region: LazyRegion
@@ -139,7 +139,7 @@ class Source(Expression):
         return self.cached
 
     def watch(self, value: object) -> None:
-        """Have the hooks run before a gradient goes through a value."""
+        """Register the hooks to run before a gradient goes through a value."""
         for hook in self.hooks if isinstance(value, torch.Tensor) and value.requires_grad else ():
             value.register_hook(hook)
 
@@ -176,7 +176,7 @@ class Op(Expression):
 
 
 def mapped(value: object, leaf: Callable[[object], object]) -> object:
-    """Nested arguments with a function applied to every leaf."""
+    """Apply a function to every leaf of nested arguments."""
     if isinstance(value, (tuple, list)):
         items = [mapped(v, leaf) for v in value]
         return tuple(items) if type(value) is torch.Size else type(value)(items)
@@ -189,15 +189,14 @@ def mapped(value: object, leaf: Callable[[object], object]) -> object:
 
 CALLS: dict[
     tuple, tuple[GraphModule, type] | None
-] = {}  # what calls are in ATen operators, by function, arguments and modes
+] = {}  # calls as ATen operators, by function, arguments and modes
 # methods that Python's operators call
 DUNDERS = {"__iter__", "__getitem__"} | {f"__{n}__" for n in vars(operator) if not n.startswith("_")}
 
 
 @functools.cache
 def functions() -> frozenset[Callable]:
-    """torch's functions of tensors, without those that are about the tensor as an object (copies, hooks,
-    attributes)."""
+    """Return torch's functions of tensors, without those of the tensor object (copies, hooks, attributes)."""
     known = torch.overrides.get_overridable_functions().values()
     return frozenset(f for group in known for f in group if has_plain_name(getattr(f, "__name__", "")))
 
@@ -211,8 +210,10 @@ def has_plain_name(name: str) -> bool:
 def in_operators(
     function: Callable, args: tuple, kwargs: dict
 ) -> tuple[GraphModule, type, list[Expression]] | None:
-    """A call on expressions as ATen operators, what it returns, and the expressions that they read; None
-    where it is not to be recorded."""
+    """Trace a call on expressions to ATen operators; None where it must not be recorded.
+
+    Returns the graph, the type of the call's result, and the expressions that the graph reads.
+    """
     operands: list[Expression] = []
 
     def word(leaf: object) -> str:
@@ -247,7 +248,7 @@ def operators_of(
     try:
         with FAKES:
             module = internals.before_autograd(call, [e.fake for e in operands])
-    except Exception:  # eager says why, when the operation is done on the values
+    except Exception:  # eager raises the error, when the operation runs on the values
         return None
     drop_expansions(module.graph)
     nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
@@ -256,8 +257,10 @@ def operators_of(
 
 
 def recorded(function: Callable, args: tuple, kwargs: dict, device: torch.device) -> object:
-    """The results of a function of expressions as expressions, in the structure that it returns; None if it
-    is not to be recorded, or fails."""
+    """Apply a function to expressions; None if it must not be recorded, or fails.
+
+    Returns the results as expressions, in the structure that the function returns.
+    """
     found = in_operators(function, args, kwargs)
     if found is None:
         return None
@@ -281,7 +284,10 @@ def recorded(function: Callable, args: tuple, kwargs: dict, device: torch.device
 
 
 def operation(target: Callable, args: tuple, kwargs: dict, modes: Modes) -> Op:
-    """An operator on expressions, with its fake value; an operand itself where the operator returns that."""
+    """Build an operator on expressions, with its fake value.
+
+    Where the operator returns an operand itself, that operand is returned.
+    """
     fakes = mapped((args, kwargs), lambda leaf: leaf.fake if isinstance(leaf, Expression) else leaf)
     with FAKES, modes.active():
         fake = target(*fakes[0], **fakes[1])
@@ -290,7 +296,7 @@ def operation(target: Callable, args: tuple, kwargs: dict, modes: Modes) -> Op:
 
 
 def ordered(results: Sequence[Expression]) -> list[Expression]:
-    """Everything that some results need, operands first. A value that exists already needs nothing."""
+    """List all expressions that some results need, operands first; a computed value needs none."""
     found: dict[Expression, None] = {}
     stack: list[tuple[Expression, bool]] = [(r, False) for r in reversed(results)]
     while stack:
@@ -310,7 +316,7 @@ def sources(expression: Expression) -> list[Source]:
 
 
 def whole(results: Sequence[Expression]) -> list[torch.Tensor]:
-    """Evaluate as eager does. Logits are computed at full length, once for all that is made of them."""
+    """Evaluate as eager code does, with logits computed once at full length for all of their results."""
     known: dict[Expression, object] = {}
     with internals.apart_from_checkpoint():
         for node in ordered(results):
@@ -325,7 +331,7 @@ def whole(results: Sequence[Expression]) -> list[torch.Tensor]:
 
 
 def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
-    """Values far smaller than logits, in one pass over tokens; whole where that fails."""
+    """Compute values far smaller than logits in one pass over tokens; whole where that fails."""
     written = WrittenExpression(results)
     source = next(n for n in written.nodes if isinstance(n, Source))
     first = source.region
@@ -349,7 +355,7 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
         return values
     except internals.NO_DEFECTS:
         raise
-    except Exception as error:  # as in CompiledRegion.compiled: loud, whole, exact
+    except Exception as error:  # as in CompiledRegion.compiled: warn, and compute the whole exactly
         if first.config.strict:
             raise
         internals.log.debug("streaming what was done to logits failed", exc_info=True)
@@ -367,7 +373,8 @@ def streamed(results: Sequence[Expression]) -> Sequence[torch.Tensor]:
 class WrittenExpression:
     """An expression as text, free of shapes, and as a graph.
 
-    inputs  tensors, and numbers that may change from step to step: lengths, bounds of slices, temperatures
+    inputs  tensors, and numbers that may change from step to step: lengths, bounds of slices,
+            temperatures
     """
 
     def __init__(self, results: Sequence[Expression]):
@@ -450,23 +457,25 @@ class WrittenExpression:
         call = graph.call_function(node.target, *mapped(numbered(node), operand))
         tensor = isinstance(
             node.fake, torch.Tensor
-        )  # of several results, each is taken by an operation of its own
+        )  # several results are taken one by one by operations of their own
         return graph.call_function(torch.Tensor.detach, (call,)) if tensor and not node.modes.grad else call
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number that may change from step to step, an input of the compiled expression: a length, a bound of
-    rows, a temperature."""
+    """A number that may change from step to step, and so is an input of the compiled expression.
+
+    Examples are a length, a bound of rows, and a temperature.
+    """
 
     value: float
 
 
-FIXED = (-1, 0, 1, TO_THE_END)  # lengths that mean something of their own: inferred, none, broadcast, all
+FIXED = (-1, 0, 1, TO_THE_END)  # lengths with a special meaning: inferred, none, broadcast, all
 
 
 def numbered(node: Op) -> tuple[tuple, dict]:
-    """The arguments of an operation, with its changing numbers marked."""
+    """Mark the changing numbers among the arguments of an operation."""
     if node.target is operator.getitem:
         return node.args, node.kwargs
     names = [a.name for a in node.target._schema.arguments]

@@ -1,11 +1,9 @@
-"""Loops over rows of logits, written to save memory, made whole again.
+"""Loops over rows of logits, written to save memory, merged to one expression of the whole.
 
 ``torch.stack([torch.logsumexp(row, -1) for row in logits])`` and ``torch.cat([f(part) for part in
-logits.split(128)])`` are ``f`` of all of
-``logits``, if ``f`` sees one row at a time: the pieces' expressions are compared, and where they differ in
-nothing but the piece, one
-expression over the whole replaces them. The compiled graph then does not depend on how many pieces there
-were.
+logits.split(128)])`` are ``f`` of all of ``logits``, if ``f`` reads one row at a time. The expressions
+of the pieces are compared. Where they differ only in the piece, one expression of the whole replaces
+them. The compiled graph then does not depend on the number of pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +25,10 @@ class NotPieces(Exception):
 
 
 def is_piece(op: Expression) -> bool:
-    """Is this one row block of several: what a loop over ``x``, ``x.split(n)`` or ``range(len(x))`` sees?"""
+    """Is this one row block of several that a loop runs over?
+
+    Such a loop runs over ``x``, ``x.split(n)`` or ``range(len(x))``.
+    """
     part = span(op)
     if part is None or isinstance(op, Op) and op.target is operator.getitem:
         return part is not None  # even if it is the only one
@@ -36,8 +37,10 @@ def is_piece(op: Expression) -> bool:
 
 @dataclass(frozen=True)
 class Span:
-    """Rows ``start`` to before ``stop`` of the first dimension of a value; ``lost``: one row, without that
-    dimension."""
+    """Rows ``start`` to before ``stop`` of the first dimension of a value.
+
+    lost  it is one row, without that dimension
+    """
 
     base: Expression
     start: int
@@ -46,7 +49,7 @@ class Span:
 
 
 def span(part: Expression) -> Span | None:
-    """Of which value this is a piece, and which."""
+    """Find the value that this is a piece of, and the piece's rows; None if it is none."""
     if not isinstance(part, Op) or not part.args or not isinstance(part.args[0], Expression):
         return None
     over = part.args[0]
@@ -71,8 +74,10 @@ def span(part: Expression) -> Span | None:
 
 
 def joined(op: Op) -> Expression | None:
-    """``stack`` or ``cat`` of pieces along the first dimension as one expression over the whole; None if it
-    is not that."""
+    """Merge a ``stack`` or ``cat`` of pieces along the first dimension to one expression over the whole.
+
+    None if it is no such call.
+    """
     kind, given = part_of(op), arguments(op)
     if kind not in (Part.STACK, Part.JOIN) or given["dim"] != 0:
         return None
@@ -94,7 +99,7 @@ def flattened(result: Expression) -> Expression | None:
 
 
 class Whole:
-    """Expressions of all pieces, in order, as the expression of what was cut."""
+    """Expressions of all pieces, in order, merged to the expression of the value that was cut."""
 
     def __init__(self, parts: Sequence[Expression]):
         self.parts, self.nodes = parts, ordered(parts)
@@ -116,8 +121,9 @@ class Whole:
                 self.values[key] = lifted
 
     def text(self, op: Op, found: Correspondence[Expression]) -> str:
-        """What an operation does. A tensor from outside that one piece alone reads is named by its place
-        among those of that piece."""
+        """Describe an operation. An outside tensor that only one piece reads is named by its position in
+        the piece.
+        """
         if not self.readers:
             for reader in self.nodes:
                 for operand in operands_of(reader):
@@ -136,8 +142,7 @@ class Whole:
         return f"{op.target} {mapped((op.args, op.kwargs), word)} {op.modes}"
 
     def lifted(self, members: Sequence[Op]) -> Expression | None:
-        """What all pieces go through, as one operation on the whole; None if it is not one of each row by
-        itself."""
+        """Apply the operation of all pieces to the whole; None if it does not compute row by row."""
         first = members[0]
         rank = max((o.fake.dim() for o in operands_of(first) if isinstance(o.fake, torch.Tensor)), default=0)
         along = is_along_last(first) and rank >= (1 if self.lost else 2)
@@ -157,14 +162,14 @@ class Whole:
             return None
 
     def column(self, column: Sequence[object]) -> object:
-        """The same argument of every piece's operation, as that of the whole."""
+        """Convert the same argument of every piece's operation to the argument of the whole."""
         first = column[0]
         if isinstance(first, Given) and any(leaf is not first for leaf in column):
             return self.together(column)
         return self.value(first) if isinstance(first, Expression) else first
 
     def value(self, part: Expression) -> Expression:
-        """The whole that a piece's expression is a part of. Raises NotPieces if it has none."""
+        """Find the whole that a piece's expression is a part of. Raises NotPieces if it has none."""
         if part in self.pieces:
             return self.bases[self.pieces[part][0]]
         if part not in self.found.touched:
@@ -174,8 +179,11 @@ class Whole:
         return self.values[self.found.class_of[part]]
 
     def together(self, parts: Sequence[Given]) -> Given:
-        """One tensor of what goes with each piece (labels). Its rank must be that of the piece, so that
-        nothing broadcasts anew."""
+        """Join tensors that belong to one piece each (labels).
+
+        Their rank must be that of the piece, so that no operation broadcasts differently. Raises
+        NotPieces otherwise.
+        """
         if len({p.fake.shape[1:] for p in parts}) > 1 or not parts[0].fake.dim():
             raise NotPieces
         for part in parts:
@@ -183,8 +191,10 @@ class Whole:
         return Given.of((torch.stack if self.lost else torch.cat)([p.tensor for p in parts]))
 
     def result(self) -> Expression:
-        """The expression of the whole. Raises NotPieces unless the parts are the same function of the
-        pieces, in their order."""
+        """Return the expression of the whole.
+
+        Raises NotPieces unless the parts are the same function of the pieces, in their order.
+        """
         for i, part in enumerate(self.parts):
             if self.found.touched.get(part) != {i} or self.value(part) is not self.value(self.parts[0]):
                 raise NotPieces
@@ -192,8 +202,10 @@ class Whole:
 
 
 def cut_values(spans: Mapping[Expression, Span], count: int) -> tuple[list[Expression], bool]:
-    """The values that are cut into so many pieces, all of each, and whether the pieces lose that
-    dimension."""
+    """List the values that are cut completely into ``count`` pieces.
+
+    Also returns whether the pieces lose the dimension. Raises NotPieces if there is no such value.
+    """
     found: dict[tuple[Expression, bool], set[tuple[int, int]]] = {}
     for part in spans.values():
         found.setdefault((part.base, part.lost), set()).add((part.start, part.stop))
@@ -222,7 +234,7 @@ def operands_of(node: Expression) -> list[Expression]:
 
 
 def constant_text(node: Expression) -> str:
-    """Of a value that is made of no piece: equal numbers, equal texts."""
+    """Describe a value that depends on no piece: equal numbers give equal texts."""
     if isinstance(node, Op) and not operands_of(node):
         return f"{node.target} {node.args} {node.kwargs}"
     return f"@{id(node)}"

@@ -1,15 +1,11 @@
-"""Outputs that nobody may read: a tensor that computes itself when it is looked at, and otherwise never
-exists.
+"""Outputs that may have no reader: tensors that are computed when they are first read.
 
-``model(**batch)`` of Hugging Face returns logits beside the loss. As an output of the compiled graph they
-would take ``[B, T, V]``, and
-autograd would hand back a zero gradient of the same size. The backend returns a `LazyOutput` instead. Its
-shape, dtype and device are
-known. What is done to it is recorded while the result is as wide as logits (slices, a temperature,
-``log_softmax``), and computed in
-one pass over tokens when the result is small (log-probabilities of labels, an entropy, an argmax, a loss).
-Anything else reads the
-whole tensor, and whatever way it goes, values and gradients are those of eager code.
+``model(**batch)`` of Hugging Face returns logits beside the loss. As an output of the compiled graph
+they would take ``[B, T, V]``, and autograd would pass back a zero gradient of the same size. The backend
+returns a `LazyOutput` instead, whose shape, dtype and device are known. Operations on it are recorded
+while their result is as wide as logits (slices, a temperature, ``log_softmax``), and computed in one
+pass over tokens when the result is small (log-probabilities of labels, an entropy, an argmax, a loss).
+Any other operation reads the whole tensor. In every case, values and gradients are those of eager code.
 """
 
 from __future__ import annotations
@@ -79,17 +75,17 @@ WITH_INPUTS = {
     torch.autograd.grad: 1,
     torch.autograd.backward: 5,
     torch.Tensor.backward: 4,
-}  # where each takes what to differentiate in
+}  # position of the argument that names the tensors to differentiate by
 
 
 class LazyOutput(torch.Tensor):
     """A tensor that is computed when it is first read; `isinstance` of `torch.Tensor`.
 
     recorded  holds the expression of its value
-    piece     one row block of several that a loop goes through: what is made of it waits for the others
+    piece     one row block of several that a loop runs over: operations on it wait for the others
     family    lazy outputs that share its memory
-    history   its gradient function as it was made: another one since is that of a custom autograd function
-              which returned it
+    history   its gradient function when it was created: a different one later belongs to a custom
+              autograd function which returned it
     """
 
     @staticmethod
@@ -114,11 +110,11 @@ class LazyOutput(torch.Tensor):
         return self.expression.cached
 
     def value(self) -> torch.Tensor:
-        """The tensor itself, computed once: whole, or in one pass over tokens if it is small."""
+        """Return the tensor itself, computed once: whole, or in one pass over tokens if it is small."""
         return value_of(self.expression, self.piece)
 
     @classmethod
-    @torch.compiler.disable  # Dynamo breaks at these tensors, and must not trace how they are recorded
+    @torch.compiler.disable  # Dynamo breaks at these tensors, and must not trace the recording
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in DESCRIPTIONS:
@@ -142,7 +138,7 @@ class LazyOutput(torch.Tensor):
             refuse_uncomputed(func, args, kwargs)
         if first is not None and in_place(func):
             return changed(first, func, args, kwargs)
-        # Autograd gives what a custom forward returns a history of its own, which no expression has.
+        # Autograd gives results of a custom forward a history of their own, which no expression has.
         result = None if internals.in_custom_forward() else record(func, args, kwargs)
         if result is not None:
             return iter(result) if func == torch.Tensor.__iter__ else result
@@ -160,8 +156,10 @@ class LazyOutput(torch.Tensor):
 
 
 def refuse_uncomputed(func: Callable, args: tuple, kwargs: dict) -> None:
-    """Raise RuntimeError for the gradient in logits that do not exist: a loss made of them has streamed, and
-    is no function of them."""
+    """Raise RuntimeError for a gradient by logits that were never computed.
+
+    A loss of them has streamed, and is no function of these tensors.
+    """
     place = WITH_INPUTS[func]
     inputs = kwargs.get("inputs", args[place] if len(args) > place else None)
     for wanted in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
@@ -175,8 +173,10 @@ def refuse_uncomputed(func: Callable, args: tuple, kwargs: dict) -> None:
 
 
 def before_backward(output: LazyOutput, hook: Callable) -> object:
-    """Have a hook that only announces the backward run for all that is computed from an output; it does not
-    look at the gradient, so nothing is computed for it."""
+    """Register a hook that only announces the backward on all results of an output.
+
+    The hook does not read the gradient, so nothing is computed for it.
+    """
     for source in sources(output.expression):
         source.hooks.append(hook)
     with DisableTorchFunctionSubclass():
@@ -184,7 +184,7 @@ def before_backward(output: LazyOutput, hook: Callable) -> object:
 
 
 def values(arguments: object) -> object:
-    """Arguments with every LazyOutput in them read."""
+    """Replace every LazyOutput in the arguments by its value."""
     return torch.utils._pytree.tree_map_only(LazyOutput, lambda t: t.value(), arguments)
 
 
@@ -201,8 +201,10 @@ def described(holder: list[Expression]) -> LazyOutput:
 
 
 class Attached(torch.autograd.Function):
-    """Ties a LazyOutput to what it depends on, for readers that ignore `__torch_function__` (custom
-    autograd functions)."""
+    """Connects a LazyOutput to the tensors that it depends on.
+
+    It serves readers that ignore `__torch_function__` (custom autograd functions).
+    """
 
     @staticmethod
     def forward(ctx, holder: list[Expression], *inputs: torch.Tensor) -> LazyOutput:
@@ -222,7 +224,7 @@ class Attached(torch.autograd.Function):
             return None, *gradients()
         except (
             RuntimeError
-        ):  # this backward has been through the value, for another reader, and freed its graph
+        ):  # this backward already ran through the value, for another reader, and freed its graph
             for node in ordered([expression]):
                 node.cached = None
             return None, *gradients()
@@ -246,8 +248,10 @@ def gradient_function(output: LazyOutput) -> object:
 
 
 def follow_history(output: LazyOutput) -> None:
-    """Read an output that a custom autograd function returned: its gradient goes through that function, not
-    through the expression."""
+    """Read an output that a custom autograd function returned.
+
+    Its gradient goes through that function, not through the expression.
+    """
     history = gradient_function(output)
     if history is not output.history:
         value = Reattached.apply(output)
@@ -256,7 +260,7 @@ def follow_history(output: LazyOutput) -> None:
 
 
 def roots(expression: Expression) -> list[torch.Tensor]:
-    """The tensors outside that an expression is differentiable in."""
+    """List the outside tensors that an expression is differentiable by."""
     found: dict[int, torch.Tensor] = {}
     for node in ordered([expression]):
         for tensor in node.tensors():
@@ -273,11 +277,11 @@ def lazy_output(
     sizes: tuple,
     like: torch.Tensor,
 ) -> LazyOutput:
-    """The output of a lazy region.
+    """Build the output of a lazy region.
 
-    inputs   what the region is called with: tensors and sizes
+    inputs   arguments of the region: tensors and sizes
     exposed  which of them the caller can write into (weights, not hidden states)
-    compute  makes the value, whole
+    compute  computes the value, whole
     sizes    its shape
     like     a fake of the same dtype, device and layout
     """
@@ -302,12 +306,12 @@ def value_of(expression: Expression, piece: bool) -> torch.Tensor:
 
 
 def widest(expression: Expression) -> int:
-    """Elements of the largest logits that an expression is made of, or 0 if they exist anyway."""
+    """Count the elements of the largest logits that an expression depends on; 0 if they exist anyway."""
     return max((s.fake.numel() for s in sources(expression) if s.cached is None), default=0)
 
 
 def record(function: Callable, args: tuple, kwargs: dict) -> object:
-    """What a function makes of lazy outputs, recorded or computed; None if it is to read the values."""
+    """Record or compute a function of lazy outputs; None if it must read their values."""
     function = FUNCTIONS.get(function, function)
     if function not in functions():
         return None
@@ -353,7 +357,10 @@ def is_joining(result: object) -> bool:
 
 
 def by_number(index: object) -> object:
-    """An index with masks as the numbers of the rows that they choose: how many, no fake tensor could say."""
+    """Convert masks in an index to the numbers of the rows that they pick.
+
+    A fake tensor could not tell how many these are.
+    """
     found: list[object] = []
     for part in index if isinstance(index, tuple) else (index,):
         mask = (
@@ -371,8 +378,10 @@ def shares_memory(result: Expression, operand: LazyOutput) -> bool:
 
 
 def keep(foreign: list[Given], elements: int) -> None:
-    """Guard tensors of an expression that is computed later against changes in place: by a copy, unless that
-    costs as much as logits."""
+    """Guard tensors of an expression that is computed later against changes in place.
+
+    They are copied, unless that costs as much as logits.
+    """
     for given in foreign:
         given.keep(by_copy=NARROW * given.tensor.numel() <= elements)
 
@@ -385,7 +394,7 @@ def in_place(function: Callable) -> bool:
 
 
 def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -> object:
-    """An operation in place: the same object stands for another value from now on.
+    """Apply an operation in place: the same object stands for another value from now on.
 
     Raises RuntimeError in the forward of an autograd function, whose gradient would be that of other logits.
     """
@@ -402,7 +411,7 @@ def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -
     ]
     unshared = unshared and (
         torch.is_grad_enabled() or not target.expression.fake.requires_grad
-    )  # else gradients pass such a write by
+    )  # without gradients enabled, gradients ignore such a write
     function_of = getattr(torch.Tensor, plain, None)
     if (
         unshared
@@ -426,14 +435,18 @@ def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -
 
 
 def is_changed(expression: Expression) -> bool:
-    """Is it a value with new numbers in every place? Copies and views are not: what is written there stays
-    tied to the old."""
+    """Does an expression have new numbers in every entry?
+
+    Copies and views do not: a write into them stays tied to the old value.
+    """
     return isinstance(expression, Op) and is_pointwise(expression) and part_of(expression) is not Part.COPY
 
 
 def overwritten(family: list[LazyOutput]) -> None:
-    """Read lazy outputs that share memory: views of one another, as eager's are. What was recorded of them
-    before keeps their values of before."""
+    """Read lazy outputs that share memory, as views of one another like those of eager code.
+
+    Values recorded from them earlier keep the old contents.
+    """
     read = whole([d.expression for d in family])
     memory = read[0].untyped_storage()._cdata
     for node in ordered([d.expression for d in family]):

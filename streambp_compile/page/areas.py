@@ -1,4 +1,4 @@
-"""What holds each allocation of a simulated step: read from where the step was, never from shapes."""
+"""The holder of each allocation of a simulated step, derived from its place in the step, not from shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..runtime.runner import Chunk
 
 
 class Area(enum.Enum):
-    """What memory is held for; the order is that of the stacked areas of the page, from below."""
+    """Purpose of memory; the order is that of the stacked areas of the page, from below."""
 
     INPUTS = "saved layer inputs"
     KEPT = "values kept between sweeps"
@@ -43,12 +43,12 @@ class Area(enum.Enum):
 
 @dataclass(frozen=True)
 class Holder:
-    """What holds an allocation.
+    """The value or operator that holds an allocation.
 
-    name     of the value, or of the operator that made it
-    pattern  of a value of the joint graph, such as ``b [t] d``
-    where    the user's line, if one is known
-    stage    direction, sweep and chunk, in words
+    name        of the value, or of the operator that made it
+    pattern     of a value of the joint graph, such as ``b [t] d``
+    where       the user's line, if one is known
+    stage       direction, sweep and chunk, in words
     recomputed  made by a forward that ran again in the backward
     """
 
@@ -65,7 +65,7 @@ Place = TypeVar("Place")
 
 @dataclass(frozen=True)
 class Position:
-    """The places of an allocation, each by its kind."""
+    """The places of an allocation, accessible by their kind."""
 
     places: tuple[object, ...]
 
@@ -120,7 +120,7 @@ class Position:
 
 
 class Holders:
-    """Finds what holds an allocation; equal places are looked at once."""
+    """Finds the holder of an allocation; equal places are looked at once."""
 
     def __init__(self) -> None:
         self.found: dict[object, Holder] = {}
@@ -145,7 +145,7 @@ class Holders:
         return Holder(area, name_of(allocation), "", where, at.stage, again)
 
     def line_of(self, operator: str, graph: Graph | None) -> str:
-        """The user's line of an operator, if all its calls in a graph are of the same."""
+        """Return the user's line of an operator, if all its calls in a graph have the same."""
         if graph is None:
             return ""
         key = (id(graph), operator)
@@ -163,7 +163,7 @@ def of_value(area: Area, node: Node, output: int | None, at: Position, again: bo
 
 
 def area_of_binding(binding: Binding, at: Position) -> Area:
-    """What a driver allocates for an input of chunk bodies."""
+    """Classify an allocation that a driver makes for an input of chunk bodies."""
     if binding.role in OF_ROLES:
         return OF_ROLES[binding.role]
     if binding.role is BindingRole.WRITE and at.schedule is not None and at.region is not None:
@@ -180,7 +180,7 @@ OF_ROLES: Mapping[BindingRole, Area] = {
 
 
 def area_written(node: Node, schedule: Schedule, region: StreamedRegion, direction: str) -> Area:
-    """What rows are that a sweep writes at full length."""
+    """Classify rows that a sweep writes at full length."""
     if node not in schedule.program.outputs:
         read_as_keys = (
             b.node is node for body in schedule.bodies for b in body.bindings if b.role is BindingRole.KEYS
@@ -197,7 +197,7 @@ def area_at_full_length(node: Node, at: Position) -> Area:
 
 
 def area_of_chunk(at: Position) -> Area:
-    """A chunk's own memory: in the region whose backward starts from the loss, or in any other."""
+    """Classify a chunk's own memory: in the region whose backward starts from the loss, or in any other."""
     return Area.HEAD if at.region is not None and is_one_number(at.region.tangents) else Area.CHUNK
 
 
@@ -210,7 +210,7 @@ def area_of_rest(at: Position) -> Area:
 
 
 def name_of(allocation: Allocation) -> str:
-    """The operator that made a buffer, or the kernel that takes it while it runs."""
+    """Name the operator that made a buffer, or the kernel that takes it while it runs."""
     if not allocation.scratch:
         return operator_text(allocation)
     kernel = op_text(allocation.op).removeprefix("_scaled_dot_product_")
@@ -218,12 +218,12 @@ def name_of(allocation: Allocation) -> str:
 
 
 def operator_text(allocation: Allocation) -> str:
-    """``mm``; in code of Inductor, what first writes the buffer."""
+    """Return the operator's name, such as ``mm``; in code of Inductor, the first that writes the buffer."""
     return op_text(allocation.op) if allocation.line is None else written_by(*allocation.line)
 
 
 def op_text(op: str) -> str:
-    """``mm`` of ``aten.mm.default``."""
+    """Return ``mm`` for ``aten.mm.default``."""
     return op.split(".")[1] if "." in op else op
 
 
@@ -237,8 +237,10 @@ TAKEN = re.compile(r"\s*(\w+) = empty_strided_\w+\(")
 
 @lru_cache(1 << 14)
 def written_by(file: str, line: int) -> str:
-    """The operator of one line of Inductor's code; of a line that only takes memory, the first that gets it
-    or a view of it."""
+    """Find the operator of one line of Inductor's code.
+
+    For a line that only allocates memory, it is the first operator that gets the memory or a view of it.
+    """
     text = linecache.getline(file, line)
     taken = TAKEN.match(text)
     names = {taken[1]} if taken else set()

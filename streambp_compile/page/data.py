@@ -1,4 +1,4 @@
-"""A report as a dictionary of numbers and texts: what the page shows, and scripts read."""
+"""A report as a dictionary of numbers and texts, which the page shows and scripts read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .shown import Shown
 
 
 def data_of(report: Shown) -> dict[str, Any]:
-    """All of a report. Bytes are integers, places in the user's code are ``file:line: code``.
+    """Convert a report to a dictionary. Bytes are integers, the user's lines are ``file:line: code``.
 
     headline  the first lines of the printed report
     chain     for every region of the model in turn, its index in ``regions``

@@ -1,4 +1,4 @@
-"""A report as a file; the end of its name says of which kind."""
+"""A report as a file, whose suffix tells its kind."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Reports = Sequence[Shown]
 def save(reports: Reports, names: Sequence[str], path: Path) -> None:
     """Write one report, or two side by side.
 
-    Raises ValueError where the name of the file does not say of which kind it is, or a report lacks what that
-    holds.
+    Raises ValueError where the name of the file has an unknown suffix, or a report lacks the contents of
+    such a file.
     """
     if path.suffix not in KINDS:
         raise ValueError(f"A report is saved as a file whose name ends in {' or '.join(KINDS)}; got {path}")
@@ -38,14 +38,14 @@ def save_data(reports: Reports, names: Sequence[str], path: Path) -> None:
 
 
 def trace(report: Shown) -> None:
-    """Put the data of the page into the structured trace, if somebody listens."""
+    """Write the data of the page to the structured trace, if the trace is on."""
     internals.trace_artifact(
         "streambp_report_data", lambda: json.dumps(data_of(report), indent=1), "json", compiling=False
     )
 
 
 def save_snapshot(reports: Reports, names: Sequence[str], path: Path) -> None:
-    """A snapshot for memory viewers, which read no newer protocol; one device for each report."""
+    """Write a snapshot for memory viewers, which read no newer protocol; one device for each report."""
     path.write_bytes(pickle.dumps(snapshot_of([timeline_of(r) for r in reports]), protocol=4))
 
 

@@ -20,16 +20,16 @@ PARTS = {  # a place in the template → the file that is put there
 
 
 def page_of(reports: Sequence[dict[str, Any]], names: Sequence[str], title: str) -> str:
-    """The page of one report, or of two side by side.
+    """Build the page of one report, or of two side by side.
 
-    reports  what `data_of` makes of them
+    reports  results of `data_of`
     names    one for each, shown where there are two
     """
     page = text_of("page.html")
     for place, file in PARTS.items():
         page = page.replace(f"/*{{{place}}}*/", text_of(file))
     data = json.dumps({"title": title, "names": list(names), "reports": list(reports)}, separators=(",", ":"))
-    return page.replace("/*{data}*/", data.replace("<", "\\u003c"))  # no text of a model ends the script
+    return page.replace("/*{data}*/", data.replace("<", "\\u003c"))  # no text of a model may end the script
 
 
 def text_of(file: str) -> str:

@@ -1,4 +1,4 @@
-"""The memory of a step for the page: areas at so many moments as can be drawn, and the buffers held there."""
+"""The memory of a step for the page: areas at as many moments as can be drawn, and buffers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ AREAS = tuple(Area)
 
 
 def memory_of(report: Shown) -> dict[str, Any] | None:
-    """What the page draws, or None if the peak of the step was not predicted.
+    """Compute the data that the page draws; None if the peak of the step was not predicted.
 
     moments  at which the areas are given, the peak among them
     peak     index of the peak in ``moments``
-    held     per area its bytes at each of these moments; over the areas they add up to what is held
+    held     per area its bytes at each of these moments; their sum over the areas is the memory held
     stages   per moment the region of the chain (or -1) and the place in it, as an index into ``texts``
-    holders  what holds a buffer: area, name, pattern, user's line, recomputed
-    buffers  what is held at one of the moments: bytes, first moment, end, region, holder, stage, shape
+    holders  holder of a buffer: area, name, pattern, user's line, recomputed
+    buffers  held at one of the moments: bytes, first moment, end, region, holder, stage, shape
     visits   of regions: name, index in the chain, direction, first moment, end
     """
     timeline = report.timeline
@@ -55,7 +55,7 @@ def memory_of(report: Shown) -> dict[str, Any] | None:
 
 
 class Numbered:
-    """Things by the order in which they were first met."""
+    """Objects numbered in the order in which they are first met."""
 
     def __init__(self) -> None:
         self.known: dict[Any, int] = {}
@@ -69,7 +69,10 @@ def without_stage(holder: Holder) -> tuple[int, str, str, str, bool]:
 
 
 def chosen(held: Sequence[int], count: int) -> list[int]:
-    """At most so many moments, each the one of its stretch at which the most is held: no peak is lost."""
+    """Choose at most ``count`` moments, one per stretch.
+
+    Each is the moment of its stretch at which the most is held, so that no peak is lost.
+    """
     width = max(1, -(-len(held) // count))
     return [
         max(range(i, min(i + width, len(held))), key=held.__getitem__) for i in range(0, len(held), width)
@@ -83,7 +86,7 @@ def is_alive(start: int, end: int, moments: Sequence[int]) -> bool:
 
 
 def by_area(alive, holders: Holders, moments: Sequence[int]) -> list[list[int]]:
-    """Bytes of each area at each moment."""
+    """Sum the bytes of each area at each moment."""
     held = [[0] * (len(moments) + 1) for _ in AREAS]
     for a in alive:
         line = held[AREAS.index(holders.of(a).area)]
@@ -96,7 +99,7 @@ def by_area(alive, holders: Holders, moments: Sequence[int]) -> list[list[int]]:
 
 
 def visits(timeline: Timeline, report: Shown) -> list[list[Any]]:
-    """When the step was in which region of the chain, in order; the backward as a whole comes first."""
+    """List the visits to regions of the chain in order; the backward as a whole comes first."""
     found = []
     for visit in timeline.visits:
         if isinstance(visit.place, InBackward):

@@ -1,4 +1,4 @@
-"""The regions of a report for the page: sweeps, values, and what each pass made of them."""
+"""The regions of a report for the page: sweeps, values, and the result of each pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..runtime.runner import chunks_of
 
 
 def region_data(region: RegionReport) -> dict[str, Any]:
-    """A region: its name and number of occurrences, its refusal, and if it streams its sweeps and values."""
+    """Describe a region: its name and number of occurrences, its refusal or its sweeps and values."""
     streamed = region.streamed
     return {
         "name": region.name,
@@ -51,7 +51,9 @@ def region_data(region: RegionReport) -> dict[str, Any]:
 
 
 def refusal_data(refusal: Refusal, region: RegionReport) -> dict[str, Any]:
-    """Why a region does not stream, what its largest value takes at full length (bytes), and what to do."""
+    """Describe a refusal: its reason, the bytes of the region's largest value at full length, and the
+    remedy.
+    """
     nodes = region.joint.graph.nodes if region.joint is not None else ()
     sizes = (bytes_of(value_of(n)) for n in nodes if is_tensor(n) and n.op == "call_function")
     return {
@@ -64,7 +66,7 @@ def refusal_data(refusal: Refusal, region: RegionReport) -> dict[str, Any]:
 
 
 def lines_of(region: RegionReport) -> list[str]:
-    """The user's lines that a region comes from, in order."""
+    """List the user's lines that a region comes from, in order."""
     return list(dict.fromkeys(filter(None, map(where_of, region.split.graph.nodes))))
 
 
@@ -82,7 +84,7 @@ def schedules(region: StreamedRegion) -> Iterator[dict[str, Any]]:
 
 
 def sweeps(schedule: Schedule, region: StreamedRegion) -> Iterator[dict[str, Any]]:
-    """Each sweep: its loop, its kernels, the values at its boundary, and which keys its chunks read."""
+    """Yield each sweep: its loop, its kernels, the values at its boundary, and the keys of its chunks."""
     length, program = hint(region.analysis.length), schedule.program
     costs = program_cost(program, region.analysis, schedule.chunks, region.device)
     for sweep, body, chunk, cost in zip(program.sweeps, schedule.bodies, schedule.chunks, costs):
@@ -99,7 +101,10 @@ def sweeps(schedule: Schedule, region: StreamedRegion) -> Iterator[dict[str, Any
 
 
 def boundary(sweep: Sweep, body: Body, analysis: Analysis, length: int) -> Iterator[list[Any]]:
-    """What crosses the boundary of a sweep: role, name, pattern, bytes, what overwrites it, user's line."""
+    """Yield the values at the boundary of a sweep.
+
+    Each has its role, name, pattern, bytes, the value that overwrites it, and the user's line.
+    """
     in_place = {source: out for out, source in sweep.in_place}
     for binding in body.bindings:
         if binding.source is None or not is_tensor(binding.source) or binding.role is BindingRole.WHOLE:
@@ -116,8 +121,10 @@ def bytes_at(binding: Binding, length: int) -> int:
 
 
 def key_blocks(sweep: Sweep, body: Body, chunk: int, length: int) -> dict[str, Any] | None:
-    """The keys that each chunk of an attention sweep reads, ``[start, stop, first key, last key]``; all
-    others are pruned. None where a sweep reads no keys."""
+    """List the keys that each chunk of an attention sweep reads, ``[start, stop, first key, last key]``.
+
+    All other keys are pruned. None where a sweep reads no keys.
+    """
     if not any(b.role in READS_KEYS for b in body.bindings):
         return None
     chunks = sorted((c.start, c.stop, c.first_key, c.last_key) for c in chunks_of(sweep, chunk, length))
@@ -132,7 +139,7 @@ def key_blocks(sweep: Sweep, body: Body, chunk: int, length: int) -> dict[str, A
 
 
 def passes(region: RegionReport) -> Iterator[dict[str, Any]]:
-    """What each pass made of a region, from the model's graph to chunk bodies."""
+    """Yield the result of each pass for a region, from the model's graph to chunk bodies."""
     yield code("Dynamo's graph", "The region's part of the model, in torch functions.", region.split.graph)
     if region.joint is not None:
         yield code("Joint graph", "Forward and backward in one, from AOTAutograd.", region.joint.graph)
@@ -160,7 +167,7 @@ def program_lines(schedule: Schedule) -> list[list[str]]:
 
 
 def code(title: str, text: str, graph: Graph, analysis: Analysis | None = None) -> dict[str, Any]:
-    """A graph as lines: statement, pattern of its value, user's line."""
+    """Write a graph as lines: statement, pattern of its value, user's line."""
     inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
     lines = [
         [statement(node), "" if analysis is None else pattern_of(node, analysis), where_of(node)]
@@ -171,7 +178,7 @@ def code(title: str, text: str, graph: Graph, analysis: Analysis | None = None) 
 
 
 def statement(node: Node) -> str:
-    """``mm = aten.mm.default(view, permute)``."""
+    """Write a node as a statement, such as ``mm = aten.mm.default(view, permute)``."""
     arguments = ", ".join([*map(repr, node.args), *(f"{k}={v!r}" for k, v in node.kwargs.items())])
     if node.op == "output":
         return f"return {node.args[0]!r}"
@@ -199,7 +206,7 @@ def pattern_of(node: Node, analysis: Analysis) -> str:
 
 
 def values(region: StreamedRegion) -> Iterator[list[Any]]:
-    """Every value: name, pattern, kind, bytes, how it reads its operands, user's line."""
+    """Yield every value: name, pattern, kind, bytes, how it reads its operands, user's line."""
     analysis = region.analysis
     for node in analysis.facts:
         reads = [

@@ -1,4 +1,4 @@
-"""What the page reads of a report, whoever made it."""
+"""The properties of a report that the page reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..runtime.memory_timeline import Timeline
 
 
 class Shown(Protocol):
-    """A report: see `streambp_compile.Report`. Printed, its first lines are the page's."""
+    """A report: see `streambp_compile.Report`. The first lines of its text are the page's."""
 
     @property
     def regions(self) -> Sequence[RegionReport]: ...

@@ -1,5 +1,7 @@
-"""The timeline of a step in the format of ``torch.cuda.memory._snapshot``, which the memory viewer of
-PyTorch (https://pytorch.org/memory_viz) opens."""
+"""The timeline of a step in the format of ``torch.cuda.memory._snapshot``.
+
+The memory viewer of PyTorch (https://pytorch.org/memory_viz) opens it.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from .areas import Holder, Holders
 
 
 class Addresses:
-    """A heap that hands out the lowest place that is large enough."""
+    """A heap that returns the lowest free address with enough room."""
 
     def __init__(self) -> None:
-        self.free: list[tuple[int, int]] = []  # address and size, in order, never side by side
+        self.free: list[tuple[int, int]] = []  # address and size, sorted; adjacent ones are merged
         self.end = 0
 
     def take(self, size: int) -> int:
@@ -41,17 +43,17 @@ Event = dict[str, Any]
 
 
 def snapshot_of(timelines: Sequence[Timeline]) -> Mapping[str, object]:
-    """A snapshot with one device for each step, each with one segment. Times are moments of the timeline, in
-    microseconds.
+    """Build a snapshot with one device for each step, each with one segment.
 
-    Each allocation has a category, by which viewers colour it, and the user's line as its innermost frame.
+    Times are moments of the timeline, in microseconds. Each allocation has a category, by which viewers
+    colour it, and the user's line as its innermost frame.
     """
     traces, segments = zip(*(trace_of(timeline, i) for i, timeline in enumerate(timelines)))
     return {"segments": list(segments), "device_traces": list(traces), "allocator_settings": {}}
 
 
 def trace_of(timeline: Timeline, device: int) -> tuple[list[Event], Event]:
-    """The events of one step, and the segment that they take memory from."""
+    """List the events of one step, and build the segment that they allocate from."""
     events = [unknown()]
     heap, holders, places = Addresses(), Holders(), dict[int, int]()
     known: dict[object, list[Event]] = {}  # equal stacks are written once
@@ -72,20 +74,23 @@ def trace_of(timeline: Timeline, device: int) -> tuple[list[Event], Event]:
 
 
 def changes(timeline: Timeline) -> list[tuple[int, int, bool]]:
-    """Moments at which an allocation (by its index) begins or ends; what lives to the end is not released."""
+    """List the moments at which an allocation (by its index) begins or ends.
+
+    An allocation that lives to the end is not released.
+    """
     begins = [(a.start, i, True) for i, a in enumerate(timeline.allocations)]
     ends = [(a.end, i, False) for i, a in enumerate(timeline.allocations) if a.end < timeline.end]
     return sorted(begins + ends)
 
 
 def unknown() -> Event:
-    """Viewers expect this category wherever there are others."""
+    """Build an event of the unknown category, which viewers expect wherever there are others."""
     nothing = {"addr": 0, "size": 0, "stream": 0, "time_us": 0}
     return {"action": "alloc", **nothing, "category": "unknown", "frames": []}
 
 
 def segment(device: int, size: int) -> Event:
-    """All memory of the step, free at its end."""
+    """Build the segment of all memory of the step, free at its end."""
     block = {"size": size, "requested_size": size, "state": "inactive", "address": 0, "frames": []}
     return {
         "device": device,
@@ -103,7 +108,10 @@ def segment(device: int, size: int) -> Event:
 
 
 def frames(allocation: Allocation, holder: Holder) -> list[Event]:
-    """What the viewer shows of an allocation: the value with the user's line, then where the step was."""
+    """List the frames that the viewer shows for an allocation.
+
+    The value with the user's line comes first, then the place in the step.
+    """
     file, line, code = parsed(holder.where)
     shape = f"{'×'.join(map(str, allocation.shape))} {allocation.dtype}".strip()
     value = " ".join(filter(None, (holder.name, holder.pattern, shape)))
@@ -116,7 +124,7 @@ def frames(allocation: Allocation, holder: Holder) -> list[Event]:
 
 
 def parsed(where: str) -> tuple[str, int, str]:
-    """``file:line: code`` as three."""
+    """Split ``file:line: code`` into three."""
     file, _, rest = where.partition(":")
     line, _, code = rest.partition(":")
     return (file, int(line), code.strip()) if line.strip().isdigit() else ("", 0, "")

@@ -8,14 +8,14 @@ from dataclasses import replace
 from ..chain_plan import SHORTER
 from .whole_model import Prediction, Streaming
 
-CLOSE = 0.01  # of the budget, which the longest sequence may leave unused
-TRIES = 12  # lengths that are tried at most
-MOST = 8  # times a length that fits is the next at most
+CLOSE = 0.01  # share of the budget that the longest sequence may leave unused
+TRIES = 12  # the most lengths that are tried
+MOST = 8  # the largest factor from a length that fits to the next one
 GIB = 2**30
 
 
 def all_plans(streaming: Streaming) -> Iterator[Prediction]:
-    """From the leanest to the fattest."""
+    """Yield all plans, from the least memory to the most."""
     for part in reversed(SHORTER):
         yield streaming.shorter(part)
     yield streaming.offloaded
@@ -25,7 +25,7 @@ def all_plans(streaming: Streaming) -> Iterator[Prediction]:
 
 
 def frontier(plans: list[Prediction]) -> list[Prediction]:
-    """Those that no other beats in both peak and seconds, by ascending peak."""
+    """List the plans that no other beats in both peak and seconds, by ascending peak."""
     found: list[Prediction] = []
     for plan in sorted(plans, key=lambda p: (p.peak, p.seconds)):
         if not found or (plan.seconds or 0) < (found[-1].seconds or 0):
@@ -34,7 +34,7 @@ def frontier(plans: list[Prediction]) -> list[Prediction]:
 
 
 def fastest_within(streaming: Streaming, room: int) -> Prediction | None:
-    """The fastest plan that takes no more than so many bytes above weights and gradients, or None.
+    """Find the fastest plan that takes at most ``room`` bytes above weights and gradients, or None.
 
     Between two plans for all layers, the part of the layers that has the second is interpolated.
     """
@@ -47,7 +47,7 @@ def fastest_within(streaming: Streaming, room: int) -> Prediction | None:
 
 
 def fattest_within(streaming: Streaming, room: int) -> Prediction:
-    """The most values that fit, found by bisection: the peak grows with every level."""
+    """Find the most values that fit, by bisection: the peak grows with every level."""
     fits, over, last = 0, len(streaming.levels) + 1, streaming.default
     beyond: Prediction | None = None
     while over - fits > 1:
@@ -61,7 +61,7 @@ def fattest_within(streaming: Streaming, room: int) -> Prediction:
 
 
 def between(lean: Prediction, fat: Prediction, room: int) -> Prediction:
-    """The plan of which as many layers as fit are those of the second."""
+    """Combine two plans: as many layers as fit take the second. Peak and seconds are interpolated."""
     share = (room - lean.peak) / max(1, fat.peak - lean.peak)
     if lean.seconds is None or fat.seconds is None or not 0 < share < 1:
         return lean
@@ -77,7 +77,9 @@ def with_budget(plan: Prediction, room: int) -> Prediction:
 
 
 def longest(peak_of: Callable[[int], int], room: int, first: int, step: int) -> int:
-    """The longest sequence whose peak fits, as a multiple of a step, within a hundredth; 0 if none does.
+    """Find the longest sequence whose peak fits, within a hundredth; 0 if none does.
+
+    The length is a multiple of ``step``.
 
     peak_of  tokens → bytes, ascending
     room     bytes
@@ -96,8 +98,11 @@ def longest(peak_of: Callable[[int], int], room: int, first: int, step: int) -> 
 
 
 def next_length(known: Mapping[int, int], room: int) -> int:
-    """A length that should leave half of what may be unused, by the line through the two nearest lengths, or
-    half way between one that fits and one that does not."""
+    """Choose a length that should leave half of the allowed rest unused.
+
+    It is on the line through the two nearest lengths, or half way between one that fits and one that
+    does not.
+    """
     aim = (1 - CLOSE / 2) * room
     fits = max((t for t, peak in known.items() if peak <= room), default=0)
     over = min((t for t, peak in known.items() if peak > room), default=MOST * max(fits, 1))

@@ -1,4 +1,4 @@
-"""What the command line asks for: one setting, the longest sequence, all plans, or several devices."""
+"""The questions of the command line: one setting, the longest sequence, all plans, or several devices."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .whole_model import Prediction, Setting, Streaming, checkpointing, report_o
 
 INEXACT = "With layer inputs in 8 bits, gradients are not exact"
 ESTIMATES = "Seconds are estimates by the device's data sheet, without optimizer and communication"
-ROUND = 256  # lengths that are tried are multiples of so many tokens
+ROUND = 256  # tokens: tried lengths are multiples of it
 Chosen = argparse.Namespace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer on stdout. Returns the exit status: 2 where the question makes no sense."""
+    """Answer on stdout. Returns the exit status: 2 where the question is invalid."""
     chosen, progress = parser().parse_args(arguments), Progress(8)
     asked = "longest" if chosen.longest else "pareto" if chosen.pareto is not None else "plan"
     answer, text, values = WAYS[asked]
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_page(chosen: Chosen, settings: Sequence[Setting]) -> None:
-    """Raise ValueError for a page that cannot be written, before anything takes time."""
+    """Raise ValueError for a page that cannot be written, before any long computation."""
     if chosen.html and len(settings) > 2:
         raise ValueError(
             f"A page shows one GPU, or two side by side; got {len(settings)}. Name two with --compare."
@@ -66,8 +66,10 @@ def check_page(chosen: Chosen, settings: Sequence[Setting]) -> None:
 
 
 def save_page(path: str, settings: Sequence[Setting], progress: Progress) -> None:
-    """Write what `Report.save` does, for the step of each setting. Timelines are made here, while kernels
-    are those of the setting's device."""
+    """Write the files of `Report.save` for the step of each setting.
+
+    Timelines are computed here, while kernels are those of the setting's device.
+    """
     reports = []
     for setting in settings:
         with simulating(setting.device):
@@ -78,7 +80,7 @@ def save_page(path: str, settings: Sequence[Setting], progress: Progress) -> Non
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of libraries about what they compile."""
+    """Ignore the warnings of libraries about compilation, inside the context."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -111,7 +113,7 @@ def answered(chosen: Chosen, setting: Setting, progress: Progress) -> Answer:
 
 
 def beside(setting: Setting, progress: Progress) -> Prediction | str:
-    """Plain checkpointing; or why it cannot be told."""
+    """Estimate plain checkpointing, or return why that is impossible."""
     try:
         return checkpointing(setting, progress)
     except Exception as error:  # an operator that has no fake form
@@ -119,7 +121,7 @@ def beside(setting: Setting, progress: Progress) -> Prediction | str:
 
 
 def within(streaming: Streaming, total: int, reserve: int) -> Prediction:
-    """The fastest plan for a budget of all that training takes. Raises ValueError if none fits."""
+    """Find the fastest plan for a budget of all that training takes. Raises ValueError if none fits."""
     room = total - reserve - streaming.setting.state.bytes
     found = fastest_within(streaming, room)
     if found is None:
@@ -133,7 +135,7 @@ def within(streaming: Streaming, total: int, reserve: int) -> Prediction:
 
 
 def longest_that_fits(chosen: Chosen, setting: Setting, progress: Progress) -> Longest:
-    """Lengths are tried until one takes all but a hundredth of what is there."""
+    """Try lengths until one takes all but a hundredth of the memory."""
     if setting.source.fixed:
         raise ValueError(
             f"The longest sequence is unknown, because the function {setting.source.title} takes no tokens. "
@@ -161,7 +163,7 @@ def longest_that_fits(chosen: Chosen, setting: Setting, progress: Progress) -> L
 def longest_by(
     way: Callable[[Setting], Prediction], setting: Setting, room: int
 ) -> tuple[int, Prediction] | None:
-    """The longest sequence of one way to run a step, and what it takes."""
+    """Find the longest sequence of one way to run a step, and its prediction."""
     known: dict[int, Prediction] = {}
 
     def peak_of(tokens: int) -> int:
@@ -173,7 +175,7 @@ def longest_by(
 
 
 def notes_of(streaming: Streaming) -> list[str]:
-    """What the figures of streaming leave out."""
+    """List the limits of the figures of streaming."""
     setting = streaming.setting
     found = [
         f"A region runs unchunked, and its seconds are missing here: {refusal}"
@@ -194,7 +196,7 @@ def notes_of(streaming: Streaming) -> list[str]:
 
 
 def front_of(chosen: Chosen, setting: Setting, progress: Progress) -> Front:
-    """Peak and seconds of every plan."""
+    """Estimate peak and seconds of every plan."""
     memory, reserve = memory_of(chosen, setting.device)
     with simulating(setting.device):
         beaten = None if chosen.no_checkpointing else beside(setting, progress)

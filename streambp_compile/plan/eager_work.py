@@ -50,7 +50,7 @@ class EagerWork(internals.TorchDispatchMode):
         self.attention.append((query.dtype, backward, flop, query.shape[0] * query.shape[1]))
 
     def work(self) -> Work:
-        """With nothing that stays in a cache."""
+        """Return the work counted so far, with nothing that stays in a cache."""
         products, attention = tuple(self.products), tuple(self.attention)
         return Work(
             self.tokens, products, attention, self.traffic, 0, 0, 0, EVERYWHERE, self.kernels, widest=1 << 40

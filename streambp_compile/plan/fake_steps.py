@@ -1,4 +1,4 @@
-"""One step of a model of so many layers on fake tensors: streamed by any plan, or by plain checkpointing."""
+"""One step of a model on fake tensors: streamed by any plan, or by plain checkpointing."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from ..runtime.memory_simulation import main_device, simulate
 from .eager_work import EagerWork
 from .step_memory import StepLedger, StepMemory
 
-# bytes for an element of a float32 total: made zero, read and cast to half precision, added to the gradient
+# bytes moved per element of a float32 total: zeroed, read and cast to half precision, added to the gradient
 HANDED = 16
 
 
 @contextlib.contextmanager
 def simulating(device: Device) -> Iterator[None]:
-    """Inside, steps are compiled for simulation on a device that need not be there, and nothing else is."""
+    """Compile steps, inside the context, only for simulation on a device that need not exist."""
     on_gpu = device.kind == "cuda"
     stands = on_gpu and not torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
@@ -51,13 +51,12 @@ def simulating(device: Device) -> Iterator[None]:
 
 
 def fake_device(device: Device) -> str:
-    """The device type of fake tensors: that of the device, if this build of torch can make them."""
+    """Choose the device type of fake tensors: that of the device, if this build of torch can create them."""
     return "cuda" if device.kind == "cuda" and torch.cuda.is_available() else "cpu"
 
 
 def on_device(model: nn.Module, mode, device: str) -> nn.Module:
-    """A model built on ``meta``, with its weights, buffers and other tensors made fake tensors of ``mode`` on
-    a device."""
+    """Replace all tensors of a model built on ``meta`` by fake tensors of ``mode`` on a device."""
     made: dict[int, nn.Parameter] = {}
     with mode:
         for module in model.modules():
@@ -80,7 +79,7 @@ def fake(value: torch.Tensor, device: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FakeStep:
-    """A model and its inputs as fake tensors; calling it makes the loss.
+    """A model and its inputs as fake tensors; a call computes the loss.
 
     rows  tokens of the step, batch included
     """
@@ -104,8 +103,9 @@ class FakeStep:
 
 
 def loss_of(output: object) -> object:
-    """The loss in what a model returns: ``output.loss``, ``output["loss"]``, the first of a tuple, or the one
-    value."""
+    """Find the loss in a model's result: ``output.loss``, ``output["loss"]``, a tuple's first value, or
+    itself.
+    """
     found = getattr(output, "loss", None)
     if found is None:
         found = output.get("loss") if isinstance(output, dict) else output
@@ -124,7 +124,7 @@ def check_loss(module: GraphModule) -> None:
 
 @contextlib.contextmanager
 def errors_of_models() -> Iterator[None]:
-    """Inside, what a model raises while it is captured becomes a ValueError that says so."""
+    """Convert errors of a model while it is captured to a ValueError that explains them."""
     try:
         yield
     except Exception as error:
@@ -138,7 +138,7 @@ def errors_of_models() -> Iterator[None]:
 
 
 class ProbedChain(Chain):
-    """A chain that keeps what its plans are made from."""
+    """A chain that exposes its `PlannedChain`."""
 
     plans: PlannedChain | None = None
 
@@ -163,7 +163,7 @@ class StreamedStep:
             chains[-1].compiled()
             return lambda *_: (torch.zeros(()),)
 
-        internals.ignore_library_logging()  # this package may be older than the libraries
+        internals.ignore_library_logging()  # this package may have been imported before the libraries
         torch.compiler.reset()
         with step.mode, warnings.catch_warnings(), errors_of_models():
             warnings.simplefilter("ignore")  # the report holds them
@@ -192,7 +192,7 @@ class StreamedStep:
         return ledgers[0].memory()
 
     def costs(self, plan: ChainPlan) -> list[tuple[Cost, Cost]]:
-        """Seconds of the forward and of the backward, region by region."""
+        """Estimate the seconds of the forward and of the backward, region by region."""
         return [
             (cost_of(region.streamed, "forward"), cost_of(region.streamed, "backward"))
             for region, _ in self.plans.by(plan)
@@ -203,7 +203,7 @@ class StreamedStep:
 
 
 def cost_of(region, direction: str) -> Cost:
-    """Seconds of one direction of a region; none of what runs unchunked."""
+    """Estimate the seconds of one direction of a region; none for an unchunked region."""
     schedule = getattr(region, direction) if region is not None else None
     if schedule is None:
         return Cost()
@@ -214,7 +214,9 @@ def cost_of(region, direction: str) -> Cost:
 
 
 def checkpointed_step(step: FakeStep, device: Device) -> tuple[StepMemory, Cost]:
-    """Memory and seconds of a step of eager autograd, by the fastest attention kernel of a device."""
+    """Simulate a step of eager autograd: its memory, and its seconds by the device's fastest attention
+    kernel.
+    """
     memory, work = counted_step(step)
     kernels = dict(device.attention) or {"flash": ()}
     costs = [work.cost(step.rows, device, kernel) for kernel in kernels]
@@ -222,7 +224,7 @@ def checkpointed_step(step: FakeStep, device: Device) -> tuple[StepMemory, Cost]
 
 
 def counted_step(step: FakeStep) -> tuple[StepMemory, Work]:
-    """Memory and work of a step of eager autograd."""
+    """Simulate a step of eager autograd: its memory and its work."""
     ledger, counted = StepLedger(main_device(list(step.model.parameters()))), EagerWork(step.rows)
     with step.mode:
         for parameter in step.model.parameters():

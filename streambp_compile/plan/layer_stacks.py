@@ -1,7 +1,7 @@
 """The stack of layers of a model: which of them are equal, and the same model with fewer.
 
-A step of a few layers tells that of many. A stack may begin with layers that differ, and repeat a pattern
-from there on (five layers with a window and one without, say).
+The step of a few layers determines that of many. A stack may begin with layers that differ, and repeat a
+pattern from there on (five layers with a window and one without, say).
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ class Stack:
         return list(self.list_of(model))
 
     def shortened(self, model: nn.Module, layers: int) -> None:
-        """Leave the first layers alone in a model."""
+        """Remove all layers but the first ``layers`` from a model."""
         del self.list_of(model)[layers:]
 
     def depths(self) -> tuple[int, ...]:
-        """Two numbers of layers, a period apart, from which the whole follows; or the whole alone, where it
-        is not much deeper."""
+        """Choose two numbers of layers, a period apart, from which the whole is extrapolated.
+
+        Only the whole depth is returned where it is not much deeper.
+        """
         periods = (self.depth - self.prefix) // self.period
         beside = self.depth - periods * self.period  # the layers before the pattern, and the rest of a period
         less = beside + (2 if self.period == 1 else 1) * self.period
@@ -53,7 +55,7 @@ class Stack:
 
 
 def stack_of(model: nn.Module) -> Stack | None:
-    """The stack of a model, or None if it has no list of modules."""
+    """Find the stack of a model; None if it has no list of modules."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     if not lists:
         return None
@@ -62,7 +64,7 @@ def stack_of(model: nn.Module) -> Stack | None:
 
 
 def pattern(found: list[Kind]) -> tuple[int, int]:
-    """The prefix and the period of a sequence that leave the fewest elements to look at."""
+    """Find the prefix and the period of a sequence that leave the fewest elements to look at."""
     depth = len(found)
 
     def prefix_of(period: int) -> int:
@@ -77,8 +79,11 @@ def pattern(found: list[Kind]) -> tuple[int, int]:
 
 
 def kinds(layers: list[nn.Module]) -> list[Kind]:
-    """What tells layers apart: their modules, the shapes of their parameters, and the plain values that they
-    hold, except for their own index."""
+    """Describe layers so that equal descriptions mean equal layers.
+
+    They contain the modules, the shapes of parameters, and the plain values that layers hold, except
+    their own index.
+    """
     values = [dict(plain_values(layer)) for layer in layers]
     counting = {
         key
@@ -103,7 +108,7 @@ def plain_values(layer: nn.Module):
 
 
 def checkpointed(model: nn.Module, stack: Stack) -> None:
-    """Checkpoint every layer of a stack (torch.utils.checkpoint, the variant without reentrance)."""
+    """Wrap every layer of a stack in a checkpoint (torch.utils.checkpoint, the non-reentrant variant)."""
     for layer in stack.layers(model):
         layer.forward = checkpointing(layer.forward)
 

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_questions(add: Callable) -> None:
-    """Options that say what is asked, and in what form the answer comes."""
+    """Add options for the kind of question, and for the form of the answer."""
     add("--offload", action="store_true", help="also with layer inputs in host memory")
     add("--lossy", action="store_true", help="also with layer inputs in 8 bits: gradients are not exact")
     add("--budget", help="also the fastest plan with which training takes no more than this, such as 60GiB")
@@ -85,7 +85,7 @@ def add_questions(add: Callable) -> None:
 
 
 def tokens_of(text: str) -> int:
-    """``131072`` or ``128k``."""
+    """Parse a number of tokens, such as ``131072`` or ``128k``."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text.replace("_", "").replace(",", ""))
     if match is None or int(match[1]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 131072 or 128k")
@@ -93,7 +93,7 @@ def tokens_of(text: str) -> int:
 
 
 def bytes_of_text(name: str, text: str) -> int:
-    """Raises ValueError for what is no size."""
+    """Parse a size in bytes. Raises ValueError for any other text."""
     try:
         found = budget_of(text)
     except ValueError:
@@ -104,7 +104,7 @@ def bytes_of_text(name: str, text: str) -> int:
 
 
 def settings_of(chosen: argparse.Namespace) -> list[Setting]:
-    """One setting for each device. Raises ValueError for an unknown device, model or choice."""
+    """Build one setting for each device. Raises ValueError for an unknown device, model or choice."""
     names: Sequence[str] = chosen.compare.split(",") if chosen.compare else [chosen.gpu]
     devices = [named(name.strip()) for name in names]
     source = source_of(chosen.model)
@@ -128,7 +128,7 @@ def settings_of(chosen: argparse.Namespace) -> list[Setting]:
 
 
 def memory_of(chosen: argparse.Namespace, device: Device) -> tuple[int, int]:
-    """Bytes of the device, and those of them that are set aside."""
+    """Return the bytes of the device, and those of them that are set aside."""
     memory = bytes_of_text("memory", chosen.memory) if chosen.memory else device.memory
     aside = RESERVE if device.kind == "cuda" else 0
     return memory, aside if chosen.reserve is None else reserve_of(chosen.reserve)

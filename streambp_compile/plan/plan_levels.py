@@ -19,12 +19,15 @@ class Level:
     bytes: int
 
     def bytes_in(self, regions: Iterable[int]) -> int:
-        """What it takes in these regions."""
+        """Count the bytes of the value in these regions."""
         return self.bytes * sum(r in self.regions for r in regions)
 
 
 def levels_of(costs: Sequence[Costs]) -> list[Level]:
-    """All levels, by seconds saved per byte; of one region in the order in which it keeps them."""
+    """List all levels, by seconds saved per byte.
+
+    Those of one region come in the order in which it keeps them.
+    """
     found: dict[tuple, set[int]] = {}
     for index, region in enumerate(costs):
         rate = float("inf")

@@ -1,6 +1,6 @@
-"""Where the model of a planned step comes from: a configuration of Hugging Face, or a function of the user's.
+"""Sources of the model of a planned step: a configuration of Hugging Face, or a function of the user's.
 
-Modules and inputs are made on the device ``meta``: they have shapes and no contents.
+Modules and inputs are created on the device ``meta``: they have shapes and no contents.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
 class PlannedModel:
     """A model to plan for.
 
-    title      what tables call it
+    title      its name in tables
     make       (batch, tokens) → the module and its arguments, on ``meta``
-    dtype      of its weights where the user says none; None leaves them as they are
+    dtype      of its weights by default; None leaves them as they are
     positions  the longest sequence that its configuration states, if it states one
     fixed      its sequences have a length of their own
     """
@@ -44,10 +44,10 @@ class PlannedModel:
 
 
 def source_of(text: str) -> PlannedModel:
-    """The model that a text names: a file, a folder with ``config.json``, the name of a configuration class
-    or model type of transformers, or ``module:function``.
+    """Find the model that a text names.
 
-    Raises ValueError where there is none.
+    It is a file, a folder with ``config.json``, the name of a configuration class or model type of
+    transformers, or ``module:function``. Raises ValueError where there is none.
     """
     path, (name, _, function) = Path(text), text.rpartition(":")
     if name and function.isidentifier() and not path.exists():
@@ -87,7 +87,9 @@ def config_of_file(path: Path) -> object:
 
 
 def config_of_name(name: str) -> object:
-    """The default configuration of a class such as ``Qwen3Config``, or of a model type such as ``qwen3``."""
+    """Create the default configuration of a class such as ``Qwen3Config``, or of a model type such as
+    ``qwen3``.
+    """
     library = transformers()
     if name.endswith("Config") and hasattr(library, name):
         return getattr(library, name)()
@@ -119,7 +121,7 @@ def source_of_config(config, name: str) -> PlannedModel:
 
 
 def model_of(config) -> nn.Module:
-    """The model with a language head that a configuration describes, for training."""
+    """Build the model with a language head that a configuration describes, for training."""
     library = transformers()
     config.use_cache = config.get_text_config().use_cache = False
     named = next((getattr(library, a, None) for a in getattr(config, "architectures", None) or ()), None)
@@ -142,7 +144,7 @@ def model_of(config) -> nn.Module:
 
 
 def function_of(name: str, function: str) -> Callable:
-    """``function`` of a module, or of a Python file."""
+    """Import ``function`` of a module, or of a Python file."""
     try:
         module = module_of_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
     except (ImportError, FileNotFoundError) as error:
@@ -166,7 +168,7 @@ def module_of_file(path: Path) -> ModuleType:
 
 
 def source_of_function(title: str, function: Callable) -> PlannedModel:
-    """A function that returns a module and its inputs; it may take ``batch`` and ``tokens``."""
+    """Wrap a function that returns a module and its inputs; it may take ``batch`` and ``tokens``."""
     takes = inspect.signature(function).parameters
 
     def make(batch: int, tokens: int) -> Made:

@@ -1,7 +1,7 @@
-"""The memory of a step of a few layers, and what it says of the same step with more of them.
+"""The memory of a step of a few layers, and that of the same step with more of them.
 
 Equal layers take equal bytes. From the forward of the first layer to the backward of the first, a deeper
-model holds the saved inputs of its further layers as well; what follows is the same at every depth.
+model also holds the saved inputs of its further layers; all other memory is the same at every depth.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..runtime.memory_simulation import Ledger
 class StepMemory:
     """Bytes of a step above weights and gradients.
 
-    peak     at most
-    growing  at most while saved inputs of layers wait
-    saved    what waits between forward and backward
+    peak     the most at any time
+    growing  the most while saved inputs of layers wait
+    saved    bytes that wait between forward and backward
     """
 
     peak: int
@@ -30,15 +30,15 @@ class StepMemory:
     saved: int
 
     def deeper(self, saved: float) -> StepMemory:
-        """The same step of a model that saves so many bytes more."""
+        """Compute the memory of the same step of a model that saves ``saved`` bytes more."""
         growing = self.growing + round(saved)
         return StepMemory(max(self.peak, growing), growing, self.saved + round(saved))
 
 
 class StepLedger(Ledger):
-    """Counts a step, and tells while the saved inputs of layers wait.
+    """Counts a step, and notes while the saved inputs of layers wait.
 
-    Saved inputs are those storages of one size that make up most of what outlives the forward.
+    Saved inputs are those storages of one size that make up most of the memory that outlives the forward.
     """
 
     def __init__(self, device: str = "cpu"):

@@ -13,11 +13,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found for one setting.
+    """Predictions for one setting.
 
     memory   bytes that training may take
-    reserve  bytes of it for what is not simulated: the CUDA context, workspaces of libraries, fragments
-    notes    sentences on what the figures rest on
+    reserve  bytes of it for memory that is not simulated: the CUDA context, workspaces of libraries,
+             fragments
+    notes    sentences on the assumptions of the figures
     """
 
     setting: Setting
@@ -65,7 +66,7 @@ def headline(answer: Answer, lengths: bool = True) -> str:
 
 
 def terms(answer: Answer) -> list[tuple[str, int]]:
-    """What is there besides the step, by name."""
+    """List the memory besides the step, by name."""
     state: SteadyBytes = answer.setting.state
     shared = f", 1/{answer.setting.shards}" if answer.setting.shards > 1 else ""
     found = [
@@ -90,7 +91,7 @@ def rate(answer: Answer, column: Prediction) -> float | None:
 
 
 def values_of(answer: Answer) -> dict:
-    """The same for scripts, in bytes and seconds."""
+    """Convert an answer to values for scripts, in bytes and seconds."""
     setting = answer.setting
     return dict(
         model=setting.source.title,
@@ -127,7 +128,7 @@ def plan_values(answer: Answer, column: Prediction) -> dict:
 class Longest:
     """The longest sequences that fit.
 
-    found  for each way to run a step: tokens, and what the step takes at that length; None where none fits
+    found  for each way to run a step: tokens, and the prediction at that length; None where none fits
     """
 
     answer: Answer
@@ -164,7 +165,7 @@ def values_of_longest(longest: Longest) -> dict:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with their first column to the left and the others to the right."""
+    """Align rows: the first column to the left and the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])

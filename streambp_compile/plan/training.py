@@ -1,5 +1,4 @@
-"""What training keeps in memory besides the step: weights, gradients, the optimizer's state, and shards of
-them."""
+"""Memory of training besides the step: weights, gradients, the optimizer's state, and shards of them."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from .layer_stacks import Stack
 
-RANK = 16  # of LoRA's adapters where the user says none
+RANK = 16  # of LoRA's adapters by default
 TRAINED = "full, lora, lora:RANK, head, or names:PATTERN"
 OPTIMIZERS: Mapping[str, tuple[float, float, str]] = {  # bytes and element sizes for every trained element
     "none": (0, 0, "no optimizer"),
@@ -39,7 +38,7 @@ class LowRank(nn.Module):
 
 
 def freeze(model: nn.Module, stack: Stack | None, trained: str) -> None:
-    """Leave gradients to what is trained alone.
+    """Disable gradients of all weights but those that are trained.
 
     trained  ``full``; ``lora`` or ``lora:RANK``, on all linear layers of the stack; ``head``; or
              ``names:PATTERN``, the parameters whose names a regular expression finds
@@ -71,7 +70,7 @@ def adapt(layers: Iterable[nn.Module], rank: int) -> None:
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """The output embedding; of a model that names none, its last linear layer."""
+    """Return the output embedding; for a model that names none, its last linear layer."""
     named = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     if named is None and not linear:
@@ -81,10 +80,11 @@ def head_of(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class SteadyBytes:
-    """Bytes on one device that are there in every step, term by term.
+    """Bytes on one device that are held in every step, term by term.
 
     weights, gradients, optimizer  the share of one device
-    gathered   of sharded weights: what lies outside of the layers, and two layers, one of them ahead of time
+    gathered   of sharded weights: those outside of the layers, and two layers, one of them ahead of
+               time
     reduced    of sharded gradients: one layer's, before they are summed over devices
     elements, trained              numbers of weights, and of those that learn, of the whole model
     """
@@ -103,7 +103,7 @@ class SteadyBytes:
 
 
 def state_of(model: nn.Module, stack: Stack | None, optimizer: str, shards: int) -> SteadyBytes:
-    """What training a model takes; FSDP2 or ZeRO-3 divides it between so many devices.
+    """Count the bytes of training a model; FSDP2 or ZeRO-3 divides it between ``shards`` devices.
 
     Raises ValueError for an unknown optimizer.
     """

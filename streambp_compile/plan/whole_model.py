@@ -33,11 +33,11 @@ class Setting:
     """A step to plan for.
 
     batch, tokens  sequences, and tokens of each
-    dtype      of the weights; None leaves them as the source has them
-    trained    see `training.freeze`
-    optimizer  a name of `training.OPTIMIZERS`
-    shards     devices that share weights, gradients and the optimizer's state
-    chunk_size tokens per chunk; None lets each sweep choose
+    dtype          of the weights; None leaves them as the source has them
+    trained        see `training.freeze`
+    optimizer      a name of `training.OPTIMIZERS`
+    shards         devices that share weights, gradients and the optimizer's state
+    chunk_size     tokens per chunk; None lets each sweep choose
     """
 
     source: PlannedModel
@@ -51,7 +51,7 @@ class Setting:
     chunk_size: int | None = None
 
     def model(self) -> tuple[nn.Module, tuple, dict]:
-        """The whole model on ``meta``, ready to train, and its inputs."""
+        """Build the whole model on ``meta``, ready to train, and its inputs."""
         model, args, kwargs = self.source.make(self.batch, self.tokens)
         dtype = self.dtype or self.source.dtype
         model = model if dtype is None else model.to(dtype)
@@ -76,7 +76,7 @@ class Setting:
         return (0,) if self.stack is None else self.stack.depths()
 
     def step(self, layers: int, checkpoint: bool = False) -> FakeStep:
-        """The step of a model of so many layers, or of all if there is no stack."""
+        """Build the step of a model of ``layers`` layers, or of all if there is no stack."""
         model, args, kwargs = self.model()
         if self.stack is not None:
             self.stack.shortened(model, layers)
@@ -86,7 +86,7 @@ class Setting:
         return FakeStep.of(model, args, kwargs, rows, fake_device(self.device))
 
     def periods_missing(self) -> int:
-        """Periods of the stack that the deeper of the simulated models lacks."""
+        """Count the periods of the stack that the deeper of the simulated models lacks."""
         if self.stack is None:
             return 0
         return (self.stack.depth - self.depths()[-1]) // self.stack.period
@@ -94,13 +94,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes.
+    """Memory and seconds of a step.
 
     name     of the way to run it
     peak     bytes above weights and gradients
-    seconds  by the cost model, None where it is not known
+    seconds  by the cost model, None where they are not known
     cost     the same, term by term
-    options  of ``torch.compile``, that choose this way
+    options  of ``torch.compile`` that choose this way
     host     bytes of layer inputs that wait in host memory
     """
 
@@ -113,8 +113,10 @@ class Prediction:
 
 
 def checkpointing(setting: Setting, progress: Progress) -> Prediction:
-    """Plain checkpointing of every layer, or of none where there is no stack. Raises what eager autograd
-    raises on fake tensors."""
+    """Estimate plain checkpointing of every layer, or of none where there is no stack.
+
+    Raises the errors of eager autograd on fake tensors.
+    """
     measured = []
     for layers in setting.depths():
         progress(f"eager, {layers} layers checkpointed" if layers else "eager")
@@ -128,7 +130,7 @@ def checkpointing(setting: Setting, progress: Progress) -> Prediction:
 
 
 class Streaming:
-    """All plans of one setting: a step is compiled for one or two depths, and simulated by each plan asked
+    """All plans of one setting. A step is compiled for one or two depths, and simulated by each plan asked
     for.
 
     Raises ValueError if nothing streams.
@@ -156,23 +158,25 @@ class Streaming:
 
     @functools.cached_property
     def default(self) -> Prediction:
-        """Layer inputs wait on the device, and nothing else is kept."""
+        """The default plan: layer inputs wait on the device, and no other value is kept."""
         return self.predicted("streambp", lambda step: plan_of(step), self.growth(plan_of))
 
     @functools.cached_property
     def offloaded(self) -> Prediction:
-        """Layer inputs wait in host memory."""
+        """The plan whose layer inputs wait in host memory."""
         growth = self.growth(offloading)
         return self.predicted("streambp, offload", offloading, growth, (("offload", True),))
 
     @functools.cached_property
     def rounded(self) -> Prediction:
-        """Layer inputs wait in 8 bits a number: gradients are not exact."""
+        """The plan whose layer inputs wait in 8 bits a number: gradients are not exact."""
         growth = self.growth(rounding)
         return self.predicted("streambp, 8 bits", rounding, growth, (("lossy", True),))
 
     def shorter(self, part: int) -> Prediction:
-        """Offloaded, with chunks whose widest moment takes one part of what it takes by default."""
+        """Estimate the offloaded plan with chunks whose widest moment takes ``1 / part`` of the default
+        bytes.
+        """
 
         def plan(step: StreamedStep) -> ChainPlan:
             widest = max(c.widest for c in step.plans.costs)
@@ -181,7 +185,7 @@ class Streaming:
         return self.predicted(f"streambp, offload, chunks 1/{part}", plan, self.growth(offloading))
 
     def keeping(self, count: int) -> Prediction:
-        """The first levels of values worth keeping are kept in all layers."""
+        """Estimate the plan that keeps the first ``count`` levels of values in all layers."""
 
         def plan(step: StreamedStep) -> ChainPlan:
             counts = [sum(i in level.regions for level in self.levels[:count]) for i in self.regions()]
@@ -194,7 +198,7 @@ class Streaming:
         return range(len(self.deepest.plans.costs))
 
     def growth(self, plan: Callable[[StreamedStep], ChainPlan]) -> int:
-        """Bytes that one more period saves by a plan."""
+        """Compute the bytes that one more period saves by a plan."""
         if not self.missing:
             return 0
         saved = []
@@ -221,17 +225,17 @@ class Streaming:
         return Prediction(name, memory.peak, seconds, forward + backward, options, host)
 
     def whole(self, costs: Sequence[Cost]) -> Cost:
-        """The cost of all regions of the whole model, from those of the deeper of the simulated ones."""
+        """Compute the cost of all regions of the whole model, from those of the deeper simulated one."""
         return sum(costs, Cost()) + sum(costs[self.added], Cost()) * self.missing
 
     def bytes_on_host(self, plan: ChainPlan) -> int:
-        """Bytes of layer inputs of the whole model that wait in host memory."""
+        """Count the bytes of the whole model's layer inputs that wait in host memory."""
         costs = self.deepest.plans.costs
         sizes = [c.handed_on if i in plan.offloaded else 0 for i, c in enumerate(costs)]
         return sum(sizes) + self.missing * sum(sizes[self.added])
 
     def waiting(self, moved: int, seconds: float) -> float:
-        """Seconds for which so many bytes travel longer than the device computes."""
+        """Compute the seconds that ``moved`` bytes travel longer than the device computes."""
         major = (self.setting.device.capability or (9, 0))[0]
         return max(0.0, moved / HOST_LINK.get(major, HOST_LINK[8]) - seconds)
 
@@ -249,7 +253,7 @@ def rounding(step: StreamedStep) -> ChainPlan:
 
 
 def report_of(setting: Setting, progress: Progress) -> Report:
-    """The report of a step of the whole model, all layers compiled and simulated.
+    """Report a step of the whole model, all layers compiled and simulated.
 
     Raises ValueError if nothing streams.
     """
@@ -262,6 +266,6 @@ def report_of(setting: Setting, progress: Progress) -> Report:
 
 
 def signature(costs: Costs) -> tuple:
-    """What tells the costs of two regions apart, in graphs of their own."""
+    """Return the properties by which the costs of two regions in different graphs are compared."""
     worth = tuple((v.bytes, v.seconds) for v in costs.worth_keeping)
     return costs.handed_on, costs.widest, costs.totals, worth

@@ -1,1 +1,1 @@
-"""What runs a plan: loops over chunks, checks of masks, whose a gradient is, and the simulation of memory."""
+"""Execution of a plan: loops over chunks, checks of masks, ownership of gradients, simulation of memory."""

@@ -1,5 +1,7 @@
-"""A program that runs for some sequences of the batch at a time: what is cut for each turn, and where its
-results go. Nothing is decided here."""
+"""Programs that run for some sequences of the batch at a time.
+
+This module slices inputs for each turn and places its results. It makes no decisions.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,20 @@ from .sizes import Sizes
 
 
 class InTurns:
-    """A runner for the whole batch, out of one for some sequences of it."""
+    """A runner for the whole batch, built on one for some sequences of it."""
 
     def __init__(self, runner: Runner, batch: BatchParts):
         self.runner, self.batch = runner, batch
         self.over = roots(runner.program)
 
     def __call__(self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset()) -> list[object]:
-        """Outputs of the program for all sequences. Inputs in ``owned`` may be overwritten; the dictionary is
-        emptied on the way."""
+        """Run the program for all sequences, and return its outputs.
+
+        Inputs in ``owned`` may be overwritten; the dictionary is emptied while it runs.
+        """
         given = dict(inputs)
         inputs.clear()
-        owned = owned.intersection(self.batch.marks)  # what all turns read stays as it is
+        owned = owned.intersection(self.batch.marks)  # inputs that all turns read are not overwritten
         memory, totals = self.memory(given, owned), dict[tuple[Node, int | None], torch.Tensor]()
         results: list[object] = []
         for turn in range(self.batch.turns):
@@ -44,17 +48,19 @@ class InTurns:
         return [memory.get(o, value) if isinstance(o, Node) else value for o, value in zip(outputs, results)]
 
     def part(self, node: Node, value: Any, turn: int) -> Any:
-        """What a turn reads or writes of a value."""
+        """Slice the part of a value that a turn reads or writes; other values are shared by all turns."""
         mark = self.batch.marks.get(node)
         return value if mark is None else part_of(value, mark, turn, self.batch.turns)
 
     def whole(self, node: Node) -> object:
-        """The fake value of an input for all sequences: what tells the sizes of a call."""
+        """Return the fake value of an input for all sequences, which determines the sizes of a call."""
         return self.batch.whole.get(node, value_of(node))
 
     def memory(self, given: dict[Node, Any], owned: frozenset[Node]) -> dict[Node, torch.Tensor]:
-        """Memory of the outputs with a part for each sequence: that of the input which they are written over,
-        if it is ours, or new."""
+        """Allocate memory for the outputs that have a part for each sequence.
+
+        An output that overwrites an input takes the input's memory, if that is ours.
+        """
         sizes, found = Sizes(given, self.whole), dict[Node, torch.Tensor]()
         for out in self.runner.program.outputs:
             if not isinstance(out, Node) or out not in self.batch.marks:
@@ -71,7 +77,7 @@ class InTurns:
 
 
 def roots(program: Program) -> dict[Node, Node]:
-    """Value → the input whose memory it takes over, if there is one."""
+    """Map each value to the input whose memory it takes over, if there is one."""
     over = dict(pair for sweep in program.sweeps for pair in sweep.in_place)
     found = {}
     for out in over:

@@ -1,8 +1,8 @@
-"""Layer inputs wait for the backward in 8 bits a number: lossy, and only where the user asks for it.
+"""Layer inputs that wait for the backward in 8 bits a number: lossy, and only at the user's request.
 
-Every row (all numbers of a token) has a scale of its own, its largest magnitude over 127, and numbers are
-rounded to the nearest multiple of it (as Mesa, arXiv 2111.11124, keeps activations). The forward is exact;
-the backward is that of slightly different layer inputs.
+Every row (all numbers of a token) has a scale of its own, its largest magnitude over 127, and numbers
+are rounded to the nearest multiple of it (as Mesa, arXiv 2111.11124, keeps activations). The forward is
+exact; the backward is that of slightly different layer inputs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .places import within
 from .rematerialisation import Leave
 
 LEVELS = 127  # of each sign
-AT_ONCE = 1 << 20  # numbers that are rounded at a time: no second copy of a value exists while it is
+AT_ONCE = 1 << 20  # numbers rounded at a time, so that rounding needs no second copy of a whole value
 
 
 class Compressed:
-    """What autograd keeps in place of a value ``[..., features]``: 8 bits a number, a scale for each row."""
+    """A value ``[..., features]`` as autograd keeps it: 8 bits a number, and a scale for each row."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.shape, self.dtype = value.shape, value.dtype
@@ -33,7 +33,7 @@ class Compressed:
             numbers.copy_(some.div(scales.clamp_min(torch.finfo(torch.float32).tiny)).round_())
 
     def restored(self) -> torch.Tensor:
-        """The value, rounded."""
+        """Restore the rounded value."""
         with within(self):
             value = torch.empty(self.shape, dtype=self.dtype, device=self.numbers.device)
         for some, numbers, scales in parts_of(value, self.numbers, self.scales):
@@ -42,7 +42,7 @@ class Compressed:
 
 
 def parts_of(*values: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
-    """Some rows of every value at a time."""
+    """Split all values into parts of the same rows, and yield them together."""
     count = max(1, AT_ONCE // values[0].shape[-1])
     return zip(*(value.view(-1, value.shape[-1]).split(count) for value in values))
 
@@ -58,8 +58,10 @@ class Compression:
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def of(self, inputs: Iterable[object]) -> Leave:
-        """For one region: compresses what autograd saves, if it is one of these inputs. The same memory is
-        compressed once, however many regions read it."""
+        """Build the function that compresses values saved by autograd, if they are among these inputs.
+
+        The same memory is compressed once, however many regions read it.
+        """
         storages = weakref.WeakSet(
             v.untyped_storage()
             for v in inputs
@@ -79,5 +81,5 @@ class Compression:
 
 
 def is_compressible(value: torch.Tensor) -> bool:
-    """Are these rows of floating-point numbers, dense, alone in their memory, and many?"""
+    """Has a value many rows of floating-point numbers, dense and alone in its memory?"""
     return value.is_floating_point() and value.dim() > 1 and value.is_contiguous() and may_leave(value)

@@ -1,8 +1,9 @@
-"""Which values a region may overwrite: those that nobody else can read.
+"""Values that a region may overwrite: those that have no other reader.
 
-A gradient that one streamed backward hands to the next is marked. A tensor that others compute from it (a
-sum, a view) has no mark. A hook that keeps a gradient, or a part of its memory, shows as one more reference.
-In the forward the chain itself knows who reads a value, and hands it over to its only reader.
+A gradient that one streamed backward hands to the next is marked. A tensor that other code computes from
+it (a sum, a view) has no mark. A hook that keeps a gradient, or a part of its memory, shows as one more
+reference. In the forward the chain itself knows the readers of a value, and hands it over to the only
+one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .opaque_calls import Driver, driver_of, one_call
 
 
 def sole_owners(gradients: list) -> list:
-    """Gradients in storage of their own, marked as ours."""
+    """Give each gradient storage of its own, and mark it as ours."""
     seen: set[int] = set()
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, torch.Tensor):
@@ -41,10 +42,10 @@ def ours_alone(values: Mapping[Node, torch.Tensor], node: Node) -> bool:
 
 
 def references(values: Mapping[Any, torch.Tensor], key: object) -> tuple[int, ...]:
-    """References to a value from Python and from C++, and to its memory.
+    """Count references to a value from Python and from C++, and to its memory.
 
-    Counted where the value lies: passed from function to function it has one more wherever Dynamo watches
-    calls, which CPython then does not inline.
+    They are counted where the value lies: passed from function to function it has one more wherever
+    Dynamo watches calls, which CPython then does not inline.
     """
     return sys.getrefcount(values[key]), *internals.use_counts(values[key])
 
@@ -61,7 +62,7 @@ def is_handed_over(value: object) -> bool:
 
 @functools.cache
 def plain_references() -> tuple[int, ...]:
-    """References to an incoming gradient that no hook keeps, counted once on a chain of two nodes."""
+    """Count references to an incoming gradient that no hook keeps, once, on a chain of two nodes."""
     counts = []
 
     def forward(args: list) -> list:
@@ -85,7 +86,7 @@ def plain_references() -> tuple[int, ...]:
 
     graph = Graph()
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 2)),))
-    # The first call of all may be one without gradients, or under compiled autograd, which counts otherwise.
+    # The very first call may run without gradients, or under compiled autograd, where counts differ.
     with internals.OneAtATime(), torch.enable_grad(), internals.without_compiled_autograd():
         compiled = internals.aot_autograd(
             fw_compiler=lambda m, _: driver_of(m), bw_compiler=lambda m, _: driver_of(m), partition_fn=cut

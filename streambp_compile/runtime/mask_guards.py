@@ -1,6 +1,6 @@
-"""What the analysis of a region assumes of the masks of a call, checked at every call.
+"""Checks, in every call, of the analysis's assumptions about masks.
 
-Nothing is remembered from one call to the next. A mask's memory can be rewritten without its version counter
+No answer is kept from one call to the next. A mask's memory can be rewritten without its version counter
 noticing: through numpy, ``.data``, a loader's shared buffer, or a custom kernel. Within one call of the
 compiled function, equal questions are asked once.
 """
@@ -32,17 +32,18 @@ from ..passes.ir import (
 
 
 class Guard:
-    """Do the inputs of a call satisfy the conditions of a region?
+    """A check whether the inputs of a call satisfy the conditions of a region.
 
     Cost of a call: a stored mask ``[.., T, T]`` is read once, by one compiled reduction that allocates
-    nothing of its size (0.2 ms for a boolean mask of 32768 tokens at 5 TB/s). Padding masks and position ids
-    ``[B, T]`` take a dozen small operations. Reading the answer synchronises with the device once per call of
-    the compiled function, for all its regions together (`answered`); without conditions there is no guard and
-    no synchronisation.
+    nothing of its size (0.2 ms for a boolean mask of 32768 tokens at 5 TB/s). Padding masks and position
+    ids ``[B, T]`` take a dozen small operations. Reading the answer synchronises with the device once
+    per call of the compiled function, for all its regions together (`answered`); without conditions
+    there is no guard and no synchronisation.
 
     placeholders  of the region's graph
-    conditions    what the region's key ranges rest on
-    positions     of which input of a call each placeholder is; without it, its own
+    conditions    the assumptions of the region's key ranges
+    positions     for each placeholder, the index of a call's input that it belongs to; None: its own
+                  index
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Guard:
             self.answers_of = compiled(answers, [value_of(placeholders[i]) for i in read])
 
     def answers(self, given: Sequence[object]) -> Tensor:
-        """Does each condition hold for the inputs at ``reads``: ``[conditions]`` booleans on their device.
+        """Evaluate each condition for the inputs at ``reads``: ``[conditions]`` booleans on their device.
 
         Does not synchronise.
         """
@@ -80,22 +81,25 @@ class Guard:
             return self.answers_of(*given)
 
     def broken(self, inputs: Sequence[object]) -> Condition | None:
-        """The first condition that the inputs of a call do not satisfy, if any. Synchronises."""
+        """Find the first condition that the inputs of a call do not satisfy, if any. Synchronises."""
         question = Question(self, tuple(self.reads), 0)
         return answered([question], inputs)[question.key]
 
 
 def reads_stored_mask(condition: Condition) -> bool:
-    """Is a mask with a row and a column per token read?"""
+    """Does a condition read a mask with a row and a column per token?"""
     masks = () if isinstance(condition, PositionsIncrease) else condition.key_masks
     return any(isinstance(mask, KeyMask) and mask.by_row for mask in masks)
 
 
 def compiled(function: Callable, examples: Sequence[object]) -> Callable:
-    """One pass over a stored mask instead of a temporary of its size for every operation."""
+    """Compile a check to one pass over a stored mask, without temporaries of its size.
+
+    The function is returned as it is where compiling fails.
+    """
     try:
         return internals.compile_function(function, examples)
-    except Exception as error:  # slower and larger, and as right
+    except Exception as error:  # uncompiled, it is slower and larger, but as correct
         internals.log.debug("compiling a check of masks failed", exc_info=True)
         warnings.warn(
             f"streambp: The check of a stored attention mask could not be compiled ({type(error).__name__}). "
@@ -108,7 +112,7 @@ def compiled(function: Callable, examples: Sequence[object]) -> Callable:
 
 
 def masks_of(placeholders: Sequence[Node], masks: Sequence[Node]) -> tuple[GraphModule, list[int]]:
-    """A graph that computes the masks alone, and the positions of the inputs that it reads."""
+    """Extract a graph that computes only the masks, and the positions of the inputs that it reads."""
     needed = ancestors(masks)
     graph, values = Graph(), {}
     for node in masks[0].graph.nodes:
@@ -120,7 +124,10 @@ def masks_of(placeholders: Sequence[Node], masks: Sequence[Node]) -> tuple[Graph
 
 
 def text_of(module: GraphModule) -> str:
-    """A graph without the names of its nodes. Constants are known by the module that holds them."""
+    """Write a graph as text without the names of its nodes.
+
+    Constants are named by the module that holds them.
+    """
     index: dict[Node, str] = {}
     lines = []
     for node in module.graph.nodes:
@@ -133,7 +140,7 @@ def text_of(module: GraphModule) -> str:
 
 
 def describe(condition: Condition) -> str:
-    """A condition without the names of its nodes."""
+    """Describe a condition without the names of its nodes."""
     if isinstance(condition, PositionsIncrease):
         return f"{type(condition).__name__} {describe_mask(condition.document_mask)}"
     key_masks = [describe_mask(mask) for mask in condition.key_masks]
@@ -151,9 +158,9 @@ def describe_mask(mask: KeyMask | DocumentMask) -> tuple:
 
 @dataclass(frozen=True)
 class Question:
-    """A guard asked of certain values.
+    """A guard applied to certain values.
 
-    values      what names them: nodes of the chain's graph, or positions
+    values      names of the values: nodes of the chain's graph, or positions
     generation  how many regions that write into inputs ran before: after each, values may differ
     """
 
@@ -163,14 +170,16 @@ class Question:
 
     @property
     def key(self) -> tuple:
-        """Equal for regions that need not ask twice."""
+        """Key that is equal for questions with the same answer."""
         return self.guard.text, self.values, self.generation
 
 
 def rounds(questions: Sequence[Question | None], region_of: Mapping[Node, int]) -> list[tuple[Question, ...]]:
-    """Which questions to answer before each region: at the first that has one, all whose values exist.
+    """Choose the questions to answer before each region.
 
-    questions  one of each region in order, or None
+    At the first region with an unanswered question, all questions are answered whose values exist by then.
+
+    questions  of each region in order, or None
     region_of  value → the region that computes it; inputs of the graph are not in it
     """
     known: set[tuple] = set()
@@ -192,7 +201,7 @@ def rounds(questions: Sequence[Question | None], region_of: Mapping[Node, int]) 
 
 
 def answered(questions: Sequence[Question], values: Mapping | Sequence) -> dict[tuple, Condition | None]:
-    """The first broken condition of every question, by its key. Synchronises once a device."""
+    """Find the first broken condition of every question, by its key. Synchronises once per device."""
     found = [q.guard.answers([values[v] for v in q.values]) for q in questions]
     by_device: dict[torch.device, list[Tensor]] = {}
     for answers in found:
@@ -210,7 +219,7 @@ def answered(questions: Sequence[Question], values: Mapping | Sequence) -> dict[
 
 
 def holds(condition: Condition, masks: Sequence[Tensor]) -> Tensor:
-    """Do the masks of a call satisfy a condition? A boolean on their device."""
+    """Do the masks of a call satisfy a condition? The answer is a boolean on their device."""
     if isinstance(condition, PositionsIncrease):
         equal = 2 * len(condition.document_mask.equal)
         return positions_increase(masks[:equal], masks[equal:])
@@ -222,8 +231,11 @@ def holds(condition: Condition, masks: Sequence[Tensor]) -> Tensor:
 
 
 def every_row_has_visible_key(condition: EveryRowHasVisibleKey, values: Sequence[Tensor]) -> Tensor:
-    """Do masks leave every row a key inside a band? Of document masks it must be in the run of tokens that
-    ends with the row: to search whole documents would take an entry for every row and key."""
+    """Do masks leave every row a visible key inside a band?
+
+    With document masks, the key must be in the run of tokens that ends with the row: a search of whole
+    documents would take an entry for every row and key.
+    """
     given, found, keys_seen, runs = iter(values), [], [], []
     for mask in condition.key_masks:
         own = [next(given) for _ in mask.nodes]
@@ -234,7 +246,7 @@ def every_row_has_visible_key(condition: EveryRowHasVisibleKey, values: Sequence
             continue
         entries = by_query(own[0], mask)
         keys_seen.append(visible(entries, mask.masked_value))
-        if mask.masked_value is None:  # the lowest numbers may not vanish beside ones that are so large
+        if mask.masked_value is None:  # an entry this large may outweigh the lowest number
             found.append((entries < far(entries)).all())
         elif entries.dtype is not torch.bool:
             found.append(((entries == 0) | (entries == 1)).all())
@@ -254,8 +266,11 @@ def every_row_has_visible_key(condition: EveryRowHasVisibleKey, values: Sequence
 
 
 def starts_of_runs(mask: DocumentMask, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Where the runs of tokens start at whose end a row sees all their keys, ``[masks, rows]``; and whether
-    rows and keys have the same values, which do not overflow."""
+    """Find the start of the run of tokens that ends with each row, ``[masks, rows]``.
+
+    A row sees all keys of its run. Also returns whether rows and keys have the same values, without
+    overflow.
+    """
     pairs = pairs_of(values)
     count = len(mask.equal)
     ends = [keys[..., 1:] != keys[..., :-1] for _, keys in pairs[:count]]
@@ -276,7 +291,7 @@ def positions_increase(equal: Sequence[Tensor], ordered: Sequence[Tensor]) -> Te
     ``[.., T, 1]``, and for the keys ``[.., 1, T]`` or ``[T]``.
     """
     pairs = pairs_of((*equal, *ordered))
-    # neighbours are compared: differences of unsigned or boolean values would wrap
+    # compare neighbours: differences of unsigned or boolean values would wrap
     steps = [(keys[..., :-1], keys[..., 1:]) for _, keys in pairs]
     documents, positions = steps[: len(equal) // 2], steps[len(equal) // 2 :]
     no_start = torch.zeros((), dtype=torch.bool, device=pairs[0][0].device)
@@ -287,7 +302,7 @@ def positions_increase(equal: Sequence[Tensor], ordered: Sequence[Tensor]) -> Te
 
 
 def pairs_of(values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Values of rows and of keys, each ``[.., T]``, from ``[.., T, 1]`` and ``[.., 1, T]`` or ``[T]``."""
+    """Reshape values of rows ``[.., T, 1]`` and keys ``[.., 1, T]`` or ``[T]`` to ``[.., T]`` each."""
     return [
         (rows.squeeze(-1), keys if keys.dim() == 1 else keys.squeeze(-2))
         for rows, keys in zip(values[::2], values[1::2])
@@ -295,7 +310,7 @@ def pairs_of(values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def consistent(pairs: Sequence[tuple[Tensor, Tensor]], documents: int) -> list[Tensor]:
-    """Are values of rows those of keys, and no differences of positions beyond 64 bits?
+    """Check that values of rows equal those of keys, and that differences of positions fit 64 bits.
 
     documents  how many pairs come before those of positions
     """
@@ -307,12 +322,15 @@ def consistent(pairs: Sequence[tuple[Tensor, Tensor]], documents: int) -> list[T
 
 
 def may_overflow(positions: Tensor) -> bool:
-    """Only differences of 64-bit positions are taken for an order: others may wrap at every call."""
+    """Must differences of these positions be checked for overflow?
+
+    Only int64 needs it: differences in other dtypes may wrap in every call, and are not taken for an order.
+    """
     return positions.dtype is torch.int64
 
 
 def by_query(mask: Tensor, key_mask: KeyMask) -> Tensor:
-    """A mask as ``[masks, rows or 1, keys]``."""
+    """Reshape a mask to ``[masks, rows or 1, keys]``."""
     if key_mask.row is None:
         mask = mask.movedim(key_mask.key, -1).unsqueeze(-2)
     else:
@@ -321,13 +339,16 @@ def by_query(mask: Tensor, key_mask: KeyMask) -> Tensor:
 
 
 def both_visible(a: Tensor, b: Tensor) -> Tensor:
-    """Keys that both masks leave visible, mask by mask; every pair of masks where their numbers differ."""
+    """Combine the keys that both masks leave visible, mask by mask.
+
+    Where the numbers of masks differ, every pair is combined.
+    """
     paired = a.shape[0] == b.shape[0] or 1 in (a.shape[0], b.shape[0])
     return a & b if paired else (a[:, None] & b).flatten(0, 1)
 
 
 def allowed(like: Tensor, band: Reach) -> Tensor:
-    """``[rows, keys]``: the keys that a band allows each row."""
+    """Compute the keys that a band allows each row, ``[rows, keys]``."""
     rows, keys = (torch.arange(like.shape[d], device=like.device) for d in (-2, -1))
     distance = keys - rows[:, None]
     inside = [distance >= band.lo] * (band.lo != -math.inf) + [distance <= band.hi] * (band.hi != math.inf)
@@ -335,7 +356,7 @@ def allowed(like: Tensor, band: Reach) -> Tensor:
 
 
 def every_row_sees(keys: Tensor, band: Reach, start: Tensor | None) -> Tensor:
-    """Is one of the keys that the band allows visible, for each row?
+    """Is at least one of the keys that the band allows visible, for each row?
 
     keys   ``[masks, 1, keys]``
     start  ``[masks, rows]``: the first key that counts, by which the band is narrowed; None: all do
@@ -353,11 +374,13 @@ def every_row_sees(keys: Tensor, band: Reach, start: Tensor | None) -> Tensor:
 
 
 def visible(mask: Tensor, masked_value: bool | None) -> Tensor:
-    """Where a mask leaves a key visible. An additive mask does where its numbers are not nearly the
-    lowest."""
+    """Find the keys that a mask leaves visible.
+
+    An additive mask does so where its numbers are not close to the lowest.
+    """
     return mask != masked_value if masked_value is not None else ~(mask <= -far(mask))
 
 
 def far(mask: Tensor) -> float:
-    """A quarter of the largest number: beyond it, numbers count as a masked entry of an additive mask."""
+    """Return a quarter of the largest number, the bound of entries that mask a key additively."""
     return torch.finfo(mask.dtype).max / 4

@@ -1,4 +1,4 @@
-"""Values with the layout and the rows that compiled bodies expect; copies only where they have others."""
+"""Values in the layout and with the rows that compiled bodies expect; copied only where they differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..passes.ir import Layout, Mark, layout_of
 
 
 def aligned(value: torch.Tensor, mark: Mark, shift: int, length: int) -> torch.Tensor:
-    """Row t of the result is row ``t + shift`` of the value; rows it does not have are zero.
+    """Shift a value by rows: row t of the result is row ``t + shift``; missing rows are zero.
 
     length  tokens; rows are counted in the blocks of the mark
     """
@@ -30,28 +30,28 @@ def aligned(value: torch.Tensor, mark: Mark, shift: int, length: int) -> torch.T
 
 
 def memory_like(fake: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Memory of a shape, laid out as a fake tensor is."""
+    """Allocate memory of a shape, laid out like a fake tensor."""
     strides = layout_of(fake).strides(shape)
     return torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device)
 
 
 def has_layout(value: torch.Tensor, shape: Sequence[int], fake: torch.Tensor) -> bool:
-    """Has a value this shape, laid out as a fake tensor is?"""
+    """Has a value this shape, laid out like a fake tensor?"""
     return list(value.shape) == list(shape) and has_strides(value, layout_of(fake).strides(shape))
 
 
 def laid_out(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The value in exactly this dense layout; a copy only if it is laid out otherwise."""
+    """Return the value in exactly this dense layout; a copy only if it is laid out otherwise."""
     return strided(value, layout.strides(value.shape))
 
 
 def strided(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The value with exactly these strides; a copy only if it has others."""
+    """Return the value with exactly these strides; a copy only if it has others."""
     if has_strides(value, strides):
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def has_strides(value: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Are these the strides of a value, wherever it has more than one entry?"""
+    """Are these the strides of a value, in all dimensions with more than one entry?"""
     return all(a == b or s == 1 for a, b, s in zip(value.stride(), strides, value.shape))

@@ -1,8 +1,8 @@
 """The peak memory of a training step, predicted byte by byte before it runs.
 
-The drivers, compiled artifacts and autograd nodes of the step run on fake tensors, which have sizes and no
-contents. Kernels are left out, and every allocation around them is counted until its last reference goes. So
-the prediction cannot differ from the schedule.
+The drivers, compiled artifacts and autograd nodes of the step run on fake tensors, which have sizes and
+no contents. Kernels are left out, and every allocation around them is counted until its last reference
+is released. So the prediction cannot differ from the schedule.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WIDENING = {  # products of half precision summed in float32: torch 2.11 has no 
 
 
 class Ledger(internals.TorchDispatchMode):
-    """Bytes of all storages that were created under this mode and are alive, and their peak.
+    """Bytes of all living storages that were created under this mode, and their peak.
 
     device  the device type whose storages count, ``"cpu"`` or ``"cuda"``
     """
@@ -63,13 +63,13 @@ class Ledger(internals.TorchDispatchMode):
         self.block = BLOCKS.get(device_type(torch.device(device)), 1)
         self.known: weakref.WeakSet = weakref.WeakSet()
         self.held = self.peak = 0
-        self.taken: dict[object, int] = {}  # bytes that a call takes which leaves nothing behind
+        self.taken: dict[object, int] = {}  # bytes that an artifact without results takes while it runs
         self.running: object = None  # the operator whose results are counted
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in NUMBERS:
             return 1
-        if func in KERNELS:  # ours are Python, and make values of their own on the way
+        if func in KERNELS:  # kernels of this package are Python, and allocate temporary values
             with self:
                 return KERNELS[func](*args, **(kwargs or {}))
         self.running = func
@@ -81,8 +81,10 @@ class Ledger(internals.TorchDispatchMode):
         return result
 
     def once(self, key: object, run: Callable[[list], object], inputs: list) -> object:
-        """Run an artifact. One that returns nothing, as chunk bodies do, runs once for inputs of the same
-        sizes; from then on, what it took is counted."""
+        """Run an artifact, and only once per input sizes if it returns nothing, as chunk bodies do.
+
+        Later calls only count the bytes that the first one took.
+        """
         if key in self.taken:
             self.use(self.taken[key])
             inputs.clear()
@@ -95,15 +97,15 @@ class Ledger(internals.TorchDispatchMode):
         return result
 
     def use(self, scratch: int) -> None:
-        """An operator takes this many bytes while it runs."""
+        """Count bytes that an operator takes while it runs."""
         self.peak = max(self.peak, self.held + scratch)
 
     def know(self, value: torch.Tensor) -> None:
-        """Do not count a value that existed before the step."""
+        """Exclude a value that existed before the step."""
         self.known.add(value.untyped_storage())
 
     def count(self, value: torch.Tensor) -> None:
-        """Count what an operator returned, if that is new."""
+        """Count the storage of an operator's result, if it is new."""
         storage = value.untyped_storage()
         if storage in self.known or value.device.type != self.device:
             return
@@ -114,20 +116,22 @@ class Ledger(internals.TorchDispatchMode):
         weakref.finalize(storage, self.release, size, self.noted(value, size))
 
     def noted(self, value: torch.Tensor, size: int) -> object:
-        """What `release` is given back; nothing is noted in a plain simulation."""
+        """Return a record of an allocation that `release` receives; None in a plain simulation."""
         return None
 
     def release(self, size: int, noted: object) -> None:
         self.held -= size
 
     def forward_ended(self) -> None:
-        """Called between forward and backward."""
+        """Mark the moment between forward and backward."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes held at once above inputs, weights and their gradients; ``backward`` if there is a
-    loss."""
+    """The most bytes held at once above inputs, weights and their gradients.
+
+    backward  a backward ran, because there is a loss
+    """
 
     bytes: int
     backward: bool
@@ -140,7 +144,7 @@ class Peak:
 
 
 def main_device(values: Sequence[object]) -> str:
-    """The device type that a step runs on: its tensors', a number on the CPU aside."""
+    """Find the device type of a step's tensors; the CPU counts only if no other device is used."""
     types = {v.device.type for v in values if isinstance(v, torch.Tensor)}
     return next(iter(types - {"cpu"}), "cpu")
 
@@ -152,16 +156,16 @@ def simulate(
     any_output: bool = False,
     counting: Callable[[str], Ledger] | None = None,
 ) -> Peak:
-    """The peak of one call of a compiled chain and its backward.
+    """Simulate one call of a compiled chain and its backward, and return the peak.
 
-    call   the function of a graph's inputs that the backend returned; its first differentiable scalar output
-           is the loss
-    fakes  those inputs as Dynamo gave them; symbols stand for the sizes at which they were traced
-    any_output  without a loss, go back from all differentiable outputs
-    counting  makes the ledger of a device type; by default a plain `Ledger`
+    call        the function of a graph's inputs that the backend returned; its first differentiable
+                scalar output is the loss
+    fakes       those inputs as Dynamo gave them; symbols stand for the sizes at which they were traced
+    any_output  without a loss, run the backward from all differentiable outputs
+    counting    builds the ledger of a device type; by default a plain `Ledger`
     """
     with internals.outside_of_metrics():
-        plain_references()  # finds out once by values of its own, which are none of the step's
+        plain_references()  # measured once, on values that do not belong to the step
     with internals.FakeTensorMode(allow_non_fake_inputs=True), internals.outside_of_metrics():
         inputs = [internals.stand_in_whole(f) for f in fakes]
         ledger = (counting or Ledger)(main_device(inputs))
@@ -185,8 +189,11 @@ def simulate(
 
 
 def bytes_of_chunk(body: Body, compiled: Callable, tokens: int) -> int:
-    """The most bytes that a compiled chunk body takes inside, beside its inputs, for a chunk of so many
-    tokens; 0 where an operator in it has no fake form."""
+    """Compute the most bytes that a compiled body takes, beside its inputs, for a chunk of ``tokens``
+    tokens.
+
+    The result is 0 where an operator in it has no fake form.
+    """
     symbolic = internals.BodyInputs(body, tokens).values
     with (
         internals.disable_current_modes(),
@@ -208,7 +215,7 @@ def bytes_of_chunk(body: Body, compiled: Callable, tokens: int) -> int:
 
 
 def without_data(call: Callable) -> Callable:
-    """The same call on fake tensors: values are allocated, none is computed."""
+    """Wrap a call to run on fake tensors: values are allocated, none is computed."""
 
     def run(*args):
         with Ledger(main_device(args)), internals.without_kernels():

@@ -1,7 +1,7 @@
-"""Every allocation of a simulated step: its bytes, its lifetime, and where the step was.
+"""Every allocation of a simulated step: its bytes, its lifetime, and the place in the step.
 
-The simulation is that of `memory_simulation`; only its ledger keeps a record here, and drivers tell it the
-places that they pass (`places`). So the record adds up to the predicted peak.
+The simulation is that of `memory_simulation`; only its ledger keeps a record here, and drivers report
+the places that they enter (`places`). So the record adds up to the predicted peak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Allocation:
     bytes   as the allocator of the device counts them
     start   the first moment at which it is held; moments count allocations and releases
     end     the first moment at which it is not held any more
-    places  where the step was, from the outermost to the innermost (`places`)
+    places  the place in the step, from the outermost to the innermost (`places`)
     link    index of the region in the chain, if the step was in one
     op      the operator that returned it; ``empty_strided`` in code of Inductor
     shape, dtype  of the first value in it
@@ -71,7 +71,7 @@ class Timeline:
     device: str
 
     def held(self) -> list[int]:
-        """Bytes at every moment."""
+        """Compute the bytes held at every moment."""
         change = [0] * (self.end + 1)
         for a in self.allocations:
             change[a.start] += a.bytes
@@ -85,12 +85,12 @@ class Timeline:
         return max(range(self.end), key=held.__getitem__)
 
     def alive(self, moment: int) -> list[Allocation]:
-        """What is held at a moment."""
+        """List the allocations held at a moment."""
         return [a for a in self.allocations if a.start <= moment < a.end]
 
 
 class Recorder(Ledger):
-    """A ledger that keeps a record of every allocation. It is told where the step is."""
+    """A ledger that records every allocation with its place in the step."""
 
     def __init__(self, device: str = "cpu"):
         super().__init__(device)
@@ -105,7 +105,10 @@ class Recorder(Ledger):
         self.places.append((place, self.link_of(place), self.moment))
 
     def link_of(self, place: object) -> int | None:
-        """The region of the chain that a place is in. Backwards come in the opposite order of forwards."""
+        """Find the region of the chain that a place is in.
+
+        Backwards come in the opposite order of forwards.
+        """
         if isinstance(place, InLink):
             self.waiting[id(place.region)].append(place.index)
             return place.index
@@ -152,7 +155,7 @@ class Recorder(Ledger):
 
 
 def record(call: Callable, fakes: Sequence[object]) -> Timeline:
-    """The memory of one step of a compiled chain; the arguments are those of `simulate`."""
+    """Record the memory of one step of a compiled chain; the arguments are those of `simulate`."""
     recorders: list[Recorder] = []
 
     def recorder_of(device: str) -> Recorder:

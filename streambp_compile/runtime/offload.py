@@ -1,9 +1,9 @@
-"""Layer inputs wait for the backward in host memory.
+"""Layer inputs that wait for the backward in host memory.
 
-Only what the forward of a region hands to its backward travels: the layer's input, and what is kept beside
-it. On a GPU it goes to pinned memory on a stream of its own, and comes back while the backward of later
-layers runs. On a CPU it goes to a file that is mapped into memory, so that the same plan can be tried without
-a GPU.
+Only values that the forward of a region hands to its backward are copied: the layer's input, and values
+kept beside it. On a GPU they go to pinned memory on a stream of its own, and come back while the
+backward of later layers runs. On a CPU they go to a file that is mapped into memory, so that the same
+plan can be tried without a GPU.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ SMALLEST = 1 << 16  # bytes: below this, a copy costs more than it frees
 
 
 class Store(Protocol):
-    """Memory that values wait in."""
+    """Memory in which values wait."""
 
     def put(self, value: torch.Tensor) -> object:
-        """Copy a value; returns its place."""
+        """Copy a value, and return its place."""
 
     def get(self, place: object, value: torch.Tensor) -> None:
-        """Copy what lies at a place into a value on the device."""
+        """Copy the bytes at a place into a value on the device."""
 
     def free(self, place: object) -> None:
-        """Give a place back."""
+        """Release a place."""
 
     def fetch(self, place: object, empty: Callable[[], torch.Tensor]) -> Fetched | None:
-        """Begin to bring a value back, if the store can do that while the device computes."""
+        """Begin to copy a value back, if the store can do that while the device computes."""
 
 
 class Fetched(Protocol):
     def wait(self) -> torch.Tensor:
-        """The value, when it has arrived."""
+        """Return the value when it has arrived."""
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense value, ``[bytes]``."""
+    """View the memory of a dense value as ``[bytes]``."""
     flat = value.as_strided((value.numel(),), (1,), value.storage_offset())
     return flat.view(torch.uint8)
 
 
 class MappedFile:
-    """Places in a temporary file. Freed places are used again."""
+    """Places in a temporary file. Released places are used again."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(prefix="streambp-")
@@ -61,7 +61,7 @@ class MappedFile:
         self.unused: dict[int, list[torch.Tensor]] = {}
 
     def place(self, size: int) -> torch.Tensor:
-        """Bytes of the file, mapped into memory."""
+        """Map bytes of the file into memory."""
         unused = self.unused.setdefault(size, [])
         if unused:
             return unused.pop()
@@ -89,7 +89,7 @@ class MappedFile:
 
 
 class PinnedMemory:
-    """Pinned host memory of one GPU. Copies run on a stream of their own; freed places are used again."""
+    """Pinned host memory of one GPU. Copies run on a stream of their own; released places are used again."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -109,13 +109,13 @@ class PinnedMemory:
         as_bytes(value).copy_(place, non_blocking=True)
 
     def free(self, place: torch.Tensor) -> None:
-        # What is put here next is copied on the same stream, after every copy from here on it; a copy by
-        # `get` is waited for.
+        # The next `put` into this place is copied on the same stream, after every `fetch` from it. A copy by
+        # `get` runs on the current stream, which this stream therefore waits for.
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         self.unused.setdefault(place.numel(), []).append(place)
 
     def fetch(self, place: torch.Tensor, empty: Callable[[], torch.Tensor]) -> InFlight:
-        value = empty()  # allocated on the stream that computes, which may still read what was there before
+        value = empty()  # allocated on the computing stream, which may still read its old contents
         self.stream.wait_stream(torch.cuda.current_stream(value.device))
         with torch.cuda.stream(self.stream):
             as_bytes(value).copy_(place, non_blocking=True)
@@ -148,7 +148,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Nowhere:
-    """For a simulation on fake tensors: values go, and nothing is kept of them.
+    """A store for simulations on fake tensors, which keeps nothing.
 
     ahead  values take memory on the device before the backward asks for them, as with `PinnedMemory`
     """
@@ -169,7 +169,7 @@ class Nowhere:
 
 
 class Offloaded:
-    """What autograd keeps in place of a value: where it waits, and with whom."""
+    """An offloaded value as autograd keeps it: its place, its store, and the other offloaded values."""
 
     def __init__(self, value: torch.Tensor, store: Store, order: int, others: Offloading) -> None:
         self.size, self.stride, self.dtype, self.device = (
@@ -188,13 +188,15 @@ class Offloaded:
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def fetch(self) -> None:
-        """Begin to bring the value back."""
+        """Begin to copy the value back."""
         if self.coming is None:
             self.coming = self.store.fetch(self.place, self.empty)
 
     def restored(self) -> torch.Tensor:
-        """The value on its device, and those that the backward reads next on their way. A second backward
-        over a kept graph brings it back again."""
+        """Return the value on its device, and begin to copy back those that the backward reads next.
+
+        A second backward over a kept graph copies it back again.
+        """
         if self.coming is not None:
             value, self.coming = self.coming.wait(), None
         else:
@@ -205,10 +207,10 @@ class Offloaded:
 
 
 class Offloading:
-    """One forward's values on the host, in the order in which they left.
+    """One forward's values on the host, in the order in which they were sent.
 
     given    inputs of the forward, which stay where they are
-    is_fake  tells values of a simulation
+    is_fake  recognises values of a simulation
     """
 
     def __init__(self, given: Iterable[object], is_fake: Callable[[object], bool]) -> None:
@@ -218,8 +220,10 @@ class Offloading:
         self.places: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
 
     def leave(self, value: torch.Tensor) -> Offloaded | None:
-        """Send a value to the host, unless it stays alive in any case or is small. The same memory leaves
-        once, however many layers read it."""
+        """Send a value to the host, unless it stays alive in any case or is small.
+
+        The same memory is sent once, however many layers read it.
+        """
         storage = value.untyped_storage()
         if storage in self.given or not may_leave(value):
             return None
@@ -235,7 +239,7 @@ class Offloading:
         return found
 
     def fetch_before(self, order: int) -> None:
-        """Begin to bring back what left just before this one: the backward reads it next."""
+        """Begin to copy back the values sent just before this one, which the backward reads next."""
         for earlier in range(order - 1, order - 1 - AHEAD, -1):
             if earlier in self.places:
                 self.places[earlier].fetch()
@@ -245,7 +249,7 @@ STORES: dict[torch.device, Store] = {}
 
 
 def store_for(value: torch.Tensor, is_fake: Callable[[object], bool]) -> Store:
-    """Where values of this device wait: one store per device, with memory that is allocated once."""
+    """Return the store for values of this device, one per device, whose memory is allocated once."""
     if is_fake(value):
         return Nowhere(ahead=device_type(value) == "cuda")
     if value.device not in STORES:
@@ -254,7 +258,7 @@ def store_for(value: torch.Tensor, is_fake: Callable[[object], bool]) -> Store:
 
 
 def may_leave(value: torch.Tensor) -> bool:
-    """Is it dense, alone in its memory, and large enough?"""
+    """Is a value dense, alone in its memory, and large enough?"""
     return (
         value.nbytes >= SMALLEST
         and value.untyped_storage().nbytes() == value.nbytes

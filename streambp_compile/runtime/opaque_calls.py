@@ -1,7 +1,7 @@
 """Python drivers inside AOTAutograd's graphs.
 
-AOTAutograd compiles graphs, and a driver is a loop in Python. A graph module therefore holds one call of the
-driver with the meta values that AOTAutograd reads; "compiling" that module returns the driver.
+AOTAutograd compiles graphs, and a driver is a loop in Python. A graph module therefore holds one call of
+the driver with the meta values that AOTAutograd reads; "compiling" that module returns the driver.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Driver:
 
 
 def one_call(owner: GraphModule, inputs, function: Callable, outputs) -> GraphModule:
-    """A graph module that calls one function, with the meta values that AOTAutograd reads."""
+    """Build a graph module that calls one function, with the meta values that AOTAutograd reads."""
     graph = Graph()
     placeholders = []
     for node in inputs:
@@ -50,7 +50,7 @@ def one_call(owner: GraphModule, inputs, function: Callable, outputs) -> GraphMo
 
 
 def driver_of(module: GraphModule) -> Callable | None:
-    """The function behind a module made by `one_call`."""
+    """Find the function that a module made by `one_call` calls; None for any other module."""
     for node in module.graph.nodes:
         if node.op == "call_function" and getattr(node.target, "streambp_driver", False):
             return boxed(node.target)
@@ -58,7 +58,7 @@ def driver_of(module: GraphModule) -> Callable | None:
 
 
 def boxed(function: Callable) -> Callable:
-    """AOTAutograd's boxed convention: one list of arguments, which the callee empties."""
+    """Convert a driver to AOTAutograd's boxed convention: one list of arguments, which the callee empties."""
 
     def call(args: list) -> list:
         taken = list(args)

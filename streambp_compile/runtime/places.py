@@ -1,4 +1,4 @@
-"""Where a step is: the drivers say which region, sweep, chunk and value they work on, for who watches.
+"""Places in a step: the drivers report which region, sweep, chunk and value they work on to an observer.
 
 Nothing is recorded unless a simulation of memory asks for it.
 """
@@ -15,14 +15,14 @@ from ..passes.ir import Program
 
 @dataclass(frozen=True)
 class InBackward:
-    """All of the backward."""
+    """The whole backward."""
 
 
 @dataclass(frozen=True)
 class InLink:
     """The forward of one region of the chain, by its index there.
 
-    region  what reports of that region
+    region  the report of that region
     """
 
     index: int
@@ -33,7 +33,7 @@ class InLink:
 class InRegion:
     """The driver of a streamed region, in the direction ``forward`` or ``backward``.
 
-    region  what reports of that region
+    region  the report of that region
     """
 
     region: object
@@ -49,7 +49,7 @@ class InSweep:
 
 
 class Watch(Protocol):
-    """Who is told where a step is."""
+    """An observer of the places that a step enters and leaves."""
 
     def enter(self, place: object) -> None: ...
 
@@ -57,14 +57,17 @@ class Watch(Protocol):
 
 
 class Watched:
-    """The one who watches now, if any."""
+    """The current observer, if any."""
 
     by: Watch | None = None
 
 
 class within:
-    """Inside, the step works on ``place``: one of the classes of this module, a chunk, a binding of a chunk
-    body, or a node that is computed at full length."""
+    """Context in which the step works on ``place``.
+
+    A place is one of the classes of this module, a chunk, a binding of a chunk body, or a node that is
+    computed at full length.
+    """
 
     __slots__ = ("place", "watch")
 
@@ -82,7 +85,7 @@ class within:
 
 @contextlib.contextmanager
 def watched(by: Watch) -> Iterator[None]:
-    """Inside, every place of a step is told."""
+    """Report every place of a step to ``by``, inside the context."""
     before, Watched.by = Watched.by, by
     try:
         yield

@@ -1,4 +1,4 @@
-"""Embeddings are recomputed in the backward: autograd keeps a recipe of ids and weights in their place."""
+"""Recomputation of embeddings in the backward: autograd keeps a recipe of ids and weights instead of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to recompute the outputs of a cheap region.
+    """Recipe to recompute the outputs of a cheap region.
 
     call      the compiled region
     inputs    its arguments: inputs of the graph, which are alive in any case
@@ -28,7 +28,7 @@ class Recipe:
         return Recipe(call, tuple(inputs), versions_of(inputs))
 
     def output(self, index: int) -> torch.Tensor:
-        """Raises RuntimeError if an input was changed in place, as autograd would."""
+        """Recompute one output. Raises RuntimeError if an input was changed in place, as autograd would."""
         if versions_of(self.inputs) != self.versions:
             raise RuntimeError(
                 "One of the variables needed for gradient computation has been modified by an inplace "
@@ -45,7 +45,7 @@ def versions_of(inputs: Sequence[object]) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True)
 class Again:
-    """What autograd keeps in place of a tensor: one output of a recipe."""
+    """One output of a recipe, which autograd keeps instead of a tensor."""
 
     recipe: Recipe
     index: int
@@ -55,7 +55,7 @@ class Again:
 
 
 class Restored(Protocol):
-    """What autograd keeps in place of a tensor."""
+    """An object that autograd keeps instead of a tensor."""
 
     def restored(self) -> torch.Tensor: ...
 
@@ -65,9 +65,9 @@ Leave = Callable[[torch.Tensor], Restored | None]
 
 @contextlib.contextmanager
 def saved_as(recipes: Sequence[tuple[torch.Tensor, Again]], leave: Leave | None = None) -> Iterator[None]:
-    """Inside, autograd keeps the recipes of these values instead of the values.
+    """Save recipes instead of these values in autograd, inside the context.
 
-    leave  what to keep of any other value, or None for the value itself
+    leave  returns the object to keep instead of any other value, or None for the value itself
     """
     here = list(recipes)
 

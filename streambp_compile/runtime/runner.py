@@ -1,7 +1,7 @@
-"""The drivers: loop over chunks, cut inputs, add up, free. Nothing is decided here.
+"""The drivers: they loop over chunks, slice inputs, add up and free. They make no decisions.
 
-A `Runner` executes one `Program`. Its compiled bodies write every result into buffers that the runner owns;
-memory beyond them exists for one chunk at a time.
+A `Runner` executes one `Program`. Its compiled bodies write every result into buffers that the runner
+owns; memory beyond these exists for one chunk at a time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .sizes import Sizes
 
 
 def source_value(binding: Binding) -> torch.Tensor:
-    """The fake value behind a binding."""
+    """Return the fake value behind a binding."""
     return value_of(binding.node, binding.output)
 
 
@@ -53,12 +53,12 @@ def source_value(binding: Binding) -> torch.Tensor:
 class Call:
     """One call of a runner.
 
-    values  node → its value, as long as somebody reads it
+    values  node → its value, until its last reader has run
     states  scan → the first token of each chunk → the state before it
     sizes   of this call
     length  tokens
     owned   inputs that may be overwritten
-    turn    where its sums go on, and where outputs are written, if the batch runs in turns
+    turn    state shared with the other turns, if the batch runs in turns
     """
 
     values: dict[Node, Any]
@@ -71,11 +71,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a call shares with those before it and after it, for the other sequences of a batch.
+    """State that a call shares with the calls for the other sequences of a batch.
 
     sums    values that add up over all of them
-    totals  their accumulators, once they are made
-    memory  output → where it is written, if it is
+    totals  their accumulators, once they exist
+    memory  output → the memory that it is written to, if there is any
     """
 
     sums: frozenset[Node] = frozenset()
@@ -86,7 +86,8 @@ class Turn:
 @dataclass(frozen=True)
 class Chunk:
     """Tokens ``[start, stop)`` and the keys ``[first_key, last_key)`` that they reach, of ``length`` in
-    all."""
+    all.
+    """
 
     start: int
     stop: int
@@ -95,7 +96,7 @@ class Chunk:
     length: int
 
     def scalar(self, name: str) -> int:
-        """An integer that bodies ask for by name."""
+        """Return an integer that bodies ask for by name."""
         own, block = parted_name(name)
         tokens = {
             "rows": self.stop - self.start,
@@ -108,7 +109,7 @@ class Chunk:
 
 
 def chunks_of(sweep: Sweep, chunk: int, length: int) -> Iterator[Chunk]:
-    """The chunks of a sweep in its order."""
+    """Yield the chunks of a sweep in its order."""
     low, high = sweep.keys.lo, sweep.keys.hi
     starts = range(0, length, chunk)
     for start in reversed(starts) if sweep.direction is Direction.DESCENDING else starts:
@@ -119,8 +120,9 @@ def chunks_of(sweep: Sweep, chunk: int, length: int) -> Iterator[Chunk]:
 
 
 class Runner:
-    """Executes a program: what is at full length eagerly, sweeps chunk by chunk through their compiled
-    bodies."""
+    """Executes a program: steps at full length eagerly, sweeps chunk by chunk through their compiled
+    bodies.
+    """
 
     def __init__(
         self,
@@ -131,7 +133,10 @@ class Runner:
         compiled: tuple[Callable, ...],
         fused: Mapping[Fusion, tuple[Body, Callable]],
     ):
-        """``fused``: the body of each fusion of the plan, and that body compiled."""
+        """Note the last reader of every value.
+
+        fused  the body of each fusion of the plan, and that body compiled
+        """
         self.program, self.analysis, self.plan = program, analysis, plan
         self.bodies, self.compiled, self.fused = bodies, compiled, fused
         self.constants = {n: constant_of(n) for n in program.inputs if n.op == "get_attr"}
@@ -140,8 +145,10 @@ class Runner:
     def __call__(
         self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset(), turn: Turn | None = None
     ) -> list[object]:
-        """Outputs of the program. Inputs in ``owned`` may be overwritten; the dictionary is emptied on the
-        way."""
+        """Run the program, and return its outputs.
+
+        Inputs in ``owned`` may be overwritten; the dictionary is emptied while it runs.
+        """
         sizes = Sizes(inputs)
         values = {n: inputs[n] if n in inputs else self.constants[n] for n in self.program.inputs}
         inputs.clear()
@@ -160,12 +167,12 @@ class Runner:
         return [values[o] if isinstance(o, Node) else o for o in self.program.outputs]
 
     def release(self, part: object, values: dict[Node, Any]) -> None:
-        """Drop the values that nothing reads after a part."""
+        """Drop the values that have no reader after a part."""
         for node in self.last_read.get(part, ()):
             values.pop(node, None)
 
     def together(self, fusion: Fusion, call: Call) -> None:
-        """What one compiled function computes at full length; its results are among the values afterwards."""
+        """Run one compiled function at full length, and store its results among the values."""
         body, compiled = self.fused[fusion]
         with within(fusion.nodes[0]):
             for node in fusion.results:
@@ -186,7 +193,7 @@ class Runner:
             return for_any_layout(node.target)(*args, **kwargs)
 
     def with_turns_before(self, node: Node, value: Any, turn: Turn) -> Any:
-        """A value; of a sum over all sequences, with what the turns before have added up."""
+        """Add a sum over all sequences to those of earlier turns; return any other value as it is."""
         if node not in turn.sums:
             return value
         key, part = (node, None), value.to(total_dtype(value.dtype))
@@ -194,7 +201,7 @@ class Runner:
         return turn.totals[key].to(value.dtype)
 
     def sweep(self, step: int, call: Call) -> None:
-        """One loop over chunks; its results are among the values of the call afterwards."""
+        """Run one loop over chunks, and store its results among the values of the call."""
         sweep, body, compiled = self.program.sweeps[step], self.bodies[step], self.compiled[step]
         self.take_over(sweep, call)
         bound = []
@@ -212,35 +219,37 @@ class Runner:
             call.values[out] = call.values.pop(source)
 
     def take_over(self, sweep: Sweep, call: Call) -> None:
-        """Values that others are written over, in memory of our own."""
+        """Move values that will be overwritten into memory of our own."""
         for _, source in sweep.in_place:
             value = call.values[source]
             own = value if source in call.owned or source not in self.program.inputs else value.clone()
             call.values[source] = laid_out(own, layout_of(value_of(source)))
 
     def save_states(self, sweep: Sweep, bound: list[tuple[Binding, Any]], chunk: Chunk, call: Call) -> None:
-        """Keep the states before a chunk that a later sweep starts it from."""
+        """Save the states before a chunk from which a later sweep starts it."""
         for binding, state in bound:
             if binding.role is BindingRole.CARRY and binding.source in sweep.saved_states:
                 with within(binding):
                     call.states.setdefault(binding.node, {})[chunk.start] = state.clone()
 
     def collect(self, binding: Binding, source: Any, call: Call) -> None:
-        """A buffer or accumulator that the sweep has filled becomes a value."""
+        """Store a buffer or accumulator that the sweep has filled as a value."""
         if binding.role in FILLED:
             call.values[binding.node] = self.finished(binding, source, call.sizes)
         elif binding.role in ACCUMULATORS and binding.output is None:
             call.values[binding.node] = source.to(value_of(binding.node).dtype)
 
     def place(self, step: int, chunk: Chunk) -> str:
-        """Where a chunk is, in words."""
+        """Describe the position of a chunk in words."""
         direction, count = self.program.sweeps[step].direction, len(self.program.sweeps)
         tokens = f"tokens {chunk.start} to {chunk.stop - 1} of {chunk.length}"
         return f"{tokens}, in sweep {step + 1} of {count} ({direction})"
 
     def source(self, binding: Binding, sweep: Sweep, call: Call) -> Any:
-        """What a binding is cut from: a value laid out as the body expects, a buffer to fill, saved
-        states."""
+        """Prepare the source of a binding's slices.
+
+        It is a value laid out as the body expects, a buffer to fill, or saved states.
+        """
         role = binding.role
         if role is BindingRole.CARRY and binding.source in sweep.restored_states:
             return call.states[binding.node]
@@ -249,7 +258,7 @@ class Runner:
         return self.input(binding, call)
 
     def input(self, binding: Binding, call: Call) -> Any:
-        """What a body reads of a binding: a number, or a value laid out as the body expects."""
+        """Prepare the input that a body reads: a number, or a value laid out as the body expects."""
         role = binding.role
         if role is BindingRole.SCALAR:
             if binding.source is not None:
@@ -265,7 +274,7 @@ class Runner:
         return laid_out(value, layout_of(fake))
 
     def buffer(self, binding: Binding, call: Call) -> torch.Tensor:
-        """Memory that a sweep writes: the sum (or the state) of no rows, or a row for every token."""
+        """Allocate memory that a sweep writes: an accumulator, an initial state, or a row for every token."""
         fake = source_value(binding)
         shape = [call.sizes(s) for s in fake.shape]
         if binding.role in ACCUMULATORS:
@@ -282,7 +291,7 @@ class Runner:
         return memory if binding.columns is None else memory.zero_()  # no chunk writes keys beyond its range
 
     def accumulator(self, binding: Binding, shape: Sequence[int], turn: Turn) -> torch.Tensor:
-        """Of the sum of no rows; or, of a sum over all sequences, of those of the turns before."""
+        """Return the accumulator's initial value: the identity, or the total of earlier turns."""
         fake, key = source_value(binding), (binding.node, binding.output)
         if key in turn.totals:
             return turn.totals[key]
@@ -292,7 +301,7 @@ class Runner:
         return total
 
     def finished(self, binding: Binding, buffer: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-        """A filled buffer without the rows that do not count."""
+        """Slice a filled buffer to the rows that count, and pad missing rows with zeros."""
         fake, mark, low = source_value(binding), binding.tokens, binding.low
         want = [sizes(s) for s in fake.shape]
         if list(buffer.shape) == want and low == 0:
@@ -315,7 +324,7 @@ MOST_LINES = 8  # of the user's code, in a note on an error
 
 
 def lines_of(nodes: Iterable[Node]) -> str:
-    """The user's lines that made some nodes, as an indented list."""
+    """List the user's lines that made some nodes, indented."""
     lines = list(dict.fromkeys(filter(None, map(where_of, nodes))))
     more = [f"... and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
     return "".join([", which runs" * bool(lines), *(f"\n  {line}" for line in [*lines[:MOST_LINES], *more])])
@@ -323,7 +332,7 @@ def lines_of(nodes: Iterable[Node]) -> str:
 
 @contextlib.contextmanager
 def noting(text: Callable[[], str]) -> Iterator[None]:
-    """An error that happens inside stays of its type, and gets a note."""
+    """Add a note to an error that is raised inside; its type stays the same."""
     try:
         yield
     except Exception as error:
@@ -340,7 +349,7 @@ def note(error: Exception, text: str) -> None:
 
 
 def constant_of(node: Node) -> torch.Tensor:
-    """A tensor that the graph carries with it."""
+    """Return a tensor that the graph holds as an attribute."""
     value: Any = node.graph.owning_module
     for name in node.target.split("."):
         value = getattr(value, name)
@@ -348,7 +357,7 @@ def constant_of(node: Node) -> torch.Tensor:
 
 
 def cut(binding: Binding, source: Any, chunk: Chunk) -> Any:
-    """One input of a body for a chunk."""
+    """Slice one input of a body for a chunk."""
     role = binding.role
     if role is BindingRole.SCALAR:
         named = binding.source is None and binding.size is None
@@ -371,7 +380,10 @@ def cut(binding: Binding, source: Any, chunk: Chunk) -> Any:
 
 
 def last_reads(program: Program, plan: Plan) -> dict[object, tuple[Node, ...]]:
-    """For each part at full length, and each sweep by its number, the values that nothing after it reads."""
+    """List the values whose last reader is each part at full length or each sweep.
+
+    Sweeps are keyed by their number.
+    """
     last: dict[Node, object] = {}  # a part, or the number of a sweep
     for step, parts in enumerate(plan.full_length):
         for part in parts:

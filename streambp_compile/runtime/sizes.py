@@ -1,4 +1,4 @@
-"""Symbolic sizes as numbers: what the inputs of a call tell of them."""
+"""Symbolic sizes as numbers, solved from the inputs of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..passes.ir import Size, parted, value_of
 
 
 class Sizes:
-    """Sizes of this call, told from the sizes of its inputs."""
+    """Sizes of this call, derived from the sizes of its inputs."""
 
     def __init__(self, inputs: Mapping[Node, Any], fake_of: Callable[[Node], object] = value_of):
         self.known: dict[object, int] = {}

@@ -1,9 +1,9 @@
-"""The streaming attention operator: which kernel runs, and how a chunk is made of its calls.
+"""The streaming attention operators, whose kernel is chosen by name.
 
 ``attention`` is one step of a sweep, ``attention_backward_`` its gradient with accumulators for keys and
-values; ``attention_backward`` is the gradient of all rows at once, as joint graphs have it. The last argument
-names the kernel (`kernels.choose` picks it when a chunk body is written); without a name, a kernel runs that
-every device of that type has.
+values; ``attention_backward`` is the gradient of all rows at once, as joint graphs have it. The last
+argument names the kernel (`selection.choose` picks it when a chunk body is written). Without a name, a
+kernel runs that every device of that type has.
 """
 
 from __future__ import annotations

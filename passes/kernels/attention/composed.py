@@ -1,8 +1,8 @@
-"""Attention from plain products and a softmax: works on every device, dtype, head width and mask.
+"""Attention from plain products and a softmax, for every device, dtype, head width and mask.
 
-Scores exist for a block of rows at a time. They are computed in float32 (float64 for float64). Grouped heads
-are more rows of one product, so that no key or value is repeated. Gradients of keys and values add up inside
-the products.
+Scores exist for a block of rows at a time. They are computed in float32 (float64 for float64). Grouped
+heads are more rows of one product, so that no key or value is repeated. Gradients of keys and values add
+up inside the products.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ BLOCK = 1 << 26  # bytes of scores at once: little beside a chunk's hidden rows,
 
 
 def rows_at_once(query: Tensor, keys: int) -> int:
-    """Rows of a block: as many as have scores of ``BLOCK`` bytes, one at least."""
+    """Count the rows of a block: as many as have scores of ``BLOCK`` bytes, but at least one."""
     return max(1, BLOCK // max(1, query.shape[0] * query.shape[1] * keys * statistics(query).itemsize))
 
 
 def row_blocks(query: Tensor, keys: int, diagonal: int | None):
-    """Slices of rows, each with the number of keys that its last row sees."""
+    """Yield slices of rows, each with the number of keys that its last row sees."""
     step, rows = rows_at_once(query, keys), query.shape[2]
     for begin in range(0, rows, step):
         last = min(begin + step, rows)
@@ -31,14 +31,14 @@ def row_blocks(query: Tensor, keys: int, diagonal: int | None):
 
 
 def stacked(t: Tensor, key_heads: int) -> Tensor:
-    """``[B, Hq, R, D]`` as ``[B Hkv, (Hq / Hkv) R, D]``."""
+    """Reshape ``[B, Hq, R, D]`` to ``[B Hkv, (Hq / Hkv) R, D]``."""
     return by_key_head(t, key_heads).flatten(2, 3).flatten(0, 1)
 
 
 def scores(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: slice, diagonal: int | None, scale: float
 ) -> Tensor:
-    """``[B, Hq, R, S]`` for a block of rows, ``-inf`` where a key is hidden."""
+    """Compute the scores ``[B, Hq, R, S]`` of a block of rows, ``-inf`` where a key is hidden."""
     (batch, heads), keys, count = query.shape[:2], key.shape[2], rows.stop - rows.start
     made = stacked(query, key.shape[1]) @ key.flatten(0, 1).transpose(1, 2)
     made = made.mul_(scale).view(batch, heads, count, keys)
@@ -52,7 +52,10 @@ def scores(
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, diagonal: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Hq, C, Dv]``, log-sum-exp ``[B, Hq, C]``; zeros and ``-inf`` for a row without keys."""
+    """Compute the output ``[B, Hq, C, Dv]`` and the log-sum-exp ``[B, Hq, C]``.
+
+    A row without keys has zeros and ``-inf``.
+    """
     dtype, (batch, heads, count, _) = statistics(query), query.shape
     wide_key, wide_value = key.to(dtype), value.to(dtype)
     out = heads_last((batch, heads, count, value.shape[-1]), query)
@@ -71,7 +74,7 @@ def forward(
         put(cut(out, 2, rows), mixed.div_(total.masked_fill(total == 0, 1)))
 
     for rows, keys in row_blocks(query, key.shape[2], diagonal):
-        attend(rows, keys)  # whose scores are gone before the next
+        attend(rows, keys)  # its scores are freed before the next call
     return out, lse
 
 
@@ -88,7 +91,10 @@ def backward(
     key_grad: Tensor,
     value_grad: Tensor,
 ) -> Tensor:
-    """``dQ``; ``dK``, ``dV`` are added to accumulators. ``lse`` is ``+inf`` for a row that sees no key."""
+    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators.
+
+    ``lse`` is ``+inf`` for a row that sees no key.
+    """
     dtype, heads = statistics(query), key.shape[1]
     wide_key, wide_value = key.to(dtype), value.to(dtype)
     dq = heads_last(query.shape, query)
@@ -111,7 +117,7 @@ def backward(
 
 
 def add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """``total += left @ right``: ``[B Hkv, S, R]``, ``[B Hkv, R, D]`` into ``[B, Hkv, S, D]``."""
+    """Compute ``total += left @ right``: ``[B Hkv, S, R]``, ``[B Hkv, R, D]`` into ``[B, Hkv, S, D]``."""
     stacks = total.shape[0] == 1 or total.stride(0) == total.shape[1] * total.stride(1)
     if stacks and total.dtype == left.dtype:
         total.flatten(0, 1).baddbmm_(left, right)

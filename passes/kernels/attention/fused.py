@@ -1,12 +1,13 @@
-"""Torch's fused attention kernels behind one calling convention, and the bytes that each takes while it runs.
+"""Torch's fused attention kernels behind one calling convention, and the memory that each takes.
 
-``forward(query, key, value, bias, diagonal, scale)`` returns output and log-sum-exp; ``backward(grad, query,
-key, value, out, lse, bias, diagonal, scale, key_grad, value_grad)`` returns ``dQ`` and adds ``dK``, ``dV`` to
-their accumulators. ``diagonal`` is None, or row i sees no key behind ``diagonal + i``; what a kernel can do
-there is said in the table (`kernels.TABLE`).
+``forward(query, key, value, bias, diagonal, scale)`` returns output and log-sum-exp; ``backward(grad,
+query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad)`` returns ``dQ`` and adds
+``dK``, ``dV`` to their accumulators. ``diagonal`` is None, or row i sees no key behind ``diagonal + i``;
+the table says which diagonals a kernel takes (`selection.TABLE`).
 
-Scratch functions take what the ATen operator takes (real, fake or meta tensors: only sizes and strides are
-read) and return the bytes that exist beside its results. They follow torch 2.11's sources, named at each.
+Scratch functions take the arguments of the ATen operator (real, fake or meta tensors: only sizes and
+strides are read) and return the bytes that exist beside its results. They follow torch 2.11's sources,
+named at each.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ aten = torch.ops.aten
 
 
 def add_gradients(dk: Tensor, dv: Tensor, key_grad: Tensor, value_grad: Tensor) -> None:
-    """Add what a kernel returns to accumulators of a wider dtype, without the features of its padding."""
+    """Add the gradients of a kernel to accumulators of a wider dtype, without the features of its padding."""
     key_grad.add_(first(dk, 3, key_grad.shape[3]))
     value_grad.add_(first(dv, 3, value_grad.shape[3]))
 
 
 def no_seed(like: Tensor) -> Tensor:
-    """What kernels want for a random state where nothing is drawn; on their device, so that nothing waits."""
+    """Return a placeholder for the random state that kernels take, although they draw nothing.
+
+    It is on their device, so that nothing waits.
+    """
     return like.new_empty((), dtype=torch.int64)
 
 
@@ -51,8 +55,12 @@ KEYS_AT_ONCE = 512  # keys whose gradients exist beside their accumulators: a ti
 
 
 def cpu_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    """Without causality some keys at a time: the joined log-sum-exp makes their parts of ``dQ`` add up, and
-    gradients of all keys would exist a second time. Halves take all at once, for parts would be rounded."""
+    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators.
+
+    Without causality, this is done for some keys at a time: the joined log-sum-exp makes their parts of
+    ``dQ`` add up, and gradients of all keys would exist a second time. Half precision takes all keys at
+    once, because the parts would be rounded.
+    """
     keys, whole = key.shape[2], diagonal is not None or query.dtype.itemsize == 2
     step = keys if whole else KEYS_AT_ONCE
 
@@ -73,7 +81,7 @@ def cpu_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_g
 
 
 def cpu_tile(rows: int, keys: int) -> tuple[int, int]:
-    """Rows and keys of the tile of scores that a thread works on."""
+    """Return the rows and the keys of the tile of scores that a thread works on."""
     tile = 256 if rows >= 768 else 64 if rows >= 192 else 32
     return min(tile, rows), min(CPU_KEYS, keys)
 
@@ -92,16 +100,16 @@ def cpu_backward_scratch(grad, query, key, value, out, lse, *_) -> int:
 
 
 def halves(query: Tensor, numbers: int) -> int:
-    """Bytes of a second copy of the scores, in the dtype of the operands, where that is a half."""
+    """Count the bytes of a second copy of the scores, which half-precision operands need in their dtype."""
     return numbers * query.dtype.itemsize if query.dtype.itemsize == 2 else 0
 
 
-# FlashAttention-2, and what a user puts in its place (torch.nn.attention.activate_flash_attention_impl, which
+# FlashAttention-2, and what a user activates in its place (torch.nn.attention.activate_flash_attention_impl
 # replaces these very operators): aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
 
 FLASH_FORWARD = aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
-BLOCK_OF_ROWS = 128  # rows that its accumulators are padded to
+BLOCK_OF_ROWS = 128  # its accumulators are padded to multiples of so many rows
 FILLS = 264  # blocks below which the forward splits keys among several: two for each processor of an H200
 
 
@@ -139,7 +147,10 @@ def flash_width(width: int) -> int:
 
 
 def flash_forward_scratch(query, key, *_) -> int:
-    """Partial outputs in float32 where rows are too few to fill a GPU (``set_params_splitkv``)."""
+    """Count the bytes of partial outputs in float32, which exist where rows are too few to fill a GPU.
+
+    The kernel then splits the keys (``set_params_splitkv``).
+    """
     batch, heads, rows, width = query.shape
     blocks = batch * heads * math.ceil(rows / 64)
     if blocks >= 0.8 * FILLS:
@@ -149,7 +160,10 @@ def flash_forward_scratch(query, key, *_) -> int:
 
 
 def flash_backward_scratch(grad, query, key, value, out, *_) -> int:
-    """``softmax_d``, ``dq_accum``, ``dk_expanded``, ``dv_expanded``, and operands made contiguous."""
+    """Count the bytes of the kernel's own buffers, and of operands made contiguous.
+
+    The buffers are ``softmax_d``, ``dq_accum``, ``dk_expanded`` and ``dv_expanded``.
+    """
     batch, heads, rows, width = query.shape
     padded = rounded(rows, BLOCK_OF_ROWS)
     expanded = 2 * batch * key.shape[2] * heads * width * key.dtype.itemsize if heads != key.shape[1] else 0
@@ -164,8 +178,11 @@ CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 def whatever_the_length(t: Tensor) -> Tensor:
-    """One sequence, with a stride between sequences that does not tell the length of the buffer that it is
-    cut from: plans are kept by strides as well, and take some 50 ms to make."""
+    """Remove the length of the buffer from the strides of one sequence that is cut from it.
+
+    The stride between sequences tells that length. cuDNN keeps its plans by strides as well, and a plan
+    takes some 50 ms to make.
+    """
     return t.squeeze(0).unsqueeze(0) if t.shape[0] == 1 else t
 
 
@@ -176,7 +193,10 @@ def cudnn_forward(query, key, value, bias, diagonal, scale):
 
 
 def cudnn_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    """Plans are kept by the layouts of query, key and value alone: all other operands come in one."""
+    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators.
+
+    Plans are kept by the layouts of query, key and value alone, so all other operands come in one layout.
+    """
     query, key, value = map(whatever_the_length, (query, key, value))
     seed = no_seed(query)
     grad, out, lse = heads_put_last(grad), heads_put_last(out), dense(lse).unsqueeze(-1)
@@ -207,7 +227,10 @@ def cudnn_forward_scratch(*_) -> int:
 
 
 def cudnn_backward_scratch(grad, query, key, *_) -> int:
-    """An estimate (plans size their workspace): ``dQ``, a number per row, and expanded ``dK``, ``dV``."""
+    """Estimate the bytes of ``dQ``, a number per row, and expanded ``dK``, ``dV``.
+
+    It is an estimate because plans size their workspace.
+    """
     batch, heads, rows, width = query.shape
     expanded = 2 * batch * key.shape[2] * heads * width * key.dtype.itemsize if heads != key.shape[1] else 0
     return batch * heads * rows * 4 * (1 + width) + expanded
@@ -245,7 +268,10 @@ def efficient_forward(query, key, value, bias, diagonal, scale):
 
 
 def efficient_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    """The kernel takes the output's rows to be ``Hq * Dv`` apart, whatever its strides (``o_strideM``)."""
+    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators.
+
+    The kernel takes the output's rows to be ``Hq * Dv`` apart, whatever its strides (``o_strideM``).
+    """
     grad, out = heads_put_last(grad), heads_put_last(out)
     g, q, k, v, o = (t.transpose(1, 2) for t in (grad, query, key, value, out))
     rows, seed = query.shape[2], no_seed(query)
@@ -275,7 +301,10 @@ def efficient_backward(grad, query, key, value, out, lse, bias, diagonal, scale,
 
 
 def efficient_backward_meta(grad, query, key, value, bias, out, *_, **__):
-    """What the operator returns; torch's own description of it leaves out an argument (2.11 to 2.13)."""
+    """Return results of the operator without data.
+
+    Torch's own meta function leaves out an argument (2.11 to 2.13).
+    """
     return tuple(t.new_empty(t.shape) for t in (query, key, value)) + (None,)
 
 
@@ -284,14 +313,20 @@ def for_all_heads(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
 
 
 def efficient_forward_scratch(query, key, value, *_) -> int:
-    """An output in float32 where values in half precision are wide (``kNeedsOutputAccumulatorBuffer``)."""
+    """Count the bytes of an output in float32, which wide values in half precision need.
+
+    See ``kNeedsOutputAccumulatorBuffer``.
+    """
     batch, rows, heads, _ = query.shape
     spilled = value.shape[3] > 128 and query.dtype.itemsize == 2
     return batch * rows * heads * value.shape[3] * 4 if spilled else 0
 
 
 def efficient_backward_scratch(grad, query, key, value, *_) -> int:
-    """In float32: ``delta``, its products where made outside, ``dQ``, and wide ``dK``, ``dV``."""
+    """Count the bytes of buffers in float32.
+
+    These are ``delta``, its products where they are made outside, ``dQ``, and wide ``dK``, ``dV``.
+    """
     batch, rows, heads, width = query.shape
     half, blocks = query.dtype.itemsize == 2, math.ceil(rows / 64)
     delta = batch * heads * rows * 4

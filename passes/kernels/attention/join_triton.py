@@ -1,6 +1,6 @@
 """One Triton kernel that joins two parts of attention by their log-sum-exps, in place.
 
-In torch's operators that takes six kernels, with values in float32 between them.
+Torch's operators would take six kernels, with values in float32 between them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def join_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Some rows of one head. A row that has met no key in either part gives zeros."""
+    """Join some rows of one head. A row that has met no key in either part gives zeros."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

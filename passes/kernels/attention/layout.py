@@ -1,7 +1,7 @@
-"""How the operands of attention lie in memory: what kernels return, and what they read.
+"""Memory layouts of the operands of attention: those that kernels return, and those that they read.
 
-Copies and slices are made by operators, not by methods that open a device first, so that all of this also
-runs on fake tensors of a device that is not there.
+Copies and slices are made by operators, not by methods that open a device first, so that all of this
+also runs on fake tensors of a device that is not there.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.nn.functional import pad
 
 
 def heads_last(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Empty ``[B, H, T, D]`` laid out as ``[B, T, H, D]``, which kernels return and projections want."""
+    """Allocate ``[B, H, T, D]`` laid out as ``[B, T, H, D]``, which kernels return and projections want."""
     batch, heads, rows, width = shape
     return like.new_empty((batch, rows, heads, width)).transpose(1, 2)
 
 
 def statistics(query: Tensor) -> torch.dtype:
-    """The dtype of log-sum-exps."""
+    """Return the dtype of log-sum-exps."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
@@ -31,12 +31,12 @@ def is_heads_last(t: Tensor) -> bool:
 
 
 def heads_put_last(t: Tensor) -> Tensor:
-    """The same values laid out as ``[B, T, H, D]``; a copy only if they lie otherwise."""
+    """Lay values out as ``[B, T, H, D]``, by a copy only if they lie otherwise."""
     return t if is_heads_last(t) else put(heads_last(t.shape, t), t)
 
 
 def put(target: Tensor, source: Tensor) -> Tensor:
-    """The target, filled with the source."""
+    """Fill the target with the source, and return the target."""
     return torch.ops.aten.copy_.default(target, source)
 
 
@@ -49,7 +49,10 @@ def dense(t: Tensor) -> Tensor:
 
 
 def readable(t: Tensor, multiple: int) -> Tensor:
-    """A tensor that kernels can load: features at stride one, other steps multiples of one load."""
+    """Return a tensor that kernels can load, by a copy where needed.
+
+    Its features are at stride one, and its other steps are multiples of one load.
+    """
     if t.stride(-1) != 1 and (t.shape[-1] > 1 or multiple > 1):
         return dense(t)
     steps = [t.storage_offset(), *(step for step, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1)]
@@ -57,17 +60,17 @@ def readable(t: Tensor, multiple: int) -> Tensor:
 
 
 def widened(t: Tensor, width: int) -> Tensor:
-    """Features padded with zeros: they add nothing to scores, and what they give is cut off again."""
+    """Pad features with zeros. They add nothing to scores, and their part of the results is cut off again."""
     return t if t.shape[-1] == width else pad(t, (0, width - t.shape[-1]))
 
 
 def by_key_head(t: Tensor, key_heads: int) -> Tensor:
-    """``[B, Hq, ...]`` as ``[B, Hkv, Hq / Hkv, ...]``: queries that share a key head, beside one another."""
+    """Group queries by the key head that they share: ``[B, Hq, ...]`` → ``[B, Hkv, Hq / Hkv, ...]``."""
     return t.unflatten(1, (key_heads, t.shape[1] // key_heads))
 
 
 def cut(t: Tensor, dim: int, part: slice) -> Tensor:
-    """A slice along one dimension."""
+    """Slice a tensor along one dimension."""
     return t.narrow(dim, part.start, part.stop - part.start)
 
 

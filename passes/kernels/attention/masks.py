@@ -1,4 +1,4 @@
-"""Masks, as kernels take them: numbers added to scores, ``-inf`` where a key is hidden."""
+"""Masks in the form that kernels take: numbers added to scores, ``-inf`` where a key is hidden."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .layout import first, put
 def additive(
     mask: Tensor, keys: int, rows: int, diagonal: int | None, dtype: torch.dtype, multiple: int
 ) -> Tensor:
-    """A boolean mask (true where a row may attend) or an additive one as numbers to be added to scores.
+    """Convert a boolean mask (true where a row may attend) or an additive one to numbers added to scores.
 
     mask      broadcastable to ``[B, H, rows, keys]``
     diagonal  row i sees no key behind ``diagonal + i``; None: the mask alone decides
@@ -39,18 +39,21 @@ def additive(
 
 
 def narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers that a narrower dtype can hold: the lowest number of a wide one does not become ``-inf``."""
+    """Restrict numbers to those that a narrower dtype can hold.
+
+    The lowest number of a wide dtype does not become ``-inf``.
+    """
     if mask.dtype == dtype or torch.finfo(mask.dtype).min >= torch.finfo(dtype).min:
         return mask
     return mask.clamp(min=torch.finfo(dtype).min).masked_fill_(mask == -math.inf, -math.inf)
 
 
 def later(rows: int, keys: int, diagonal: int, device: torch.device) -> Tensor:
-    """``[rows, keys]``, true where a key lies behind the diagonal."""
+    """Build a mask ``[rows, keys]``, true where a key lies behind the diagonal."""
     last = torch.arange(diagonal, diagonal + rows, device=device).unsqueeze(1)
     return torch.arange(keys, device=device) > last
 
 
 def hidden_rows(bias: Tensor) -> Tensor:
-    """``[B, H, rows]`` (or fewer, to broadcast), true where a row sees no key at all."""
+    """Build a mask ``[B, H, rows]`` (or smaller, to broadcast), true where a row sees no key at all."""
     return bias.amax(-1) == -math.inf

@@ -1,9 +1,9 @@
-"""Which kernel attends: one row each, in the order in which they are tried; some GPUs try another first
-(``first_on``).
+"""The choice of an attention kernel, from a table in the order in which kernels are tried.
 
-A choice is made for a device that need not be there, when a chunk body is written; its name travels as an
-argument of the operator. A row says everything that a kernel wants, so that none raises in the middle of a
-sweep: what a row cannot take, the next one does, and the last takes everything.
+Some GPUs try another kernel first (``first_on``). A choice is made when a chunk body is written, for a
+device that need not be there; the name of the kernel travels as an argument of the operator. A row of
+the table says everything that its kernel requires, so that none raises in the middle of a sweep. What a
+row cannot take, the next one does, and the last takes everything.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ SM80 = (8, 0)
 
 @dataclass(frozen=True)
 class Target:
-    """What decides on a device which kernels may run there.
+    """Properties of a device that decide which kernels may run there.
 
     device      ``cpu``, ``cuda``, or any other of torch's; ``hip`` for CUDA's name on AMD
     capability  of a CUDA device; None if it is not known
-    disabled    kernels that the user switched off, as by ``torch.backends.cuda.enable_flash_sdp(False)`` or
-                ``torch.use_deterministic_algorithms(True)``
-    flash       behind torch's flash operator: empty for FlashAttention-2, else what the user activated
+    disabled    kernels that the user switched off, as by ``torch.backends.cuda.enable_flash_sdp(False)``
+                or ``torch.use_deterministic_algorithms(True)``
+    flash       the implementation behind torch's flash operator: empty for FlashAttention-2, else the
+                one that the user activated
     """
 
     device: str
@@ -38,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Attention:
-    """What one attention asks of its kernel.
+    """Properties of one attention that decide which kernels can compute it.
 
     width, value_width  features per head, of queries and keys and of values
     masked              is a mask added to scores?
@@ -52,7 +53,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: what it takes, how it is called, and what it costs.
+    """One kernel: the attention that it takes, its calls, and its costs.
 
     device      where it runs; empty: everywhere
     dtypes      dtypes, each with the first compute capability that has it; empty: all
@@ -60,20 +61,20 @@ class Kernel:
     multiple    features per head, and steps in memory, come in multiples of it; others are padded
     even        values are as wide as queries; narrower ones are padded
     masks       does it add a mask to scores?
-    bias_step   entries that rows of a mask start at multiples of
+    bias_step   rows of a mask start at multiples of so many entries
     wide_bias   masks come in the dtype of its scores, not of its operands
     grouped     does it take fewer key heads than query heads?
     expands     does its backward make gradients for every query head first?
-    one_call    its backward takes grouped heads in one call, whatever those gradients take
+    one_call    its backward takes grouped heads in one call, whatever memory those gradients take
     diagonal    where causality may start: ``top left``, ``bottom right``, or ``any``
     first_on    compute capabilities on which it is tried before all others
-    fewest_keys below which the composed kernel runs instead
+    fewest_keys   keys that it takes at least; for fewer, the composed kernel runs instead
     whole_square  rows up to which it computes most of a causal square, hidden scores included
-    padded      the width that a width is padded to, where that is no mere multiple
+    padded      width → the width that it is padded to, where that is not the next multiple
     forward, backward                  the calls (conventions of ``fused``)
     forward_op, backward_op            their ATen operators, None for plain torch
     forward_scratch, backward_scratch  bytes that those take beside their results
-    reason      why it stands where it stands
+    reason      the reason for its place in the table
     """
 
     name: str
@@ -102,7 +103,7 @@ class Kernel:
     backward_scratch: Callable[..., int] | None = None
 
     def widths(self, width: int, value_width: int) -> tuple[int, int]:
-        """The widths of queries and values as this kernel gets them."""
+        """Return the widths of queries and values as this kernel gets them."""
         if self.even:
             width = value_width = max(width, value_width)
         pad = self.padded or (lambda w: fused.rounded(w, self.multiple))
@@ -110,7 +111,10 @@ class Kernel:
 
 
 def flash_padded(width: int) -> int:
-    """Multiples of 8; 256 for 193 to 224, of which sm86, sm89 and sm120 have no backward (sdp_utils.cpp)."""
+    """Round a width up to a multiple of 8, and a width from 193 to 224 up to 256.
+
+    For the latter, sm86, sm89 and sm120 have no backward (sdp_utils.cpp).
+    """
     return 256 if 192 < width <= 224 else fused.rounded(width, 8)
 
 
@@ -198,15 +202,15 @@ TABLE = (
 COMPOSED = TABLE[-1]
 FASTER = {k.name: replace(k, name=f"{k.name}, one call", one_call=True) for k in TABLE if k.expands}
 ROWS = {kernel.name: kernel for kernel in (*TABLE, *FASTER.values())}
-# What may replace FlashAttention-2 (torch/nn/attention/_fa3.py, _fa4.py): major capabilities that have it,
-# and features per head that it can go backward through on all of them.
+# Replacements of FlashAttention-2 (torch/nn/attention/_fa3.py, _fa4.py): major capabilities that have them,
+# and the most features per head for which their backward runs on all of these.
 MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 WIDEST = {"FA4": 128}
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel that attends, and why each one before it was passed over."""
+    """The chosen kernel, and the reason why each one before it was passed over."""
 
     kernel: Kernel
     passed: tuple[tuple[str, str], ...]
@@ -217,7 +221,7 @@ class KernelChoice:
 
 
 def choose(attention: Attention, target: Target) -> KernelChoice:
-    """The first kernel that takes this attention on this target."""
+    """Choose the first kernel that takes this attention on this target."""
     passed: list[tuple[str, str]] = []
     for kernel in in_order(attention, target):
         if kernel.device in ("", target.device):
@@ -229,19 +233,22 @@ def choose(attention: Attention, target: Target) -> KernelChoice:
 
 
 def in_one_call(choice: KernelChoice) -> KernelChoice:
-    """The same choice, whose backward takes grouped heads in one call where the kernel can."""
+    """Return the same choice with grouped heads in one backward call, where the kernel can do so."""
     return replace(choice, kernel=FASTER.get(choice.kernel.name, choice.kernel))
 
 
 def in_order(attention: Attention, target: Target) -> list[Kernel]:
-    """The table, with what this GPU tries first in front, if values are as wide as queries: others were not
-    measured. A flash implementation that the user activated stays first."""
+    """Order the table by the preference of this GPU.
+
+    Kernels that it tries first come in front, if values are as wide as queries: other widths were not
+    measured. A flash implementation that the user activated stays first.
+    """
     even = attention.width == attention.value_width and not target.flash
     return sorted(TABLE, key=lambda kernel: not (even and target.capability in kernel.first_on))
 
 
 def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None:
-    """Why a kernel cannot attend here, or None."""
+    """Explain why a kernel cannot attend here, or return None."""
     since = dict(kernel.dtypes)
     width = max(kernel.widths(attention.width, attention.value_width))
     dtype = str(attention.dtype).removeprefix("torch.")
@@ -264,7 +271,7 @@ def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None
 
 
 def replaced(target: Target, width: int) -> str | None:
-    """Why the implementation that the user put behind torch's flash operator cannot attend here, or None."""
+    """Explain why the flash implementation that the user activated cannot attend here, or return None."""
     majors, widest = MAJORS.get(target.flash), WIDEST.get(target.flash)
     if target.flash and majors is None:
         return f"the activated flash implementation {target.flash!r} is unknown"
@@ -287,10 +294,10 @@ SCRATCH |= {kernel.backward_op: kernel.backward_scratch for kernel in TABLE if k
 
 
 def scratch_of(op: object, args: tuple) -> int:
-    """Bytes that a call of a kernel takes beside its results; 0 for any other operator."""
+    """Count the bytes that a call of a kernel takes beside its results; 0 for any other operator."""
     size = SCRATCH.get(op)
     return 0 if size is None else size(*args)
 
 
-# What stands in for operators that cannot run on fake tensors as torch describes them.
+# Meta functions in place of torch's own, for operators whose own ones fail on fake tensors.
 STAND_INS = {fused.EFFICIENT_BACKWARD: fused.efficient_backward_meta}

@@ -1,14 +1,14 @@
-"""Attention of a chunk: queries ``[start, start+C)`` against keys ``[0, S)``, by the kernel chosen.
+"""Attention of a chunk: queries ``[start, start+C)`` against keys ``[0, S)``, by the chosen kernel.
 
-A kernel that aligns causality at the bottom right covers a chunk in one call. One that aligns it at the top
-left takes two: the rectangle of past keys without a mask, and the square of own keys, joined by their
-log-sum-exps. The backward calls take the *joined* output and log-sum-exp, so ``dQ`` adds up, and ``dK``,
-``dV`` land in their slices (exact to 1e-15 in float64). Nothing above the diagonal is computed. Causality
-beside a mask is folded into the mask, in one call.
+A kernel that aligns causality at the bottom right covers a chunk in one call. One that aligns it at the
+top left takes two: the rectangle of past keys without a mask, and the square of own keys, joined by
+their log-sum-exps. The backward calls take the *joined* output and log-sum-exp, so ``dQ`` adds up, and
+``dK``, ``dV`` land in their slices (exact to 1e-15 in float64). Nothing above the diagonal is computed.
+Causality beside a mask is folded into the mask, in one call.
 
 Shapes: query ``[B, Hq, C, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]``, mask broadcastable to
-``[B, Hq, C, S]``, boolean (true where a row may attend) or additive; ``Hq`` is a multiple of ``Hkv``. A row
-that sees no key gives zeros, ``-inf``, and no gradient.
+``[B, Hq, C, S]``, boolean (true where a row may attend) or additive; ``Hq`` is a multiple of ``Hkv``. A
+row that sees no key gives zeros, ``-inf``, and no gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .selection import COMPOSED, ROWS, Attention, Kernel, Target, choose
 class Piece:
     """A part of a chunk's scores that one kernel call (per group of heads) covers.
 
-    diagonal  its row i sees no key of its own behind ``diagonal + i``; None: all of them
+    diagonal  its row i sees none of its own keys behind ``diagonal + i``; None: it sees all of them
     again     its rows have met other keys before
     """
 
@@ -41,7 +41,10 @@ class Piece:
 
 
 def pieces(rows: int, keys: int, diagonal: int | None, kernel: Kernel) -> tuple[Piece, ...]:
-    """What a kernel's alignment makes of a chunk whose row i sees no key behind ``diagonal + i``."""
+    """Split the scores of a chunk into pieces that fit a kernel's causal alignment.
+
+    Row i of the chunk sees no key behind ``diagonal + i``.
+    """
     every = slice(0, rows)
     if diagonal is None or diagonal >= keys - 1:
         return (Piece(every, slice(0, keys), None),)
@@ -62,8 +65,10 @@ SMALLEST_SQUARE = 128  # rows of a square that is not cut further: a call costs 
 
 
 def triangle(rows: slice, first: int, again: bool) -> Iterator[Piece]:
-    """A causal square from key ``first`` on, of which a kernel would compute what causality hides as well:
-    two smaller ones, and the rectangle between them.
+    """Yield the pieces of a causal square from key ``first`` on.
+
+    A kernel would also compute the scores that causality hides. So the square is split into two smaller
+    ones and the rectangle between them.
 
     again  its rows have met other keys before
     """
@@ -80,7 +85,7 @@ def triangle(rows: slice, first: int, again: bool) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class PieceCall:
-    """One kernel call of a piece: how operands are taken from ``[B, Hkv, G, C, ...]``, and results put back.
+    """One kernel call of a piece, which takes operands from ``[B, Hkv, G, C, ...]`` and puts results back.
 
     heads    the one query of each key head that it covers, or None for all
     stacked  queries that share a key head meet it as more rows: faster, where nothing tells rows apart
@@ -98,13 +103,16 @@ class PieceCall:
         return t.flatten(2, 3) if self.stacked else t.flatten(1, 2)
 
     def put(self, t: Tensor, shared: int) -> Tensor:
-        """A result as ``[B, Hkv, C, ...]`` of one query of each key head, else ``[B, Hkv, G, C, ...]``."""
+        """Return a result as ``[B, Hkv, G, C, ...]``.
+
+        The result for one query of each key head stays ``[B, Hkv, C, ...]``.
+        """
         if self.heads is not None:
             return t
         return t.unflatten(2, (shared, -1)) if self.stacked else t.unflatten(1, (-1, shared))
 
     def target(self, t: Tensor) -> Tensor:
-        """Where its results belong in ``[B, Hkv, G, C, ...]``."""
+        """Select the part of ``[B, Hkv, G, C, ...]`` where its results belong."""
         t = layout.cut(t, 3, self.piece.rows)
         return t.select(2, self.heads) if self.heads is not None else t
 
@@ -117,7 +125,7 @@ def calls(
     bias: Tensor | None,
     apart: bool = False,
 ) -> Iterator[PieceCall]:
-    """Kernel calls that cover a chunk, in an order that starts with what all rows read.
+    """Yield kernel calls that cover a chunk, starting with the keys that all rows read.
 
     shared  query heads of a key head
     apart   call for one query of each key head at a time, although the kernel takes grouped heads
@@ -133,11 +141,11 @@ def calls(
                 yield PieceCall(piece, bias if each is None else each.select(2, g), g, False)
 
 
-GROUPS_FILL = 1 << 15  # keys of all heads that fill any GPU with one query of each: 256 blocks of 128
+GROUPS_FILL = 1 << 15  # keys of all key heads that fill any GPU with one query of each: 256 blocks of 128
 
 
 def goes_apart(kernel: Kernel, key: Tensor) -> bool:
-    """Are grouped heads called for one by one, so that no gradient of keys exists for every query head?"""
+    """Are grouped heads called one by one, so that no gradient of keys exists for every query head?"""
     return (
         kernel.expands and not kernel.one_call and key.shape[0] * key.shape[1] * key.shape[2] >= GROUPS_FILL
     )
@@ -145,9 +153,10 @@ def goes_apart(kernel: Kernel, key: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A chunk as its kernel wants it.
+    """A chunk in the form that its kernel takes.
 
-    precise  operands are in float32, for two parts in half precision would be rounded before they are joined
+    precise  operands are in float32, because two parts in half precision would be rounded before they
+             are joined
     """
 
     kernel: Kernel
@@ -161,7 +170,7 @@ class Prepared:
 
 
 def kernel_named(name: str, query: Tensor, value: Tensor, mask: Tensor | None) -> Kernel:
-    """The kernel of that name; without one, what any device of that type can run."""
+    """Return the kernel of that name; without one, a kernel that any device of that type can run."""
     if name:
         return ROWS[name]
     asked = Attention(query.dtype, query.shape[3], value.shape[3], mask is not None)
@@ -185,7 +194,7 @@ def prepared(
 
 
 def attention_forward(query, key, value, mask, causal: bool, scale: float, start: int, kernel: str = ""):
-    """Output, laid out as ``[B, C, Hq, Dv]``, and log-sum-exp ``[B, Hq, C]``."""
+    """Compute the output, laid out as ``[B, C, Hq, Dv]``, and the log-sum-exp ``[B, Hq, C]``."""
     if not query.numel() or not key.shape[2]:
         out, lse = forward_meta(query, key, value, mask, causal, scale, start)
         return out.zero_(), lse.fill_(-math.inf)
@@ -203,7 +212,10 @@ def attention_forward(query, key, value, mask, causal: bool, scale: float, start
 def joined(
     chunk: Prepared, operands: Sequence[Tensor], scale: float, query: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a chunk's calls, in the dtype of the query and without padded features."""
+    """Join the outputs and log-sum-exps of a chunk's calls.
+
+    The output is in the dtype of the query, without padded features.
+    """
     q, k, v = operands
     batch, heads, rows, _ = query.shape
     shared, key_heads = heads // k.shape[1], k.shape[1]
@@ -221,7 +233,7 @@ def joined(
         return layout.heads_put_last(o), layout.dense(logsum)
     start, *others = planned
     if start.heads is None and not start.stacked and start.piece.rows == slice(0, rows):
-        o, logsum = part(start)  # the others are joined to what it gives
+        o, logsum = part(start)  # the others are joined to its result
         out, lse = layout.heads_put_last(o), layout.dense(logsum)
     else:
         others = planned
@@ -237,7 +249,7 @@ def joined(
 
 
 def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, again: bool) -> None:
-    """Put what some keys give, or add it to what other keys gave the same rows."""
+    """Store the result of some keys, or join it to the result of other keys for the same rows."""
     if not again:
         layout.put(out, more)
         layout.put(lse, more_lse)
@@ -267,7 +279,10 @@ def attention_backward_(
     value_grad,
     kernel: str = "",
 ):
-    """``dQ``, laid out as ``[B, C, Hq, D]``; ``dK``, ``dV`` are added to float32 (float64) accumulators."""
+    """Compute ``dQ``, laid out as ``[B, C, Hq, D]``, and add ``dK`` and ``dV`` to accumulators.
+
+    The accumulators are float32 (float64 for float64).
+    """
     if not query.numel() or not key.shape[2]:
         return backward_meta(grad, query).zero_()
     chunk = prepared(kernel, query, key, value, mask, causal, start)

@@ -62,7 +62,10 @@ def quotient(a: float, b: float) -> float:
 
 @entrywise(sum_of_numbers, 2)
 def added(node: Node, known: Known) -> Abstract:
-    """A sum of positions, of zeros outside a band, or of scores and an additive mask; of booleans, either."""
+    """Evaluate a sum of positions, of zeros outside a band, or of scores and an additive mask.
+
+    Of booleans, it is a disjunction.
+    """
     if is_boolean(node):
         return disjoined(node, known)
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
@@ -84,7 +87,7 @@ def added(node: Node, known: Known) -> Abstract:
 
 @entrywise(difference_of_numbers, 2)
 def subtracted(node: Node, known: Known) -> Abstract:
-    """A difference of positions, of zeros outside a band, or scores less a number of their row."""
+    """Evaluate a difference of positions, of zeros outside a band, or scores less a number of their row."""
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
     if isinstance(a, Affine) and isinstance(b, Affine):
         return affine_sum(a, b, -node.kwargs.get("alpha", 1), node)
@@ -98,7 +101,7 @@ def subtracted(node: Node, known: Known) -> Abstract:
 
 
 def difference(node: Node, known: Known) -> Difference | None:
-    """A per-token value of the row less that of the key, or the other way round."""
+    """Evaluate a per-token value of the row less that of the key, or the other way round."""
     found = token_pair(node, known)
     if found is None or node.kwargs.get("alpha", 1) != 1:
         return None
@@ -108,7 +111,7 @@ def difference(node: Node, known: Known) -> Difference | None:
 
 
 def affine_sum(a: Affine, b: Affine, scale: float, node: Node) -> Affine | None:
-    """``a + scale * b``, unless it may overflow."""
+    """Compute ``a + scale * b``; None if it may overflow."""
     const, slopes = a.const + scale * b.const, dict(a.slopes)
     if math.isnan(const) or not is_bounded(scale) and b.slopes:
         return None
@@ -118,7 +121,7 @@ def affine_sum(a: Affine, b: Affine, scale: float, node: Node) -> Affine | None:
 
 
 def scores_with_mask(node: Node, known: Known) -> Band | None:
-    """Scores plus an additive mask of which nothing is known."""
+    """Evaluate scores plus an unknown additive mask."""
     if len(shape_of(node)) < 2 or not value_of(node).dtype.is_floating_point:
         return None
     groups = [hiding_masks(arg, node, full_band(node), known) for arg in node.args[:2]]
@@ -127,7 +130,10 @@ def scores_with_mask(node: Node, known: Known) -> Band | None:
 
 @entrywise(lambda node: operator.mul, 2)
 def multiplied(node: Node, known: Known) -> Abstract:
-    """Scaled positions, and masked scores or zeros times anything that keeps them so; of booleans, both."""
+    """Evaluate a product: scaled positions, or masked scores or zeros times another factor.
+
+    The other factor must leave the scores masked, and the zeros zero. Of booleans, it is a conjunction.
+    """
     if is_boolean(node):
         return conjoined(node, known)
     padded = indicator_with_padding(node, known)
@@ -146,7 +152,7 @@ def multiplied(node: Node, known: Known) -> Abstract:
 
 
 def indicator_with_padding(node: Node, known: Known) -> Indicator | None:
-    """A matrix that is zero outside a band, times the zeros and ones of a padding mask.
+    """Evaluate a matrix that is zero outside a band, times the zeros and ones of a padding mask.
 
     The numbers of the padding mask are checked when the graph runs: they matter inside the band alone.
     """
@@ -166,7 +172,7 @@ def indicator_with_padding(node: Node, known: Known) -> Indicator | None:
 
 
 def stays_lowest(scale: float, node: Node) -> bool:
-    """Is what was hidden by a lowest number still far below the scores when all are scaled?"""
+    """Does a scale leave scores hidden by a lowest number far below the others?"""
     return scale >= torch.finfo(value_of(node).dtype).max ** -0.25
 
 
@@ -180,7 +186,7 @@ def divided(node: Node, known: Known) -> Abstract:
 
 
 def product_added(node: Node, known: Known) -> Abstract:
-    """``baddbmm(mask, queries, keys)``: a mask added to scores."""
+    """Evaluate ``baddbmm(mask, queries, keys)``: a mask added to scores."""
     mask = broadcast_value(node.args[0], node, known)
     finite = all(x in known.bounded or known(x) is None for x in node.args[1:3])
     if not is_empty_outside(mask) or node.kwargs.get("beta", 1) != 1 or not finite:
@@ -189,7 +195,7 @@ def product_added(node: Node, known: Known) -> Abstract:
 
 
 def contracted(node: Node, known: Known) -> Abstract:
-    """A linear map over the heads of a matrix that is zero outside a band."""
+    """Evaluate a linear map over the heads of a matrix that is zero outside a band."""
     operands, made = node.args[2].split("->")
     values = [known(arg) for arg in node.args[:2]]
     for value, other, labels in zip(values, reversed(values), operands.split(",")):
@@ -202,7 +208,10 @@ def contracted(node: Node, known: Known) -> Abstract:
 
 @entrywise(lambda node: max, 2)
 def at_least(node: Node, known: Known) -> Abstract:
-    """``maximum(scores, lowest number)``: what is empty stays practically so; of booleans, either."""
+    """Evaluate ``maximum(scores, lowest number)``: empty scores stay practically empty.
+
+    Of booleans, it is a disjunction.
+    """
     if is_boolean(node):
         return disjoined(node, known)
     for band, other in (node.args[:2], node.args[1::-1]):
@@ -214,7 +223,10 @@ def at_least(node: Node, known: Known) -> Abstract:
 
 @entrywise(lambda node: min, 2)
 def at_most(node: Node, known: Known) -> Abstract:
-    """``minimum(scores, mask)``: what either empties is empty; of booleans, both."""
+    """Evaluate ``minimum(scores, mask)``: an entry that either of them empties is empty.
+
+    Of booleans, it is a conjunction.
+    """
     if is_boolean(node):
         return conjoined(node, known)
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
@@ -229,7 +241,7 @@ def at_most(node: Node, known: Known) -> Abstract:
 
 @entrywise(lambda node: abs, 1)
 def distance(node: Node, known: Known) -> Abstract:
-    """``abs(row - key)``; only a comparison reads it."""
+    """Evaluate ``abs(key - row)``, which only a comparison reads."""
     value = known(node.args[0])
     if isinstance(value, Difference):
         return replace(value, sign=0)

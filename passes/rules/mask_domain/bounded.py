@@ -1,7 +1,8 @@
-"""When the numbers of a result are far from the lowest of their dtype, so that they mask no key.
+"""Conditions under which the numbers of a result are far from the lowest of their dtype.
 
-A row names one of these functions as its facet ``bounded``. Numbers computed by a model from weights and
-activations are taken to be bounded; lowest numbers come from constants and from inputs.
+Such numbers mask no key. A row names one of these functions as its facet ``bounded``. Numbers that a model
+computes from weights and activations are taken to be bounded. Lowest numbers come from constants and from
+inputs.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from ...mask_analysis.operands import Known, is_bounded, numbers_of
 
 
 def if_operands_are(node: Node, known: Known) -> bool:
-    """All tensors and numbers that the op reads are bounded."""
+    """Are all tensors and numbers that the op reads bounded?"""
     numbers = [n for n in numbers_of(node) if isinstance(n, (int, float))]
     return all(a in known.bounded for a in tensor_operands(node)) and all(map(is_bounded, numbers))
 
 
 def always(node: Node, known: Known) -> bool:
-    """A product of activations and weights, or a row of a table."""
+    """Accept any operands: the result is a product of activations and weights, or a row of a table."""
     return True
 
 
 def if_addend_is(node: Node, known: Known) -> bool:
-    """A product to which the first operand is added."""
+    """Is the first operand, to which a product is added, bounded?"""
     return node.args[0] in known.bounded
 
 
 def if_nonnegative(node: Node, known: Known) -> bool:
-    """A logarithm of one more than its operand; of a negative one it may be that of zero."""
+    """Is the operand of ``log1p`` bounded and nonnegative?
+
+    For a negative operand, the result may be the logarithm of zero.
+    """
     return node.args[0] in known.bounded and node.args[0] in known.nonnegative

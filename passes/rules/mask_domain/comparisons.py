@@ -40,7 +40,7 @@ def compared(node: Node, known: Known) -> Abstract:
 
 
 def comparison_of_numbers(name: str) -> Numbers:
-    """Numbers that may be equal but for rounding are not compared (the result is NaN)."""
+    """Build a comparison of numbers that is NaN where they may be equal but for rounding."""
     compare = getattr(operator, name)
 
     def compared_numbers(a: float, b: float) -> float:
@@ -51,7 +51,7 @@ def comparison_of_numbers(name: str) -> Numbers:
 
 
 def comparison(name: str, a: Abstract, b: Abstract, node: Node) -> Abstract:
-    """``a`` compared with ``b``, neither of them a boolean of which more than a constant is known."""
+    """Compare ``a`` with ``b``; neither may be a boolean, unless it is a constant."""
     if isinstance(a, Affine) and isinstance(b, Affine):
         return of_positions(name, a, b, node)
     if is_constant(a):
@@ -67,7 +67,7 @@ def comparison(name: str, a: Abstract, b: Abstract, node: Node) -> Abstract:
 
 
 def of_boolean(name: str, value: Abstract, const: float) -> Abstract:
-    """A boolean compared with a number is that boolean, its negation, or a constant."""
+    """Compare a boolean with a number: the result is that boolean, its negation, or a constant."""
     compare = getattr(operator, name)
     if_false, if_true = compare(0, const), compare(1, const)
     if if_false == if_true:
@@ -76,7 +76,7 @@ def of_boolean(name: str, value: Abstract, const: float) -> Abstract:
 
 
 def of_scores(name: str, band: Band, const: float) -> Band | None:
-    """Masked scores, or an additive mask, compared with the number that they are filled with."""
+    """Compare masked scores, or an additive mask, with the number that they are filled with."""
     if band.outside == -math.inf and const == -math.inf and name in ("eq", "ne"):
         return replace(band, outside=name == "eq", zero_inside=False)
     if const == 0 and band.zero_inside and name in ("eq", "ne"):
@@ -88,7 +88,7 @@ def of_scores(name: str, band: Band, const: float) -> Band | None:
 
 
 def of_difference(name: str, value: Difference, const: float) -> DocumentMask | None:
-    """The difference of two per-token values compared with a number."""
+    """Compare the difference of two per-token values with a number."""
     pair = (value.row, value.key)
     if name in ("eq", "ne"):
         return DocumentMask(equal=(pair,), negated=name == "ne", key_masks=()) if const == 0 else None
@@ -96,14 +96,14 @@ def of_difference(name: str, value: Difference, const: float) -> DocumentMask | 
         name, const = MIRRORED[name], -const
     if value.sign == 0:
         return None
-    negated = name in ("le", "lt")  # of "row - key is at least ``least``"
+    negated = name in ("le", "lt")  # the opposite of "row - key is at least ``least``"
     least = math.floor(const) + 1 if name in ("le", "gt") else math.ceil(const)
     key_masks = None if least else ()
     return DocumentMask(ordered=(pair,), negated=negated, key_masks=key_masks) if least >= 0 else None
 
 
 def of_positions(name: str, a: Affine, b: Affine, node: Node) -> Abstract:
-    """Positions of rows compared with positions of keys: a band."""
+    """Compare positions of rows with positions of keys, which gives a band."""
     slopes = {d: a.slope(d) - b.slope(d) for d in {*dict(a.slopes), *dict(b.slopes)}}
     slopes = {d: s for d, s in slopes.items() if s}
     const = float(a.const - b.const)
@@ -121,7 +121,7 @@ def of_positions(name: str, a: Affine, b: Affine, node: Node) -> Abstract:
 
 
 def band_of(name: str, row: int, key: int, bound: float) -> Band:
-    """Where ``key - row`` compares with a bound."""
+    """Build the band in which ``key - row`` compares with a bound."""
     if name in ("eq", "ne"):
         return Band(row, key, bound, bound, name == "ne", ())
     if name in ("le", "lt"):
@@ -131,14 +131,17 @@ def band_of(name: str, row: int, key: int, bound: float) -> Band:
 
 @dataclass(frozen=True)
 class Blocks:
-    """``(position + start) // size``: the blocks of tokens that positions are in."""
+    """The blocks of tokens that positions are in: ``(position + start) // size``."""
 
     start: float
     size: int
 
 
 def block_of_positions(node: Node, known: Known) -> Blocks | None:
-    """What a value of every row, or every key, is, if it is the number of a block of positions."""
+    """Find the blocks if a value of every row, or every key, is the number of its position's block.
+
+    None for any other value.
+    """
     quotient = known.floor_division_behind(node)
     if quotient is None or value_of(quotient).dtype.is_floating_point:
         return None
@@ -152,7 +155,7 @@ def block_of_positions(node: Node, known: Known) -> Blocks | None:
 
 
 def of_blocks(name: str, row: Blocks, key: Blocks, node: Node) -> Band:
-    """Blocks of rows compared with blocks of keys: a band, of which some entries are hidden.
+    """Compare blocks of rows with blocks of keys: a band, of which some entries are hidden.
 
     Tokens of one block are less than its size apart.
     """
@@ -168,7 +171,7 @@ def of_blocks(name: str, row: Blocks, key: Blocks, node: Node) -> Band:
 
 
 def document_mask(node: Node, name: str, known: Known) -> DocumentMask | Band | None:
-    """A comparison of a value of every row with one of every key."""
+    """Compare a value of every row with one of every key."""
     found = token_pair(node, known)
     if found is None:
         return None
@@ -179,5 +182,5 @@ def document_mask(node: Node, name: str, known: Known) -> DocumentMask | Band | 
         return of_blocks(name, row, key, node)
     if name in ("eq", "ne"):
         return DocumentMask(equal=(pair,), negated=name == "ne", key_masks=())
-    key_masks = () if name in ("ge", "lt") else None  # a larger value of the row is not all that is ordered
+    key_masks = () if name in ("ge", "lt") else None  # a strict order hides equal values as well
     return DocumentMask(ordered=(pair,), negated=name in ("le", "lt"), key_masks=key_masks)

@@ -20,13 +20,13 @@ from ...mask_analysis.operands import (
 
 
 def constant(node: Node, known: Known) -> Abstract:
-    """``full(shape, value)``, ``scalar_tensor(value)``."""
+    """Evaluate ``full(shape, value)`` or ``scalar_tensor(value)``."""
     fill = node.args[1] if isinstance(node.args[0], (list, tuple)) else node.args[0]
     return in_dtype(Affine(float(fill)), node) if isinstance(fill, (bool, int, float)) else None
 
 
 def in_dtype(value: Abstract, node: Node) -> Abstract:
-    """A constant as it is stored in the result."""
+    """Convert a constant to the number that the result stores."""
     dtype = value_of(node).dtype
     if not is_constant(value) or dtype.is_floating_point or dtype.is_complex:
         return value

@@ -41,7 +41,7 @@ from .logic import Operand, conjunction, disjunction, operand
 
 @entrywise(lambda node: lambda condition, inside, filling: inside if condition else filling, 3)
 def chosen(node: Node, known: Known) -> Abstract:
-    """``where(mask, inside, filling)``."""
+    """Evaluate ``where(mask, inside, filling)``."""
     condition, inside, filling = (broadcast_value(x, node, known) for x in node.args[:3])
     if is_constant(condition):
         return inside if condition.const else filling
@@ -66,15 +66,20 @@ def chosen(node: Node, known: Known) -> Abstract:
 
 
 def narrowed(band: Band, mask: Band | None) -> Band:
-    """What is zero outside a band, and is filled with zeros where a mask does not leave it (``tril`` of
-    ``triu``)."""
+    """Narrow a matrix that is zero outside a band by a mask outside which it is filled with zeros.
+
+    An example is ``tril`` of ``triu``.
+    """
     if mask is None or mask.assumes or not have_same_axes(band, mask):
         return band
     return intersection(band, replace(mask, outside=0.0, key_masks=(), zero_inside=False))
 
 
 def chosen_mask(node: Node, condition: Operand, inside: Operand, filling: Operand) -> Abstract:
-    """``where(condition, a, b)`` of booleans is ``condition & a | ~condition & b``."""
+    """Evaluate ``where(condition, a, b)`` of booleans, which is ``condition & a | ~condition & b``.
+
+    None unless ``a`` or ``b`` is a constant.
+    """
     for a, b, chooses_a in ((inside, filling, condition), (filling, inside, condition.negation())):
         if is_constant(b.value):
             joint = conjunction if not b.value.const else disjunction
@@ -83,8 +88,10 @@ def chosen_mask(node: Node, condition: Operand, inside: Operand, filling: Operan
 
 
 def visible_where(mask: object, like: Node, known: Known, negated: bool = False) -> Band | None:
-    """The visible entries of a boolean mask, which is true where they are (``negated``: where they are
-    not)."""
+    """Find the visible entries of a boolean mask.
+
+    The mask is true where they are (``negated``: where they are not).
+    """
     value = broadcast_value(mask, like, known)
     found = negation(value) if negated else value
     if is_visible_mask(found):
@@ -97,7 +104,7 @@ def visible_where(mask: object, like: Node, known: Known, negated: bool = False)
 
 
 def emptied(scores: object, mask: Band | None, value: float, node: Node, known: Known) -> Band | None:
-    """Scores filled with one number where a mask does not leave them."""
+    """Evaluate scores that are filled with one number where a mask hides them."""
     outside = lowest(value, node)
     if mask is None or outside is None:
         return None
@@ -116,7 +123,7 @@ def emptied(scores: object, mask: Band | None, value: float, node: Node, known: 
 
 @entrywise(lambda node: lambda x, masked, value: value if masked else x, 3)
 def filled(node: Node, known: Known) -> Abstract:
-    """``masked_fill(x, masked, value)``."""
+    """Evaluate ``masked_fill(x, masked, value)``."""
     x, masked = (broadcast_value(a, node, known) for a in node.args[:2])
     value = in_dtype(known(node.args[2]), node)
     if is_constant(masked):

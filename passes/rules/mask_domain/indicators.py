@@ -1,4 +1,4 @@
-"""Arithmetic on matrices of two numbers: the 0 and 1 of a mask that became numbers, and what is made of them.
+"""Arithmetic on matrices of two numbers, such as a mask converted to 0 and 1, and results of it.
 
 ``(1.0 - causal.float()) * low`` is one number where the mask shows a key and another where it hides one. So
 is the result of any function of such a matrix and of constants, entry by entry.
@@ -35,14 +35,14 @@ from ...mask_analysis.operands import Known, as_band, broadcast_value, is_boolea
 
 Transfer = Callable[[Node, Known], Abstract]
 Numbers = Callable[..., float]
-MANTISSA, EXPONENTS = 8, range(-13, 16)  # bits that bfloat16 has, and normal numbers of float16
+MANTISSA, EXPONENTS = 8, range(-13, 16)  # bits of bfloat16, and exponents of float16's normal numbers
 ROUNDING = 2.0**-7  # relative error of one operation, at most
-WIDEST = 0.25  # relative width of an interval of which something can still be said
+WIDEST = 0.25  # relative width up to which an interval is useful
 
 
 @dataclass(frozen=True)
 class Instead:
-    """What is known, but for one argument."""
+    """The results of the analysis so far, with another value for one argument."""
 
     known: Known
     arg: object
@@ -76,21 +76,27 @@ class Instead:
 
 @dataclass(frozen=True)
 class OperandNumbers:
-    """The numbers of an operand: of a constant without a mask, and twice the same."""
+    """The two numbers of an operand, and the mask that chooses between them.
+
+    A constant has no mask, and twice the same number.
+    """
 
     mask: Band | None
     visible: Interval
     hidden: Interval
 
     def aligned_with(self, mask: Band) -> OperandNumbers:
-        """The same matrix by a mask, if its own is the complement of that."""
+        """Express the matrix by a mask, if its own mask is the complement of that.
+
+        Otherwise it stays as it is.
+        """
         if self.mask is not None and self.mask.exact and complement(self.mask) == mask:
             return OperandNumbers(mask, self.hidden, self.visible)
         return self
 
 
 def entrywise(function: Callable[[Node], Numbers | None], arguments: int) -> Callable[[Transfer], Transfer]:
-    """A transfer function of an op that computes entry by entry, which is also told of indicators.
+    """Extend the transfer function of an op that computes entry by entry to indicators.
 
     function   node → the op as a function of Python's numbers; None: unknown
     arguments  how many operands it has
@@ -103,7 +109,7 @@ def entrywise(function: Callable[[Node], Numbers | None], arguments: int) -> Cal
             if numbers is None:
                 return value
             if is_boolean(node) and not any(a in known.indicators for a in args if isinstance(a, Node)):
-                return value  # of booleans more is known than their numbers
+                return value  # the transfer function knows more of booleans than their numbers
             found = combined(node, args, known, numbers)
             band = as_band(found, node) if isinstance(found, Indicator) else found
             return value if found is None or is_empty_outside(value) and not is_empty_outside(band) else found
@@ -114,7 +120,7 @@ def entrywise(function: Callable[[Node], Numbers | None], arguments: int) -> Cal
 
 
 def moving(transfer: Transfer) -> Transfer:
-    """A transfer function of an op that moves the entries of its operand, and of indicators likewise."""
+    """Extend the transfer function of an op that moves the entries of its operand to indicators."""
 
     @functools.wraps(transfer)
     def moved(node: Node, known: Known) -> Abstract:
@@ -128,7 +134,7 @@ def moving(transfer: Transfer) -> Transfer:
 
 
 def combined(node: Node, args: Sequence[object], known: Known, function: Numbers) -> Abstract:
-    """A function of indicators and constants."""
+    """Apply a function to indicators and constants; None if the result has more than two numbers."""
     found = [operand for arg in args if (operand := operand_of(arg, node, known)) is not None]
     first = next((o.mask for o in found if o.mask is not None), None)
     if len(found) < len(args) or first is None or may_wrap(args, found):
@@ -143,14 +149,14 @@ def combined(node: Node, args: Sequence[object], known: Known, function: Numbers
         return result_of(node, masks[0], visible, hidden)
     if len(masks) > 2 or not have_same_axes(*masks):
         return None
-    hiding = [o for o in found if o.mask is not None]  # one of two masks may hide what the other shows
+    hiding = [o for o in found if o.mask is not None]  # one mask may hide an entry that the other shows
     crossed = [image(function, [o.hidden if o is one else o.visible for o in found], node) for one in hiding]
     alike = hidden.low == hidden.high and crossed == [hidden, hidden]
     return result_of(node, intersection(*masks), visible, hidden) if alike else None
 
 
 def may_wrap(args: Sequence[object], operands: Sequence[OperandNumbers]) -> bool:
-    """Is there an integer that another operand's dtype cannot hold, in which the op may compute?"""
+    """May the op compute in an integer dtype that cannot hold one of its operands' numbers?"""
     whole = [(a, o) for a, o in zip(args, operands) if is_integer(a)]
     limits = [limits_of(a) for a, _ in whole]
     numbers = [n for _, o in whole for i in (o.visible, o.hidden) for n in (i.low, i.high)]
@@ -166,7 +172,7 @@ def is_integer(arg: object) -> bool:
 
 
 def operand_of(arg: object, node: Node, known: Known) -> OperandNumbers | None:
-    """An operand's numbers in the dimensions of a broadcast result."""
+    """Return an operand's numbers in the dimensions of a broadcast result; None if unknown."""
     value = broadcast_value(arg, node, known)
     if is_constant(value):
         const = constant(value.const, arg)
@@ -179,7 +185,7 @@ def operand_of(arg: object, node: Node, known: Known) -> OperandNumbers | None:
 
 
 def of_boolean(value: Abstract, node: Node) -> OperandNumbers | None:
-    """A boolean mask as the numbers 0 and 1."""
+    """Convert a boolean mask to the numbers 0 and 1."""
     zero, one = Interval(0.0, 0.0), Interval(1.0, 1.0)
     for mask, visible, hidden in ((value, one, zero), (negation(value), zero, one)):
         band = document_band(mask, node) if isinstance(mask, DocumentMask) else mask
@@ -189,7 +195,7 @@ def of_boolean(value: Abstract, node: Node) -> OperandNumbers | None:
 
 
 def result_of(node: Node, mask: Band, visible: Interval, hidden: Interval) -> Abstract:
-    """An indicator; of booleans, the mask itself, its negation or a constant."""
+    """Build an indicator; for booleans, the mask itself, its negation or a constant."""
     if not is_boolean(node):
         return Indicator(mask, visible, hidden)
     if visible == hidden:
@@ -198,7 +204,7 @@ def result_of(node: Node, mask: Band, visible: Interval, hidden: Interval) -> Ab
 
 
 def constant(number: float, arg: object) -> Interval | None:
-    """A constant as it is stored in an operand."""
+    """Find the numbers that an operand may store for a constant; None if it is out of range."""
     low, high = limits_of(arg)
     if not low <= number <= high:
         return Interval(number, number) if math.isinf(number) else None
@@ -209,7 +215,7 @@ def constant(number: float, arg: object) -> Interval | None:
 
 
 def image(function: Numbers, operands: Sequence[Interval], node: Node) -> Interval | None:
-    """What a function, monotonous in every operand, makes of numbers; None if that is too uncertain."""
+    """Evaluate a function, monotonous in every operand, on intervals; None if that is too uncertain."""
     ends = [(o.low,) if o.low == o.high else (o.low, o.high) for o in operands]
     found = [float(function(*numbers)) for numbers in itertools.product(*ends)]
     low, high, (least, most) = min(found), max(found), limits_of(node)
@@ -227,7 +233,7 @@ def image(function: Numbers, operands: Sequence[Interval], node: Node) -> Interv
 
 
 def is_exact(number: float) -> bool:
-    """Has every dtype this number?"""
+    """Can every dtype represent this number?"""
     if number == 0 or math.isinf(number):
         return True
     mantissa, exponent = math.frexp(number)
@@ -235,11 +241,11 @@ def is_exact(number: float) -> bool:
 
 
 def limits_of(arg: object) -> tuple[float, float]:
-    """The least and the largest number of an operand's dtype."""
+    """Return the least and the largest number of an operand's dtype."""
     if not isinstance(arg, Node) or not isinstance(value_of(arg), torch.Tensor) or is_boolean(arg):
         return -sys.float_info.max, sys.float_info.max
     dtype = value_of(arg).dtype
     if dtype.is_complex:
-        return math.inf, -math.inf  # none
+        return math.inf, -math.inf  # no number
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     return limits.min, limits.max

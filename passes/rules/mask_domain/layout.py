@@ -39,8 +39,10 @@ aten = torch.ops.aten
 
 @entrywise(lambda node: lambda number: number, 1)
 def same(node: Node, known: Known) -> Abstract:
-    """A copy, or a cast that keeps every value: an integer may become wider, a float stay a float, a boolean
-    anything."""
+    """Evaluate a copy, or a cast that keeps every value.
+
+    An integer may become wider, a float stay a float, and a boolean become anything.
+    """
     value, old, new = known(node.args[0]), value_of(node.args[0]).dtype, value_of(node).dtype
     if new is torch.bool and old is not torch.bool:
         return comparison("ne", value, ZERO, node)
@@ -59,15 +61,18 @@ def same(node: Node, known: Known) -> Abstract:
 
 
 def copied(node: Node, known: Known) -> Abstract:
-    """``copy(target, source)``: the source, in the dtype of the target."""
+    """Evaluate ``copy(target, source)``: the source, if the target has the same dtype."""
     source, target = node.args[:2][::-1]
     return broadcast_value(source, node, known) if value_of(source).dtype == value_of(target).dtype else None
 
 
 @moving
 def reshaped(node: Node, known: Known) -> Abstract:
-    """A dimension that keeps its size and what comes before it keeps its meaning; what merges or splits must
-    not matter."""
+    """Evaluate a reshape: a dimension keeps its meaning if its size and those before it stay.
+
+    The sizes before it may change if their product does not. The value must not depend on dimensions
+    that merge or split.
+    """
     old, new = shape_of(node.args[0]), shape_of(node)
     if isinstance(known(node.args[0]), PAIRWISE):
         return known(node.args[0]) if old[-2:] == new[-2:] else None
@@ -85,7 +90,7 @@ def expanded(node: Node, known: Known) -> Abstract:
 
 @moving
 def permuted(node: Node, known: Known) -> Abstract:
-    """``permute(x, dims)``, ``transpose(x, a, b)``, ``t(x)``."""
+    """Evaluate ``permute(x, dims)``, ``transpose(x, a, b)`` or ``t(x)``."""
     rank, dims = len(shape_of(node)), node.args[1:]
     if dims and isinstance(dims[0], (list, tuple)):
         order = [d % rank for d in dims[0]]
@@ -111,7 +116,7 @@ def sliced(node: Node, known: Known) -> Abstract:
         shift = 0 if not start else start if dim == value.row else -start
         if shift and (value.assumes or any(s.by_row for s in value.key_masks or ())):
             return None  # a stored mask is checked as it is stored
-        all_see = value.key_masks == () and value.lo == -math.inf  # the first key, whichever that is
+        all_see = value.key_masks == () and value.lo == -math.inf  # see the first key, whichever it is
         kept = dim == value.row or is_zero_outside(value) or all_see or shape_of(node) == shape
         return replace(
             value, lo=value.lo + shift, hi=value.hi + shift, key_masks=value.key_masks if kept else None
@@ -127,7 +132,7 @@ def sliced(node: Node, known: Known) -> Abstract:
 
 @moving
 def selected(node: Node, known: Known) -> Abstract:
-    """``x[..., index]``: dimensions behind the selected one move forward."""
+    """Evaluate ``x[..., index]``: dimensions behind the selected one move forward."""
     value, shape = known(node.args[0]), shape_of(node.args[0])
     dim, index = node.args[1] % len(shape), node.args[2]
     if isinstance(value, Band):
@@ -141,9 +146,12 @@ def selected(node: Node, known: Known) -> Abstract:
 
 
 def joined(node: Node, known: Known) -> Abstract:
-    """``cat``: columns behind scores, or ranges that continue one another."""
+    """Evaluate ``cat`` of columns behind scores, of masks of several heads, or of ranges.
+
+    Each range must continue the one before it.
+    """
     rank = len(shape_of(node))
-    parts = [part for part in node.args[0] if len(shape_of(part)) == rank]  # others are empty
+    parts = [part for part in node.args[0] if len(shape_of(part)) == rank]  # parts of another rank are empty
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
     scores = known(parts[0])
     if isinstance(scores, Band) and dim == scores.key and all(shape_of(p)[dim] == 1 for p in parts[1:]):
@@ -159,8 +167,10 @@ def joined(node: Node, known: Known) -> Abstract:
 
 
 def beside(left: Abstract, right: Abstract) -> Band | None:
-    """Masks of different heads, joined along heads: what either leaves visible. What hides entries inside is
-    known only where it is the same of both."""
+    """Join masks of different heads along heads, into a band of the entries that either leaves visible.
+
+    The masks that hide entries inside it are known only where both values are the same.
+    """
     if left == right or not isinstance(left, Band) or not isinstance(right, Band):
         return left if isinstance(left, Band) and left == right else None
     if not have_same_axes(left, right) or left.outside != right.outside or left.assumes or right.assumes:
@@ -170,7 +180,7 @@ def beside(left: Abstract, right: Abstract) -> Band | None:
 
 
 def joined_ranges(node: Node, parts: Sequence[Node], values: Sequence[Affine], dim: int) -> Affine | None:
-    """One range, if each part continues the one before it."""
+    """Join ranges to one, if each part continues the one before it."""
     starts = list(itertools.accumulate((shape_of(part)[dim] for part in parts), initial=0))
     first = next((k for k, part in enumerate(parts) if shape_of(part)[dim] > 1), 0)  # it has a slope
     slope = values[first].slope(dim)
@@ -185,7 +195,7 @@ def joined_ranges(node: Node, parts: Sequence[Node], values: Sequence[Affine], d
 
 
 def looked_up(node: Node, known: Known) -> Abstract:
-    """A range read at ranges is a range."""
+    """Evaluate a look-up: a range read at ranges is a range."""
     table = known(node.args[0])
     if not isinstance(table, Affine):
         return None
@@ -210,17 +220,20 @@ def looked_up(node: Node, known: Known) -> Abstract:
 
 
 def least(value: Affine, node: Node) -> float:
-    """The least entry of a range."""
+    """Compute the least entry of a range."""
     return value.const + sum(min(0, s * (shape_of(node)[d] - 1)) for d, s in value.slopes)
 
 
 def first_index_dim(node: Node, used: list[int]) -> int:
-    """Where the dimensions of the indices come in ``x[i, :, j]``: in front, unless they are neighbours."""
+    """Find the place of the indices' dimensions in ``x[i, :, j]``.
+
+    They come in front, unless the indices are neighbours.
+    """
     return used[0] if used == list(range(used[0], used[-1] + 1)) else 0
 
 
 def summed(node: Node, known: Known) -> Abstract:
-    """A sum over dimensions that are neither row nor key leaves zeros where they are."""
+    """Evaluate a sum over dimensions that are neither row nor key, which leaves zeros where they are."""
     value, rank = known(node.args[0]), len(shape_of(node.args[0]))
     dims = {d % rank for d in node.args[1]} if len(node.args) > 1 and node.args[1] else set(range(rank))
     if not isinstance(value, Band) or not is_zero_outside(value) or value.row in dims or value.key in dims:

@@ -1,7 +1,7 @@
 """Boolean operations on masks.
 
-A disjunction is the negation of the conjunction of the negations: what is known of a mask is known of its
-negation, too, so that one rule serves both.
+A disjunction is the negation of the conjunction of the negations. Whatever is known of a mask is known
+of its negation, too, so that one rule serves both.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from .comparisons import ZERO, comparison
 class Operand:
     """A boolean operand of an op, or its negation.
 
-    arg    the argument, or None where it cannot be read as a mask of keys
-    value  what is known of the operand (of its negation, if ``negated``)
+    arg      the op's argument, or None where it cannot be read as a mask of keys
+    value    the abstract value of this operand: of the argument, or of its negation
+    negated  this operand is the negation of the argument
     """
 
     arg: object
@@ -49,7 +50,7 @@ class Operand:
         return Operand(self.arg, negation(self.value), not self.negated)
 
     def key_mask(self, node: Node, band: Band) -> KeyMasks | None:
-        """The masks that it is, if nothing more is known."""
+        """Treat an operand without a known value as a mask of keys; None otherwise."""
         return None if self.value is not None else as_key_mask(self.arg, node, band, self.negated)
 
 
@@ -59,26 +60,29 @@ def operand(arg: object, node: Node, known: Known) -> Operand:
 
 
 def truth(value: Abstract, node: Node) -> Abstract:
-    """Where a value that is no boolean is not zero."""
+    """Convert a value that is no boolean to a mask of its entries that are not zero."""
     return comparison("ne", value, ZERO, node)
 
 
 def conjoined(node: Node, known: Known) -> Abstract:
-    """``a & b``."""
+    """Evaluate ``a & b``."""
     if not is_boolean(node):
         return None
     return conjunction(node, *(operand(x, node, known) for x in node.args[:2]))
 
 
 def disjoined(node: Node, known: Known) -> Abstract:
-    """``a | b``."""
+    """Evaluate ``a | b``."""
     if not is_boolean(node):
         return None
     return disjunction(node, *(operand(x, node, known) for x in node.args[:2]))
 
 
 def exclusive(node: Node, known: Known) -> Abstract:
-    """``a ^ b``: one of two masks and not the other; of per-token values, zero where they are equal."""
+    """Evaluate ``a ^ b``.
+
+    Of masks, it is one of the two and not the other. Of per-token values, it is zero where they are equal.
+    """
     a, b = (operand(x, node, known) for x in node.args[:2])
     pair = token_pair(node, known) if known(node.args[0]) is known(node.args[1]) is None else None
     if not is_boolean(node):
@@ -90,7 +94,7 @@ def exclusive(node: Node, known: Known) -> Abstract:
 
 
 def inverted(node: Node, known: Known) -> Abstract:
-    """``~a``, ``logical_not(a)``."""
+    """Evaluate ``~a`` or ``logical_not(a)``."""
     value = known(node.args[0])
     if is_boolean(node.args[0]):
         return negation(value)
@@ -102,7 +106,7 @@ def inverted(node: Node, known: Known) -> Abstract:
 
 
 def conjunction(node: Node, a: Operand, b: Operand) -> Abstract:
-    """What is known of ``a & b``."""
+    """Evaluate ``a & b`` of boolean operands."""
     for constant, other in ((a, b), (b, a)):
         if is_constant(constant.value):
             return other.value if constant.value.const else ZERO
@@ -125,7 +129,7 @@ def conjunction(node: Node, a: Operand, b: Operand) -> Abstract:
 
 
 def disjunction(node: Node, a: Operand, b: Operand) -> Abstract:
-    """What is known of ``a | b``."""
+    """Evaluate ``a | b`` of boolean operands."""
     if is_visible_mask(a.value) and is_visible_mask(b.value) and have_same_axes(a.value, b.value):
         found = bands(replace(a.value, outside=True), replace(b.value, outside=True))
         if found is not None:
@@ -134,7 +138,10 @@ def disjunction(node: Node, a: Operand, b: Operand) -> Abstract:
 
 
 def bands(a: Band, b: Band) -> Band | None:
-    """Both of two bands. Two that are true outside are true outside their hull."""
+    """Intersect two bands, or return None.
+
+    Two bands that are true outside are true outside their hull.
+    """
     if a.outside is b.outside is False:
         return intersection(a, b)
     lo, hi = min(a.lo, b.lo), max(a.hi, b.hi)
@@ -144,7 +151,10 @@ def bands(a: Band, b: Band) -> Band | None:
 
 
 def documents(a: DocumentMask, b: DocumentMask) -> DocumentMask | None:
-    """Both of two document masks. Of their negations, what both say holds."""
+    """Intersect two document masks.
+
+    A negated mask tells which comparisons hold where it is false. Of two of them, those in both remain.
+    """
     if a.negated != b.negated:
         return replace(b if a.negated else a, key_masks=None)
     if not a.negated:
@@ -155,7 +165,7 @@ def documents(a: DocumentMask, b: DocumentMask) -> DocumentMask | None:
 
 
 def restricted(band: Band, other: Operand, node: Node) -> Band:
-    """A band of visible entries of which another mask hides some."""
+    """Restrict a band of visible entries by another mask, which hides some of them."""
     if isinstance(other.value, DocumentMask):
         document = document_band(other.value, node)
         if document is not None and have_same_axes(band, document):
