@@ -64,9 +64,7 @@ def key_ranges(
     masks: Mapping[Node, Abstract],
     checkable: Container[Node],
 ) -> tuple[dict[Node, Reach], tuple[Condition, ...]]:
-    """Find the keys that a row can reach, for every node that relates rows to keys.
-
-    Returns these ranges, as far as the masks prove them, and the conditions of the proofs.
+    """Find the keys that a row can reach, for every node that relates rows to keys, and the conditions.
 
     masks      the abstract values of `mask_analysis`
     checkable  placeholders of masks that may be checked in each call

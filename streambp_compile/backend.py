@@ -313,11 +313,7 @@ class Chain:
         return Cut(axes, updates, views, [with_sizes(r, graph) for r in regions], lazy)
 
     def chained(self) -> Callable:
-        """Cut the graph into regions, compile them and link them.
-
-        Raises `CannotStream` for uneven DTensors, for transforms of torch.func, and where a defect
-        prevents it.
-        """
+        """Cut the graph into regions, compile them and link them; raise `CannotStream` if that fails."""
         if any(map(internals.is_transform, self.given.graph.nodes)):
             raise CannotStream(TRANSFORMED)
         check_parts(self.given.graph.nodes)

@@ -34,8 +34,7 @@ def explain(
     Nothing is computed, and on a CPU no code is built. A function that breaks its graph is compiled and
     runs its forward once, because the code after a break may depend on values.
 
-    The report prints itself, and gives access to all graphs. Raises ValueError for unknown options and
-    modes.
+    The report prints itself, and gives access to all graphs. Raises ValueError for unknown options.
     """
     from .backend import Chain  # late: importing it inspects the libraries that are loaded by then
 

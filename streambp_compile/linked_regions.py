@@ -208,10 +208,7 @@ def linked(
     cut: Cut,
     outputs: Sequence[object],
 ) -> Callable:
-    """Link the chain to one function.
-
-    The function changes weights, takes the early views, runs the regions in order, and drops each value
-    after its last reader.
+    """Link the chain to one function, which runs the regions and drops values after their last use.
 
     plan  where the inputs of regions wait for the backward
     """

@@ -20,11 +20,11 @@ LONGEST = 20  # words of a first sentence
 QUESTIONS = frozenset("Are Can Could Did Do Does Has Have Is May Must Should Was Were Will Would".split())
 VERBS = frozenset(
     """
-    Accept Accumulate Activate Add Advance Agree Align Allocate Allow Annotate Answer Append Apply Approximate
+    Accept Accumulate Adapt Analyse Activate Add Advance Agree Align Allocate Allow Annotate Answer Append Apply Approximate
     Arrange Assemble Assert Assign Assume Attach Attend Await Balance Begin Bind Bound Break Broadcast Build
-    Cache Calculate Call Cancel Cast Change Check Choose Classify Clear Clone Close Collapse Collect Combine
+    Cache Calculate Call Cancel Capture Carry Cast Change Check Choose Classify Clear Clone Close Collapse Collect Combine
     Compare Compile Complete Compose Compute Concatenate Configure Confirm Connect Construct Consume Contract
-    Convert Copy Correct Count Cover Create Cut Decide Declare Decompose Defer Define Delay Delete Derive
+    Convert Convolve Copy Correct Count Cover Create Cut Decide Declare Decompose Defer Define Delay Delete Derive
     Describe Detach Detect Determine Disable Discard Distribute Divide Draw Drop Duplicate Eliminate Emit
     Enable End Ensure Enter Enumerate Erase Estimate Evaluate Exchange Exclude Execute Exit Expand Explain
     Export Express Extend Extract Factor Fetch Fill Filter Find Finish Fit Flatten Flip Fold Follow Forbid

@@ -297,9 +297,7 @@ class Trace:
         )
 
     def axis(self, chosen: AxisCandidate, others: Sequence[TokenPropagation]) -> Axis | None:
-        """Build the axis of a candidate in the Dynamo graph. None if its tokens have no dimension of their
-        own there.
-        """
+        """Build the axis of a candidate in the Dynamo graph; None if its tokens have no own dimension."""
         graph, propagation = self.graph, chosen.propagation
         crossing = {n for n in propagation.met() if any(crosses(n, propagation, other) for other in others)}
         marks = {n: tuple(propagation.of(v).values()) for n, v in self.values.items() if propagation.of(v)}
