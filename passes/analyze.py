@@ -34,7 +34,6 @@ from .ir import (
     Summed,
     Tokens,
     draws_random,
-    hint,
     is_tensor,
     refuse,
     shape_of,
@@ -193,25 +192,21 @@ class Reader:
             key is not None
         ):  # a stored mask, perhaps for more tokens than there are: it is sliced before it is read
             return Tokens(rows, key)
-        lo = self.alignment.low(node) or 0
-        return Tokens(rows, key, lo, lo + self.excess(node, node.meta["val"].shape, rows))
+        return self.located(node, node.meta["val"].shape[rows.dim], rows, key, self.alignment.low(node) or 0)
 
-    def excess(self, node: Node, shape, mark: Mark) -> int:
-        """Count the rows of a value beyond T (negative: missing).
+    def located(self, node: Node, size: Size, mark: Mark, key: Mark | None, low: int) -> Tokens:
+        """Build the fact of a value whose row 0 is of token ``low``.
 
-        Raises `CannotStream` if the rows are not T plus a constant.
+        Raises `CannotStream` if its rows are not T plus a constant.
         """
-        excess = hint(shape[mark.dim]) // mark.step - mark.count(hint(self.length))
-        if not isinstance(self.length, int):
-            exact = shape[mark.dim] - (mark.count(self.length) + excess) * mark.step
-            if not isinstance(exact, int) and exact.node.expr != 0 and not is_now(shape[mark.dim], exact):
-                raise refuse(
-                    node,
-                    f"This value has {shape[mark.dim]} rows, which is not the number of tokens plus a "
-                    "constant",
-                    "Choose a sequence length that the split or pooling divides evenly",
-                )
-        return excess
+        rows, excess, rest = mark.located(size, self.length)
+        if isinstance(rest, torch.SymInt) and rest.node.expr != 0 and not is_now(size, rest):
+            raise refuse(
+                node,
+                f"This value has {size} rows, which is not the number of tokens plus a constant",
+                "Choose a sequence length that the split or pooling divides evenly",
+            )
+        return Tokens(rows, key, low, low + excess)
 
     def derive(self, node: Node, operands: tuple[Node, ...], signature: Signature) -> None:
         if signature.reshape and not isinstance(self.facts[operands[0]], Tokens):
@@ -320,7 +315,7 @@ class Reader:
         mixed = labels.kind is Kind.MIXED and labels.row is not None and output > 0
         start = 0 if mixed or labels.kind is Kind.KEYSUM else low
         value = value_of(node) if output == -1 else value_of(node)[output]
-        return Tokens(mark, self.propagation.key(slot), start, self.excess(node, value.shape, mark) + start)
+        return self.located(node, value.shape[mark.dim], mark, self.propagation.key(slot), start)
 
     def labelling(self, node: Node, operands: tuple[Node, ...], signature: Signature) -> Labelling:
         """Choose the labels of rows and keys in a node, and its kind."""

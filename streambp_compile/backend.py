@@ -64,7 +64,7 @@ from .dynamo.score_filters import write_score_filters
 from .dynamo.shared_keys import part_shared_keys
 from .dynamo.state_updates import only_updates_state
 from .dynamo.table_rows import take_table_rows_first
-from .dynamo.token_axes import capturing_once, find_axes, joined
+from .dynamo.token_axes import batch_sizes, capturing_once, find_axes, joined
 from .dynamo.turned_matrices import part_turned_matrices
 from .dynamo.unknown_sizes import OfUnknownSize, part_unknown_sizes, write_counts_as_sums
 from .dynamo.unrolled_loops import distribute_loops
@@ -207,7 +207,10 @@ class Chain:
             return self.plain(UPDATE, costs_nothing=True)
         self.report.seconds["Dynamo"] = self.report.seconds.get("Dynamo", 0.0) + internals.seconds_so_far()
         with clocked(self.report.seconds), Compiling() as self.progress:
-            call = self.chained_or_plain()
+            try:
+                call = self.chained_or_plain()
+            except internals.SizeFixed:
+                call = self.chained_or_plain()
             self.progress.last = self.report.headline
         if internals.log.isEnabledFor(logging.INFO):
             predict(self.report)
@@ -260,9 +263,18 @@ class Chain:
                 internals.break_at_read_numbers()
         if constants:
             internals.make_constant(constants)
+        batch: list[torch.SymInt] = []
         for rewrite, doing in REWRITES:
+            if rewrite is merge_unrolled:  # the first that writes numbers
+                batch = self.changing_batch(module)
+            before = names_of(module)
             with phase(doing):
                 module = rewrite(module)
+            if batch and rewrite in WRITE_NUMBERS and names_of(module) != before:
+                list(
+                    map(int, batch)
+                )  # constants from here on; Dynamo compiles another graph for another batch
+                return self.rewritten()
             if rewrite is inline_wrappers:
                 self.attributes += attributes_as_inputs(module)
             if rewrite is to_aten:
@@ -272,6 +284,18 @@ class Chain:
         if is_of_data(module):
             internals.break_at_picked_rows()
         return module
+
+    def changing_batch(self, module: GraphModule) -> list[torch.SymInt]:
+        """List the sizes of the batch that may change between calls."""
+        fakes = self.fakes_of(module)
+        shapes = (f.shape for f in fakes if isinstance(f, torch.Tensor))
+        if all(isinstance(size, int) for shape in shapes for size in shape):
+            return []
+        return batch_sizes(find_axes(module, fakes))
+
+    def fakes_of(self, module: GraphModule) -> list[object]:
+        """Return the fake values of all inputs of a module, attributes included."""
+        return fakes_of(placeholders_of(module), [*self.example_inputs, *self.attributes])
 
     def prove_branches(self, module: GraphModule) -> None:
         """Prove that branches on picked rows may always be taken, or have Dynamo trace again.
@@ -320,7 +344,7 @@ class Chain:
         with time_limit(self.config.analysis_seconds, self.hint), capturing_once():
             self.module = self.rewritten()
             self.placeholders = placeholders_of(self.module)
-            self.fakes = fakes_of(self.placeholders, [*self.example_inputs, *self.attributes])
+            self.fakes = self.fakes_of(self.module)
             views = part_returned_views(self.module)
             assertions = part_assertions(self.module)
             cut = self.cut()
@@ -498,6 +522,10 @@ def placeholders_of(module: GraphModule) -> list[Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
+def names_of(module: GraphModule) -> list[tuple]:
+    return [(n.name, n.target) for n in module.graph.nodes]
+
+
 def widest_of(nodes: Iterable[Node]) -> int:
     """Return the bytes of the largest value among some nodes, without values whose sizes depend on data."""
     fakes = (v for v in map(own_of, nodes) if isinstance(v, torch.Tensor))
@@ -531,6 +559,25 @@ def is_of_data(module: GraphModule) -> bool:
 
 
 # Rewrites before autograd, in this order, each with its name in reports of failures.
+# Rewrites that write the traced size of the batch, as a number, into what they make.
+WRITE_NUMBERS = frozenset(
+    {
+        merge_unrolled,
+        distribute_loops,
+        write_filled_values,
+        write_running_values,
+        look_back,
+        write_windows,
+        write_score_filters,
+        write_relative_shifts,
+        part_blocks,
+        part_joint_attention,
+        part_shared_keys,
+        part_turned_matrices,
+        move_leading_columns,
+        pad_before_masks,
+    }
+)
 REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (write_inference_as_no_grad, "reading modes"),
     (inline_wrappers, "inlining activation checkpoints and nested compile regions"),

@@ -21,6 +21,7 @@ from .passes.ir import (
     Kind,
     Mark,
     Role,
+    Size,
     Summed,
     Tokens,
     arguments,
@@ -49,7 +50,7 @@ class Unfit(Exception):
     """The sequences of a batch meet, or the joint graph for some of them cannot be written."""
 
 
-def of_batch(region: Joint, widest: Node, mark: Mark, count: int) -> Analysis:
+def of_batch(region: Joint, widest: Node, mark: Mark, count: Size) -> Analysis:
     """Derive the facts of a joint graph whose rows are the sequences of the batch.
 
     Raises `CannotStream`, or `Unfit` where a sequence reads another one, or the sum over all.
@@ -83,9 +84,11 @@ class Places:
     tables: tuple[tuple[Node, int], ...]
 
 
-def places_in_batch(graph: Graph, count: int) -> Places:
-    """Find all ranges over ``count`` numbers that only such look-ups read."""
+def places_in_batch(graph: Graph, count: Size) -> Places:
+    """Find all ranges over ``count`` numbers that only such look-ups read, if that is always the batch."""
     nodes, tables = set[Node](), dict[tuple[Node, int], None]()
+    if not isinstance(count, int):
+        return Places(frozenset(), ())
     for node in graph.nodes:
         if form_of(node) is Form.RANGE and node.args == (count,) and counts_from_zero(node):
             found = look_ups(node, count)

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from . import internals
 from .batch_analysis import Unfit, of_batch
 from .joint_regions import Ends, Joint, parted
 from .passes.ir import (
@@ -32,14 +33,16 @@ from .passes.ir import (
     Layout,
     Mark,
     Program,
+    Size,
     Tokens,
     bytes_of,
+    hint,
     is_equal,
     is_row_wise,
     is_tensor,
     parts_of,
+    quotient,
     rank_of,
-    shape_of,
     value_of,
 )
 from .passes.phases import Abandoned
@@ -60,7 +63,7 @@ WORTH = 10  # turns must save at least 1 / WORTH of what the region holds
 class BatchParts:
     """Division of a region's values between the sequences of a batch.
 
-    count    sequences in the batch
+    size     sequences in the batch, which may change between calls if they run one at a time
     at_once  how many of them its sweeps run for at a time
     marks    value with a part for each sequence → its dimension of sequences
     sums     values that add up over sequences
@@ -68,12 +71,17 @@ class BatchParts:
     inputs   of the joint graph of the whole batch, in which the conditions of its analysis are written
     """
 
-    count: int
+    size: Size
     at_once: int
     marks: Mapping[Node, Mark]
     sums: frozenset[Node]
     whole: Mapping[Node, torch.Tensor]
     inputs: tuple[Node, ...]
+
+    @property
+    def count(self) -> int:
+        """Sequences in the batch for which the graph was traced."""
+        return hint(self.size)
 
     @property
     def turns(self) -> int:
@@ -100,11 +108,15 @@ def worth_parting(
         return
     widest = max(ends, key=lambda n: bytes_of(value_of(n)))
     for dim in range(rank_of(widest) - 1):
-        count = value_of(widest).shape[dim]
-        if dim == analysis.tokens_of(widest).rows.dim or not isinstance(count, int):
+        size = value_of(widest).shape[dim]
+        if dim == analysis.tokens_of(widest).rows.dim or dim and not isinstance(size, int):
             continue
+        count = hint(size)
         at_once = sequences_at_once(directions(programs), analysis, choices, device, count)
         if held * (count - at_once) * WORTH >= (held + around) * count:
+            if at_once > 1 and isinstance(size, torch.SymInt):  # turns of several divide only some batches
+                int(size)
+                raise internals.SizeFixed
             yield widest, Mark(dim), at_once
 
 
@@ -131,11 +143,11 @@ def in_turn(
     """
     widest, mark, at_once = found
     try:
-        by_batch = of_batch(region, widest, mark, shape_of(widest)[mark.dim])
+        size = value_of(widest).shape[mark.dim]
+        by_batch = of_batch(region, widest, mark, size)
         if any(share_dimension(analysis.facts[n], by_batch.facts[n]) for n in region.primals):
             return None
-        turns = shape_of(widest)[mark.dim] // at_once
-        smaller, new = Smaller(region.module, by_batch, at_once, turns).written()
+        smaller, new = Smaller(region.module, by_batch, size, at_once).written()
         known = set(smaller.graph.nodes)
         part = parted(smaller, Ends(len(region.forward), region.tangent_of))
         part, facts = follow(part)
@@ -147,7 +159,7 @@ def in_turn(
     if rewritten or facts.shifted_copies or not proves_the_same(facts, analysis, new):
         return None
     facts = replace(facts, conditions=analysis.conditions)
-    return part, facts, parts_of_batch(region, by_batch, new, shape_of(widest)[mark.dim], at_once)
+    return part, facts, parts_of_batch(region, by_batch, new, size, at_once)
 
 
 def share_dimension(tokens: Facts, sequences: Facts) -> bool:
@@ -163,11 +175,11 @@ def proves_the_same(part: Analysis, whole: Analysis, new: Mapping[Node, Node]) -
 
 
 def parts_of_batch(
-    region: Joint, by_batch: Analysis, new: Mapping[Node, Node], count: int, at_once: int
+    region: Joint, by_batch: Analysis, new: Mapping[Node, Node], size: Size, at_once: int
 ) -> BatchParts:
     facts = {new[n]: by_batch.facts[n] for n in new}
     return BatchParts(
-        count,
+        size,
         at_once,
         {n: fact.rows for n, fact in facts.items() if isinstance(fact, Tokens)},
         frozenset(new[n] for n, kind in by_batch.kinds.items() if kind is Kind.SUM),
@@ -179,12 +191,12 @@ def parts_of_batch(
 class Smaller:
     """A copy of a graph with the rows of one turn.
 
-    rows   sequences in one turn
-    turns  number of turns
+    count  sequences in the batch
+    rows   sequences in one turn; one, if their number may change
     """
 
-    def __init__(self, module: GraphModule, analysis: Analysis, rows: int, turns: int):
-        self.module, self.analysis, self.rows, self.turns = module, analysis, rows, turns
+    def __init__(self, module: GraphModule, analysis: Analysis, count: Size, rows: int):
+        self.module, self.analysis, self.count, self.rows = module, analysis, count, rows
         self.graph, self.new = Graph(), dict[Node, Node]()
 
     def written(self) -> tuple[GraphModule, dict[Node, Node]]:
@@ -229,10 +241,24 @@ class Smaller:
     def size(self, whole: Node | int) -> Node | int:
         """Compute the size of a part: a number, or a node where it depends on the length."""
         if not isinstance(whole, Node):
-            return whole if whole == -1 else whole // self.turns  # -1: an inferred size, or an unchanged one
-        part = self.graph.call_function(operator.floordiv, (whole, self.turns))
-        part.meta["val"] = value_of(whole) // self.turns
+            return whole if whole == -1 else self.part(whole)  # -1: an inferred size, or an unchanged one
+        size = self.part(value_of(whole))
+        if isinstance(size, int):
+            return size
+        count = next((n for n in self.new if is_equal_size(n, self.count)), None)
+        if not isinstance(self.count, int) and count is None:
+            raise Unfit
+        turns = self.count // self.rows if count is None else self.new[count]
+        part = self.graph.call_function(operator.floordiv, (whole, turns))
+        part.meta["val"] = size
         return part
+
+    def part(self, whole: Size) -> Size:
+        """Compute the size of a dimension that has rows of one turn alone."""
+        one = quotient(whole, self.count)
+        if one is None:
+            raise Unfit
+        return one * self.rows
 
     def value(self, node: Node, copy: Node) -> object:
         """Compute the fake value of a copied node, and check its shape against the node's fact."""
@@ -240,7 +266,8 @@ class Smaller:
         if not is_row_wise(self.analysis.facts[node]):
             return old
         if node.op == "placeholder":
-            return dense_as(old, part_of(old, self.analysis.tokens_of(node).rows, 0, self.turns))
+            mark = self.analysis.tokens_of(node).rows
+            return dense_as(old, old.narrow(mark.dim, 0, self.part(old.shape[mark.dim])))
         value = self.run(copy)
         several = isinstance(value, (tuple, list))
         results = zip(old, value) if several else [(old, value)]
@@ -253,7 +280,7 @@ class Smaller:
         """Does a result have the old shape with fewer rows, at every length?"""
         sizes = list(before.shape)
         if isinstance(fact, Tokens):
-            sizes[fact.rows.dim] //= self.turns
+            sizes[fact.rows.dim] = self.part(sizes[fact.rows.dim])
         return after.dim() == len(sizes) and all(map(is_equal, after.shape, sizes))
 
     def run(self, node: Node) -> object:
@@ -262,6 +289,11 @@ class Smaller:
             return node.target(*args, **kwargs)
         except Exception as error:  # a size of the batch that no rule knows
             raise Unfit from error
+
+
+def is_equal_size(node: Node, size: Size) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.SymInt) and is_equal(value, size)
 
 
 def dense_as(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

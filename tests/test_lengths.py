@@ -48,13 +48,13 @@ class Model:
     """A model, and how to give it a batch.
 
     build  the model
-    batch  length in tokens → its arguments
+    batch  length in tokens, and number of sequences → its arguments
     exact  the largest error that passes
     lengths  at which it is tried
     """
 
     build: Callable[[], nn.Module]
-    batch: Callable[[int], tuple]
+    batch: Callable[..., tuple]
     exact: float = EXACT
     lengths: tuple[int, ...] = LENGTHS
 
@@ -124,17 +124,17 @@ class Labelled(nn.Module):
         return self.model(input_ids=ids, labels=ids).loss
 
 
-def one(length: int) -> tuple:
-    return (ids_of(2, length),)
+def one(length: int, size: int = 2) -> tuple:
+    return (ids_of(size, length),)
 
 
-def few(length: int) -> tuple:
+def few(length: int, size: int = 2) -> tuple:
     """Of the smallest vocabulary that these models have."""
-    return (ids_of(2, length) % min(test_key_places.VOCABULARY, test_position_tables.VOCABULARY),)
+    return (ids_of(size, length) % min(test_key_places.VOCABULARY, test_position_tables.VOCABULARY),)
 
 
-def two(length: int) -> tuple:
-    return ids_of(2, length), ids_of(2, length)
+def two(length: int, size: int = 2) -> tuple:
+    return ids_of(size, length), ids_of(size, length)
 
 
 def widened(batch: dict) -> dict:
@@ -142,7 +142,7 @@ def widened(batch: dict) -> dict:
 
 
 def of_objective(name: str) -> Model:
-    return Model(partial(Trained, name), lambda n: (ids_of(4, n), Batch(4, n, WIDTH, VOCABULARY)))
+    return Model(partial(Trained, name), lambda n, b=4: (ids_of(b, n), Batch(b, n, WIDTH, VOCABULARY)))
 
 
 def of_zoo(name: str) -> Model:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
 
 from .facts import Mark
 from .layouts import is_expanded
-from .values import value_of
+from .values import Size, value_of
 
 
 class BindingRole(enum.Enum):
@@ -83,6 +84,12 @@ class Binding:
         assert self.source is not None, f"{self} has no source"
         return self.source
 
+    def at(self, sizes: Callable[[Size], int]) -> Binding:
+        """Return the binding at the sizes of one call."""
+        if self.mark is None or self.mark.sequences is None:
+            return self
+        return replace(self, mark=self.mark.at(sizes))
+
     @property
     def tokens(self) -> Mark:
         """The token dimension of a binding, which is known to have one."""
@@ -100,8 +107,13 @@ def numbers_told(binding: Binding) -> list[object]:
     if not isinstance(value, torch.Tensor):
         return [value]
     sizes = [s for d, s in enumerate(value.shape) if binding.mark is None or d != binding.mark.dim]
+    of_rows = binding.mark is not None and binding.role in OF_ROWS
     as_it_is = binding.role is BindingRole.WHOLE and is_expanded(value)
-    return [*sizes, *(value.stride() if as_it_is else ())]
+    return [
+        *sizes,
+        *([binding.tokens.outer_size] if of_rows else ()),
+        *(value.stride() if as_it_is else ()),
+    ]
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
 
-from .values import Size, rank_of, shape_of
+from .values import Size, hint, quotient, rank_of, shape_of
 
 
 class Role(enum.Enum):
@@ -98,12 +98,16 @@ class Mark:
     Entry ``(o * N + n) * inner + i`` belongs to block ``n``, which holds the tokens from ``block * n``
     to before ``block * (n + 1)``. The last block may have fewer tokens, but has all its rows. With
     blocks of one token, ``n`` is the token.
+
+    outer      sequences that share the dimension, at the sizes for which the graph was traced
+    sequences  their number as a size of the graph, where it may change between calls; None: ``outer``
     """
 
     dim: int
     outer: int = 1
     inner: int = 1
     block: int = 1
+    sequences: Size | None = field(default=None, compare=False)
 
     @property
     def is_plain(self) -> bool:
@@ -112,8 +116,30 @@ class Mark:
 
     @property
     def step(self) -> int:
-        """Rows of one block, over all sequences that share the dimension."""
+        """Rows of one block, over all sequences that share the dimension, at the traced sizes."""
         return self.outer * self.inner
+
+    @property
+    def outer_size(self) -> Size:
+        """Sequences that share the dimension, at any size."""
+        return self.outer if self.sequences is None else self.sequences
+
+    @property
+    def step_size(self) -> Size:
+        """Rows of one block, over all sequences that share the dimension, at any size."""
+        return self.outer_size * self.inner
+
+    def located(self, size: Size, tokens: Size) -> tuple[Mark, int, Size]:
+        """Relate a dimension of this size to a number of tokens.
+
+        Returns the mark with its number of sequences, the rows that the dimension has beyond those of the
+        tokens (negative: missing), and the entries that this leaves over: 0, or a size that the caller
+        checks.
+        """
+        excess = hint(size) // self.step - self.count(hint(tokens))
+        rows = (self.count(tokens) + excess) * self.inner
+        found = self if self.outer == 1 else replace(self, sequences=quotient(size, rows))
+        return found, excess, size - rows * found.outer_size
 
     def count(self, tokens: Any) -> Any:
         """Count the blocks that a number of tokens fills; the last block may be short."""
@@ -122,6 +148,10 @@ class Mark:
     def size(self, tokens: Any) -> Any:
         """Compute the size of the dimension for a number of tokens."""
         return self.count(tokens) * self.step
+
+    def at(self, sizes: Callable[[Size], int]) -> Mark:
+        """Return the mark at the sizes of one call."""
+        return self if self.sequences is None else replace(self, outer=sizes(self.sequences), sequences=None)
 
     def moved(self, dim: int) -> Mark:
         """Return the mark of the same rows in another dimension."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from .bodies import ChosenKernel
 from .facts import EVERYWHERE, Reach
+from .values import Size, hint
 
 SHORTEST_CHUNK = 32  # tokens; shorter ones only where the user asks for them
 
@@ -149,6 +150,8 @@ class Plan:
     """The execution of a program on a device: chunk lengths, kernels and fusions.
 
     chunks       tokens per chunk of every sweep
+    entries      numbers per token, all sequences together, for which these lengths were chosen: a call with
+                 more of them has shorter chunks. Empty where the lengths are fixed
     kernels      attention node → the kernel that computes it
     full_length  for each step of the program's ``full_length``, in order: a node by itself, or several
                  together
@@ -157,6 +160,18 @@ class Plan:
     chunks: tuple[int, ...]
     kernels: Mapping[Node, ChosenKernel]
     full_length: tuple[tuple[Node | Fusion, ...], ...]
+    entries: tuple[Size, ...] = ()
+
+    def chunk(self, step: int, block: int, sizes: Callable[[Size], int]) -> int:
+        """Return the tokens per chunk of a sweep in one call: as many numbers per chunk as planned.
+
+        block  tokens of which a chunk holds a multiple
+        """
+        planned = self.chunks[step]
+        if not self.entries:
+            return planned
+        wanted = planned * hint(self.entries[step]) // max(1, sizes(self.entries[step]))
+        return max(block, wanted // block * block)
 
     @property
     def fusions(self) -> tuple[Fusion, ...]:

@@ -109,6 +109,20 @@ def differs_by_a_number(a: Size, b: Size) -> bool:
     return first == second or simplified(first - second).is_number
 
 
+def quotient(size: Size, part: Size) -> Size | None:
+    """Divide two sizes; None unless the division leaves no remainder at every length."""
+    if isinstance(size, int) and isinstance(part, int):
+        return None if size % part else size // part
+    exprs = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (size, part))
+    (given, *_) = (s for s in (size, part) if isinstance(s, torch.SymInt))
+    found = sympy.cancel(operator.truediv(*map(simplified, exprs)))
+    if found.is_Integer:
+        return int(found)
+    if found.as_numer_denom()[1] != 1:
+        return None
+    return given.node.shape_env.create_symintnode(found, hint=hint(size) // hint(part))
+
+
 def simplified(expr: sympy.Expr) -> sympy.Expr:
     """Simplify an expression of sizes by carrying out divisions without a remainder.
 

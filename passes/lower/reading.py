@@ -21,6 +21,7 @@ from ..ir import (
     Kind,
     Mark,
     Role,
+    Size,
     Sweep,
     Tokens,
     hint,
@@ -83,10 +84,10 @@ class Inputs:
         with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
             return self.graph.placeholder(name)
 
-    def symbol(self, size: torch.SymInt) -> Node | int:
+    def symbol(self, size: Size) -> Node | int:
         """Bind a size that is neither rows nor keys as an input, unless it is a constant."""
         known = known_number(size)
-        if known is not None:
+        if known is not None or isinstance(size, int):
             return known
         name = "size_" + "".join(c if c.isalnum() else "_" for c in str(size.node.expr))
         return self.bind(Binding(BindingRole.SCALAR, None, name, size=size))
@@ -133,12 +134,18 @@ class Reading:
 
     def size(self, mark: Mark, name: str = "rows") -> Node:
         size = self.scalar(name, mark.block)
-        return size if mark.step == 1 else self.graph.call_function(operator.mul, (size, mark.step))
+        if mark.step == 1:
+            return size
+        return self.graph.call_function(operator.mul, (size, self.symbol(mark.step_size)))
 
     def unflattened(self, node: Node, mark: Mark, name: str = "rows") -> list:
         """Return the sizes of a value with the token dimension split into outer, rows, inner."""
         sizes = self.sizes(node)
-        sizes[mark.dim : mark.dim + 1] = [mark.outer, self.scalar(name, mark.block), mark.inner]
+        sizes[mark.dim : mark.dim + 1] = [
+            self.symbol(mark.outer_size),
+            self.scalar(name, mark.block),
+            mark.inner,
+        ]
         return sizes
 
     def sizes(self, node: Node, output: int | None = None) -> list:

@@ -56,7 +56,7 @@ class RowReading(Reading):
         if mark.step != 1:
             size = self.scalar("rows", mark.block)
             grouped = call(aten.view.default, (inside, [1, size, 1]))
-            grouped = call(aten.expand.default, (grouped, [mark.outer, size, mark.inner]))
+            grouped = call(aten.expand.default, (grouped, [self.symbol(mark.outer_size), size, mark.inner]))
             inside = call(aten.reshape.default, (grouped, [self.size(mark)]))
         return call(
             aten.view.default, (inside, [1] * mark.dim + [self.size(mark)] + [1] * (rank - mark.dim - 1))
@@ -90,7 +90,7 @@ class RowReading(Reading):
         """
         call = self.graph.call_function
         rows, length, first = (self.scalar(name, mark.block) for name in ("rows", "length", "first"))
-        size = call(operator.mul, (length, mark.step)) if mark.step != 1 else length
+        size = call(operator.mul, (length, self.symbol(mark.step_size))) if mark.step != 1 else length
         index = call(
             aten.where.self, (call(aten.lt.Scalar, (index, 0)), call(aten.add.Tensor, (index, size)), index)
         )
@@ -168,12 +168,13 @@ class RowReading(Reading):
         place = self.counted(rows, device, first)
         if mark.step == 1:
             return place, length
-        groups = call(aten.view.default, (self.counted(mark.outer, device), [mark.outer, 1, 1]))
+        outer = self.symbol(mark.outer_size)
+        groups = call(aten.view.default, (self.counted(outer, device), [outer, 1, 1]))
         place = call(aten.view.default, (place, [1, rows, 1]))
         place = call(aten.add.Tensor, (call(aten.mul.Tensor, (groups, length)), place))
         inner = call(aten.mul.Scalar, (place, mark.inner)), self.counted(mark.inner, device)
         place = call(aten.reshape.default, (call(aten.add.Tensor, inner), [size]))
-        return place, call(operator.mul, (length, mark.step))
+        return place, call(operator.mul, (length, self.symbol(mark.step_size)))
 
     def iota(self, node: Node, start: Any, step: Any) -> Node:
         rows = self.graph.call_function(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
+import torch
 from torch.fx import Node
 
 from ..ir import (
@@ -11,8 +13,13 @@ from ..ir import (
     ChosenKernel,
     Plan,
     Program,
+    Size,
+    Sweep,
+    Tokens,
     arguments,
     computed_by,
+    hint,
+    is_tensor,
     shape_of,
     takes_kernel,
     value_of,
@@ -43,7 +50,29 @@ def plan(
     alone    nodes that are fused with no other at full length
     """
     kernels = {n: chosen(n, target, choices) for n in computed_by(program) if takes_kernel(n)}
-    return Plan(chunk_lengths(program, analysis, choices, device), kernels, fusions(program, alone))
+    entries = () if choices.chunk_size is not None else entries_per_token(program, analysis)
+    return Plan(chunk_lengths(program, analysis, choices, device), kernels, fusions(program, alone), entries)
+
+
+def entries_per_token(program: Program, analysis: Analysis) -> tuple[Size, ...]:
+    """Count the numbers per token of the widest value of each sweep, if the batch may change.
+
+    Returns none where states of scans are saved at the starts of chunks, whose length is fixed then.
+    """
+
+    def of_value(node: Node) -> Size:
+        mark, shape = analysis.tokens_of(node).rows, value_of(node).shape
+        return math.prod(s for d, s in enumerate(shape) if d != mark.dim) * mark.step_size
+
+    def of_sweep(sweep: Sweep) -> Size:
+        facts = {n: analysis.facts[n] for n in sweep.nodes if is_tensor(n)}
+        rows = (n for n, fact in facts.items() if isinstance(fact, Tokens) and fact.keys is None)
+        return max(map(of_value, rows), key=hint, default=1)
+
+    if any(s.saved_states or s.restored_states for s in program.sweeps):
+        return ()
+    found = tuple(map(of_sweep, program.sweeps))
+    return found if any(isinstance(size, torch.SymInt) for size in found) else ()
 
 
 def chosen(node: Node, target: Target, choices: Choices) -> ChosenKernel:

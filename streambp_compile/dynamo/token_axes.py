@@ -24,6 +24,7 @@ from ..passes.ir import (
     differs_by_a_number,
     draws_random,
     hint,
+    is_equal,
     is_tensor,
     origin_of,
     shape_of,
@@ -307,10 +308,6 @@ class Trace:
         )
         if first is None:
             return None
-        for node, mark in plain:
-            hidden = own_of(node).dim() == 3 and mark.dim == 1 and len(marks[node]) == 1
-            if node is first or node.op == "placeholder" or hidden:  # an input may be an image, or a weight
-                fix_sizes(own_of(node).shape[: mark.dim])
         mixers = {
             origin_of(n)
             for n in propagation.met()
@@ -375,7 +372,7 @@ def rows_of_length(axis: Axis, length: Size, moving: frozenset[Node]) -> Axis:
     def fits(node: Node) -> bool:
         sizes = [(own_of(node).shape[m.dim], m) for m in axis.marks[node]]
         return all(
-            differs_by_a_number(size, length * m.step)
+            is_equal(m.located(size, length)[2], 0)
             if m.block == 1
             else hint(size) * m.block == hint(length) * m.step
             for size, m in sizes
@@ -386,12 +383,19 @@ def rows_of_length(axis: Axis, length: Size, moving: frozenset[Node]) -> Axis:
     return replace(axis, length=length, marks=marks, mixing=mixing, attending=attending, moving=moving)
 
 
-def fix_sizes(sizes: Sequence[Size]) -> None:
-    """Turn these sizes (the batch) into constants of this graph; Dynamo compiles another for another batch.
-    The rows of the batch lie among those of tokens.
-    """
-    for size in sizes:
-        int(size)
+def batch_sizes(axes: Sequence[Axis]) -> list[torch.SymInt]:
+    """List the sizes in front of tokens that may change between calls: those of the batch."""
+    found: dict[str, torch.SymInt] = {}
+    for axis in axes:
+        for node, (mark, *others) in axis.marks.items():
+            value = own_of(node)
+            hidden = value.dim() == 3 and mark.dim == 1 and not others
+            if mark.is_plain and (
+                node.op == "placeholder" or hidden
+            ):  # an input may be an image, or a weight
+                sizes = [s for s in value.shape[: mark.dim] if isinstance(s, torch.SymInt)]
+                found.update((str(s), s) for s in sizes if not s.node.expr.is_number)
+    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class BodyInputs:
         """Compute the sizes and strides of the rows or keys that a chunk reads of a value with tokens."""
         mark, role, of_rows = binding.mark, binding.role, binding.role in OF_ROWS
         length = self.named("length", mark.block)
-        full[mark.dim] = length * mark.step
+        full[mark.dim] = length * self.size(mark.step_size)
         summed = role is BindingRole.KEYTOTAL
         strides = contiguous_strides(full) if summed else layout_of(value).strides(full)
         if binding.columns is not None and role is BindingRole.ROWS:
@@ -146,7 +146,7 @@ class BodyInputs:
         step = strides[mark.dim]
         steps = [length * mark.inner * step, mark.inner * step, step]
         return (
-            [*before, mark.outer, count, mark.inner, *after],
+            [*before, self.size(mark.outer_size), count, mark.inner, *after],
             [*strides[: mark.dim], *steps, *strides[mark.dim + 1 :]],
         )
 

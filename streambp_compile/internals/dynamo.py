@@ -63,8 +63,12 @@ PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latt
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 
-# Errors that are no defects: warnings raised at the user's request, lack of memory, Dynamo's restarts.
-NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, SkipFrame)
+class SizeFixed(Exception):
+    """A size has become a constant of the graph that is compiled, so that it is analysed again."""
+
+
+# Errors that are no defects: warnings raised at the user's request, lack of memory, restarts.
+NO_DEFECTS = (Warning, MemoryError, torch.OutOfMemoryError, RestartAnalysis, SkipFrame, SizeFixed)
 
 ASSERTIONS = (torch._assert, torch._assert_async)  # ``assert`` of a value in Dynamo's graph
 # Files of the code that runs around a function which Dynamo traces.

@@ -33,13 +33,15 @@ class InTurns:
         given = dict(inputs)
         inputs.clear()
         owned = owned.intersection(self.batch.marks)  # inputs that all turns read are not overwritten
-        memory, totals = self.memory(given, owned), dict[tuple[Node, int | None], torch.Tensor]()
+        sizes = Sizes(given, self.whole)
+        memory, totals = self.memory(given, owned, sizes), dict[tuple[Node, int | None], torch.Tensor]()
         results: list[object] = []
-        for turn in range(self.batch.turns):
-            parts = {n: self.part(n, value, turn) for n, value in given.items()}
-            if turn == self.batch.turns - 1:
+        turns = sizes(self.batch.size) // self.batch.at_once
+        for turn in range(turns):
+            parts = {n: self.part(n, value, turn, turns) for n, value in given.items()}
+            if turn == turns - 1:
                 given.clear()
-            into = {n: self.part(n, value, turn) for n, value in memory.items()}
+            into = {n: self.part(n, value, turn, turns) for n, value in memory.items()}
             results = self.runner(parts, owned, Turn(self.batch.sums, totals, into))
             for out, value in zip(self.runner.program.outputs, results):
                 if out in into and not same_view(value, into[out]):
@@ -47,21 +49,23 @@ class InTurns:
         outputs = self.runner.program.outputs
         return [memory.get(o, value) if isinstance(o, Node) else value for o, value in zip(outputs, results)]
 
-    def part(self, node: Node, value: Any, turn: int) -> Any:
+    def part(self, node: Node, value: Any, turn: int, turns: int) -> Any:
         """Slice the part of a value that a turn reads or writes; other values are shared by all turns."""
         mark = self.batch.marks.get(node)
-        return value if mark is None else part_of(value, mark, turn, self.batch.turns)
+        return value if mark is None else part_of(value, mark, turn, turns)
 
     def whole(self, node: Node) -> object:
         """Return the fake value of an input for all sequences, which determines the sizes of a call."""
         return self.batch.whole.get(node, value_of(node))
 
-    def memory(self, given: dict[Node, Any], owned: frozenset[Node]) -> dict[Node, torch.Tensor]:
+    def memory(
+        self, given: dict[Node, Any], owned: frozenset[Node], sizes: Sizes
+    ) -> dict[Node, torch.Tensor]:
         """Allocate memory for the outputs that have a part for each sequence.
 
         An output that overwrites an input takes the input's memory, if that is ours.
         """
-        sizes, found = Sizes(given, self.whole), dict[Node, torch.Tensor]()
+        found: dict[Node, torch.Tensor] = {}
         for out in self.runner.program.outputs:
             if not isinstance(out, Node) or out not in self.batch.marks:
                 continue

@@ -141,6 +141,7 @@ class Runner:
         self.bodies, self.compiled, self.fused = bodies, compiled, fused
         self.constants = {n: constant_of(n) for n in program.inputs if n.op == "get_attr"}
         self.last_read = last_reads(program, plan)
+        self.block = analysis.block(n for sweep in program.sweeps for n in sweep.nodes)
 
     def __call__(
         self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset(), turn: Turn | None = None
@@ -205,10 +206,11 @@ class Runner:
         sweep, body, compiled = self.program.sweeps[step], self.bodies[step], self.compiled[step]
         self.take_over(sweep, call)
         bound = []
-        for binding in body.bindings:
+        for binding in (b.at(call.sizes) for b in body.bindings):
             with within(binding):
                 bound.append((binding, self.source(binding, sweep, call)))
-        for chunk in chunks_of(sweep, self.plan.chunks[step], call.length):
+        length = self.plan.chunk(step, self.block, call.sizes)
+        for chunk in chunks_of(sweep, length, call.length):
             self.save_states(sweep, bound, chunk, call)
             with within(chunk), noting(lambda: f"streambp: this happened in {self.place(step, chunk)}"):
                 compiled([cut(binding, source, chunk) for binding, source in bound])
