@@ -27,6 +27,23 @@ class Abandoned(CannotStream):
     """
 
 
+class SizeFixed(Exception):
+    """The size of the batch must be a constant of the graph that is compiled, which is analysed again."""
+
+
+FIXES_SIZES: ContextVar[bool] = ContextVar("fixes sizes", default=False)
+
+
+@contextlib.contextmanager
+def may_fix_sizes() -> Iterator[None]:
+    """Let the code inside raise `SizeFixed`."""
+    before = FIXES_SIZES.set(True)
+    try:
+        yield
+    finally:
+        FIXES_SIZES.reset(before)
+
+
 class Timer:
     """The time that the analysis of one graph has taken.
 
@@ -125,14 +142,15 @@ def clocked(seconds: dict[str, float]) -> Iterator[None]:
 def phase(name: str) -> Iterator[None]:
     """Run the code inside as this phase.
 
-    An unexpected error becomes `Abandoned`. Refusals, warnings and lack of memory are raised as they are.
+    An unexpected error becomes `Abandoned`. Refusals, restarts, warnings and lack of memory are raised as
+    they are.
     """
     before = PHASE.set(name)
     try:
         check_time()
         with stage(STAGES.get(name, REWRITES)):
             yield
-    except (CannotStream, MemoryError, torch.OutOfMemoryError, Warning):
+    except (CannotStream, SizeFixed, MemoryError, torch.OutOfMemoryError, Warning):
         raise
     except Exception as error:
         raise abandoned(name, error) from error

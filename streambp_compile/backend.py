@@ -79,7 +79,7 @@ from .linked_regions import Cut, Later, linked
 from .memory_limits import Budget, FreeMemory, Limit, OverBudget
 from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes, warn_refused
 from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of, where_of
-from .passes.phases import clocked, phase, time_limit, untimed
+from .passes.phases import SizeFixed, clocked, may_fix_sizes, phase, time_limit, untimed
 from .passes.split import Region, split
 from .planned_chain import Links, PlannedChain, SpendingChain, costs_of
 from .progress import Compiling
@@ -178,6 +178,7 @@ class Chain:
         self.config = config.on_every_process() if self.spans_processes else config
         self.attributes: list[torch.Tensor] = []
         self.branches, self.read_in_branches = 0, dict[str, tuple[int, ...]]()
+        self.batch_is_fixed = False  # no other batch shares this graph
         self.of_unknown_size: OfUnknownSize | None = None
         self.held = 0  # bytes that a step holds in any case
         self.report = Report() if report is None else report
@@ -208,8 +209,10 @@ class Chain:
         self.report.seconds["Dynamo"] = self.report.seconds.get("Dynamo", 0.0) + internals.seconds_so_far()
         with clocked(self.report.seconds), Compiling() as self.progress:
             try:
-                call = self.chained_or_plain()
-            except internals.SizeFixed:
+                with may_fix_sizes():
+                    call = self.chained_or_plain()
+            except SizeFixed:
+                self.batch_is_fixed = True
                 call = self.chained_or_plain()
             self.progress.last = self.report.headline
         if internals.log.isEnabledFor(logging.INFO):
@@ -265,15 +268,14 @@ class Chain:
             internals.make_constant(constants)
         batch: list[torch.SymInt] = []
         for rewrite, doing in REWRITES:
-            if rewrite is merge_unrolled:  # the first that writes numbers
+            if rewrite is merge_unrolled and not self.batch_is_fixed:  # the first that writes numbers
                 batch = self.changing_batch(module)
             before = names_of(module)
             with phase(doing):
                 module = rewrite(module)
             if batch and rewrite in WRITE_NUMBERS and names_of(module) != before:
-                list(
-                    map(int, batch)
-                )  # constants from here on; Dynamo compiles another graph for another batch
+                self.batch_is_fixed = True
+                list(map(int, batch))
                 return self.rewritten()
             if rewrite is inline_wrappers:
                 self.attributes += attributes_as_inputs(module)
@@ -313,6 +315,8 @@ class Chain:
         graph = self.module.graph
         with phase("finding the token dimension"):
             axes = find_axes(self.module, self.fakes)
+            if self.batch_is_fixed:
+                list(map(int, batch_sizes(axes)))  # Dynamo compiles another graph for another batch
         axis = joined(axes)
         with phase("cutting the graph into regions"):
             updates, views = weight_updates(graph), early_views(graph, axis)

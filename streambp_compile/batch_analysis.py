@@ -26,11 +26,14 @@ from .passes.ir import (
     Tokens,
     arguments,
     draws_random,
+    hint,
+    is_equal,
     is_row_wise,
     is_tensor,
     is_view,
     parts_of,
     shape_of,
+    value_of,
 )
 from .passes.rules import (
     filling_of,
@@ -62,7 +65,7 @@ def of_batch(region: Joint, widest: Node, mark: Mark, count: Size) -> Analysis:
     marks = {n: tuple(spread.of(n).values()) for n in inputs if is_tensor(n) and spread.of(n)}
     if any(len(found) > 1 or found[0].outer != 1 for found in marks.values()):
         raise Unfit
-    analysis = analyze(region.graph, count, {**seeds, **marks})
+    analysis = analyze(region.graph, hint(count), {**seeds, **marks})
     for node in region.graph.nodes:
         if node.op != "output" and node not in places.nodes and not is_apart(node, analysis):
             raise Unfit
@@ -85,13 +88,13 @@ class Places:
 
 
 def places_in_batch(graph: Graph, count: Size) -> Places:
-    """Find all ranges over ``count`` numbers that only such look-ups read, if that is always the batch."""
+    """Find all ranges over ``count`` numbers that only such look-ups read."""
     nodes, tables = set[Node](), dict[tuple[Node, int], None]()
-    if not isinstance(count, int):
-        return Places(frozenset(), ())
     for node in graph.nodes:
-        if form_of(node) is Form.RANGE and node.args == (count,) and counts_from_zero(node):
-            found = look_ups(node, count)
+        if form_of(node) is Form.RANGE and len(node.args) == 1 and counts_from_zero(node):
+            (end,) = node.args
+            number = value_of(end) if isinstance(end, Node) else end
+            found = look_ups(node, hint(count)) if is_equal(number, count) else []
             if found:
                 nodes.update((node, *(user for user, _ in found)))
                 tables.update({(user.args[0], dim): None for user, dim in found})

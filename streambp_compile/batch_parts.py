@@ -22,7 +22,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from . import internals
 from .batch_analysis import Unfit, of_batch
 from .joint_regions import Ends, Joint, parted
 from .passes.ir import (
@@ -40,12 +39,13 @@ from .passes.ir import (
     is_equal,
     is_row_wise,
     is_tensor,
+    names_in,
     parts_of,
     quotient,
     rank_of,
     value_of,
 )
-from .passes.phases import Abandoned
+from .passes.phases import FIXES_SIZES, Abandoned, SizeFixed
 from .passes.planning.choices import Choices
 from .passes.planning.chunk_length import sequences_at_once
 from .passes.planning.devices import Device
@@ -111,12 +111,15 @@ def worth_parting(
         size = value_of(widest).shape[dim]
         if dim == analysis.tokens_of(widest).rows.dim or dim and not isinstance(size, int):
             continue
+        if names_in(size) & names_in(analysis.length):
+            continue
         count = hint(size)
         at_once = sequences_at_once(directions(programs), analysis, choices, device, count)
         if held * (count - at_once) * WORTH >= (held + around) * count:
-            if at_once > 1 and isinstance(size, torch.SymInt):  # turns of several divide only some batches
-                int(size)
-                raise internals.SizeFixed
+            if at_once > 1 and names_in(size):  # turns of several divide only some batches
+                if FIXES_SIZES.get():
+                    raise SizeFixed
+                continue
             yield widest, Mark(dim), at_once
 
 
@@ -144,6 +147,7 @@ def in_turn(
     widest, mark, at_once = found
     try:
         size = value_of(widest).shape[mark.dim]
+        size = size if names_in(size) else hint(size)
         by_batch = of_batch(region, widest, mark, size)
         if any(share_dimension(analysis.facts[n], by_batch.facts[n]) for n in region.primals):
             return None
@@ -245,13 +249,18 @@ class Smaller:
         size = self.part(value_of(whole))
         if isinstance(size, int):
             return size
-        count = next((n for n in self.new if is_equal_size(n, self.count)), None)
-        if not isinstance(self.count, int) and count is None:
-            raise Unfit
-        turns = self.count // self.rows if count is None else self.new[count]
-        part = self.graph.call_function(operator.floordiv, (whole, turns))
+        part = self.graph.call_function(operator.floordiv, (whole, self.turns()))
         part.meta["val"] = size
         return part
+
+    def turns(self) -> Node | int:
+        """Return the number of turns: a number, or the input that is the size of the batch."""
+        if isinstance(self.count, int):
+            return self.count // self.rows
+        given = next((n for n in self.new if is_equal_size(n, self.count)), None)
+        if given is None:
+            raise Unfit
+        return self.new[given]
 
     def part(self, whole: Size) -> Size:
         """Compute the size of a dimension that has rows of one turn alone."""

@@ -1,6 +1,7 @@
-"""Every small model of the tests, compiled at one length, is exact at three others.
+"""Every small model of the tests, compiled at one length, is exact at three others, and at other batches.
 
-From the second length on, the number of tokens is a symbol: whatever reads a size must be handed that size.
+From the second length on, the number of tokens is a symbol, and from the second batch on that of sequences:
+whatever reads a size must be handed that size.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from models import (
 from selection import representatives
 from test_objectives import WIDTH, Trained
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from benchmarks.losses import OBJECTIVES, Batch
+from benchmarks.memory import peak
 from benchmarks.zoo import OWN, ROWS
 
 LENGTHS = (43, 61, 24, 40)
@@ -200,3 +203,41 @@ def test_three_other_lengths_are_exact(name, interpreted):
         found, truth = (gradients(model, lambda f=f: f(*batch)) for f in (step, model))
         truth = {n: g for n, g in truth.items() if g.norm() > 1e-12}  # a bias may cancel out
         assert worst_error({n: found[n] for n in truth}, truth) < given.exact, f"{length} tokens"
+
+
+SIZED = {name: model for name, model in MODELS.items() if not name.startswith("zoo")}
+BATCHES = ((2, 0), (4, 1), (6, 2), (10, 0))  # sequences, and which of the lengths
+# Rewrites write the number of sequences into these, so that each batch has a graph of its own.
+OF_ONE_BATCH = ("blocks", "windows", "scan", "shift", "keys", "strict", "table")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:streambp", r"error:[\s\S]*internal error")
+@pytest.mark.parametrize("name", representatives(SIZED, {"llama-like", "folded", "loss: cross-entropy"}))
+def test_other_batches_are_exact(name, interpreted):
+    torch._dynamo.reset()
+    given = SIZED[name]
+    model = given.build().double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    counters.clear()
+    for size, at in BATCHES:
+        batch = given.batch(given.lengths[at], 2 * size)  # preferences come in pairs
+        found, truth = (gradients(model, lambda f=f: f(*batch)) for f in (step, model))
+        truth = {n: g for n, g in truth.items() if g.norm() > 1e-12}
+        assert worst_error({n: found[n] for n in truth}, truth) < given.exact, f"{size} sequences"
+    if name.split(":")[0] not in OF_ONE_BATCH:
+        assert counters["stats"]["unique_graphs"] == 2, "a third batch was compiled"
+
+
+def test_chunks_shrink_where_the_batch_grows():
+    """A chunk holds as many numbers as planned: the peak does not grow with the number of sequences."""
+    model = LlamaLike()
+    step = torch.compile(model, backend="streambp")
+
+    def peak_of(size: int) -> int:
+        batch = two(1024 // size, size)
+        step(*batch).backward()
+        return peak(lambda: step(*batch).backward())
+
+    first, *others = (peak_of(size) for size in (2, 4, 8, 16))
+    assert max(others) < 1.3 * first

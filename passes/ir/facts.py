@@ -137,6 +137,8 @@ class Mark:
         checks.
         """
         excess = hint(size) // self.step - self.count(hint(tokens))
+        if self.outer == 1 and isinstance(tokens, int):
+            return self, excess, 0
         rows = (self.count(tokens) + excess) * self.inner
         found = self if self.outer == 1 else replace(self, sequences=quotient(size, rows))
         return found, excess, size - rows * found.outer_size

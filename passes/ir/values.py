@@ -47,6 +47,12 @@ def symbols_in(size: Any) -> list[torch.SymInt]:
     return [size.node.shape_env.create_symintnode(s, hint=None) for s in sorted(expr.free_symbols, key=str)]
 
 
+def names_in(size: Size) -> frozenset[str]:
+    """Return the names of the symbols from which a size is computed."""
+    expr = expression_of(size)
+    return frozenset() if expr is None else frozenset(map(str, expr.free_symbols))
+
+
 def numbers_of(value: object) -> list[object]:
     """List the numbers that define a fake value: itself, or the sizes and strides of a tensor.
 

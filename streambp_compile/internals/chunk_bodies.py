@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 from ..passes.ir import Body, hint
 from ..passes.kernels.simulated_device import device_type
-from ..passes.phases import summary
+from ..passes.phases import FIXES_SIZES, SizeFixed, summary
 from ..passes.verify import verify_inputs
 from . import inductor, kernel_builds, stored_bodies
 from .body_inputs import BodyInputs
@@ -225,8 +225,10 @@ def artifact_of(body: Body, inputs: BodyInputs, again: bool, key: str | None) ->
         if stored is None:
             with contextlib.nullcontext() if key is None else stored_bodies.compiling():
                 run = function_of(body, inputs)
-            fixed = [str(s) for s in inputs.symbols.values() if inputs.env.replace(s.node.expr).is_number]
+            fixed = [k for k, s in inputs.symbols.items() if inputs.env.replace(s.node.expr).is_number]
             if fixed and not again:  # code for one call may hold for its sizes alone
+                if FIXES_SIZES.get() and not any(isinstance(name, str) for name in fixed):
+                    raise SizeFixed
                 raise AssertionError(f"sizes were fixed while compiling a chunk body: {fixed}")
             stored = run, conditions_of(inputs)
             if key is not None:

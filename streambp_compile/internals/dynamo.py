@@ -32,6 +32,8 @@ from torch._functorch import predispatch
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
+from ..passes.phases import SizeFixed
+
 set_grad_enabled = torch._C._set_grad_enabled
 
 
@@ -61,10 +63,6 @@ PADDINGS = (torch.nn.functional.pad, torch._C._nn.pad)  # Dynamo writes the latt
 
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-
-
-class SizeFixed(Exception):
-    """A size has become a constant of the graph that is compiled, so that it is analysed again."""
 
 
 # Errors that are no defects: warnings raised at the user's request, lack of memory, restarts.
