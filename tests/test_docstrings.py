@@ -20,28 +20,29 @@ LONGEST = 20  # words of a first sentence
 QUESTIONS = frozenset("Are Can Could Did Do Does Has Have Is May Must Should Was Were Will Would".split())
 VERBS = frozenset(
     """
-    Accept Accumulate Adapt Analyse Activate Add Advance Agree Align Allocate Allow Annotate Answer Append Apply Approximate
-    Arrange Assemble Assert Assign Assume Attach Attend Await Balance Begin Bind Bound Break Broadcast Build
-    Cache Calculate Call Cancel Capture Carry Cast Change Check Choose Classify Clear Clone Close Collapse Collect Combine
-    Compare Compile Complete Compose Compute Concatenate Configure Confirm Connect Construct Consume Contract
-    Convert Convolve Copy Correct Count Cover Create Cut Decide Declare Decompose Defer Define Delay Delete Derive
-    Describe Detach Detect Determine Disable Discard Distribute Divide Draw Drop Duplicate Eliminate Emit
-    Enable End Ensure Enter Enumerate Erase Estimate Evaluate Exchange Exclude Execute Exit Expand Explain
-    Export Express Extend Extract Factor Fetch Fill Filter Find Finish Fit Flatten Flip Fold Follow Forbid
-    Forget Format Free Fuse Gather Generate Get Give Group Guard Handle Hash Hide Hold Identify Ignore Import
-    Include Increase Infer Initialize Inline Insert Inspect Install Interpret Intersect Invert Invoke Join
-    Keep Label Launch Lay Lead Learn Leave Let Lift Limit Link List Load Locate Log Look Lower Make Map Mark
-    Mask Match Materialize Measure Merge Mirror Move Multiply Name Narrow Negate Normalize Note Number Offer
-    Offload Omit Open Order Override Pack Pad Parse Partition Pass Patch Peel Permute Pick Place Plan Plot
-    Prefer Prepare Preserve Print Propagate Prove Prune Push Put Raise Reach Read Rebuild Receive Recognize
-    Recompute Record Reduce Refer Refuse Register Reject Release Relate Remember Remove Rename Render Reorder
-    Repeat Replace Replay Report Represent Request Require Reserve Reset Reshape Resolve Restore Restrict
-    Return Reverse Revert Rewrite Roll Round Route Run Sample Save Say Scale Scan Scatter Schedule Search
-    Select Send Separate Serialize Serve Set Share Shift Show Shrink Simplify Simulate Skip Slice Solve Sort
-    Spend Split Stack Start State Stop Store Stream Subtract Sum Support Swap Sweep Synchronize Take Tell Test
-    Tie Trace Track Transfer Transform Translate Transpose Traverse Treat Trim Truncate Try Turn Undo Unfold
-    Unify Unpack Unroll Unwrap Update Use Validate Verify View Visit Wait Walk Warn Weigh Wrap Write Yield
-    Zero
+    Accept Accumulate Activate Adapt Add Advance Agree Align Allocate Allow Analyse Annotate Answer Append
+    Apply Approximate Arrange Assemble Assert Assign Assume Attach Attend Await Balance Begin Bind Bound
+    Break Broadcast Build Cache Calculate Call Cancel Capture Carry Cast Change Check Choose Classify
+    Clear Clone Close Collapse Collect Combine Compare Compile Complete Compose Compute Concatenate
+    Configure Confirm Connect Construct Consume Contract Convert Convolve Copy Correct Count Cover Create
+    Cut Decide Declare Decompose Defer Define Delay Delete Derive Describe Detach Detect Determine Disable
+    Discard Distribute Divide Draw Drop Duplicate Eliminate Emit Enable End Ensure Enter Enumerate Erase
+    Estimate Evaluate Exchange Exclude Execute Exit Expand Explain Export Express Extend Extract Factor
+    Fetch Fill Filter Find Finish Fit Flatten Flip Fold Follow Forbid Forget Format Free Fuse Gather
+    Generate Get Give Group Guard Handle Hash Hide Hold Identify Ignore Import Include Increase Infer
+    Initialize Inline Insert Inspect Install Interpret Intersect Invert Invoke Join Keep Label Launch Lay
+    Lead Learn Leave Let Lift Limit Link List Load Locate Log Look Lower Make Map Mark Mask Match
+    Materialize Measure Merge Mirror Move Multiply Name Narrow Negate Normalize Note Number Offer Offload
+    Omit Open Order Override Pack Pad Parse Partition Pass Patch Peel Permute Pick Place Plan Plot Prefer
+    Prepare Preserve Print Propagate Prove Prune Push Put Raise Reach Read Rebuild Receive Recognize
+    Recompute Record Reduce Refer Refuse Register Reject Relate Release Remember Remove Rename Render
+    Reorder Repeat Replace Replay Report Represent Request Require Reserve Reset Reshape Resolve Restore
+    Restrict Return Reverse Revert Rewrite Roll Round Route Run Sample Save Say Scale Scan Scatter
+    Schedule Search Select Send Separate Serialize Serve Set Share Shift Show Shrink Simplify Simulate
+    Skip Slice Solve Sort Spend Split Stack Start State Stop Store Stream Subtract Sum Support Swap Sweep
+    Synchronize Take Tell Test Tie Trace Track Transfer Transform Translate Transpose Traverse Treat Trim
+    Truncate Try Turn Undo Unfold Unify Unpack Unroll Unwrap Update Use Validate Verify View Visit Wait
+    Walk Warn Weigh Wrap Write Yield Zero
     """.split()
 )
 # Beginnings that turn a sentence around, for nouns as well.

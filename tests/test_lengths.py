@@ -213,7 +213,9 @@ OF_ONE_BATCH = ("blocks", "windows", "scan", "shift", "keys", "strict", "table")
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:streambp", r"error:[\s\S]*internal error")
-@pytest.mark.parametrize("name", representatives(SIZED, {"llama-like", "folded", "loss: cross-entropy"}))
+@pytest.mark.parametrize(
+    "name", representatives(SIZED, {"llama-like", "folded", "loss: cross-entropy, rolled labels"})
+)
 def test_other_batches_are_exact(name, interpreted):
     torch._dynamo.reset()
     given = SIZED[name]
@@ -239,5 +241,5 @@ def test_chunks_shrink_where_the_batch_grows():
         step(*batch).backward()
         return peak(lambda: step(*batch).backward())
 
-    first, *others = (peak_of(size) for size in (2, 4, 8, 16))
-    assert max(others) < 1.3 * first
+    _, second, *others = (peak_of(size) for size in (2, 4, 8, 16))
+    assert max(others) < 1.1 * second
