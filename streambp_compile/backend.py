@@ -78,7 +78,7 @@ from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .memory_limits import Budget, FreeMemory, Limit, OverBudget
 from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes, warn_refused
-from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of, where_of
+from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, outputs_of, where_of
 from .passes.phases import SizeFixed, clocked, may_fix_sizes, phase, time_limit, untimed
 from .passes.split import Region, split
 from .planned_chain import Links, PlannedChain, SpendingChain, costs_of
@@ -407,9 +407,8 @@ class Chain:
         parts = (links, link, limit, axes, self.placeholders)
         spends = isinstance(limit, FreeMemory) and self.is_whole_step(cut)
         chain = self.spending(cut, *parts) if spends else PlannedChain(*parts)
-        lengths = tuple(hint(a.length) for a in axes)
         with untimed():
-            plan = chain.plan(self.fakes, lengths)
+            plan = chain.plan(self.fakes, chain.expected)
             if isinstance(chain, SpendingChain) and plan == chain.default:
                 chain.tell_most()
         if isinstance(limit, Budget):

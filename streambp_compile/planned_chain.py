@@ -13,11 +13,11 @@ from . import internals
 from .batch_parts import bytes_between_sweeps
 from .chain_plan import ChainPlan, Costs, Longer, share_saved, steps_of, with_more
 from .compiled_region import CompiledRegion
-from .dynamo.token_axes import Axis
+from .dynamo.token_axes import Axis, batch_sizes
 from .dynamo.values import fake_of
 from .memory_limits import Lengths, Limit
 from .notices import mebibytes
-from .passes.ir import bytes_of, hint, is_row_wise, is_tensor, value_of
+from .passes.ir import Size, bytes_of, hint, is_row_wise, is_tensor, value_of
 from .passes.planning.choices import DEFAULT, Choices
 from .passes.planning.chunk_length import LONGER, sequences_at_once, sweep_work, time_and_width
 from .passes.split import Region
@@ -49,11 +49,19 @@ class PlannedChain:
         placeholders: Sequence[Node],
     ):
         self.links, self.link, self.limit = links, link, limit
-        self.lengths, self.placeholders = [a.length for a in axes], placeholders
+        lengths, batch = [a.length for a in axes], batch_sizes(axes)
+        # What a step takes grows with its tokens, with those of one sequence, or with the sequences.
+        self.lengths: list[Size] = [*lengths, *(n * size for n in lengths for size in batch), *batch]
+        self.axes, self.placeholders = len(axes), placeholders
         self.costs = [costs_of(compiled) for compiled, _ in links]
         self.plans: dict[Lengths, ChainPlan] = {}
         self.calls: dict[ChainPlan, Callable] = {}
         self.longer: dict[CompiledRegion, tuple[float, tuple[Longer, ...]]] = {}
+
+    @property
+    def expected(self) -> Lengths:
+        """The lengths for which the graph was traced."""
+        return tuple(map(hint, self.lengths))
 
     def by(self, plan: ChainPlan) -> Links:
         """Build the chain by a plan; regions are compiled for choices that are new."""
@@ -75,7 +83,7 @@ class PlannedChain:
         if near:
             return self.plans[min(near)]
         costs = self.costs_at(lengths, self.limit.spends)
-        found = self.limit.find(costs, lengths, functools.partial(self.peak_of, inputs))
+        found = self.limit.find(costs, lengths[: self.axes], functools.partial(self.peak_of, inputs))
         self.plans[lengths] = found
         return found
 
@@ -88,14 +96,13 @@ class PlannedChain:
 
         spends  include the costs of choices beyond the default plan
         """
-        expected = [hint(length) for length in self.lengths]
-        share = max((new / old for new, old in zip(lengths, expected)), default=1.0)
+        share = max((new / old for new, old in zip(lengths, self.expected)), default=1.0)
         regions = [compiled for compiled, _ in self.links]
         costs = map(self.with_longer, self.costs, regions) if spends else self.costs
         return [scaled(c, share) for c in costs]
 
     def lengths_of(self, args: Sequence[object]) -> Lengths:
-        """Compute the lengths of the sequences of a call."""
+        """Compute the lengths of the sequences of a call; where the batch may change, its sizes as well."""
         if not any(isinstance(length, torch.SymInt) for length in self.lengths):
             return tuple(self.lengths)
         sizes = Sizes(dict(zip(self.placeholders, args)), fake_of)
@@ -239,8 +246,9 @@ class SpendingChain(PlannedChain):
         if share < LEAST:
             return replace(lean, lengths=lengths)
         taken = self.peak_at(inputs, lengths, plan)
+        tokens = " and ".join(map(str, lengths[: self.axes]))
         self.tell(
-            f"{mebibytes(room)} of the GPU are free for a step on {' and '.join(map(str, lengths))} "
+            f"{mebibytes(room)} of the GPU are free for a step on {tokens} "
             f"tokens. It takes {mebibytes(taken)} instead of {mebibytes(lean.bytes)}: {plan}. By the cost "
             f"model that saves {share:.0%} of its time"
         )
@@ -251,7 +259,7 @@ class SpendingChain(PlannedChain):
 
     def tell_most(self) -> None:
         """Tell the user, when the graph is compiled, how much memory later steps may take."""
-        costs = self.in_grades(tuple(map(hint, self.lengths)))
+        costs = self.in_grades(self.expected)
         steps = steps_of(costs)
         share = share_saved(self.default.taking(steps), costs)
         if share >= LEAST:
