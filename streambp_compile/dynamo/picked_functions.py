@@ -39,16 +39,19 @@ def register(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> str:
 
     fakes  the operands
 
-    Raises `NotRowByRow` if a row of the result depends on other picked rows, and `NotForAnyCount` if an
-    operator has no gradient.
+    Raises `NotRowByRow` if a row of the result depends on other picked rows, or if an operator has no
+    gradient.
     """
     described = [f"{tuple(x.shape)}{x.dtype}{x.device}{x.requires_grad}" for x in fakes]
     text = f"{found.module.code}{found.operands}{found.results}{described}"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     if name not in FUNCTIONS:
-        check_differentiable(found.module)
         found = replace(found, width=width_if_row_by_row(found, fakes))
-        real = with_gradients(found, fakes)
+        try:
+            check_differentiable(found.module)
+            real = with_gradients(found, fakes)
+        except (NotForAnyCount, NotImplementedError) as error:
+            raise NotRowByRow(str(error)) from error
         for kind, wanted in (
             ("rows", [i for i in real if found.operands[i].dims]),
             ("sums", [i for i in real if not found.operands[i].dims]),
