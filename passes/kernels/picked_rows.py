@@ -54,7 +54,7 @@ class PickedFunction:
 
 
 FUNCTIONS: dict[str, PickedFunction] = {}
-"""By the name that calls give."""
+"""Functions by the name that calls of the operator give."""
 
 
 def over_picked(operands: list[Tensor], function: str) -> list[Tensor]:

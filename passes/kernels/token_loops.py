@@ -36,7 +36,7 @@ class TokenFunction:
 
 
 FUNCTIONS: dict[str, TokenFunction] = {}
-"""By the name that calls of ``token_loop`` give."""
+"""Functions by the name that calls of ``token_loop`` give."""
 
 
 def token_loop(rows: list[Tensor], wholes: list[Tensor], function: str, state: Tensor | None) -> Tensor:

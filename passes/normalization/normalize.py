@@ -536,8 +536,8 @@ STEPS: tuple[Callable[[Graph], object], ...] = (
 """The rewrites of a joint graph, in order."""
 
 WHERE_TOKENS_ARE = (attend_over_tokens, merge_over_tokens, unfold_products)
-"""The rewrites that need to know where tokens are, in order, until none finds anything. Each leaves nothing
-that it would write again."""
+"""The rewrites that need token dimensions, in order. They are repeated until none of them applies; none
+applies to its own result."""
 
 
 def normalize(module: GraphModule) -> GraphModule:

@@ -14,9 +14,9 @@ import torch
 
 GIB = 2**30
 PRODUCTS, BANDWIDTH = 0.75, 0.85
-"""Shares of a data sheet's dense product rate and of its bandwidth that large kernels sustain. cuBLAS in
-bfloat16 reaches about 0.7 of it on an H100, which runs into its power limit, and 0.85 on an A100; copies
-reach 0.8 to 0.93 of the bandwidth."""
+"""Shares of the dense product rate and of the bandwidth of a data sheet that large kernels sustain. In
+bfloat16, cuBLAS reaches about 0.7 of the rate on an H100, which hits its power limit, and 0.85 on an A100.
+Copies reach 0.8 to 0.93 of the bandwidth."""
 ATTENTION = {  # in the order in which streambp prefers them (`attention.selection`)
     "cudnn": {9: (0.60, 0.53)},
     "flash": {8: (0.60, 0.50), 9: (0.35, 0.31)},
@@ -199,13 +199,15 @@ REFERENCE_CPU = Device(
     mapped=32 << 20,
     fewest=4,
 )
-"""Two cores with 512-bit vectors. What decides chunk lengths is the ratio of product rate to bandwidth, here
-7 FLOP per byte, and on CPUs with more cores both grow; and the last cache, 16 to 64 MiB on most. Half
-precision is emulated on most. The attention kernel takes 32, 64 or 256 queries at a time, the more the longer
-a call is (FlashAttentionKernel.cpp), and reads and packs all keys for each: calls of 192 rows of 8192, 8
-heads of 64, took 1.17 times as long as calls of 2048.
-glibc maps memory of 32 MiB and more afresh (M_MMAP_THRESHOLD), and filling new pages took 14 times as long as
-filling old ones."""
+"""Two cores with 512-bit vectors.
+
+Chunk lengths follow from the ratio of product rate to bandwidth (here 7 FLOP per byte; both grow with the
+number of cores) and from the last cache (16 to 64 MiB on most CPUs). Most CPUs emulate half precision.
+
+The attention kernel takes 32, 64 or 256 queries at a time, more in longer calls (FlashAttentionKernel.cpp).
+It reads and packs all keys for each group: calls of 192 of 8192 rows, with 8 heads of 64, took 1.17 times as
+long as calls of 2048 rows. glibc maps memory of 32 MiB and more anew (M_MMAP_THRESHOLD); filling new pages
+took 14 times as long as filling old ones."""
 
 PER_CLOCK = {
     (7, 0): (1024, 128),
@@ -220,9 +222,9 @@ PER_CLOCK = {
     (12, 0): (512, 256),
     (12, 1): (512, 256),
 }
-"""Dense FLOP per multiprocessor and clock, half precision (summed in float32) and single: the CUDA C++
-programming guide, arithmetic instructions, and the architectures' white papers. Consumer cards' figures for
-8.6 to 12.1, which are the lower ones."""
+"""Dense FLOP per multiprocessor and clock, in half precision (summed in float32) and in single precision.
+Sources: the CUDA C++ programming guide (arithmetic instructions) and the white papers of the architectures.
+8.6 to 12.1 have the figures of consumer cards, which are the lower ones."""
 CLOCK = 1.5e9  # hertz, where a driver tells none
 # half-precision FLOP per byte of bandwidth, where a driver tells no memory clock; data sheets lie between 70
 # and 300

@@ -106,7 +106,8 @@ class Scan:
 
 
 Running = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Earlier rows with later ones; of what picks a row, what else is given of each row as well."""
+"""Combine earlier rows with later ones. An operation that picks a row (``cummax``) also combines the values
+given beside each row."""
 
 LOWEST, HIGHEST = -math.inf, math.inf  # the ends of any dtype: see `identity_of`
 

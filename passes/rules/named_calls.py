@@ -25,7 +25,7 @@ TOTALS = frozenset(("sum", "any", "count_nonzero"))
 COUNTS = frozenset(("one_hot", "bincount"))
 NEGATIONS = frozenset(("logical_not", "bitwise_not", "not_", "invert"))
 COMPARISONS = {"greater": "gt", "greater_equal": "ge", "not_equal": "ne", "less": "lt", "less_equal": "le"}
-"""The other spelling of a comparison → the one that is looked for."""
+"""The long name of a comparison → its short name, by which rules find it."""
 
 
 def name_of(node: Node) -> str:

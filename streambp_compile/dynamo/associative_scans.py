@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 Scan = Callable[[Sequence[Tensor]], list[Tensor]]
 Combine = Callable[[int, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
-"""Earlier rows with later ones, both along so many more dimensions than the first."""
+"""Combine earlier rows with later ones, along the first dimension and so many further ones."""
 
 BLOCKS = (64, 32, 16, 8)  # tokens; powers of two
 

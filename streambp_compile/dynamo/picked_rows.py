@@ -31,7 +31,7 @@ from .values import fake_of, storage_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 OPERATORS = frozenset(filter(callable, vars(operator).values())) - WRITING
-"""Python's, but for those that write into their first argument."""
+"""Python's operators, without those that write into their first argument."""
 
 
 def write_picked_rows(module: GraphModule) -> GraphModule:

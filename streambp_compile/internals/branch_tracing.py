@@ -34,7 +34,7 @@ from ..passes.zero_values import are_written, condition_of, value_of
 from .dynamo import modes_text
 
 EFFECTS = ("mutation", "store_attr", "store_cell", "store_global", "register_hook")
-"""What Dynamo calls when code changes something that is no local variable."""
+"""Names of the calls by which Dynamo records changes of anything but local variables."""
 
 
 LOOPING = ("GET_ITER", "FOR_ITER")

@@ -21,8 +21,8 @@ from .distributed import defined_in
 from .row_picking import written_by_user
 
 READ_BY_PYTHON: weakref.WeakSet[CodeType] = weakref.WeakSet()
-"""Functions that read numbers in a way that no graph of ours can hold: Dynamo breaks their graphs, as it does
-by default."""
+"""Functions that read numbers in a way that this backend cannot represent in a graph. Dynamo breaks their
+graphs, as it does by default."""
 
 
 def break_where_numbers_are_read(package: str) -> None:

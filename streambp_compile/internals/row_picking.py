@@ -29,12 +29,12 @@ from .dynamo import OneAtATime
 from .fake_tensors import stand_in
 
 BROKEN_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
-"""Functions that pick rows in a way that no graph of ours can hold: Dynamo breaks their graphs, as it does by
-default."""
+"""Functions that pick rows in a way that this backend cannot represent in a graph. Dynamo breaks their
+graphs, as it does by default."""
 
 BRANCHING_THERE: weakref.WeakSet[CodeType] = weakref.WeakSet()
-"""Functions with a branch on whether a mask picks a row that does something else, too: Dynamo breaks their
-graphs there."""
+"""Functions with a branch that depends on whether a mask picks a row, and that has other effects as well.
+Dynamo breaks their graphs there."""
 
 
 def capture_picked_rows(package: str) -> None:
