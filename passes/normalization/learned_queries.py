@@ -45,11 +45,13 @@ def attend_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
 def has_tokens_as_keys(node: Node, propagation: TokenPropagation) -> bool:
     """Are the keys of an attention tokens, but not its queries?
 
-    It must not be causal, and its queries must have the same sizes at every length.
+    It must not be causal, and a sequence must have as many queries at every length.
     """
     given = arguments(node)
     alone = KEYS in propagation.of(given["key"]) and not propagation.of(given["query"])
-    return alone and not given["causal"] and all(isinstance(s, int) for s in shape_of(given["query"]))
+    return (
+        alone and not given["causal"] and all(isinstance(s, int) for s in value_of(given["query"]).shape[1:])
+    )
 
 
 class Operands:
@@ -73,8 +75,7 @@ class Operands:
     def of_queries(self, name: str) -> Node:
         """Return an operand of queries as ``[batch, *heads, queries, width]``."""
         wide = self.write.wide(self.given[name])
-        batch, _, *rest = shape_of(wide)
-        return self.write(aten.view.default, wide, [batch, *self.heads, *rest])
+        return self.write(aten.view.default, wide, [-1, *self.heads, *shape_of(wide)[2:]])
 
     def product(self, left: Node, right: Node, equation: str) -> Node:
         """Write a contraction; ``H`` in its equation stands for all heads of queries."""
@@ -93,9 +94,9 @@ class Operands:
         return write(aten.where.self, mask, made, write.number(-math.inf, made))
 
     def with_groups(self, mask: Node) -> Node:
-        batch, heads, *rest = shape_of(mask)
-        if heads == 1:
+        if shape_of(mask)[1] == 1:
             return self.write(aten.unsqueeze.default, mask, 2)
+        batch, _, *rest = map(int, value_of(mask).shape)  # constants of the graph from here on
         return self.write(aten.view.default, mask, [batch, *self.heads, *rest])
 
     def shares(self, lse: Node) -> Node:
@@ -109,9 +110,8 @@ class Operands:
 
     def heads_last(self, made: Node) -> Node:
         """Lay ``[batch, queries, *heads, width]`` out as the kernel lays out its results."""
-        batch, _, queries, _ = self.shape
         width = shape_of(made)[-1]
-        flat = self.write(aten.view.default, made, [batch, queries, self.shape[1], width])
+        flat = self.write(aten.view.default, made, [-1, self.shape[2], self.shape[1], width])
         turned = self.write(aten.permute.default, flat, [0, 2, 1, 3])
         return self.write.cast(turned, value_of(self.given["query"]).dtype)
 
@@ -131,7 +131,7 @@ def forward(write: Writing) -> tuple[Node, Node]:
     operands = Operands(write)
     lse = write(aten.logsumexp.default, operands.scores(), [-1], True)
     out = operands.product(operands.shares(lse), operands.of_keys("value"), "bHqk,bhke->bqHe")
-    return operands.heads_last(out), write(aten.view.default, lse, list(operands.shape[:3]))
+    return operands.heads_last(out), write(aten.view.default, lse, [-1, *operands.shape[1:3]])
 
 
 def backward(write: Writing) -> tuple[Node, Node, Node]:
