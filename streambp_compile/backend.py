@@ -78,7 +78,7 @@ from .lazy.expressions import LazyRegion
 from .linked_regions import Cut, Later, linked
 from .memory_limits import Budget, FreeMemory, Limit, OverBudget
 from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes, warn_refused
-from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, outputs_of, where_of
+from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of, where_of
 from .passes.phases import SizeFixed, clocked, may_fix_sizes, phase, time_limit, untimed
 from .passes.split import Region, split
 from .planned_chain import Links, PlannedChain, SpendingChain, costs_of
@@ -315,8 +315,8 @@ class Chain:
         graph = self.module.graph
         with phase("finding the token dimension"):
             axes = find_axes(self.module, self.fakes)
-            if self.batch_is_fixed:
-                list(map(int, batch_sizes(axes)))  # Dynamo compiles another graph for another batch
+            for size in batch_sizes(axes):  # Dynamo guards on these: it compiles another graph for others
+                int(size) if self.batch_is_fixed else bool(size <= MOST_SEQUENCES * hint(size))
         axis = joined(axes)
         with phase("cutting the graph into regions"):
             updates, views = weight_updates(graph), early_views(graph, axis)
@@ -562,6 +562,7 @@ def is_of_data(module: GraphModule) -> bool:
 
 
 # Rewrites before autograd, in this order, each with its name in reports of failures.
+MOST_SEQUENCES = 4  # times as many as planned for: more would run in too many turns, or hold too much at once
 # Rewrites that write the traced size of the batch, as a number, into what they make.
 WRITE_NUMBERS = frozenset(
     {
