@@ -491,7 +491,10 @@ def peaks(model, eager: Callable, step: Callable, batch: dict) -> dict:
         found = dict(peak=peak(lambda: step(**batch).backward()))
     found["eager_peak"] = peak(lambda: eager(**batch).backward())
     zoo.checkpoint_layers(model)
-    eager(**batch).backward()
+    try:
+        eager(**batch).backward()
+    except RuntimeError:  # layers that write into a cache cannot run twice
+        return found
     return found | dict(checkpointed_peak=peak(lambda: eager(**batch).backward()))
 
 

@@ -231,6 +231,23 @@ def test_other_batches_are_exact(name, interpreted):
         assert counters["stats"]["unique_graphs"] == 2, "a third batch was compiled"
 
 
+def test_a_batch_may_be_marked(interpreted):
+    """Sizes that the user marks are symbols from the first call on; far more sequences are compiled anew."""
+    torch._dynamo.reset()
+    model = LlamaLike().double()
+    step = torch.compile(model, backend="streambp")
+    graphs = []
+    for size in (2, 3, 8, 9, 30):
+        batch = two(1024 // size, size)
+        for value in batch:
+            torch._dynamo.mark_dynamic(value, (0, 1))
+        counters.clear()
+        found, truth = (gradients(model, lambda f=f: f(*batch)) for f in (step, model))
+        assert worst_error(found, truth) < EXACT
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 0, 0, 1, 0]
+
+
 def test_chunks_shrink_where_the_batch_grows():
     """A chunk holds as many numbers as planned: the peak does not grow with the number of sequences."""
     model = LlamaLike()
