@@ -60,14 +60,12 @@ HELP = {
 
 class TraceAgain(Exception):
     """The region runs unchunked and has been rewritten to torch's own attention, so it must be traced
-    again.
-    """
+    again."""
 
 
 class CompiledRegion:
     """One distinct region: traced by AOTAutograd, then streamed if the passes allow it, else compiled
-    unchunked.
-    """
+    unchunked."""
 
     def __init__(
         self,
@@ -131,8 +129,7 @@ class CompiledRegion:
 
     def unstreamed(self, error: Exception) -> Callable:
         """Compile the region by Inductor alone after an internal error. Raises `NotStreamed` under
-        ``strict``.
-        """
+        ``strict``."""
         internals.log.debug("compiling a region failed", exc_info=error)
         doing = "tracing the region" if self.report.joint is None else "compiling the region"
         refusal = refusal_of(error, doing, "region", self.module)

@@ -128,8 +128,7 @@ def hint_at_head_apart(tell: Tell, head: internals.HeadApart, cost: int) -> None
 
 def hint_at_freed_weights(tell: Tell, cost: int, engine: internals.Engine) -> None:
     """Warn that an engine frees the weights, so that logits are computed at once and not when they are
-    read.
-    """
+    read."""
     remedy = (
         "Pass reshard_after_forward=False to fully_shard for the module that holds the head, or compute "
         "the loss inside of that module"

@@ -17,8 +17,7 @@ SPARE = 0.02  # share of a budget left for memory inside kernels, such as copies
 
 class OverBudget(ValueError):
     """No plan fits into ``memory_budget``. The text names the smallest budget and the longest sequence that
-    fit.
-    """
+    fit."""
 
 
 class Limit(Protocol):

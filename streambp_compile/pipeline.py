@@ -206,8 +206,7 @@ def assigned(
     region: Joint, analysis: Analysis, keep: int, device: Device, movable: Sequence[Node] = ()
 ) -> Programs:
     """Assign a region's operations to sweeps, where its forward keeps ``keep`` values. Raises
-    `CannotStream`.
-    """
+    `CannotStream`."""
     with phase("assigning operations to sweeps"):
         programs = partitioned(region, analysis, keep, device, movable)
         for program in directions(programs):

@@ -62,8 +62,7 @@ class RegionReport:
     @property
     def bytes(self) -> int:
         """Bytes that it holds: the larger of its two directions by the cost model, or its widest value
-        unchunked.
-        """
+        unchunked."""
         if self.streamed is not None:
             directions = filter(None, (self.forward, self.backward))
             held = (streamed_bytes(d, self.streamed.analysis) for d in directions)

@@ -104,8 +104,7 @@ def free_on_gpu(index: int) -> int:
 
 def allowed_on_gpu(index: int) -> int:
     """Compute the bytes of a GPU that this process may use
-    (``torch.cuda.set_per_process_memory_fraction``).
-    """
+    (``torch.cuda.set_per_process_memory_fraction``)."""
     share = torch.cuda.get_per_process_memory_fraction(index)
     return int(share * torch.cuda.get_device_properties(index).total_memory)
 

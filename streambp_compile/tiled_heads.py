@@ -188,8 +188,7 @@ def trace_formulas(model: nn.Module) -> list[str]:
 
 def given_forwards(model: nn.Module) -> Iterator[types.FunctionType]:
     """Yield the Python functions set as the ``forward`` of single modules, and the functions that they
-    reach.
-    """
+    reach."""
     for module in model.modules():
         yield from reached(vars(module).get("forward"))
 

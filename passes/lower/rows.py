@@ -158,8 +158,7 @@ class RowReading(Reading):
 
     def places_of_rows(self, fact: Tokens, size: Node, device: torch.device) -> tuple[Node, Node]:
         """Compute positions of the chunk's rows along the full token dimension, and the size of that
-        dimension.
-        """
+        dimension."""
         call, mark = self.graph.call_function, fact.rows
         rows, length, first = (self.scalar(name, mark.block) for name in ("rows", "length", "first"))
         if fact.hi != fact.lo:

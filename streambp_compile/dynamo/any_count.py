@@ -23,8 +23,7 @@ COUNTS = (3, 5, 8)  # numbers of rows that functions are traced for
 
 class NotForAnyCount(Exception):
     """Raised where a function of rows cannot be written for an arbitrary number of them; the message says
-    why.
-    """
+    why."""
 
 
 def check_differentiable(module: GraphModule) -> None:
@@ -36,8 +35,7 @@ def check_differentiable(module: GraphModule) -> None:
 
 def most_alive(nodes: Sequence[Node]) -> int:
     """Compute the peak memory of a list of nodes, in bytes. They run in this order, and a value is freed
-    after its last reader. A view has the memory of its base; inputs are not counted.
-    """
+    after its last reader. A view has the memory of its base; inputs are not counted."""
     source: dict[Node, Node] = {}  # node → the node that owns its memory
     last: dict[Node, int] = {}
     for i, node in enumerate(nodes):
@@ -64,8 +62,7 @@ def gradients_at(
     grad: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Compute the gradients of a function's ``wanted`` operands, from the gradient of its result. They are
-    zeros where the result does not depend on the operand.
-    """
+    zeros where the result does not depend on the operand."""
     with torch.enable_grad():
         given = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(operands)]
         read = [given[i] for i in wanted]

@@ -16,8 +16,7 @@ from ..passes.ir import outputs_of
 
 def part_assertions(module: GraphModule) -> list[Node]:
     """Remove assertions from a graph, and append their conditions to its outputs. Returns the removed
-    nodes.
-    """
+    nodes."""
     found = [
         n for n in module.graph.nodes if n.target in internals.ASSERTIONS and isinstance(n.args[0], Node)
     ]
@@ -32,8 +31,7 @@ def part_assertions(module: GraphModule) -> list[Node]:
 
 def with_assertions(call: Callable, assertions: Sequence[Node]) -> Callable:
     """Wrap a call so that it checks its last results as assertions, and returns the others. The wrapped
-    call raises what the assertions raise.
-    """
+    call raises what the assertions raise."""
     if not assertions:
         return call
 

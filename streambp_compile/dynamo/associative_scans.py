@@ -95,8 +95,7 @@ def combined_rows(
     operator: Callable, more: int, left: Sequence[Tensor], right: Sequence[Tensor]
 ) -> list[Tensor]:
     """Combine rows along the first dimension and ``more`` further ones. The operator itself handles the
-    first dimension alone.
-    """
+    first dimension alone."""
     for _ in range(more):
         operator = torch.vmap(operator, in_dims=1, out_dims=1)
     return tree_leaves(operator(*left, *right))

@@ -145,8 +145,7 @@ def inserted(
 
 def is_translatable(node: Node) -> bool:
     """Is this a call from torch or Python, on plain values, that reads or returns tensors? A call that
-    returns a ``torch.Size`` is not.
-    """
+    returns a ``torch.Size`` is not."""
     if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.op == "call_function" and not is_from_torch(node.target):
@@ -161,8 +160,7 @@ def is_translatable(node: Node) -> bool:
 
 def is_from_torch(target: Callable) -> bool:
     """Is a function torch's, Python's own or this package's? For any other function it is unknown what
-    autograd sees of it.
-    """
+    autograd sees of it."""
     if isinstance(target, torch._ops.HigherOrderOperator):
         return False
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -229,8 +227,7 @@ class Spellings:
 
 def translate(node: Node, known: Spellings) -> None:
     """Replace one node by ATen operators, if it has any; ``known`` caches those of equal calls. A second
-    attempt writes operands of known numbers as constants.
-    """
+    attempt writes operands of known numbers as constants."""
     args, kwargs = node.args, node.kwargs
     if not translated(node, known) and write_numbers(node) and not translated(node, known):
         node.args, node.kwargs = args, kwargs
@@ -268,8 +265,7 @@ def translated(node: Node, known: Spellings) -> bool:
 
 def write_numbers(node: Node) -> bool:
     """Replace operands of known numbers by constants. The bounds of ``uniform_``, for example, may be
-    tensors of one number. Returns False where there are none.
-    """
+    tensors of one number. Returns False where there are none."""
     values = {n: internals.known_number(fake_of(n)) for n in node.all_input_nodes}
     known = {n: v for n, v in values.items() if v is not None}
     node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: known.get(n, n))
@@ -278,8 +274,7 @@ def write_numbers(node: Node) -> bool:
 
 def read_results(node: Node, results: tuple[Node | None, ...]) -> None:
     """Replace the items of a call's results by the operators that make them. The call itself is erased
-    later.
-    """
+    later."""
     node.meta[RESULTS] = results
     for item in node.users:
         made = results[item.args[1]]
@@ -303,8 +298,7 @@ class Named(str):
 
 def spelled(node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOverload | None:
     """Trace a call by itself to ATen operators. Returns a single operator if it takes the same arguments,
-    and None if the call has no ATen spelling.
-    """
+    and None if the call has no ATen spelling."""
 
     def call(*values):
         given = dict(zip(operands, values))
@@ -336,8 +330,7 @@ def spelled(node: Node, operands: Sequence[Node]) -> Spelled | torch._ops.OpOver
 
 def namesake(node: Node) -> torch._ops.OpOverload | None:
     """Find the operator with a method's name, where torch returned an operand without calling it. An
-    example is ``x.contiguous()`` of a contiguous value.
-    """
+    example is ``x.contiguous()`` of a contiguous value."""
     packet = getattr(torch.ops.aten, node.target, None) if node.op == "call_method" else None
     operator_ = getattr(packet, "default", None)
     return None if operator_ is None or operator_._schema.is_mutable else operator_
@@ -345,8 +338,7 @@ def namesake(node: Node) -> torch._ops.OpOverload | None:
 
 def last_of(nodes: Sequence[Node], result: object) -> Node | None:
     """Find the operator that makes the result of a call, or all of its results. For a call without a
-    result, it is the last operator that writes. None where a later operator is read or writes.
-    """
+    result, it is the last operator that writes. None where a later operator is read or writes."""
     if isinstance(result, (tuple, list)):
         items = [
             (n.args[0], n.args[1]) for n in result if isinstance(n, Node) and n.target is operator.getitem
@@ -367,8 +359,7 @@ def last_of(nodes: Sequence[Node], result: object) -> Node | None:
 
 def is_operator(node: Node) -> bool:
     """Is it an ATen operator, an item of several results, or arithmetic on sizes? Constant tensors and
-    switches are not.
-    """
+    switches are not."""
     return (
         node.op == "call_function"
         and not is_switch(node)
@@ -406,8 +397,7 @@ def has_value(node: Node, wanted: object) -> bool:
 
 def computed(nodes: Sequence[Node], fakes: dict[Node, object]) -> dict[Node, object]:
     """Compute fake values of some operators, on the memory of Dynamo's own fake values. A write is not
-    executed a second time: its result is the value that it writes into.
-    """
+    executed a second time: its result is the value that it writes into."""
     for node in nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: fakes[a])
         written = written_argument(node)
@@ -417,8 +407,7 @@ def computed(nodes: Sequence[Node], fakes: dict[Node, object]) -> dict[Node, obj
 
 def drop_expansions(graph: Graph) -> None:
     """Remove expansions to a common shape where all values have it already. Torch's losses add them in
-    Python.
-    """
+    Python."""
     for node in [n for n in graph.nodes if n.target in EXPANDS_TOGETHER]:
         given = node.args[0]
         shapes = [n.meta["val"].shape for n in given]

@@ -87,8 +87,7 @@ def memory_order(value: Tensor) -> tuple[int, ...]:
 
 def as_autocast(value: Tensor | None) -> Tensor | None:
     """Cast an operand as autocast does for torch's function. Autocast does not cast for the function here,
-    and rotary tables, for example, widen queries.
-    """
+    and rotary tables, for example, widen queries."""
     if value is None or not value.is_floating_point() or value.dtype is torch.float64:
         return value
     device = value.device.type
@@ -97,8 +96,7 @@ def as_autocast(value: Tensor | None) -> Tensor | None:
 
 def is_fusible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:
     """Can one fused operator compute this attention? It cannot where a mask is learned, under a vmap, or
-    where key heads are broadcast otherwise than in groups.
-    """
+    where key heads are broadcast otherwise than in groups."""
     rank = query.dim()
     if (
         rank not in (3, 4)
@@ -118,16 +116,14 @@ def is_fusible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, g
 
 def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a boolean mask to numbers that are added to scores. Torch's operators below its own function
-    would read it as zeros and ones.
-    """
+    would read it as zeros and ones."""
     shown, hidden = (torch.scalar_tensor(n, dtype=dtype, device=mask.device) for n in (0.0, -math.inf))
     return torch.where(mask, shown, hidden)
 
 
 def score_mask(mask: Tensor, query: Tensor, key: Tensor, flat: bool, causal: bool) -> Tensor:
     """Convert a mask to numbers of rank four with a row for each query. If causality was requested too, the
-    mask includes it.
-    """
+    mask includes it."""
     if mask.dtype is torch.bool:
         mask = as_numbers(mask, query.dtype)
     if flat and mask.dim() == 3:
@@ -173,8 +169,7 @@ def over_scores(
     function: GraphModule, scores: Tensor | None, places: tuple[Tensor, ...], buffers: tuple
 ) -> Tensor:
     """Apply a function of one score and its place, or of a place alone, to ``[B, H, T, S]``. Dimensions
-    that it does not read have size one in the result, or are left out.
-    """
+    that it does not read have size one in the result, or are left out."""
     read = [bool(n.users) for n in function.graph.find_nodes(op="placeholder")][scores is not None :]
     indexed = [d for d in range(4) if read[d] or scores is None and d > 1]
     mapped = function
@@ -212,8 +207,7 @@ torch.library.register_autograd("streambp::attention", attention_gradients, setu
 
 def one_attention(module: GraphModule) -> GraphModule:
     """Write every ``scaled_dot_product_attention`` of a graph and its subgraphs as the function here.
-    ``flex_attention`` is written out, where its mask hides all that its blocks leave out.
-    """
+    ``flex_attention`` is written out, where its mask hides all that its blocks leave out."""
     for part in [m for m in module.modules() if isinstance(m, GraphModule)]:
         written = part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
         calls = [*written, *(n for n in part.graph.nodes if part_of(n) is Part.ATTENTION)]

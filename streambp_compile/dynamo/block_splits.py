@@ -19,8 +19,7 @@ from .values import fake_of, is_parameter, storage_of
 
 def may_split(node: Node) -> bool:
     """May a node split the tokens into blocks? It may if it is a reshape that does more than join
-    dimensions or split features into heads.
-    """
+    dimensions or split features into heads."""
     if not reshapes(node):
         return False
     old, new = (list(map(hint, fake_of(n).shape)) for n in (node.args[0], node))
@@ -31,8 +30,7 @@ def may_split(node: Node) -> bool:
 
 def has_features_last(node: Node) -> bool:
     """Is the last dimension one of features, and so none of tokens? It is in a product with a weight, and
-    in values computed from one element by element or cut from one.
-    """
+    in values computed from one element by element or cut from one."""
     while part_of(node) is not Part.HEAD:
         source = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(source, Node) and source.args:
@@ -69,8 +67,7 @@ def reshapes(node: Node) -> bool:
 @dataclass(frozen=True)
 class Split:
     """A reshape that splits tokens into ``count`` blocks of ``length``; ``mark`` is the blocks' dimension
-    in its result.
-    """
+    in its result."""
 
     node: Node
     length: int

@@ -61,8 +61,7 @@ class Blocked:
 
     def read_by(self, node: Node) -> list[Node]:
         """List the values that a node reads. A call's result reads the operands of the call, and a size
-        reads none.
-        """
+        reads none."""
         operands = [a for a in node.all_input_nodes if not is_size(a)]
         found = [self.read_by(a) if a in self.calls else [a] for a in operands]
         return list(dict.fromkeys(a for group in found for a in group))
@@ -193,8 +192,7 @@ class Blocked:
 
     def lets_meet(self, node: Node) -> bool:
         """Does a node let blocks exchange data? The answer is yes, too, for small values that are derived
-        only from exchanged ones.
-        """
+        only from exchanged ones."""
         if not all(map(self.maps_blocks, self.between(node))):
             return True
         read = [a for a in self.read_by(node) if a in self.inside or self.mark_of(a) is not None]

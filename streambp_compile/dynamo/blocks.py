@@ -96,8 +96,7 @@ class Boundary:
 
     def destination(self, node: Node, operand: Node) -> Home | None:
         """Find the form to which an operand of a node must be converted. None if it has that form, or no
-        rows.
-        """
+        rows."""
         if self.is_resized(node):  # an operator replaces the node itself
             return None
         crops = self.is_resized(operand) and self.found.crops(operand)
@@ -139,8 +138,7 @@ class Boundary:
 
     def check_writes(self) -> None:
         """Raise `NoBlocks` where a value is written into that is read before and after. Rows of blocks are
-        a copy, so a reader would miss the write.
-        """
+        a copy, so a reader would miss the write."""
         for node in self.found.inside:
             target = mutated(node)
             if target is None:
@@ -154,8 +152,7 @@ class Boundary:
 
     def mark_of(self, node: Node) -> Mark:
         """Find the one dimension of a value for blocks, or for the rows of all their tokens. Raises
-        `NoBlocks` if there is not exactly one.
-        """
+        `NoBlocks` if there is not exactly one."""
         value = self.found.trace.values[node]
         marks = list(self.found.marks.of(value).values())
         if not marks:
@@ -218,8 +215,7 @@ def size_of(node: Node, dim: int) -> int | Node:
 
 def along(x: Node, mark: Mark, write: Callable[[Node, int], Node]) -> Node:
     """Insert an operator along the rows of a value. If other sequences share the dimension, it is split for
-    the operator and joined afterwards.
-    """
+    the operator and joined afterwards."""
     if mark.outer == 1:
         return write(x, mark.dim)
     apart = inserted(x, torch.Tensor.unflatten, (x, mark.dim, (mark.outer, -1)))

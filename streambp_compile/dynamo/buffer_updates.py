@@ -30,8 +30,7 @@ class Buffers:
 
     def of_call(self, values: dict[Node, object]) -> BufferState:
         """Create the state of the buffers for one call. If gradients are enabled, tensors made under
-        ``inference_mode`` (masks) are replaced by tensors on the same memory that autograd can save.
-        """
+        ``inference_mode`` (masks) are replaced by tensors on the same memory that autograd can save."""
         if torch.is_grad_enabled():
             values.update(
                 {
@@ -52,8 +51,7 @@ class BufferState:
 
     def read(self, node: Node) -> object:
         """Return the value that a region reads. For an updated buffer it is its current contents, in memory
-        of their own.
-        """
+        of their own."""
         buffer = self.buffers.owner.get(node)
         if buffer is None:
             return self.values[node]

@@ -1,7 +1,6 @@
 """Convolutions along the tokens that keep the number of tokens, rewritten before autograd sees them. Short
 ones become sums of shifted rows. Others, of any length and in groups, become one operator with its
-gradients.
-"""
+gradients."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ MOST_TAPS = 16
 def look_back(module: GraphModule) -> GraphModule:
     """Rewrite convolutions along the tokens that keep the number of tokens. Short ones, dense or depthwise
     (causal filters), become sums of shifted rows, one for each tap. Others become an operator that reads
-    the rows around.
-    """
+    the rows around."""
     for node in list(module.graph.nodes):
         found = taps(node) if part_of(node) is Part.CONVOLUTION else None
         if found is None:
@@ -123,8 +121,7 @@ def filter_of_rows(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Compute the convolution of ``[B, C, T]`` by ``[O, C / groups, K]`` as one operator, in autocast's
-    dtype. Tap k reads the row ``before - k * dilation`` before its own.
-    """
+    dtype. Tap k reads the row ``before - k * dilation`` before its own."""
     made = streambp.filtered(x.to(dtype), weight.to(dtype), before, dilation, groups)
     return made if bias is None else made + bias[:, None].to(dtype)
 

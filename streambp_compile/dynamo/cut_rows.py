@@ -73,8 +73,7 @@ def cut_rows_first(module: GraphModule) -> GraphModule:
 
 def cut_behind_padding(node: Node) -> PaddedRows | None:
     """Match a slice of the first rows of a padded value that reads no padding behind. None for other
-    nodes.
-    """
+    nodes."""
     padded = node.args[0] if node.args else None
     if not isinstance(padded, Node) or part_of(padded) is not Part.PAD:
         return None

@@ -40,8 +40,7 @@ def detach_operands(module: GraphModule) -> GraphModule:
 
 def computes(node: Node) -> bool:
     """Does a node compute new numbers, which could have gradients? A write does not: it changes a value of
-    another node, and has no gradient there.
-    """
+    another node, and has no gradient there."""
     if node.op not in ("call_function", "call_method", "call_module") or is_switch(node):
         return False
     if node.target in (operator.getitem, getattr) or is_detached(node) or mutated(node) is not None:

@@ -42,8 +42,7 @@ def early_views(graph: Graph, axis: Axis | None) -> tuple[Node, ...]:
 
 def steps_from_input(node: Node) -> list[Node]:
     """List the views that lead from an input to this one, inclusive. The list is empty if another operation
-    is on the way.
-    """
+    is on the way."""
     steps: list[Node] = []
     while node.op == "call_function" and is_view(node):
         steps.insert(0, node)
@@ -116,8 +115,7 @@ def weight_updates(graph: Graph) -> tuple[Node, ...]:
 def places_of_inputs(node: Node, target: Node) -> list[Node] | None:
     """List the nodes that compute a write's operands, if these are whole numbers computed from inputs
     alone. An example is ``max_norm`` of an embedding, which reads the ids. None where the write reads
-    anything else.
-    """
+    anything else."""
     found: set[Node] = set()
     stack = [n for n in node.all_input_nodes if n is not target]
     while stack:

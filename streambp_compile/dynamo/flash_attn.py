@@ -100,8 +100,7 @@ def inline(node: Node, forward: GraphModule, call: Node) -> None:
 
 def in_place_of(n: Node, call: Node, result: Node, values: dict[Node, object]) -> object:
     """Rewrite one node of flash_attn's forward for the outer graph; ``values`` has what earlier nodes
-    became.
-    """
+    became."""
     if n is call:
         arguments = torch.fx.node.map_arg(named(n, *FLASH_ATTN), values.get)
         return attention_of(result, arguments), None, None, None
@@ -129,8 +128,7 @@ def attention_of(like: Node, given: dict[str, object]) -> Node:
 
 def window(query: Tensor, left: int, right: int) -> Tensor:
     """Build the mask of a window, ``[T, T]``, true where a query may read a key. The key lies at most
-    ``left`` rows before or ``right`` rows behind the query; -1: any number.
-    """
+    ``left`` rows before or ``right`` rows behind the query; -1: any number."""
     rows = torch.arange(query.shape[2], device=query.device)
     behind = rows - rows[:, None]
     shown = behind <= right if right >= 0 else behind >= -left

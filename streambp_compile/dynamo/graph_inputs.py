@@ -39,8 +39,7 @@ def attributes_as_inputs(module: GraphModule) -> list[torch.Tensor]:
 
 def meshes_as_attributes(module: GraphModule) -> None:
     """Replace each input that is a device mesh by an attribute. Dynamo passes meshes as inputs, and guards
-    them. A tracer of a part of the graph then gets the mesh itself.
-    """
+    them. A tracer of a part of the graph then gets the mesh itself."""
     graph = module.graph
     for node in graph.find_nodes(op="placeholder"):
         mesh = internals.mesh_of(fake_of(node))

@@ -1,6 +1,5 @@
 """Higher-order operators: activation checkpoints and nested compile regions are inlined, a vmap becomes one
-node.
-"""
+node."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from .values import fake_of
 
 def inline_wrappers(module: GraphModule) -> GraphModule:
     """Replace activation checkpoints and nested compile regions by the graphs that they wrap. This package
-    plans recomputation itself, and finds equal layers without the user's marks.
-    """
+    plans recomputation itself, and finds equal layers without the user's marks."""
     shared = bool(module.graph.find_nodes(op="call_function", target=NESTED))
     while found := [n for n in module.graph.nodes if wrapped_operands(n) is not None]:
         for node in found:
@@ -35,8 +33,7 @@ NESTED = torch.ops.higher_order.invoke_subgraph
 
 def wrapped_operands(node: Node) -> tuple | None:
     """Return the operands that a wrapper passes to its graph, which is its first argument. None for other
-    nodes. A nested compile region also has a name.
-    """
+    nodes. A nested compile region also has a name."""
     if node.target is NESTED:
         return node.args[2:]
     return node.args[1:] if node.target is torch.ops.higher_order.tag_activation_checkpoint else None
@@ -66,8 +63,7 @@ def inline_wrapper(module: GraphModule, node: Node) -> None:
 
 def compute_fakes(module: GraphModule) -> None:
     """Recompute the fake tensors of a graph. A graph that several calls share has those of one call, so
-    different layers would seem to share memory.
-    """
+    different layers would seem to share memory."""
 
     def given(operand: Node) -> object:
         value = getattr(module, operand.target) if operand.op == "get_attr" else None
@@ -90,8 +86,7 @@ def gives_tensors(value: object) -> bool:
 
 def fold_maps(module: GraphModule) -> GraphModule:
     """Turn each ``torch.vmap`` into a submodule, the same one for equal maps. Its inner values have a
-    hidden dimension, so no cut may separate them.
-    """
+    hidden dimension, so no cut may separate them."""
     known: dict[str, str] = {}
     span: list[Node] = []
     depth = 0
@@ -107,8 +102,7 @@ def fold_maps(module: GraphModule) -> GraphModule:
 
 def fold(module: GraphModule, span: Sequence[Node], known: dict[str, str]) -> None:
     """Replace nodes by a call of a submodule that contains them; ``known`` maps the code of submodules to
-    their names.
-    """
+    their names."""
     inside, graph, values = set(span), Graph(), {}
     inputs = list(dict.fromkeys(a for n in span for a in n.all_input_nodes if a not in inside))
     outputs = [n for n in span if any(u not in inside for u in n.users)]

@@ -1,7 +1,6 @@
 """Whole rows that are read or written by index, in one spelling: ``x[b, i]``. Other spellings repeat the
 index along the numbers of a row, or flatten it. The rewrite is done in Dynamo's graph, before autograd
-sees it.
-"""
+sees it."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def look_up_in_shape(node: Node) -> None:
 
 def looked_up(node: Node) -> tuple[Node, int, Node | None]:
     """Return the table, the dimension and the index of a look-up by one index. With several indices, the
-    index is None.
-    """
+    index is None."""
     base, *rest = node.args
     if node.target is aten.index_select.default:
         return base, rest[0] % max(1, fake_of(base).dim()), rest[1]

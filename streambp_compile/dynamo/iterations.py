@@ -26,8 +26,7 @@ from .values import fake_of, is_parameter, storage_of
 @dataclass(frozen=True)
 class Sliced:
     """A value that is split into blocks of ``length`` rows along ``dim``. Length 0: into single rows,
-    without that dimension.
-    """
+    without that dimension."""
 
     base: Node
     dim: int
@@ -38,8 +37,7 @@ class Sliced:
 class State:
     """A value that each iteration reads from the one before it. ``source`` is its position in the
     iteration, or the sliced value whose previous block it is. ``initial`` takes its place in the first
-    iteration.
-    """
+    iteration."""
 
     source: int | Sliced
     initial: Node
@@ -71,8 +69,7 @@ class Loop:
     @functools.cached_property
     def template(self) -> list[Node]:
         """Nodes of the second iteration. Unlike in the first, states differ there from values that are the
-        same for all.
-        """
+        same for all."""
         return [n for n in self.steps[1] if n is not None]
 
     @functools.cached_property
@@ -90,8 +87,7 @@ class Loop:
 
     def operand(self, node: Node) -> int | Sliced | State | Node:
         """Classify an operand of the template: a position, a block, a state, or a node that all iterations
-        read.
-        """
+        read."""
         return self.read.get(node, node)
 
     def results(self) -> set[int]:
@@ -107,8 +103,7 @@ class Loop:
 
 def find_loop(graph: Graph, tried: set[tuple]) -> Loop | None:
     """Find the first loop of a graph whose iterations pass on a state. ``tried`` collects the groups of
-    values that were searched, so that none is searched twice.
-    """
+    values that were searched, so that none is searched twice."""
     names = Names()
     for group in groups(sliced_values(graph)):
         name = tuple(sorted(f"{key.base} {key.dim} {key.length}" for key in group))
@@ -127,8 +122,7 @@ Blocks = dict[int, list[Node]]
 
 def groups(found: Mapping[Sliced, Blocks]) -> Iterator[dict[Sliced, Blocks]]:
     """Yield the values that one loop may read: split into equally many blocks, and none computed from
-    another's.
-    """
+    another's."""
     for count in sorted({len(blocks) for blocks in found.values()}, reverse=True):
         left = {key: blocks for key, blocks in found.items() if len(blocks) == count}
         while left:
@@ -139,8 +133,7 @@ def groups(found: Mapping[Sliced, Blocks]) -> Iterator[dict[Sliced, Blocks]]:
 
 def sliced_values(graph: Graph) -> dict[Sliced, Blocks]:
     """Find all values of inputs that are split into equal blocks, each of which is read. Returns the nodes
-    of each block by its number. Weights are left out: their parts are those of layers.
-    """
+    of each block by its number. Weights are left out: their parts are those of layers."""
     found: dict[Sliced, Blocks] = {}
     of_inputs: set[Node] = set()
     for node in graph.nodes:
@@ -199,8 +192,7 @@ def independent(group: Mapping[Sliced, Blocks]) -> dict[Sliced, Blocks]:
 def is_closed(loop: Loop) -> bool:
     """Can a loop be replaced as a whole? It can if all that reads it comes after its last node, and if its
     states keep their kind. In between there is no switch of modes, no random number of its own, and no
-    write except into values that the loop has made.
-    """
+    write except into values that the loop has made."""
     first, last = min(loop.nodes), max(loop.nodes)
     node = first
     while node is not last.next:
@@ -240,8 +232,7 @@ def is_output(loop: Loop, key: Sliced) -> bool:
 
 def is_over_tokens(loop: Loop) -> bool:
     """Is each iteration one row of a sequence that an input has as it is? Blocks that a reshape has made of
-    the rows are no tokens.
-    """
+    the rows are no tokens."""
     keys = {key for key, _ in loop.pieces.values()}
     if any(key.length > 1 for key in keys) or loop.count < SHORTEST_STREAMED:
         return False
@@ -275,8 +266,7 @@ def is_write(node: Node) -> bool:
 
 class Names:
     """Names of values, equal for those that are computed alike. All searches for loops in a graph share
-    them.
-    """
+    them."""
 
     def __init__(self) -> None:
         self.names: dict[Node, int] = {}
@@ -284,8 +274,7 @@ class Names:
 
     def of(self, node: Node) -> int | Node:
         """Return the name of a value that is of no block. A value that may be unlike all others is returned
-        itself.
-        """
+        itself."""
         if node.op not in ("call_function", "call_method") or mutated(node) or draws_random(node):
             return node
         if any(mutated(u) is node for u in node.users):
@@ -358,8 +347,7 @@ class Matching:
         self, before: Sequence[Node | None], nodes: Sequence[Node], is_last: bool
     ) -> list[Node | None] | None:
         """Match the nodes of an iteration with the positions of the one before it. The last one may lack
-        nodes that no other node needs.
-        """
+        nodes that no other node needs."""
         found: list[Node | None] = []
         left = iter(nodes)
         node = next(left, None)

@@ -50,8 +50,7 @@ def part_joint_attention(module: GraphModule) -> GraphModule:
 
 def streams_of(node: Node, without: Rowwise) -> Parts | None:
     """Find the streams that the queries, keys and values of an attention consist of. None if they consist
-    of different streams or of one alone, or if any but the longest has an unknown number of rows.
-    """
+    of different streams or of one alone, or if any but the longest has an unknown number of rows."""
     found = origins(node, ("query", "key", "value"), without)
     if not found or any(not are_equal(parts.sizes, found[0].sizes) for parts in found):
         return None
@@ -73,8 +72,7 @@ def are_known(sizes: Sequence[object]) -> bool:
 
 def cuts_between(node: Node, parts: Parts) -> dict[Node, tuple[int, int]]:
     """Find the nodes that slice an attention's result at the bounds of streams. Returns for each the first
-    stream, and the one behind the last.
-    """
+    stream, and the one behind the last."""
     found = {}
     for user in node.graph.nodes:
         cut = cut_of(user)

@@ -27,8 +27,7 @@ aten = torch.ops.aten
 
 def move_leading_columns(module: GraphModule) -> GraphModule:
     """Move columns that stand beside a matrix of tokens by tokens to its end, one by one. Their order must
-    not matter to any reader.
-    """
+    not matter to any reader."""
     for node in list(module.graph.nodes):
         beside = columns_beside(columns_of(node)) if node.users else None
         readers = None if beside is None else readers_of(node)
@@ -87,8 +86,7 @@ def readers_of(root: Node) -> Readers | None:
 
 def result_of(user: Node, value: Node, found: Readers) -> int | None:
     """Find the dimension of a reader's result that has the columns; -1 if none has. None if their order
-    matters.
-    """
+    matters."""
     dim, fake = found.dims[value], fake_of(user) if user.op == "call_function" else None
     if not isinstance(fake, torch.Tensor) or is_changed(user):
         return None
@@ -111,8 +109,7 @@ def has_columns(node: Node) -> bool:
 
 class Move:
     """The move of ``front`` columns to the end of a matrix, where ``behind`` columns are already. All are
-    joined to it one by one.
-    """
+    joined to it one by one."""
 
     def __init__(self, front: int, behind: int, readers: Readers):
         self.front, self.behind, self.readers = front, behind, readers
@@ -139,8 +136,7 @@ class Move:
 
     def part_of(self, cut: Slice, value: Node) -> tuple[RowRange, int, int | None] | None:
         """Find the part whose columns a slice takes, and their range in it. None if it takes columns of
-        several parts.
-        """
+        several parts."""
         width = fake_of(value).shape[cut.dim]
         start, stop = (size_of(bound, width) for bound in (cut.start, cut.stop))
         if start is None or stop is None:

@@ -27,8 +27,7 @@ aten = torch.ops.aten
 
 def choose_masked_values(module: GraphModule) -> GraphModule:
     """Replace operations that put values where a mask is true by a choice. They put one row (or one number)
-    at every true entry, or the rows of another value, one after the other.
-    """
+    at every true entry, or the rows of another value, one after the other."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -43,8 +42,7 @@ def choose_masked_values(module: GraphModule) -> GraphModule:
 
 def replace(node: Node, base: Node, function: Callable[..., Tensor], given: tuple) -> None:
     """Replace a node by a function of its base. If the node wrote into the base, the new value is copied
-    there.
-    """
+    there."""
     with node.graph.inserting_before(node):
         new = inserted(node, function, (base, *given))
         if written_argument(node) is not None:
@@ -57,8 +55,7 @@ def replace(node: Node, base: Node, function: Callable[..., Tensor], given: tupl
 
 def row_under_mask(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | None:
     """Match ``x[..., mask] = row``: return the base, `under_mask` and its other operands. None where each
-    true entry has a row of its own.
-    """
+    true entry has a row of its own."""
     found = written_under_mask(node)
     if found is None:
         return None
@@ -72,8 +69,7 @@ def row_under_mask(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | No
 
 def written_under_mask(node: Node) -> tuple[Node, Node, Node, int] | None:
     """Match ``x[..., mask] = values``: return the base, the mask, the values, and the dimensions ahead of
-    the mask.
-    """
+    the mask."""
     given = arguments(node)
     indices = given["indices"]
     used = [i for i, index in enumerate(indices) if index is not None]
@@ -97,8 +93,7 @@ def under_mask(base: Tensor, mask: Tensor, row: Tensor, ahead: int, behind: int)
 
 def rows_under_mask(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | None:
     """Match ``x[mask] = rows`` with a row for each true entry: return the base, `each_in_order` and its
-    other operands.
-    """
+    other operands."""
     found = written_under_mask(node)
     if found is None:
         return None
@@ -122,8 +117,7 @@ def each_in_order(base: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
 
 def rows_in_order(node: Node) -> tuple[Node, Callable[..., Tensor], tuple] | None:
     """Match ``x.masked_scatter(mask, rows)`` of whole rows: return the base, `in_order` and its other
-    operands.
-    """
+    operands."""
     given = arguments(node)
     base, mask, source = (fake_of(given[name]) for name in ("self", "mask", "source"))
     width = base.shape[-1] if base.dim() else 1

@@ -1,6 +1,5 @@
 """Effects of an op on rows that may be tokens. It may let one row see another, lose the rows, or treat them
-as features.
-"""
+as features."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def mixes(node: Node, propagation: TokenPropagation, length: int) -> bool:
 
 def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
     """Is this op attention over rows, or a product that contracts keys? Rows that are more than the tokens
-    are another sequence.
-    """
+    are another sequence."""
     signature = propagation.signatures.get(node)
     if signature is None or signature.reshape:
         return False
@@ -65,15 +63,13 @@ def attends(node: Node, propagation: TokenPropagation, length: int) -> bool:
 
 def is_all(node: Node, mark: Mark, length: int) -> bool:
     """Are these rows exactly the tokens? Several rows for each token (states and actions in turn) are
-    another sequence.
-    """
+    another sequence."""
     return mark.inner == mark.block == 1 and shape_of(node)[mark.dim] == length * mark.outer
 
 
 def is_pair(node: Node, propagation: TokenPropagation, length: int) -> bool:
     """Does a value have rows and keys, as probabilities have? The keys are the tokens; rows may have heads
-    folded behind each token, as products of all heads with shared keys have them.
-    """
+    folded behind each token, as products of all heads with shared keys have them."""
     marks = propagation.of(node)
     return (
         len(marks) == 2
@@ -111,16 +107,14 @@ def crosses(node: Node, propagation: TokenPropagation, other: TokenPropagation) 
 
 def is_linear_layer(node: Node, propagation: TokenPropagation, weights: Container[Node]) -> bool:
     """May this mixer be a product with a square weight, as in a residual block? Then it may mix features
-    instead of tokens.
-    """
+    instead of tokens."""
     pairs = [a for a in tensor_operands(node) if len(propagation.of(a)) == 2]
     return bool(pairs) and all(a in weights for a in pairs)
 
 
 def is_feature(propagation: TokenPropagation, weights: Container[Node]) -> bool:
     """Do products with weights read or make this dimension, so that it holds features? A scan along it (a
-    cumulative probability) then proves nothing. A weight that mixes tokens has them twice.
-    """
+    cumulative probability) then proves nothing. A weight that mixes tokens has them twice."""
     return any(
         a in weights and len(propagation.of(a)) == 1
         for n in propagation.met()
@@ -143,8 +137,7 @@ def made_of_weights(graph: Graph, fakes: Mapping[Node, object]) -> set[Node]:
 
 def lost_bytes(propagation: TokenPropagation) -> int:
     """Count the bytes of values whose marked dimension ends in a reader: contracted, normalised over, or
-    looked up.
-    """
+    looked up."""
     lost = 0
     for node in propagation.met():
         signature = propagation.signatures.get(node)

@@ -65,8 +65,7 @@ def gradient_modes(graph: Graph) -> GradientModes:
 
 class Switches:
     """The modes (autocast, gradients) of the whole graph, replayed in a region's graph. Each node then runs
-    under the same modes in both.
-    """
+    under the same modes in both."""
 
     def __init__(self, graph: Graph):
         self.graph = graph

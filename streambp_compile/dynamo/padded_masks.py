@@ -61,8 +61,7 @@ def pad_before_masks(module: GraphModule) -> GraphModule:
 
 def padding_of(parts: Parts) -> tuple[Node, Padding] | None:
     """Find the one value that is padded, and its padding. None for several values, or for different
-    padding.
-    """
+    padding."""
     own = [i for i, p in enumerate(parts.pieces) if p is not None and not is_filled(p)]
     if len(own) != 1:
         return None
@@ -138,8 +137,7 @@ class Padded:
 
     def picked(self, row: Node, dim: int) -> Node:
         """Extend a row of numbers by repeating its ends. An index does so, and the row is then read
-        whole.
-        """
+        whole."""
         size = fake_of(row).shape[dim]
         others = (s for d, s in enumerate(fake_of(row).shape) if d != dim)
         self.is_thin &= not any(is_equal(s, size) for s in others)

@@ -1,6 +1,5 @@
 """Branches on whether a mask picks a row, with the proof that they do nothing where it picks none. Dynamo
-has traced the side on which a row is picked (internals/branch_tracing.py).
-"""
+has traced the side on which a row is picked (internals/branch_tracing.py)."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class Taken:
 
 class GradientIfTaken(torch.autograd.Function):
     """Identity whose gradient is None where none of some branches was taken. Code that is skipped leaves
-    the ``.grad`` of its weights None, and optimizers then skip them, too.
-    """
+    the ``.grad`` of its weights None, and optimizers then skip them, too."""
 
     @staticmethod
     def forward(ctx, value: torch.Tensor, taken: Taken, branches: tuple[int, ...]) -> torch.Tensor:

@@ -65,8 +65,7 @@ def register(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> str:
 
 def with_gradients(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> list[int]:
     """Find the operands that want gradients and get some. Operands that are detached inside, or only
-    compared, get none.
-    """
+    compared, get none."""
     wanted = [i for i, x in enumerate(fakes) if x.requires_grad and x.dtype.is_floating_point]
     with internals.FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         given = [example_of(how, x, COUNTS[-1]) for how, x in zip(found.operands, fakes)]
@@ -119,8 +118,7 @@ def width_if_row_by_row(found: PickedFunction, fakes: Sequence[torch.Tensor]) ->
 
 def gradient(found: PickedFunction, fakes: Sequence[torch.Tensor], wanted: Sequence[int]) -> PickedFunction:
     """Build the function for the gradients of some operands. It reads the gradient of the result, and all
-    operands.
-    """
+    operands."""
     (result,) = found.results
     traces = [traced(found, fakes, wanted, count) for count in COUNTS]
     try:
@@ -145,8 +143,7 @@ def constant_shape(how: Picked, fake: torch.Tensor) -> tuple[int, ...]:
 
 def more_alive(traces: Sequence[GraphModule]) -> int:
     """Estimate the bytes that one more row takes at the widest moment. Values without rows (the gradient of
-    a weight) are left out.
-    """
+    a weight) are left out."""
     alive = [most_alive(list(trace.graph.nodes)) for trace in traces]
     return max(0, alive[-1] - alive[0]) // (COUNTS[-1] - COUNTS[0])
 

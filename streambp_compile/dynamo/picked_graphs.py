@@ -24,8 +24,7 @@ aten = torch.ops.aten
 
 def last_of_picked(trace: GraphModule) -> list[Node]:
     """List the nodes that make values of a known size from picked rows. They put rows back, or reduce them
-    to one value.
-    """
+    to one value."""
     return [
         n
         for n in trace.graph.nodes
@@ -54,8 +53,7 @@ def masks_of(node: Node) -> list[Node]:
 
 def mask_of(nodes: Sequence[Node]) -> Node:
     """Find the one mask by which all these nodes pick rows. Raises `NotRowByRow` if there is no such
-    mask.
-    """
+    mask."""
     masks = [n.args[0] for n in nodes if form_of(n) is Form.PLACES]
     masks += [mask for n in nodes for mask in masks_of(n)]
     if len(set(masks)) != 1 or masks[0].meta["val"].dtype is not torch.bool:
@@ -65,8 +63,7 @@ def mask_of(nodes: Sequence[Node]) -> Node:
 
 def coordinates_of(nodes: Sequence[Node]) -> dict[Node, int]:
     """Find the values that hold one coordinate of each picked place. Returns for each the dimension of the
-    mask that it indexes.
-    """
+    mask that it indexes."""
     lists: dict[Node, int] = {}  # values of all coordinates → the dimension along which these lie
     found: dict[Node, int] = {}
     for node in nodes:
@@ -89,8 +86,7 @@ def coordinates_of(nodes: Sequence[Node]) -> dict[Node, int]:
 
 def is_turned(node: Node) -> bool | None:
     """Does a node exchange the two dimensions of a list of places? False if it changes nothing, None if it
-    does anything else.
-    """
+    does anything else."""
     if part_of(node) is Part.TRANSPOSE:
         return True
     if node.target is aten.permute.default:
@@ -174,8 +170,7 @@ class PickedGraph:
 
     def put(self, node: Node) -> tuple[Node | None, Node, Picked]:
         """Find the value into which the last node puts rows, the rows, and how they are put. The value is
-        None where rows are reduced.
-        """
+        None where rows are reduced."""
         given, form = arguments(node), form_of(node)
         if part_of(node) in (Part.TOTAL, Part.MEAN):
             return None, *self.reduction(node, given)

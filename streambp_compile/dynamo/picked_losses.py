@@ -43,8 +43,7 @@ class PickedLoss:
 
 def picked_loss(trace: GraphModule) -> PickedLoss | None:
     """Match the loss at the end of a trace. It must be able to ignore rows, and one mask must pick its rows
-    and their labels.
-    """
+    and their labels."""
     last = trace.graph.output_node().args[0]
     if not isinstance(last, Node) or part_of(last) is not Part.LOSS:
         return None

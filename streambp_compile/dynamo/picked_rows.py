@@ -249,8 +249,7 @@ class PutBack:
 
     def check_writes(self) -> None:
         """Raise `NotRowByRow` where an input is written into after it was read, or where the nodes write
-        into one.
-        """
+        into one."""
         memory, inside = {storage_of(n) for n in self.inputs}, set(self.nodes)
         node = self.nodes[0]
         while node is not self.node:

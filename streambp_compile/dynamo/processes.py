@@ -25,8 +25,7 @@ def spans_processes(nodes: Iterable[Node]) -> bool:
 
 def check_parts(nodes: Iterable[Node]) -> None:
     """Raise `CannotStream` for a DTensor of which one process holds more than another. The processes would
-    run different numbers of chunks.
-    """
+    run different numbers of chunks."""
     for node in nodes:
         if internals.is_uneven(fake_of(node)):
             raise CannotStream(

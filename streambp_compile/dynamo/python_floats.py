@@ -22,8 +22,7 @@ from .values import fake_of
 
 def floats_as_tensors(module: GraphModule) -> list[torch.SymFloat]:
     """Give the readers of symbolic floats tensors instead. Returns the floats that must become constants,
-    because a reader takes numbers only.
-    """
+    because a reader takes numbers only."""
     tensors: dict[Node, Node] = {}
     constants: set[Node] = set()
     for node in list(module.graph.nodes):
@@ -58,8 +57,7 @@ def is_symbolic_float(node: Node) -> bool:
 
 def detached_number(item: Node) -> Node:
     """Return the tensor that a number is read from. It is detached if it has a gradient, because numbers
-    have none.
-    """
+    have none."""
     tensor = item.args[0]
     if not fake_of(tensor).requires_grad:
         return tensor
@@ -69,16 +67,14 @@ def detached_number(item: Node) -> Node:
 
 def without_number(fake: torch.Tensor) -> torch.Tensor:
     """Copy a fake tensor without its symbolic number. An operation that asks for the number takes no
-    tensors, and fails on the copy.
-    """
+    tensors, and fails on the copy."""
     with fake.fake_mode:
         return torch.empty_like(fake)
 
 
 def read_tensors(node: Node, tensors: dict[Node, Node]) -> Node | None:
     """Insert the same operation with tensors for symbolic floats. None if it takes none, or if they change
-    its result's shape or dtype.
-    """
+    its result's shape or dtype."""
     expected = fake_of(node)
     if not isinstance(expected, torch.Tensor | torch.SymFloat):
         return None

@@ -36,8 +36,7 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
 
     def carried(axis: Axis) -> int:
         """Count the bytes of values with tokens of this axis alone. Scores of two sequences count for
-        neither.
-        """
+        neither."""
         return sum(bytes_of(own_of(n)) for n in values if n in axis.marks and not has_more_rows(n, axis))
 
     if not any(nodes & a.attending for a in fitting) and any(nodes & a.received for a in fitting):
@@ -55,16 +54,14 @@ def axis_of(region: Region, axes: Sequence[Axis]) -> Axis | None:
 
 def values_of(region: Region) -> list[Node]:
     """List the values that a region reads or makes. Weights are left out: their rows may be places in a
-    patch.
-    """
+    patch."""
     return [n for n in (*region.inputs, *region.nodes) if not is_parameter(fake_of(n))]
 
 
 def lies_across(axis: Axis, attending: Axis, region: Region) -> bool:
     """Does a region treat each token of an axis by itself, beside those of the attending axis? All values
     with tokens of the attending axis need a place for the others, too; weights need none. Tokens that
-    several rows of the attending axis belong to (states and actions in turn) have no place of their own.
-    """
+    several rows of the attending axis belong to (states and actions in turn) have no place of their own."""
     marked = [(n, attending.marks[n]) for n in values_of(region) if n in attending.marks]
     across = all(
         axis.marks.get(n)

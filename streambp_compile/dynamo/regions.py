@@ -38,8 +38,7 @@ def whole_graph(graph: Graph) -> tuple[Region, ...]:
 def with_sizes(region: Region, graph: Graph) -> Region:
     """Add the inputs that a region needs to know every size of its values. Its own inputs may have a symbol
     in expressions alone (``2 s`` rows). Then an input of the graph that is this symbol, or has it as a
-    size, is added.
-    """
+    size, is added."""
     read = list(map(fake_of, region.nodes))
     inputs = [n for n in region.inputs if n.op != "get_attr"]
     missing = unbound(map(fake_of, inputs), read)
@@ -157,8 +156,7 @@ def narrowed(region: Region, outputs: tuple[Node, ...], storages: Container[int]
 
 def subclass_between(regions: Sequence[Region]) -> Refusal | None:
     """Refuse values of a tensor subclass between regions, because regions are compiled for plain tensors.
-    Subclasses as weights are allowed. Returns None if there are no such values.
-    """
+    Subclasses as weights are allowed. Returns None if there are no such values."""
     for node in (n for region in regions for n in region.outputs):
         value = fake_of(node)
         if internals.is_traceable_wrapper_subclass(value) and not internals.is_sharded(value):

@@ -67,8 +67,7 @@ class PlaceMap:
     @property
     def step(self) -> int | None:
         """Columns that each row reads further than the row before it: 1 or -1. None if the value is no
-        matrix with as many rows, or if it moves them by more than one.
-        """
+        matrix with as many rows, or if it moves them by more than one."""
         if len(self.dims) != 2 or not same(self.dims[0][0], self.rows) or not same(self.dims[1][1], 1):
             return None
         step = constant(self.dims[0][1] - self.width)
@@ -108,8 +107,7 @@ def has_rows_of_tokens(place_map: PlaceMap, axes: Sequence[Axis]) -> bool:
 
 def count_apart(graph: Graph, scores: Sequence[Node]) -> None:
     """Copy the position numbers that relative positions are computed from, one copy for each reader. A mask
-    may read the same numbers as tokens, which would make keys of relative positions.
-    """
+    may read the same numbers as tokens, which would make keys of relative positions."""
     written = mutated_storages(graph)
     for node in ancestors(scores):
         if part_of(node) is not Part.COUNT or storage_of(node) in written:
@@ -199,8 +197,7 @@ def rows_along(source: Node, dim: int) -> PlaceMap | None:
 
 def remade_rows(source: Node | None, new: Sequence[Size]) -> PlaceMap | None:
     """Build the place map of a matrix whose rows and columns a view changes. None if the view changes other
-    dimensions.
-    """
+    dimensions."""
     old = fake_of(source).shape if source is not None else ()
     before = next((i for i, pair in enumerate(zip(old, new)) if not is_equal(*pair)), len(old))
     behind = list(zip(reversed(old[before:]), reversed(new[before:])))
@@ -317,8 +314,7 @@ def sliced(given: PlaceMap, dim: int, start: Size, new: Sequence[Size]) -> Place
 
 def shifts_of(place_map: PlaceMap) -> list[Shift] | None:
     """List the shifts that a value consists of, one for each row of the matrix that a row reads. None if it
-    reads more rows than its neighbours.
-    """
+    reads more rows than its neighbours."""
     step, (columns, _) = place_map.step, place_map.dims[1]
     given = fake_of(place_map.source).shape[place_map.dim + 1]
     before, behind = (place_map.rows - 1, 0) if step == -1 else (0, place_map.rows - 1)
@@ -352,8 +348,7 @@ def write(node: Node, place_map: PlaceMap) -> bool:
 
 def written(size: Size, place_map: PlaceMap, like: Node) -> Node | int | None:
     """Express a size by a number, or by a node. The node computes a multiple of the source's rows or
-    columns, plus a number. None for other sizes.
-    """
+    columns, plus a number. None for other sizes."""
     known = constant(size)
     if known is not None:
         return known
@@ -378,8 +373,7 @@ def keep_shift(ctx, inputs: tuple, output: torch.Tensor) -> None:
 
 def skewed_back(ctx, grad: torch.Tensor):
     """Compute the gradient as a shift the other way. Row i went to row ``i - rows``, and there ``step``
-    columns further for each row.
-    """
+    columns further for each row."""
     offset = ctx.step * ctx.rows - ctx.offset
     back = streambp.skewed(grad, ctx.dim, ctx.columns, offset, -ctx.step, -ctx.rows)
     return back, None, None, None, None, None

@@ -39,8 +39,7 @@ def part_returned_views(module: GraphModule) -> dict[int, tuple[Node, ...]]:
 
 def views_from(node: Node, kept: set[Node]) -> tuple[Node, ...]:
     """List the views that lead to a node from an input or another output. The list is empty if another
-    operation is on the way.
-    """
+    operation is on the way."""
     steps: list[Node] = []
     at = node
     while not steps or at.op != "placeholder" and at not in kept:

@@ -1,6 +1,5 @@
 """Rows that are read by index, moved in front of the head that computes them. The rewrite is done in the
-Dynamo graph, before autograd sees it.
-"""
+Dynamo graph, before autograd sees it."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def select_rows_first(module: GraphModule) -> GraphModule:
 
 def selected_first(chain: Sequence[Node]) -> Node:
     """Insert the same value with its rows read first. The rows are read from the hidden states; then come
-    the head and the operations on each row.
-    """
+    the head and the operations on each row."""
     head, *between, picked = chain
     x, moves = head.args[0], [n for n in between if moves_rows(n)]
     for step in moves:
@@ -72,8 +70,7 @@ def may_move(node: Node, to: Node) -> bool:
 def picks_rows(node: Node) -> bool:
     """Does a node select rows, and leave the last dimension as it is? It may be ``x[i]``, ``x[i, j]`` of
     whole numbers, ``index_select``, ``x[::2]``, or a slice that drops more than a constant number of
-    rows (``x[-30:]``).
-    """
+    rows (``x[-30:]``)."""
     source = node.args[0] if node.args else None
     rank = own.dim() if isinstance(source, Node) and isinstance(own := fake_of(source), torch.Tensor) else 0
     if not rank or not isinstance(fake_of(node), torch.Tensor):
@@ -100,8 +97,7 @@ def changes_by_more_than_a_number(node: Node, dim: int) -> bool:
 
 def way_to_head(node: Node) -> list[Node]:
     """List the nodes from the product that widens rows to the values that are read by index. Each has one
-    reader, and maps the rows of the node before it. The list is empty if there is no such product.
-    """
+    reader, and maps the rows of the node before it. The list is empty if there is no such product."""
     way = [node]
     while True:
         before = way[0].args[0] if way[0] is node or moves_rows(way[0]) else row_by_row(way[0])
@@ -131,8 +127,7 @@ def moves_rows(node: Node) -> bool:
 
 def row_by_row(node: Node) -> Node | None:
     """Find the one operand of a pointwise op that has rows. None if another operand has more than one
-    dimension.
-    """
+    dimension."""
     if not is_pointwise(node):
         return None
     shape = fake_of(node).shape

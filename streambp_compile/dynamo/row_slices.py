@@ -38,8 +38,7 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class RowRange:
     """Rows from ``start`` to before ``stop`` of a dimension, counted as Python's slices do. ``stop`` may be
-    None, the end.
-    """
+    None, the end."""
 
     start: int
     stop: int | None
@@ -65,8 +64,7 @@ class Parts:
 
 def parts_at(node: Node, dim: int) -> Parts | None:
     """Find the parts that ``cat`` or padding joins along a dimension of a value. None if a part, or the
-    value, may have changed by the time that it is read.
-    """
+    value, may have changed by the time that it is read."""
     if any(map(is_changed, (node, *node.all_input_nodes))):
         return None
     if part_of(node) is Part.PAD:
@@ -85,8 +83,7 @@ def columns_of(node: Node) -> Parts | None:
 
 def padded_parts(node: Node, dim: int) -> Parts | None:
     """Find the parts (source and padding) of a value that is padded with a number along this dimension
-    alone.
-    """
+    alone."""
     given, source = arguments(node), node.args[0]
     pad, at = list(given["pad"]), 2 * (fake_of(node).dim() - 1 - dim)
     before, after = pad[at : at + 2] if len(pad) > at else (0, 0)
@@ -122,8 +119,7 @@ def same_rows(
 ) -> Iterator[tuple[Node, int]]:
     """Yield the values whose row i becomes row i of a value's dimension, each with its dimension. The
     operations on the way treat each row by itself, and the value comes first. Values in ``without`` are
-    skipped, and so is what is reached through them alone.
-    """
+    skipped, and so is what is reached through them alone."""
     seen: set[tuple[Node, int]] = set()
     stack = [(node, dim)]
     while stack:
@@ -143,8 +139,7 @@ def same_rows(
 
 def operand_dim(node: Node, operand: Node, dim: int) -> int | None:
     """Find an operand's dimension whose row i becomes row i of the node's dimension; None if there is
-    none.
-    """
+    none."""
     fake, given = fake_of(node), fake_of(operand)
     if cuts_into_pieces(operand):  # the node is one of its pieces
         return dim
@@ -266,8 +261,7 @@ def repeated(node: Node, dim: int, values: dict[Node, Node], like: Node) -> Node
 
 def parted_into(node: Node, dim: int) -> list[object]:
     """Return the sizes that ``unflatten`` splits a dimension into, with -1 for the result's dimension
-    ``dim``.
-    """
+    ``dim``."""
     given, shape = arguments(node), fake_of(node).shape
     written, first = given["sizes"], given["dim"] % fake_of(given["self"]).dim()
     if not first <= dim < first + len(written):

@@ -48,8 +48,7 @@ def dim_of(node: Node) -> int:
 
 def is_long(node: Node) -> bool:
     """Does a node have a constant number of rows, at least two blocks of them? With lengths that may
-    change, the values that blocks of blocks exchange have sizes that take minutes to analyse.
-    """
+    change, the values that blocks of blocks exchange have sizes that take minutes to analyse."""
     value = fake_of(node.args[0])
     length = value.shape[dim_of(node)] if value.dim() else 0
     return isinstance(length, int) and length >= 2 * min(BLOCKS)
@@ -89,8 +88,7 @@ def places(x: Tensor, dim: int, op: Op) -> Tensor:
 
 def combine_with(op: Op) -> Combine:
     """Build a function that combines rows by a running operator. It works on single numbers, for any number
-    of dimensions.
-    """
+    of dimensions."""
     running = TABLE[op].running
     return lambda more, left, right: running(left, right)
 

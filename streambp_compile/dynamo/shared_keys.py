@@ -84,8 +84,7 @@ def attention_with_more_keys(
     more_mask: Tensor | None,
 ) -> Tensor:
     """Compute ``scaled_dot_product_attention`` over the sequence's keys and more keys, each with their
-    columns of the mask. The dimension of heads may be missing.
-    """
+    columns of the mask. The dimension of heads may be missing."""
     given = map(as_autocast, (query, key, value, more_key, more_value))
     flat = query.dim() == 3
     query, key, value, more_key, more_value = (t.unsqueeze(1) if flat else t for t in given)
@@ -147,8 +146,7 @@ def part_shared_keys(module: GraphModule) -> GraphModule:
 
 def own_keys(node: Node, without: Rowwise) -> OwnKeys | None:
     """Find the keys of an attention that belong to the sequence of its queries. None where all or none do,
-    or where that is unknown.
-    """
+    or where that is unknown."""
     found = origins(node, ("key", "value"), without)
     if not found:
         return None

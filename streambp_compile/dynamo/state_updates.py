@@ -61,8 +61,7 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 def is_differentiable(fake: torch.Tensor) -> bool:
     """Does a computed value have an autograd history? A weight that is written into without gradients has
-    none.
-    """
+    none."""
     return fake.requires_grad and not fake.is_leaf
 
 

@@ -41,8 +41,7 @@ def take_table_rows_first(module: GraphModule) -> GraphModule:
 def arranged_before(node: Node) -> tuple[list[Node], int]:
     """List the steps between an input and a slice of it, in order. Also returns the dimension that is
     sliced in the first step's operand. The list is empty if there are no steps, or if anything writes
-    into the input.
-    """
+    into the input."""
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or viewed(source).op != "placeholder" or is_changed(source):
         return [], 0

@@ -94,8 +94,7 @@ def cut_at_once(node: Node) -> Tiling | None:
 
 def bounds(cuts: Cuts, i: int, rows: int) -> tuple[int, int]:
     """Compute the first row of piece ``i``, and the row behind its last one, of a value with ``rows``
-    rows.
-    """
+    rows."""
     if isinstance(cuts, int):
         size = (rows + cuts - 1) // cuts
         return i * size, rows if i == cuts - 1 else (i + 1) * size

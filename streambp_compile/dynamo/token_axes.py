@@ -80,8 +80,7 @@ class Axis:
 
 def joined(axes: Sequence[Axis]) -> Axis | None:
     """Join all axes into one that has tokens wherever any of them has. Scores of one sequence over another
-    are matrices, too.
-    """
+    are matrices, too."""
     if not axes:
         return None
     marks: dict[Node, dict[int, Mark]] = {}
@@ -141,8 +140,7 @@ def capturing_once() -> Iterator[None]:
 
 def traced(module: GraphModule, fakes: Sequence[object]) -> Trace:
     """Trace the forward of a graph. Inside `capturing_once`, the last trace is returned if the graph has
-    not changed.
-    """
+    not changed."""
     nodes, last = tuple(module.graph.nodes), LAST.get()
     text = "\n".join(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs}" for n in nodes)
     written = GraphText(nodes, text, tuple(map(id, fakes)))
@@ -214,8 +212,7 @@ class Trace:
 
     def candidate(self, node: Node, dim: int) -> list[AxisCandidate]:
         """Propagate a dimension of a value as a token axis. The list is empty if no floating-point value
-        carries it.
-        """
+        carries it."""
         length = shape_of(node)[dim]
         propagation = self.followed(node, dim, length)
         mixers = frozenset(n for n in propagation.met() if mixes(n, propagation, length))
@@ -233,8 +230,7 @@ class Trace:
     def followed(self, node: Node, dim: int, length: int) -> TokenPropagation:
         """Propagate the rows of a value. If a collective distributes them over processes or gathers them,
         all rows of that number at the ends of collectives count as the same: they are usually of another
-        layer.
-        """
+        layer."""
         found = TokenPropagation(self.graph, {node: (Mark(dim),)}, self.known)
         ends = [(end, d) for end, d in self.ends if shape_of(end)[d] == length]
         others = {end: (Mark(d),) for end, d in ends if not found.of(end)}
@@ -244,8 +240,7 @@ class Trace:
 
     def parts_of_processes(self, chosen: Sequence[AxisCandidate]) -> list[AxisCandidate]:
         """Find sequences that are one process's part of chosen ones (sequence parallel), or the other way
-        round.
-        """
+        round."""
         found: list[AxisCandidate] = []
         for node in self.graph.nodes:
             dim = along_of(node)
@@ -357,8 +352,7 @@ def by_length(axis: Axis, constant: Container[Node]) -> list[Axis]:
 
 def rows_along(axis: Axis, node: Node) -> Size | None:
     """Count the rows of a value along an axis. None if that dimension has anything else, or another one has
-    rows.
-    """
+    rows."""
     marks, fake = axis.marks.get(node, ()), fake_of(node)
     if len(marks) != 1 or not isinstance(fake, torch.Tensor) or not fake.is_floating_point():
         return None
@@ -442,8 +436,7 @@ def attending_alone(candidate: AxisCandidate, chosen: Sequence[AxisCandidate]) -
 
 def carries_all_of(candidate: AxisCandidate, other: AxisCandidate) -> bool:
     """Does every value with tokens of a candidate have rows of another sequence that attends? Bytes, for
-    example, are rows of patches where patches attend to one another.
-    """
+    example, are rows of patches where patches attend to one another."""
     marked = set(candidate.propagation.marked())
     return bool(other.attends) and other is not candidate and marked <= set(other.propagation.marked())
 

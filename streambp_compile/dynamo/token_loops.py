@@ -83,8 +83,7 @@ class TokenDistribution(Distribution):
 
     def value_in(self, i: int, operand: int | Sliced) -> Node:
         """Return the value of one token. Most loops are read at the last token alone, which a sweep
-        computes as a sum.
-        """
+        computes as a sum."""
         nodes = [step[operand] for step in self.loop.steps] if isinstance(operand, int) else []
         alone = [n for n in nodes if n is not None and any(not self.joins(u, operand) for u in self.after(n))]
         if len(alone) != 1:
@@ -135,8 +134,7 @@ class ChainStep:
 
     def operands(self) -> tuple[list[Node], list[Node]]:
         """Return the operands of the scan: those with a row per token, and those that are the same
-        for all.
-        """
+        for all."""
         initial = [s.initial for s in self.found.sources]
         return [self.found.first(), *self.rows.values()], [*initial, *self.wholes.values()]
 
@@ -219,8 +217,7 @@ def keep(ctx, inputs: tuple, output: Tensor) -> None:
 
 def gradients(ctx, grad: Tensor):
     """Compute the gradients of one step, mapped over all tokens. First, a scan computes the gradients of
-    all states.
-    """
+    all states."""
     found = FUNCTIONS[ctx.function]
     states, *operands = ctx.saved_tensors
     rows, wholes = operands[: ctx.rows], operands[ctx.rows :]

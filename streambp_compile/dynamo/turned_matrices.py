@@ -53,8 +53,7 @@ def part_turned_matrices(module: GraphModule) -> GraphModule:
 
 def turns_square(node: Node) -> bool:
     """Does a node move, or normalise over, a dimension before the last, where two dimensions have one size?
-    These may be tokens.
-    """
+    These may be tokens."""
     if part_of(node) is Part.ALONG:
         dims, rank = arguments(node).get("dim"), fake_of(node.args[0]).dim()
         first = next(iter(dims), None) if isinstance(dims, (list, tuple)) else dims
@@ -133,8 +132,7 @@ def taken_at_once(signature: Signature) -> set:
 
 def part_matrices(graph: Graph, readings: Readings) -> None:
     """Give readers that treat another dimension as keys a copy of their matrix, from the last node to the
-    first.
-    """
+    first."""
     wanted: dict[Node, list[tuple[Node, set[int]]]] = {}
     written = mutated_storages(graph)
     for node in reversed(list(graph.nodes)):

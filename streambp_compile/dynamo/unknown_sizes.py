@@ -128,8 +128,7 @@ class OfUnknownSize:
 
 def part_unknown_sizes(module: GraphModule) -> OfUnknownSize | None:
     """Remove values of unknown sizes, and all that is computed from them, from a graph. None where there
-    are none, or where something needs them before all regions have run.
-    """
+    are none, or where something needs them before all regions have run."""
     graph = module.graph
     chosen = {n for n in graph.nodes if n.op != "placeholder" and depends_on_data(n)}
     stack = list(chosen)
@@ -178,8 +177,7 @@ def parted(module: GraphModule, nodes: Sequence[Node], autocast: tuple) -> OfUnk
 
     def copy_of(node: Node) -> Node:
         """Copy a value to the new graph. It is made there, is a size to compute again, or becomes an
-        input.
-        """
+        input."""
         if node in new:
             return new[node]
         sized = node.op == "call_function" and not isinstance(fake_of(node), torch.Tensor)

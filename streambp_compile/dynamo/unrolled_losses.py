@@ -40,8 +40,7 @@ from .values import fake_of, storage_of
 
 def merge_unrolled(module: GraphModule) -> GraphModule:
     """Apply operations on all pieces of a value to the value itself, where they are alike row by row. It is
-    done only where a product is among them.
-    """
+    done only where a product is among them."""
     tried: set[Cuts] = set()
     while True:
         found = [t for t in tilings(module.graph) if t.cuts not in tried]
@@ -67,8 +66,7 @@ class Pieces:
     @staticmethod
     def text(node: Node, found: Correspondence[Node]) -> str | None:
         """Describe the operation of a node. None for a hook, a function with a backward of its own, and
-        values that are no tensor.
-        """
+        values that are no tensor."""
         if isinstance(node.target, internals.HigherOrderOperator) or not isinstance(
             fake_of(node), torch.Tensor
         ):
@@ -103,8 +101,7 @@ class Pieces:
 
 def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:
     """Apply operations that all pieces of a group share only once, to the whole. Returns whether there were
-    any.
-    """
+    any."""
     spell_out(module.graph, group)
     pieces = Pieces(module.graph, group)
     if not pieces.complete or pieces.written():
@@ -150,8 +147,7 @@ def between(first: Node, last: Node) -> Iterator[Node]:
 
 def cut_from(reader: Node, node: Node, part: tuple) -> None:
     """Let the reader of a piece read that part of the whole. A reader that adds up the piece becomes the
-    sum of those rows.
-    """
+    sum of those rows."""
     with reader.graph.inserting_before(reader):
         reduced = REDUCED.get(part_of(reader)) if len(reader.args) == 1 and not reader.kwargs else None
         if reduced is not None:
@@ -184,8 +180,7 @@ def join(node: Node, count: int) -> None:
 
 def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
     """Write a loss of a piece as a reduction of losses of its rows. Values that are written in place become
-    values of their own.
-    """
+    values of their own."""
     touched = {p for t in group for p in t.pieces}
     for node in list(graph.nodes):
         if touched.isdisjoint(node.all_input_nodes):
@@ -206,8 +201,7 @@ def spell_out(graph: Graph, group: Sequence[Tiling]) -> None:
 
 def out_of_place(node: Node) -> Node | None:
     """Insert the value that a node writes over another as a value of its own. Later readers of the other
-    read it. None if the other has an earlier alias, or another shape or dtype.
-    """
+    read it. None if the other has an earlier alias, or another shape or dtype."""
     target, plain = mutated(node), functional(node.target)
     if plain is None:
         return None
@@ -293,8 +287,7 @@ def alike_by_rows(
 
 def contiguous(node: Node) -> torch.Tensor:
     """Create a contiguous fake value like that of a piece. A piece has the strides of what it was cut from,
-    and would be copied where the whole is not.
-    """
+    and would be copied where the whole is not."""
     fake = fake_of(node)
     with fake.fake_mode:
         return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)

@@ -32,8 +32,7 @@ def storage_of(node: Node) -> int | None:
 
 def is_changed(node: Node) -> bool:
     """May a value have changed by the time that it is read? It may if its memory, or that of a value it is
-    a view of, is written into after it was made. Its readers must then stay where they are.
-    """
+    a view of, is written into after it was made. Its readers must then stay where they are."""
     while not node.meta.get(CHANGED):
         if not is_view(node) or not node.args or not isinstance(node.args[0], Node):
             return False
@@ -53,8 +52,7 @@ def autocast_of(node: Node) -> tuple:
 
 def is_parameter(fake: object) -> bool:
     """Is a value a weight, declared or not? Hidden states may be leaves that want gradients too, but they
-    come as ``[B, T, d]``.
-    """
+    come as ``[B, T, d]``."""
     return (
         isinstance(fake, torch.nn.Parameter)
         or getattr(fake, "_is_param", False)

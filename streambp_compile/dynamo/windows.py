@@ -153,8 +153,7 @@ def pooled(given: dict, is_mean: bool) -> Windowed | None:
 
 def filtered(given: dict, dtype: torch.dtype) -> Windowed | None:
     """Match a strided convolution, dense or depthwise. Short filters at every token are written
-    elsewhere.
-    """
+    elsewhere."""
     source, weight, groups = given["input"], fake_of(given["weight"]), single(given["groups"])
     plain = single(given["padding"]) in (0, "valid") and single(given["dilation"]) == 1
     if not plain or single(given["stride"]) == 1 or fake_of(source).dim() != 3:
@@ -181,8 +180,7 @@ def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
 
 def neighbours(x: Tensor, dim: int, distances: Sequence[int]) -> Tensor:
     """Stack the rows at some distances before each row (negative: behind it) in a last dimension. Rows that
-    do not exist are zeros.
-    """
+    do not exist are zeros."""
     others = [0, 0] * (x.dim() - 1 - dim)
     return torch.stack([F.pad(x, (*others, by, -by)) for by in distances], -1)
 

@@ -13,8 +13,7 @@ from .values import fake_of, storage_of, wants_gradient
 
 def written_storages(region: Region) -> set[int]:
     """Find the memory of a region's inputs that it writes into. Examples are an average kept in a buffer,
-    and a weight clamped in place.
-    """
+    and a weight clamped in place."""
     given = {storage_of(n) for n in region.inputs} - {None}
     return {storage_of(target) for target in map(mutated, region.nodes) if target is not None} & given
 

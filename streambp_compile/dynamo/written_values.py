@@ -35,8 +35,7 @@ from .written_inputs import same_layout
 
 def write_new_values(module: GraphModule) -> GraphModule:
     """Replace writes into values by new values. Values that are filled block by block are left for later,
-    because `distribute_loops` reads those writes.
-    """
+    because `distribute_loops` reads those writes."""
     replace_writes(read_from_writers(module), lambda names: not is_filled_by_blocks(names))
     return module
 
@@ -65,8 +64,7 @@ def memory_of(node: Node) -> int | None:
 
 def written_values(module: GraphModule, modes: GradientModes) -> Iterator[list[Node]]:
     """Yield all names of each value that is made in the graph and written into. Values are left out where
-    no new value can replace every write. The first name is the value.
-    """
+    no new value can replace every write. The first name is the value."""
     of_memory: dict[int, list[Node]] = {}
     for node in module.graph.nodes:
         memory = memory_of(node)
@@ -101,8 +99,7 @@ def is_name(node: Node, names: set[Node]) -> bool:
 
 def is_chain(names: list[Node]) -> bool:
     """Is each write the only reader of the value before it (``total += part``)? Then each write is a value
-    of its own as it stands, and may stay.
-    """
+    of its own as it stands, and may stay."""
     writes = [n for n in names if is_write(n)]
     earlier = [names[0], *writes[:-1]]
     return all(n.args[0] is a and list(a.users) == [n] for a, n in zip(earlier, writes))
@@ -167,8 +164,7 @@ class Values:
 
     def inserted(self, reader: Node, target: Callable, args: tuple, kwargs: dict | None = None) -> Node:
         """Insert a call in front of a reader. The reader may be the graph's output, which has no value
-        itself.
-        """
+        itself."""
         like = reader if isinstance(fake_of(reader), torch.Tensor) else args[0]
         with reader.graph.inserting_before(reader):
             node = inserted(like, target, args, kwargs)
@@ -241,8 +237,7 @@ class Values:
 
 def forget_later_gradient(node: Node) -> None:
     """Detach the fake value of a node whose operands have no gradient. Dynamo's fake value may have the
-    gradient of a later write, which the new value does not have.
-    """
+    gradient of a later write, which the new value does not have."""
     if not wants_gradient(node) or not isinstance(node.target, torch._ops.OpOverload):
         return
     args, kwargs = map_arg((node.args, node.kwargs), fake_of)

@@ -97,8 +97,7 @@ def looped_over(frame: InstructionTranslatorBase) -> Listed | None:
 
 def listed_by(node: Node) -> Listed | None:
     """Find the places that a value lists, if it and the values that it is computed from are never
-    overwritten.
-    """
+    overwritten."""
     way = [node]
     while name_of(node) in ("getitem", "flatten", "squeeze") and isinstance(node.args[0], Node):
         if name_of(node) == "getitem" and node.args[1] not in (0, (slice(None), 0)):

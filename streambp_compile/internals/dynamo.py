@@ -139,8 +139,7 @@ def settings_if_they_can_be_written(settings: Callable[[], str | None]) -> Calla
 
 def ignore_library_logging_from_now_on() -> None:
     """Call `ignore_library_logging` whenever Dynamo begins to trace, as transformers may be imported by
-    then.
-    """
+    then."""
     ignore_library_logging()
     if before_tracing not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(before_tracing)
@@ -307,8 +306,7 @@ def is_all_of(module: GraphModule, caller: types.FrameType) -> bool:
 
 def seconds_so_far() -> float:
     """Return the seconds since Dynamo began with the function that it compiles now; 0 where it compiles
-    none.
-    """
+    none."""
     context = get_metrics_context()
     return (time.time_ns() - context._start_time_ns) * 1e-9 if context.in_progress() else 0.0
 

@@ -122,8 +122,7 @@ class Whole:
 
     def text(self, op: Op, found: Correspondence[Expression]) -> str:
         """Describe an operation. An outside tensor that only one piece reads is named by its position in
-        the piece.
-        """
+        the piece."""
         if not self.readers:
             for reader in self.nodes:
                 for operand in operands_of(reader):

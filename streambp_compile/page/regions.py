@@ -52,8 +52,7 @@ def region_data(region: RegionReport) -> dict[str, Any]:
 
 def refusal_data(refusal: Refusal, region: RegionReport) -> dict[str, Any]:
     """Describe a refusal: its reason, the bytes of the region's largest value at full length, and the
-    remedy.
-    """
+    remedy."""
     nodes = region.joint.graph.nodes if region.joint is not None else ()
     sizes = (bytes_of(value_of(n)) for n in nodes if is_tensor(n) and n.op == "call_function")
     return {

@@ -104,8 +104,7 @@ class FakeStep:
 
 def loss_of(output: object) -> object:
     """Find the loss in a model's result: ``output.loss``, ``output["loss"]``, a tuple's first value, or
-    itself.
-    """
+    itself."""
     found = getattr(output, "loss", None)
     if found is None:
         found = output.get("loss") if isinstance(output, dict) else output
@@ -215,8 +214,7 @@ def cost_of(region, direction: str) -> Cost:
 
 def checkpointed_step(step: FakeStep, device: Device) -> tuple[StepMemory, Cost]:
     """Simulate a step of eager autograd: its memory, and its seconds by the device's fastest attention
-    kernel.
-    """
+    kernel."""
     memory, work = counted_step(step)
     kernels = dict(device.attention) or {"flash": ()}
     costs = [work.cost(step.rows, device, kernel) for kernel in kernels]

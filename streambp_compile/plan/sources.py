@@ -88,8 +88,7 @@ def config_of_file(path: Path) -> object:
 
 def config_of_name(name: str) -> object:
     """Create the default configuration of a class such as ``Qwen3Config``, or of a model type such as
-    ``qwen3``.
-    """
+    ``qwen3``."""
     library = transformers()
     if name.endswith("Config") and hasattr(library, name):
         return getattr(library, name)()

@@ -175,8 +175,7 @@ class Streaming:
 
     def shorter(self, part: int) -> Prediction:
         """Estimate the offloaded plan with chunks whose widest moment takes ``1 / part`` of the default
-        bytes.
-        """
+        bytes."""
 
         def plan(step: StreamedStep) -> ChainPlan:
             widest = max(c.widest for c in step.plans.costs)

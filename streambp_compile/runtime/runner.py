@@ -86,8 +86,7 @@ class Turn:
 @dataclass(frozen=True)
 class Chunk:
     """Tokens ``[start, stop)`` and the keys ``[first_key, last_key)`` that they reach, of ``length`` in
-    all.
-    """
+    all."""
 
     start: int
     stop: int
@@ -121,8 +120,7 @@ def chunks_of(sweep: Sweep, chunk: int, length: int) -> Iterator[Chunk]:
 
 class Runner:
     """Executes a program: steps at full length eagerly, sweeps chunk by chunk through their compiled
-    bodies.
-    """
+    bodies."""
 
     def __init__(
         self,
