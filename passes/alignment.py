@@ -83,9 +83,7 @@ class Alignment:
 
     def numbers_without_features(self, graph: Graph) -> int | None:
         """Count the numbers per token of integer inputs (ids, labels, masks), which is the batch size.
-
-        Returns None if there are no such inputs.
-        """
+        Returns None if there are no such inputs."""
         given = [
             n
             for n in graph.find_nodes(op="placeholder")
@@ -98,11 +96,9 @@ class Alignment:
         return max((product(shape_of(n)) // (self.rows(n) * inner[n]) for n in given), default=None)
 
     def has_features(self, shape: Sequence[int], mark: Mark) -> bool:
-        """Does a value have several numbers per token?
-
-        They lie behind the token dimension (``[B, T, D]``, or ``[B, T D]``), or before it, if there are
-        more of them than the batch (``[B, V, T]``). A reshape does not change the answer.
-        """
+        """Does a value have several numbers per token? They lie behind the token dimension (``[B, T, D]``, or
+        ``[B, T D]``), or before it, if there are more of them than the batch (``[B, V, T]``). A reshape
+        does not change the answer."""
         behind = mark.inner > 1 or product(shape) > product(shape[: mark.dim + 1])
         rows = shape[mark.dim] // mark.step
         return behind or self.batch is not None and product(shape) > rows * self.batch
@@ -143,10 +139,8 @@ class Alignment:
                 self.with_features.add(node)
 
     def find(self, node: Node) -> tuple[Node, int]:
-        """Find the root of a node and the difference d in ``low(node) = low(root) + d``.
-
-        Nodes on the way are tied to the root itself.
-        """
+        """Find the root of a node and the difference d in ``low(node) = low(root) + d``. Nodes on the way are
+        tied to the root itself."""
         way: list[Node] = []
         while node in self.parent:
             way.append(node)

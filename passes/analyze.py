@@ -133,10 +133,8 @@ class Reader:
         )
 
     def without_tokens(self, node: Node) -> None:
-        """Enter a node without token dimensions, whose operands are shared values or sums.
-
-        Raises `CannotStream` for one that draws random numbers.
-        """
+        """Enter a node without token dimensions, whose operands are shared values or sums. Raises
+        `CannotStream` for one that draws random numbers."""
         if draws_random(node):
             raise refuse(
                 node,
@@ -151,11 +149,8 @@ class Reader:
         self.enter(node, facts, edges, Kind.WHOLE)
 
     def check_propagation(self, node: Node) -> None:
-        """Refuse a node whose rows cannot be followed.
-
-        It has no rule that fits, loses tokens, reads rows in two orders, reads a matrix both by rows and
-        by columns, or has more than two token dimensions.
-        """
+        """Refuse a node whose rows cannot be followed. It has no rule that fits, loses tokens, reads rows in
+        two orders, reads a matrix both by rows and by columns, or has more than two token dimensions."""
         if node in self.propagation.missing:
             raise self.propagation.missing[node]
         if node in self.propagation.lost:
@@ -195,10 +190,8 @@ class Reader:
         return self.located(node, node.meta["val"].shape[rows.dim], rows, key, self.alignment.low(node) or 0)
 
     def located(self, node: Node, size: Size, mark: Mark, key: Mark | None, low: int) -> Tokens:
-        """Build the fact of a value whose row 0 is of token ``low``.
-
-        Raises `CannotStream` if its rows are not T plus a constant.
-        """
+        """Build the fact of a value whose row 0 is of token ``low``. Raises `CannotStream` if its rows are
+        not T plus a constant."""
         rows, excess, rest = mark.located(size, self.length)
         if isinstance(rest, torch.SymInt) and rest.node.expr != 0 and not is_now(size, rest):
             raise refuse(
@@ -249,10 +242,8 @@ class Reader:
     def sizes_where_shared(
         self, node: Node, operands: tuple[Node, ...], signature: Signature, row: Label
     ) -> set[int]:
-        """Collect the sizes of the row label's dimensions where tokens share a dimension.
-
-        They share it with other sequences, or each token has several rows. Returns no sizes otherwise.
-        """
+        """Collect the sizes of the row label's dimensions where tokens share a dimension. They share it with
+        other sequences, or each token has several rows. Returns no sizes otherwise."""
         slots = [*zip(map(slot_of, operands), signature.operands)]
         slots += [((node, o), labels) for o, labels in zip(outputs_of(node), signature.outputs)]
         found = [(slot, labels.index(row)) for slot, labels in slots if row in labels]
@@ -304,10 +295,7 @@ class Reader:
         return any(dims[f.rows.dim] not in (row, None) for f, dims in matrices)
 
     def output_fact(self, node: Node, output: int, labels: Labelling, low: int) -> Fact:
-        """Build the fact of one output.
-
-        Its row 0 is of token ``low``; of token 0, if its rows are keys.
-        """
+        """Build the fact of one output. Its row 0 is of token ``low``; of token 0, if its rows are keys."""
         slot = (node, output)
         mark = self.propagation.rows(slot)
         if not self.propagation.marks.get(slot) or mark is None:
@@ -385,11 +373,8 @@ class Reader:
         return Labelling(single, pair[1] if pair else None, Kind.ROWS)
 
     def first_row(self, node: Node, operands, signature: Signature, row: object) -> int:
-        """Find the token of output row 0.
-
-        It follows from the widest operand that has the output's rows; operands with features, or
-        computed from such, come first.
-        """
+        """Find the token of output row 0. It follows from the widest operand that has the output's rows;
+        operands with features, or computed from such, come first."""
         if signature.reshape:
             fact = self.facts[operands[0]]
             return fact.lo if isinstance(fact, Tokens) else 0
@@ -456,8 +441,6 @@ NO_KEYS: Label = object()  # in place of the label of keys, where a value has no
 
 
 def is_now(size: Size, difference: torch.SymInt) -> bool:
-    """Is a difference zero at the current lengths (``n - max(0, n - T) - T``)?
-
-    Dynamo then guards on it. The answer is no for a size that is a plain number.
-    """
+    """Is a difference zero at the current lengths (``n - max(0, n - T) - T``)? Dynamo then guards on it. The
+    answer is no for a size that is a plain number."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number and bool(difference == 0)

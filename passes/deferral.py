@@ -33,11 +33,8 @@ def deferred(
 
 
 def late_nodes(body: Sequence[Node], size: Mapping[Node, int], mixers: Collection[Node]) -> set[Node]:
-    """Find the nodes that should be computed late.
-
-    These are wide values that wait for attention which does not need them, the wide values that those
-    are computed from, and everything computed from them.
-    """
+    """Find the nodes that should be computed late. These are wide values that wait for attention which does
+    not need them, the wide values that those are computed from, and everything computed from them."""
     limit = WIDE * max((size[n] for n in mixers), default=0)
     needed = ancestors(mixers)
     free = [n for n in body if n not in needed]

@@ -113,12 +113,10 @@ def proofs_of_scores(
     masks: Mapping[Node, Abstract],
     is_cheap: IsCheap,
 ) -> list[tuple[Proof, Reach]]:
-    """Prove a range of keys for every exit of the score matrices.
-
-    Returns a proof for each exit, and its reach over the node's own rows and keys. Score matrices that
-    feed one another share one range. It may be narrowed only if every exit (a softmax over keys, a
-    product that contracts rows or keys) is proved empty outside the band.
-    """
+    """Prove a range of keys for every exit of the score matrices. Returns a proof for each exit, and its
+    reach over the node's own rows and keys. Score matrices that feed one another share one range. It may
+    be narrowed only if every exit (a softmax over keys, a product that contracts rows or keys) is proved
+    empty outside the band."""
     found = []
     for node in scores:
         check_time()
@@ -141,11 +139,9 @@ def proofs_of_scores(
 def proofs_of_outputs(
     graph: Graph, facts: Facts, masks: Mapping[Node, Abstract], is_cheap: IsCheap
 ) -> list[tuple[Proof, Reach]]:
-    """Prove a range of keys for every output that is a matrix of rows and keys.
-
-    Such an output is the gradient of a table. Its entries that no chunk writes have to be zero. Returns
-    pairs as `proofs_of_scores` does.
-    """
+    """Prove a range of keys for every output that is a matrix of rows and keys. Such an output is the
+    gradient of a table. Its entries that no chunk writes have to be zero. Returns pairs as
+    `proofs_of_scores` does."""
     found = []
     output = next((n for n in reversed(graph.nodes) if n.op == "output"), None)
     for node in () if output is None else output.all_input_nodes:
@@ -187,10 +183,8 @@ def read_by(condition: Condition) -> Iterator[tuple[Node, int]]:
 
 
 def conditions_of(proofs: Iterable[Proof]) -> tuple[Condition, ...]:
-    """Collect the conditions of all proofs that narrow a range, each once.
-
-    Conditions of equal ranges are placed together.
-    """
+    """Collect the conditions of all proofs that narrow a range, each once. Conditions of equal ranges are
+    placed together."""
     by_reach: dict[Reach, dict[Condition, None]] = {}
     for proof in proofs:
         if proof.reach != EVERYWHERE:
@@ -199,11 +193,9 @@ def conditions_of(proofs: Iterable[Proof]) -> tuple[Condition, ...]:
 
 
 def along(reach: Reach, band: Band, rows: Mark, keys: Mark) -> Reach:
-    """Return the reach of a band over the rows and keys of a value.
-
-    It is transposed where the keys of the band are the rows of the value. Conditions describe masks as
-    they are stored, so only a band without conditions is transposed.
-    """
+    """Return the reach of a band over the rows and keys of a value. It is transposed where the keys of the
+    band are the rows of the value. Conditions describe masks as they are stored, so only a band without
+    conditions is transposed."""
     if (band.row, band.key) == (rows.dim, keys.dim):
         return reach
     turned = (band.key, band.row) == (rows.dim, keys.dim) and not band.assumes and not band.visibility_masks
@@ -211,11 +203,9 @@ def along(reach: Reach, band: Band, rows: Mark, keys: Mark) -> Reach:
 
 
 def is_cheap_to_check(mask: Node, entries: int, checkable: Container[Node]) -> bool:
-    """Can a mask be computed from checkable inputs, without values much larger than the mask?
-
-    The limit is `TEMPORARY` times the largest input or the mask itself. For a stored mask of ``entries``
-    entries, the mask does not count, and the largest input must have as many entries.
-    """
+    """Can a mask be computed from checkable inputs, without values much larger than the mask? The limit is
+    `TEMPORARY` times the largest input or the mask itself. For a stored mask of ``entries`` entries, the
+    mask does not count, and the largest input must have as many entries."""
     needed = ancestors([mask])
     given = [n for n in needed if n.op == "placeholder" and is_tensor(n)]
     stored = max((math.prod(shape_of(n)) for n in given), default=0)
@@ -230,11 +220,9 @@ def is_cheap_to_check(mask: Node, entries: int, checkable: Container[Node]) -> b
 
 
 def unfolded(node: Node, facts: Facts, masks: Mapping[Node, Abstract]) -> Node:
-    """Find the score matrix with a band that a node is a view or copy of, with all its entries.
-
-    A band has two dimensions, and is lost where rows are folded with heads. The row and the key of each
-    entry stay the same. Returns the node itself if there is no such matrix.
-    """
+    """Find the score matrix with a band that a node is a view or copy of, with all its entries. A band has
+    two dimensions, and is lost where rows are folded with heads. The row and the key of each entry stay
+    the same. Returns the node itself if there is no such matrix."""
     start = node
     while not isinstance(masks.get(node), Band):
         source = node.args[0] if is_view(node) or form_of(node) is Form.COPY else None
@@ -248,19 +236,15 @@ def unfolded(node: Node, facts: Facts, masks: Mapping[Node, Abstract]) -> Node:
 
 
 def has_keys(node: Node, facts: Facts) -> bool:
-    """Does the node, or one of its operands, have a row and a key dimension?
-
-    Scores, probabilities and masks have both.
-    """
+    """Does the node, or one of its operands, have a row and a key dimension? Scores, probabilities and masks
+    have both."""
     flat = [f for n in (node, *tensor_operands(node)) for f in parts_of(facts[n])]
     return any(isinstance(f, Tokens) and f.keys is not None for f in flat)
 
 
 def exits(node: Node, facts: Facts, signature: Signature) -> list[Node] | None:
-    """List the score operands through which a node could read entries outside the band.
-
-    Returns None if the node is no exit.
-    """
+    """List the score operands through which a node could read entries outside the band. Returns None if the
+    node is no exit."""
     pairs = [a for a in tensor_operands(node) if isinstance(f := facts[a], Tokens) and f.keys is not None]
     if not pairs:
         return None
@@ -290,11 +274,8 @@ def counts_keys(node: Node, signature: Signature) -> bool:
 
 
 def adds_up(node: Node, signature: Signature) -> bool:
-    """Can zero entries be skipped without changing the result?
-
-    They can if the node sums its operands along rows or keys, if it is a merge or a scan that begins
-    with zero, or if it takes missing entries as zero.
-    """
+    """Can zero entries be skipped without changing the result? They can if the node sums its operands along
+    rows or keys, if it is a merge or a scan that begins with zero, or if it takes missing entries as zero."""
     rule, merge = rule_of(node), merge_of(node)
     if rule.by_place or merge is not None:
         return merge is None or merge.identity == 0

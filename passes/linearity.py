@@ -19,10 +19,8 @@ from .rules.facets import Form
 
 
 def is_linear(graph: Graph, tangent: Node, outputs: Iterable[object]) -> bool:
-    """Are all outputs linear in the tangent, as far as the rules of their ops tell?
-
-    A linear output is zero for a tangent of zero, and twice as large for twice the tangent.
-    """
+    """Are all outputs linear in the tangent, as far as the rules of their ops tell? A linear output is zero
+    for a tangent of zero, and twice as large for twice the tangent."""
     linear, zero = {tangent}, set[Node]()
 
     def fits(x: object) -> bool:
@@ -43,10 +41,8 @@ def is_linear(graph: Graph, tangent: Node, outputs: Iterable[object]) -> bool:
 
 
 def is_rounded(value: torch.Tensor) -> bool:
-    """Does a value have an integer dtype, or float16?
-
-    A loss is scaled to keep its gradients away from the smallest numbers of float16.
-    """
+    """Does a value have an integer dtype, or float16? A loss is scaled to keep its gradients away from the
+    smallest numbers of float16."""
     return not (value.is_floating_point() or value.is_complex()) or value.dtype is torch.float16
 
 

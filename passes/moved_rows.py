@@ -57,12 +57,9 @@ def moving(node: Node, sequences: Sequence[Rows]) -> Signature | None:
 
 
 def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
-    """Return the signature of a node that may move rows, or None for any other node.
-
-    A reshape, a product and attention do not move rows. Neither does a function of blocks, whose states
-    are no rows of a sequence, nor a collective, which has the same tokens on several processes before or
-    after.
-    """
+    """Return the signature of a node that may move rows, or None for any other node. A reshape, a product and
+    attention do not move rows. Neither does a function of blocks, whose states are no rows of a sequence,
+    nor a collective, which has the same tokens on several processes before or after."""
     signature = known_signature(node, sequences)
     if signature is None or signature.reshape or signature.rows is not None or along_of(node) is not None:
         return None
@@ -77,10 +74,8 @@ def known_signature(node: Node, sequences: Sequence[Rows]) -> Signature | None:
 
 
 def new_dims(node: Node, signature: Signature) -> list[int]:
-    """List the dimensions of a result along which it has rows of no floating-point operand.
-
-    A dimension counts only if at least `FEATURES` numbers lie behind it.
-    """
+    """List the dimensions of a result along which it has rows of no floating-point operand. A dimension
+    counts only if at least `FEATURES` numbers lie behind it."""
     tied = {label for _, labels in floating_operands(node, signature) for label in labels} - signature.indexed
     shape, outputs = shape_of(node), signature.outputs[0]
     return [
@@ -123,11 +118,9 @@ def is_of_picked_rows(rows: Rows, node: Node, signature: Signature) -> bool:
 
 
 def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
-    """Does a node make rows of one sequence from those of another?
-
-    It may pick rows or join them with more, so that its result has rows that no operand has. It may
-    write them among others. Or it makes several rows of each, or one of several (`regroups_rows`).
-    """
+    """Does a node make rows of one sequence from those of another? It may pick rows or join them with more,
+    so that its result has rows that no operand has. It may write them among others. Or it makes several
+    rows of each, or one of several (`regroups_rows`)."""
     if regroups_rows(node, sequences):
         return True
     signature = moving(node, sequences)
@@ -144,11 +137,8 @@ def picks_rows_of(rows: Rows, node: Node) -> bool:
 
 
 def regroups_rows(node: Node, sequences: Sequence[Rows]) -> bool:
-    """Does a reshape make several rows of each token, or one row of several tokens?
-
-    Several values of a token become rows of their own (states and actions in turn), or the tokens of a
-    patch become one row.
-    """
+    """Does a reshape make several rows of each token, or one row of several tokens? Several values of a token
+    become rows of their own (states and actions in turn), or the tokens of a patch become one row."""
     signature = known_signature(node, sequences)
     if signature is None or not signature.reshape:
         return False

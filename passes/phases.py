@@ -21,10 +21,8 @@ BETWEEN_CHECKS = 0.01  # seconds: reading the clock of a thread is a system call
 
 
 class Abandoned(CannotStream):
-    """A phase that failed or took too long.
-
-    This is a defect or a limit of this package, not a property of the model.
-    """
+    """A phase that failed or took too long. This is a defect or a limit of this package, not a property of
+    the model."""
 
 
 class SizeFixed(Exception):
@@ -140,11 +138,8 @@ def clocked(seconds: dict[str, float]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Run the code inside as this phase.
-
-    An unexpected error becomes `Abandoned`. Refusals, restarts, warnings and lack of memory are raised as
-    they are.
-    """
+    """Run the code inside as this phase. An unexpected error becomes `Abandoned`. Refusals, restarts,
+    warnings and lack of memory are raised as they are."""
     before = PHASE.set(name)
     try:
         check_time()

@@ -121,11 +121,8 @@ class Copies:
         return True
 
     def has_own_rows(self, node: Node) -> bool:
-        """Is a node computed from its own rows, rows at constant shifts, and operands without rows?
-
-        Blocks are counted from the first token, and cannot be shifted. An item is computed with its
-        operator.
-        """
+        """Is a node computed from its own rows, rows at constant shifts, and operands without rows? Blocks
+        are counted from the first token, and cannot be shifted. An item is computed with its operator."""
         if is_item(node) and not self.has_own_rows(node.args[0]):
             return False
         fact = self.analysis.facts.get(node)
@@ -138,11 +135,9 @@ class Copies:
         return plain and all(shift_of(e) is not None or e.role is Role.WHOLE for e in edges)
 
     def allows_any_rows(self, node: Node) -> bool:
-        """Can a node be computed for rows before the first token and behind the last?
-
-        Integers of such rows may be invalid indices, which are clamped. So the limits of an index must
-        be known, and be the same at every length.
-        """
+        """Can a node be computed for rows before the first token and behind the last? Integers of such rows
+        may be invalid indices, which are clamped. So the limits of an index must be known, and be the same
+        at every length."""
         limits = indices_of(node)
         if any(not isinstance(size, int) for pair in limits.values() for size in pair):
             return False

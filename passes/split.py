@@ -105,10 +105,8 @@ def split(graph: Graph, traits: Mapping[Node, Traits], state: Callable[[Node], b
 def all_cuts(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cheap: Collection[Node]
 ) -> tuple[list[int], list[int]]:
-    """Choose the last node of the prelude, if there is one, and of every region but the final one.
-
-    Returns two lists of places; the second includes the prelude.
-    """
+    """Choose the last node of the prelude, if there is one, and of every region but the final one. Returns
+    two lists of places; the second includes the prelude."""
     movers = [i for i, n in enumerate(body) if moves_values(n, traits, cheap)]
     cannot = {i for i, width in enumerate(widths) if width >= FORBIDDEN}
     prelude: list[int] = []
@@ -163,10 +161,8 @@ class ScanChain:
 def layer_cuts(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], mixers: Sequence[int]
 ) -> list[int]:
-    """Choose the last node of every region but the final one.
-
-    There is a cut after each mixer, and one before the head.
-    """
+    """Choose the last node of every region but the final one. There is a cut after each mixer, and one before
+    the head."""
     layer = layer_width(body, widths, traits, mixers)
     most = most_between_layers(body, traits)
     cuts: list[int] = []
@@ -191,12 +187,10 @@ def layer_cuts(
 
 
 def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[Node]:
-    """Find the values that are cheap enough for every region to compute its own.
-
-    They are made from inputs without weights: positions, masks, rotary tables. Matrices of tokens by
-    tokens that only look weights up (a bias by distance) are cheap as well: every region adds its part
-    to the gradients of these weights.
-    """
+    """Find the values that are cheap enough for every region to compute its own. They are made from inputs
+    without weights: positions, masks, rotary tables. Matrices of tokens by tokens that only look weights
+    up (a bias by distance) are cheap as well: every region adds its part to the gradients of these
+    weights."""
     cheap: set[Node] = set()
     recomputable: set[Node] = set()
     changed = written_to(flow, traits)
@@ -220,10 +214,8 @@ def cheap_nodes(traits: Mapping[Node, Traits], flow: networkx.DiGraph) -> set[No
 
 
 def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Node]:
-    """Find the values whose memory is written into, and the writers: none of them can be recomputed.
-
-    Writes that are as good as new values (`is_linear`) do not count.
-    """
+    """Find the values whose memory is written into, and the writers: none of them can be recomputed. Writes
+    that are as good as new values (`is_linear`) do not count."""
     writers = {n: target for n in flow.nodes if (target := mutated(n)) is not None}
     storages = {traits[t].storage for t in writers.values()} - {None}
     written: dict[int | None, list[Node]] = {storage: [] for storage in storages}
@@ -235,11 +227,9 @@ def written_to(flow: networkx.DiGraph, traits: Mapping[Node, Traits]) -> set[Nod
 
 
 def is_linear(nodes: Sequence[Node], writers: Mapping[Node, Node]) -> bool:
-    """Is memory that is made here read in one chain, up to the last write into it?
-
-    Each value is read by the next writer alone (``x = a + b; x += c``), or through the next view of it
-    (``x.mT.mul_(c)``). Such writes are as good as new values.
-    """
+    """Is memory that is made here read in one chain, up to the last write into it? Each value is read by the
+    next writer alone (``x = a + b; x += c``), or through the next view of it (``x.mT.mul_(c)``). Such
+    writes are as good as new values."""
     place = {n: i for i, n in reversed(list(enumerate(nodes)))}
     writes = [n for n in nodes if writers.get(n) in place]
     written_elsewhere = any(u not in place for n in nodes for u in n.users if writers.get(u) is n)
@@ -256,12 +246,10 @@ FORBIDDEN = 1 << 100
 
 
 def frontier(body: Sequence[Node], traits: Mapping[Node, Traits]) -> list[int]:
-    """Count the bytes alive after each node of the body: computed up to there and read later.
-
-    No cut can be where a value is alive that cannot cross one (no tensor, a matrix of tokens by tokens,
-    rows of other processes). Nor can it be between the first node of memory that is written into and the
-    last write. Such places have at least `FORBIDDEN` bytes.
-    """
+    """Count the bytes alive after each node of the body: computed up to there and read later. No cut can be
+    where a value is alive that cannot cross one (no tensor, a matrix of tokens by tokens, rows of other
+    processes). Nor can it be between the first node of memory that is written into and the last write.
+    Such places have at least `FORBIDDEN` bytes."""
     place = {n: i for i, n in enumerate(body)}
     change = [0] * (len(body) + 1)
     for i, node in enumerate(body):
@@ -337,9 +325,7 @@ def layer_width(
 
 def most_between_layers(body: Sequence[Node], traits: Mapping[Node, Traits]) -> int:
     """Return twice the bytes of the hidden states that come in: inputs with a row per token and a gradient.
-
-    Without such inputs there is no limit.
-    """
+    Without such inputs there is no limit."""
     given = {a for n in body for a in n.all_input_nodes if a.op == "placeholder"}
     return 2 * sum(traits[a].bytes for a in given if traits[a].tokens and traits[a].grad) or FORBIDDEN
 
@@ -387,10 +373,8 @@ def narrowest_before_widest(
 
 
 def layer_end(body: Sequence[Node], cuts: Sequence[int], places: Sequence[int]) -> int:
-    """Choose the last of some places that ends a layer equal to the one before it.
-
-    Without such a place, it is the last one.
-    """
+    """Choose the last of some places that ends a layer equal to the one before it. Without such a place, it
+    is the last one."""
     if not cuts:
         return places[-1]
     start = cuts[-1] + 1
@@ -406,11 +390,9 @@ def layer_end(body: Sequence[Node], cuts: Sequence[int], places: Sequence[int]) 
 def prelude_cut(
     body: Sequence[Node], widths: Sequence[int], traits: Mapping[Node, Traits], cuts: Sequence[int]
 ) -> list[int]:
-    """Separate an embedding from the first layer, if this makes that layer equal to the next one.
-
-    The embedding must be recomputable, read no tokens (pixels), or make the tokens itself, whatever is
-    added to its patches.
-    """
+    """Separate an embedding from the first layer, if this makes that layer equal to the next one. The
+    embedding must be recomputable, read no tokens (pixels), or make the tokens itself, whatever is added
+    to its patches."""
     if len(cuts) < 2:
         return []
     following = shape_of_piece(body[cuts[0] + 1 : cuts[1] + 1])

@@ -115,10 +115,8 @@ class TokenPropagation:
         self.waiting.update(n for n in self.known.around.get(slot, ()) if n in self.signatures)
 
     def visit(self, look: Callable[[Node, Signature], None]) -> None:
-        """Visit waiting nodes, forwards and backwards, until none waits.
-
-        Nodes that are woken behind the current one wait for the next turn.
-        """
+        """Visit waiting nodes, forwards and backwards, until none waits. Nodes that are woken behind the
+        current one wait for the next turn."""
         turn, order = 1, self.known.order
         while self.waiting:
             queued, later, self.waiting = self.waiting, set(), set()
@@ -156,11 +154,8 @@ class TokenPropagation:
             self.wake(slot)
 
     def place(self, node: Node, slot: Slot, mark: Mark | None) -> None:
-        """Add a mark to a value.
-
-        If the value has another mark there, its rows are in another order, and the node is recorded as
-        crossed.
-        """
+        """Add a mark to a value. If the value has another mark there, its rows are in another order, and the
+        node is recorded as crossed."""
         self.add(slot, mark)
         if mark is not None and self.marks[slot][mark.dim] != mark:
             self.crossed.add(node)
@@ -310,11 +305,9 @@ def product(sizes) -> int:
 
 
 def reshaped(mark: Mark, old: tuple[int, ...], new: tuple[int, ...]) -> Mark | None:
-    """Find the mark of a token dimension after a reshape, or None.
-
-    It is the place with the same rows before it and after it. There is none in an empty value, where all
-    places are alike, nor in one that is too short to hold a row of it.
-    """
+    """Find the mark of a token dimension after a reshape, or None. It is the place with the same rows before
+    it and after it. There is none in an empty value, where all places are alike, nor in one that is too
+    short to hold a row of it."""
     if 0 in old or old[mark.dim] < mark.step:
         return None
     length = old[mark.dim] // mark.step

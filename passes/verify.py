@@ -124,10 +124,8 @@ def verify_analysis(graph: Graph, analysis: Analysis) -> None:
 
 
 def verify_reshape(node: Node, analysis: Analysis) -> None:
-    """Verify that a reshape has the rows that it reads of its operand.
-
-    They are the same rows, or all are shifted by a constant.
-    """
+    """Verify that a reshape has the rows that it reads of its operand. They are the same rows, or all are
+    shifted by a constant."""
     edge, fact = analysis.edges[node][0], analysis.facts[node]
     read = analysis.facts[edge.operand]
     shift = edge.reach.lo if edge.role is Role.HALO else 0
@@ -250,10 +248,8 @@ def verify_sweep(sweep: Sweep, ready: set[Node], analysis: Analysis) -> None:
 
 
 def verify_plan(plan: Plan, program: Program) -> None:
-    """Verify that every sweep has a chunk length, and every attention a kernel.
-
-    Sweeps that share states have the same chunk length.
-    """
+    """Verify that every sweep has a chunk length, and every attention a kernel. Sweeps that share states have
+    the same chunk length."""
     check(len(plan.chunks) == len(program.sweeps), f"{len(plan.chunks)} chunk lengths")
     check(all(chunk >= 1 for chunk in plan.chunks), f"chunks of {plan.chunks} tokens")
     shared = {c for c, s in zip(plan.chunks, program.sweeps) if s.saved_states or s.restored_states}
@@ -291,10 +287,8 @@ def verify_step(plan: Plan, nodes: Sequence[Node], step: int) -> None:
 
 
 def verify_bound(graph: Graph) -> None:
-    """Verify that every symbol of a size in a graph that is compiled is bound.
-
-    An input binds it, or the node that finds it while the graph runs.
-    """
+    """Verify that every symbol of a size in a graph that is compiled is bound. An input binds it, or the node
+    that finds it while the graph runs."""
     given = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
     read = [v for n in graph.nodes for v in values_of(n)]
     found = {s for n in graph.nodes for s in n.meta.get("unbacked_bindings") or ()}

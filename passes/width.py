@@ -52,10 +52,8 @@ def widens(sweep: Sweep, program: Program, analysis: Analysis) -> bool:
 
 
 def numbers_inside(node: Node, analysis: Analysis) -> int:
-    """Count the numbers per token that are alive at the widest moment inside a node.
-
-    Returns 0 unless they are known to be more than its result.
-    """
+    """Count the numbers per token that are alive at the widest moment inside a node. Returns 0 unless they
+    are known to be more than its result."""
     inside = inner_width(node, hint(analysis.length))
     given = tree_leaves([value_of(a) for a in tensor_operands(node)]) if inside else []
     floating = [value for value in given if value.dtype.is_floating_point]
@@ -63,10 +61,8 @@ def numbers_inside(node: Node, analysis: Analysis) -> int:
 
 
 def too_wide(program: Program, analysis: Analysis) -> tuple[Node, ...]:
-    """List the values that a program holds at full length although they are wider than allowed.
-
-    Matrices of tokens by tokens are always among them.
-    """
+    """List the values that a program holds at full length although they are wider than allowed. Matrices of
+    tokens by tokens are always among them."""
     widest = widest_needed(program, analysis)
     attended = set(keys_and_results(program, analysis))
 
@@ -123,11 +119,8 @@ def bytes_needed(program: Program, analysis: Analysis) -> int:
 
 
 def needed_values(program: Program, analysis: Analysis) -> Iterator[Node]:
-    """Yield the values that a region cannot do without.
-
-    These are its inputs and outputs, values looked up for token ids, and values that come from other
-    processes or go to them.
-    """
+    """Yield the values that a region cannot do without. These are its inputs and outputs, values looked up
+    for token ids, and values that come from other processes or go to them."""
     yield from program.inputs
     yield from (o for o in program.outputs if isinstance(o, Node))
     for node in (n for nodes in program.full_length for n in nodes if along_of(n) is not None):
@@ -163,10 +156,8 @@ def is_matrix(node: Node, analysis: Analysis) -> bool:
 
 
 def width(node: Node, analysis: Analysis) -> int:
-    """Count the numbers per token of a value.
-
-    It is 0 for a value without rows, and for one with a row and a column per token.
-    """
+    """Count the numbers per token of a value. It is 0 for a value without rows, and for one with a row and a
+    column per token."""
     if not is_tensor(node) or not isinstance(analysis.facts[node], Tokens) or is_matrix(node, analysis):
         return 0
     return math.prod(shape_of(node)) // hint(analysis.length)

@@ -111,10 +111,8 @@ def before_comparison(node: Node, source: Node, at: tuple[int, int] | None) -> E
 
 
 def before_count(node: Node, source: Node, at: tuple[int, int] | None) -> Entries | None:
-    """Find the entries that a count counts: those of the counted value that equal a number.
-
-    Returns None for a place along another dimension than the last, and for a count of weights.
-    """
+    """Find the entries that a count counts: those of the counted value that equal a number. Returns None for
+    a place along another dimension than the last, and for a count of weights."""
     if at is None or at[0] != value_of(node).dim() - 1 or name_of(node) == "bincount" and is_weighted(node):
         return None
     return Entries(source, number=at[1])

@@ -92,11 +92,9 @@ from .target_device import free_memory, is_on_gpu, memory_of_gpu
 def streambp(
     module: GraphModule, example_inputs: Sequence[object], *, mode: str | None = None, options=None
 ) -> Callable:
-    """Compile a Dynamo graph: the backend, found through the entry point ``torch_dynamo_backends``.
-
-    Raises ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a
-    region cannot be streamed.
-    """
+    """Compile a Dynamo graph: the backend, found through the entry point ``torch_dynamo_backends``. Raises
+    ValueError for an unknown option or a bad value, and `NotStreamed` under ``strict`` where a region
+    cannot be streamed."""
     internals.ignore_library_logging_from_now_on()  # again: torch._dynamo.reset forgets it
     chain = Chain(module, example_inputs, Config.of(mode, options))
     if internals.is_compiled_backward():
@@ -199,11 +197,9 @@ class Chain:
             self.report.notes.append(f"note: {text}.")
 
     def compiled(self) -> Callable:
-        """Compile the graph to a chain of regions, or by Inductor alone.
-
-        Inductor alone compiles a graph that only updates values, and one that uneven DTensors or a
-        defect of this package keep from being cut into regions.
-        """
+        """Compile the graph to a chain of regions, or by Inductor alone. Inductor alone compiles a graph that
+        only updates values, and one that uneven DTensors or a defect of this package keep from being cut
+        into regions."""
         if self.only_updates:
             return self.plain(UPDATE, costs_nothing=True)
         self.report.seconds["Dynamo"] = self.report.seconds.get("Dynamo", 0.0) + internals.seconds_so_far()
@@ -300,10 +296,8 @@ class Chain:
         return fakes_of(placeholders_of(module), [*self.example_inputs, *self.attributes])
 
     def prove_branches(self, module: GraphModule) -> None:
-        """Prove that branches on picked rows may always be taken, or have Dynamo trace again.
-
-        Dynamo has traced only one side of each of these branches.
-        """
+        """Prove that branches on picked rows may always be taken, or have Dynamo trace again. Dynamo has
+        traced only one side of each of these branches."""
         before = len(outputs_of(module))
         with phase("reading branches on whether a mask picks rows"):
             self.read_in_branches = prove_branches(module)
@@ -397,10 +391,8 @@ class Chain:
                 internals.trace_artifact(name, text)
 
     def planned(self, links: Links, link: Callable, cut: Cut) -> tuple[Links, Callable]:
-        """Link the chain by the fastest plan within the user's budget or a GPU's free memory.
-
-        Free memory counts on a GPU where the user states no budget. Raises `OverBudget`.
-        """
+        """Link the chain by the fastest plan within the user's budget or a GPU's free memory. Free memory
+        counts on a GPU where the user states no budget. Raises `OverBudget`."""
         axes, limit = cut.axes, self.limit()
         if limit is None or not any(c.streamed is not None for c, _ in links):
             return links, link(links, self.unplanned(links))
@@ -422,21 +414,16 @@ class Chain:
         return SpendingChain(*parts, spare=spare, repeatable=repeatable, tell=self.note)
 
     def is_whole_step(self, cut: Cut) -> bool:
-        """Does the backward begin at the outputs of this graph?
-
-        It does not where an output is hidden states or logits, from which code outside the graph
-        computes further.
-        """
+        """Does the backward begin at the outputs of this graph? It does not where an output is hidden states
+        or logits, from which code outside the graph computes further."""
         marks = joined(cut.axes).marks if cut.axes else ()
         ends = [n for n in self.returned() if n not in cut.lazy and wants_gradient(n)]
         return bool(ends) and not any(n in marks for n in ends)
 
     def limit(self) -> Limit | None:
-        """Choose the limit of a step's memory: the user's budget, or the free memory of a GPU.
-
-        Free memory is no limit where the user says where layer inputs wait. It differs between
-        processes, so where they compute together only a number of bytes is a limit.
-        """
+        """Choose the limit of a step's memory: the user's budget, or the free memory of a GPU. Free memory is
+        no limit where the user says where layer inputs wait. It differs between processes, so where they
+        compute together only a number of bytes is a limit."""
         config = self.config
         if self.spans_processes and (config.memory_budget is None or isinstance(config.memory_budget, float)):
             if config.memory_budget is not None:
@@ -489,10 +476,8 @@ class Chain:
             return lazy.call
 
     def recordable(self, region: Region, views: Sequence[Node]) -> LazyRegion:
-        """Build the lazy region that records operations on its output outside of the graph.
-
-        Each recorded expression is compiled as a function of its own by this backend.
-        """
+        """Build the lazy region that records operations on its output outside of the graph. Each recorded
+        expression is compiled as a function of its own by this backend."""
         config = self.config
 
         def compile_expression(module: GraphModule) -> Callable:
@@ -544,20 +529,16 @@ def attributes_of(module: GraphModule) -> list[torch.Tensor]:
 
 
 def held_by(regions: Sequence[Region], placeholders: Sequence[Node]) -> int:
-    """Count the bytes that a step holds, however its regions run.
-
-    These are gradients of the graph's inputs, and values that go from region to region.
-    """
+    """Count the bytes that a step holds, however its regions run. These are gradients of the graph's inputs,
+    and values that go from region to region."""
     between = {n for region in regions for n in region.inputs if n.op != "placeholder"}
     values = [own_of(n) for n in (*filter(wants_gradient, placeholders), *between)]
     return sum(bytes_of(v) for v in values if isinstance(v, torch.Tensor) and not internals.is_unbacked(v))
 
 
 def is_of_data(module: GraphModule) -> bool:
-    """Does a graph contain an operation that only rewrites of this package can remove?
-
-    Such operations are picked rows and branches on them.
-    """
+    """Does a graph contain an operation that only rewrites of this package can remove? Such operations are
+    picked rows and branches on them."""
     return any(depends_on_data(n) or is_in_branches(n) for n in module.graph.nodes)
 
 

@@ -54,10 +54,8 @@ class Unfit(Exception):
 
 
 def of_batch(region: Joint, widest: Node, mark: Mark, count: Size) -> Analysis:
-    """Derive the facts of a joint graph whose rows are the sequences of the batch.
-
-    Raises `CannotStream`, or `Unfit` where a sequence reads another one, or the sum over all.
-    """
+    """Derive the facts of a joint graph whose rows are the sequences of the batch. Raises `CannotStream`, or
+    `Unfit` where a sequence reads another one, or the sum over all."""
     places = places_in_batch(region.graph, count)
     seeds = {widest: (mark,), **{table: (Mark(dim),) for table, dim in places.tables}}
     spread = TokenPropagation(region.graph, seeds)
@@ -107,10 +105,8 @@ def counts_from_zero(node: Node) -> bool:
 
 
 def look_ups(node: Node, count: int) -> list[tuple[Node, int]]:
-    """List the look-ups that take a range for a whole dimension of a table.
-
-    The list is empty if any other operation reads the range.
-    """
+    """List the look-ups that take a range for a whole dimension of a table. The list is empty if any other
+    operation reads the range."""
     found = []
     for user in node.users:
         if form_of(user) is Form.LOOK_UP and user.args[0] is not node:
@@ -152,10 +148,8 @@ def is_apart(node: Node, analysis: Analysis) -> bool:
 
 
 def adds_up(node: Node, analysis: Analysis) -> bool:
-    """Is the result for all rows the sum of the results for parts of the rows?
-
-    Every term must contain rows or zeros. A term without rows would be added once in every turn.
-    """
+    """Is the result for all rows the sum of the results for parts of the rows? Every term must contain rows
+    or zeros. A term without rows would be added once in every turn."""
     signature, linear, given = rule_of(node).signature(node), linear_of(node), arguments(node)
     picks = signature.contracts is Contraction.PICKED and not signature.sums
     if linear is None or merge_of(node) is not None or picks or signature.placed:

@@ -94,11 +94,9 @@ class BatchParts:
 def worth_parting(
     region: Joint, analysis: Analysis, programs: Programs, choices: Choices, device: Device
 ) -> Iterator[tuple[Node, Mark, int]]:
-    """Yield inputs with a dimension that may be the batch, and the sequences per turn.
-
-    The number of sequences is the smallest that costs little time. A dimension is left out where turns
-    would save too little memory (see ``WORTH``).
-    """
+    """Yield inputs with a dimension that may be the batch, and the sequences per turn. The number of
+    sequences is the smallest that costs little time. A dimension is left out where turns would save too
+    little memory (see ``WORTH``)."""
     if programs.fused:
         return
     held = max(map(bytes_between_sweeps, directions(programs)))
@@ -204,11 +202,9 @@ class Smaller:
         self.graph, self.new = Graph(), dict[Node, Node]()
 
     def written(self) -> tuple[GraphModule, dict[Node, Node]]:
-        """Write the smaller graph, and map each old node to its new one. Raises `Unfit`.
-
-        No guards are recorded. Where the shape of a result depends on the current length (``topk`` of a
-        number that is derived from it), the graph is not written.
-        """
+        """Write the smaller graph, and map each old node to its new one. Raises `Unfit`. No guards are
+        recorded. Where the shape of a result depends on the current length (``topk`` of a number that is
+        derived from it), the graph is not written."""
         like = next(value_of(n) for n in self.module.graph.nodes if is_tensor(n))
         env = like.fake_mode.shape_env
         with (

@@ -57,10 +57,8 @@ class Candidate:
         return [n for n in self.region.inputs if n.op != "get_attr"]
 
     def length(self) -> Size:
-        """Find the number of tokens as a size that the inputs of this region determine.
-
-        The axis may name an input of another region that has as many rows (labels of strided features).
-        """
+        """Find the number of tokens as a size that the inputs of this region determine. The axis may name an
+        input of another region that has as many rows (labels of strided features)."""
         values = ((n, m) for n in (*self.inputs, *self.region.nodes) for m in self.axis.marks.get(n, ()))
         sizes = (own_of(n).shape[m.dim] for n, m in values if m.is_plain)
         same = (s for s in (self.axis.length, *sizes) if hint(s) == hint(self.axis.length))
@@ -68,10 +66,8 @@ class Candidate:
         return next((s for s in told if s == self.axis.length), self.axis.length)
 
     def check(self, graph_module: GraphModule) -> None:
-        """Refuse a region whose joint graph cannot be cut into chunks, whatever the passes find.
-
-        Raises `CannotStream`.
-        """
+        """Refuse a region whose joint graph cannot be cut into chunks, whatever the passes find. Raises
+        `CannotStream`."""
         self.check_tokens(graph_module)
         self.check_graph(graph_module)
 
@@ -107,10 +103,8 @@ class Candidate:
             )
 
     def check_marks(self, graph_module: GraphModule, refused: type[CannotStream]) -> None:
-        """Refuse a region in which no input has a token dimension.
-
-        Raises ``refused``, or `NothingToStream` where the values are small.
-        """
+        """Refuse a region in which no input has a token dimension. Raises ``refused``, or `NothingToStream`
+        where the values are small."""
         if not any(n in self.axis.marks for n in (*self.inputs, *self.region.nodes)):
             small = self.whole_cost(graph_module) <= max(
                 (bytes_of(own_of(n)) for n in self.axis.marks), default=0
@@ -135,10 +129,8 @@ class Candidate:
             )
 
     def check_graph(self, graph_module: GraphModule) -> None:
-        """Refuse sizes that no input determines, exchanges of tokens by routing, and side effects.
-
-        Raises `CannotStream`.
-        """
+        """Refuse sizes that no input determines, exchanges of tokens by routing, and side effects. Raises
+        `CannotStream`."""
         exchange = routed(graph_module.graph.nodes)
         if exchange is not None:
             raise CannotStream(
@@ -205,9 +197,7 @@ class Candidate:
 
     def costs_nothing(self, graph_module: GraphModule) -> bool:
         """Is every value inside at most as large as the largest input or output, or an allocator's block?
-
-        Inputs and outputs exist in any case.
-        """
+        Inputs and outputs exist in any case."""
         return self.whole_cost(graph_module) <= self.widest_end()
 
     def widest_end(self) -> int:
@@ -217,9 +207,8 @@ class Candidate:
 
     def is_fragment(self, graph_module: GraphModule) -> bool:
         """Is this a piece between graph breaks that takes no more memory than its inputs and outputs?
-
-        Inductor fuses all operations but products, and a product's result is kept: all of these are counted.
-        """
+        Inductor fuses all operations but products, and a product's result is kept: all of these are
+        counted."""
         calls = [n for n in graph_module.graph.nodes if n.op == "call_function"]
         whole = [n for n in calls if cost_of(n) not in WITHOUT_MEMORY and (is_product(n) or not find_rule(n))]
         returned = {viewed(n) for n in outputs_of(graph_module) if isinstance(n, Node)}

@@ -138,11 +138,8 @@ class Costs:
     longer: tuple[Longer, ...] = ()
 
     def in_grades(self) -> Costs:
-        """Reduce the choices to a few, so that a region is compiled in few ways.
-
-        A region keeps nothing, its best value, or all values worth keeping. Chunks are the default ones
-        or the longest.
-        """
+        """Reduce the choices to a few, so that a region is compiled in few ways. A region keeps nothing, its
+        best value, or all values worth keeping. Chunks are the default ones or the longest."""
         first, rest = self.worth_keeping[:1], self.worth_keeping[1:]
         return replace(
             self,
@@ -168,10 +165,8 @@ class Step:
 
 
 def steps_of(costs: Sequence[Costs]) -> list[Step]:
-    """List all steps beyond the default plan, by seconds saved per byte.
-
-    Values of one region stay in the order in which it keeps them, and chunks go from shorter to longer.
-    """
+    """List all steps beyond the default plan, by seconds saved per byte. Values of one region stay in the
+    order in which it keeps them, and chunks go from shorter to longer."""
     ways = [keeping(i, region) for i, region in enumerate(costs)]
     rated = []
     for way, steps in enumerate([longer_chunks(costs), *ways]):
@@ -187,11 +182,9 @@ def keeping(index: int, region: Costs) -> list[Step]:
 
 
 def longer_chunks(costs: Sequence[Costs]) -> list[Step]:
-    """List steps to longer and longer chunks of all regions.
-
-    A step takes the most bytes that any region takes, because chunks of two regions never exist at the
-    same time. It saves the sum of all regions' seconds.
-    """
+    """List steps to longer and longer chunks of all regions. A step takes the most bytes that any region
+    takes, because chunks of two regions never exist at the same time. It saves the sum of all regions'
+    seconds."""
     steps, taken, saved = [], 0, 0.0
     for same in zip(*(region.longer for region in costs if region.longer)):
         most, seconds = max(c.bytes for c in same), sum(c.seconds for c in same)
@@ -228,11 +221,9 @@ def saved_by(steps: Iterable[Step]) -> float:
 
 
 def even(steps: Sequence[Step], count: int, least: float) -> int:
-    """Reduce a number of steps so that equal regions stay equal, if that costs little.
-
-    The last steps are dropped where they save less than ``least`` seconds and would only make regions
-    differ that are equal so far, because each kind of region is compiled.
-    """
+    """Reduce a number of steps so that equal regions stay equal, if that costs little. The last steps are
+    dropped where they save less than ``least`` seconds and would only make regions differ that are equal
+    so far, because each kind of region is compiled."""
     alike = [i for i in range(count, 0, -1) if is_another(steps[i - 1], steps[i : i + 1])]
     whole = next(iter(alike), 0)
     return whole if saved_by(steps[whole:count]) < least else count
@@ -306,18 +297,14 @@ def with_more(
 
 
 def estimated(costs: Sequence[Costs]) -> int:
-    """Estimate the bytes of a step by the default plan, without simulating it.
-
-    The estimate is all layer inputs, plus the region that takes most.
-    """
+    """Estimate the bytes of a step by the default plan, without simulating it. The estimate is all layer
+    inputs, plus the region that takes most."""
     return sum(c.handed_on for c in costs) + max((c.streamed for c in costs), default=0)
 
 
 def may_leave(costs: Sequence[Costs]) -> tuple[int, ...]:
-    """List the regions whose inputs may wait on the host, by index.
-
-    The last region is never among them, because the backward reads its inputs at once.
-    """
+    """List the regions whose inputs may wait on the host, by index. The last region is never among them,
+    because the backward reads its inputs at once."""
     return tuple(i for i, region in enumerate(costs[:-1]) if region.handed_on)
 
 

@@ -215,10 +215,8 @@ class CompiledRegion:
         return next(filter(None, map(where_of, self.module.graph.nodes)), "")
 
     def is_graph_input(self, placeholder: Node) -> bool:
-        """Is an input of the joint graph an input of the whole graph or a view of one?
-
-        Such a value is alive in any case.
-        """
+        """Is an input of the joint graph an input of the whole graph or a view of one? Such a value is alive
+        in any case."""
         sources = dict(zip(self.streamed.placeholders, (node for _, node in self.flat)))
         source = sources.get(placeholder)
         return source is not None and viewed(source).op == "placeholder"
@@ -335,10 +333,8 @@ class CompiledRegion:
             self.unchecked = self.call
 
     def check_width(self, region: StreamedRegion) -> None:
-        """Warn of values at full length that are wider than a streamed program may hold.
-
-        Raises `CannotStream` under ``strict``.
-        """
+        """Warn of values at full length that are wider than a streamed program may hold. Raises
+        `CannotStream` under ``strict``."""
         programs = (s.program for s in (region.forward, region.backward) if s is not None)
         for node in dict.fromkeys(n for program in programs for n in program.too_wide):
             refusal = Refusal(
@@ -354,10 +350,8 @@ class CompiledRegion:
             warnings.warn(f"streambp: {refusal}. It takes {cost}.", StreamHint, stacklevel=2)
 
     def note_full_length(self, region: StreamedRegion) -> None:
-        """Note operations at full length that hold far more than the region's inputs and outputs.
-
-        Operations that compute with weights alone are left out, because they do not grow with the tokens.
-        """
+        """Note operations at full length that hold far more than the region's inputs and outputs. Operations
+        that compute with weights alone are left out, because they do not grow with the tokens."""
         if region.fused:  # its operations at full length include gradients of weights
             return
         program = region.forward.program

@@ -109,10 +109,8 @@ class Config:
 
     @staticmethod
     def of(mode: str | None, options: Mapping[str, Any] | None) -> Config:
-        """Validate the mode and options that ``torch.compile`` passes.
-
-        Raises ValueError for an option that does not exist or a bad value.
-        """
+        """Validate the mode and options that ``torch.compile`` passes. Raises ValueError for an option that
+        does not exist or a bad value."""
         valid = [f.name for f in fields(Config) if f.name != "mode"]
         for name in options or {}:
             if name not in valid:

@@ -60,10 +60,8 @@ def explain(
 
 
 class Planned(BaseException):
-    """Raised after the only graph of a function is planned, which need not run.
-
-    It derives from BaseException, so that no handler of a user stops it.
-    """
+    """Raised after the only graph of a function is planned, which need not run. It derives from
+    BaseException, so that no handler of a user stops it."""
 
 
 def stop(*_args: object) -> NoReturn:

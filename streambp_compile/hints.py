@@ -76,11 +76,8 @@ def hint_at_logits(tell: Tell, size: str, broken: internals.GraphBreak | None) -
 
 
 def hint_at_break_inside(tell: Tell, rows: Iterable[Node], broken: internals.GraphBreak | None) -> bool:
-    """Warn about values that a break inside a layer keeps until the backward.
-
-    These are two or more values of its tokens, where an unbroken layer keeps only its input. Returns
-    whether it warned.
-    """
+    """Warn about values that a break inside a layer keeps until the backward. These are two or more values of
+    its tokens, where an unbroken layer keeps only its input. Returns whether it warned."""
     handed = [n for n in rows if fake_of(n).requires_grad]
     if broken is None or len(handed) < 2 or internals.are_saved_tensors_packed():
         return False
@@ -93,11 +90,8 @@ def hint_at_break_inside(tell: Tell, rows: Iterable[Node], broken: internals.Gra
 
 
 def watched(tell: Tell, call: Callable, inputs: Sequence[object]) -> Callable:
-    """Wrap a call to warn about heads that FSDP2 hides from Dynamo.
-
-    The warning comes with the first gradient of hidden states, because only then is it known whether the
-    head's own forward was called.
-    """
+    """Wrap a call to warn about heads that FSDP2 hides from Dynamo. The warning comes with the first gradient
+    of hidden states, because only then is it known whether the head's own forward was called."""
     heads = [h for h in internals.heads_apart(inputs) if h.makes >= WIDER * h.takes]
     if not heads:
         return call

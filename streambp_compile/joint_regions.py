@@ -78,12 +78,9 @@ def parted(module: GraphModule, ends: Ends) -> Joint:
 
 
 def analyzed(region: Joint, inputs: JointInputs) -> tuple[Joint, Analysis]:
-    """Rewrite reductions over tokens for chunks, and derive the facts of the whole joint graph.
-
-    The tokens of the inputs determine those of the tangents. Where collectives gather or scatter as many
-    rows as there are tokens, these rows are tokens as well, unless the value is known to have its tokens
-    elsewhere.
-    """
+    """Rewrite reductions over tokens for chunks, and derive the facts of the whole joint graph. The tokens of
+    the inputs determine those of the tangents. Where collectives gather or scatter as many rows as there
+    are tokens, these rows are tokens as well, unless the value is known to have its tokens elsewhere."""
     marks, length = {region.primals[i]: m for i, m in inputs.marks.items()}, inputs.length
     known = Signatures(region.graph)
     propagation = TokenPropagation(region.graph, marks, known)

@@ -92,10 +92,8 @@ class Later:
 
 
 def asked_of(links: Sequence[tuple[CompiledRegion, Region]]) -> list[Question | None]:
-    """Build each region's question: do the conditions of its key ranges hold for values of the chain?
-
-    The question is None for a region without conditions.
-    """
+    """Build each region's question: do the conditions of its key ranges hold for values of the chain? The
+    question is None for a region without conditions."""
     questions, generation = [], 0
     for compiled, region in links:
         inputs = [n for n in region.inputs if n.op != "get_attr"]
@@ -120,11 +118,8 @@ def dropped_after(links, later: Mapping[Node, Later], outputs: Sequence[object])
 
 
 def handed_over(links: Sequence[tuple[CompiledRegion, Region]], dropped: Sequence[tuple[Node, ...]]) -> list:
-    """List the values that each region may overwrite.
-
-    The region must be the only reader, and the region that computed the value must have left it in
-    memory of its own.
-    """
+    """List the values that each region may overwrite. The region must be the only reader, and the region that
+    computed the value must have left it in memory of its own."""
     nodes = {n for _, region in links for n in (*region.inputs, *region.outputs)}
     sharing = Counter(map(storage_of, nodes))
     readers = Counter(n for _, region in links for n in region.inputs)

@@ -8,10 +8,8 @@ from .passes.ir import Refusal
 
 
 class NotStreamed(UserWarning, RuntimeError):
-    """A region runs unchunked; under ``strict`` this is an error.
-
-    The text says why, what it costs, and what to do.
-    """
+    """A region runs unchunked; under ``strict`` this is an error. The text says why, what it costs, and what
+    to do."""
 
 
 class PlansDiffer(RuntimeError):

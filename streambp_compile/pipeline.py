@@ -107,10 +107,8 @@ class StreamedRegion:
 
 
 def collectives_of(region: StreamedRegion | None) -> dict[str, str]:
-    """List the collectives of a region in their order, for each group of processes.
-
-    All processes of a group must agree on this list.
-    """
+    """List the collectives of a region in their order, for each group of processes. All processes of a group
+    must agree on this list."""
     found: dict[str, list[str]] = {}
     for schedule in () if region is None else filter(None, (region.forward, region.backward)):
         sweeps = [
@@ -143,10 +141,8 @@ class Machine:
 def stream(
     joint: GraphModule, ends: Ends, inputs: JointInputs, choices: Choices, machine: Machine
 ) -> StreamedRegion:
-    """Build the sweeps for a region's joint graph (or, with no tangents, for its forward alone).
-
-    Raises `CannotStream`.
-    """
+    """Build the sweeps for a region's joint graph (or, with no tangents, for its forward alone). Raises
+    `CannotStream`."""
     device, follow = machine.device, functools.partial(analyzed, inputs=inputs)
     region, analysis = followed(joint, ends, follow)
     programs = assigned(region, analysis, choices.keep, device, [region.primals[i] for i in inputs.movable])

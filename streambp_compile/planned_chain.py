@@ -75,10 +75,7 @@ class PlannedChain:
 
     @internals.OneAtATime()
     def plan(self, inputs: Sequence[object], lengths: Lengths) -> ChainPlan:
-        """Find the plan for inputs (fake or real) of these lengths.
-
-        Raises `OverBudget`.
-        """
+        """Find the plan for inputs (fake or real) of these lengths. Raises `OverBudget`."""
         near = [known for known in self.plans if is_near(lengths, known)]
         if near:
             return self.plans[min(near)]
@@ -138,10 +135,8 @@ class Spent:
     share: float
 
     def at(self, lengths: Lengths) -> int:
-        """Bound the bytes at other lengths from above.
-
-        A longer step takes less than in proportion to its length.
-        """
+        """Bound the bytes at other lengths from above. A longer step takes less than in proportion to its
+        length."""
         return int(self.bytes * max((1.0, *(new / old for new, old in zip(lengths, self.lengths)))))
 
 
@@ -324,10 +319,8 @@ def total_bytes(node: Node) -> int:
 
 
 def longer_of(region: StreamedRegion) -> tuple[float, tuple[Longer, ...]]:
-    """Compute the default seconds of a region, and the bytes and savings of longer chunks.
-
-    Longer chunks take more and more sequences of the batch at a time.
-    """
+    """Compute the default seconds of a region, and the bytes and savings of longer chunks. Longer chunks take
+    more and more sequences of the batch at a time."""
     weighed = functools.partial(seconds_and_bytes, region)
     usual, least = weighed(DEFAULT)
     by_slack = [(slack, *weighed(Choices(slack=slack))) for slack in LONGER]
@@ -335,11 +328,8 @@ def longer_of(region: StreamedRegion) -> tuple[float, tuple[Longer, ...]]:
 
 
 def seconds_and_bytes(region: StreamedRegion, choices: Choices) -> tuple[float, int]:
-    """Estimate the seconds and bytes of a region by some choices.
-
-    The bytes are those of the widest moment of a chunk, and of the values that its turns hold between
-    their sweeps.
-    """
+    """Estimate the seconds and bytes of a region by some choices. The bytes are those of the widest moment of
+    a chunk, and of the values that its turns hold between their sweeps."""
     programs = [s.program for s in (region.forward, region.backward) if s is not None]
     how, batch = (region.analysis, choices, region.device), region.batch
     share = turns = 1.0

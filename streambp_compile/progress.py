@@ -45,11 +45,9 @@ class Progress:
 
 
 class Compiling:
-    """A line that shows which region is being compiled, and for how long.
-
-    It appears after `PATIENCE` seconds. A thread updates it, because compilers do not return for long.
-    If it appeared, ``last`` is written in its place at the end.
-    """
+    """A line that shows which region is being compiled, and for how long. It appears after `PATIENCE`
+    seconds. A thread updates it, because compilers do not return for long. If it appeared, ``last`` is
+    written in its place at the end."""
 
     active = threading.Lock()  # a compilation within another one has no line
 

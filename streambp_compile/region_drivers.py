@@ -105,13 +105,10 @@ def apart(values: Sequence[torch.Tensor], taken: weakref.WeakSet) -> list[torch.
 
 
 def run_scaled(saved: Sequence[Node], outputs: Sequence[object], unscaled: Node) -> Driver:
-    """Build the backward driver of a fused head: it scales gradients that exist already, for a unit
-    tangent.
-
+    """Build the backward driver of a fused head: it scales gradients that exist already, for a unit tangent.
     They are scaled in place, unless the graph is kept and another backward will read them. On a GPU they
     are scaled by one as well: reading the tangent would synchronise. In half precision a tangent that is
-    no power of two rounds them a second time.
-    """
+    no power of two rounds them a second time."""
 
     def take(args: list) -> list:
         values, tangent = dict(zip(saved, args)), args[-1]

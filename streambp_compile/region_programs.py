@@ -86,9 +86,7 @@ def partition_backward(region: Joint, analysis: Analysis, given: Iterable[Node])
 
 def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tuple[Node, ...]:
     """List the values that the forward saves for the backward: inputs, and values that are given to it.
-
-    Raises `CannotStream` for anything else.
-    """
+    Raises `CannotStream` for anything else."""
     saved = tuple(n for n in backward.inputs if n not in region.tangents and n.op != "get_attr")
     if not all(n in region.primals or n in given for n in saved):
         raise CannotStream(
@@ -102,12 +100,9 @@ def saved_values(region: Joint, backward: Program, given: Container[Node]) -> tu
 
 
 def returning(region: Joint, analysis: Analysis, forward: Program, more: tuple[Node, ...]) -> Program:
-    """Extend a forward's outputs by more values.
-
-    The program stays the same where it computes them already and they exist when it ends. It is
-    partitioned again where they are seeds that only the backward reads, or a later sweep overwrites
-    them.
-    """
+    """Extend a forward's outputs by more values. The program stays the same where it computes them already
+    and they exist when it ends. It is partitioned again where they are seeds that only the backward reads,
+    or a later sweep overwrites them."""
     outputs = (*region.forward, *more)
     overwritten = {source for sweep in forward.sweeps for _, source in sweep.in_place}
     if computed(forward).difference(overwritten).issuperset(more):
@@ -141,11 +136,9 @@ def check_streams(region: Joint, analysis: Analysis, forward: Program) -> None:
 
 
 def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
-    """Collect the values that the forward hands to the backward instead of recomputing them.
-
-    These are sums over chunks, seeds that it draws, and the few numbers per token that it keeps. Values
-    from other processes are as wide as hidden states, so they are sent again.
-    """
+    """Collect the values that the forward hands to the backward instead of recomputing them. These are sums
+    over chunks, seeds that it draws, and the few numbers per token that it keeps. Values from other
+    processes are as wide as hidden states, so they are sent again."""
     made = {n for s in forward.sweeps for n in (*s.writes, *s.sums, *s.keysums)}
     late, received = [], set[Node]()
     for node in (n for nodes in forward.full_length for n in nodes):
@@ -163,10 +156,8 @@ def sums_of_forward(graph: Graph, forward: Program) -> frozenset[Node]:
 
 
 def brings_others_rows(node: Node) -> bool:
-    """Is it a collective that brings at least as many bytes as this process holds?
-
-    The result of a reduce-scatter holds less.
-    """
+    """Is it a collective that brings at least as many bytes as this process holds? The result of a
+    reduce-scatter holds less."""
     if along_of(node) is None:
         return False
     return bytes_of(value_of(node)) >= bytes_of(value_of(tensor_operands(node)[0]))
@@ -175,12 +166,9 @@ def brings_others_rows(node: Node) -> bool:
 def in_one_sweep(
     region: Joint, analysis: Analysis, forward: Program, movable: Sequence[Node]
 ) -> Program | None:
-    """Build one program for a loss whose rows need no sum over rows; None where that is impossible.
-
-    The sweep that computes such a loss also computes its gradient. The incoming tangent is one number,
-    so gradients that are linear in it may be computed for 1 and scaled later: three products instead of
-    four.
-    """
+    """Build one program for a loss whose rows need no sum over rows; None where that is impossible. The sweep
+    that computes such a loss also computes its gradient. The incoming tangent is one number, so gradients
+    that are linear in it may be computed for 1 and scaled later: three products instead of four."""
     if not is_one_number(region.tangents) or len(forward.sweeps) != 1:
         return None
     if not is_linear(region.graph, region.tangents[0], region.backward):

@@ -17,11 +17,8 @@ from .spare_memory import Memory
 
 
 def may_use_cudnn() -> bool:
-    """May cuDNN run attention?
-
-    Not where gradients must be the same bits each time, as in torch's own choice (sdp_utils.cpp,
-    check_cudnn_deterministic).
-    """
+    """May cuDNN run attention? Not where gradients must be the same bits each time, as in torch's own choice
+    (sdp_utils.cpp, check_cudnn_deterministic)."""
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled() and (warns or not strict)
@@ -67,11 +64,9 @@ def index_of_gpu(values: Iterable[object]) -> int | None:
 
 
 def free_memory(name: str | None, values: Sequence[object]) -> int:
-    """Compute the bytes above weights and gradients that a step on these values can take.
-
-    They are the bytes that are free now, without those of gradients that do not exist yet; for a named
-    device, which is not there, all of its memory.
-    """
+    """Compute the bytes above weights and gradients that a step on these values can take. They are the bytes
+    that are free now, without those of gradients that do not exist yet; for a named device, which is not
+    there, all of its memory."""
     if name is not None:
         return named(name).free
     index = index_of_gpu(values)
@@ -92,11 +87,8 @@ def memory_of_gpu(values: Iterable[object]) -> Memory:
 
 
 def free_on_gpu(index: int) -> int:
-    """Count the bytes that torch can still take.
-
-    They are free according to the driver and within the share of the device that the process may use, or
-    torch's allocator holds them unused.
-    """
+    """Count the bytes that torch can still take. They are free according to the driver and within the share
+    of the device that the process may use, or torch's allocator holds them unused."""
     reserved = torch.cuda.memory_reserved(index)
     to_take = min(torch.cuda.mem_get_info(index)[0], allowed_on_gpu(index) - reserved)
     return to_take + reserved - torch.cuda.memory_allocated(index)

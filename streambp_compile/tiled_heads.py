@@ -165,10 +165,8 @@ HEADS = (
 
 
 def trace_formulas(model: nn.Module) -> list[str]:
-    """Replace the tiled heads that a model's forwards call, so that Dynamo traces their formulas.
-
-    Returns the names of autograd functions that such a forward calls and that are not known.
-    """
+    """Replace the tiled heads that a model's forwards call, so that Dynamo traces their formulas. Returns the
+    names of autograd functions that such a forward calls and that are not known."""
     unknown = []
     for forward in given_forwards(model):
         names = forward.__globals__

@@ -46,10 +46,8 @@ def enable(target: Target, **options: Any) -> Target:
 
 
 def unless_generating(model: nn.Module, options: dict[str, Any]) -> Callable:
-    """Build the call that replaces a module's ``forward`` and hooks, as `torch.nn.Module.compile` does.
-
-    A call with a cache of earlier tokens runs eagerly.
-    """
+    """Build the call that replaces a module's ``forward`` and hooks, as `torch.nn.Module.compile` does. A
+    call with a cache of earlier tokens runs eagerly."""
     compiled = torch.compile(model._call_impl, backend="streambp", options=options)
     traced = functools.cache(lambda code: trace_heads(model))
 

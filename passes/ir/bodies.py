@@ -98,11 +98,9 @@ class Binding:
 
 
 def numbers_told(binding: Binding) -> list[object]:
-    """List the numbers that an input of a body determines.
-
-    A scalar determines itself. A tensor determines its sizes, except the size of its rows, for which the
-    body has a number of its own. An expanded tensor that is read whole also determines its strides.
-    """
+    """List the numbers that an input of a body determines. A scalar determines itself. A tensor determines
+    its sizes, except the size of its rows, for which the body has a number of its own. An expanded tensor
+    that is read whole also determines its strides."""
     value = binding.size if binding.source is None else value_of(binding.source, binding.output)
     if not isinstance(value, torch.Tensor):
         return [value]

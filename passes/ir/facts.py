@@ -130,12 +130,9 @@ class Mark:
         return self.outer_size * self.inner
 
     def located(self, size: Size, tokens: Size) -> tuple[Mark, int, Size]:
-        """Relate a dimension of this size to a number of tokens.
-
-        Returns the mark with its number of sequences, the rows that the dimension has beyond those of the
-        tokens (negative: missing), and the entries that this leaves over: 0, or a size that the caller
-        checks.
-        """
+        """Relate a dimension of this size to a number of tokens. Returns the mark with its number of
+        sequences, the rows that the dimension has beyond those of the tokens (negative: missing), and the
+        entries that this leaves over: 0, or a size that the caller checks."""
         excess = hint(size) // self.step - self.count(hint(tokens))
         if self.outer == 1 and isinstance(tokens, int):
             return self, excess, 0
@@ -160,21 +157,16 @@ class Mark:
         return replace(self, dim=dim)
 
     def grouped(self, rows: int) -> Mark:
-        """Group the same rows into larger blocks, each a multiple of ``rows`` rows.
-
-        With ``rows == 1``, the blocks become the smallest possible.
-        """
+        """Group the same rows into larger blocks, each a multiple of ``rows`` rows. With ``rows == 1``, the
+        blocks become the smallest possible."""
         inner = self.inner // math.gcd(self.inner, self.block) if rows == 1 else math.lcm(self.inner, rows)
         return replace(self, inner=inner, block=self.block * inner // self.inner)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A value with one row per token and, for scores and masks, one column per key.
-
-    ``lo`` and ``hi`` say which tokens have a row: ``lo <= t < T + hi``. A value shifted by slicing has
-    fewer than T rows.
-    """
+    """A value with one row per token and, for scores and masks, one column per key. ``lo`` and ``hi`` say
+    which tokens have a row: ``lo <= t < T + hi``. A value shifted by slicing has fewer than T rows."""
 
     rows: Mark
     keys: Mark | None = None
@@ -263,10 +255,8 @@ class Signature:
     blocks: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
-        """Convert ``contracts`` to a `Contraction`, and add ``indexed`` to ``placed``.
-
-        Raises ValueError for a contraction that does not exist.
-        """
+        """Convert ``contracts`` to a `Contraction`, and add ``indexed`` to ``placed``. Raises ValueError for
+        a contraction that does not exist."""
         object.__setattr__(self, "contracts", Contraction(self.contracts))
         object.__setattr__(self, "placed", self.placed | self.indexed)
 
@@ -333,11 +323,9 @@ def band_text(band: Reach) -> str:
 
 @dataclass(frozen=True)
 class EveryRowHasVisibleKey:
-    """A condition on a call: these masks leave every row at least one visible key inside a band.
-
-    An additive mask of lowest finite numbers (not ``-inf``) hides the keys outside the band only beside
-    a visible key. A softmax over a row without a visible key weighs all keys alike.
-    """
+    """A condition on a call: these masks leave every row at least one visible key inside a band. An additive
+    mask of lowest finite numbers (not ``-inf``) hides the keys outside the band only beside a visible key.
+    A softmax over a row without a visible key weighs all keys alike."""
 
     key_masks: tuple[KeyMask | DocumentMask, ...]
     band: Reach
@@ -403,10 +391,8 @@ class DocumentMask:
 
 @dataclass(frozen=True)
 class PositionsIncrease:
-    """A condition on a call: per-token values agree for rows and keys, and increase along each document.
-
-    The document mask then shows no later key.
-    """
+    """A condition on a call: per-token values agree for rows and keys, and increase along each document. The
+    document mask then shows no later key."""
 
     document_mask: DocumentMask
     band: Reach = PAST
@@ -459,10 +445,8 @@ class Analysis:
         return fact
 
     def block(self, nodes: Iterable[Node]) -> int:
-        """Compute the number of tokens that a chunk must be a multiple of.
-
-        Blocks that these nodes read, or make, are not split.
-        """
+        """Compute the number of tokens that a chunk must be a multiple of. Blocks that these nodes read, or
+        make, are not split."""
         values = {value for node in nodes for value in (node, *node.all_input_nodes)}
         facts = (fact for value in values for fact in parts_of(self.facts[value]))
         return math.lcm(*(fact.rows.block for fact in facts if isinstance(fact, Tokens)))

@@ -18,10 +18,8 @@ class Layout:
 
     @staticmethod
     def of(value: torch.Tensor) -> Layout | None:
-        """Find the layout of a (fake) tensor, or None if it is not dense.
-
-        A tensor is not dense if it is expanded, or sliced from a larger one.
-        """
+        """Find the layout of a (fake) tensor, or None if it is not dense. A tensor is not dense if it is
+        expanded, or sliced from a larger one."""
         return Layout.of_strides([hint(s) for s in value.shape], [hint(s) for s in value.stride()])
 
     @staticmethod
@@ -46,22 +44,18 @@ def layout_of(value: torch.Tensor) -> Layout:
 
 
 def strides_of_part(value: torch.Tensor, sizes: Sequence[int]) -> list:
-    """Choose the strides of a matrix of these sizes as chunks read it.
-
-    A matrix that is part of a larger one keeps its own strides, if these are positive numbers, so that
-    it is not copied. Any other matrix gets the strides of its layout in memory of its own.
-    """
+    """Choose the strides of a matrix of these sizes as chunks read it. A matrix that is part of a larger one
+    keeps its own strides, if these are positive numbers, so that it is not copied. Any other matrix gets
+    the strides of its layout in memory of its own."""
     own = list(value.stride())
     constant = all(isinstance(stride, int) and stride > 0 for stride in own)
     return own if constant and has_gaps(value) else layout_of(value).strides(sizes)
 
 
 def is_expanded(value: torch.Tensor) -> bool:
-    """Does a (fake) tensor have entries that share memory?
-
-    Chunks read such a tensor as it is. A part of a larger tensor does not count, because it has memory
-    of its own by then: one row, say, that is picked from a sum over chunks.
-    """
+    """Does a (fake) tensor have entries that share memory? Chunks read such a tensor as it is. A part of a
+    larger tensor does not count, because it has memory of its own by then: one row, say, that is picked
+    from a sum over chunks."""
     return Layout.of(value) is None and not has_gaps(value)
 
 

@@ -66,10 +66,8 @@ class Sweep:
         return (*(n for n in self.sums if n not in totals), *(n for n, _ in self.joined))
 
     def __str__(self) -> str:
-        """Format the sweep: ``descending, keys [-inf,0]: 41 ops; reads x, w; writes y; adds up dw``.
-
-        A value that is written over another one is ``dx over dy``.
-        """
+        """Format the sweep: ``descending, keys [-inf,0]: 41 ops; reads x, w; writes y; adds up dw``. A value
+        that is written over another one is ``dx over dy``."""
         inside, over = set(self.nodes), dict(self.in_place)
         lists = {
             "reads": dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside),

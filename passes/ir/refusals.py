@@ -33,10 +33,8 @@ class CannotStream(Exception):
 
 
 def where_of(node: Node) -> str:
-    """Find the user's own line that made this node.
-
-    Returns ``file:line: code``, ``file:line`` if the code is unknown, and an empty text if the line is.
-    """
+    """Find the user's own line that made this node. Returns ``file:line: code``, ``file:line`` if the code is
+    unknown, and an empty text if the line is."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
     for i in range(len(lines) - 1, -1, -1):

@@ -28,19 +28,15 @@ def rank_of(node: Node, output: int | None = None) -> int:
 
 
 def expression_of(number: Any) -> sympy.Expr | None:
-    """Return the symbolic expression of a number, or None.
-
-    A plain number has none, and neither has the size of a ragged dimension.
-    """
+    """Return the symbolic expression of a number, or None. A plain number has none, and neither has the size
+    of a ragged dimension."""
     symbolic = isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)
     return getattr(number.node, "expr", None) if symbolic else None
 
 
 def symbols_in(size: Any) -> list[torch.SymInt]:
-    """List the symbols in the expression of a number.
-
-    A plain number has none, and a number that is a single symbol lists none.
-    """
+    """List the symbols in the expression of a number. A plain number has none, and a number that is a single
+    symbol lists none."""
     expr = expression_of(size)
     if expr is None or expr.is_Symbol:
         return []
@@ -54,21 +50,17 @@ def names_in(size: Size) -> frozenset[str]:
 
 
 def numbers_of(value: object) -> list[object]:
-    """List the numbers that define a fake value: itself, or the sizes and strides of a tensor.
-
-    Strides are listed for strided tensors alone.
-    """
+    """List the numbers that define a fake value: itself, or the sizes and strides of a tensor. Strides are
+    listed for strided tensors alone."""
     if not isinstance(value, torch.Tensor):
         return [value]
     return [*value.shape, *(value.stride() if value.layout is torch.strided else ())]
 
 
 def unbound(given: Iterable[object], read: Iterable[object] = ()) -> set[sympy.Symbol]:
-    """Find the symbols in inputs, and in other values read, that no input binds.
-
-    An input binds a symbol if it is that symbol, or has it as a size or a stride. Code compiled for
-    these inputs binds no other symbols: an input of size ``2 s`` does not bind ``s``.
-    """
+    """Find the symbols in inputs, and in other values read, that no input binds. An input binds a symbol if
+    it is that symbol, or has it as a size or a stride. Code compiled for these inputs binds no other
+    symbols: an input of size ``2 s`` does not bind ``s``."""
     numbers = [n for value in given for n in numbers_of(value)]
     found = [e for e in map(expression_of, numbers) if e is not None]
     used = [e for v in read for n in numbers_of(v) if (e := expression_of(n)) is not None]
@@ -84,10 +76,8 @@ UNKNOWN_SIZE = Refusal(
 
 
 def hint(size: Size) -> int:
-    """Return a size as a number: itself, or the length at which the graph was traced.
-
-    Raises `CannotStream` for a size that is known only while the graph runs.
-    """
+    """Return a size as a number: itself, or the length at which the graph was traced. Raises `CannotStream`
+    for a size that is known only while the graph runs."""
     if isinstance(size, int):
         return size
     if size.node.expr.is_Integer:  # depended on data, and an assertion has fixed it since
@@ -130,10 +120,8 @@ def quotient(size: Size, part: Size) -> Size | None:
 
 
 def simplified(expr: sympy.Expr) -> sympy.Expr:
-    """Simplify an expression of sizes by carrying out divisions without a remainder.
-
-    ``T * T // T`` becomes ``T``. A view with a size of -1 gives such expressions.
-    """
+    """Simplify an expression of sizes by carrying out divisions without a remainder. ``T * T // T`` becomes
+    ``T``. A view with a size of -1 gives such expressions."""
     before = None
     while expr != before:  # nested divisions, the innermost first
         before, expr = expr, expr.replace(lambda e: type(e).__name__ == "FloorDiv", divided).expand()
@@ -148,11 +136,9 @@ def divided(division: sympy.Expr) -> sympy.Expr:
 @functools.lru_cache(4096)
 def parted(expr) -> tuple[object, int, int]:
     """Split a size's expression into ``factor * part + rest``, where ``factor`` and ``rest`` are numbers.
-
-    Returns ``(part, factor, rest)``; the size determines ``part``, which other sizes may contain. The
-    part of ``2 (h // 4) (w // 4) + 1`` is the product ``(h // 4) (w // 4)``. An expression without this
-    form is returned as ``(expr, 1, 0)``.
-    """
+    Returns ``(part, factor, rest)``; the size determines ``part``, which other sizes may contain. The part
+    of ``2 (h // 4) (w // 4) + 1`` is the product ``(h // 4) (w // 4)``. An expression without this form is
+    returned as ``(expr, 1, 0)``."""
     rest, product = expr.as_independent(*expr.free_symbols, as_Add=True)
     factor, part = product.as_coeff_Mul()
     return (part, int(factor), int(rest)) if rest.is_Integer and factor.is_Integer else (expr, 1, 0)
@@ -214,19 +200,14 @@ def bytes_of(value: torch.Tensor) -> int:
 
 
 def op_name(node: Node) -> str:
-    """Return the name of an op without its overload: ``mm`` for ``aten.mm.default``.
-
-    It is empty for any other node.
-    """
+    """Return the name of an op without its overload: ``mm`` for ``aten.mm.default``. It is empty for any
+    other node."""
     return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
 
 
 def is_tangent(node: Node) -> bool:
-    """Is this input of a joint graph the gradient of an output?
-
-    It is recognized by the name that AOTAutograd gives it, as in AOTAutograd's own partitioners
-    (torch/_functorch/partitioners.py, `_is_tangent`).
-    """
+    """Is this input of a joint graph the gradient of an output? It is recognized by the name that AOTAutograd
+    gives it, as in AOTAutograd's own partitioners (torch/_functorch/partitioners.py, `_is_tangent`)."""
     return node.op == "placeholder" and node.target.startswith("tangents")
 
 
@@ -266,10 +247,8 @@ ORIGIN = "streambp_origin"  # the key of node.meta that `metadata_for` writes an
 
 
 def origin_of(node: Node) -> str:
-    """Return the name, in the traced graph, of the node that this one was written for.
-
-    It is the node's own name, unless a pass wrote the node.
-    """
+    """Return the name, in the traced graph, of the node that this one was written for. It is the node's own
+    name, unless a pass wrote the node."""
     return node.meta.get(ORIGIN, node.name)
 
 
@@ -284,10 +263,8 @@ def metadata_for(node: Node, value: object = None) -> dict[str, Any]:
 
 
 def origin_metadata(node: Node) -> dict[str, Any]:
-    """Build the metadata of nodes that stand for this one in a chunk body: the user's line and the origin.
-
-    It has no fake value, because a chunk's values have other sizes.
-    """
+    """Build the metadata of nodes that stand for this one in a chunk body: the user's line and the origin. It
+    has no fake value, because a chunk's values have other sizes."""
     return {"stack_trace": node.meta.get("stack_trace"), ORIGIN: origin_of(node)}
 
 
@@ -301,10 +278,8 @@ def copied(module: GraphModule) -> GraphModule:
 
 
 def tensor_operands(node: Node) -> tuple[Node, ...]:
-    """List the tensor operands in argument order, with lists flattened.
-
-    A signature has one entry for each.
-    """
+    """List the tensor operands in argument order, with lists flattened. A signature has one entry for
+    each."""
     found: list[Node] = []
 
     def visit(arg: object) -> None:
@@ -334,10 +309,8 @@ def takes_kernel(node: Node) -> bool:
 
 
 def draws_random(node: Node) -> bool:
-    """Does this node draw random numbers?
-
-    Attention does so only with dropout, although its kernels are always tagged as random.
-    """
+    """Does this node draw random numbers? Attention does so only with dropout, although its kernels are
+    always tagged as random."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False

@@ -31,9 +31,7 @@ def scattered(whole: Tensor, dim: int, reduction: str, processes: int, group: st
 
 def exchanged(parts: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
     """Send ``sent[i]`` rows to each process i of a group, and concatenate the rows that all processes send.
-
-    Rows run along the first dimension; ``received[i]`` of them come from process i.
-    """
+    Rows run along the first dimension; ``received[i]`` of them come from process i."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_to_all_single(parts.contiguous(), received, sent, group))
 

@@ -39,10 +39,8 @@ def padded(x: Tensor, taps: int, before: int, dilation: int) -> Tensor:
 
 
 def filtered(x: Tensor, weight: Tensor, before: int, dilation: int, groups: int) -> Tensor:
-    """Compute the convolution of ``[B, C, T]`` by ``[O, C / groups, K]``.
-
-    Tap k of row t reads row ``t - before + k * dilation``.
-    """
+    """Compute the convolution of ``[B, C, T]`` by ``[O, C / groups, K]``. Tap k of row t reads row ``t -
+    before + k * dilation``."""
     rows = padded(x, weight.shape[-1], before, dilation)
     return aten.convolution(rows, weight, None, [1], [0], [dilation], False, [0], groups).contiguous()
 

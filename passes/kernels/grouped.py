@@ -25,10 +25,8 @@ aten = torch.ops.aten
 
 
 def sorted_groups(groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sort rows by group, and return ``order`` and ``ends`` of ``count`` groups.
-
-    Rows of no group (``count`` or more) come last.
-    """
+    """Sort rows by group, and return ``order`` and ``ends`` of ``count`` groups. Rows of no group (``count``
+    or more) come last."""
     ordered, order = groups.sort(stable=True)
     numbers = torch.arange(count, device=groups.device, dtype=groups.dtype)
     return order, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
@@ -82,10 +80,8 @@ def fits_torch(rows: Tensor, weight: Tensor) -> bool:
 
 
 def is_aligned(weight: Tensor) -> bool:
-    """Do rows, columns and matrices start at multiples of 16 bytes, with one dense dimension?
-
-    The kernel requires this (GroupedMMUtils.h).
-    """
+    """Do rows, columns and matrices start at multiples of 16 bytes, with one dense dimension? The kernel
+    requires this (GroupedMMUtils.h)."""
     across, along = sorted(weight.stride()[1:], reverse=True)
     starts = (*weight.shape[1:], across, weight.stride(0), weight.storage_offset())
     return along == 1 and all(count % 8 == 0 for count in starts)

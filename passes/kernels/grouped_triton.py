@@ -37,10 +37,8 @@ def mm_kernel(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute one tile of rows of one group.
-
-    Rows of no group count as one more group, whose results are zero.
-    """
+    """Compute one tile of rows of one group. Rows of no group count as one more group, whose results are
+    zero."""
     slot = tl.arange(0, SLOTS)
     end = tl.load(ends + slot, mask=slot < GROUPS, other=n_rows)
     start = tl.load(ends + slot - 1, mask=(slot > 0) & (slot <= GROUPS), other=0)
@@ -98,10 +96,7 @@ def outer_kernel(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add to one tile of the total of one group.
-
-    For a group without rows, nothing is read or written.
-    """
+    """Add to one tile of the total of one group. For a group without rows, nothing is read or written."""
     group = tl.program_id(2)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     end = tl.load(ends + group)
@@ -140,10 +135,8 @@ class Tiles:
 
 
 def tiles_for(operand: Tensor) -> Tiles:
-    """Choose tiles for the dtype of an operand.
-
-    Operands of all stages fit the 99 KiB of shared memory that the smallest devices have.
-    """
+    """Choose tiles for the dtype of an operand. Operands of all stages fit the 99 KiB of shared memory that
+    the smallest devices have."""
     return Tiles(128, 32, 8, 3) if operand.dtype.itemsize == 2 else Tiles(64, 32, 4, 3)
 
 

@@ -49,9 +49,7 @@ def define(
 
 def to_extreme(grad: Tensor, x: Tensor, dim: int, largest: bool) -> Tensor:
     """Compute the gradient of ``x.max(dim)`` (or ``min``): zero except where the value was taken from.
-
-    ``grad`` has one entry along ``dim``.
-    """
+    ``grad`` has one entry along ``dim``."""
     index = (torch.max if largest else torch.min)(x, dim, keepdim=True).indices
     return torch.zeros_like(x, dtype=grad.dtype).scatter(dim, index, grad)
 
@@ -67,11 +65,9 @@ def shifted(x: Tensor, dim: int, by: int) -> Tensor:
 
 
 def skewed(x: Tensor, dim: int, columns: int, offset: int, step: int, rows: int) -> Tensor:
-    """Compute the relative shift of attention scores.
-
-    Entry (i, j) is that of row ``i + rows`` and column ``j + step * i + offset`` of ``x``, or zero where
-    there is none. Rows run along ``dim``, columns along the next dimension.
-    """
+    """Compute the relative shift of attention scores. Entry (i, j) is that of row ``i + rows`` and column ``j
+    + step * i + offset`` of ``x``, or zero where there is none. Rows run along ``dim``, columns along the
+    next dimension."""
     x = shifted(x, dim, -rows) if rows else x
     given, made = x.shape[dim + 1], torch.arange(columns, device=x.device)
     at = made + step * torch.arange(x.shape[dim], device=x.device)[:, None] + offset
@@ -101,10 +97,8 @@ def reverse_scan(x: Tensor, dim: int, kind: str) -> Tensor:
 
 
 def panels_mm(rows: Tensor, weight: Tensor) -> Tensor:
-    """Compute ``rows @ weight``, some columns at a time: ``[C, K]``, ``[K, N]`` → ``[C, N]``.
-
-    This is a quarter faster in MKL where C is far below N.
-    """
+    """Compute ``rows @ weight``, some columns at a time: ``[C, K]``, ``[K, N]`` → ``[C, N]``. This is a
+    quarter faster in MKL where C is far below N."""
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     for part, panel in zip(out.split(PANEL, 1), weight.split(PANEL, 1)):
         torch.mm(rows, panel, out=part)
@@ -169,10 +163,8 @@ def write_rows_(rows: Tensor, dim: int, start: int, full: Tensor) -> None:
 
 
 def slide_rows_(rows: Tensor, dim: int, ahead: bool, state: Tensor) -> None:
-    """Update a state to the last rows of itself and the rows behind it.
-
-    With ``ahead``, it becomes the first rows of the new rows and itself.
-    """
+    """Update a state to the last rows of itself and the rows behind it. With ``ahead``, it becomes the first
+    rows of the new rows and itself."""
     count, rest = state.shape[dim], max(0, state.shape[dim] - rows.shape[dim])
     if ahead:
         kept = torch.cat((rows.narrow(dim, 0, count - rest), state.narrow(dim, 0, rest)), dim)
@@ -210,10 +202,8 @@ def uniform_at(place: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> 
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw a seed on the device, by the generator that ``torch.manual_seed`` sets.
-
-    A copy from the host would synchronise.
-    """
+    """Draw a seed on the device, by the generator that ``torch.manual_seed`` sets. A copy from the host would
+    synchronise."""
     return torch.randint(1 << 62, (), dtype=torch.int64, device=device)
 
 

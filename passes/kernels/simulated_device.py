@@ -32,9 +32,7 @@ def simulated_capability() -> tuple[int, int] | None:
 
 
 def device_type(value: torch.Tensor | torch.device) -> str:
-    """Return the type of the device on which kernels for this value run.
-
-    It is ``cpu``, ``cuda`` or any other device type of torch.
-    """
+    """Return the type of the device on which kernels for this value run. It is ``cpu``, ``cuda`` or any other
+    device type of torch."""
     kind = value.device.type if isinstance(value, torch.Tensor) else value.type
     return "cuda" if kind == "cpu" and CAPABILITY.get() is not None else kind

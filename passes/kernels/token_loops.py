@@ -40,10 +40,8 @@ FUNCTIONS: dict[str, TokenFunction] = {}
 
 
 def token_loop(rows: list[Tensor], wholes: list[Tensor], function: str, state: Tensor | None) -> Tensor:
-    """Compute the states after each token, ``[T, size]``.
-
-    ``state`` is the one before the first, ``[1, size]``; None stands for zeros.
-    """
+    """Compute the states after each token, ``[T, size]``. ``state`` is the one before the first, ``[1,
+    size]``; None stands for zeros."""
     found, out, given = prepared(rows, wholes, function)
     now = out.new_zeros(found.size) if state is None else state[0].to(found.dtype)
     for t in range(len(out)):

@@ -61,10 +61,8 @@ def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
 
 
 def fused_body(fusion: Fusion) -> Body:
-    """Write the nodes of a fusion at full length.
-
-    The results are copied into memory that the caller passes in.
-    """
+    """Write the nodes of a fusion at full length. The results are copied into memory that the caller passes
+    in."""
     inputs, values = Inputs(), dict[Node, Node]()
 
     def read(node: Node) -> Any:

@@ -38,11 +38,8 @@ aten, prims, streambp = torch.ops.aten, torch.ops.prims, torch.ops.streambp
 
 
 def known_number(value: object) -> Any:
-    """Return a number that is the same at every length, or None.
-
-    A number in which all sizes cancel (``rows / (2 * rows)``) is a constant, although it has a symbolic
-    type.
-    """
+    """Return a number that is the same at every length, or None. A number in which all sizes cancel (``rows /
+    (2 * rows)``) is a constant, although it has a symbolic type."""
     if isinstance(value, torch.SymInt | torch.SymFloat) and value.node.expr.is_number:
         return int(value.node.expr) if isinstance(value, torch.SymInt) else float(value.node.expr)
     return value if isinstance(value, int | float) else None
@@ -56,10 +53,7 @@ class Inputs:
         self.bindings: dict[tuple, tuple[Binding, Node]] = {}
 
     def bind(self, binding: Binding) -> Node:
-        """Return the body's input for a binding, made at its first use.
-
-        Its name is made unique.
-        """
+        """Return the body's input for a binding, made at its first use. Its name is made unique."""
         role, source = binding.role, binding.source
         key = (role, source, binding.name if source is None else None, binding.low, binding.output)
         if key not in self.bindings:
@@ -171,11 +165,8 @@ class Reading:
         return self.graph.call_function(operator.add, (keys, extra)) if extra else keys
 
     def column(self, node: Node, at: int | None) -> object:
-        """Convert a bound of a slice along keys to the chunk's columns.
-
-        A bound within the keys counts from the first key, and stays as it is. A bound beyond them counts
-        from the last key.
-        """
+        """Convert a bound of a slice along keys to the chunk's columns. A bound within the keys counts from
+        the first key, and stays as it is. A bound beyond them counts from the last key."""
         length = hint(self.analysis.length)
         if isinstance(at, Node):
             at = hint(value_of(at))
@@ -213,11 +204,8 @@ class Reading:
         return self.draft.bind(Binding(BindingRole.KEYS, node, node.name, fact.rows))
 
     def read_whole(self, node: Node) -> Node:
-        """Read a value with all its rows.
-
-        The chunk itself has only some rows of a value of tokens, and only a part of a sum, so that these
-        are always inputs.
-        """
+        """Read a value with all its rows. The chunk itself has only some rows of a value of tokens, and only
+        a part of a sum, so that these are always inputs."""
         partial = node in self.sweep.summed or isinstance(self.fact(node), Tokens)
         if node in self.draft.inside and not partial:
             return self.draft.values[node]
@@ -226,10 +214,8 @@ class Reading:
         return self.draft.bind(Binding(BindingRole.WHOLE, node, node.name))
 
     def final_rows(self, node: Node) -> Node:
-        """Read the chunk's own rows of a key accumulator.
-
-        They are final because every later row has added its part.
-        """
+        """Read the chunk's own rows of a key accumulator. They are final because every later row has added
+        its part."""
         if node not in self.draft.final_rows:
             mark, dtype = self.fact(node).rows, value_of(node).dtype
             total = self.draft.bind(Binding(BindingRole.KEYTOTAL, node, node.name, mark))
@@ -277,18 +263,14 @@ class Reading:
         return self.analysis.kinds[node] is Kind.SUM
 
     def makes_keys(self, node: Node, operand: Node) -> bool:
-        """Does a node have a column per key, and its operand none?
-
-        An example is scores of blocks, repeated for each key of a block.
-        """
+        """Does a node have a column per key, and its operand none? An example is scores of blocks, repeated
+        for each key of a block."""
         made, read = self.fact(node), self.fact(operand)
         return isinstance(made, Tokens) and made.keys is not None and read.keys is None
 
     def key_columns(self, node: Node, value: Node) -> Node:
-        """Select the columns of the chunk's keys from a value that has all columns of a node.
-
-        Columns beyond all keys are kept.
-        """
+        """Select the columns of the chunk's keys from a value that has all columns of a node. Columns beyond
+        all keys are kept."""
         call, mark = self.graph.call_function, self.fact(node).keys
         first = call(operator.sub, (self.scalar("first"), self.scalar("offset")))
         keys = call(streambp.rows_at.default, (value, mark.dim, first, self.scalar("keys")))

@@ -22,10 +22,8 @@ class RowReading(Reading):
     """A node's operands and positions, with regard to rows of the chunk that do not exist."""
 
     def operand(self, edge: Edge) -> Node:
-        """Read an operand as its edge says; an index looks up row 0 where a row does not exist.
-
-        The number that the chunk computes for such a row may be outside the table.
-        """
+        """Read an operand as its edge says; an index looks up row 0 where a row does not exist. The number
+        that the chunk computes for such a row may be outside the table."""
         value = super().operand(edge)
         if edge.operand in self.draft.inside and edge.operand in indices_of(self.node):
             return self.zero_beyond(edge.operand, value, edge.operand)
@@ -41,10 +39,8 @@ class RowReading(Reading):
         return self.graph.call_function(aten.add.Scalar, (rows, self.scalar("first", block)))
 
     def inside_domain(self, fact: Tokens, rank: int, mark: Mark) -> Node:
-        """Build a boolean that is true where a row of the chunk exists.
-
-        It is shaped to broadcast against a value of that rank.
-        """
+        """Build a boolean that is true where a row of the chunk exists. It is shaped to broadcast against a
+        value of that rank."""
         tokens, length = self.blocks_of_rows(mark.block), self.scalar("length", mark.block)
         call = self.graph.call_function
         inside = None
@@ -138,10 +134,8 @@ class RowReading(Reading):
         return self.graph.call_function(operator.sub, (self.scalar("first"), self.scalar("offset")))
 
     def positions(self, node: Node, dim: int) -> Node:
-        """Compute positions along a dimension of a value.
-
-        For a dimension of tokens or keys, these are the positions of the chunk's among all of them.
-        """
+        """Compute positions along a dimension of a value. For a dimension of tokens or keys, these are the
+        positions of the chunk's among all of them."""
         size, device = self.sizes(node)[dim], value_of(node).device
         if self.carries_tokens(node, dim):
             return self.places_of_rows(self.fact(node), size, device)[0]
@@ -198,10 +192,7 @@ class RowReading(Reading):
         )
 
     def zero_unless(self, inside: Node, value: Node, like: Node) -> Node:
-        """Zero a value where a mask is false.
-
-        The zeros have the dtype of ``like``.
-        """
+        """Zero a value where a mask is false. The zeros have the dtype of ``like``."""
         return self.chosen(inside, value, 0, value_of(like).dtype, value_of(like).device)
 
     def chosen(
@@ -212,10 +203,8 @@ class RowReading(Reading):
         return self.graph.call_function(aten.where.self, (where, value, number))
 
     def zero_beyond(self, operand: Node, value: Node, like: Node, filling: float = 0) -> Node:
-        """Zero the rows of a value that an operand does not have, or fill them with another number.
-
-        The value is shaped like ``like``.
-        """
+        """Zero the rows of a value that an operand does not have, or fill them with another number. The value
+        is shaped like ``like``."""
         fact = self.domain(operand)
         if not isinstance(fact, Tokens) or fact.lo <= 0 and fact.hi >= 0:
             return value
@@ -223,10 +212,8 @@ class RowReading(Reading):
         return self.chosen(inside, value, filling, value_of(like).dtype, value_of(like).device)
 
     def places_along(self, operand: Node, filling: int) -> Node:
-        """Compute the position of each of the chunk's rows among all rows of a value.
-
-        The result broadcasts against the value. Rows that do not exist get the number ``filling``.
-        """
+        """Compute the position of each of the chunk's rows among all rows of a value. The result broadcasts
+        against the value. Rows that do not exist get the number ``filling``."""
         call, fact, rank = self.graph.call_function, self.fact(operand), rank_of(operand)
         device, dim = value_of(operand).device, fact.rows.dim
         place, _ = self.places_of_rows(fact, self.size(fact.rows), device)
@@ -288,10 +275,8 @@ class RowReading(Reading):
         return self.graph.call_function(operator.add, (count, index))
 
     def row_put(self, node: Node, dim: int, index: Any, row: Node, like: Node) -> Node:
-        """Put one row, ``[…, 1, …]``, into the chunk's rows of a value of zeros.
-
-        Only the chunk that has the row writes it.
-        """
+        """Put one row, ``[…, 1, …]``, into the chunk's rows of a value of zeros. Only the chunk that has the
+        row writes it."""
         local, inside = self.place_of_row(node, index)
         return self.graph.call_function(
             aten.index_add.default, (self.zeros(node), dim, local, self.zero_unless(inside, row, like))

@@ -46,11 +46,8 @@ class Writer(RowReading):
         return self.copied(node) if rule.scan is None else self.scan(node)
 
     def item(self, node: Node) -> Node:
-        """Select one output of a node of the body.
-
-        The body has only the first output of a mixed node, and only accumulators for a sum: their value
-        is returned as it is.
-        """
+        """Select one output of a node of the body. The body has only the first output of a mixed node, and
+        only accumulators for a sum: their value is returned as it is."""
         source = node.args[0]
         value = self.draft.values[source]
         if self.analysis.kinds[source] in (Kind.MIXED, Kind.SUM):
@@ -117,10 +114,8 @@ class Writer(RowReading):
         return self.replace_total(total, self.graph.call_function(merge.join, (total, part)))
 
     def rows_of_merge(self, node: Node, merge: Merge) -> Node:
-        """Read the operand of a reduction at chunk length.
-
-        Rows that do not exist are filled with the identity, which leaves the result as it is.
-        """
+        """Read the operand of a reduction at chunk length. Rows that do not exist are filled with the
+        identity, which leaves the result as it is."""
         edge = self.edges(node)[0]
         rows, value = self.operand(edge), value_of(edge.operand)
         rows = self.zero_beyond(edge.operand, rows, edge.operand, merge.identity_of(value.dtype))
@@ -131,10 +126,8 @@ class Writer(RowReading):
         return rows
 
     def add(self, part: Node, total: Node) -> Node:
-        """Add a part to an accumulator.
-
-        The addition is written out, so that the kernel which computes the part adds it.
-        """
+        """Add a part to an accumulator. The addition is written out, so that the kernel which computes the
+        part adds it."""
         return self.graph.call_function(
             aten.copy_.default, (total, self.graph.call_function(aten.add.Tensor, (total, part)))
         )
@@ -184,11 +177,9 @@ class Writer(RowReading):
         return self.draft.bind(replace(binding, state_rows=scan.rows))
 
     def rows_of_scan(self, node: Node, edge: Edge, scan: Scan, dtype: torch.dtype) -> Node:
-        """Read the chunk's rows of a scan's operand, in the dtype of the state.
-
-        Rows that do not exist are filled with the identity, which leaves the state as it is. Without a
-        ``join``, an operand of another dtype than the result keeps it.
-        """
+        """Read the chunk's rows of a scan's operand, in the dtype of the state. Rows that do not exist are
+        filled with the identity, which leaves the state as it is. Without a ``join``, an operand of
+        another dtype than the result keeps it."""
         rows = self.fill_outside(node, self.operand(edge), scan.identity, source=edge.operand)
         if scan.join is None and value_of(edge.operand).dtype != value_of(node).dtype:
             return rows
@@ -203,10 +194,8 @@ class Writer(RowReading):
         )
 
     def accumulate_rows(self, node: Node, index: Node, rows: Node, padding: int) -> Node:
-        """Add rows at an index to the accumulator of a node.
-
-        The rows are widened in the body, where that costs the kernel that makes them nothing.
-        """
+        """Add rows at an index to the accumulator of a node. The rows are widened in the body, where that
+        costs the kernel that makes them nothing."""
         dtype = value_of(node).dtype
         if total_dtype(dtype) != dtype:
             rows = self.graph.call_function(prims.convert_element_type.default, (rows, total_dtype(dtype)))
@@ -301,10 +290,8 @@ class Writer(RowReading):
         return call(operator.getitem, (results, 0))
 
     def key_total(self, node: Node, grad: Node | None, index: int) -> Node:
-        """Bind the accumulator of a key gradient.
-
-        The kernel computes all of them, so one that is not read has an accumulator as well.
-        """
+        """Bind the accumulator of a key gradient. The kernel computes all of them, so one that is not read
+        has an accumulator as well."""
         fact = self.fact(node, index)
         mark = fact.rows if isinstance(fact, Tokens) else None
         if grad is None:
@@ -330,10 +317,8 @@ class Writer(RowReading):
         return self.added(node, part)
 
     def summands(self, node: Node) -> dict[int, Node]:
-        """Zero the rows that do not exist, in all operands that have some, by number of the edge.
-
-        Zeroing one factor of a product would not do, because such rows need not be finite.
-        """
+        """Zero the rows that do not exist, in all operands that have some, by number of the edge. Zeroing one
+        factor of a product would not do, because such rows need not be finite."""
         found = {}
         for i, edge in enumerate(self.edges(node)):
             fact = self.domain(edge.operand)

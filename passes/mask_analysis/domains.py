@@ -129,10 +129,8 @@ EMPTY = (-math.inf, "min")  # fillings that empty a score
 
 
 def with_dims_renamed(value: Abstract, dims: dict[int, int]) -> Abstract:
-    """Rename dimensions (old → new).
-
-    None if the value depends on a dimension that is dropped, or is no `Affine`, `Band` or `Distance`.
-    """
+    """Rename dimensions (old → new). None if the value depends on a dimension that is dropped, or is no
+    `Affine`, `Band` or `Distance`."""
     if isinstance(value, Affine):
         if any(d not in dims for d, _ in value.slopes):
             return None
@@ -158,18 +156,12 @@ def is_empty_outside(value: Abstract) -> TypeGuard[Band]:
 
 
 def is_zero_outside(value: Abstract) -> TypeGuard[Band]:
-    """Is a value a matrix that is zero outside a band?
-
-    Such a matrix adds nothing to a sum there.
-    """
+    """Is a value a matrix that is zero outside a band? Such a matrix adds nothing to a sum there."""
     return isinstance(value, Band) and value.outside is not False and value.outside == 0.0
 
 
 def is_finite(value: Abstract) -> bool:
-    """Is zero times the value zero?
-
-    An unknown value is taken to be finite.
-    """
+    """Is zero times the value zero? An unknown value is taken to be finite."""
     if isinstance(value, Band):
         return value.outside != -math.inf
     return not is_constant(value) or math.isfinite(value.const)
@@ -181,10 +173,8 @@ def is_visible_mask(value: Abstract) -> TypeGuard[Band]:
 
 
 def intersection(a: Band, b: Band) -> Band:
-    """Intersect two masks: find the entries that both leave visible.
-
-    A proved range is preferred to an assumed one: it is kept where it reaches no further ahead.
-    """
+    """Intersect two masks: find the entries that both leave visible. A proved range is preferred to an
+    assumed one: it is kept where it reaches no further ahead."""
     key_masks, zero = merged((a.key_masks, b.key_masks)), a.zero_inside and b.zero_inside
     outside = a.outside if a.outside == b.outside else "min"
     for proved, assumed in ((a, b), (b, a)):
@@ -202,10 +192,8 @@ def intersection(a: Band, b: Band) -> Band:
 
 
 def hull(a: Band, b: Band) -> Band | None:
-    """Find the smallest band that holds both; outside of it both matrices are zero.
-
-    None if the masks of both together are unknown.
-    """
+    """Find the smallest band that holds both; outside of it both matrices are zero. None if the masks of both
+    together are unknown."""
     key_masks = merged((a.key_masks, b.key_masks))
     if key_masks is None:
         return None
@@ -214,10 +202,8 @@ def hull(a: Band, b: Band) -> Band | None:
 
 
 def as_visible(masked: Abstract) -> Band | None:
-    """Find the visible entries of a boolean mask that is true where a key is masked.
-
-    None if they are unknown.
-    """
+    """Find the visible entries of a boolean mask that is true where a key is masked. None if they are
+    unknown."""
     if not isinstance(masked, Band):
         return None
     if masked.outside is True:
@@ -226,10 +212,8 @@ def as_visible(masked: Abstract) -> Band | None:
 
 
 def negation(value: Abstract) -> Abstract:
-    """Negate a boolean value, as ``~value`` does.
-
-    Nothing is lost: the negation of the result is the value again.
-    """
+    """Negate a boolean value, as ``~value`` does. Nothing is lost: the negation of the result is the value
+    again."""
     if is_constant(value):
         return Affine(float(not value.const))
     if isinstance(value, DocumentMask):
@@ -240,21 +224,16 @@ def negation(value: Abstract) -> Abstract:
 
 
 def complement(band: Band) -> Band | None:
-    """Find where an exact band is false.
-
-    This is a band if the given one is a half-plane, and None otherwise.
-    """
+    """Find where an exact band is false. This is a band if the given one is a half-plane, and None
+    otherwise."""
     if band.lo == -math.inf:
         return replace(band, lo=band.hi + 1, hi=math.inf)
     return replace(band, lo=-math.inf, hi=band.lo - 1) if band.hi == math.inf else None
 
 
 def merged(groups: Iterable[KeyMasks | None]) -> KeyMasks | None:
-    """Merge the masks of several groups that hide keys together.
-
-    None if a group is unknown, or if more than one tensor holds several masks: which masks of the
-    batches belong together is unknown.
-    """
+    """Merge the masks of several groups that hide keys together. None if a group is unknown, or if more than
+    one tensor holds several masks: which masks of the batches belong together is unknown."""
     found: KeyMasks = ()
     for group in groups:
         if group is None:
@@ -264,10 +243,8 @@ def merged(groups: Iterable[KeyMasks | None]) -> KeyMasks | None:
 
 
 def as_key_mask(arg: object, like: Node, band: Band, masked_value: bool | None) -> KeyMasks | None:
-    """Treat an unknown operand of a matrix as a mask of its keys.
-
-    It is one mask for all rows, or one for each row. None if its shape does not fit.
-    """
+    """Treat an unknown operand of a matrix as a mask of its keys. It is one mask for all rows, or one for
+    each row. None if its shape does not fit."""
     if not isinstance(arg, Node) or not is_tensor(arg):
         return None
     shift, shape = len(shape_of(like)) - len(shape_of(arg)), shape_of(arg)
@@ -280,11 +257,8 @@ def as_key_mask(arg: object, like: Node, band: Band, masked_value: bool | None) 
 
 
 def band_of_key_masks(node: Node, outside: object, groups: Iterable[KeyMasks | None]) -> Band | None:
-    """Build the band of a matrix that only these masks hide.
-
-    The band of padding masks is everything. The band of a stored mask is assumed to be causal. None if
-    no masks are known.
-    """
+    """Build the band of a matrix that only these masks hide. The band of padding masks is everything. The
+    band of a stored mask is assumed to be causal. None if no masks are known."""
     rank, key_masks = len(shape_of(node)), merged(groups)
     if not key_masks:
         return None
@@ -299,11 +273,8 @@ def stored_mask(node: Node) -> Band | None:
 
 
 def document_band(mask: DocumentMask, node: Node) -> Band | None:
-    """Build a band of which a document mask hides entries.
-
-    It is causal if the mask has positions, which are assumed to increase. None if nothing is known of it
-    as a band.
-    """
+    """Build a band of which a document mask hides entries. It is causal if the mask has positions, which are
+    assumed to increase. None if nothing is known of it as a band."""
     key_masks = merged(((replace(mask, key_masks=()),), mask.key_masks))
     if mask.negated or not (mask.ordered or key_masks):
         return None

@@ -32,10 +32,8 @@ def evaluate(graph: Graph, with_tokens: Container[Node] | None = None) -> dict[N
 
 
 class Evaluation:
-    """Abstract values so far; a call with an argument of a node returns its abstract value.
-
-    See `operands.Known`.
-    """
+    """Abstract values so far; a call with an argument of a node returns its abstract value. See
+    `operands.Known`."""
 
     def __init__(self, with_tokens: Container[Node] | None):
         self.with_tokens = with_tokens
@@ -63,11 +61,8 @@ class Evaluation:
             self.integral.add(node)
 
     def computes_exactly(self, node: Node, value: Abstract) -> bool:
-        """Can the dtype of a node represent all known numbers that it reads and makes?
-
-        A constant that a floating-point node reads may be rounded: kernels differ in that, and
-        `Indicator` allows for it.
-        """
+        """Can the dtype of a node represent all known numbers that it reads and makes? A constant that a
+        floating-point node reads may be rounded: kernels differ in that, and `Indicator` allows for it."""
         numbers = [a for a in numbers_of(node) if isinstance(a, (int, float, Node))]
         values = [value_of(a) if isinstance(a, Node) else a for a in numbers]
         dtype = value_of(node).dtype
@@ -118,10 +113,8 @@ WIDE_ENOUGH = 32  # bits of a dtype that counts the tokens of any sequence
 
 
 def counts_tokens(dtype: torch.dtype) -> bool:
-    """Can a dtype represent the positions of all tokens, and their differences?
-
-    Half precision rounds them from 257 (bfloat16) or 2049 (float16) on, and small integers wrap around.
-    """
+    """Can a dtype represent the positions of all tokens, and their differences? Half precision rounds them
+    from 257 (bfloat16) or 2049 (float16) on, and small integers wrap around."""
     return dtype is torch.bool or dtype.is_signed and dtype.itemsize * 8 >= WIDE_ENOUGH
 
 

@@ -67,10 +67,8 @@ NUMBERS = {"Tensor", "number", "float", "Optional[number]", "Optional[float]"}
 
 
 def numbers_of(node: Node) -> list[object]:
-    """List the arguments that hold numbers of a tensor: tensors and scalars.
-
-    Dimensions, sizes and indices are left out.
-    """
+    """List the arguments that hold numbers of a tensor: tensors and scalars. Dimensions, sizes and indices
+    are left out."""
     schema = node.target._schema.arguments
     given = {**dict(zip((a.name for a in schema), node.args)), **node.kwargs}
     return [given[a.name] for a in schema if a.name in given and str(a.type) in NUMBERS]
@@ -108,11 +106,8 @@ def is_boolean(arg: object) -> bool:
 
 
 def token_pair(node: Node, known: Known) -> tuple[Pair, bool] | None:
-    """Find the operands of a matrix that have one value per row and one per key.
-
-    Return them as (row's, key's), and whether the row's is the first operand. None if the operands are
-    others.
-    """
+    """Find the operands of a matrix that have one value per row and one per key. Return them as (row's,
+    key's), and whether the row's is the first operand. None if the operands are others."""
     rank, sides = len(shape_of(node)), {}
     for arg in node.args[:2]:
         value = value_of(arg) if isinstance(arg, Node) else arg  # a node may also stand for a size
@@ -147,11 +142,8 @@ def hiding_masks(arg: object, like: Node, band: Band, known: Known) -> KeyMasks 
 
 
 def lowest(value: float, node: Node) -> object:
-    """Classify how a filling empties a score.
-
-    It does so exactly (``-inf``), practically (``"min"``, near the dtype's minimum), as zero (``0``), or
-    not at all (None).
-    """
+    """Classify how a filling empties a score. It does so exactly (``-inf``), practically (``"min"``, near the
+    dtype's minimum), as zero (``0``), or not at all (None)."""
     if value == -math.inf or value == 0:
         return value
     dtype = value_of(node).dtype
@@ -159,10 +151,8 @@ def lowest(value: float, node: Node) -> object:
 
 
 def as_band(indicator: Indicator, node: Node) -> Band | None:
-    """Convert an indicator to an additive mask, or to a matrix that is zero outside a band.
-
-    None if it is neither.
-    """
+    """Convert an indicator to an additive mask, or to a matrix that is zero outside a band. None if it is
+    neither."""
     mask, visible, hidden = indicator.mask, indicator.visible, indicator.hidden
     found = [with_numbers(mask, visible, hidden, node)]
     inverse = complement(mask) if mask.exact else None

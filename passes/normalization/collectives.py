@@ -26,10 +26,8 @@ c10d = torch.ops._c10d_functional
 
 def name_dimensions(graph: Graph) -> None:
     """Rewrite collectives, with the splits and joins around them, as operators that name their dimension.
-
     They become ``streambp.gathered`` and ``streambp.scattered``. Exchanges that are waited for become
-    ``streambp.exchanged``.
-    """
+    ``streambp.exchanged``."""
     for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
         part, processes, group = node.args
         for waited in waits_for(node) if isinstance(group, str) else ():

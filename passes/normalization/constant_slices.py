@@ -40,10 +40,8 @@ class SliceBounds:
 
 
 def shorten_constants(graph: Graph) -> None:
-    """Move slices through the ops before them, up to ranges and constants.
-
-    A slice is moved only if its operand is made of nothing else.
-    """
+    """Move slices through the ops before them, up to ranges and constants. A slice is moved only if its
+    operand is made of nothing else."""
     sizes, hopeless = SizeNodes(graph), set[tuple[Node, int]]()
     for node in [n for n in graph.nodes if form_of(n) is Form.SLICE]:
         source = node.args[0]
@@ -88,10 +86,8 @@ class Shortened:
         self.known: dict[tuple[Node, int], Node | None] = {}
 
     def shortened(self, node: Node, dim: int) -> Node | None:
-        """Rebuild a part of a value along one of its dimensions.
-
-        Returns None if the value is made of anything but ranges and constants.
-        """
+        """Rebuild a part of a value along one of its dimensions. Returns None if the value is made of
+        anything but ranges and constants."""
         check_time()
         if (node, dim) in self.hopeless:
             return None
@@ -136,10 +132,8 @@ class Shortened:
         return {node.args[0]: mark.dim}
 
     def operands(self, node: Node, dim: int, signature: Signature) -> dict[Node, int]:
-        """Map the operands that have a dimension of the node to its place in them.
-
-        There are none if rows along it do more than meet the rows beside them.
-        """
+        """Map the operands that have a dimension of the node to its place in them. There are none if rows
+        along it do more than meet the rows beside them."""
         label = signature.outputs[0][dim]
         if label is None or label in signature.offsets or signature.mixes(label):
             return {}

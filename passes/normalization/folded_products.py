@@ -36,10 +36,8 @@ def unfold_products(graph: Graph, propagation: TokenPropagation) -> bool:
 
 
 def products_around(merging: Iterable[Node]) -> list[Node]:
-    """Find products and sums that read these reshaped values, or views of them.
-
-    Products whose results are reshaped are found as well.
-    """
+    """Find products and sums that read these reshaped values, or views of them. Products whose results are
+    reshaped are found as well."""
     found: dict[Node, None] = {}
     for start in merging:
         node = start.args[0]
@@ -90,10 +88,8 @@ def folded(node: Node) -> Folded:
 
 
 def step_back(node: Node) -> list[tuple[int, ...]] | None:
-    """List the dimensions of its operand that each dimension of a rearranged value holds.
-
-    Returns None if a dimension is split.
-    """
+    """List the dimensions of its operand that each dimension of a rearranged value holds. Returns None if a
+    dimension is split."""
     old, new = value_of(node.args[0]).shape, value_of(node).shape
     if node.target is aten.permute.default:
         return [(d % len(old),) if old[d % len(old)] != 1 else () for d in node.args[1]]
@@ -138,10 +134,8 @@ def unfold(graph: Graph, node: Node) -> Node | None:
 
 
 def labels_of(parts: Sequence[Folded], product: Sequence[Labels]) -> tuple[dict[int, str], ...] | None:
-    """Choose a letter for each unmerged dimension of a product's operands and of its result.
-
-    Returns None where operands are merged in different ways along a dimension that both have.
-    """
+    """Choose a letter for each unmerged dimension of a product's operands and of its result. Returns None
+    where operands are merged in different ways along a dimension that both have."""
     known: dict[Label, list[tuple[str, Size]]] = {}
     used, texts = iter(LETTERS), []
     for part, names in zip(parts, product):
@@ -179,10 +173,8 @@ def unfold_sum(graph: Graph, node: Node) -> Node | None:
 
 
 def replace_in_shape(write: Writing, new: Node) -> Node | None:
-    """Replace the value that is rewritten by another one, in the shape of the first.
-
-    Returns None if a size of that shape cannot be read from inputs.
-    """
+    """Replace the value that is rewritten by another one, in the shape of the first. Returns None if a size
+    of that shape cannot be read from inputs."""
     node, shape = write.node, value_of(write.node).shape
     if len(shape) != len(value_of(new).shape) or not all(map(is_equal, shape, value_of(new).shape)):
         sizes = [write.sizes.written(size, node) for size in shape]
@@ -204,10 +196,8 @@ def readers_through(start: Node) -> Iterator[Node]:
 
 
 def unfold_reshapes(graph: Graph, merging: Iterable[Node]) -> bool:
-    """Rewrite a reshape that splits merged dimensions as a permutation of the value before merging.
-
-    Returns whether there were any.
-    """
+    """Rewrite a reshape that splits merged dimensions as a permutation of the value before merging. Returns
+    whether there were any."""
     readers = dict.fromkeys(n for start in merging for n in readers_through(start))
     changed = False
     for node in [n for n in readers if form_of(n) is Form.RESHAPE]:

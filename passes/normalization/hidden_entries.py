@@ -105,10 +105,8 @@ def reads_visible_only(node: Node) -> bool:
 
 
 def entries_in(user: Node, value: Node, entries: Band) -> Band | None:
-    """Find the places of an operand's entries in a result; None if they are unknown.
-
-    The result must have each of them in one place.
-    """
+    """Find the places of an operand's entries in a result; None if they are unknown. The result must have
+    each of them in one place."""
     if user.op != "call_function" or not isinstance(value_of(user), torch.Tensor):
         return None
     known, rule = Placed(value, entries), find_rule(user)

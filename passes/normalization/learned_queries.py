@@ -25,10 +25,7 @@ KEYS = 2  # the dimension of keys in ``[batch, heads, keys, width]``
 
 
 def attend_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
-    """Rewrite attention, and its gradients, where only the keys are tokens.
-
-    Returns whether there was any.
-    """
+    """Rewrite attention, and its gradients, where only the keys are tokens. Returns whether there was any."""
     changed = False
     for node in graph.nodes:
         write = REWRITES.get(form_of(node))
@@ -43,10 +40,8 @@ def attend_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
 
 
 def has_tokens_as_keys(node: Node, propagation: TokenPropagation) -> bool:
-    """Are the keys of an attention tokens, but not its queries?
-
-    It must not be causal, and a sequence must have as many queries at every length.
-    """
+    """Are the keys of an attention tokens, but not its queries? It must not be causal, and a sequence must
+    have as many queries at every length."""
     given = arguments(node)
     alone = KEYS in propagation.of(given["key"]) and not propagation.of(given["query"])
     return (

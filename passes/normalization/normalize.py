@@ -39,10 +39,8 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 
 
 def mean(x: torch.Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> torch.Tensor:
-    """Decompose a mean into a sum and a count, so that the sum can be streamed.
-
-    Half precision is added up in float32, as the kernels do.
-    """
+    """Decompose a mean into a sum and a count, so that the sum can be streamed. Half precision is added up in
+    float32, as the kernels do."""
     dims = list(range(x.dim())) if dim is None or (isinstance(dim, (list, tuple)) and not dim) else dim
     dims = [dims] if isinstance(dims, int) else dims
     count = 1
@@ -56,10 +54,8 @@ def mean(x: torch.Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> tor
 def var_mean(
     x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decompose a variance of more than features (batch norm) into a mean and a sum of squares about it.
-
-    The sums of both can be streamed.
-    """
+    """Decompose a variance of more than features (batch norm) into a mean and a sum of squares about it. The
+    sums of both can be streamed."""
     dims = list(range(x.dim())) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
     if [d % x.dim() for d in dims] == [x.dim() - 1] or x.is_complex():
         return NotImplemented
@@ -78,10 +74,8 @@ def var(x: torch.Tensor, dim=None, *, correction=None, keepdim: bool = False) ->
 
 
 def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
-    """Decompose a repeat into an expansion that is laid out in memory, so that repeated rows stay rows.
-
-    The result is contiguous, as the op's own result is: views of it rely on that.
-    """
+    """Decompose a repeat into an expansion that is laid out in memory, so that repeated rows stay rows. The
+    result is contiguous, as the op's own result is: views of it rely on that."""
     x = x.reshape([1] * (len(repeats) - x.dim()) + list(x.shape))
     apart = [(r, s) if r != 1 else (s,) for r, s in zip(repeats, x.shape)]
     narrow = x.reshape([n for part in apart for n in ((1, part[1]) if len(part) == 2 else part)])
@@ -90,11 +84,8 @@ def repeat(x: torch.Tensor, repeats) -> torch.Tensor:
 
 
 def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Concatenate values along a new dimension.
-
-    Torch's decomposition concatenates along the dimension behind it, which may hold the tokens, and
-    splits that again.
-    """
+    """Concatenate values along a new dimension. Torch's decomposition concatenates along the dimension behind
+    it, which may hold the tokens, and splits that again."""
     dim = dim % (tensors[0].dim() + 1)
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
 
@@ -108,11 +99,8 @@ def index_put(x: torch.Tensor, indices, values: torch.Tensor, accumulate: bool =
 
 
 def eye(rows: int, columns: int | None = None, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Compare indices, and return ones where they are equal.
-
-    Torch's decomposition counts in the smallest unsigned dtype, in which no device has a range of more
-    than 255 numbers.
-    """
+    """Compare indices, and return ones where they are equal. Torch's decomposition counts in the smallest
+    unsigned dtype, in which no device has a range of more than 255 numbers."""
     if layout not in (None, torch.strided):
         return NotImplemented
     columns = rows if columns is None else columns
@@ -121,10 +109,8 @@ def eye(rows: int, columns: int | None = None, *, dtype=None, layout=None, devic
 
 
 def as_strided(x: torch.Tensor, size, stride, storage_offset=None) -> torch.Tensor:
-    """Replace a contiguous value that is read as another contiguous one by a view.
-
-    The decomposition of group norm reads values in this way.
-    """
+    """Replace a contiguous value that is read as another contiguous one by a view. The decomposition of group
+    norm reads values in this way."""
     steps, count = [], 1
     for n in reversed(size):
         steps.append(count)
@@ -148,10 +134,8 @@ def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: 
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:
-    """Read sizes and numbers of elements from inputs in place of intermediate values.
-
-    Then no value must exist for its size alone.
-    """
+    """Read sizes and numbers of elements from inputs in place of intermediate values. Then no value must
+    exist for its size alone."""
     sizes = SizeNodes(graph)
     asking = (aten.sym_size.int, aten.sym_numel.default)
     for node in (n for target in asking for n in graph.find_nodes(op="call_function", target=target)):
@@ -162,10 +146,8 @@ def read_sizes_from_inputs(graph: Graph) -> None:
 
 
 def create_from_nothing(graph: Graph) -> None:
-    """Replace creation ops that take a value as a model by plain constants.
-
-    ``x.new_zeros(size)`` reads nothing of ``x``, and an empty value has no strides of its own to keep.
-    """
+    """Replace creation ops that take a value as a model by plain constants. ``x.new_zeros(size)`` reads
+    nothing of ``x``, and an empty value has no strides of its own to keep."""
     for node in list(graph.nodes):
         if form_of(node) is not Form.CREATED:
             continue
@@ -182,10 +164,8 @@ def create_from_nothing(graph: Graph) -> None:
 
 
 def draw_by_place(graph: Graph) -> None:
-    """Compute random numbers from their places and a seed that is drawn once per call.
-
-    Any chunk can then draw its own numbers again.
-    """
+    """Compute random numbers from their places and a seed that is drawn once per call. Any chunk can then
+    draw its own numbers again."""
     seeds: dict[torch.device, Node] = {}
     drawn = [n for n in graph.nodes if form_of(n) is Form.RANDOM]
     first = next((n for n in graph.nodes if n.op not in ("placeholder", "get_attr")), None)
@@ -206,10 +186,8 @@ def draw_by_place(graph: Graph) -> None:
 
 
 def scatter_to_extremes(graph: Graph) -> None:
-    """Rewrite the gradient of a maximum to find its place again, in place of reading it.
-
-    Then the forward need not pass on places among keys.
-    """
+    """Rewrite the gradient of a maximum to find its place again, in place of reading it. Then the forward
+    need not pass on places among keys."""
     for node in [n for n in graph.nodes if form_of(n) is Form.SCATTER]:
         base, dim, index, grad = node.args
         rank = len(shape_of(node))
@@ -252,10 +230,8 @@ def scatter_to_zeros(graph: Graph) -> None:
 
 
 def put_in_each_row(graph: Graph) -> None:
-    """Rewrite ``zeros[range(n), index] = numbers``, which puts one number into each row, to read no zeros.
-
-    It is the gradient of picking one number from each row.
-    """
+    """Rewrite ``zeros[range(n), index] = numbers``, which puts one number into each row, to read no zeros. It
+    is the gradient of picking one number from each row."""
     for node in list(graph.nodes):
         if form_of(node) is not Form.PUT_ROWS or len(shape_of(node)) != 2 or not is_zeros(node.args[0]):
             continue
@@ -273,10 +249,8 @@ def put_in_each_row(graph: Graph) -> None:
 
 
 def turn_scans(graph: Graph) -> None:
-    """Rewrite a scan of flipped rows, flipped back, as a scan from the last row to the first.
-
-    Every gradient of a scan has this form. Rows that are flipped twice are replaced by the rows themselves.
-    """
+    """Rewrite a scan of flipped rows, flipped back, as a scan from the last row to the first. Every gradient
+    of a scan has this form. Rows that are flipped twice are replaced by the rows themselves."""
 
     def flipped(node: Node) -> list[int] | None:
         return sorted(d % len(shape_of(node)) for d in node.args[1]) if form_of(node) is Form.FLIP else None
@@ -409,10 +383,8 @@ def emitted(graph: Graph, node: Node, target, args: tuple) -> Node:
 
 
 def drop_proved_masks(graph: Graph) -> None:
-    """Replace a mask that is proved to be causality alone by the kernel's own flag.
-
-    Such a mask is ``where(key <= row, 0, -inf)``. A mask that adds zero everywhere is left out.
-    """
+    """Replace a mask that is proved to be causality alone by the kernel's own flag. Such a mask is
+    ``where(key <= row, 0, -inf)``. A mask that adds zero everywhere is left out."""
     values = None
     for node in graph.nodes:
         if form_of(node) not in (Form.ATTENTION, Form.ATTENTION_BACKWARD):
@@ -452,10 +424,8 @@ def narrow_heads(node: Node) -> Node | None:
 
 
 def summed_heads(grad: Node, narrow: tuple[int, ...]) -> Node | None:
-    """Find the sum over repeated heads that the gradient of a repeat ends in.
-
-    Returns None if something else reads the gradient.
-    """
+    """Find the sum over repeated heads that the gradient of a repeat ends in. Returns None if something else
+    reads the gradient."""
     node = grad
     while len(node.users) == 1:
         user = next(iter(node.users))

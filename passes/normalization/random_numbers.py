@@ -15,10 +15,8 @@ from ..ir import total_dtype
 
 
 def unit(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Draw uniform numbers in [0, 1).
-
-    They are in float32 for half precision, which would round some of them to 1.
-    """
+    """Draw uniform numbers in [0, 1). They are in float32 for half precision, which would round some of them
+    to 1."""
     return torch.rand(size, dtype=total_dtype(dtype), device=device)
 
 

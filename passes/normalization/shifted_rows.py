@@ -42,10 +42,8 @@ def shift_rows(graph: Graph) -> None:
 
 
 def joined_rows(graph: Graph, node: Node) -> Node | None:
-    """Write a concatenation of neighbours' rows and single rows as a shift and choices.
-
-    In ``cat((x[:, :1], x[:, :-1]), 1)``, all rows but the single ones in front or behind are shifted.
-    """
+    """Write a concatenation of neighbours' rows and single rows as a shift and choices. In ``cat((x[:, :1],
+    x[:, :-1]), 1)``, all rows but the single ones in front or behind are shifted."""
     given = arguments(node)
     parts, dim = given["tensors"], given["dim"] % len(shape_of(node))
     if any(len(shape_of(p)) != len(shape_of(node)) for p in parts) or not has_features(node, dim):
@@ -68,10 +66,8 @@ def joined_rows(graph: Graph, node: Node) -> Node | None:
 
 
 def whole_window(node: Node, dim: int, window: Window) -> Window | None:
-    """Follow windows of windows up to a value with as many rows.
-
-    All of its rows must be seen, except those that are shifted out; returns None otherwise.
-    """
+    """Follow windows of windows up to a value with as many rows. All of its rows must be seen, except those
+    that are shifted out; returns None otherwise."""
     rows = value_of(node).shape[dim]
     while not is_equal(value_of(window.source).shape[dim], rows):
         inner = next((w for d, w in windows_of(behind(window.source)) if d == dim), None)
@@ -99,9 +95,7 @@ def behind(node: Node) -> Node:
 
 
 def has_features(node: Node, dim: int) -> bool:
-    """Does every token have a vector?
-
-    A few numbers per token (labels, masks, losses) are shifted by their rules.
-    """
+    """Does every token have a vector? A few numbers per token (labels, masks, losses) are shifted by their
+    rules."""
     shape = shape_of(node)
     return len(shape) > 2 and any(size > 1 for d, size in enumerate(shape) if d not in (0, dim))

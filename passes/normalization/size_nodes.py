@@ -46,10 +46,8 @@ class SizeNodes:
             self.parts.setdefault(part, (expr, rest))
 
     def written(self, size: int | torch.SymInt, before: Node) -> Node | int | None:
-        """Write a node or number for a size.
-
-        Returns None if no sums, products and quotients of input sizes make it.
-        """
+        """Write a node or number for a size. Returns None if no sums, products and quotients of input sizes
+        make it."""
         return size if isinstance(size, int) else self.expression(simplified(size.node.expr), before)
 
     def expression(self, expr, before: Node) -> Node | int | None:

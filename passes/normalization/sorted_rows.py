@@ -171,11 +171,8 @@ class Sort:
             raise CannotUndo(node)
 
     def read_write(self, node: Node, index: Node, values: object, accumulate: bool) -> None:
-        """Read a write of rows by an index.
-
-        Rows added where the order says go back, and rows added at their places are sorted.
-        ``inverse[order] = 0, 1, …`` are the places.
-        """
+        """Read a write of rows by an index. Rows added where the order says go back, and rows added at their
+        places are sorted. ``inverse[order] = 0, 1, …`` are the places."""
         named = self.tokens.get(index, 1)
         if (
             not self.has_tokens(node, named)
@@ -198,10 +195,8 @@ class Sort:
         return same_size(value_of(node).shape[0] * shared, value_of(self.keys).shape[0])
 
     def read_rows(self, node: Node) -> None:
-        """Read any other op, by its rule.
-
-        Sorted rows must meet only sorted rows, and their order must not matter to the op.
-        """
+        """Read any other op, by its rule. Sorted rows must meet only sorted rows, and their order must not
+        matter to the op."""
         if node.target is operator.getitem:
             dims = self.rows.get(node.args[0])
             if not isinstance(dims, tuple) or dims[node.args[1]] is None:
@@ -229,10 +224,8 @@ class Sort:
             raise CannotUndo(node)
 
     def label_of_rows(self, node: Node) -> tuple[Signature, Label]:
-        """Return an op's signature, and its one label of sorted rows.
-
-        Raises `CannotUndo` where their order matters to it.
-        """
+        """Return an op's signature, and its one label of sorted rows. Raises `CannotUndo` where their order
+        matters to it."""
         try:
             signature = rule_of(node).signature(node)
         except CannotStream as refusal:
@@ -256,10 +249,8 @@ class Sort:
     # Grouped products
 
     def ends(self, node: Any, experts: int) -> None:
-        """Verify that a value says where the rows of each key end.
-
-        It has to be the running sum of a histogram of these very keys. Raises `CannotUndo` otherwise.
-        """
+        """Verify that a value says where the rows of each key end. It has to be the running sum of a
+        histogram of these very keys. Raises `CannotUndo` otherwise."""
         node = without_casts(node)
         source = without_casts(node.args[0]) if form_of(node) is Form.RUNNING_SUM else None
         if source is None or form_of(source) is not Form.COUNT or descending(self.sort):
@@ -280,10 +271,8 @@ class Sort:
             raise CannotUndo(node)
 
     def read_grouped(self, node: Node) -> None:
-        """Read torch's grouped product of sorted rows and a weight per group, or of rows and rows.
-
-        The latter is the gradient of the weights.
-        """
+        """Read torch's grouped product of sorted rows and a weight per group, or of rows and rows. The latter
+        is the gradient of the weights."""
         left, right, ends = node.args[:3]
         if any(a is not None for a in (*node.args[3:], *node.kwargs.values())):
             raise CannotUndo(node)

@@ -25,10 +25,8 @@ SAME_VALUES = (Form.ALIAS, Form.COPY, Form.RESHAPE, Form.EXPAND, Form.UNSQUEEZE,
 
 
 def merge_over_tokens(graph: Graph, propagation: TokenPropagation) -> bool:
-    """Rewrite softmaxes over tokens and the gradients of maxima over tokens.
-
-    Returns whether there were any.
-    """
+    """Rewrite softmaxes over tokens and the gradients of maxima over tokens. Returns whether there were
+    any."""
     changed = False
     for node in [n for n in graph.nodes if form_of(n) in REWRITES]:
         dim = token_dim(node, propagation)
@@ -51,10 +49,8 @@ def dims_of(node: Node) -> tuple[int, ...]:
 
 
 def token_dim(node: Node, propagation: TokenPropagation) -> int | None:
-    """Find the dimension of rows among those that a node reduces.
-
-    Returns None where there is none, or where rows meet keys.
-    """
+    """Find the dimension of rows among those that a node reduces. Returns None where there is none, or where
+    rows meet keys."""
     operand = node.args[1] if form_of(node) is Form.TO_EXTREME else node.args[0]
     marks = propagation.of(operand)
     found = [d for d in dims_of(node) if d in marks]

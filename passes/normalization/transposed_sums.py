@@ -40,10 +40,8 @@ def add_before_transposing(graph: Graph) -> None:
 
 
 def untransposed(node: Node) -> tuple[Node, list[int]]:
-    """Find the value that a node is a permutation of, and the order of its dimensions.
-
-    Views on the way have one reader each.
-    """
+    """Find the value that a node is a permutation of, and the order of its dimensions. Views on the way have
+    one reader each."""
     dims = list(range(rank_of(node)))
     while node.target is aten.permute.default and len(node.users) == 1:
         inner = [d % len(dims) for d in node.args[1]]

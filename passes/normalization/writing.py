@@ -41,10 +41,8 @@ class Writing:
         return new
 
     def places(self, x: Node, dim: int) -> Node | None:
-        """Write the numbers ``0, 1, …`` along a dimension of a value, to broadcast against it.
-
-        Returns None if the size of the dimension cannot be read from inputs.
-        """
+        """Write the numbers ``0, 1, …`` along a dimension of a value, to broadcast against it. Returns None
+        if the size of the dimension cannot be read from inputs."""
         value = value_of(x)
         size = self.sizes.written(value.shape[dim], self.node)
         if size is None:

@@ -21,10 +21,8 @@ aten = torch.ops.aten
 
 
 def choose_by_place(graph: Graph) -> None:
-    """Rewrite scatters of rows into wide values as choices by place.
-
-    Row i of the result is a row of the value or one that is written, and its place decides which.
-    """
+    """Rewrite scatters of rows into wide values as choices by place. Row i of the result is a row of the
+    value or one that is written, and its place decides which."""
     for node in list(graph.nodes):
         written = rows_written(node)
         if written is None or is_zeros(node.args[0]) or not has_features(node, written.dim):
@@ -36,10 +34,8 @@ def choose_by_place(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class WrittenRows:
-    """Rows ``[start, stop)`` of a dimension of ``size``, where ``rows`` are written.
-
-    If it is ``picked``, a single row without that dimension is written.
-    """
+    """Rows ``[start, stop)`` of a dimension of ``size``, where ``rows`` are written. If it is ``picked``, a
+    single row without that dimension is written."""
 
     rows: Node
     dim: int
@@ -101,10 +97,8 @@ def chosen_by_place(graph: Graph, node: Node, written: WrittenRows) -> Node | No
 def put_at_place(
     write: Writing, node: Node, written: WrittenRows, start: object, behind: object
 ) -> Node | None:
-    """Move the written rows to their places; a row that is the same for each stays as it is.
-
-    Returns None if their places are unknown.
-    """
+    """Move the written rows to their places; a row that is the same for each stays as it is. Returns None if
+    their places are unknown."""
     rows, dim = written.rows, written.dim
     if is_zeros(rows):
         return write.number(0, node)

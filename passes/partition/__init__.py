@@ -71,11 +71,9 @@ def partition(
 
 
 def search(problem: Problem, choices: Sequence[FullLength]) -> Program | None:
-    """Find the program of the fewest sweeps that holds no value too wide.
-
-    If there is none, return the program found that holds the fewest bytes of such values. Once a program is
-    found, more than ``ENOUGH_SWEEPS`` sweeps are not tried. None if no program exists.
-    """
+    """Find the program of the fewest sweeps that holds no value too wide. If there is none, return the
+    program found that holds the fewest bytes of such values. Once a program is found, more than
+    ``ENOUGH_SWEEPS`` sweeps are not tried. None if no program exists."""
     found: list[tuple[Cost, Program]] = []
     for count in range(1 if choices[0].streamed else 0, MOST_SWEEPS + 1):
         if found and count > ENOUGH_SWEEPS:
@@ -101,10 +99,8 @@ def programs(problem: Problem, choice: FullLength, count: int) -> Iterator[tuple
 
 def assignments(problem: Problem, choice: FullLength, count: int) -> Iterator[Levels]:
     """Yield every way to assign nodes to ``count`` sweeps; directions that make no difference are tried once.
-
-    A direction matters to a sweep with a scan, or with sums of keys, which are final only if it descends. Of
-    directions that differ in other sweeps, the first is preferred by cost as well (`Assembly.program`).
-    """
+    A direction matters to a sweep with a scan, or with sums of keys, which are final only if it descends.
+    Of directions that differ in other sweeps, the first is preferred by cost as well (`Assembly.program`)."""
     seen = set()
     for directions in itertools.product(Direction, repeat=count):
         levels = levels_of(problem, choice, directions)
@@ -121,11 +117,8 @@ def assignments(problem: Problem, choice: FullLength, count: int) -> Iterator[Le
 
 
 def check_domains(problem: Problem, choice: FullLength) -> None:
-    """Refuse values that no sweep can write.
-
-    These are returned matrices of tokens by tokens, gradients of tables over pairs of positions
-    excepted, and values with rows beyond the tokens that are not zeros.
-    """
+    """Refuse values that no sweep can write. These are returned matrices of tokens by tokens, gradients of
+    tables over pairs of positions excepted, and values with rows beyond the tokens that are not zeros."""
     for node in choice.streamed:
         is_output = node in problem.outputs
         if is_output and problem.is_matrix(node) and not problem.is_table(node):

@@ -90,10 +90,8 @@ class Assembly:
         )
 
     def contents(self) -> Contents:
-        """Collect the nodes of each sweep, from the last sweep to the first.
-
-        A later sweep decides which values it needs from earlier ones.
-        """
+        """Collect the nodes of each sweep, from the last sweep to the first. A later sweep decides which
+        values it needs from earlier ones."""
         roots: tuple[set[Node], ...] = tuple(set() for _ in self.directions)
         contents = Contents(tuple(set() for _ in self.directions), set(), set())
         for output in self.row_outputs:
@@ -108,10 +106,8 @@ class Assembly:
         return contents
 
     def collect(self, at: int, contents: Contents, roots: tuple[set[Node], ...]) -> None:
-        """Collect all nodes that one sweep computes for its roots.
-
-        Values that it reads from earlier sweeps become roots of those sweeps.
-        """
+        """Collect all nodes that one sweep computes for its roots. Values that it reads from earlier sweeps
+        become roots of those sweeps."""
         contents.kept.update(self.crossing(at, roots[at], contents.kept))
         body, stack = contents.bodies[at], list(roots[at])
         while stack:
@@ -136,11 +132,9 @@ class Assembly:
                     stack.append(operand)
 
     def is_kept_for(self, edge: Edge, at: int, kept: set[Node]) -> bool:
-        """Must an operand be at full length for this sweep to read it?
-
-        It must if it is read as keys or as a halo, or if an earlier sweep computes it and this one does
-        not recompute it. An operator with several results is not a value itself: its items are kept.
-        """
+        """Must an operand be at full length for this sweep to read it? It must if it is read as keys or as a
+        halo, or if an earlier sweep computes it and this one does not recompute it. An operator with
+        several results is not a value itself: its items are kept."""
         operand = edge.operand
         if self.kinds[operand] is Kind.SUM or not is_tensor(operand):
             return False
@@ -151,11 +145,9 @@ class Assembly:
         return operand in kept or not self.is_computed_again(operand) or self.is_statistic(operand)
 
     def crossing(self, at: int, roots: set[Node], kept: set[Node]) -> set[Node]:
-        """Find the values of earlier sweeps to keep for this one, by a minimum cut.
-
-        With them, the sweep recomputes nothing that can be computed only once, such as attention. Of all
-        such choices, this one takes the fewest bytes, and then leaves the least to recompute.
-        """
+        """Find the values of earlier sweeps to keep for this one, by a minimum cut. With them, the sweep
+        recomputes nothing that can be computed only once, such as attention. Of all such choices, this one
+        takes the fewest bytes, and then leaves the least to recompute."""
         reads: dict[Node, list[Node]] = {}  # recomputed or kept value → its streamed operands
         wanted, stack, seen = set[Node](), list(roots), set[Node]()
         while stack:
@@ -187,10 +179,8 @@ class Assembly:
         return self.is_row_chain(node) or self.problem.is_matrix(node)
 
     def bytes_to_keep(self, node: Node) -> int | None:
-        """Count the additional bytes for keeping a value at full length for a later sweep.
-
-        None if it cannot be kept.
-        """
+        """Count the additional bytes for keeping a value at full length for a later sweep. None if it cannot
+        be kept."""
         kinds = (Kind.ROWS, Kind.KEYSUM)
         if not is_tensor(node) or self.kinds[node] not in kinds or self.problem.is_matrix(node):
             return None
@@ -203,28 +193,22 @@ class Assembly:
         return bytes_of(value_of(node))
 
     def is_row_chain(self, node: Node) -> bool:
-        """Is a value computed from own rows alone, and so cheap to recompute?
-
-        Results of attention are kept instead, and so are rows of an operator that also adds up over tokens.
-        """
+        """Is a value computed from own rows alone, and so cheap to recompute? Results of attention are kept
+        instead, and so are rows of an operator that also adds up over tokens."""
         source = node.args[0] if is_item(node) else node
         beyond = (e for e in self.problem.edges(source) if e.role in (Role.KEYS, Role.HALO))
         rows = self.kinds[source] is self.kinds[node] is Kind.ROWS
         return rows and not any(self.in_sweep(e.operand) for e in beyond)
 
     def is_statistic(self, node: Node) -> bool:
-        """Does a value hold a few numbers per token that are computed from many?
-
-        Such values are kept rather than recomputed.
-        """
+        """Does a value hold a few numbers per token that are computed from many? Such values are kept rather
+        than recomputed."""
         small = is_tensor(node) and self.problem.is_small(node) and node not in self.problem.early
         return small and not is_compared(node)
 
     def sweep(self, at: int, contents: Contents) -> Sweep:
-        """Build sweep ``at`` from its contents.
-
-        ``own`` are its nodes that no earlier sweep computes: their results are written, added up, or saved.
-        """
+        """Build sweep ``at`` from its contents. ``own`` are its nodes that no earlier sweep computes: their
+        results are written, added up, or saved."""
         direction, scans = self.directions[at], self.choice.scans
         nodes = self.problem.in_order(contents.bodies[at])
         own = [n for n in nodes if self.level[n] == at]
@@ -248,29 +232,23 @@ class Assembly:
         )
 
     def keys(self, nodes: tuple[Node, ...]) -> Reach:
-        """Join the key ranges of these nodes, and the chunk's own rows.
-
-        ``EVERYWHERE`` if no node reads keys.
-        """
+        """Join the key ranges of these nodes, and the chunk's own rows. ``EVERYWHERE`` if no node reads
+        keys."""
         known = self.problem.analysis.reaches
         reaches = [known[n] for n in nodes if n in known]
         return functools.reduce(Reach.join, reaches, HERE) if reaches else EVERYWHERE
 
     def bytes_kept(self, sweep: Sweep) -> int:
-        """Count the bytes that a sweep holds at full length for other sweeps.
-
-        Saved states are counted for the shortest chunks.
-        """
+        """Count the bytes that a sweep holds at full length for other sweeps. Saved states are counted for
+        the shortest chunks."""
         over = dict(sweep.in_place)
         kept = [n for n in sweep.writes if n not in self.row_outputs and n not in over]
         states = sum(bytes_of(value_of(n)) * state_rows(n) for n in sweep.saved_states)
         return sum(bytes_of(value_of(n)) for n in (*kept, *sweep.keysums)) + states // SHORTEST_CHUNK
 
     def taken_over(self, sweeps: tuple[Sweep, ...]) -> tuple[Sweep, ...]:
-        """Let sweeps write values over others that are no longer read.
-
-        The memory taken over belongs to incoming gradients, and to values that an earlier sweep kept.
-        """
+        """Let sweeps write values over others that are no longer read. The memory taken over belongs to
+        incoming gradients, and to values that an earlier sweep kept."""
         returned = {o for o in self.problem.outputs if isinstance(o, Node)}
         free = [n for n in self.problem.movable if n in self.problem.all_needed]
         found: list[Sweep] = []
@@ -288,12 +266,10 @@ class Assembly:
         return tuple(found)
 
     def is_last_read(self, source: Node, at: int, sweeps: tuple[Sweep, ...]) -> bool:
-        """Is this the last sweep that reads a value, and does it read own rows alone?
-
-        Nodes at full length must have read the value before. No sweep may read a view of it, because the
-        view is the same memory. This sweep may not write a view of it either, because it writes a
-        chunk's results one after another.
-        """
+        """Is this the last sweep that reads a value, and does it read own rows alone? Nodes at full length
+        must have read the value before. No sweep may read a view of it, because the view is the same
+        memory. This sweep may not write a view of it either, because it writes a chunk's results one after
+        another."""
         if any(viewed(n) is source for n in sweeps[at].writes):
             return False
         inside, later = set(sweeps[at].nodes), {n for s in sweeps[at + 1 :] for n in s.nodes}

@@ -77,10 +77,8 @@ class Search:
                 self.take(edge.operand)
 
     def take(self, node: Node) -> None:
-        """Put a node at full length, with its early operands.
-
-        All results of an operator that has several are put there together.
-        """
+        """Put a node at full length, with its early operands. All results of an operator that has several are
+        put there together."""
         stack = [node]
         while stack:
             node = stack.pop()
@@ -97,12 +95,10 @@ class Search:
         return all(map(self.problem.may_exist, (node, *node.all_input_nodes)))
 
     def must_be_whole(self, node: Node) -> bool:
-        """Must a node run at full length, whatever it follows?
-
-        It must if it needs all rows at once, or sums values that exist before any sweep. A scan must if
-        its operands are early, or if it is small and ``carry_all`` is not set. Raises `CannotStream` if
-        all rows are needed at once and are too large to keep.
-        """
+        """Must a node run at full length, whatever it follows? It must if it needs all rows at once, or sums
+        values that exist before any sweep. A scan must if its operands are early, or if it is small and
+        ``carry_all`` is not set. Raises `CannotStream` if all rows are needed at once and are too large to
+        keep."""
         kind, early = self.kinds[node], node in self.early
         if kind is Kind.ALL:
             if not early and not all(map(self.problem.may_meet, (node, *node.all_input_nodes))):
@@ -122,10 +118,8 @@ class Search:
         return whole
 
     def follows_a_sum(self, node: Node) -> bool:
-        """Does a node compute a few numbers per token from sums and other values at full length?
-
-        Such a node is the tail of a loss, and needs no sweep of its own.
-        """
+        """Does a node compute a few numbers per token from sums and other values at full length? Such a node
+        is the tail of a loss, and needs no sweep of its own."""
         if is_item(node) or not any(a in self.late for a in node.all_input_nodes) or not self.exists(node):
             return False
         return all(
@@ -142,19 +136,15 @@ class Search:
         )
 
     def is_padded_output(self, node: Node) -> bool:
-        """Is a node an early output with rows before the first or after the last token?
-
-        No sweep writes such rows. An example is labels moved by one token for the next region.
-        """
+        """Is a node an early output with rows before the first or after the last token? No sweep writes such
+        rows. An example is labels moved by one token for the next region."""
         beyond = node in self.problem.outputs and self.problem.has_padding(node)
         return beyond and node in self.early
 
     def is_view_of_matrix(self, node: Node) -> bool:
-        """Is a node an early view of a stored matrix, or one with rows beyond the tokens?
-
-        Such a view costs nothing at full length. A view that repeats rows of a matrix, or matrices, is
-        excluded: it would be copied where a chunk is sliced from it.
-        """
+        """Is a node an early view of a stored matrix, or one with rows beyond the tokens? Such a view costs
+        nothing at full length. A view that repeats rows of a matrix, or matrices, is excluded: it would be
+        copied where a chunk is sliced from it."""
         if node not in self.early or not is_view(node):
             return False
         return self.problem.has_padding(node) or self.problem.is_matrix(node) and not repeats(node)

@@ -14,20 +14,15 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Levels:
-    """The sweep of every streamed node, for sweeps of given directions.
-
-    For an input or a node at full length, the number is that of the sweep before which it is ready.
-    """
+    """The sweep of every streamed node, for sweeps of given directions. For an input or a node at full
+    length, the number is that of the sweep before which it is ready."""
 
     directions: tuple[Direction, ...]
     of: dict[Node, int]
 
 
 def levels_of(problem: Problem, choice: FullLength, directions: tuple[Direction, ...]) -> Levels | None:
-    """Find the earliest sweep for every node.
-
-    None if there are too few sweeps.
-    """
+    """Find the earliest sweep for every node. None if there are too few sweeps."""
     order = Order(problem, choice, directions)
     level: dict[Node, int] = {}
     for node in problem.needed:
@@ -46,12 +41,10 @@ def levels_of(problem: Problem, choice: FullLength, directions: tuple[Direction,
 
 
 def sink(problem: Problem, choice: FullLength, levels: Levels) -> Levels:
-    """Move nodes into the last sweep if only the last sweep, or a node after it, reads them.
-
-    A sweep that exists for the states of a scan, or for keys and values, then computes little else.
-    Nodes at full length that are read only after the last sweep move behind it, unless they read an
-    input that sweeps may overwrite.
-    """
+    """Move nodes into the last sweep if only the last sweep, or a node after it, reads them. A sweep that
+    exists for the states of a scan, or for keys and values, then computes little else. Nodes at full
+    length that are read only after the last sweep move behind it, unless they read an input that sweeps
+    may overwrite."""
     order, level = Order(problem, choice, levels.directions), dict(levels.of)
     last = len(levels.directions) - 1
     for node in reversed(problem.needed):
@@ -97,10 +90,8 @@ class Order:
         return self.choice.scans.get(node, self.directions[at]) is self.directions[at]
 
     def earliest(self, node: Node, level: dict[Node, int]) -> int:
-        """Find the first sweep that satisfies all edges of a node.
-
-        Return the number of sweeps if none does.
-        """
+        """Find the first sweep that satisfies all edges of a node. Return the number of sweeps if none
+        does."""
         at = max((self.satisfied(node, e, level) for e in self.problem.edges(node)), default=0)
         numbers = (level[a] for a in node.all_input_nodes if a in self.choice.nodes)  # these have no edges
         at = max((at, *numbers))

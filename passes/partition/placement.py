@@ -12,12 +12,9 @@ from ..rules import is_random
 
 
 def placed_late(program: Program) -> Program:
-    """Delay values at full length until the sweep that reads them.
-
-    Values computed from weights alone are always delayed: the weights are in memory in any case. Others are
-    delayed if the operands that are held for them take no more memory than they do. Random numbers are drawn
-    where they were.
-    """
+    """Delay values at full length until the sweep that reads them. Values computed from weights alone are
+    always delayed: the weights are in memory in any case. Others are delayed if the operands that are held
+    for them take no more memory than they do. Random numbers are drawn where they were."""
     first, ends = first_sweeps(program), last_steps_of_memory(program)
     latest = latest_steps(program, first)
     steps = {n: step for step, nodes in enumerate(program.full_length) for n in nodes}
@@ -78,9 +75,7 @@ class Held:
             self.roots[node] = frozenset(found)
 
     def may_wait(self, node: Node) -> bool:
-        """Do the values held for a delayed value take no more memory than the value itself?
-
-        A view holds its base early or late.
-        """
+        """Do the values held for a delayed value take no more memory than the value itself? A view holds its
+        base early or late."""
         longer = sum(bytes_of(value_of(n)) for n in self.roots[node] if is_tensor(n))
         return is_view(node) or is_tensor(node) and longer <= bytes_of(value_of(node))

@@ -110,11 +110,8 @@ class Problem:
         return any(isinstance(f, Tokens) and f.keys is not None for f in facts)
 
     def is_table(self, node: Node) -> bool:
-        """Is a node the gradient of a table over pairs of positions?
-
-        Such a table has a row and a column for each token, and no others. The gradient takes as much
-        memory as the table does.
-        """
+        """Is a node the gradient of a table over pairs of positions? Such a table has a row and a column for
+        each token, and no others. The gradient takes as much memory as the table does."""
         fact = self.analysis.facts.get(node)
         if node not in self.gradients or not isinstance(fact, Tokens) or fact.keys is None:
             return False
@@ -129,10 +126,8 @@ class Problem:
 
     @functools.cached_property
     def hidden(self) -> dict[Node, Mark]:
-        """Inputs that have rows of tokens and no columns of them, with the marks of their rows.
-
-        Values that other processes send or receive count as inputs, because they have to exist, too.
-        """
+        """Inputs that have rows of tokens and no columns of them, with the marks of their rows. Values that
+        other processes send or receive count as inputs, because they have to exist, too."""
         given = self.inputs.union(end for end, _ in ends_along(self.graph) if end in self.all_needed)
         facts = ((n, self.analysis.facts[n]) for n in given)
         return {n: fact.rows for n, fact in facts if isinstance(fact, Tokens) and fact.keys is None}
@@ -150,10 +145,7 @@ class Problem:
         return max(FEW_BYTES * min(batches, default=1), self.widest_bytes // NARROW)
 
     def is_small(self, node: Node) -> bool:
-        """Does a value take few bytes per token, at any length?
-
-        A value with a column per key never does.
-        """
+        """Does a value take few bytes per token, at any length? A value with a column per key never does."""
         return self.is_within(node, self.small_bytes)
 
     def is_within(self, node: Node, limit: int) -> bool:
@@ -166,10 +158,8 @@ class Problem:
         return total <= limit * hint(self.analysis.length)
 
     def may_meet(self, node: Node) -> bool:
-        """May all rows of a value exist where an operation needs them at once?
-
-        They may take as much as the widest input, because the region would otherwise run unchunked.
-        """
+        """May all rows of a value exist where an operation needs them at once? They may take as much as the
+        widest input, because the region would otherwise run unchunked."""
         limit = max(self.small_bytes, self.widest_bytes)
         return node in self.inputs or not self.has_tokens(node) or self.is_within(node, limit)
 
@@ -183,10 +173,8 @@ class Problem:
 
     @functools.cached_property
     def early(self) -> frozenset[Node]:
-        """Inputs, and nodes computed from them through small values alone.
-
-        They may be computed before any sweep.
-        """
+        """Inputs, and nodes computed from them through small values alone. They may be computed before any
+        sweep."""
         early: set[Node] = set()
         for node in self.needed:
             cheap = not self.has_tokens(node) or self.is_small(node) or is_view(node)
@@ -196,10 +184,7 @@ class Problem:
         return frozenset(early)
 
     def scan_direction(self, node: Node) -> Direction | None:
-        """Return the direction in which a scan runs over the tokens.
-
-        None for a node that is no scan.
-        """
+        """Return the direction in which a scan runs over the tokens. None for a node that is no scan."""
         reach = next((e.reach for e in self.edges(node) if e.role is Role.CARRY), None)
         if reach is None:
             return None

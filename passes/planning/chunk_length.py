@@ -147,10 +147,7 @@ def rounded(length: float, tile: int) -> int:
 
 
 def lengths_up_to(longest: int, tile: int) -> Iterator[int]:
-    """Yield multiples of a tile in ascending order, at least one.
-
-    Long ones are a sixteenth apart.
-    """
+    """Yield multiples of a tile in ascending order, at least one. Long ones are a sixteenth apart."""
     length = shortest = rounded(SHORTEST_CHUNK, tile)
     while length <= max(longest, shortest):
         yield length

@@ -68,10 +68,8 @@ class Cost:
 
     @property
     def efficiency(self) -> float:
-        """The share of their full rate at which products run; 1 without products.
-
-        Their time includes tails, the weights read, and the totals added to.
-        """
+        """The share of their full rate at which products run; 1 without products. Their time includes tails,
+        the weights read, and the totals added to."""
         taken = self.products + self.tails + self.weights + self.totals
         return self.products / taken if self.products else 1.0
 
@@ -159,10 +157,8 @@ class Work:
 
 
 def rows_beside(device: Device, heads: int) -> float:
-    """Estimate the extra rows whose time a call of attention takes beyond its own.
-
-    This is half of the rows that all processors take at once, unless the device states ``extra_rows``.
-    """
+    """Estimate the extra rows whose time a call of attention takes beyond its own. This is half of the rows
+    that all processors take at once, unless the device states ``extra_rows``."""
     return device.extra_rows or device.processors * device.tile / (2 * heads)
 
 
@@ -229,12 +225,9 @@ def numel(node: Node) -> int:
 
 
 def product_work(node: Node, signature: Signature, row_wise: bool) -> tuple[torch.dtype, float, int]:
-    """Compute a matrix product's dtype, its FLOP at full length, and its depth.
-
-    Each element of the result takes two FLOP for each term that it sums. The depth is 0 unless the
-    product is ``row_wise``. A label of one operand alone that the result lacks (a weight's group) is
-    selected, not summed over.
-    """
+    """Compute a matrix product's dtype, its FLOP at full length, and its depth. Each element of the result
+    takes two FLOP for each term that it sums. The depth is 0 unless the product is ``row_wise``. A label
+    of one operand alone that the result lacks (a weight's group) is selected, not summed over."""
     sizes: dict[object, int] = {}
     bearers: Counter = Counter()
     for operand, labels in zip(tensor_operands(node), signature.operands):
@@ -248,12 +241,9 @@ def product_work(node: Node, signature: Signature, row_wise: bool) -> tuple[torc
 
 
 def attention_work(node: Node, keys: Reach) -> tuple[torch.dtype, bool, float, int]:
-    """Compute attention's dtype, whether it is a backward, its FLOP and its heads.
-
-    The FLOP count the keys that rows reach, in two products forward and five backward. The first operand
-    has a row per query, ``[…, rows, width]``. The features are those of the operands that have keys and
-    no rows.
-    """
+    """Compute attention's dtype, whether it is a backward, its FLOP and its heads. The FLOP count the keys
+    that rows reach, in two products forward and five backward. The first operand has a row per query,
+    ``[…, rows, width]``. The features are those of the operands that have keys and no rows."""
     signature, operands = rule_of(node).signature(node), tensor_operands(node)
     backward = any(signature.keys in labels for labels in signature.outputs)
     rows, width = shape_of(operands[0])[-2:]
@@ -358,10 +348,7 @@ def width_of(node: Node, length: int) -> int:
 
 
 def is_kernel(node: Node) -> bool:
-    """Does a node read and write memory?
-
-    Nodes between such nodes are fused.
-    """
+    """Does a node read and write memory? Nodes between such nodes are fused."""
     return cost_of(node) in (CostClass.PRODUCT, CostClass.KERNEL)
 
 

@@ -77,10 +77,8 @@ class Device:
     fewest: int = 1
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Return the FLOP per second of matrix products in a dtype.
-
-        Double precision runs at half the rate of single, where a device has units for it at all.
-        """
+        """Return the FLOP per second of matrix products in a dtype. Double precision runs at half the rate of
+        single, where a device has units for it at all."""
         if dtype.itemsize <= 2:
             return self.half
         return self.single if dtype.itemsize == 4 else self.single / 2
@@ -241,10 +239,8 @@ def derived(
     bus_bits: int,
     cache: int,
 ) -> Device:
-    """Describe a GPU that no table has, by its driver's figures in bytes, hertz and bits.
-
-    A figure that the driver does not report is zero.
-    """
+    """Describe a GPU that no table has, by its driver's figures in bytes, hertz and bits. A figure that the
+    driver does not report is zero."""
     nearest = max((c for c in PER_CLOCK if c <= capability), default=(7, 0))
     half, single = (f * multiprocessors * (clock or CLOCK) / 1e12 for f in PER_CLOCK[nearest])
     bandwidth = 2 * memory_clock * bus_bits / 8 / 1e9 if memory_clock and bus_bits else half * 1e3 / BALANCE
@@ -262,11 +258,8 @@ def derived(
 
 
 def known(name: str, memory: int | None = None) -> Device | None:
-    """Find the row of ``KNOWN`` whose words a name contains.
-
-    If several rows match, the most words count first, then a memory size in the name, then the nearest
-    memory. None if no row matches.
-    """
+    """Find the row of ``KNOWN`` whose words a name contains. If several rows match, the most words count
+    first, then a memory size in the name, then the nearest memory. None if no row matches."""
     words = name.lower().replace("-", " ").split()
 
     def misfit(row: Device) -> tuple[int, bool, int]:
@@ -282,10 +275,7 @@ def known(name: str, memory: int | None = None) -> Device | None:
 
 
 def named(name: object) -> Device:
-    """Find the device of that name.
-
-    Raises ValueError, which lists the names there are.
-    """
+    """Find the device of that name. Raises ValueError, which lists the names there are."""
     found = None
     if isinstance(name, str):
         found = REFERENCE_CPU if name.lower() == "cpu" else known(name)

@@ -69,10 +69,8 @@ def is_worth_a_function(part: Sequence[Node], fusible: set[Node]) -> bool:
 
 
 def ahead_of_views(parts: Sequence[Sequence[Node]], fusible: set[Node]) -> set[Node]:
-    """Find nodes that run one by one and read a view before it is made.
-
-    A fusion would make the view again, but a single node cannot.
-    """
+    """Find nodes that run one by one and read a view before it is made. A fusion would make the view again,
+    but a single node cannot."""
     step, made, found = {n for part in parts for n in part}, set[Node](), set[Node]()
     for part in parts:
         alone = not is_worth_a_function(part, fusible)
@@ -84,10 +82,8 @@ def ahead_of_views(parts: Sequence[Sequence[Node]], fusible: set[Node]) -> set[N
 
 
 def fusible_nodes(nodes: Sequence[Node], outside: set[Node]) -> set[Node]:
-    """Find nodes that Inductor fuses with their neighbours.
-
-    Views and constants belong to a fusion only if nothing else reads them. A fusion makes other views again.
-    """
+    """Find nodes that Inductor fuses with their neighbours. Views and constants belong to a fusion only if
+    nothing else reads them. A fusion makes other views again."""
     found: set[Node] = set()
     inside = set(nodes)
     for node in reversed(nodes):
@@ -102,10 +98,8 @@ def fusible_nodes(nodes: Sequence[Node], outside: set[Node]) -> set[Node]:
 
 
 def alternating(nodes: Sequence[Node], fusible: set[Node]) -> list[list[Node]]:
-    """Order the nodes for execution, in parts that alternate between fusible and other nodes.
-
-    Each part holds all nodes of its kind that are ready.
-    """
+    """Order the nodes for execution, in parts that alternate between fusible and other nodes. Each part holds
+    all nodes of its kind that are ready."""
     parts: list[list[Node]] = []
     waiting, kind = list(nodes), False
     while waiting:
@@ -127,11 +121,9 @@ def results_of(part: Sequence[Node], nodes: Sequence[Node], outside: set[Node]) 
 
 
 def is_readable(node: Node) -> bool:
-    """Can a compiled function take the value?
-
-    It can take a number, or a tensor without gaps in memory. A slice of a larger tensor has other
-    strides than those traced if the larger one was computed in another way.
-    """
+    """Can a compiled function take the value? It can take a number, or a tensor without gaps in memory. A
+    slice of a larger tensor has other strides than those traced if the larger one was computed in another
+    way."""
     value = value_of(node)
     if isinstance(value, torch.Tensor):
         return not has_gaps(value)

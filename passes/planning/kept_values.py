@@ -61,9 +61,7 @@ def worth_keeping(
     backward: Program, tangents: Iterable[Node], analysis: Analysis, device: Device
 ) -> tuple[KeptValue, ...]:
     """Sort values that the backward recomputes from inputs alone by seconds saved per byte, the best first.
-
-    Each is rated with those before it kept already. A value that saves nothing then is left out.
-    """
+    Each is rated with those before it kept already. A value that saves nothing then is left out."""
     again = recomputed(backward, frozenset(tangents))
     seconds = {n: seconds_of(n, analysis, device) for n in again if is_product(n)}
     candidates = [
@@ -98,10 +96,7 @@ def recomputed(backward: Program, tangents: frozenset[Node]) -> dict[Node, None]
 
 
 def kept_together(node: Node, again: Collection[Node], analysis: Analysis) -> Nodes:
-    """Find the values to keep instead of running a node.
-
-    None are found if they cannot be kept row by row.
-    """
+    """Find the values to keep instead of running a node. None are found if they cannot be kept row by row."""
     if node not in again:
         return ()
     values = (node,) if is_tensor(node) else tuple(n for n in node.users if n in again)

@@ -55,10 +55,8 @@ def plan(
 
 
 def entries_per_token(program: Program, analysis: Analysis) -> tuple[Size, ...]:
-    """Count the numbers per token of the widest value of each sweep, if the batch may change.
-
-    Returns none where states of scans are saved at the starts of chunks, whose length is fixed then.
-    """
+    """Count the numbers per token of the widest value of each sweep, if the batch may change. Returns none
+    where states of scans are saved at the starts of chunks, whose length is fixed then."""
 
     def of_value(node: Node) -> Size:
         mark, shape = analysis.tokens_of(node).rows, value_of(node).shape
@@ -84,10 +82,8 @@ def chosen(node: Node, target: Target, choices: Choices) -> ChosenKernel:
 
 
 def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> KernelChoice:
-    """Choose the attention kernel for these operands on a target.
-
-    The operands' device decides if only one of the two is a CPU.
-    """
+    """Choose the attention kernel for these operands on a target. The operands' device decides if only one of
+    the two is a CPU."""
     like = value_of(query)
     known = (target.device == "cpu") == (device_type(like) == "cpu")
     asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)

@@ -78,10 +78,8 @@ def shorter(
 
 
 def room_for_chunks(sweep: Sweep, program: Program, analysis: Analysis) -> tuple[int, int]:
-    """Compute the bytes that a chunk may take, and those of the widest value at full length.
-
-    The first number leaves room for all that the sweep adds up and writes.
-    """
+    """Compute the bytes that a chunk may take, and those of the widest value at full length. The first number
+    leaves room for all that the sweep adds up and writes."""
     work = sweep_work(sweep, analysis)
     widest = work.tokens * work.single
     results = [*sweep.sums, *sweep.keysums, *sweep.writes]

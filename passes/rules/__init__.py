@@ -176,10 +176,8 @@ def rule_by_name(*names: str, **facets):
 
 
 def functional(target: object) -> torch._ops.OpOverload | None:
-    """Find the functional op that an in-place op (``add_``) carries out, or None.
-
-    Joint graphs have no in-place ops, but graphs straight from a capture do.
-    """
+    """Find the functional op that an in-place op (``add_``) carries out, or None. Joint graphs have no
+    in-place ops, but graphs straight from a capture do."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
         return None
     try:
@@ -189,10 +187,8 @@ def functional(target: object) -> torch._ops.OpOverload | None:
 
 
 def find_rule(target: object) -> Rule | None:
-    """Find the row of an op (or of a node's op), or None.
-
-    Pointwise ops without a row are known by their tag.
-    """
+    """Find the row of an op (or of a node's op), or None. Pointwise ops without a row are known by their
+    tag."""
     target = target.target if isinstance(target, Node) else target
     for op in (target, functional(target)):
         if isinstance(op, torch._ops.OpOverload) and op in TABLE:
@@ -205,10 +201,7 @@ def find_rule(target: object) -> Rule | None:
 
 
 def rule_of(node: Node) -> Rule:
-    """Find the row for this node's op.
-
-    Raises `CannotStream` without one: no row means refuse.
-    """
+    """Find the row for this node's op. Raises `CannotStream` without one: no row means refuse."""
     found = find_rule(node)
     if found is not None:
         return found
@@ -223,28 +216,21 @@ def rule_of(node: Node) -> Rule:
 
 
 def form_of(node: object) -> Form | None:
-    """Return the form of a node's op for rewrites.
-
-    None for any other value, and for an op without a form.
-    """
+    """Return the form of a node's op for rewrites. None for any other value, and for an op without a form."""
     found = find_rule(node) if isinstance(node, Node) and node.op == "call_function" else None
     return None if found is None else found.form
 
 
 def running_of(node: Node) -> Running | None:
-    """Return how earlier rows combine with later ones in a running product or maximum.
-
-    None for any other node.
-    """
+    """Return how earlier rows combine with later ones in a running product or maximum. None for any other
+    node."""
     found = find_rule(node) if node.op == "call_function" else None
     return None if found is None else found.running
 
 
 def linear_of(node: Node) -> Linear | None:
-    """Return the operands in which a node is linear, or None.
-
-    Every view is linear in the value that it views.
-    """
+    """Return the operands in which a node is linear, or None. Every view is linear in the value that it
+    views."""
     found = find_rule(node)
     linear = found.linear if found is not None else None
     if linear is None and is_view(node):
@@ -272,10 +258,7 @@ def merge_of(node: Node) -> Merge | None:
 
 
 def cost_of(node: Node) -> CostClass:
-    """Classify a node's cost beside its neighbours.
-
-    Without a row, the safe answer is a kernel of its own.
-    """
+    """Classify a node's cost beside its neighbours. Without a row, the safe answer is a kernel of its own."""
     if node.target is operator.getitem or is_view(node):
         return CostClass.VIEW
     if node.op != "call_function" or not isinstance(value_of(node), (torch.Tensor, tuple, list)):
@@ -318,11 +301,9 @@ def indices_of(node: Node) -> Indices:
 
 
 def is_compared(node: Node) -> bool:
-    """Is a node's result picked from the numbers that it read, and compared with numbers?
-
-    Those may be the same numbers again. A value that is computed twice may differ in its last bit, so that a
-    recomputed maximum would equal none of them.
-    """
+    """Is a node's result picked from the numbers that it read, and compared with numbers? Those may be the
+    same numbers again. A value that is computed twice may differ in its last bit, so that a recomputed
+    maximum would equal none of them."""
     seen, stack = set[Node](), [node]
     while stack:
         for user in stack.pop().users:
@@ -355,10 +336,8 @@ def communicates(node: Node) -> bool:
 
 
 def along_of(node: Node) -> int | None:
-    """Return the dimension along which a collective gathers parts of processes, or keeps one part.
-
-    None for any other node.
-    """
+    """Return the dimension along which a collective gathers parts of processes, or keeps one part. None for
+    any other node."""
     found = find_rule(node) if node.op == "call_function" else None
     if found is None or found.along is None:
         return None
@@ -366,10 +345,8 @@ def along_of(node: Node) -> int | None:
 
 
 def ends_along(graph: Graph) -> list[tuple[Node, int]]:
-    """List the operands and results of collectives that gather or scatter along a dimension.
-
-    Each is paired with that dimension.
-    """
+    """List the operands and results of collectives that gather or scatter along a dimension. Each is paired
+    with that dimension."""
     found = [(n, dim) for n in graph.nodes if (dim := along_of(n)) is not None]
     return list(dict.fromkeys((end, dim) for n, dim in found for end in (tensor_operands(n)[0], n)))
 
@@ -390,20 +367,16 @@ def is_zeros(node: object) -> bool:
 
 
 def windows_of(node: object) -> Windows:
-    """Yield the dimensions along which a node's rows are moved rows of an operand, and zero elsewhere.
-
-    Each comes with its `Window`.
-    """
+    """Yield the dimensions along which a node's rows are moved rows of an operand, and zero elsewhere. Each
+    comes with its `Window`."""
     if isinstance(node, Node) and node.op == "call_function":
         found = find_rule(node)
         yield from () if found is None or found.windows is None else found.windows(node)
 
 
 def for_any_layout(target: Callable) -> Callable:
-    """Replace an op by one that gives the same values whatever the layout of its operand.
-
-    For a view, this is an op that may copy.
-    """
+    """Replace an op by one that gives the same values whatever the layout of its operand. For a view, this is
+    an op that may copy."""
     found = find_rule(target)
     return target if found is None or found.any_layout is None else found.any_layout
 

@@ -56,9 +56,7 @@ def along_a_dimension(node: Node) -> Signature:
     "_c10d_functional::all_to_all_single", "streambp::exchanged", cost=KERNEL, communicates=True, along=0
 )
 def of_all_rows(node: Node) -> Signature:
-    """Build the signature of an exchange of parts along the first dimension.
-
-    Other rows stay where they are, and are sent all at once.
-    """
+    """Build the signature of an exchange of parts along the first dimension. Other rows stay where they are,
+    and are sent all at once."""
     behind = tuple(range(1, len(shape_of(node))))
     return Signature((("parts", *behind),), ((None, *behind),), contracts="all", placed=frozenset(behind))

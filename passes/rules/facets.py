@@ -27,10 +27,8 @@ class CostClass(enum.Enum):
 
 
 class Form(enum.Enum):
-    """The operation behind a spelling, for rewrites that look for a pattern.
-
-    Several ops can have one form.
-    """
+    """The operation behind a spelling, for rewrites that look for a pattern. Several ops can have one
+    form."""
 
     ALIAS = "alias"  # the same values in the same memory
     COPY = "copy"  # the same values
@@ -135,10 +133,8 @@ class Merge:
 
 @dataclass(frozen=True)
 class Window:
-    """A value whose rows are moved rows of another, and zero elsewhere.
-
-    Row i is row ``i - by`` of the other for ``low <= i < high``. Rows are counted along one dimension.
-    """
+    """A value whose rows are moved rows of another, and zero elsewhere. Row i is row ``i - by`` of the other
+    for ``low <= i < high``. Rows are counted along one dimension."""
 
     source: Node
     by: int
@@ -160,12 +156,10 @@ Windows = Iterator[tuple[int, Window]]  # for each dimension along which a node 
 
 @dataclass(frozen=True)
 class Linear:
-    """The operands in which an op is linear, as a sum of products of arguments: ``"self + mat1 * mat2"``.
-
-    An op keeps a tangent linear under three conditions. Every term of one factor is linear in the
-    tangent or zero. Every term of several factors has exactly one that is linear in it. No other
-    argument depends on it.
-    """
+    """The operands in which an op is linear, as a sum of products of arguments: ``"self + mat1 * mat2"``. An
+    op keeps a tangent linear under three conditions. Every term of one factor is linear in the tangent or
+    zero. Every term of several factors has exactly one that is linear in it. No other argument depends on
+    it."""
 
     terms: tuple[tuple[str, ...], ...]
 

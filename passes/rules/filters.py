@@ -58,10 +58,8 @@ def filtered(node: Node) -> Signature:
 
 
 def emit_filter_grad(body, node: Node):
-    """Write the part of the weight's gradient that comes from the chunk's rows of the incoming gradient.
-
-    It reads the input's rows from which the filter computed these.
-    """
+    """Write the part of the weight's gradient that comes from the chunk's rows of the incoming gradient. It
+    reads the input's rows from which the filter computed these."""
     _, _, weight, _, dilation, groups = node.args
     rows, grad, shape = body.edges(node)
     if rows.role is not Role.HALO:

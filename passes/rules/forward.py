@@ -46,10 +46,8 @@ WRITING = {
 
 
 def mutated(node: Node) -> Node | None:
-    """Find the value that a node writes into, or None.
-
-    A call without an ATen spelling says so by its name (``x.add_(y)``), or by ``out`` or ``inplace``.
-    """
+    """Find the value that a node writes into, or None. A call without an ATen spelling says so by its name
+    (``x.add_(y)``), or by ``out`` or ``inplace``."""
     if isinstance(node.target, torch._ops.OpOverload):
         return written_argument(node)
     if isinstance(node.kwargs.get("out"), Node):
@@ -164,10 +162,8 @@ def is_pointwise(node: Node) -> bool:
 
 
 def may_be_deferred(node: Node) -> bool:
-    """May an op run later, together with the operations on its result?
-
-    It must give the same numbers whenever it runs, row by row or summed.
-    """
+    """May an op run later, together with the operations on its result? It must give the same numbers whenever
+    it runs, row by row or summed."""
     if not isinstance(node.target, torch._ops.OpOverload) or is_mutable(node):
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -219,10 +215,8 @@ def is_detached(node: Node) -> bool:
 
 
 def is_along_last(node: Node) -> bool:
-    """Is every dimension that an op names the last one, as -1?
-
-    It is then the last one in a value of more dimensions, too.
-    """
+    """Is every dimension that an op names the last one, as -1? It is then the last one in a value of more
+    dimensions, too."""
     given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
     named = [
         list(v) if isinstance(v, (list, tuple)) else [v]
@@ -250,10 +244,7 @@ def is_orderless_along(node: Node, dim: int, rank: int) -> bool:
 
 
 def added_values(node: Node) -> tuple[Node, ...] | None:
-    """Return the two values that an op adds, unscaled, or None.
-
-    This includes ``x += y``.
-    """
+    """Return the two values that an op adds, unscaled, or None. This includes ``x += y``."""
     if node.target not in (aten.add.Tensor, aten.add_.Tensor) or arguments(node)["alpha"] != 1:
         return None
     return tuple(node.args[:2])
@@ -289,10 +280,8 @@ ZEROS_KEPT = frozenset(
 
 
 def takes_lengths(target: torch._ops.OpOverload, name: str) -> bool:
-    """Is an argument a length or a bound of rows, which may change from call to call?
-
-    The type in the schema says so.
-    """
+    """Is an argument a length or a bound of rows, which may change from call to call? The type in the schema
+    says so."""
     kind = next(a.real_type for a in target._schema.arguments if a.name == name)
     while hasattr(kind, "getElementType"):
         kind = kind.getElementType()
@@ -313,10 +302,8 @@ NONE, MEAN, SUM = range(3)  # values of an argument ``reduction``
 
 
 def cuts_into_pieces(node: Node) -> bool:
-    """Does a node cut all of a value into pieces along a dimension (``chunk``, ``split``)?
-
-    The schema says so: it returns a list of views, and takes a dimension.
-    """
+    """Does a node cut all of a value into pieces along a dimension (``chunk``, ``split``)? The schema says
+    so: it returns a list of views, and takes a dimension."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.returns:
         return False
     schema = node.target._schema
@@ -385,10 +372,8 @@ class Along:
 
 
 def read_or_written_along(node: Node) -> Along | None:
-    """Return the read or write of a node along a dimension, by an index of as many dimensions.
-
-    None for any other node.
-    """
+    """Return the read or write of a node along a dimension, by an index of as many dimensions. None for any
+    other node."""
     if node.target in (aten.gather.default, aten.take_along_dim.default):
         given = arguments(node)
         index = given["index"] if node.target is aten.gather.default else given["indices"]
@@ -404,10 +389,8 @@ TO_THE_END = (1 << 63) - 1
 
 
 def with_arguments(node: Node, **changed: object) -> tuple[tuple, dict]:
-    """Replace some of an op's arguments, by the names of its schema.
-
-    Return all arguments as (args, kwargs).
-    """
+    """Replace some of an op's arguments, by the names of its schema. Return all arguments as (args,
+    kwargs)."""
     given = {**arguments(node), **changed}
     places = node.target._schema.arguments
     positional = tuple(given[a.name] for a in places if not a.kwarg_only)

@@ -32,10 +32,8 @@ aten = torch.ops.aten
 
 
 def into_rows(node: Node) -> Indices:
-    """Return the index of a row look-up, with its bounds.
-
-    Sizes that change are symbols here, because bounds must hold at every length.
-    """
+    """Return the index of a row look-up, with its bounds. Sizes that change are symbols here, because bounds
+    must hold at every length."""
     return {node.args[1]: (0, value_of(node.args[0]).shape[0] - 1)}
 
 
@@ -50,10 +48,8 @@ def along_dim(node: Node) -> Indices:
 
 
 def into_dims(node: Node) -> Indices:
-    """Return the indices of ``x[i, :, j]``, with their bounds.
-
-    Negative indices count from the end: the last row is also -1.
-    """
+    """Return the indices of ``x[i, :, j]``, with their bounds. Negative indices count from the end: the last
+    row is also -1."""
     sizes = value_of(node.args[0]).shape
     given = ((ix, size) for ix, size in zip(node.args[1], sizes) if isinstance(ix, Node))
     return {ix: (-size, size - 1) for ix, size in given if value_of(ix).dtype in (torch.int64, torch.int32)}
@@ -97,10 +93,8 @@ def index_select(node: Node) -> Signature:
 
 
 def emit_index(body, node: Node):
-    """Write rows that an index picks out of all tokens.
-
-    Each chunk gives the rows that it has, and the chunks add up.
-    """
+    """Write rows that an index picks out of all tokens. Each chunk gives the rows that it has, and the chunks
+    add up."""
     if not body.adds_up(node):
         return body.copy(node)
     x, indices = node.args[0], list(node.args[1])
@@ -137,11 +131,8 @@ def before_dims(body, mask: Node, count: int) -> Node:
     indices=into_dims,
 )
 def index(node: Node) -> Signature:
-    """Build the signature of ``x[i, :, j]``.
-
-    The index tensors broadcast together. Their dimensions come where the first index was, or in front if the
-    indices are apart.
-    """
+    """Build the signature of ``x[i, :, j]``. The index tensors broadcast together. Their dimensions come
+    where the first index was, or in front if the indices are apart."""
     x, indices = node.args[0], list(node.args[1])
     rank = len(shape_of(x))
     if any(ix is not None and value_of(ix).dtype in (torch.bool, torch.uint8) for ix in indices):
@@ -181,11 +172,8 @@ def gather(node: Node) -> Signature:
 
 
 def emit_skewed(body, node: Node):
-    """Write rows whose columns are shifted by the row's place.
-
-    Rows and keys are counted from the first of all. The look-up is written out, so that the kernel that
-    reads the scores moves them.
-    """
+    """Write rows whose columns are shifted by the row's place. Rows and keys are counted from the first of
+    all. The look-up is written out, so that the kernel that reads the scores moves them."""
     dim, _, offset, step, rows = node.args[1:]
     edge, call, sizes = body.edges(node)[0], body.graph.call_function, body.sizes(node)
     check_columns(body, node, edge.operand, dim + 1)
@@ -208,10 +196,8 @@ def emit_skewed(body, node: Node):
 
 
 def check_columns(body, node: Node, operand: Node, dim: int) -> None:
-    """Refuse columns that are not exactly the keys, or that are keys both before and after the shift.
-
-    A chunk has only some of the keys, and would not find those that a shift reads.
-    """
+    """Refuse columns that are not exactly the keys, or that are keys both before and after the shift. A chunk
+    has only some of the keys, and would not find those that a shift reads."""
     counted = [value for value in (node, operand) if body.carries_keys(value, dim)]
     length = hint(body.analysis.length)
     if len(counted) > 1 or any(shape_of(value)[dim] != length for value in counted):
@@ -240,10 +226,8 @@ def skewed(node: Node) -> Signature:
 
 
 def emit_scatter(body, node: Node):
-    """Write a scatter, with keys counted from the first of all.
-
-    Rows that a narrower index does not have must not be written, so zero is added in them.
-    """
+    """Write a scatter, with keys counted from the first of all. Rows that a narrower index does not have must
+    not be written, so zero is added in them."""
     edges, dim = body.edges(node), node.args[1] % max(len(shape_of(node)), 1)
     if among_some_keys(body, node, dim):
         padding = [0, 0] * (len(shape_of(node)) - 1 - dim) + [0, 1]
@@ -264,10 +248,8 @@ def among_some_keys(body, node: Node, dim: int) -> bool:
 
 
 def among_keys(body, index: Node, device: torch.device) -> Node:
-    """Count places of keys from the first key that the chunk reads.
-
-    Keys that it does not read share one place behind the others.
-    """
+    """Count places of keys from the first key that the chunk reads. Keys that it does not read share one
+    place behind the others."""
     call, keys = body.graph.call_function, body.scalar("keys")
     at = call(aten.sub.Scalar, (index, body.first_key()))
     bounds = call(aten.ge.Scalar, (at, 0)), call(aten.lt.Scalar, (at, keys))
@@ -298,10 +280,8 @@ def scattered(node: Node) -> Signature:
 
 
 def emit_sum_at(body, node: Node):
-    """Write a sum of entries at an index.
-
-    A sum over chunks, or per key, is added to its accumulator in place, because a part of it may be wide.
-    """
+    """Write a sum of entries at an index. A sum over chunks, or per key, is added to its accumulator in
+    place, because a part of it may be wide."""
     if body.analysis.kinds[node] in (Kind.SUM, Kind.KEYSUM):
         return body.accumulate_at(node)
     index, source = (body.operand(edge) for edge in body.edges(node))
@@ -323,10 +303,8 @@ def emit_sum_at(body, node: Node):
     indices=lambda node: {node.args[0]: (0, value_of(node).shape[node.args[2]] - 1)},
 )
 def sum_at(node: Node) -> Signature:
-    """Build the signature of the gradient of ``gather``.
-
-    If it goes to rows of all tokens, its entries add up over chunks.
-    """
+    """Build the signature of the gradient of ``gather``. If it goes to rows of all tokens, its entries add up
+    over chunks."""
     rank, dim = len(shape_of(node)), node.args[2]
     added = tuple("added" if i == dim else i for i in range(rank))
     out = tuple(range(rank))
@@ -359,11 +337,8 @@ def emit_number_put(body, node: Node):
     indices=along_dim,
 )
 def number_put(node: Node) -> Signature:
-    """Build the signature of ``scatter`` with a number.
-
-    If it writes one place of each row (the gradient of the entry that ``gather`` picked), it is a
-    comparison of places with that one.
-    """
+    """Build the signature of ``scatter`` with a number. If it writes one place of each row (the gradient of
+    the entry that ``gather`` picked), it is a comparison of places with that one."""
     base, index, rank = shape_of(node.args[0]), shape_of(node.args[2]), len(shape_of(node))
     dim = node.args[1] % max(rank, 1)
     one = rank > 0 and index[dim] == 1 and all(index[i] == base[i] for i in range(rank) if i != dim)
@@ -418,11 +393,8 @@ def emit_index_put(body, node: Node):
     indices=into_dims,
 )
 def index_put(node: Node) -> Signature:
-    """Build the signature of rows that are accumulated into zeros.
-
-    Where the rows carry tokens, they add up over chunks. Where the result does, each row is put at its
-    place.
-    """
+    """Build the signature of rows that are accumulated into zeros. Where the rows carry tokens, they add up
+    over chunks. Where the result does, each row is put at its place."""
     rank = len(shape_of(node))
     base, indices, values = node.args[0], node.args[1], node.args[2]
     used = [i for i, ix in enumerate(indices) if ix is not None]

@@ -13,10 +13,8 @@ PRODUCT = CostClass.PRODUCT
 
 
 def emit_mm(body, node: Node):
-    """Write a product; one summed over rows is added straight into its accumulator.
-
-    No partial result exists then.
-    """
+    """Write a product; one summed over rows is added straight into its accumulator. No partial result exists
+    then."""
     if not body.adds_up(node):
         return body.copied(node)  # rows, or a sum per key
     return body.accumulate_mm(node, *map(body.summand, node.args[:2]))
@@ -141,10 +139,8 @@ rule_by_name("transformers::grouped_mm_fallback_backward", form=Form.GROUPED_PRO
 
 @rule("aten::linalg_solve_triangular", cost=CostClass.KERNEL, linear="B")
 def solve_triangular(node: Node) -> Signature:
-    """Build the signature of a triangular solve.
-
-    Matrices are solved one by one. Inside one, a row of the result reads all of the rows before it.
-    """
+    """Build the signature of a triangular solve. Matrices are solved one by one. Inside one, a row of the
+    result reads all of the rows before it."""
     shape = shape_of(node)
     matrices, right = (shape_of(a) for a in node.args[:2])
 

@@ -35,10 +35,8 @@ def name_of(node: Node) -> str:
 
 
 def places_along(node: Node) -> tuple[Node, int] | None:
-    """Find the value, and its dimension, along which a node returns places.
-
-    An example is the experts that `topk` picks. None for any other node.
-    """
+    """Find the value, and its dimension, along which a node returns places. An example is the experts that
+    `topk` picks. None for any other node."""
     second = name_of(node) == "getitem" and node.args[1:] == (1,)
     made = node.args[0] if second else node
     if not isinstance(made, Node) or not made.args or not isinstance(made.args[0], Node):

@@ -34,10 +34,8 @@ def picked(node: Node) -> Signature:
 
 
 def width(node: Node, length: int) -> int:
-    """Estimate the bytes per token inside a node if every row is picked once.
-
-    For a mask ``[B, T]``, there are B rows per token.
-    """
+    """Estimate the bytes per token inside a node if every row is picked once. For a mask ``[B, T]``, there
+    are B rows per token."""
     return most_rows(value_of(node.args[0][0]), function_of(node)) * function_of(node).width // length
 
 

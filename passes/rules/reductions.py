@@ -38,10 +38,7 @@ def reduced(node: Node, dims: tuple[int, ...], keepdim: bool, contracts: str, ou
 
 
 def emit_sum(body, node: Node):
-    """Write a chunk's part of a sum.
-
-    A part in half precision comes in the dtype of its accumulator.
-    """
+    """Write a chunk's part of a sum. A part in half precision comes in the dtype of its accumulator."""
     return body.copied(node, wide=True)
 
 
@@ -98,10 +95,8 @@ def same(call: Callable, a: Node, b: Node) -> Node:
 
 
 def emit_extreme(body, node: Node):
-    """Write the largest (or least) of the rows so far.
-
-    The first place that has it is written, too, if the sweep reads it.
-    """
+    """Write the largest (or least) of the rows so far. The first place that has it is written, too, if the
+    sweep reads it."""
     if not body.adds_up(node):
         return body.copy(node)
     call, (x, dim), keepdim = (
@@ -188,10 +183,8 @@ def ranked(node: Node) -> Signature:
 
 
 def normalized(node: Node, dim: int, operands: int) -> Signature:
-    """Build the signature in which every entry along ``dim`` reads all of ``dim``.
-
-    If ``dim`` carries tokens, they are the keys of a row.
-    """
+    """Build the signature in which every entry along ``dim`` reads all of ``dim``. If ``dim`` carries tokens,
+    they are the keys of a row."""
     rank = len(shape_of(node))
     dim %= max(rank, 1)
     labels = tuple(range(rank))

@@ -34,10 +34,8 @@ def products(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
 
 
 def extreme(at_least: Callable[[Tensor, Tensor], Tensor]) -> Running:
-    """Build the combination of a running maximum or minimum.
-
-    It picks the later of two rows if that is as extreme, or not a number, as torch does.
-    """
+    """Build the combination of a running maximum or minimum. It picks the later of two rows if that is as
+    extreme, or not a number, as torch does."""
 
     def picked(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
         later = at_least(right[0], left[0]) | (right[0] != right[0])

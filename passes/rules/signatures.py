@@ -10,19 +10,14 @@ from ..ir import Signature, shape_of, tensor_operands, value_of
 
 
 def aligned(operand: tuple[int, ...], output: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Label an operand that broadcasts against the output.
-
-    Its dimensions are tied from the right. Dimensions of size one are tied to nothing.
-    """
+    """Label an operand that broadcasts against the output. Its dimensions are tied from the right. Dimensions
+    of size one are tied to nothing."""
     shift = len(output) - len(operand)
     return tuple(i + shift if size == output[i + shift] else None for i, size in enumerate(operand))
 
 
 def broadcast(node: Node) -> Signature:
-    """Build the signature in which every operand broadcasts against the outputs.
-
-    Row t reads row t.
-    """
+    """Build the signature in which every operand broadcasts against the outputs. Row t reads row t."""
     several = isinstance(value_of(node), (tuple, list))
     out = shape_of(node, 0 if several else None)
     outputs = (tuple(range(len(out))),) * (len(value_of(node)) if several else 1)
@@ -38,10 +33,8 @@ def all_at_once(node: Node) -> Signature:
 
 
 def equation(node: Node, text: str, **kwargs) -> Signature:
-    """Build a signature from an einsum equation, ``"mk,kn->mn"``.
-
-    The caller leaves out missing optional operands.
-    """
+    """Build a signature from an einsum equation, ``"mk,kn->mn"``. The caller leaves out missing optional
+    operands."""
     left, right = text.replace(" ", "").split("->")
     return Signature(
         tuple(tuple(o) for o in left.split(",")), tuple(tuple(o) for o in right.split(",")), **kwargs
@@ -49,10 +42,7 @@ def equation(node: Node, text: str, **kwargs) -> Signature:
 
 
 def dims_of(arg: object, rank: int) -> tuple[int, ...]:
-    """List the dimensions that an argument names, as non-negative numbers.
-
-    ``None`` and ``[]`` mean all.
-    """
+    """List the dimensions that an argument names, as non-negative numbers. ``None`` and ``[]`` mean all."""
     if arg is None or (isinstance(arg, (list, tuple)) and not arg):
         return tuple(range(rank))
     dims = arg if isinstance(arg, (list, tuple)) else (arg,)

@@ -10,10 +10,8 @@ from .facets import CostClass, Scan
 
 
 def labels_of(node: Node, rows: int, reach) -> Signature:
-    """Build the signature in which the first ``rows`` operands have a row per token.
-
-    The other operands are the same for all tokens.
-    """
+    """Build the signature in which the first ``rows`` operands have a row per token. The other operands are
+    the same for all tokens."""
     ranks = [len(shape_of(a)) for a in tensor_operands(node)]
     operands = tuple(
         tuple("t" if (i < rows and not d) else ("own", i, d) for d in range(rank))

@@ -18,10 +18,8 @@ VIEW, FUSED = CostClass.VIEW, CostClass.FUSED
 
 
 def emit_view(body, node: Node):
-    """Write a view as a reshape.
-
-    A chunk of a batch is not contiguous, so that a view of the whole may have to copy.
-    """
+    """Write a view as a reshape. A chunk of a batch is not contiguous, so that a view of the whole may have
+    to copy."""
     x = node.args[0]
     if body.makes_keys(node, x):
         sizes = body.sizes(node)
@@ -137,11 +135,8 @@ def repeat(node: Node) -> Signature:
 
 
 def emit_slice(body, node: Node):
-    """Write a slice; along tokens, the rows outside it stay in the chunk.
-
-    The domain of the slice's fact excludes these rows. One row of all tokens is added up over chunks
-    instead.
-    """
+    """Write a slice; along tokens, the rows outside it stay in the chunk. The domain of the slice's fact
+    excludes these rows. One row of all tokens is added up over chunks instead."""
     x, dim = node.args[0], argument(node, 1, "dim", 0) % len(shape_of(node))
     if body.adds_up(node):  # one row of all tokens
         return body.added(node, body.row_picked(x, dim, argument(node, 2, "start")))
@@ -197,10 +192,8 @@ def clamped(index: int | Node, size: int) -> int:
 
 
 def emit_select(body, node: Node):
-    """Write one row of all tokens, or one key.
-
-    The chunk that has the row adds it to an accumulator, and other chunks add zero.
-    """
+    """Write one row of all tokens, or one key. The chunk that has the row adds it to an accumulator, and
+    other chunks add zero."""
     x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
     without = functools.partial(body.graph.call_function, torch.ops.aten.squeeze.dim)
     if body.adds_up(node):
@@ -257,10 +250,8 @@ def select_scatter(node: Node) -> Signature:
 
 
 def emit_pad(body, node: Node):
-    """Write a padded value: features are padded in the chunk, and rows are filled.
-
-    Filled rows are those that the operand does not have.
-    """
+    """Write a padded value: features are padded in the chunk, and rows are filled. Filled rows are those that
+    the operand does not have."""
     x, rank, amounts = node.args[0], len(shape_of(node)), list(node.args[1])
     filling = argument(node, 2, "value", 0)
     at = next((i for i in range(0, len(amounts), 2) if body.carries_tokens(node, rank - 1 - i // 2)), None)
@@ -304,11 +295,9 @@ def pad(node: Node) -> Signature:
 
 
 def emit_shifted(body, node: Node):
-    """Write rows that are shifted along the tokens.
-
-    The driver slices the rows of a full-length value at the shift, and puts zeros where there are none.
-    A value that the chunk computes at the shift has other rows there, which are set to zero here.
-    """
+    """Write rows that are shifted along the tokens. The driver slices the rows of a full-length value at the
+    shift, and puts zeros where there are none. A value that the chunk computes at the shift has other rows
+    there, which are set to zero here."""
     x, dim, by = node.args
     if body.carries_tokens(node, dim):
         edge = body.edges(node)[0]
@@ -413,10 +402,8 @@ def windows_of_cat(node: Node) -> Windows:
     bounded=if_operands_are,
 )
 def cat(node: Node) -> Signature:
-    """Build the signature of a concatenation.
-
-    Columns behind a longer part (attention sinks behind scores) leave that part's columns where they are.
-    """
+    """Build the signature of a concatenation. Columns behind a longer part (attention sinks behind scores)
+    leave that part's columns where they are."""
     rank = len(shape_of(node))
     dim = argument(node, 1, "dim", 0) % rank
     operands = tensor_operands(node)
@@ -472,10 +459,8 @@ def as_strided(node: Node) -> Signature:
 
 
 def fills_with_zeros(node: Node) -> bool:
-    """Does a node fill the rows that its operand does not have with zeros?
-
-    These are rows before or behind the operand's own.
-    """
+    """Does a node fill the rows that its operand does not have with zeros? These are rows before or behind
+    the operand's own."""
     if node.target is torch.ops.aten.constant_pad_nd.default:
         return arguments(node)["value"] == 0
     return node.target is torch.ops.aten.slice_scatter.default and is_zeros(node.args[0])

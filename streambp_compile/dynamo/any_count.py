@@ -70,10 +70,8 @@ def gradients_at(
 
 
 def for_any_count(traces: Sequence[Graph]) -> GraphModule:
-    """Merge traces for several numbers of rows into one graph, whose first input is that number.
-
-    Raises `NotForAnyCount` where they differ in anything but sizes that grow linearly with it.
-    """
+    """Merge traces for several numbers of rows into one graph, whose first input is that number. Raises
+    `NotForAnyCount` where they differ in anything but sizes that grow linearly with it."""
     joining = Joining()
     for nodes in zip(*(t.nodes for t in traces), strict=True):
         if len({(n.op, n.target) for n in nodes}) != 1 or nodes[0].op == "get_attr":

@@ -66,11 +66,9 @@ def to_aten(module: GraphModule) -> GraphModule:
 
 
 def guard_equal_rows(node: Node) -> None:
-    """Guard that an index has as many rows as the value it reads, where the two numbers agree now.
-
-    ``gather`` and ``scatter`` allow an index of fewer rows, so torch gives the two numbers a symbol
-    each. Other operators of several operands guard their sizes themselves.
-    """
+    """Guard that an index has as many rows as the value it reads, where the two numbers agree now. ``gather``
+    and ``scatter`` allow an index of fewer rows, so torch gives the two numbers a symbol each. Other
+    operators of several operands guard their sizes themselves."""
     given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
     index = given.get("index", given.get("indices"))
     if not isinstance(index, Node) or not isinstance(given.get("dim"), int):
@@ -197,11 +195,9 @@ class Spelled:
 
 
 class Spellings:
-    """Cache from calls to their ATen operators.
-
-    Calls without symbolic sizes are shared by all graphs (``everywhere``), others belong to one graph
-    (``here``): a symbol of another graph may have the same name and another range.
-    """
+    """Cache from calls to their ATen operators. Calls without symbolic sizes are shared by all graphs
+    (``everywhere``), others belong to one graph (``here``): a symbol of another graph may have the same
+    name and another range."""
 
     everywhere: ClassVar[dict[tuple, Spelled | torch._ops.OpOverload | None]] = {}
 

@@ -231,12 +231,9 @@ def only_result_is_read(node: Node) -> bool:
 
 
 def mask_says_all(module: GraphModule, node: Node) -> bool:
-    """Does the function of a block mask hide all that its blocks leave out? Kernels skip those blocks
-    without calling it.
-
-    It does where ``create_block_mask`` made the blocks from it in this graph, and where one block has
-    all rows and keys.
-    """
+    """Does the function of a block mask hide all that its blocks leave out? Kernels skip those blocks without
+    calling it. It does where ``create_block_mask`` made the blocks from it in this graph, and where one
+    block has all rows and keys."""
     blocks = node.args[4]
     tensors = [a for a in blocks[:-1] if isinstance(a, Node) and isinstance(fake_of(a), Tensor)]
     if tensors and all(", in create_block_mask" in a.meta.get("stack_trace", "") for a in tensors):

@@ -112,12 +112,10 @@ class Boundary:
         return None if read is Home.OUTSIDE else read
 
     def check(self, crossing: Sequence[tuple[Node, Node, Home]]) -> None:
-        """Check that all crossing values can be converted.
-
-        Raises `NoBlocks` where values that must exist at full length are wide, where rows are not in the
-        order of blocks, where a crossing value is written into, or where no tokens read the result of
-        the blocks: then blocks are the tokens of another sequence.
-        """
+        """Check that all crossing values can be converted. Raises `NoBlocks` where values that must exist at
+        full length are wide, where rows are not in the order of blocks, where a crossing value is written
+        into, or where no tokens read the result of the blocks: then blocks are the tokens of another
+        sequence."""
         if not self.found.readers and not any(map(self.found.leaves, self.found.inside)):
             raise NoBlocks("no rows of tokens come out")
         if self.found.are_tokens():

@@ -40,13 +40,10 @@ def look_back(module: GraphModule) -> GraphModule:
 
 
 def taps(node: Node) -> tuple[list[Node], Callable, tuple] | None:
-    """Match a convolution that gives one row for every row.
-
-    Returns the nodes with those rows, the function that computes them, and its arguments. These are
-    input, weight and bias, then either how far back each tap reads (`sum_of_taps`), or padding in front,
-    dilation and groups (`filter_of_rows`). The rows are padded by the convolution itself or by
-    ``F.pad``. A slice behind it may cut off rows at the end.
-    """
+    """Match a convolution that gives one row for every row. Returns the nodes with those rows, the function
+    that computes them, and its arguments. These are input, weight and bias, then either how far back each
+    tap reads (`sum_of_taps`), or padding in front, dilation and groups (`filter_of_rows`). The rows are
+    padded by the convolution itself or by ``F.pad``. A slice behind it may cut off rows at the end."""
     given = arguments(node)
     source, weight = given["input"], fake_of(given["weight"])
     stride, padding, dilation, groups = (
@@ -86,10 +83,7 @@ def sum_of_taps(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Compute the convolution of ``[B, C, T]`` by ``[O, C or 1, K]``. Tap k reads the row ``shifts[k]``
-    before its own.
-
-    Half precision is added up in float32, as the kernels do.
-    """
+    before its own. Half precision is added up in float32, as the kernels do."""
     sum_dtype, total = torch.promote_types(dtype, torch.float32), None
     for k, by in enumerate(shifts):
         rows = x if by == 0 else F.pad(x, (by, -by))

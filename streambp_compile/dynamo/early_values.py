@@ -86,12 +86,9 @@ def is_part_of_pairs(node: Node, axis: Axis | None) -> bool:
 
 
 def weight_updates(graph: Graph) -> tuple[Node, ...]:
-    """List writes into weights before anything reads these (``weight.data.clamp_(-1, 1)``), with the
-    aliases they write through.
-
-    They run once, before all regions, so that a recomputation in a region reads the same values as the
-    first time.
-    """
+    """List writes into weights before anything reads these (``weight.data.clamp_(-1, 1)``), with the aliases
+    they write through. They run once, before all regions, so that a recomputation in a region reads the
+    same values as the first time."""
     found: list[Node] = []
     read: set[int | None] = set()
     for node in graph.nodes:

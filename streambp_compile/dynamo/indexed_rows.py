@@ -17,11 +17,9 @@ aten = torch.ops.aten
 
 def index_rows(module: GraphModule) -> GraphModule:
     """Write ``x.gather(1, i[..., None].expand(-1, -1, D))`` as ``x[b, i]``, and
-    ``x[i.flatten()].view(*i.shape, D)`` as ``x[i]``. ``scatter`` is rewritten like ``gather``.
-
-    The repeated index would be as wide as hidden states where one region makes it and another reads it.
-    A flat index of pairs of tokens has no rows that a chunk could take.
-    """
+    ``x[i.flatten()].view(*i.shape, D)`` as ``x[i]``. ``scatter`` is rewritten like ``gather``. The
+    repeated index would be as wide as hidden states where one region makes it and another reads it. A flat
+    index of pairs of tokens has no rows that a chunk could take."""
     for node in list(module.graph.nodes):
         if part_of(node) is Part.INDEX:
             look_up_in_shape(node)
@@ -98,11 +96,8 @@ def counted_along(like: Node, rows: Node, dim: int) -> Node:
 
 
 def row_index(found: Along) -> Node | None:
-    """Find the index before it was repeated along the numbers of a row. There, its dimensions behind the
-    rows have size one.
-
-    None if rows are not read or written whole.
-    """
+    """Find the index before it was repeated along the numbers of a row. There, its dimensions behind the rows
+    have size one. None if rows are not read or written whole."""
     base, index = fake_of(found.base), found.index
     dim = found.dim % base.dim() if base.dim() else 0
     if not base.dtype.is_floating_point or fake_of(index).dim() != base.dim() or dim == base.dim() - 1:

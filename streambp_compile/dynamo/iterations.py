@@ -152,10 +152,8 @@ def is_whole(key: Sliced, blocks: Blocks) -> bool:
 
 
 def blocks_of(node: Node) -> Iterator[tuple[Sliced, int]]:
-    """Yield the value that a node is a block of, and the block's number.
-
-    Blocks are ``x[:, a:b]``, ``x[:, i]``, or one of ``x.split(n, 1)``.
-    """
+    """Yield the value that a node is a block of, and the block's number. Blocks are ``x[:, a:b]``, ``x[:,
+    i]``, or one of ``x.split(n, 1)``."""
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return

@@ -40,10 +40,8 @@ MOST = 16  # most columns that are moved: each becomes a value of its own
 
 
 def columns_beside(parts: Parts | None) -> tuple[int, int] | None:
-    """Count the columns in front of a matrix with as many columns as rows, and those behind it.
-
-    None if there are more than ``MOST``, or if all are behind it already, one by one.
-    """
+    """Count the columns in front of a matrix with as many columns as rows, and those behind it. None if there
+    are more than ``MOST``, or if all are behind it already, one by one."""
     for at, piece in enumerate(() if parts is None else parts.pieces):
         others = (*parts.sizes[:at], *parts.sizes[at + 1 :])
         if piece is None or not all(isinstance(s, int) for s in others) or not 0 < sum(others) <= MOST:

@@ -30,11 +30,9 @@ def is_in_branches(node: Node) -> bool:
 
 
 def prove_branches(module: GraphModule) -> dict[str, tuple[int, ...]]:
-    """Remove the calls that enclose branches, if each does nothing where no row is picked. The graph then
-    has one more output for each branch, behind the others: whether a row is picked.
-
-    Returns the inputs that only branches read: name → the indices of these branches.
-    """
+    """Remove the calls that enclose branches, if each does nothing where no row is picked. The graph then has
+    one more output for each branch, behind the others: whether a row is picked. Returns the inputs that
+    only branches read: name → the indices of these branches."""
     nested = (m for m in module.modules() if isinstance(m, GraphModule) and m is not module)
     sides = [Side(end) for end in module.graph.find_nodes(op="call_function", target=internals.end_branch)]
     try:

@@ -90,10 +90,8 @@ def example_of(how: Picked, fake: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def width_if_row_by_row(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> int:
-    """Compute the peak memory of a function, in bytes per picked row.
-
-    Raises `NotRowByRow` where a row of the result depends on other picked rows.
-    """
+    """Compute the peak memory of a function, in bytes per picked row. Raises `NotRowByRow` where a row of the
+    result depends on other picked rows."""
     with internals.FakeTensorMode(allow_non_fake_inputs=True):
         given = [example_of(how, x, COUNTS[-1]) for how, x in zip(found.operands, fakes)]
         table = internals.decompositions()

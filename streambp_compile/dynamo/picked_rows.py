@@ -74,10 +74,8 @@ def compare_with_zero(graph: Graph) -> None:
 
 
 def unify_masks(graph: Graph) -> None:
-    """Merge masks that are computed twice by Python's operators or by methods.
-
-    Examples are ``x[:, 1:][mask[:, 1:]]`` and ``x[mask.to(x.device) != 0]``.
-    """
+    """Merge masks that are computed twice by Python's operators or by methods. Examples are ``x[:,
+    1:][mask[:, 1:]]`` and ``x[mask.to(x.device) != 0]``."""
     written = {storage_of(value) for node in graph.nodes if (value := mutated(node)) is not None}
     known: dict[str, Node] = {}
     for node in list(graph.nodes):

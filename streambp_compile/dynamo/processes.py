@@ -41,10 +41,8 @@ def check_parts(nodes: Iterable[Node]) -> None:
 
 def routed(nodes: Iterable[Node]) -> Node | None:
     """Find the first exchange that sends more to one process than to another, as in routing tokens to
-    experts. A ring, which sends all to one process, is none.
-
-    Such sizes differ between processes, and so would the processes' cuts and plans.
-    """
+    experts. A ring, which sends all to one process, is none. Such sizes differ between processes, and so
+    would the processes' cuts and plans."""
     exchange = torch.ops._c10d_functional.all_to_all_single.default
     for node in (n for n in nodes if n.target is exchange):
         sizes = [value_of(s) if isinstance(s, Node) else s for lists in node.args[1:3] for s in lists]

@@ -52,11 +52,8 @@ def build_region(
 
 def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[Node]:
     """Return the outputs of a region, copied where they share memory with its inputs or one another. Each
-    needs a gradient of its own.
-
-    An output is also copied where another region reads a part of something wider: between regions all
-    values are dense, as sweeps write them.
-    """
+    needs a gradient of its own. An output is also copied where another region reads a part of something
+    wider: between regions all values are dense, as sweeps write them."""
     shared, inside = {storage_of(n) for n in region.inputs if wants_gradient(n)}, set(region.nodes)
     buffers = {storage_of(n) for n in written_buffers(region)}
     shared |= buffers
@@ -78,11 +75,9 @@ def unaliased(graph: Graph, values: dict[Node, Node], region: Region) -> list[No
 
 
 def views_returned(region: Region) -> set[int | None]:
-    """Find storages of which differentiable outputs are views, and no output is the whole.
-
-    If another output shared such a storage, even a detached one, AOTAutograd would return the whole too,
-    and ask for its gradient in place of theirs.
-    """
+    """Find storages of which differentiable outputs are views, and no output is the whole. If another output
+    shared such a storage, even a detached one, AOTAutograd would return the whole too, and ask for its
+    gradient in place of theirs."""
     owners: dict[int | None, Node] = {}
     for node in region.nodes:
         owners.setdefault(storage_of(node), node)

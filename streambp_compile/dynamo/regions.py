@@ -118,11 +118,9 @@ def lazy_regions(
 
 
 def wide_between(regions: Sequence[Region], axis: Axis) -> list[Node]:
-    """Find values made in one region for a later one that are much wider than hidden states.
-
-    They are wider than twice what is alive between layers, and than four times what attention returns
-    (four residual streams are common).
-    """
+    """Find values made in one region for a later one that are much wider than hidden states. They are wider
+    than twice what is alive between layers, and than four times what attention returns (four residual
+    streams are common)."""
     last = {n: i for i, region in enumerate(regions) for n in region.inputs if n.op != "placeholder"}
     made = {n: i for i, region in enumerate(regions) for n in region.outputs}
     alive = [[n for n in made if made[n] <= i < last.get(n, 0)] for i in range(len(regions) - 1)]

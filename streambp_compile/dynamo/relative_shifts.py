@@ -76,10 +76,8 @@ class PlaceMap:
 
 @dataclass(frozen=True)
 class Shift:
-    """A call of ``streambp.skewed``.
-
-    Entry (i, j) is that of row ``i + rows``, column ``j + step * i + offset``.
-    """
+    """A call of ``streambp.skewed``. Entry (i, j) is that of row ``i + rows``, column ``j + step * i +
+    offset``."""
 
     columns: Size
     offset: Size

@@ -17,11 +17,8 @@ from .values import storage_of, wants_gradient
 
 
 def part_returned_views(module: GraphModule) -> dict[int, tuple[Node, ...]]:
-    """Remove views that have gradients from a graph's outputs.
-
-    Returns the place of each among the outputs → the views that lead to it from an input or an output
-    that stays.
-    """
+    """Remove views that have gradients from a graph's outputs. Returns the place of each among the outputs →
+    the views that lead to it from an input or an output that stays."""
     returned = outputs_of(module)
     kept = {n for n in returned if isinstance(n, Node)}
     found: dict[Node, tuple[Node, ...]] = {}

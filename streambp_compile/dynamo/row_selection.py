@@ -18,10 +18,8 @@ from .values import fake_of
 
 def select_rows_first(module: GraphModule) -> GraphModule:
     """Write ``head(x)[i]`` as ``head(x[i])``: read the rows of the hidden states instead of the head's
-    results.
-
-    The unread rows are then never computed, and the others have tokens of their own along which they stream.
-    """
+    results. The unread rows are then never computed, and the others have tokens of their own along which
+    they stream."""
     for node in list(module.graph.nodes):
         chain = way_to_head(node) if picks_rows(node) else []
         if (

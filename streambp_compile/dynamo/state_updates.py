@@ -24,11 +24,9 @@ PRODUCTS = {
 
 
 def only_updates_state(module: GraphModule) -> bool:
-    """Does a graph write into its inputs, compute no gradients, and hold no layers?
-
-    A graph that multiplies matrices holds layers. The exception (Muon) writes into weights, and returns
-    nothing else but values with their shapes.
-    """
+    """Does a graph write into its inputs, compute no gradients, and hold no layers? A graph that multiplies
+    matrices holds layers. The exception (Muon) writes into weights, and returns nothing else but values
+    with their shapes."""
     nodes = module.graph.nodes
     calls = [n for n in nodes if n.op in ("call_function", "call_method")]
     given = {storage_of(n): n for n in nodes if n.op in ("placeholder", "get_attr")}

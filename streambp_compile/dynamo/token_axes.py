@@ -108,11 +108,8 @@ def is_grid(node: Node, dims: Collection[int], axes: Sequence[Axis]) -> bool:
 
 def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
     """Find the dimensions of the inputs along which tokens run. First is the one that reaches the rows of
-    attention, or else the widest.
-
-    Next come other dimensions of inputs, for attention whose rows it does not reach. Last come rows of
-    attention that were made inside (patches of an image).
-    """
+    attention, or else the widest. Next come other dimensions of inputs, for attention whose rows it does
+    not reach. Last come rows of attention that were made inside (patches of an image)."""
     return axes_of(traced(module, fakes), fakes)
 
 
@@ -421,10 +418,8 @@ class AxisCandidate:
 
 
 def attending_alone(candidate: AxisCandidate, chosen: Sequence[AxisCandidate]) -> frozenset[Node]:
-    """Return the attention of a candidate that no chosen sequence has.
-
-    A square weight that is applied to rows of a chosen sequence mixes their features.
-    """
+    """Return the attention of a candidate that no chosen sequence has. A square weight that is applied to
+    rows of a chosen sequence mixes their features."""
     taken = {n for other in chosen for n in other.mixers}
     features = {
         n

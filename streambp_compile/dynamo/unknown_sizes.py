@@ -27,11 +27,9 @@ COUNTED = ("input", "weights", "minlength")  # arguments of ``bincount``
 
 
 def write_counts_as_sums(module: GraphModule) -> GraphModule:
-    """Write ``bincount(x, minlength=n)`` as a sum of n numbers, where nothing in x can be n or more.
-
-    Where the model asserts that the result has n numbers (it adds them to a buffer of n), a larger x is
-    an error with and without the rewrite.
-    """
+    """Write ``bincount(x, minlength=n)`` as a sum of n numbers, where nothing in x can be n or more. Where
+    the model asserts that the result has n numbers (it adds them to a buffer of n), a larger x is an error
+    with and without the rewrite."""
     written = {storage_of(value) for node in module.graph.nodes if (value := mutated(node)) is not None}
     for node in [n for n in module.graph.nodes if name_of(n) == "bincount"]:
         given = {**dict(zip(COUNTED, node.args)), **node.kwargs}

@@ -234,11 +234,9 @@ def by_rows(node: Node) -> Node:
 
 def row_by_row(pieces: Pieces) -> dict[int, Mark]:
     """Find the classes that do the same to each row of any piece, and the rows' dimension in their values.
-
     Empty if no product is among them, or if some product is not: pieces with more operations than these
     (texts of a batch, one after another) stay as they are. The graph of the first piece is compared with
-    the graph of the whole: they must be the same, node by node, but for the number of rows.
-    """
+    the graph of the whole: they must be the same, node by node, but for the number of rows."""
     nodes, others = [pieces.classes[key][0] for key in pieces.complete], pieces.externals()
     module, copies = subgraph(nodes, [*(t.pieces[0] for t in pieces.group), *others], pieces)
     try:

@@ -200,10 +200,8 @@ def maximum_of_windows(rows: Tensor) -> Tensor:
 
 
 def filter_of_windows(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Compute the convolution of ``[B, C, n, K]`` by ``[O, C or 1, K]``, in autocast's dtype.
-
-    Half precision is added up in float32, as the kernels do.
-    """
+    """Compute the convolution of ``[B, C, n, K]`` by ``[O, C or 1, K]``, in autocast's dtype. Half precision
+    is added up in float32, as the kernels do."""
     sum_dtype = torch.promote_types(dtype, torch.float32)
     rows, weight = rows.to(dtype), weight.to(dtype)
     if weight.shape[1] == 1 < weight.shape[0] == rows.shape[1]:

@@ -20,12 +20,9 @@ def written_storages(region: Region) -> set[int]:
 
 def written_buffers(region: Region) -> tuple[Node, ...]:
     """List the inputs without gradients that a region writes into. It returns their new contents after its
-    own outputs.
-
-    The region works on a copy, and the chain writes the contents back. A write in place would change
-    values that autograd keeps for the backward. Memory that also comes in as another input, or goes out
-    as a view of other sizes, is left to AOTAutograd.
-    """
+    own outputs. The region works on a copy, and the chain writes the contents back. A write in place would
+    change values that autograd keeps for the backward. Memory that also comes in as another input, or goes
+    out as a view of other sizes, is left to AOTAutograd."""
     storages = written_storages(region)
 
     def has_memory_of_its_own(node: Node) -> bool:

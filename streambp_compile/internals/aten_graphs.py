@@ -95,10 +95,7 @@ def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
 @OneAtATime()
 def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
     """Trace a function of fakes to the ATen ops that it calls, above autograd and autocast, in the active
-    mode.
-
-    The function runs on stand-ins, so that inputs which it writes into stay as they were.
-    """
+    mode. The function runs on stand-ins, so that inputs which it writes into stay as they were."""
     given = [
         torch.empty_strided(f.shape, f.stride(), dtype=f.dtype, device=f.device)
         if isinstance(f, torch.Tensor)
@@ -117,10 +114,8 @@ def before_autograd(function: Callable, fakes: Sequence[object]) -> GraphModule:
 
 
 def inline_numbers(module: GraphModule) -> None:
-    """Replace constants of one number by operations, so that the analysis can read them.
-
-    An example is ``torch.tensor(-1.0)`` in a forward.
-    """
+    """Replace constants of one number by operations, so that the analysis can read them. An example is
+    ``torch.tensor(-1.0)`` in a forward."""
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target, None)
         number = number_of(value)

@@ -35,10 +35,8 @@ POSITIONS = ("first", "offset")  # integers that are not sizes, and that are zer
 
 
 class SizeArithmetic(PythonReferenceAnalysis):
-    """Python's arithmetic of sizes, with fractions (``int(1.25 * tokens / experts)``).
-
-    Torch's own arithmetic leaves fractions as expressions, which no operator takes.
-    """
+    """Python's arithmetic of sizes, with fractions (``int(1.25 * tokens / experts)``). Torch's own arithmetic
+    leaves fractions as expressions, which no operator takes."""
 
     @staticmethod
     def int_truediv(a, b):

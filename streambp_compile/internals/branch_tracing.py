@@ -45,10 +45,8 @@ class CannotTakeBranch(Exception):
 
 
 def begin_branch(mask: torch.Tensor) -> None:
-    """Mark the begin of a branch in a graph, which ends at `end_branch`.
-
-    It may be left out where the mask is zero everywhere.
-    """
+    """Mark the begin of a branch in a graph, which ends at `end_branch`. It may be left out where the mask is
+    zero everywhere."""
     raise AssertionError("the backend removes this call")
 
 
@@ -204,10 +202,8 @@ def watching(before: Callable, give_up: Callable[[object], None]) -> Callable:
 
 
 def begins(frame: InstructionTranslatorBase, jump: Instruction) -> bool:
-    """Begin a branch if the next instruction branches on whether a mask picks a row.
-
-    Returns whether it did.
-    """
+    """Begin a branch if the next instruction branches on whether a mask picks a row. Returns whether it
+    did."""
     wants_true, wants_false = (jump.opname.endswith(end) for end in ("IF_TRUE", "IF_FALSE"))
     if not jump.opname.startswith("POP_JUMP") or not (wants_true or wants_false) or not frame.stack:
         return False
@@ -276,10 +272,8 @@ def followers(frame: InstructionTranslatorBase, at: int) -> list[int]:
 
 
 def read_from(frame: InstructionTranslatorBase, start: Instruction) -> set[str]:
-    """Find the variables that may be read from an instruction on before they are written.
-
-    Dynamo's own analysis counts variables as read that a loop writes first in each iteration.
-    """
+    """Find the variables that may be read from an instruction on before they are written. Dynamo's own
+    analysis counts variables as read that a loop writes first in each iteration."""
     first = frame.indexof[start]
     names = {i.argval for i in frame.instructions if i.opcode in NAMING}
     return {name for name in names if is_read_from(frame, first, name)}
@@ -306,10 +300,8 @@ NAMING = frozenset((*dis.haslocal, *dis.hasfree))
 
 
 def reachable_from(frame: InstructionTranslatorBase) -> dict[int, object]:
-    """Collect the objects that code can reach.
-
-    Objects found for earlier branches are not walked again, except those that changed since.
-    """
+    """Collect the objects that code can reach. Objects found for earlier branches are not walked again,
+    except those that changed since."""
     effects = frame.output.side_effects
     roots = [*effects.id_to_variable.values(), *map(dict.copy, effects.store_attr_mutations.values())]
     at: InstructionTranslatorBase | None = frame
@@ -327,9 +319,7 @@ def known_objects(output: object) -> dict[int, object]:
 
 def condition(value: VariableTracker) -> tuple[Node, bool] | None:
     """Find the mask that a condition tests for picked rows, and the condition's value if there are none.
-
-    Where the mask picks rows, the condition may have either value: the side that is traced is then taken.
-    """
+    Where the mask picks rows, the condition may have either value: the side that is traced is then taken."""
     if isinstance(value, SymNodeVariable):
         return of_number(value)
     if not isinstance(value, TensorVariable):

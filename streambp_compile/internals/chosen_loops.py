@@ -122,10 +122,8 @@ MOST = 1024  # places in a list
 
 
 def choices_of(node: Node) -> list[Node]:
-    """List the values from the places that ``topk`` chooses back to the value that it chooses from.
-
-    The list is empty for other nodes.
-    """
+    """List the values from the places that ``topk`` chooses back to the value that it chooses from. The list
+    is empty for other nodes."""
     way = [node]
     while (found := places_along(node)) is None:
         if name_of(node) not in REARRANGING or not isinstance(node.args[0], Node):
@@ -144,10 +142,8 @@ def listed(way: Sequence[Node], among: object, entries: Callable[[int], Entries]
 
 
 def takes_number_first(frame: InstructionTranslatorBase) -> bool:
-    """Does each round of the loop only take the number out of its row (``e = e[0]``)?
-
-    A list of one number compares differently from a tensor, so the row must have no other use.
-    """
+    """Does each round of the loop only take the number out of its row (``e = e[0]``)? A list of one number
+    compares differently from a tensor, so the row must have no other use."""
     body = frame.instructions[frame.instruction_pointer :][:16]
     calls = [call for inst in body if inst.opname not in SKIPPED for call in single_calls(inst)]
     if len(calls) < 7:

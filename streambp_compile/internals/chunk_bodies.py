@@ -93,11 +93,8 @@ class CompiledBody:
         return next((a for a in self.artifacts if a.holds(args)), None)
 
     def compiled_for(self, args: list) -> Artifact:
-        """Compile an artifact for the sizes of a call, unless another thread compiled one meanwhile.
-
-        Modes are disabled, so that a memory simulation counts allocations of bodies and none of
-        compiling them.
-        """
+        """Compile an artifact for the sizes of a call, unless another thread compiled one meanwhile. Modes
+        are disabled, so that a memory simulation counts allocations of bodies and none of compiling them."""
         with OneAtATime(), disable_current_modes():
             if (known := self.fitting(args)) is not None:
                 return known
@@ -138,10 +135,8 @@ class CompiledBody:
 
 
 def body_options(mode: str | None) -> dict[str, object]:
-    """Return Inductor's options for a mode, without CUDA graphs.
-
-    A CUDA graph is recorded for fixed sizes and addresses, and those of a body change with every chunk.
-    """
+    """Return Inductor's options for a mode, without CUDA graphs. A CUDA graph is recorded for fixed sizes and
+    addresses, and those of a body change with every chunk."""
     return {**(list_mode_options(mode) if mode else {}), "triton.cudagraphs": False}
 
 
@@ -196,11 +191,9 @@ class Name(str):
 
 
 def text_of(graph: GraphModule) -> str:
-    """Write the operations of a body as text without its nodes' names.
-
-    Bodies for another length differ only in names, aliases and unread values. The code itself is
-    returned where the operations do not show everything that a node reads.
-    """
+    """Write the operations of a body as text without its nodes' names. Bodies for another length differ only
+    in names, aliases and unread values. The code itself is returned where the operations do not show
+    everything that a node reads."""
     nodes = list(graph.graph.nodes)
     if any(stored_bodies.is_hidden(n.op, n.target) for n in nodes):
         return graph.code

@@ -27,12 +27,10 @@ from .joint_graphs import tracing_of
 
 
 def keep_ddp_graphs_whole(package: str) -> None:
-    """Make the optimizer of DistributedDataParallel pass whole graphs to the backends of a package.
-
-    It cuts a graph at the limits of gradient buckets: all gradients of one compiled graph arrive
-    together. Regions are autograd nodes of their own: their gradients arrive one layer after another.
-    Torch (2.11 to 2.13) has this switch for all backends of a process only.
-    """
+    """Make the optimizer of DistributedDataParallel pass whole graphs to the backends of a package. It cuts a
+    graph at the limits of gradient buckets: all gradients of one compiled graph arrive together. Regions
+    are autograd nodes of their own: their gradients arrive one layer after another. Torch (2.11 to 2.13)
+    has this switch for all backends of a process only."""
     cut = DDPOptimizer.compile_fn
     if hasattr(cut, "__wrapped__"):
         return
@@ -85,10 +83,7 @@ def fsdp_state_type() -> type | tuple:
 
 
 def is_fsdp_hook(hook: Callable) -> bool:
-    """Is this the hook by which FSDP2 gathers weights before a backward?
-
-    It does not read the gradient.
-    """
+    """Is this the hook by which FSDP2 gathers weights before a backward? It does not read the gradient."""
     return isinstance(getattr(hook, "__self__", None), fsdp_state_type())
 
 

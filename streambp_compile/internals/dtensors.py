@@ -58,11 +58,9 @@ KNOWN: Counter[str] = Counter()  # key → how often this process has compiled i
 
 
 def others_with_another(key: str, group: str, plan: str) -> list[int]:
-    """List the processes of a group that have compiled the same region with another plan.
-
-    No process waits, because processes need not compile at the same time: each leaves its plan in the
-    store of the process group, and reads the plans that are there. The last one sees the plans of all.
-    """
+    """List the processes of a group that have compiled the same region with another plan. No process waits,
+    because processes need not compile at the same time: each leaves its plan in the store of the process
+    group, and reads the plans that are there. The last one sees the plans of all."""
     if dist.get_backend() == "fake":  # its processes do not exist
         return []
     me, store = dist.get_rank(), distributed_c10d._get_default_store()

@@ -75,11 +75,9 @@ ONCE = ("info_once", "warning_once", "warning_advice")  # methods that transform
 
 
 class OneAtATime(contextlib.ContextDecorator):
-    """Hold Dynamo's compile lock around code that is traced or compiled while a step runs.
-
-    Dynamo has released the lock by then. Tracing patches `torch.nn.Module`, and compiling the options of
-    Inductor, for all threads.
-    """
+    """Hold Dynamo's compile lock around code that is traced or compiled while a step runs. Dynamo has
+    released the lock by then. Tracing patches `torch.nn.Module`, and compiling the options of Inductor,
+    for all threads."""
 
     def __enter__(self) -> None:
         compile_lock.acquire()
@@ -99,11 +97,9 @@ def is_compiled_backward() -> bool:
 
 
 def ignore_library_logging() -> None:
-    """Keep graphs whole where transformers logs inside a forward, by methods that Dynamo cannot trace.
-
-    GPT-2 and BERT do; the break would separate the head from the loss. The user's own logging still
-    breaks the graph.
-    """
+    """Keep graphs whole where transformers logs inside a forward, by methods that Dynamo cannot trace. GPT-2
+    and BERT do; the break would separate the head from the loss. The user's own logging still breaks the
+    graph."""
     found = {getattr(logging.Logger, name, None) for name in ONCE} - {None}
     dynamo_config.ignore_logging_functions.update(found)
     if found:
@@ -122,11 +118,8 @@ def keep_log_of_compilations() -> None:
 
 
 def settings_if_they_can_be_written(settings: Callable[[], str | None]) -> Callable[[], str | None]:
-    """Wrap Dynamo's function that returns its settings for its log of compilations.
-
-    It returns None where functions among them have no text (torch/_dynamo/utils.py,
-    `_get_dynamo_config_for_logging`).
-    """
+    """Wrap Dynamo's function that returns its settings for its log of compilations. It returns None where
+    functions among them have no text (torch/_dynamo/utils.py, `_get_dynamo_config_for_logging`)."""
 
     def written() -> str | None:
         try:
@@ -147,21 +140,15 @@ def ignore_library_logging_from_now_on() -> None:
 
 @torch._dynamo.disable
 def before_tracing(args: CallbackArgs) -> None:
-    """Call `ignore_library_logging`, untraced by Dynamo.
-
-    Dynamo would trace this where `loss.backward()` is called in a compiled function, and wait for the
-    lock under which it calls it.
-    """
+    """Call `ignore_library_logging`, untraced by Dynamo. Dynamo would trace this where `loss.backward()` is
+    called in a compiled function, and wait for the lock under which it calls it."""
     ignore_library_logging()
 
 
 def trace_methods_of_attributes() -> None:
-    """Keep graphs whole where a method of a string is called that is an attribute of a class of torch.
-
-    Dynamo knows such a string, but not its methods. PEFT calls
-    ``type(weight).__module__.startswith("torchao.")`` in every DoRA layer, to check whether a weight is
-    quantised.
-    """
+    """Keep graphs whole where a method of a string is called that is an attribute of a class of torch. Dynamo
+    knows such a string, but not its methods. PEFT calls ``type(weight).__module__.startswith("torchao.")``
+    in every DoRA layer, to check whether a weight is quantised."""
     before = GetAttrVariable.call_method
     if hasattr(before, "__wrapped__"):
         return
@@ -179,9 +166,7 @@ def trace_methods_of_attributes() -> None:
 @contextlib.contextmanager
 def replaying(module: GraphModule):
     """Walk a Dynamo graph with its fake mode active, and yield a function that runs its switch nodes.
-
-    Switches are those of gradients and autocast. All are as they were when the walk ends.
-    """
+    Switches are those of gradients and autocast. All are as they were when the walk ends."""
     values: dict[Node, object] = {}
     mode = detect_fake_mode([n.meta.get("example_value") for n in module.graph.nodes])
     entered: list[object] = []
@@ -248,11 +233,8 @@ def symbolic_functions() -> dict[Callable, Callable]:
 
 
 def make_constant(floats: Sequence[torch.SymFloat]) -> None:
-    """Make Dynamo trace again with these floats as constants.
-
-    Raises its restart, or AssertionError where they are meant to be constants already: a restart would
-    come back here.
-    """
+    """Make Dynamo trace again with these floats as constants. Raises its restart, or AssertionError where
+    they are meant to be constants already: a restart would come back here."""
     # `expr` no longer contains symbols that have a value already.
     names = {str(symbol) for value in floats for symbol in value.node._expr.free_symbols}
     assert not all(map(TensorifyState.should_specialize, names)), f"{floats} stay symbols"
@@ -292,10 +274,8 @@ def graph_break(module: GraphModule) -> GraphBreak | None:
 
 
 def is_all_of(module: GraphModule, caller: types.FrameType) -> bool:
-    """Is this Dynamo graph the whole function that ``caller`` calls?
-
-    It is not where the graph is broken, or belongs to a function that runs within that one.
-    """
+    """Is this Dynamo graph the whole function that ``caller`` calls? It is not where the graph is broken, or
+    belongs to a function that runs within that one."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame is not caller:
         if not frame.f_code.co_filename.startswith(AROUND):
@@ -313,10 +293,8 @@ def seconds_so_far() -> float:
 
 @contextlib.contextmanager
 def outside_of_metrics():
-    """Allow a backward to be compiled while Dynamo is still compiling the function around it.
-
-    Metrics of torch (2.11 to 2.13) take one backward for each of its compilations.
-    """
+    """Allow a backward to be compiled while Dynamo is still compiling the function around it. Metrics of
+    torch (2.11 to 2.13) take one backward for each of its compilations."""
     context = get_metrics_context()
     before = vars(context).copy()
     vars(context).update(vars(type(context)(context._on_exit)))
@@ -327,10 +305,8 @@ def outside_of_metrics():
 
 
 def forget_dynamic_sizes(values: Sequence[object]) -> None:
-    """Remove marks from outputs of compiled graphs that tell Dynamo which of their sizes change.
-
-    They would make symbols of these sizes in a graph where equal sizes of other inputs are constant.
-    """
+    """Remove marks from outputs of compiled graphs that tell Dynamo which of their sizes change. They would
+    make symbols of these sizes in a graph where equal sizes of other inputs are constant."""
     for value in values:
         for mark in PROPAGATED if isinstance(value, torch.Tensor) else ():
             vars(value).pop(mark, None)

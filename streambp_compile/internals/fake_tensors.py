@@ -57,10 +57,8 @@ def has_symbols(value: object) -> bool:
 
 
 def parts_of(value: object) -> list[object]:
-    """List the plain tensors that AOTAutograd makes of a tensor subclass, in its order.
-
-    Any other value is itself.
-    """
+    """List the plain tensors that AOTAutograd makes of a tensor subclass, in its order. Any other value is
+    itself."""
     if not is_traceable_wrapper_subclass(value):
         return [value]
     return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
@@ -98,19 +96,15 @@ def faked(like: torch.Tensor):
 
 
 def as_these(fakes: Sequence[object]):
-    """Return the fake mode of these values as a context.
-
-    New values inside are fake as these are: Dynamo gives a backend a mode that is not theirs.
-    """
+    """Return the fake mode of these values as a context. New values inside are fake as these are: Dynamo
+    gives a backend a mode that is not theirs."""
     modes = (f.fake_mode for f in map(local_of, fakes) if isinstance(f, FakeTensor))
     return next(modes, contextlib.nullcontext())
 
 
 def without_guards(fakes: Sequence[object]):
-    """Disable guards inside the context.
-
-    Dynamo has computed the same values already, and has guarded on all that they depend on.
-    """
+    """Disable guards inside the context. Dynamo has computed the same values already, and has guarded on all
+    that they depend on."""
     mode = detect_fake_mode(fakes)
     env = None if mode is None else mode.shape_env
     return contextlib.nullcontext() if env is None else env.suppress_guards()

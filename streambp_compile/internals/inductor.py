@@ -32,10 +32,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def rewrite(module: GraphModule) -> None:
-    """Run Inductor's passes over a joint graph.
-
-    They create random numbers from seeds, and replace a scatter into a constant by a comparison.
-    """
+    """Run Inductor's passes over a joint graph. They create random numbers from seeds, and replace a scatter
+    into a constant by a comparison."""
     mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"])
     before = set(module.graph.nodes)
     scattered = {
@@ -63,11 +61,8 @@ def dtype_wanted(
     choice: Node, written: set[Node], scattered: Mapping[Node, torch.dtype]
 ) -> torch.dtype | None:
     """Find the dtype of a scatter into a constant that Inductor replaced by a choice of another dtype.
-
-    Inductor gives the choice between numbers the default dtype, so that half of the digits of float64
-    are lost. Torch 2.13 then converts the choice; torch 2.11 does not, and its readers get the other
-    dtype.
-    """
+    Inductor gives the choice between numbers the default dtype, so that half of the digits of float64 are
+    lost. Torch 2.13 then converts the choice; torch 2.11 does not, and its readers get the other dtype."""
     wanted = {scattered[n] for n in choice.users if n in scattered}
     converted = [n for n in choice.users if n.target is prims.convert_element_type.default and n in written]
     if converted and len(converted) == len(choice.users):
@@ -82,12 +77,10 @@ def numbers_of(choice: Node, written: set[Node]) -> list[Node]:
 
 
 class Tile2DKernel(CppTile2DKernel):
-    """A kernel whose atomic additions to transposed tiles write to the right place.
-
-    Up to torch 2.13, Inductor adds the offset within a tile twice to their index, and writes behind the
-    end of the tensor (pytorch issue 191837): in gradients of gathers and of overlapping windows, on a
-    CPU with several threads.
-    """
+    """A kernel whose atomic additions to transposed tiles write to the right place. Up to torch 2.13,
+    Inductor adds the offset within a tile twice to their index, and writes behind the end of the tensor
+    (pytorch issue 191837): in gradients of gathers and of overlapping windows, on a CPU with several
+    threads."""
 
     def store(self, name, index, value, mode=None):
         atomic = mode == "atomic_add" and (inductor_config.cpp.dynamic_threads or self.num_threads > 1)
@@ -112,12 +105,10 @@ def compile_ours(module: GraphModule, *args, **kwargs) -> Callable:
 @OneAtATime()
 @stage("Inductor")
 def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Callable:
-    """Compile the graph of an unchunked region by Inductor.
-
-    Ops that were kept only for the rules are decomposed first. Inputs that the graph returns, which are
-    those that the backward reads, bypass the compiled code: where Inductor reads one in another layout
-    (images, channels last), it would return that copy instead.
-    """
+    """Compile the graph of an unchunked region by Inductor. Ops that were kept only for the rules are
+    decomposed first. Inputs that the graph returns, which are those that the backward reads, bypass the
+    compiled code: where Inductor reads one in another layout (images, channels last), it would return that
+    copy instead."""
     examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with detect_fake_mode(examples) or contextlib.nullcontext():
         plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(
@@ -152,10 +143,8 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
 @OneAtATime()
 @stage("Inductor")
 def compile_plainly(module: GraphModule, inputs: Sequence[object], mode: str | None = None) -> Callable:
-    """Compile the whole graph as ``backend="inductor"`` does.
-
-    This happens after an internal error, and where nothing streams.
-    """
+    """Compile the whole graph as ``backend="inductor"`` does. This happens after an internal error, and where
+    nothing streams."""
     patches = list_mode_options(mode) if mode else {}
     with (
         functorch_config.patch(unlift_effect_tokens=False),
@@ -171,12 +160,9 @@ def has_symbolic_floats(module: GraphModule) -> bool:
 
 
 def floats_are_tensors():
-    """Disable AOTAutograd's pass that turns symbolic floats into tensors.
-
-    It makes every float constant that it does not know; regions have no symbolic floats left
-    (dynamo/python_floats.py). With it, torch 2.13 also drops writes into inputs of one float64 number,
-    such as the step counter of an optimizer.
-    """
+    """Disable AOTAutograd's pass that turns symbolic floats into tensors. It makes every float constant that
+    it does not know; regions have no symbolic floats left (dynamo/python_floats.py). With it, torch 2.13
+    also drops writes into inputs of one float64 number, such as the step counter of an optimizer."""
     return mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda module: None)
 
 

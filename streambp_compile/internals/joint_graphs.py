@@ -43,11 +43,9 @@ def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, o
 
 
 def read_meshes_of_primals(joint: GraphModule, tangents: int) -> None:
-    """Read each mesh of devices from an input of the forward, if the forward has it.
-
-    A tangent that is a DTensor has its mesh as an input of its own, and AOTAutograd treats equal meshes
-    as one value, even one that the forward returns.
-    """
+    """Read each mesh of devices from an input of the forward, if the forward has it. A tangent that is a
+    DTensor has its mesh as an input of its own, and AOTAutograd treats equal meshes as one value, even one
+    that the forward returns."""
     inputs = joint.graph.find_nodes(op="placeholder")
     given = inputs[: len(inputs) - tangents]
     for node in inputs[len(given) :]:
@@ -59,11 +57,9 @@ def read_meshes_of_primals(joint: GraphModule, tangents: int) -> None:
 
 @contextlib.contextmanager
 def of_regions() -> Iterator[None]:
-    """Set AOTAutograd's options for regions.
-
-    Tokens that order effects are not among inputs and outputs. No kept value may be overwritten by the
-    backward, because ``retain_graph=True`` lets another backward read it.
-    """
+    """Set AOTAutograd's options for regions. Tokens that order effects are not among inputs and outputs. No
+    kept value may be overwritten by the backward, because ``retain_graph=True`` lets another backward read
+    it."""
     with (
         functorch_config.patch(unlift_effect_tokens=True),
         mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),

@@ -96,11 +96,9 @@ def cpp_compiler() -> str | None:
 
 @functools.cache
 def prepare_compiler() -> Future[str]:
-    """Begin the steps that Inductor needs once for C++ code, in a thread.
-
-    They find the vector instructions of the processor, which are returned, and then precompile torch's
-    headers. Otherwise the first kernel waits for both.
-    """
+    """Begin the steps that Inductor needs once for C++ code, in a thread. They find the vector instructions
+    of the processor, which are returned, and then precompile torch's headers. Otherwise the first kernel
+    waits for both."""
     found: Future[str] = Future()
     threading.Thread(target=prepare, args=(found,), daemon=True).start()
     return found

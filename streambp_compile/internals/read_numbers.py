@@ -26,10 +26,8 @@ graphs, as it does by default."""
 
 
 def break_where_numbers_are_read(package: str) -> None:
-    """Make Dynamo break graphs at numbers that are read, for the backends of a package.
-
-    It does so only in functions for which `break_at_read_numbers` was called.
-    """
+    """Make Dynamo break graphs at numbers that are read, for the backends of a package. It does so only in
+    functions for which `break_at_read_numbers` was called."""
     before = InstructionTranslator.run
     if not hasattr(before, "reads_numbers"):
         InstructionTranslator.run = read_by_python(before, package)
@@ -49,10 +47,8 @@ def read_by_python(before: Callable[[InstructionTranslator], None], package: str
 
 
 def break_at_read_numbers() -> None:
-    """Make Dynamo trace this function again, with a graph break where a number is read.
-
-    Does nothing where Dynamo is not tracing or may not break. Raises Dynamo's restart.
-    """
+    """Make Dynamo trace this function again, with a graph break where a number is read. Does nothing where
+    Dynamo is not tracing or may not break. Raises Dynamo's restart."""
     translator = getattr(tls, "current_tx", None)
     if translator is None or not dynamo_config.capture_scalar_outputs:
         return

@@ -69,11 +69,8 @@ def took_branch(output: OutputGraph) -> bool:
 
 
 def trace_again(output: OutputGraph) -> None:
-    """Make Dynamo trace a function again with a graph break.
-
-    The break is where the function branches on picked rows, if it does, or else where it picks rows.
-    Raises Dynamo's restart.
-    """
+    """Make Dynamo trace a function again with a graph break. The break is where the function branches on
+    picked rows, if it does, or else where it picks rows. Raises Dynamo's restart."""
     branches = took_branch(output) and may_take_branches(output)
     (BRANCHING_THERE if branches else BROKEN_THERE).add(output.picking_rows)
     raise TensorifyScalarRestartAnalysis from None
@@ -92,11 +89,9 @@ def outside_of_branches(before: Callable) -> Callable:
 
 
 def traced_again_where_it_failed(before: Callable[[InstructionTranslator], None]) -> Callable:
-    """Wrap Dynamo's tracing function, to trace again after an error, with a graph break at picked rows.
-
-    Code behind picked rows may need their number (a loop over it, a comparison), which no graph knows.
-    By default Dynamo runs such code between two graphs. An error of another cause is raised again.
-    """
+    """Wrap Dynamo's tracing function, to trace again after an error, with a graph break at picked rows. Code
+    behind picked rows may need their number (a loop over it, a comparison), which no graph knows. By
+    default Dynamo runs such code between two graphs. An error of another cause is raised again."""
 
     @functools.wraps(before)
     def run(self: InstructionTranslator) -> None:
@@ -121,11 +116,8 @@ def written_by_user(code: CodeType) -> CodeType:
 
 
 def break_at_picked_rows() -> None:
-    """Make Dynamo trace this function again, with a graph break where a mask picks rows.
-
-    Does nothing where Dynamo is not tracing, or keeps such rows at the user's request. Raises Dynamo's
-    restart.
-    """
+    """Make Dynamo trace this function again, with a graph break where a mask picks rows. Does nothing where
+    Dynamo is not tracing, or keeps such rows at the user's request. Raises Dynamo's restart."""
     output = getattr(getattr(tls, "current_tx", None), "output", None)
     if getattr(output, "picking_rows", None) is not None:
         trace_again(output)

@@ -38,11 +38,9 @@ def use_counts(value: torch.Tensor) -> tuple[int, int]:
 
 
 def in_custom_forward() -> bool:
-    """Does the forward of a `torch.autograd.Function` run?
-
-    It switches off both modes of gradients, reverse and forward. Only inference mode does so as well,
-    and it is excluded (torch/csrc/autograd/python_function.cpp).
-    """
+    """Does the forward of a `torch.autograd.Function` run? It switches off both modes of gradients, reverse
+    and forward. Only inference mode does so as well, and it is excluded
+    (torch/csrc/autograd/python_function.cpp)."""
     either = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled()
     return not either and not torch.is_inference_mode_enabled()
 
@@ -54,10 +52,8 @@ def are_saved_tensors_packed() -> bool:
 
 def apart_from_checkpoint() -> contextlib.AbstractContextManager:
     """Keep the tensors that autograd saves inside the context, so that no checkpoint recomputes them.
-
-    Streamed regions recompute by chunks in any case. A checkpoint would count the tensors that its
-    second run keeps, and stop where they are fewer (torch/utils/checkpoint.py).
-    """
+    Streamed regions recompute by chunks in any case. A checkpoint would count the tensors that its second
+    run keeps, and stop where they are fewer (torch/utils/checkpoint.py)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or hooks[0].__module__ != checkpoint.__name__:
         return contextlib.nullcontext()

@@ -21,11 +21,8 @@ Scan = Callable[..., list[Tensor]]
 
 def trace_scans_as(other: Callable[..., list[Tensor]], package: str) -> None:
     """Make Dynamo trace ``other`` instead of torch's associative scan, for the backends of a package.
-
-    ``other`` takes torch's own scan, and then its arguments: the function that combines rows, the
-    tensors, the dimension, additional inputs. Dynamo traces the scan's Python code before any backend is
-    called.
-    """
+    ``other`` takes torch's own scan, and then its arguments: the function that combines rows, the tensors,
+    the dimension, additional inputs. Dynamo traces the scan's Python code before any backend is called."""
     module = sys.modules[torch_scan.__module__]  # the package has a function of the module's name
     scan = module.generic_associative_scan
     if hasattr(scan, "__wrapped__"):

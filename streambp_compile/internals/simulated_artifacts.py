@@ -67,10 +67,8 @@ def without_code(like_triton: bool):
 
 @contextlib.contextmanager
 def without_device():
-    """Keep torch from using a device that need not exist.
-
-    It would create a context, time products, and read constants, which are fake.
-    """
+    """Keep torch from using a device that need not exist. It would create a context, time products, and read
+    constants, which are fake."""
     before = fake_tensor.init_gpu_context
     fake_tensor.init_gpu_context = lambda device: None
     try:
@@ -100,10 +98,8 @@ def wrapper_alone(artifact: CompiledFxGraph) -> Callable:
 
 
 def described(value: object) -> object:
-    """Describe an input as far as an artifact's allocations depend on it.
-
-    These are sizes and strides, and the alignment of the value's first element.
-    """
+    """Describe an input as far as an artifact's allocations depend on it. These are sizes and strides, and
+    the alignment of the value's first element."""
     if not isinstance(value, torch.Tensor):
         return value
     return (value.shape, value.stride(), value.storage_offset() % ALIGNED)
@@ -146,10 +142,8 @@ def empty_on(device: str, sizes, strides, dtype) -> torch.Tensor:
 
 
 class Products:
-    """Torch's own kernels that an artifact calls.
-
-    Those that allocate memory run on fake tensors, so that it is counted; others do nothing.
-    """
+    """Torch's own kernels that an artifact calls. Those that allocate memory run on fake tensors, so that it
+    is counted; others do nothing."""
 
     bmm, baddbmm = staticmethod(torch.bmm), staticmethod(torch.baddbmm)
 

@@ -31,11 +31,8 @@ class Place:
 
 
 def places_of(values: Sequence[object]) -> dict[object, Place]:
-    """Find the place of every symbol that is an input, or a size of one.
-
-    Symbols that tracing found equal to another, and replaced, are included: earlier conditions still
-    name them.
-    """
+    """Find the place of every symbol that is an input, or a size of one. Symbols that tracing found equal to
+    another, and replaced, are included: earlier conditions still name them."""
     numbers = {
         e: Place(i)
         for i, v in enumerate(values)

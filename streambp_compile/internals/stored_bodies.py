@@ -127,10 +127,8 @@ def write(key: str, run: Callable, conditions: str) -> None:
 
 
 def compiling() -> contextlib.AbstractContextManager:
-    """Set Inductor's options for compiling a body that is stored.
-
-    It stores nothing itself, and bundles the Triton kernels with the code.
-    """
+    """Set Inductor's options for compiling a body that is stored. It stores nothing itself, and bundles the
+    Triton kernels with the code."""
     return functorch_config.patch(bundled_autograd_cache=True)
 
 

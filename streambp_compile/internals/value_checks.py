@@ -21,11 +21,9 @@ VALUE_CHECKS = {
 
 
 def trace_value_checks_as_assertions(package: str) -> None:
-    """Make Dynamo trace checks of a tensor's values as assertions on it, for the backends of a package.
-
-    An assertion is a node of the graph, so that nothing breaks. It raises RuntimeError, whatever error
-    the check names.
-    """
+    """Make Dynamo trace checks of a tensor's values as assertions on it, for the backends of a package. An
+    assertion is a node of the graph, so that nothing breaks. It raises RuntimeError, whatever error the
+    check names."""
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for check, position in VALUE_CHECKS.items():
         before = handlers.get(check)

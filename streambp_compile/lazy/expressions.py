@@ -35,10 +35,8 @@ FAKES = internals.FakeTensorMode()
 
 @dataclass(frozen=True)
 class Modes:
-    """Modes that are active where an operation is written.
-
-    They are gradients, and the dtype of autocast on the logits' device.
-    """
+    """Modes that are active where an operation is written. They are gradients, and the dtype of autocast on
+    the logits' device."""
 
     grad: bool
     device: str
@@ -210,10 +208,8 @@ def has_plain_name(name: str) -> bool:
 def in_operators(
     function: Callable, args: tuple, kwargs: dict
 ) -> tuple[GraphModule, type, list[Expression]] | None:
-    """Trace a call on expressions to ATen operators; None where it must not be recorded.
-
-    Returns the graph, the type of the call's result, and the expressions that the graph reads.
-    """
+    """Trace a call on expressions to ATen operators; None where it must not be recorded. Returns the graph,
+    the type of the call's result, and the expressions that the graph reads."""
     operands: list[Expression] = []
 
     def word(leaf: object) -> str:
@@ -257,10 +253,8 @@ def operators_of(
 
 
 def recorded(function: Callable, args: tuple, kwargs: dict, device: torch.device) -> object:
-    """Apply a function to expressions; None if it must not be recorded, or fails.
-
-    Returns the results as expressions, in the structure that the function returns.
-    """
+    """Apply a function to expressions; None if it must not be recorded, or fails. Returns the results as
+    expressions, in the structure that the function returns."""
     found = in_operators(function, args, kwargs)
     if found is None:
         return None
@@ -284,10 +278,8 @@ def recorded(function: Callable, args: tuple, kwargs: dict, device: torch.device
 
 
 def operation(target: Callable, args: tuple, kwargs: dict, modes: Modes) -> Op:
-    """Build an operator on expressions, with its fake value.
-
-    Where the operator returns an operand itself, that operand is returned.
-    """
+    """Build an operator on expressions, with its fake value. Where the operator returns an operand itself,
+    that operand is returned."""
     fakes = mapped((args, kwargs), lambda leaf: leaf.fake if isinstance(leaf, Expression) else leaf)
     with FAKES, modes.active():
         fake = target(*fakes[0], **fakes[1])
@@ -463,10 +455,8 @@ class WrittenExpression:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that may change from step to step, and so is an input of the compiled expression.
-
-    Examples are a length, a bound of rows, and a temperature.
-    """
+    """A number that may change from step to step, and so is an input of the compiled expression. Examples are
+    a length, a bound of rows, and a temperature."""
 
     value: float
 

@@ -45,10 +45,8 @@ class TensorContents:
 
     @staticmethod
     def of(tensors: Sequence[Tensor], watched: Sequence[int] | None = None) -> TensorContents:
-        """Record the contents of tensors.
-
-        Unwatched tensors, which no caller can reach, are compared by version only.
-        """
+        """Record the contents of tensors. Unwatched tensors, which no caller can reach, are compared by
+        version only."""
         places = tuple(range(len(tensors)) if watched is None else watched)
         memory = tuple(t.untyped_storage() for t in tensors)
         sums = fingerprints([tensors[i] for i in places]) if places else None
@@ -90,10 +88,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Sum a tensor's bits, weighted by their place, as an int64 on its device.
-
-    A subclass (a quantised weight) is summed over the tensors that it is made of.
-    """
+    """Sum a tensor's bits, weighted by their place, as an int64 on its device. A subclass (a quantised
+    weight) is summed over the tensors that it is made of."""
     parts = [p for p in internals.parts_of(tensor.detach()) if isinstance(p, Tensor)]
     found = torch.stack(list(map(fingerprint_of_part, parts)))
     return (found * odd_numbers(len(found), 0, found.device)).sum()

@@ -25,10 +25,8 @@ class NotPieces(Exception):
 
 
 def is_piece(op: Expression) -> bool:
-    """Is this one row block of several that a loop runs over?
-
-    Such a loop runs over ``x``, ``x.split(n)`` or ``range(len(x))``.
-    """
+    """Is this one row block of several that a loop runs over? Such a loop runs over ``x``, ``x.split(n)`` or
+    ``range(len(x))``."""
     part = span(op)
     if part is None or isinstance(op, Op) and op.target is operator.getitem:
         return part is not None  # even if it is the only one
@@ -74,10 +72,8 @@ def span(part: Expression) -> Span | None:
 
 
 def joined(op: Op) -> Expression | None:
-    """Merge a ``stack`` or ``cat`` of pieces along the first dimension to one expression over the whole.
-
-    None if it is no such call.
-    """
+    """Merge a ``stack`` or ``cat`` of pieces along the first dimension to one expression over the whole. None
+    if it is no such call."""
     kind, given = part_of(op), arguments(op)
     if kind not in (Part.STACK, Part.JOIN) or given["dim"] != 0:
         return None
@@ -178,11 +174,8 @@ class Whole:
         return self.values[self.found.class_of[part]]
 
     def together(self, parts: Sequence[Given]) -> Given:
-        """Join tensors that belong to one piece each (labels).
-
-        Their rank must be that of the piece, so that no operation broadcasts differently. Raises
-        NotPieces otherwise.
-        """
+        """Join tensors that belong to one piece each (labels). Their rank must be that of the piece, so that
+        no operation broadcasts differently. Raises NotPieces otherwise."""
         if len({p.fake.shape[1:] for p in parts}) > 1 or not parts[0].fake.dim():
             raise NotPieces
         for part in parts:
@@ -190,10 +183,8 @@ class Whole:
         return Given.of((torch.stack if self.lost else torch.cat)([p.tensor for p in parts]))
 
     def result(self) -> Expression:
-        """Return the expression of the whole.
-
-        Raises NotPieces unless the parts are the same function of the pieces, in their order.
-        """
+        """Return the expression of the whole. Raises NotPieces unless the parts are the same function of the
+        pieces, in their order."""
         for i, part in enumerate(self.parts):
             if self.found.touched.get(part) != {i} or self.value(part) is not self.value(self.parts[0]):
                 raise NotPieces
@@ -201,10 +192,8 @@ class Whole:
 
 
 def cut_values(spans: Mapping[Expression, Span], count: int) -> tuple[list[Expression], bool]:
-    """List the values that are cut completely into ``count`` pieces.
-
-    Also returns whether the pieces lose the dimension. Raises NotPieces if there is no such value.
-    """
+    """List the values that are cut completely into ``count`` pieces. Also returns whether the pieces lose the
+    dimension. Raises NotPieces if there is no such value."""
     found: dict[tuple[Expression, bool], set[tuple[int, int]]] = {}
     for part in spans.values():
         found.setdefault((part.base, part.lost), set()).add((part.start, part.stop))

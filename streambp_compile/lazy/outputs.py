@@ -156,10 +156,8 @@ class LazyOutput(torch.Tensor):
 
 
 def refuse_uncomputed(func: Callable, args: tuple, kwargs: dict) -> None:
-    """Raise RuntimeError for a gradient by logits that were never computed.
-
-    A loss of them has streamed, and is no function of these tensors.
-    """
+    """Raise RuntimeError for a gradient by logits that were never computed. A loss of them has streamed, and
+    is no function of these tensors."""
     place = WITH_INPUTS[func]
     inputs = kwargs.get("inputs", args[place] if len(args) > place else None)
     for wanted in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
@@ -173,10 +171,8 @@ def refuse_uncomputed(func: Callable, args: tuple, kwargs: dict) -> None:
 
 
 def before_backward(output: LazyOutput, hook: Callable) -> object:
-    """Register a hook that only announces the backward on all results of an output.
-
-    The hook does not read the gradient, so nothing is computed for it.
-    """
+    """Register a hook that only announces the backward on all results of an output. The hook does not read
+    the gradient, so nothing is computed for it."""
     for source in sources(output.expression):
         source.hooks.append(hook)
     with DisableTorchFunctionSubclass():
@@ -201,10 +197,8 @@ def described(holder: list[Expression]) -> LazyOutput:
 
 
 class Attached(torch.autograd.Function):
-    """Connects a LazyOutput to the tensors that it depends on.
-
-    It serves readers that ignore `__torch_function__` (custom autograd functions).
-    """
+    """Connects a LazyOutput to the tensors that it depends on. It serves readers that ignore
+    `__torch_function__` (custom autograd functions)."""
 
     @staticmethod
     def forward(ctx, holder: list[Expression], *inputs: torch.Tensor) -> LazyOutput:
@@ -248,10 +242,8 @@ def gradient_function(output: LazyOutput) -> object:
 
 
 def follow_history(output: LazyOutput) -> None:
-    """Read an output that a custom autograd function returned.
-
-    Its gradient goes through that function, not through the expression.
-    """
+    """Read an output that a custom autograd function returned. Its gradient goes through that function, not
+    through the expression."""
     history = gradient_function(output)
     if history is not output.history:
         value = Reattached.apply(output)
@@ -357,10 +349,8 @@ def is_joining(result: object) -> bool:
 
 
 def by_number(index: object) -> object:
-    """Convert masks in an index to the numbers of the rows that they pick.
-
-    A fake tensor could not tell how many these are.
-    """
+    """Convert masks in an index to the numbers of the rows that they pick. A fake tensor could not tell how
+    many these are."""
     found: list[object] = []
     for part in index if isinstance(index, tuple) else (index,):
         mask = (
@@ -378,10 +368,8 @@ def shares_memory(result: Expression, operand: LazyOutput) -> bool:
 
 
 def keep(foreign: list[Given], elements: int) -> None:
-    """Guard tensors of an expression that is computed later against changes in place.
-
-    They are copied, unless that costs as much as logits.
-    """
+    """Guard tensors of an expression that is computed later against changes in place. They are copied, unless
+    that costs as much as logits."""
     for given in foreign:
         given.keep(by_copy=NARROW * given.tensor.numel() <= elements)
 
@@ -394,10 +382,8 @@ def in_place(function: Callable) -> bool:
 
 
 def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -> object:
-    """Apply an operation in place: the same object stands for another value from now on.
-
-    Raises RuntimeError in the forward of an autograd function, whose gradient would be that of other logits.
-    """
+    """Apply an operation in place: the same object stands for another value from now on. Raises RuntimeError
+    in the forward of an autograd function, whose gradient would be that of other logits."""
     if internals.in_custom_forward() and target.expression.fake.requires_grad:
         raise RuntimeError(
             f"A torch.autograd.Function changes logits of shape {tuple(target.shape)} in place, and these "
@@ -435,18 +421,14 @@ def changed(target: LazyOutput, function: Callable, args: tuple, kwargs: dict) -
 
 
 def is_changed(expression: Expression) -> bool:
-    """Does an expression have new numbers in every entry?
-
-    Copies and views do not: a write into them stays tied to the old value.
-    """
+    """Does an expression have new numbers in every entry? Copies and views do not: a write into them stays
+    tied to the old value."""
     return isinstance(expression, Op) and is_pointwise(expression) and part_of(expression) is not Part.COPY
 
 
 def overwritten(family: list[LazyOutput]) -> None:
-    """Read lazy outputs that share memory, as views of one another like those of eager code.
-
-    Values recorded from them earlier keep the old contents.
-    """
+    """Read lazy outputs that share memory, as views of one another like those of eager code. Values recorded
+    from them earlier keep the old contents."""
     read = whole([d.expression for d in family])
     memory = read[0].untyped_storage()._cdata
     for node in ordered([d.expression for d in family]):

@@ -237,10 +237,8 @@ TAKEN = re.compile(r"\s*(\w+) = empty_strided_\w+\(")
 
 @lru_cache(1 << 14)
 def written_by(file: str, line: int) -> str:
-    """Find the operator of one line of Inductor's code.
-
-    For a line that only allocates memory, it is the first operator that gets the memory or a view of it.
-    """
+    """Find the operator of one line of Inductor's code. For a line that only allocates memory, it is the
+    first operator that gets the memory or a view of it."""
     text = linecache.getline(file, line)
     taken = TAKEN.match(text)
     names = {taken[1]} if taken else set()

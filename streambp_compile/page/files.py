@@ -18,11 +18,8 @@ Reports = Sequence[Shown]
 
 
 def save(reports: Reports, names: Sequence[str], path: Path) -> None:
-    """Write one report, or two side by side.
-
-    Raises ValueError where the name of the file has an unknown suffix, or a report lacks the contents of
-    such a file.
-    """
+    """Write one report, or two side by side. Raises ValueError where the name of the file has an unknown
+    suffix, or a report lacks the contents of such a file."""
     if path.suffix not in KINDS:
         raise ValueError(f"A report is saved as a file whose name ends in {' or '.join(KINDS)}; got {path}")
     KINDS[path.suffix](reports, names, path)

@@ -69,10 +69,8 @@ def without_stage(holder: Holder) -> tuple[int, str, str, str, bool]:
 
 
 def chosen(held: Sequence[int], count: int) -> list[int]:
-    """Choose at most ``count`` moments, one per stretch.
-
-    Each is the moment of its stretch at which the most is held, so that no peak is lost.
-    """
+    """Choose at most ``count`` moments, one per stretch. Each is the moment of its stretch at which the most
+    is held, so that no peak is lost."""
     width = max(1, -(-len(held) // count))
     return [
         max(range(i, min(i + width, len(held))), key=held.__getitem__) for i in range(0, len(held), width)

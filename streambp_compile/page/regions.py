@@ -100,10 +100,8 @@ def sweeps(schedule: Schedule, region: StreamedRegion) -> Iterator[dict[str, Any
 
 
 def boundary(sweep: Sweep, body: Body, analysis: Analysis, length: int) -> Iterator[list[Any]]:
-    """Yield the values at the boundary of a sweep.
-
-    Each has its role, name, pattern, bytes, the value that overwrites it, and the user's line.
-    """
+    """Yield the values at the boundary of a sweep. Each has its role, name, pattern, bytes, the value that
+    overwrites it, and the user's line."""
     in_place = {source: out for out, source in sweep.in_place}
     for binding in body.bindings:
         if binding.source is None or not is_tensor(binding.source) or binding.role is BindingRole.WHOLE:
@@ -120,10 +118,8 @@ def bytes_at(binding: Binding, length: int) -> int:
 
 
 def key_blocks(sweep: Sweep, body: Body, chunk: int, length: int) -> dict[str, Any] | None:
-    """List the keys that each chunk of an attention sweep reads, ``[start, stop, first key, last key]``.
-
-    All other keys are pruned. None where a sweep reads no keys.
-    """
+    """List the keys that each chunk of an attention sweep reads, ``[start, stop, first key, last key]``. All
+    other keys are pruned. None where a sweep reads no keys."""
     if not any(b.role in READS_KEYS for b in body.bindings):
         return None
     chunks = sorted((c.start, c.stop, c.first_key, c.last_key) for c in chunks_of(sweep, chunk, length))

@@ -43,11 +43,9 @@ Event = dict[str, Any]
 
 
 def snapshot_of(timelines: Sequence[Timeline]) -> Mapping[str, object]:
-    """Build a snapshot with one device for each step, each with one segment.
-
-    Times are moments of the timeline, in microseconds. Each allocation has a category, by which viewers
-    colour it, and the user's line as its innermost frame.
-    """
+    """Build a snapshot with one device for each step, each with one segment. Times are moments of the
+    timeline, in microseconds. Each allocation has a category, by which viewers colour it, and the user's
+    line as its innermost frame."""
     traces, segments = zip(*(trace_of(timeline, i) for i, timeline in enumerate(timelines)))
     return {"segments": list(segments), "device_traces": list(traces), "allocator_settings": {}}
 
@@ -74,10 +72,8 @@ def trace_of(timeline: Timeline, device: int) -> tuple[list[Event], Event]:
 
 
 def changes(timeline: Timeline) -> list[tuple[int, int, bool]]:
-    """List the moments at which an allocation (by its index) begins or ends.
-
-    An allocation that lives to the end is not released.
-    """
+    """List the moments at which an allocation (by its index) begins or ends. An allocation that lives to the
+    end is not released."""
     begins = [(a.start, i, True) for i, a in enumerate(timeline.allocations)]
     ends = [(a.end, i, False) for i, a in enumerate(timeline.allocations) if a.end < timeline.end]
     return sorted(begins + ends)
@@ -108,10 +104,8 @@ def segment(device: int, size: int) -> Event:
 
 
 def frames(allocation: Allocation, holder: Holder) -> list[Event]:
-    """List the frames that the viewer shows for an allocation.
-
-    The value with the user's line comes first, then the place in the step.
-    """
+    """List the frames that the viewer shows for an allocation. The value with the user's line comes first,
+    then the place in the step."""
     file, line, code = parsed(holder.where)
     shape = f"{'×'.join(map(str, allocation.shape))} {allocation.dtype}".strip()
     value = " ".join(filter(None, (holder.name, holder.pattern, shape)))

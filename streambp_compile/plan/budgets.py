@@ -34,10 +34,8 @@ def frontier(plans: list[Prediction]) -> list[Prediction]:
 
 
 def fastest_within(streaming: Streaming, room: int) -> Prediction | None:
-    """Find the fastest plan that takes at most ``room`` bytes above weights and gradients, or None.
-
-    Between two plans for all layers, the part of the layers that has the second is interpolated.
-    """
+    """Find the fastest plan that takes at most ``room`` bytes above weights and gradients, or None. Between
+    two plans for all layers, the part of the layers that has the second is interpolated."""
     if streaming.default.peak <= room:
         return with_budget(fattest_within(streaming, room), room)
     if streaming.offloaded.peak <= room:
@@ -98,11 +96,8 @@ def longest(peak_of: Callable[[int], int], room: int, first: int, step: int) -> 
 
 
 def next_length(known: Mapping[int, int], room: int) -> int:
-    """Choose a length that should leave half of the allowed rest unused.
-
-    It is on the line through the two nearest lengths, or half way between one that fits and one that
-    does not.
-    """
+    """Choose a length that should leave half of the allowed rest unused. It is on the line through the two
+    nearest lengths, or half way between one that fits and one that does not."""
     aim = (1 - CLOSE / 2) * room
     fits = max((t for t, peak in known.items() if peak <= room), default=0)
     over = min((t for t, peak in known.items() if peak > room), default=MOST * max(fits, 1))

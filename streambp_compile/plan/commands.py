@@ -66,10 +66,8 @@ def check_page(chosen: Chosen, settings: Sequence[Setting]) -> None:
 
 
 def save_page(path: str, settings: Sequence[Setting], progress: Progress) -> None:
-    """Write the files of `Report.save` for the step of each setting.
-
-    Timelines are computed here, while kernels are those of the setting's device.
-    """
+    """Write the files of `Report.save` for the step of each setting. Timelines are computed here, while
+    kernels are those of the setting's device."""
     reports = []
     for setting in settings:
         with simulating(setting.device):

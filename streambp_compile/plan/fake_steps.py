@@ -147,10 +147,8 @@ class ProbedChain(Chain):
 
 
 class StreamedStep:
-    """A step that streams: compiled once, and simulated by any plan.
-
-    Raises ValueError if no region of it streams.
-    """
+    """A step that streams: compiled once, and simulated by any plan. Raises ValueError if no region of it
+    streams."""
 
     def __init__(self, step: FakeStep, config: Config):
         self.report = Report()

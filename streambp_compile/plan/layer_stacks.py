@@ -43,10 +43,8 @@ class Stack:
         del self.list_of(model)[layers:]
 
     def depths(self) -> tuple[int, ...]:
-        """Choose two numbers of layers, a period apart, from which the whole is extrapolated.
-
-        Only the whole depth is returned where it is not much deeper.
-        """
+        """Choose two numbers of layers, a period apart, from which the whole is extrapolated. Only the whole
+        depth is returned where it is not much deeper."""
         periods = (self.depth - self.prefix) // self.period
         beside = self.depth - periods * self.period  # the layers before the pattern, and the rest of a period
         less = beside + (2 if self.period == 1 else 1) * self.period
@@ -79,11 +77,8 @@ def pattern(found: list[Kind]) -> tuple[int, int]:
 
 
 def kinds(layers: list[nn.Module]) -> list[Kind]:
-    """Describe layers so that equal descriptions mean equal layers.
-
-    They contain the modules, the shapes of parameters, and the plain values that layers hold, except
-    their own index.
-    """
+    """Describe layers so that equal descriptions mean equal layers. They contain the modules, the shapes of
+    parameters, and the plain values that layers hold, except their own index."""
     values = [dict(plain_values(layer)) for layer in layers]
     counting = {
         key

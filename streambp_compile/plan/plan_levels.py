@@ -24,10 +24,8 @@ class Level:
 
 
 def levels_of(costs: Sequence[Costs]) -> list[Level]:
-    """List all levels, by seconds saved per byte.
-
-    Those of one region come in the order in which it keeps them.
-    """
+    """List all levels, by seconds saved per byte. Those of one region come in the order in which it keeps
+    them."""
     found: dict[tuple, set[int]] = {}
     for index, region in enumerate(costs):
         rate = float("inf")

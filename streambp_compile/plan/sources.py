@@ -44,11 +44,9 @@ class PlannedModel:
 
 
 def source_of(text: str) -> PlannedModel:
-    """Find the model that a text names.
-
-    It is a file, a folder with ``config.json``, the name of a configuration class or model type of
-    transformers, or ``module:function``. Raises ValueError where there is none.
-    """
+    """Find the model that a text names. It is a file, a folder with ``config.json``, the name of a
+    configuration class or model type of transformers, or ``module:function``. Raises ValueError where
+    there is none."""
     path, (name, _, function) = Path(text), text.rpartition(":")
     if name and function.isidentifier() and not path.exists():
         return source_of_function(text, function_of(name, function))

@@ -36,10 +36,8 @@ class StepMemory:
 
 
 class StepLedger(Ledger):
-    """Counts a step, and notes while the saved inputs of layers wait.
-
-    Saved inputs are those storages of one size that make up most of the memory that outlives the forward.
-    """
+    """Counts a step, and notes while the saved inputs of layers wait. Saved inputs are those storages of one
+    size that make up most of the memory that outlives the forward."""
 
     def __init__(self, device: str = "cpu"):
         super().__init__(device)

@@ -103,10 +103,8 @@ class SteadyBytes:
 
 
 def state_of(model: nn.Module, stack: Stack | None, optimizer: str, shards: int) -> SteadyBytes:
-    """Count the bytes of training a model; FSDP2 or ZeRO-3 divides it between ``shards`` devices.
-
-    Raises ValueError for an unknown optimizer.
-    """
+    """Count the bytes of training a model; FSDP2 or ZeRO-3 divides it between ``shards`` devices. Raises
+    ValueError for an unknown optimizer."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"Unknown optimizer {optimizer!r}; valid are {', '.join(OPTIMIZERS)}")
     fixed, sizes, _ = OPTIMIZERS[optimizer]

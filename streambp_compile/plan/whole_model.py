@@ -113,10 +113,8 @@ class Prediction:
 
 
 def checkpointing(setting: Setting, progress: Progress) -> Prediction:
-    """Estimate plain checkpointing of every layer, or of none where there is no stack.
-
-    Raises the errors of eager autograd on fake tensors.
-    """
+    """Estimate plain checkpointing of every layer, or of none where there is no stack. Raises the errors of
+    eager autograd on fake tensors."""
     measured = []
     for layers in setting.depths():
         progress(f"eager, {layers} layers checkpointed" if layers else "eager")
@@ -131,10 +129,7 @@ def checkpointing(setting: Setting, progress: Progress) -> Prediction:
 
 class Streaming:
     """All plans of one setting. A step is compiled for one or two depths, and simulated by each plan asked
-    for.
-
-    Raises ValueError if nothing streams.
-    """
+    for. Raises ValueError if nothing streams."""
 
     def __init__(self, setting: Setting, progress: Progress):
         self.setting, self.progress = setting, progress
@@ -252,10 +247,8 @@ def rounding(step: StreamedStep) -> ChainPlan:
 
 
 def report_of(setting: Setting, progress: Progress) -> Report:
-    """Report a step of the whole model, all layers compiled and simulated.
-
-    Raises ValueError if nothing streams.
-    """
+    """Report a step of the whole model, all layers compiled and simulated. Raises ValueError if nothing
+    streams."""
     layers = 0 if setting.stack is None else setting.stack.depth
     progress(f"compiling all {layers} layers" if layers else "compiling")
     step = StreamedStep(setting.step(layers), setting.config)

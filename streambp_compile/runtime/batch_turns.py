@@ -26,10 +26,8 @@ class InTurns:
         self.over = roots(runner.program)
 
     def __call__(self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset()) -> list[object]:
-        """Run the program for all sequences, and return its outputs.
-
-        Inputs in ``owned`` may be overwritten; the dictionary is emptied while it runs.
-        """
+        """Run the program for all sequences, and return its outputs. Inputs in ``owned`` may be overwritten;
+        the dictionary is emptied while it runs."""
         given = dict(inputs)
         inputs.clear()
         owned = owned.intersection(self.batch.marks)  # inputs that all turns read are not overwritten
@@ -61,10 +59,8 @@ class InTurns:
     def memory(
         self, given: dict[Node, Any], owned: frozenset[Node], sizes: Sizes
     ) -> dict[Node, torch.Tensor]:
-        """Allocate memory for the outputs that have a part for each sequence.
-
-        An output that overwrites an input takes the input's memory, if that is ours.
-        """
+        """Allocate memory for the outputs that have a part for each sequence. An output that overwrites an
+        input takes the input's memory, if that is ours."""
         found: dict[Node, torch.Tensor] = {}
         for out in self.runner.program.outputs:
             if not isinstance(out, Node) or out not in self.batch.marks:

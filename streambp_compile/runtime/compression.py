@@ -58,10 +58,8 @@ class Compression:
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def of(self, inputs: Iterable[object]) -> Leave:
-        """Build the function that compresses values saved by autograd, if they are among these inputs.
-
-        The same memory is compressed once, however many regions read it.
-        """
+        """Build the function that compresses values saved by autograd, if they are among these inputs. The
+        same memory is compressed once, however many regions read it."""
         storages = weakref.WeakSet(
             v.untyped_storage()
             for v in inputs

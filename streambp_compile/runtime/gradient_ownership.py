@@ -42,11 +42,9 @@ def ours_alone(values: Mapping[Node, torch.Tensor], node: Node) -> bool:
 
 
 def references(values: Mapping[Any, torch.Tensor], key: object) -> tuple[int, ...]:
-    """Count references to a value from Python and from C++, and to its memory.
-
-    They are counted where the value lies: passed from function to function it has one more wherever
-    Dynamo watches calls, which CPython then does not inline.
-    """
+    """Count references to a value from Python and from C++, and to its memory. They are counted where the
+    value lies: passed from function to function it has one more wherever Dynamo watches calls, which
+    CPython then does not inline."""
     return sys.getrefcount(values[key]), *internals.use_counts(values[key])
 
 

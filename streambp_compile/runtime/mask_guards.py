@@ -73,9 +73,7 @@ class Guard:
 
     def answers(self, given: Sequence[object]) -> Tensor:
         """Evaluate each condition for the inputs at ``reads``: ``[conditions]`` booleans on their device.
-
-        Does not synchronise.
-        """
+        Does not synchronise."""
         device = next(v.device.type for v in given if isinstance(v, Tensor))
         with torch.no_grad(), torch.autocast(device, enabled=False):
             return self.answers_of(*given)
@@ -93,10 +91,8 @@ def reads_stored_mask(condition: Condition) -> bool:
 
 
 def compiled(function: Callable, examples: Sequence[object]) -> Callable:
-    """Compile a check to one pass over a stored mask, without temporaries of its size.
-
-    The function is returned as it is where compiling fails.
-    """
+    """Compile a check to one pass over a stored mask, without temporaries of its size. The function is
+    returned as it is where compiling fails."""
     try:
         return internals.compile_function(function, examples)
     except Exception as error:  # uncompiled, it is slower and larger, but as correct
@@ -124,10 +120,8 @@ def masks_of(placeholders: Sequence[Node], masks: Sequence[Node]) -> tuple[Graph
 
 
 def text_of(module: GraphModule) -> str:
-    """Write a graph as text without the names of its nodes.
-
-    Constants are named by the module that holds them.
-    """
+    """Write a graph as text without the names of its nodes. Constants are named by the module that holds
+    them."""
     index: dict[Node, str] = {}
     lines = []
     for node in module.graph.nodes:
@@ -231,11 +225,9 @@ def holds(condition: Condition, masks: Sequence[Tensor]) -> Tensor:
 
 
 def every_row_has_visible_key(condition: EveryRowHasVisibleKey, values: Sequence[Tensor]) -> Tensor:
-    """Do masks leave every row a visible key inside a band?
-
-    With document masks, the key must be in the run of tokens that ends with the row: a search of whole
-    documents would take an entry for every row and key.
-    """
+    """Do masks leave every row a visible key inside a band? With document masks, the key must be in the run
+    of tokens that ends with the row: a search of whole documents would take an entry for every row and
+    key."""
     given, found, keys_seen, runs = iter(values), [], [], []
     for mask in condition.key_masks:
         own = [next(given) for _ in mask.nodes]
@@ -266,11 +258,8 @@ def every_row_has_visible_key(condition: EveryRowHasVisibleKey, values: Sequence
 
 
 def starts_of_runs(mask: DocumentMask, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Find the start of the run of tokens that ends with each row, ``[masks, rows]``.
-
-    A row sees all keys of its run. Also returns whether rows and keys have the same values, without
-    overflow.
-    """
+    """Find the start of the run of tokens that ends with each row, ``[masks, rows]``. A row sees all keys of
+    its run. Also returns whether rows and keys have the same values, without overflow."""
     pairs = pairs_of(values)
     count = len(mask.equal)
     ends = [keys[..., 1:] != keys[..., :-1] for _, keys in pairs[:count]]
@@ -286,10 +275,8 @@ LARGEST_POSITION = 2**62  # differences of 64-bit positions below it do not over
 
 def positions_increase(equal: Sequence[Tensor], ordered: Sequence[Tensor]) -> Tensor:
     """Does one of the values ``ordered`` increase with every token while those of ``equal`` stay the same?
-
     Those of ``equal`` must never return to a value that they left. Each value comes twice: for the rows
-    ``[.., T, 1]``, and for the keys ``[.., 1, T]`` or ``[T]``.
-    """
+    ``[.., T, 1]``, and for the keys ``[.., 1, T]`` or ``[T]``."""
     pairs = pairs_of((*equal, *ordered))
     # compare neighbours: differences of unsigned or boolean values would wrap
     steps = [(keys[..., :-1], keys[..., 1:]) for _, keys in pairs]
@@ -322,10 +309,8 @@ def consistent(pairs: Sequence[tuple[Tensor, Tensor]], documents: int) -> list[T
 
 
 def may_overflow(positions: Tensor) -> bool:
-    """Must differences of these positions be checked for overflow?
-
-    Only int64 needs it: differences in other dtypes may wrap in every call, and are not taken for an order.
-    """
+    """Must differences of these positions be checked for overflow? Only int64 needs it: differences in other
+    dtypes may wrap in every call, and are not taken for an order."""
     return positions.dtype is torch.int64
 
 
@@ -339,10 +324,8 @@ def by_query(mask: Tensor, key_mask: KeyMask) -> Tensor:
 
 
 def both_visible(a: Tensor, b: Tensor) -> Tensor:
-    """Combine the keys that both masks leave visible, mask by mask.
-
-    Where the numbers of masks differ, every pair is combined.
-    """
+    """Combine the keys that both masks leave visible, mask by mask. Where the numbers of masks differ, every
+    pair is combined."""
     paired = a.shape[0] == b.shape[0] or 1 in (a.shape[0], b.shape[0])
     return a & b if paired else (a[:, None] & b).flatten(0, 1)
 
@@ -374,10 +357,8 @@ def every_row_sees(keys: Tensor, band: Reach, start: Tensor | None) -> Tensor:
 
 
 def visible(mask: Tensor, masked_value: bool | None) -> Tensor:
-    """Find the keys that a mask leaves visible.
-
-    An additive mask does so where its numbers are not close to the lowest.
-    """
+    """Find the keys that a mask leaves visible. An additive mask does so where its numbers are not close to
+    the lowest."""
     return mask != masked_value if masked_value is not None else ~(mask <= -far(mask))
 
 

@@ -81,10 +81,8 @@ class Ledger(internals.TorchDispatchMode):
         return result
 
     def once(self, key: object, run: Callable[[list], object], inputs: list) -> object:
-        """Run an artifact, and only once per input sizes if it returns nothing, as chunk bodies do.
-
-        Later calls only count the bytes that the first one took.
-        """
+        """Run an artifact, and only once per input sizes if it returns nothing, as chunk bodies do. Later
+        calls only count the bytes that the first one took."""
         if key in self.taken:
             self.use(self.taken[key])
             inputs.clear()
@@ -189,11 +187,8 @@ def simulate(
 
 
 def bytes_of_chunk(body: Body, compiled: Callable, tokens: int) -> int:
-    """Compute the most bytes that a compiled body takes, beside its inputs, for a chunk of ``tokens``
-    tokens.
-
-    The result is 0 where an operator in it has no fake form.
-    """
+    """Compute the most bytes that a compiled body takes, beside its inputs, for a chunk of ``tokens`` tokens.
+    The result is 0 where an operator in it has no fake form."""
     symbolic = internals.BodyInputs(body, tokens).values
     with (
         internals.disable_current_modes(),

@@ -105,10 +105,8 @@ class Recorder(Ledger):
         self.places.append((place, self.link_of(place), self.moment))
 
     def link_of(self, place: object) -> int | None:
-        """Find the region of the chain that a place is in.
-
-        Backwards come in the opposite order of forwards.
-        """
+        """Find the region of the chain that a place is in. Backwards come in the opposite order of
+        forwards."""
         if isinstance(place, InLink):
             self.waiting[id(place.region)].append(place.index)
             return place.index

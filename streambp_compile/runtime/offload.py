@@ -193,10 +193,8 @@ class Offloaded:
             self.coming = self.store.fetch(self.place, self.empty)
 
     def restored(self) -> torch.Tensor:
-        """Return the value on its device, and begin to copy back those that the backward reads next.
-
-        A second backward over a kept graph copies it back again.
-        """
+        """Return the value on its device, and begin to copy back those that the backward reads next. A second
+        backward over a kept graph copies it back again."""
         if self.coming is not None:
             value, self.coming = self.coming.wait(), None
         else:
@@ -220,10 +218,8 @@ class Offloading:
         self.places: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
 
     def leave(self, value: torch.Tensor) -> Offloaded | None:
-        """Send a value to the host, unless it stays alive in any case or is small.
-
-        The same memory is sent once, however many layers read it.
-        """
+        """Send a value to the host, unless it stays alive in any case or is small. The same memory is sent
+        once, however many layers read it."""
         storage = value.untyped_storage()
         if storage in self.given or not may_leave(value):
             return None

@@ -63,11 +63,8 @@ class Watched:
 
 
 class within:
-    """Context in which the step works on ``place``.
-
-    A place is one of the classes of this module, a chunk, a binding of a chunk body, or a node that is
-    computed at full length.
-    """
+    """Context in which the step works on ``place``. A place is one of the classes of this module, a chunk, a
+    binding of a chunk body, or a node that is computed at full length."""
 
     __slots__ = ("place", "watch")
 

@@ -144,10 +144,8 @@ class Runner:
     def __call__(
         self, inputs: dict[Node, Any], owned: frozenset[Node] = frozenset(), turn: Turn | None = None
     ) -> list[object]:
-        """Run the program, and return its outputs.
-
-        Inputs in ``owned`` may be overwritten; the dictionary is emptied while it runs.
-        """
+        """Run the program, and return its outputs. Inputs in ``owned`` may be overwritten; the dictionary is
+        emptied while it runs."""
         sizes = Sizes(inputs)
         values = {n: inputs[n] if n in inputs else self.constants[n] for n in self.program.inputs}
         inputs.clear()
@@ -246,10 +244,8 @@ class Runner:
         return f"{tokens}, in sweep {step + 1} of {count} ({direction})"
 
     def source(self, binding: Binding, sweep: Sweep, call: Call) -> Any:
-        """Prepare the source of a binding's slices.
-
-        It is a value laid out as the body expects, a buffer to fill, or saved states.
-        """
+        """Prepare the source of a binding's slices. It is a value laid out as the body expects, a buffer to
+        fill, or saved states."""
         role = binding.role
         if role is BindingRole.CARRY and binding.source in sweep.restored_states:
             return call.states[binding.node]
@@ -380,10 +376,8 @@ def cut(binding: Binding, source: Any, chunk: Chunk) -> Any:
 
 
 def last_reads(program: Program, plan: Plan) -> dict[object, tuple[Node, ...]]:
-    """List the values whose last reader is each part at full length or each sweep.
-
-    Sweeps are keyed by their number.
-    """
+    """List the values whose last reader is each part at full length or each sweep. Sweeps are keyed by their
+    number."""
     last: dict[Node, object] = {}  # a part, or the number of a sweep
     for step, parts in enumerate(plan.full_length):
         for part in parts:

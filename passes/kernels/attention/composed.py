@@ -52,10 +52,8 @@ def scores(
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, diagonal: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the output ``[B, Hq, C, Dv]`` and the log-sum-exp ``[B, Hq, C]``.
-
-    A row without keys has zeros and ``-inf``.
-    """
+    """Compute the output ``[B, Hq, C, Dv]`` and the log-sum-exp ``[B, Hq, C]``. A row without keys has zeros
+    and ``-inf``."""
     dtype, (batch, heads, count, _) = statistics(query), query.shape
     wide_key, wide_value = key.to(dtype), value.to(dtype)
     out = heads_last((batch, heads, count, value.shape[-1]), query)
@@ -91,10 +89,8 @@ def backward(
     key_grad: Tensor,
     value_grad: Tensor,
 ) -> Tensor:
-    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators.
-
-    ``lse`` is ``+inf`` for a row that sees no key.
-    """
+    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators. ``lse`` is ``+inf`` for a row that sees no
+    key."""
     dtype, heads = statistics(query), key.shape[1]
     wide_key, wide_value = key.to(dtype), value.to(dtype)
     dq = heads_last(query.shape, query)

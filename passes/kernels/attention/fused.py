@@ -29,10 +29,8 @@ def add_gradients(dk: Tensor, dv: Tensor, key_grad: Tensor, value_grad: Tensor) 
 
 
 def no_seed(like: Tensor) -> Tensor:
-    """Return a placeholder for the random state that kernels take, although they draw nothing.
-
-    It is on their device, so that nothing waits.
-    """
+    """Return a placeholder for the random state that kernels take, although they draw nothing. It is on their
+    device, so that nothing waits."""
     return like.new_empty((), dtype=torch.int64)
 
 
@@ -55,12 +53,9 @@ KEYS_AT_ONCE = 512  # keys whose gradients exist beside their accumulators: a ti
 
 
 def cpu_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators.
-
-    Without causality, this is done for some keys at a time: the joined log-sum-exp makes their parts of
-    ``dQ`` add up, and gradients of all keys would exist a second time. Half precision takes all keys at
-    once, because the parts would be rounded.
-    """
+    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators. Without causality, this is done for some
+    keys at a time: the joined log-sum-exp makes their parts of ``dQ`` add up, and gradients of all keys
+    would exist a second time. Half precision takes all keys at once, because the parts would be rounded."""
     keys, whole = key.shape[2], diagonal is not None or query.dtype.itemsize == 2
     step = keys if whole else KEYS_AT_ONCE
 
@@ -147,10 +142,8 @@ def flash_width(width: int) -> int:
 
 
 def flash_forward_scratch(query, key, *_) -> int:
-    """Count the bytes of partial outputs in float32, which exist where rows are too few to fill a GPU.
-
-    The kernel then splits the keys (``set_params_splitkv``).
-    """
+    """Count the bytes of partial outputs in float32, which exist where rows are too few to fill a GPU. The
+    kernel then splits the keys (``set_params_splitkv``)."""
     batch, heads, rows, width = query.shape
     blocks = batch * heads * math.ceil(rows / 64)
     if blocks >= 0.8 * FILLS:
@@ -160,10 +153,8 @@ def flash_forward_scratch(query, key, *_) -> int:
 
 
 def flash_backward_scratch(grad, query, key, value, out, *_) -> int:
-    """Count the bytes of the kernel's own buffers, and of operands made contiguous.
-
-    The buffers are ``softmax_d``, ``dq_accum``, ``dk_expanded`` and ``dv_expanded``.
-    """
+    """Count the bytes of the kernel's own buffers, and of operands made contiguous. The buffers are
+    ``softmax_d``, ``dq_accum``, ``dk_expanded`` and ``dv_expanded``."""
     batch, heads, rows, width = query.shape
     padded = rounded(rows, BLOCK_OF_ROWS)
     expanded = 2 * batch * key.shape[2] * heads * width * key.dtype.itemsize if heads != key.shape[1] else 0
@@ -178,11 +169,9 @@ CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 def whatever_the_length(t: Tensor) -> Tensor:
-    """Remove the length of the buffer from the strides of one sequence that is cut from it.
-
-    The stride between sequences tells that length. cuDNN keeps its plans by strides as well, and a plan
-    takes some 50 ms to make.
-    """
+    """Remove the length of the buffer from the strides of one sequence that is cut from it. The stride
+    between sequences tells that length. cuDNN keeps its plans by strides as well, and a plan takes some 50
+    ms to make."""
     return t.squeeze(0).unsqueeze(0) if t.shape[0] == 1 else t
 
 
@@ -193,10 +182,8 @@ def cudnn_forward(query, key, value, bias, diagonal, scale):
 
 
 def cudnn_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators.
-
-    Plans are kept by the layouts of query, key and value alone, so all other operands come in one layout.
-    """
+    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators. Plans are kept by the layouts of query, key
+    and value alone, so all other operands come in one layout."""
     query, key, value = map(whatever_the_length, (query, key, value))
     seed = no_seed(query)
     grad, out, lse = heads_put_last(grad), heads_put_last(out), dense(lse).unsqueeze(-1)
@@ -227,10 +214,8 @@ def cudnn_forward_scratch(*_) -> int:
 
 
 def cudnn_backward_scratch(grad, query, key, *_) -> int:
-    """Estimate the bytes of ``dQ``, a number per row, and expanded ``dK``, ``dV``.
-
-    It is an estimate because plans size their workspace.
-    """
+    """Estimate the bytes of ``dQ``, a number per row, and expanded ``dK``, ``dV``. It is an estimate because
+    plans size their workspace."""
     batch, heads, rows, width = query.shape
     expanded = 2 * batch * key.shape[2] * heads * width * key.dtype.itemsize if heads != key.shape[1] else 0
     return batch * heads * rows * 4 * (1 + width) + expanded
@@ -268,10 +253,8 @@ def efficient_forward(query, key, value, bias, diagonal, scale):
 
 
 def efficient_backward(grad, query, key, value, out, lse, bias, diagonal, scale, key_grad, value_grad):
-    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators.
-
-    The kernel takes the output's rows to be ``Hq * Dv`` apart, whatever its strides (``o_strideM``).
-    """
+    """Compute ``dQ``, and add ``dK`` and ``dV`` to accumulators. The kernel takes the output's rows to be
+    ``Hq * Dv`` apart, whatever its strides (``o_strideM``)."""
     grad, out = heads_put_last(grad), heads_put_last(out)
     g, q, k, v, o = (t.transpose(1, 2) for t in (grad, query, key, value, out))
     rows, seed = query.shape[2], no_seed(query)
@@ -301,10 +284,8 @@ def efficient_backward(grad, query, key, value, out, lse, bias, diagonal, scale,
 
 
 def efficient_backward_meta(grad, query, key, value, bias, out, *_, **__):
-    """Return results of the operator without data.
-
-    Torch's own meta function leaves out an argument (2.11 to 2.13).
-    """
+    """Return results of the operator without data. Torch's own meta function leaves out an argument (2.11 to
+    2.13)."""
     return tuple(t.new_empty(t.shape) for t in (query, key, value)) + (None,)
 
 
@@ -313,20 +294,16 @@ def for_all_heads(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
 
 
 def efficient_forward_scratch(query, key, value, *_) -> int:
-    """Count the bytes of an output in float32, which wide values in half precision need.
-
-    See ``kNeedsOutputAccumulatorBuffer``.
-    """
+    """Count the bytes of an output in float32, which wide values in half precision need. See
+    ``kNeedsOutputAccumulatorBuffer``."""
     batch, rows, heads, _ = query.shape
     spilled = value.shape[3] > 128 and query.dtype.itemsize == 2
     return batch * rows * heads * value.shape[3] * 4 if spilled else 0
 
 
 def efficient_backward_scratch(grad, query, key, value, *_) -> int:
-    """Count the bytes of buffers in float32.
-
-    These are ``delta``, its products where they are made outside, ``dQ``, and wide ``dK``, ``dV``.
-    """
+    """Count the bytes of buffers in float32. These are ``delta``, its products where they are made outside,
+    ``dQ``, and wide ``dK``, ``dV``."""
     batch, rows, heads, width = query.shape
     half, blocks = query.dtype.itemsize == 2, math.ceil(rows / 64)
     delta = batch * heads * rows * 4

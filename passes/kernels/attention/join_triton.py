@@ -62,10 +62,8 @@ def join_kernel(
 
 
 def join_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Join ``more`` into ``out``, and its log-sum-exp into ``lse``.
-
-    Shapes: outputs ``[B, H, C, D]`` with features at stride one, log-sum-exps ``[B, H, C]`` in float32.
-    """
+    """Join ``more`` into ``out``, and its log-sum-exp into ``lse``. Shapes: outputs ``[B, H, C, D]`` with
+    features at stride one, log-sum-exps ``[B, H, C]`` in float32."""
     batch, heads, rows, width = out.shape
     join_kernel[(triton.cdiv(rows, ROWS), batch * heads)](
         out,

@@ -49,10 +49,8 @@ def dense(t: Tensor) -> Tensor:
 
 
 def readable(t: Tensor, multiple: int) -> Tensor:
-    """Return a tensor that kernels can load, by a copy where needed.
-
-    Its features are at stride one, and its other steps are multiples of one load.
-    """
+    """Return a tensor that kernels can load, by a copy where needed. Its features are at stride one, and its
+    other steps are multiples of one load."""
     if t.stride(-1) != 1 and (t.shape[-1] > 1 or multiple > 1):
         return dense(t)
     steps = [t.storage_offset(), *(step for step, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1)]

@@ -39,10 +39,8 @@ def additive(
 
 
 def narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Restrict numbers to those that a narrower dtype can hold.
-
-    The lowest number of a wide dtype does not become ``-inf``.
-    """
+    """Restrict numbers to those that a narrower dtype can hold. The lowest number of a wide dtype does not
+    become ``-inf``."""
     if mask.dtype == dtype or torch.finfo(mask.dtype).min >= torch.finfo(dtype).min:
         return mask
     return mask.clamp(min=torch.finfo(dtype).min).masked_fill_(mask == -math.inf, -math.inf)

@@ -111,10 +111,8 @@ class Kernel:
 
 
 def flash_padded(width: int) -> int:
-    """Round a width up to a multiple of 8, and a width from 193 to 224 up to 256.
-
-    For the latter, sm86, sm89 and sm120 have no backward (sdp_utils.cpp).
-    """
+    """Round a width up to a multiple of 8, and a width from 193 to 224 up to 256. For the latter, sm86, sm89
+    and sm120 have no backward (sdp_utils.cpp)."""
     return 256 if 192 < width <= 224 else fused.rounded(width, 8)
 
 
@@ -238,11 +236,9 @@ def in_one_call(choice: KernelChoice) -> KernelChoice:
 
 
 def in_order(attention: Attention, target: Target) -> list[Kernel]:
-    """Order the table by the preference of this GPU.
-
-    Kernels that it tries first come in front, if values are as wide as queries: other widths were not
-    measured. A flash implementation that the user activated stays first.
-    """
+    """Order the table by the preference of this GPU. Kernels that it tries first come in front, if values are
+    as wide as queries: other widths were not measured. A flash implementation that the user activated
+    stays first."""
     even = attention.width == attention.value_width and not target.flash
     return sorted(TABLE, key=lambda kernel: not (even and target.capability in kernel.first_on))
 

@@ -41,10 +41,8 @@ class Piece:
 
 
 def pieces(rows: int, keys: int, diagonal: int | None, kernel: Kernel) -> tuple[Piece, ...]:
-    """Split the scores of a chunk into pieces that fit a kernel's causal alignment.
-
-    Row i of the chunk sees no key behind ``diagonal + i``.
-    """
+    """Split the scores of a chunk into pieces that fit a kernel's causal alignment. Row i of the chunk sees
+    no key behind ``diagonal + i``."""
     every = slice(0, rows)
     if diagonal is None or diagonal >= keys - 1:
         return (Piece(every, slice(0, keys), None),)
@@ -103,10 +101,8 @@ class PieceCall:
         return t.flatten(2, 3) if self.stacked else t.flatten(1, 2)
 
     def put(self, t: Tensor, shared: int) -> Tensor:
-        """Return a result as ``[B, Hkv, G, C, ...]``.
-
-        The result for one query of each key head stays ``[B, Hkv, C, ...]``.
-        """
+        """Return a result as ``[B, Hkv, G, C, ...]``. The result for one query of each key head stays ``[B,
+        Hkv, C, ...]``."""
         if self.heads is not None:
             return t
         return t.unflatten(2, (shared, -1)) if self.stacked else t.unflatten(1, (-1, shared))
@@ -212,10 +208,8 @@ def attention_forward(query, key, value, mask, causal: bool, scale: float, start
 def joined(
     chunk: Prepared, operands: Sequence[Tensor], scale: float, query: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Join the outputs and log-sum-exps of a chunk's calls.
-
-    The output is in the dtype of the query, without padded features.
-    """
+    """Join the outputs and log-sum-exps of a chunk's calls. The output is in the dtype of the query, without
+    padded features."""
     q, k, v = operands
     batch, heads, rows, _ = query.shape
     shared, key_heads = heads // k.shape[1], k.shape[1]
@@ -279,10 +273,8 @@ def attention_backward_(
     value_grad,
     kernel: str = "",
 ):
-    """Compute ``dQ``, laid out as ``[B, C, Hq, D]``, and add ``dK`` and ``dV`` to accumulators.
-
-    The accumulators are float32 (float64 for float64).
-    """
+    """Compute ``dQ``, laid out as ``[B, C, Hq, D]``, and add ``dK`` and ``dV`` to accumulators. The
+    accumulators are float32 (float64 for float64)."""
     if not query.numel() or not key.shape[2]:
         return backward_meta(grad, query).zero_()
     chunk = prepared(kernel, query, key, value, mask, causal, start)

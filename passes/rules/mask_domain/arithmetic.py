@@ -62,10 +62,8 @@ def quotient(a: float, b: float) -> float:
 
 @entrywise(sum_of_numbers, 2)
 def added(node: Node, known: Known) -> Abstract:
-    """Evaluate a sum of positions, of zeros outside a band, or of scores and an additive mask.
-
-    Of booleans, it is a disjunction.
-    """
+    """Evaluate a sum of positions, of zeros outside a band, or of scores and an additive mask. Of booleans,
+    it is a disjunction."""
     if is_boolean(node):
         return disjoined(node, known)
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])
@@ -130,10 +128,8 @@ def scores_with_mask(node: Node, known: Known) -> Band | None:
 
 @entrywise(lambda node: operator.mul, 2)
 def multiplied(node: Node, known: Known) -> Abstract:
-    """Evaluate a product: scaled positions, or masked scores or zeros times another factor.
-
-    The other factor must leave the scores masked, and the zeros zero. Of booleans, it is a conjunction.
-    """
+    """Evaluate a product: scaled positions, or masked scores or zeros times another factor. The other factor
+    must leave the scores masked, and the zeros zero. Of booleans, it is a conjunction."""
     if is_boolean(node):
         return conjoined(node, known)
     padded = indicator_with_padding(node, known)
@@ -152,10 +148,8 @@ def multiplied(node: Node, known: Known) -> Abstract:
 
 
 def indicator_with_padding(node: Node, known: Known) -> Indicator | None:
-    """Evaluate a matrix that is zero outside a band, times the zeros and ones of a padding mask.
-
-    The numbers of the padding mask are checked when the graph runs: they matter inside the band alone.
-    """
+    """Evaluate a matrix that is zero outside a band, times the zeros and ones of a padding mask. The numbers
+    of the padding mask are checked when the graph runs: they matter inside the band alone."""
     for first, second in (node.args[:2], node.args[1::-1]):
         if not (isinstance(first, Node) and second in known.integral and known(second) is None):
             continue
@@ -208,10 +202,8 @@ def contracted(node: Node, known: Known) -> Abstract:
 
 @entrywise(lambda node: max, 2)
 def at_least(node: Node, known: Known) -> Abstract:
-    """Evaluate ``maximum(scores, lowest number)``: empty scores stay practically empty.
-
-    Of booleans, it is a disjunction.
-    """
+    """Evaluate ``maximum(scores, lowest number)``: empty scores stay practically empty. Of booleans, it is a
+    disjunction."""
     if is_boolean(node):
         return disjoined(node, known)
     for band, other in (node.args[:2], node.args[1::-1]):
@@ -223,10 +215,8 @@ def at_least(node: Node, known: Known) -> Abstract:
 
 @entrywise(lambda node: min, 2)
 def at_most(node: Node, known: Known) -> Abstract:
-    """Evaluate ``minimum(scores, mask)``: an entry that either of them empties is empty.
-
-    Of booleans, it is a conjunction.
-    """
+    """Evaluate ``minimum(scores, mask)``: an entry that either of them empties is empty. Of booleans, it is a
+    conjunction."""
     if is_boolean(node):
         return conjoined(node, known)
     a, b = (broadcast_value(x, node, known) for x in node.args[:2])

@@ -30,8 +30,6 @@ def if_addend_is(node: Node, known: Known) -> bool:
 
 
 def if_nonnegative(node: Node, known: Known) -> bool:
-    """Is the operand of ``log1p`` bounded and nonnegative?
-
-    For a negative operand, the result may be the logarithm of zero.
-    """
+    """Is the operand of ``log1p`` bounded and nonnegative? For a negative operand, the result may be the
+    logarithm of zero."""
     return node.args[0] in known.bounded and node.args[0] in known.nonnegative

@@ -138,10 +138,8 @@ class Blocks:
 
 
 def block_of_positions(node: Node, known: Known) -> Blocks | None:
-    """Find the blocks if a value of every row, or every key, is the number of its position's block.
-
-    None for any other value.
-    """
+    """Find the blocks if a value of every row, or every key, is the number of its position's block. None for
+    any other value."""
     quotient = known.floor_division_behind(node)
     if quotient is None or value_of(quotient).dtype.is_floating_point:
         return None
@@ -155,10 +153,8 @@ def block_of_positions(node: Node, known: Known) -> Blocks | None:
 
 
 def of_blocks(name: str, row: Blocks, key: Blocks, node: Node) -> Band:
-    """Compare blocks of rows with blocks of keys: a band, of which some entries are hidden.
-
-    Tokens of one block are less than its size apart.
-    """
+    """Compare blocks of rows with blocks of keys: a band, of which some entries are hidden. Tokens of one
+    block are less than its size apart."""
     ahead, apart = row.start - key.start, row.size - 1
     lo, hi = {
         "ge": (-math.inf, ahead + apart),

@@ -66,20 +66,16 @@ def chosen(node: Node, known: Known) -> Abstract:
 
 
 def narrowed(band: Band, mask: Band | None) -> Band:
-    """Narrow a matrix that is zero outside a band by a mask outside which it is filled with zeros.
-
-    An example is ``tril`` of ``triu``.
-    """
+    """Narrow a matrix that is zero outside a band by a mask outside which it is filled with zeros. An example
+    is ``tril`` of ``triu``."""
     if mask is None or mask.assumes or not have_same_axes(band, mask):
         return band
     return intersection(band, replace(mask, outside=0.0, key_masks=(), zero_inside=False))
 
 
 def chosen_mask(node: Node, condition: Operand, inside: Operand, filling: Operand) -> Abstract:
-    """Evaluate ``where(condition, a, b)`` of booleans, which is ``condition & a | ~condition & b``.
-
-    None unless ``a`` or ``b`` is a constant.
-    """
+    """Evaluate ``where(condition, a, b)`` of booleans, which is ``condition & a | ~condition & b``. None
+    unless ``a`` or ``b`` is a constant."""
     for a, b, chooses_a in ((inside, filling, condition), (filling, inside, condition.negation())):
         if is_constant(b.value):
             joint = conjunction if not b.value.const else disjunction
@@ -88,10 +84,8 @@ def chosen_mask(node: Node, condition: Operand, inside: Operand, filling: Operan
 
 
 def visible_where(mask: object, like: Node, known: Known, negated: bool = False) -> Band | None:
-    """Find the visible entries of a boolean mask.
-
-    The mask is true where they are (``negated``: where they are not).
-    """
+    """Find the visible entries of a boolean mask. The mask is true where they are (``negated``: where they
+    are not)."""
     value = broadcast_value(mask, like, known)
     found = negation(value) if negated else value
     if is_visible_mask(found):

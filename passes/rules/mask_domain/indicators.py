@@ -76,20 +76,16 @@ class Instead:
 
 @dataclass(frozen=True)
 class OperandNumbers:
-    """The two numbers of an operand, and the mask that chooses between them.
-
-    A constant has no mask, and twice the same number.
-    """
+    """The two numbers of an operand, and the mask that chooses between them. A constant has no mask, and
+    twice the same number."""
 
     mask: Band | None
     visible: Interval
     hidden: Interval
 
     def aligned_with(self, mask: Band) -> OperandNumbers:
-        """Express the matrix by a mask, if its own mask is the complement of that.
-
-        Otherwise it stays as it is.
-        """
+        """Express the matrix by a mask, if its own mask is the complement of that. Otherwise it stays as it
+        is."""
         if self.mask is not None and self.mask.exact and complement(self.mask) == mask:
             return OperandNumbers(mask, self.hidden, self.visible)
         return self

@@ -39,10 +39,8 @@ aten = torch.ops.aten
 
 @entrywise(lambda node: lambda number: number, 1)
 def same(node: Node, known: Known) -> Abstract:
-    """Evaluate a copy, or a cast that keeps every value.
-
-    An integer may become wider, a float stay a float, and a boolean become anything.
-    """
+    """Evaluate a copy, or a cast that keeps every value. An integer may become wider, a float stay a float,
+    and a boolean become anything."""
     value, old, new = known(node.args[0]), value_of(node.args[0]).dtype, value_of(node).dtype
     if new is torch.bool and old is not torch.bool:
         return comparison("ne", value, ZERO, node)
@@ -68,11 +66,9 @@ def copied(node: Node, known: Known) -> Abstract:
 
 @moving
 def reshaped(node: Node, known: Known) -> Abstract:
-    """Evaluate a reshape: a dimension keeps its meaning if its size and those before it stay.
-
-    The sizes before it may change if their product does not. The value must not depend on dimensions
-    that merge or split.
-    """
+    """Evaluate a reshape: a dimension keeps its meaning if its size and those before it stay. The sizes
+    before it may change if their product does not. The value must not depend on dimensions that merge or
+    split."""
     old, new = shape_of(node.args[0]), shape_of(node)
     if isinstance(known(node.args[0]), PAIRWISE):
         return known(node.args[0]) if old[-2:] == new[-2:] else None
@@ -146,10 +142,8 @@ def selected(node: Node, known: Known) -> Abstract:
 
 
 def joined(node: Node, known: Known) -> Abstract:
-    """Evaluate ``cat`` of columns behind scores, of masks of several heads, or of ranges.
-
-    Each range must continue the one before it.
-    """
+    """Evaluate ``cat`` of columns behind scores, of masks of several heads, or of ranges. Each range must
+    continue the one before it."""
     rank = len(shape_of(node))
     parts = [part for part in node.args[0] if len(shape_of(part)) == rank]  # parts of another rank are empty
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
@@ -167,10 +161,8 @@ def joined(node: Node, known: Known) -> Abstract:
 
 
 def beside(left: Abstract, right: Abstract) -> Band | None:
-    """Join masks of different heads along heads, into a band of the entries that either leaves visible.
-
-    The masks that hide entries inside it are known only where both values are the same.
-    """
+    """Join masks of different heads along heads, into a band of the entries that either leaves visible. The
+    masks that hide entries inside it are known only where both values are the same."""
     if left == right or not isinstance(left, Band) or not isinstance(right, Band):
         return left if isinstance(left, Band) and left == right else None
     if not have_same_axes(left, right) or left.outside != right.outside or left.assumes or right.assumes:
@@ -225,10 +217,8 @@ def least(value: Affine, node: Node) -> float:
 
 
 def first_index_dim(node: Node, used: list[int]) -> int:
-    """Find the place of the indices' dimensions in ``x[i, :, j]``.
-
-    They come in front, unless the indices are neighbours.
-    """
+    """Find the place of the indices' dimensions in ``x[i, :, j]``. They come in front, unless the indices are
+    neighbours."""
     return used[0] if used == list(range(used[0], used[-1] + 1)) else 0
 
 

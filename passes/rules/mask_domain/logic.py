@@ -79,10 +79,8 @@ def disjoined(node: Node, known: Known) -> Abstract:
 
 
 def exclusive(node: Node, known: Known) -> Abstract:
-    """Evaluate ``a ^ b``.
-
-    Of masks, it is one of the two and not the other. Of per-token values, it is zero where they are equal.
-    """
+    """Evaluate ``a ^ b``. Of masks, it is one of the two and not the other. Of per-token values, it is zero
+    where they are equal."""
     a, b = (operand(x, node, known) for x in node.args[:2])
     pair = token_pair(node, known) if known(node.args[0]) is known(node.args[1]) is None else None
     if not is_boolean(node):
@@ -138,10 +136,7 @@ def disjunction(node: Node, a: Operand, b: Operand) -> Abstract:
 
 
 def bands(a: Band, b: Band) -> Band | None:
-    """Intersect two bands, or return None.
-
-    Two bands that are true outside are true outside their hull.
-    """
+    """Intersect two bands, or return None. Two bands that are true outside are true outside their hull."""
     if a.outside is b.outside is False:
         return intersection(a, b)
     lo, hi = min(a.lo, b.lo), max(a.hi, b.hi)
@@ -151,10 +146,8 @@ def bands(a: Band, b: Band) -> Band | None:
 
 
 def documents(a: DocumentMask, b: DocumentMask) -> DocumentMask | None:
-    """Intersect two document masks.
-
-    A negated mask tells which comparisons hold where it is false. Of two of them, those in both remain.
-    """
+    """Intersect two document masks. A negated mask tells which comparisons hold where it is false. Of two of
+    them, those in both remain."""
     if a.negated != b.negated:
         return replace(b if a.negated else a, key_masks=None)
     if not a.negated:

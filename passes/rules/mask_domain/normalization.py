@@ -23,10 +23,8 @@ aten = torch.ops.aten
 
 
 def normalized(node: Node, known: Known) -> Abstract:
-    """Evaluate a softmax over keys, which turns empty scores into zeros.
-
-    A row without a visible key becomes NaN.
-    """
+    """Evaluate a softmax over keys, which turns empty scores into zeros. A row without a visible key becomes
+    NaN."""
     scores = known(node.args[0])
     if isinstance(scores, Band) and not scores.lo <= 0 <= scores.hi:
         return None  # the first rows, or the last ones, see no key
@@ -39,18 +37,14 @@ def safely_normalized(node: Node, known: Known) -> Abstract:
 
 
 def largest_backward(node: Node, known: Known) -> Abstract:
-    """Evaluate the gradient of a row's largest score.
-
-    It is zero except at that score, which is never hidden.
-    """
+    """Evaluate the gradient of a row's largest score. It is zero except at that score, which is never
+    hidden."""
     return zeroed(known(node.args[1]), node.args[2] % len(shape_of(node))) if node.args[3] else None
 
 
 def zeroed(scores: Abstract, dim: int) -> Band | None:
-    """Build the matrix that is zero where scores along their keys are empty.
-
-    None if it is unknown which masks hide them.
-    """
+    """Build the matrix that is zero where scores along their keys are empty. None if it is unknown which
+    masks hide them."""
     if is_empty_outside(scores) and scores.key == dim and scores.visibility_masks is not None:
         return replace(scores, outside=0.0, key_masks=scores.visibility_masks, zero_inside=False)
     return None
@@ -67,10 +61,7 @@ def vanished(node: Node, known: Known) -> Abstract:
 
 
 def normalized_backward(node: Node, known: Known) -> Abstract:
-    """Evaluate the gradient through a softmax, a sigmoid or a ReLU.
-
-    It is zero where the op's result is.
-    """
+    """Evaluate the gradient through a softmax, a sigmoid or a ReLU. It is zero where the op's result is."""
     gradient, value = (known(x) for x in node.args[:2])
     ordinary = gradient is None or is_zero_outside(gradient) or node.args[0] in known.bounded
     return value if is_zero_outside(value) and ordinary else None
