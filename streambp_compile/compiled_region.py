@@ -33,6 +33,7 @@ from .passes.ir import (
     Refusal,
     bytes_of,
     outputs_of,
+    target_name,
     value_of,
     viewed,
     where_of,
@@ -338,7 +339,7 @@ class CompiledRegion:
         programs = (s.program for s in (region.forward, region.backward) if s is not None)
         for node in dict.fromkeys(n for program in programs for n in program.too_wide):
             refusal = Refusal(
-                str(node.target),
+                target_name(node),
                 "This value is much wider than the hidden states, and the streamed region keeps it at full "
                 "length",
                 "Reduce its features before an operation that reads other tokens' rows of it",

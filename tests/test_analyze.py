@@ -1,12 +1,16 @@
 """What every value carries, and how every edge reads: the table of a small causal layer as text, and the
 corners."""
 
+import operator
+
 import pytest
 import torch
 from graphs import Written, causal_layer
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from streambp_compile.passes.analyze import analyze
-from streambp_compile.passes.ir import CannotStream, Mark, Summed
+from streambp_compile.passes.ir import CannotStream, Mark, Summed, quotient, target_name
 from streambp_compile.passes.verify import verify_analysis
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -135,3 +139,35 @@ def test_the_graph_is_left_alone():
     first, second = (analyze(write.graph, 5, seeds).table() for _ in range(2))
     assert str(write.graph) == before and keys == {n: set(n.meta) for n in write.graph.nodes}
     assert first == second
+
+
+def test_one_of_several_results_has_the_name_of_its_operator():
+    write = Written()
+    parts = write("parts", aten.split.Tensor, write.given("x", torch.randn(6, 2)), 3)
+    assert target_name(write("part", operator.getitem, parts, 0)) == "aten.split.Tensor"
+
+
+def symbol(env: ShapeEnv, name: str, size: int) -> torch.SymInt:
+    source = ConstantSource(name)
+    found = env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return env.create_symintnode(found, hint=size, source=source)
+
+
+def test_sizes_divide_without_a_remainder():
+    env = ShapeEnv()
+    batch, length = (symbol(env, "batch", 4), symbol(env, "length", 61))
+    assert quotient(batch * length, length).node.expr == batch.node.expr
+    assert quotient(batch * (length - 1), length - 1).node.expr == batch.node.expr
+    assert quotient(6 * length, length) == 6 and quotient(6, 3) == 2
+    assert quotient(length, batch) is None and quotient(length, 2) is None and quotient(7, 2) is None
+
+
+def test_rows_of_a_batch_that_changes():
+    """Rows of several sequences are located at any batch; a size that only equals them now leaves a rest."""
+    env = ShapeEnv()
+    batch, length = (symbol(env, "batch", 4), symbol(env, "length", 61))
+    mark, beyond, rest = Mark(0, outer=4).located(batch * (length - 1), length)
+    assert mark == Mark(0, outer=4) and mark.at(lambda size: 9) == Mark(0, outer=9)
+    assert beyond == -1 and rest.node.expr == 0
+    _, _, rest = Mark(0, outer=4).located(batch * batch + 228, length)
+    assert rest.node.expr != 0

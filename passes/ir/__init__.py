@@ -62,6 +62,7 @@ from .refusals import (
     CannotStream,
     Refusal,
     refuse,
+    target_name,
     where_of,
 )
 from .values import (
@@ -191,6 +192,7 @@ __all__ = [
     "symbols_in",
     "unbound",
     "takes_kernel",
+    "target_name",
     "tensor_operands",
     "total_dtype",
     "value_of",

@@ -5,6 +5,7 @@ The package ``streambp_compile`` turns them into warnings or errors.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -32,6 +33,13 @@ class CannotStream(Exception):
         self.refusal = refusal
 
 
+def target_name(node: Node) -> str:
+    """Return the operator that computes a node; for one of several results, the operator that has these."""
+    if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), (tuple, list)):
+        node = node.args[0]
+    return str(node.target)
+
+
 def where_of(node: Node) -> str:
     """Find the user's own line that made this node. Returns ``file:line: code``, ``file:line`` if the code is
     unknown, and an empty text if the line is."""
@@ -47,4 +55,4 @@ def where_of(node: Node) -> str:
 
 
 def refuse(node: Node, reason: str, hint: str) -> CannotStream:
-    return CannotStream(Refusal(str(node.target), reason, hint, where_of(node)))
+    return CannotStream(Refusal(target_name(node), reason, hint, where_of(node)))
