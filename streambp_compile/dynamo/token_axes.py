@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,6 +26,7 @@ from ..passes.ir import (
     hint,
     is_equal,
     is_tensor,
+    names_in,
     origin_of,
     shape_of,
     tensor_operands,
@@ -66,6 +67,7 @@ class Axis:
     received      nodes among ``mixing`` that get rows of other processes
     grids         of several axes as one: values with a vector for each pair of tokens of two sequences (the
                   patches of each frame), which are no scores of one over the other
+    batch         sizes in front of the tokens of inputs and hidden states
     """
 
     length: Size
@@ -76,6 +78,7 @@ class Axis:
     moving: frozenset[Node] = frozenset()
     received: frozenset[Node] = frozenset()
     grids: frozenset[Node] = frozenset()
+    batch: tuple[Size, ...] = field(default=(), compare=False)
 
 
 def joined(axes: Sequence[Axis]) -> Axis | None:
@@ -323,7 +326,8 @@ class Trace:
         recomputable = frozenset(
             n for n, names in self.captured_for.items() if not names & (once | self.random)
         )
-        return Axis(own_of(first).shape[at.dim], marks, mixing, attending, recomputable, received=received)
+        length, batch = own_of(first).shape[at.dim], sizes_ahead(first, plain, marks)
+        return Axis(length, marks, mixing, attending, recomputable, received=received, batch=batch)
 
 
 def by_length(axis: Axis, constant: Container[Node]) -> list[Axis]:
@@ -374,19 +378,23 @@ def rows_of_length(axis: Axis, length: Size, moving: frozenset[Node]) -> Axis:
     return replace(axis, length=length, marks=marks, mixing=mixing, attending=attending, moving=moving)
 
 
+def sizes_ahead(
+    first: Node, plain: Sequence[tuple[Node, Mark]], marks: Mapping[Node, tuple[Mark, ...]]
+) -> tuple[Size, ...]:
+    """List the sizes in front of the tokens of a value, of inputs, and of hidden states."""
+    found: list[Size] = []
+    for node, mark in plain:
+        hidden = own_of(node).dim() == 3 and mark.dim == 1 and len(marks[node]) == 1
+        if node is first or node.op == "placeholder" or hidden:  # an input may be an image, or a weight
+            found += own_of(node).shape[: mark.dim]
+    return tuple(found)
+
+
 def batch_sizes(axes: Sequence[Axis]) -> list[torch.SymInt]:
-    """List the sizes in front of tokens that may change between calls: those of the batch."""
-    found: dict[str, torch.SymInt] = {}
-    for axis in axes:
-        for node, (mark, *others) in axis.marks.items():
-            value = own_of(node)
-            hidden = value.dim() == 3 and mark.dim == 1 and not others
-            if mark.is_plain and (
-                node.op == "placeholder" or hidden
-            ):  # an input may be an image, or a weight
-                sizes = [s for s in value.shape[: mark.dim] if isinstance(s, torch.SymInt)]
-                found.update((str(s), s) for s in sizes if not s.node.expr.is_number)
-    return list(found.values())
+    """List the sizes of the batch that may change between calls, each once."""
+    lengths = frozenset[str]().union(*(names_in(axis.length) for axis in axes))
+    sizes = [s for axis in axes for s in axis.batch if names_in(s) and not names_in(s) & lengths]
+    return list({str(s): s for s in sizes if isinstance(s, torch.SymInt)}.values())
 
 
 @dataclass(frozen=True)
