@@ -262,11 +262,11 @@ class Chain:
                 internals.break_at_read_numbers()
         if constants:
             internals.make_constant(constants)
-        batch: list[torch.SymInt] = []
+        batch: list[torch.SymInt] | None = [] if self.batch_is_fixed else None
         for rewrite, doing in REWRITES:
-            if rewrite is merge_unrolled and not self.batch_is_fixed:  # the first that writes numbers
+            if rewrite in WRITE_NUMBERS and batch is None:
                 batch = self.changing_batch(module)
-            before = names_of(module)
+            before = names_of(module) if batch else []
             with phase(doing):
                 module = rewrite(module)
             if batch and rewrite in WRITE_NUMBERS and names_of(module) != before:

@@ -137,7 +137,8 @@ class Mark:
         if self.outer == 1 and isinstance(tokens, int):
             return self, excess, 0
         rows = (self.count(tokens) + excess) * self.inner
-        found = self if self.outer == 1 else replace(self, sequences=quotient(size, rows))
+        several = None if self.outer == 1 else quotient(size, rows)
+        found = self if several is None or isinstance(several, int) else replace(self, sequences=several)
         return found, excess, size - rows * found.outer_size
 
     def count(self, tokens: Any) -> Any:

@@ -111,11 +111,11 @@ def quotient(size: Size, part: Size) -> Size | None:
         return None if size % part else size // part
     exprs = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (size, part))
     (given, *_) = (s for s in (size, part) if isinstance(s, torch.SymInt))
-    found = sympy.cancel(operator.truediv(*map(simplified, exprs)))
+    found = divided_exactly(*map(simplified, exprs))
+    if found is None:
+        return None
     if found.is_Integer:
         return int(found)
-    if found.as_numer_denom()[1] != 1:
-        return None
     return given.node.shape_env.create_symintnode(found, hint=hint(size) // hint(part))
 
 
@@ -129,8 +129,14 @@ def simplified(expr: sympy.Expr) -> sympy.Expr:
 
 
 def divided(division: sympy.Expr) -> sympy.Expr:
-    quotient = sympy.cancel(division.args[0] / division.args[1])
-    return quotient if quotient.as_numer_denom()[1] == 1 else division
+    found = divided_exactly(*division.args)
+    return division if found is None else found
+
+
+def divided_exactly(size: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
+    """Divide two expressions; None if the division leaves a denominator."""
+    found = sympy.cancel(size / part)
+    return found if found.as_numer_denom()[1] == 1 else None
 
 
 @functools.lru_cache(4096)
