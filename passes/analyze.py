@@ -41,6 +41,7 @@ from .ir import (
     value_of,
 )
 from .key_ranges import key_ranges
+from .mask_analysis.domains import Abstract
 from .mask_analysis.evaluation import evaluate
 from .phases import check_time
 from .rules import communicates, merge_of, rule_of, scan_of
@@ -53,6 +54,7 @@ def analyze(
     input_marks: Mapping[Node, tuple[Mark, ...]],
     checkable: Container[Node] = (),
     known: Signatures | None = None,
+    masks: Mapping[Node, Abstract] | None = None,
 ) -> Analysis:
     """Derive the facts, edges and kinds of every node.
 
@@ -61,11 +63,12 @@ def analyze(
     checkable    placeholders of masks that may be checked in each call: keys may be left out under
                  conditions on them
     known        the signatures of this graph, if they were read before
+    masks        the abstract values of its masks, if they were evaluated before
 
     Raises `CannotStream` at the first node whose rows cannot be determined.
     """
     propagation = TokenPropagation(graph, input_marks, known)
-    masks = evaluate(graph, {n for n in input_marks if n in checkable})
+    masks = evaluate(graph, {n for n in input_marks if n in checkable}) if masks is None else masks
     reader = Reader(propagation, length, Alignment(graph, propagation, length))
     for node in graph.nodes:
         check_time()

@@ -37,6 +37,7 @@ from .passes.ir import (
     bytes_of,
     hint,
     is_equal,
+    is_floating,
     is_row_wise,
     is_tensor,
     names_in,
@@ -124,7 +125,12 @@ def worth_parting(
 def has_rows(node: Node, analysis: Analysis) -> bool:
     """Is an input made of rows of features, with each token at its own position?"""
     fact = analysis.facts[node]
-    return isinstance(fact, Tokens) and fact.keys is None and fact.rows == Mark(fact.rows.dim)
+    return (
+        is_floating(node)
+        and isinstance(fact, Tokens)
+        and fact.keys is None
+        and fact.rows == Mark(fact.rows.dim)
+    )
 
 
 def bytes_between_sweeps(program: Program) -> int:
@@ -160,7 +166,7 @@ def in_turn(
     rewritten = known.symmetric_difference(part.graph.nodes)
     if rewritten or facts.shifted_copies or not proves_the_same(facts, analysis, new):
         return None
-    facts = replace(facts, conditions=analysis.conditions)
+    facts = replace(facts, conditions=analysis.conditions, ranges=analysis.ranges)
     return part, facts, parts_of_batch(region, by_batch, new, size, at_once)
 
 

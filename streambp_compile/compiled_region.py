@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.fx import GraphModule, Node
@@ -13,7 +14,7 @@ from torch.fx import GraphModule, Node
 from . import internals
 from .candidate import Candidate, NothingToStream
 from .config import Config
-from .dynamo.attention_calls import torch_attention
+from .dynamo.attention_calls import torch_attention, with_input_for_ranges
 from .dynamo.blocks import write_out
 from .dynamo.mixing import made_of_weights
 from .dynamo.processes import routed, spans_processes
@@ -31,6 +32,7 @@ from .passes.ir import (
     MaskedOutsideBand,
     PositionsIncrease,
     Refusal,
+    VisibleRanges,
     bytes_of,
     outputs_of,
     target_name,
@@ -45,7 +47,7 @@ from .passes.width import LOGITS, bytes_needed, widest_at_full_length
 from .pipeline import Machine, StreamedRegion, collectives_of, stream
 from .region_drivers import forward_and_backward, run_forward
 from .region_report import RegionReport
-from .runtime.mask_guards import Guard
+from .runtime.mask_guards import CallAnswer, Guard
 from .runtime.memory_simulation import bytes_of_chunk
 from .runtime.opaque_calls import Driver, boxed, driver_of
 from .runtime.places import InRegion, within
@@ -55,8 +57,14 @@ from .target_device import planned_for, target_of
 HELP = {
     EveryRowHasVisibleKey: "Pad on the right, or mask with booleans or -inf instead of the lowest number.",
     PositionsIncrease: "Number the tokens of each packed sequence in ascending order.",
+    VisibleRanges: "Pad at one end of each sequence, and give each packed document an id of its own.",
     MaskedOutsideBand: "Make causal masks by torch.tril or is_causal=True inside the compiled function.",
 }
+
+
+def no_ranges() -> torch.Tensor:
+    """Return the ranges of keys of a region in which no attention reads any."""
+    return torch.empty((0, 1, 0, 2), dtype=torch.int64)
 
 
 class TraceAgain(Exception):
@@ -79,6 +87,7 @@ class CompiledRegion:
         may_check: bool = True,
         unfit: Refusal | None = None,
         choices: Choices = DEFAULT,
+        by_ranges: bool = True,
     ):
         self.module, self.fakes, self.region, self.axis, self.config, self.refuse = (
             module,
@@ -88,23 +97,41 @@ class CompiledRegion:
             config,
             refuse,
         )
+        self.given = (module, inputs)
         self.candidate = Candidate(region, axis, inputs, unfit)
         self.spans_processes = spans_processes((*region.inputs, *region.nodes))
         self.may_check, self.choices = may_check and not self.spans_processes, choices
-        self.unconditional: CompiledRegion | None = None
+        self.by_ranges = by_ranges and self.may_check
+        self.without: dict[type[Condition], CompiledRegion] = {}
         self.variants: dict[Choices, CompiledRegion] = {choices: self}
         self.flat = [
             (i, n if part is internals.local_of(value) else None)
             for i, (n, value) in enumerate(zip(self.candidate.inputs, inputs))
             for part in internals.parts_of(value)
         ]  # AOTAutograd's inputs: index of the region's input, and its node if the part is all of it or local
+        self.ranges = self.add_ranges() if self.by_ranges else None
         self.writes = len(written_storages(region)) > len(written_buffers(region))
         self.report = RegionReport(module, recomputable=region.recomputable)
         self.streamed: StreamedRegion | None = None
         self.guard: Guard | None = None
         self.bodies: list[internals.CompiledBody] = []
         self.unchecked = self.compiled() if region.nodes else None
-        self.call = self.checked if self.guard else self.unchecked
+        self.call = self.checked if self.guard else self.plain()
+
+    def add_ranges(self) -> int | None:
+        """Add an input for ranges of keys in place of masks. Returns its position among AOTAutograd's inputs;
+        None where no attention has a mask."""
+        module = with_input_for_ranges(self.module)
+        if module is None:
+            return None
+        with internals.detect_fake_mode(self.fakes):
+            self.module, self.fakes = module, [*self.fakes, no_ranges()]
+        self.flat.append((len(self.fakes) - 1, None))
+        return len(self.flat) - 1
+
+    def plain(self) -> Callable | None:
+        """Return the call for inputs of which no masks are checked."""
+        return self.unchecked if self.ranges is None or self.unchecked is None else partial(self.run, None)
 
     def compiled(self) -> Callable:
         """Compile the region, streamed or unchunked; by Inductor alone if an internal error occurs."""
@@ -118,9 +145,9 @@ class CompiledRegion:
                     call = self.traced()
                 except TraceAgain:
                     call = self.traced()
-            if self.streamed is not None and self.streamed.analysis.conditions:
+            if self.streamed is not None and self.streamed.analysis.checked:
                 self.guard = Guard(
-                    self.streamed.checked_inputs, self.streamed.analysis.conditions, [i for i, _ in self.flat]
+                    self.streamed.checked_inputs, self.streamed.analysis.checked, [i for i, _ in self.flat]
                 )
             return call
         except internals.NO_DEFECTS:
@@ -158,39 +185,51 @@ class CompiledRegion:
 
     def checked(self, *inputs: object) -> object:
         """Run the region, and skip keys only where the masks among its inputs allow it."""
-        return self.call_for(self.guard.broken(inputs))(*inputs)
+        return self.call_for(self.guard.answer(inputs))(*inputs)
 
-    def call_for(self, broken: Condition | None) -> Callable:
-        """Choose the call for inputs that break this condition, or for those that break none."""
-        return self.unchecked if broken is None else self.reading_all(broken)
+    def call_for(self, answer: CallAnswer) -> Callable:
+        """Choose the call for inputs whose masks gave this answer."""
+        if answer.broken is not None:
+            return self.reading_all(answer.broken)
+        return partial(self.run, answer.ranges)
+
+    def run(self, ranges: torch.Tensor | None, *inputs: object) -> object:
+        """Run the region as it was compiled.
+
+        ranges  the keys that masks show each row; None: no attention reads them
+        """
+        if self.ranges is None:
+            return self.unchecked(*inputs)
+        return self.unchecked(*inputs, no_ranges() if ranges is None else ranges)
 
     def reading_all(self, broken: Condition) -> Callable:
-        """Return the same region without conditions, which the first call that breaks one compiles."""
-        if self.unconditional is None:
+        """Return the same region without conditions of this kind, which the first call that breaks one
+        compiles."""
+        kind = type(broken)
+        if kind not in self.without:
             warnings.warn(
                 f"streambp: This call's mask breaks the assumption that {broken}. The region is compiled "
-                "again without key pruning; results stay exact, but attention takes longer. "
-                f"{HELP[type(broken)]}",
+                f"again without it; results stay exact, but attention takes longer. {HELP[kind]}",
                 StreamHint,
                 stacklevel=2,
             )
-            self.unconditional = self.compiled_again(self.choices, may_check=False)
-        return self.unconditional.call
+            self.without[kind] = self.compiled_again(self.choices, kind is VisibleRanges)
+        return self.without[kind].call
 
     def chosen(self, choices: Choices) -> CompiledRegion:
         """Compile the same region for other choices; return itself if it runs unchunked."""
         if self.streamed is None:
             return self
         if choices not in self.variants:
-            self.variants[choices] = self.compiled_again(choices, self.may_check)
+            self.variants[choices] = self.compiled_again(choices, self.may_check, self.by_ranges)
         return self.variants[choices]
 
-    def compiled_again(self, choices: Choices, may_check: bool) -> CompiledRegion:
+    def compiled_again(self, choices: Choices, may_check: bool, by_ranges: bool = False) -> CompiledRegion:
         """Compile the same region once more, outside of Dynamo."""
-        parts = (self.module, self.fakes, self.region, self.axis, self.config, self.refuse)
+        parts = (*self.given, self.region, self.axis, self.config, self.refuse)
         mode = internals.detect_fake_mode(self.fakes)
         with internals.tracing_of(mode), internals.NothingReal(()):
-            again = CompiledRegion(*parts, may_check, self.candidate.unfit, choices)
+            again = CompiledRegion(*parts, may_check, self.candidate.unfit, choices, by_ranges)
             again.settle()
         return again
 
@@ -309,6 +348,7 @@ class CompiledRegion:
                 self.input_marks(),
                 self.checkable(),
                 [i for i, (_, n) in enumerate(self.flat) if n is not None and n.op != "placeholder"],
+                self.ranges,
             ),
             replace(self.choices, chunk_size=self.config.chunk_size),
             Machine(self.compile_body, target_of(self.device(), device.capability), device, bytes_of_chunk),
@@ -330,8 +370,8 @@ class CompiledRegion:
         except internals.NO_DEFECTS:
             raise
         except Exception as error:
-            self.guard, self.call = None, self.unstreamed(error)
-            self.unchecked = self.call
+            self.guard, self.unchecked = None, self.unstreamed(error)
+            self.call = self.plain()
 
     def check_width(self, region: StreamedRegion) -> None:
         """Warn of values at full length that are wider than a streamed program may hold. Raises

@@ -9,11 +9,24 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .passes.analyze import analyze
-from .passes.ir import Analysis, Mark, Size, is_equal, is_tensor, outputs_of, shape_of, value_of
+from .passes.ir import (
+    Analysis,
+    Mark,
+    Ranges,
+    Size,
+    hint,
+    is_equal,
+    is_tensor,
+    outputs_of,
+    shape_of,
+    value_of,
+)
+from .passes.mask_analysis.evaluation import evaluate
 from .passes.normalization.normalize import WHERE_TOKENS_ARE
 from .passes.rules import ends_along
 from .passes.shifted_copies import copy_shifted
 from .passes.token_propagation import Signatures, TokenPropagation
+from .passes.visible_ranges import read_ranges
 
 
 @dataclass(frozen=True)
@@ -24,12 +37,14 @@ class JointInputs:
     marks      the token marks of an input
     checkable  inputs that may be masks; the caller checks the result's conditions on them
     movable    inputs that a caller may hand over, so that gradients are written over them
+    ranges     an input for ranges of keys, which attention may read in place of masks; None: there is none
     """
 
     length: Size
     marks: Mapping[int, tuple[Mark, ...]]
     checkable: Sequence[int] = ()
     movable: Sequence[int] = ()
+    ranges: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,8 +109,19 @@ def analyzed(region: Joint, inputs: JointInputs) -> tuple[Joint, Analysis]:
         propagation = TokenPropagation(region.graph, marks, known)
     marks.update(marks_of_tangents(region, propagation))
     checkable = {region.primals[i] for i in inputs.checkable}
-    analysis = analyze(region.graph, length, marks, checkable, known)
-    return region, copy_shifted(region.graph, analysis)
+    masks = evaluate(region.graph, checkable.intersection(marks))
+    ranges = Ranges()
+    if inputs.ranges is not None:
+        given = region.primals[inputs.ranges]
+        ranges = read_ranges(region.graph, propagation, length, masks, given, checkable)
+        if ranges:
+            shape = (len(ranges.visible), max((v.batch for v in ranges.visible), key=hint), length, 2)
+            given.meta["val"] = value_of(given).new_empty(shape)
+            known = Signatures(region.graph)
+        if given.users:
+            marks[given] = (Mark(2),)
+    analysis = analyze(region.graph, length, marks, checkable, known, masks)
+    return region, copy_shifted(region.graph, replace(analysis, ranges=ranges))
 
 
 def with_outputs_of_graph(region: Joint) -> Joint:

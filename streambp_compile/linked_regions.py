@@ -24,11 +24,11 @@ from .dynamo.values import fake_of, storage_of
 from .dynamo.written_inputs import written_storages
 from .lazy.expressions import LazyRegion
 from .lazy.outputs import lazy_output
-from .passes.ir import Condition, Refusal
+from .passes.ir import Refusal
 from .passes.split import Region
 from .runtime.compression import Compression
 from .runtime.gradient_ownership import hand_over, plain_references
-from .runtime.mask_guards import Question, answered, rounds
+from .runtime.mask_guards import CallAnswer, Question, answered, rounds
 from .runtime.offload import Offloading
 from .runtime.places import InLink, within
 from .runtime.rematerialisation import Again, Leave, Recipe, saved_as
@@ -219,13 +219,13 @@ def linked(
         values: dict[Node, object] = dict(zip(placeholders, args))
         prepare_weights(cut, values)
         recipes: dict[Node, Again] = {}
-        broken: dict[tuple, Condition | None] = {}
+        answers: dict[tuple, CallAnswer] = {}
         state = buffers.of_call(values)
         waiting = Waiting(plan, args)
         for index, (compiled, region), gone, free, question, asked_now in steps:
-            broken.update(answered(asked_now, values) if asked_now else {})
+            answers.update(answered(asked_now, values) if asked_now else {})
             if compiled.call is not None:
-                run = compiled.call if question is None else compiled.call_for(broken[question.key])
+                run = compiled.call if question is None else compiled.call_for(answers[question.key])
                 hand_over([values[n] for n in free])
                 with within(InLink(index, compiled.report)):
                     run_region(run, region, values, state, recipes, waiting.leave(index, region, values))

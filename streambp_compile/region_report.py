@@ -120,7 +120,7 @@ class RegionReport:
             ]
         lines += [
             f"  checked in every call: {condition}; where it fails, all keys are read"
-            for condition in self.streamed.analysis.conditions
+            for condition in self.streamed.analysis.checked
         ]
         return "\n".join(lines)
 

@@ -104,14 +104,15 @@ def test_a_body_names_its_kernel_and_says_why():
     (call,) = [
         n for b in bodies for n in b.graph.graph.nodes if n.target is torch.ops.streambp.attention.default
     ]
-    assert call.args[-1] == "flash_cpu" and [kernel.name for b in bodies for kernel in b.kernels] == [
-        "flash_cpu"
-    ]
+    assert call.kwargs == {"kernel": "flash_cpu"} and [
+        kernel.name for b in bodies for kernel in b.kernels
+    ] == ["flash_cpu"]
     query = next(n for n in write.graph.nodes if n.name == "query")
+    attention = next(n for n in query.users if n.target is torch.ops.streambp.attention.default)
     with internals.FakeTensorMode():
         query.meta["val"] = torch.empty(2, 1, 5, 8, dtype=torch.bfloat16, device="cuda")
-    assert kernel_for(query, query, None, Target("cuda", (9, 0))).kernel.name == "cudnn"
-    assert kernel_for(query, query, None, Target("cpu")).kernel.name == "composed"
+    assert kernel_for(attention, Target("cuda", (9, 0))).kernel.name == "cudnn"
+    assert kernel_for(attention, Target("cpu")).kernel.name == "composed"
 
 
 def test_attention_that_runs_whole_gets_a_kernel_too():

@@ -21,7 +21,8 @@ from streambp_compile.passes.ir import (
     MaskedOutsideBand,
     Reach,
 )
-from streambp_compile.runtime.mask_guards import Guard, Question, answered, holds, positions_increase, rounds
+from streambp_compile.runtime.mask_conditions import holds, positions_increase
+from streambp_compile.runtime.mask_guards import Guard, Question, answered, rounds
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10

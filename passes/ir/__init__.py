@@ -3,6 +3,7 @@
 All are frozen, and print themselves the way a person would write them down.
 """
 
+from .analysis import Analysis, is_row_wise, parts_of
 from .bodies import (
     ACCUMULATORS,
     FILLED,
@@ -16,35 +17,36 @@ from .bodies import (
     numbers_told,
     parted_name,
 )
+from .conditions import (
+    Condition,
+    DocumentMask,
+    EveryRowHasVisibleKey,
+    KeyMask,
+    MaskedOutsideBand,
+    Pair,
+    PositionsIncrease,
+    Ranges,
+    VisibleRanges,
+    band_text,
+)
 from .facts import (
     EVERYWHERE,
     FUTURE,
     HERE,
     PAST,
-    Analysis,
-    Condition,
     Contraction,
-    DocumentMask,
     Edge,
-    EveryRowHasVisibleKey,
     Fact,
-    KeyMask,
     Kind,
     Label,
     Labels,
     Mark,
-    MaskedOutsideBand,
-    Pair,
-    PositionsIncrease,
     Reach,
     Role,
     Shared,
     Signature,
     Summed,
     Tokens,
-    band_text,
-    is_row_wise,
-    parts_of,
 )
 from .layouts import Layout, has_gaps, is_expanded, layout_of, strides_of_part
 from .programs import (
@@ -139,6 +141,7 @@ __all__ = [
     "PositionsIncrease",
     "Program",
     "READS_KEYS",
+    "Ranges",
     "Reach",
     "Refusal",
     "Role",
@@ -149,6 +152,7 @@ __all__ = [
     "Summed",
     "Sweep",
     "Tokens",
+    "VisibleRanges",
     "ancestors",
     "arguments",
     "band_text",

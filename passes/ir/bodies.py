@@ -116,10 +116,19 @@ def numbers_told(binding: Binding) -> list[object]:
 
 @dataclass(frozen=True)
 class ChosenKernel:
-    """The attention kernel of a body, and the reason why it was chosen over those before it in the table."""
+    """The attention kernel of a body, and the reason why it was chosen over those before it in the table.
+
+    uneven  the kernel for rows and keys that ranges decide, where that is another one
+    """
 
     name: str
     reason: str
+    uneven: str = ""
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """The operator's arguments that name the kernels."""
+        return {"kernel": self.name} | ({"uneven": self.uneven} if self.uneven else {})
 
     def __str__(self) -> str:
         return self.reason

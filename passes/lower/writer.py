@@ -15,7 +15,18 @@ import torch
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from ..ir import Binding, BindingRole, Edge, Kind, Role, Tokens, total_dtype, value_of
+from ..ir import (
+    Binding,
+    BindingRole,
+    ChosenKernel,
+    Edge,
+    Kind,
+    Role,
+    Tokens,
+    arguments,
+    total_dtype,
+    value_of,
+)
 from ..rules import Rule, rule_of, scan_of, state_rows
 from ..rules.facets import Merge, Scan
 from .rows import RowReading
@@ -216,21 +227,31 @@ class Writer(RowReading):
     def attention(self, node: Node) -> Node:
         if self.is_of_each_row(node, 1):
             return self.attention_of_each_row(node)
-        query, key, value, mask = node.args[:4]
-        _, causal, scale = node.args[3:6]
+        given = arguments(node)
         return self.graph.call_function(
             streambp.attention.default,
             (
-                self.read(query),
+                self.read(given["query"]),
                 self.key_operand(node, 1),
                 self.key_operand(node, 2),
-                None if mask is None else self.read(mask),
-                causal,
-                scale,
-                self.scalar("offset") if causal else 0,
-                self.kernel(node),
+                *self.visible_keys(node),
             ),
+            self.by_ranges(node) | self.kernel(node).arguments,
         )
+
+    def visible_keys(self, node: Node) -> tuple[Node | float | None, ...]:
+        """Return the arguments of an attention node from its mask to the place of its first row."""
+        given = arguments(node)
+        mask, causal = given["mask"], given["causal"]
+        start = self.scalar("offset") if causal else 0
+        return None if mask is None else self.read(mask), causal, given["scale"], start
+
+    def by_ranges(self, node: Node) -> dict[str, object]:
+        """Return the arguments of an attention node that reads ranges of keys in place of a mask."""
+        given = arguments(node)
+        if given["ranges"] is None:
+            return {}
+        return {"ranges": self.read(given["ranges"]), "slot": given["slot"]}
 
     def is_of_each_row(self, node: Node, key: int) -> bool:
         """Does each row of an attention node read only keys of its own?
@@ -242,14 +263,14 @@ class Writer(RowReading):
     def attention_of_each_row(self, node: Node) -> Node:
         """Write attention within each row: tokens are the batch of its kernel."""
         copied = self.copy(node)
-        set_argument(copied, "kernel", self.kernel(node))
+        set_argument(copied, "kernel", self.kernel(node).name)
         return copied
 
-    def kernel(self, node: Node) -> str:
-        """Return the name of the kernel planned for an attention node, and note that it is used."""
+    def kernel(self, node: Node) -> ChosenKernel:
+        """Return the kernel planned for an attention node, and note that it is used."""
         chosen = self.draft.kernels[node]
         self.draft.used[chosen] = None
-        return chosen.name
+        return chosen
 
     def key_operand(self, node: Node, position: int) -> Node:
         edge = self.analysis.edges[node][position]
@@ -258,26 +279,23 @@ class Writer(RowReading):
     def attention_backward(self, node: Node) -> Node:
         if self.is_of_each_row(node, 2):
             return self.attention_of_each_row(node)
-        grad, query, _, _, out, lse, mask, causal, scale = node.args[:9]
+        given = arguments(node)
         key, value = (self.key_operand(node, i) for i in (2, 3))
         grads = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         return self.graph.call_function(
             streambp.attention_backward_.default,
             (
-                self.read(grad),
-                self.read(query),
+                self.read(given["grad"]),
+                self.read(given["query"]),
                 key,
                 value,
-                self.read(out),
-                self.read(lse),
-                None if mask is None else self.read(mask),
-                causal,
-                scale,
-                self.scalar("offset") if causal else 0,
+                self.read(given["out"]),
+                self.read(given["lse"]),
+                *self.visible_keys(node),
                 self.key_total(node, grads.get(1), 1),
                 self.key_total(node, grads.get(2), 2),
-                self.kernel(node),
             ),
+            self.by_ranges(node) | self.kernel(node).arguments,
         )
 
     def rows_and_key_sums(self, node: Node, results: Node) -> Node:

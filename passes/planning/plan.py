@@ -74,17 +74,31 @@ def entries_per_token(program: Program, analysis: Analysis) -> tuple[Size, ...]:
 
 
 def chosen(node: Node, target: Target, choices: Choices) -> ChosenKernel:
+    """Choose the kernel of an attention node, and that of its calls whose shapes the data decides."""
+
+    def choice(uneven: bool) -> KernelChoice:
+        found = kernel_for(node, target, uneven)
+        return in_one_call(found) if choices.memory_to_spare else found
+
+    usual = choice(False)
+    name, reason = usual.kernel.name, str(usual)
+    if arguments(node)["ranges"] is None:
+        return ChosenKernel(name, reason)
+    other = choice(True)
+    if other.kernel.name == name:
+        return ChosenKernel(name, reason)
+    return ChosenKernel(name, f"{reason}; for rows and keys that ranges decide: {other}", other.kernel.name)
+
+
+def kernel_for(node: Node, target: Target, uneven: bool = False) -> KernelChoice:
+    """Choose the kernel of an attention node on a target. The operands' device decides if only one of the two
+    is a CPU.
+
+    uneven  for calls whose rows and keys follow from the data
+    """
     given = arguments(node)
-    choice = kernel_for(given["query"], given["value"], given["mask"], target)
-    if choices.memory_to_spare:
-        choice = in_one_call(choice)
-    return ChosenKernel(choice.kernel.name, str(choice))
-
-
-def kernel_for(query: Node, value: Node, mask: Node | None, target: Target) -> KernelChoice:
-    """Choose the attention kernel for these operands on a target. The operands' device decides if only one of
-    the two is a CPU."""
-    like = value_of(query)
+    like, value = value_of(given["query"]), given["value"]
     known = (target.device == "cpu") == (device_type(like) == "cpu")
-    asked = Attention(like.dtype, shape_of(query)[-1], shape_of(value)[-1], mask is not None)
+    masked = given["mask"] is not None
+    asked = Attention(like.dtype, shape_of(given["query"])[-1], shape_of(value)[-1], masked, uneven)
     return choose(asked, target if known else Target(device_type(like)))

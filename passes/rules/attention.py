@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.fx import Node
 
-from ..ir import EVERYWHERE, PAST, Signature, refuse, shape_of
+from ..ir import EVERYWHERE, PAST, Signature, arguments, refuse, shape_of
 from . import rule, rule_by_name
 from .facets import CostClass, Form
 
@@ -16,6 +16,14 @@ def mask_labels(node: Node, mask: Node | None, heads: int) -> tuple:
         return ()
     b, h, t, s = shape_of(mask)
     return (("b" if b > 1 else None, "h" if h == heads and h > 1 else None, "q", "k"),)
+
+
+def range_labels(node: Node) -> tuple:
+    """Label the dimensions of the ranges of keys that attention reads in place of a mask."""
+    ranges = arguments(node)["ranges"]
+    if ranges is None:
+        return ()
+    return ((None, "b" if shape_of(ranges)[1] > 1 else None, "q", None),)
 
 
 def emit_attention(body, node: Node):
@@ -33,6 +41,7 @@ def attention(node: Node) -> Signature:
             ("b", h, "k", "d"),
             ("b", h, "k", "e"),
             *mask_labels(node, node.args[3], heads),
+            *range_labels(node),
         ),
         (("b", "h", "q", "e"), ("b", "h", "q")),
         reach={"k": PAST if node.args[4] else EVERYWHERE},
@@ -67,6 +76,7 @@ def attention_backward(node: Node) -> Signature:
             outs,
             ("b", "h", "q"),
             *mask_labels(node, node.args[6], heads),
+            *range_labels(node),
         ),
         (queries, keys, values),
         reach={"k": PAST if node.args[7] else EVERYWHERE},

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
-from ..passes.ir import ancestors, hint
+from ..passes.ir import ancestors, copied, hint
 from ..passes.rules.forward import Part, mutated, part_of
 from .values import fake_of, storage_of
 
@@ -223,6 +223,29 @@ def one_attention(module: GraphModule) -> GraphModule:
         if calls or flexible:
             part.recompile()
     return module
+
+
+def with_input_for_ranges(module: GraphModule) -> GraphModule | None:
+    """Add an input for the keys that masks show each row, if a region has attention with a mask.
+
+    No node reads it until a mask is known to show ranges (passes/visible_ranges.py).
+    """
+    parts = [m for m in module.modules() if isinstance(m, GraphModule)]
+    if not any(is_masked(node) for part in parts for node in part.graph.nodes):
+        return None
+    found = copied(module)
+    last = found.graph.find_nodes(op="placeholder")[-1]
+    with found.graph.inserting_after(last):
+        found.graph.placeholder("visible_ranges")
+    found.recompile()
+    return found
+
+
+def is_masked(node: Node) -> bool:
+    """Is a node attention with a mask?"""
+    if node.target is scaled_dot_product_attention:
+        return (node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")) is not None
+    return node.target is flex_attention
 
 
 def only_result_is_read(node: Node) -> bool:

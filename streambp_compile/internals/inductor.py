@@ -168,18 +168,18 @@ def floats_are_tensors():
 
 @OneAtATime()
 def compile_function(function: Callable, examples: Sequence[object]) -> Callable:
-    """Compile a function without gradients by Inductor.
+    """Compile a function without gradients, which returns a tuple of tensors, by Inductor.
 
     examples  fakes of its arguments, whose symbols stay free or get the guards of their mode
     """
     mode = detect_fake_mode(examples)
     with tracing(TracingContext(mode)), mode, torch.no_grad():
         traced = make_fx(
-            lambda *args: (function(*args),),
+            function,
             decomposition_table=select_decomp_table(),
             _allow_non_fake_inputs=True,
         )(*examples)
         fakes = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
         rewrite(traced)
         artifact = compile_ours(traced, fakes, is_inference=True)
-    return lambda *args: artifact(list(args))[0]
+    return lambda *args: tuple(artifact(list(args)))

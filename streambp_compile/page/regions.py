@@ -43,7 +43,7 @@ def region_data(region: RegionReport) -> dict[str, Any]:
         "fused": streamed is not None and streamed.fused,
         "refusal": None if region.refusal is None else refusal_data(region.refusal, region),
         "batch": "" if streamed is None or streamed.batch is None else str(streamed.batch),
-        "conditions": [] if streamed is None else [str(c) for c in streamed.analysis.conditions],
+        "conditions": [] if streamed is None else [str(c) for c in streamed.analysis.checked],
         "lines": lines_of(region),
         "schedules": [] if streamed is None else list(schedules(streamed)),
         "passes": list(passes(region)),

@@ -182,7 +182,7 @@ class Runner:
         args: Any = map_arg(node.args, values.__getitem__)
         kwargs: Any = map_arg(node.kwargs, values.__getitem__)
         if node in self.plan.kernels:
-            kwargs = {**kwargs, "kernel": self.plan.kernels[node].name}
+            kwargs = {**kwargs, **self.plan.kernels[node].arguments}
         with (
             within(node),
             noting(lambda: f"streambp: this happened at full length in {node}{lines_of([node])}"),

@@ -1,9 +1,13 @@
 """The streaming attention operators, whose kernel is chosen by name.
 
 ``attention`` is one step of a sweep, ``attention_backward_`` its gradient with accumulators for keys and
-values; ``attention_backward`` is the gradient of all rows at once, as joint graphs have it. The last
-argument names the kernel (`selection.choose` picks it when a chunk body is written). Without a name, a
-kernel runs that every device of that type has.
+values; ``attention_backward`` is the gradient of all rows at once, as joint graphs have it.
+
+ranges  ``[slots, B, C, 2]``, on the host, in place of a mask: the keys that each row sees (`ranges`)
+slot    which of these belong to this call
+kernel  the kernel (`selection.choose` picks it when a chunk body is written); without a name, a kernel runs
+        that every device of that type has
+uneven  the kernel for calls whose rows and keys the ranges decide
 """
 
 from __future__ import annotations
@@ -26,13 +30,14 @@ def join_triton_(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_
 
 OPERANDS = "Tensor query, Tensor key, Tensor value"
 OPTIONS = "Tensor? mask, bool causal, float scale"
+BY_RANGES = "Tensor? ranges=None, int slot=0, str kernel='', str uneven=''"
 define(
-    f"attention({OPERANDS}, {OPTIONS}, SymInt start, str kernel='') -> (Tensor, Tensor)",
+    f"attention({OPERANDS}, {OPTIONS}, SymInt start, {BY_RANGES}) -> (Tensor, Tensor)",
     attention_forward,
     forward_meta,
 )
 define(
-    f"attention_backward(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {OPTIONS}, str kernel='')"
+    f"attention_backward(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {OPTIONS}, {BY_RANGES})"
     " -> (Tensor, Tensor, Tensor)",
     attention_backward,
     lambda grad, q, k, v, *_: (heads_last(q.shape, q), torch.empty_like(k), torch.empty_like(v)),
@@ -45,7 +50,7 @@ define(
 )
 define(
     f"attention_backward_(Tensor grad, {OPERANDS}, Tensor out, Tensor lse, {OPTIONS}, SymInt start,"
-    " Tensor(a!) key_grad, Tensor(b!) value_grad, str kernel='') -> Tensor",
+    f" Tensor(a!) key_grad, Tensor(b!) value_grad, {BY_RANGES}) -> Tensor",
     attention_backward_,
     backward_meta,
 )

@@ -43,12 +43,14 @@ class Attention:
 
     width, value_width  features per head, of queries and keys and of values
     masked              is a mask added to scores?
+    uneven              do rows and keys of its calls follow from the data, so that few calls are alike?
     """
 
     dtype: torch.dtype
     width: int
     value_width: int
     masked: bool = False
+    uneven: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Kernel:
     one_call    its backward takes grouped heads in one call, whatever memory those gradients take
     diagonal    where causality may start: ``top left``, ``bottom right``, or ``any``
     first_on    compute capabilities on which it is tried before all others
+    plans       does it make a plan, at some cost, for every new number of rows or keys?
     fewest_keys   keys that it takes at least; for fewer, the composed kernel runs instead
     whole_square  rows up to which it computes most of a causal square, hidden scores included
     padded      width → the width that it is padded to, where that is not the next multiple
@@ -94,6 +97,7 @@ class Kernel:
     one_call: bool = False
     diagonal: str = "any"
     first_on: tuple[tuple[int, int], ...] = ()
+    plans: bool = False
     fewest_keys: int = 1
     whole_square: int = 0
     padded: Callable[[int], int] | None = None
@@ -167,6 +171,7 @@ TABLE = (
         expands=True,
         diagonal="top left",
         first_on=((9, 0), (10, 0)),
+        plans=True,
         fewest_keys=2,
         forward_op=fused.CUDNN_FORWARD,
         backward_op=fused.CUDNN_BACKWARD,
@@ -261,6 +266,8 @@ def obstacle(kernel: Kernel, attention: Attention, target: Target) -> str | None
             return f"{dtype} needs compute capability {dotted(needed)}, this device has {has}"
     if attention.masked and not kernel.masks:
         return "it takes no mask" if kernel.name != "cudnn" else "with a mask its dQ can be NaN"
+    if attention.uneven and kernel.plans:
+        return "it makes a plan for every new number of rows or keys"
     if kernel.widest is not None and width > kernel.widest:
         return f"it takes up to {kernel.widest} features per head, not {width}"
     return replaced(target, width) if kernel.name == "flash" else None

@@ -6,6 +6,9 @@ their log-sum-exps. The backward calls take the *joined* output and log-sum-exp,
 ``dK``, ``dV`` land in their slices (exact to 1e-15 in float64). Nothing above the diagonal is computed.
 Causality beside a mask is folded into the mask, in one call.
 
+Where a mask shows each row consecutive keys, ranges of keys take its place (`ranges`): a call covers the
+rows of one run, and no mask exists.
+
 Shapes: query ``[B, Hq, C, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]``, mask broadcastable to
 ``[B, Hq, C, S]``, boolean (true where a row may attend) or additive; ``Hq`` is a multiple of ``Hkv``. A
 row that sees no key gives zeros, ``-inf``, and no gradient.
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from torch import Tensor
 from ..grouped import fits_triton
 from . import layout
 from .masks import additive, hidden_rows
+from .ranges import hides_nothing, runs, sequences
 from .selection import COMPOSED, ROWS, Attention, Kernel, Target, choose
 
 
@@ -57,6 +61,21 @@ def pieces(rows: int, keys: int, diagonal: int | None, kernel: Kernel) -> tuple[
     stop = min(rows, keys - diagonal)  # rows behind it see all keys
     cut = (Piece(slice(0, stop), slice(0, diagonal + stop), diagonal),)
     return cut if stop == rows else (*cut, Piece(slice(stop, rows), slice(0, keys), None))
+
+
+def pieces_of_runs(ranges: Tensor, kernel: Kernel) -> tuple[Piece, ...]:
+    """Split the scores that ranges ``[C, 2]`` show into pieces. Rows without keys have none."""
+    found = []
+    for run in runs(ranges):
+        count = run.rows.stop - run.rows.start
+        for piece in pieces(count, run.keys, run.diagonal, kernel) if run.keys else ():
+            rows, keys = moved(piece.rows, run.rows.start), moved(piece.keys, run.first)
+            found.append(replace(piece, rows=rows, keys=keys))
+    return tuple(found)
+
+
+def moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
 
 
 SMALLEST_SQUARE = 128  # rows of a square that is not cut further: a call costs more than it would save
@@ -153,12 +172,19 @@ class Prepared:
 
     precise  operands are in float32, because two parts in half precision would be rounded before they
              are joined
+    rows     rows of the chunk
     """
 
     kernel: Kernel
     parts: tuple[Piece, ...]
     bias: Tensor | None
     precise: bool
+    rows: int
+
+    @property
+    def covers_all_rows(self) -> bool:
+        """Does every row see a key?"""
+        return sum(p.rows.stop - p.rows.start for p in self.parts if not p.again) == self.rows
 
     def operand(self, t: Tensor, width: int) -> Tensor:
         t = layout.widened(t.float() if self.precise else t, width)
@@ -179,30 +205,109 @@ def prepared(
     kernel, diagonal = kernel_named(name, query, value, mask), start if causal else None
     rows, keys, bias = query.shape[2], key.shape[2], None
     parts = pieces(rows, keys, None if mask is not None else diagonal, kernel)
-    if any(p.keys.stop - p.keys.start < kernel.fewest_keys for p in parts):
+    if needs_more_keys(kernel, parts):
         kernel = COMPOSED
         parts = pieces(rows, keys, None if mask is not None else diagonal, kernel)
     if mask is not None:
         dtype = layout.statistics(query) if kernel.wide_bias else query.dtype
         bias = additive(mask, keys, rows, diagonal, dtype, kernel.bias_step)
-    joins = any(p.again for p in parts) and query.dtype.itemsize == 2 and torch.float32 in dict(kernel.dtypes)
-    return Prepared(kernel, parts, bias, joins)
+    return Prepared(kernel, parts, bias, joins_in_half(kernel, parts, query), rows)
 
 
-def attention_forward(query, key, value, mask, causal: bool, scale: float, start: int, kernel: str = ""):
+def prepared_by_ranges(name: str, query: Tensor, value: Tensor, ranges: Tensor) -> Prepared:
+    """Prepare a chunk whose rows see ranges of keys, ``[C, 2]``, the same for all its sequences."""
+    kernel = kernel_named(name, query, value, None)
+    parts = pieces_of_runs(ranges, kernel)
+    if needs_more_keys(kernel, parts):
+        kernel, parts = COMPOSED, pieces_of_runs(ranges, COMPOSED)
+    return Prepared(kernel, parts, None, joins_in_half(kernel, parts, query), query.shape[2])
+
+
+def needs_more_keys(kernel: Kernel, parts: Sequence[Piece]) -> bool:
+    return any(p.keys.stop - p.keys.start < kernel.fewest_keys for p in parts)
+
+
+def joins_in_half(kernel: Kernel, parts: Sequence[Piece], query: Tensor) -> bool:
+    """Are half-precision results joined, by a kernel that can give them in float32?"""
+    return any(p.again for p in parts) and query.dtype.itemsize == 2 and torch.float32 in dict(kernel.dtypes)
+
+
+@dataclass(frozen=True)
+class ByRanges:
+    """The rows of a chunk, where masks hide more keys than causality does.
+
+    ranges  ``[B, C, 2]``
+    kernel  its name
+    """
+
+    ranges: Tensor
+    kernel: str
+
+    @staticmethod
+    def of(
+        query: Tensor, key: Tensor, ranges: Tensor | None, slot: int, causal: bool, start: int, kernel: str
+    ) -> ByRanges | None:
+        """Read the ranges of a call at ``slot``. None if there are none, or they hide nothing."""
+        if ranges is None:
+            return None
+        own = ranges[slot].expand(query.shape[0], -1, -1)
+        return None if hides_nothing(own, key.shape[2], causal, start) else ByRanges(own, kernel)
+
+    def parts(self, *operands: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield the sequences that one call covers: their ranges ``[C, 2]``, and their part of operands."""
+        for part in sequences(self.ranges):
+            yield self.ranges[part.start], [layout.cut(t, 0, part) for t in operands]
+
+
+def attention_forward(
+    query,
+    key,
+    value,
+    mask,
+    causal: bool,
+    scale: float,
+    start: int,
+    ranges: Tensor | None = None,
+    slot: int = 0,
+    kernel: str = "",
+    uneven: str = "",
+):
     """Compute the output, laid out as ``[B, C, Hq, Dv]``, and the log-sum-exp ``[B, Hq, C]``."""
     if not query.numel() or not key.shape[2]:
         out, lse = forward_meta(query, key, value, mask, causal, scale, start)
         return out.zero_(), lse.fill_(-math.inf)
+    some = ByRanges.of(query, key, ranges, slot, causal, start, uneven or kernel)
+    if some is not None:
+        found = [
+            attended(prepared_by_ranges(some.kernel, q, v, own), q, k, v, scale)
+            for own, (q, k, v) in some.parts(query, key, value)
+        ]
+        if len(found) == 1:
+            return found[0]
+        whole = forward_meta(query, key, value, mask, causal, scale, start)
+        return tuple(put_in_order(t, parts) for t, parts in zip(whole, zip(*found)))
     chunk = prepared(kernel, query, key, value, mask, causal, start)
-    width, value_width = chunk.kernel.widths(query.shape[3], value.shape[3])
-    operands = [chunk.operand(t, w) for t, w in ((query, width), (key, width), (value, value_width))]
-    out, lse = joined(chunk, operands, scale, query, value.shape[3])
+    out, lse = attended(chunk, query, key, value, scale)
     if chunk.bias is not None:
         hidden = hidden_rows(chunk.bias)
         out.masked_fill_(hidden.unsqueeze(-1), 0)
         lse.masked_fill_(hidden, -math.inf)
     return out, lse
+
+
+def put_in_order(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Fill a value with those of its sequences, one by one."""
+    for i, part in enumerate(parts):
+        layout.put(whole[i : i + 1], part)
+    return whole
+
+
+def attended(
+    chunk: Prepared, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    width, value_width = chunk.kernel.widths(query.shape[3], value.shape[3])
+    operands = [chunk.operand(t, w) for t, w in ((query, width), (key, width), (value, value_width))]
+    return joined(chunk, operands, scale, query, value.shape[3])
 
 
 def joined(
@@ -222,18 +327,17 @@ def joined(
         o, logsum = chunk.kernel.forward(queries, keys, values, call.bias, diagonal, scale)
         return layout.first(o, 3, width), logsum
 
-    if len(planned) == 1 and not planned[0].stacked:
-        o, logsum = part(planned[0])
-        return layout.heads_put_last(o), layout.dense(logsum)
-    start, *others = planned
-    if start.heads is None and not start.stacked and start.piece.rows == slice(0, rows):
-        o, logsum = part(start)  # the others are joined to its result
+    start = planned[0] if planned else None
+    if start is not None and start.heads is None and not start.stacked and start.piece.rows == slice(0, rows):
+        o, logsum = part(planned.pop(0))  # the others are joined to its result
         out, lse = layout.heads_put_last(o), layout.dense(logsum)
     else:
-        others = planned
         out = layout.heads_last((batch, heads, rows, width), q if chunk.precise else query)
         lse = query.new_empty((batch, heads, rows), dtype=layout.statistics(query))
-    for call in others:
+        if not chunk.covers_all_rows:
+            out.zero_()
+            lse.fill_(-math.inf)
+    for call in planned:
         o, logsum = part(call)
         here, here_lse = (call.target(layout.by_key_head(t, key_heads)) for t in (out, lse))
         join(here, here_lse, call.put(o, shared), call.put(logsum, shared), call.piece.again)
@@ -271,12 +375,23 @@ def attention_backward_(
     start: int,
     key_grad,
     value_grad,
+    ranges: Tensor | None = None,
+    slot: int = 0,
     kernel: str = "",
+    uneven: str = "",
 ):
     """Compute ``dQ``, laid out as ``[B, C, Hq, D]``, and add ``dK`` and ``dV`` to accumulators. The
     accumulators are float32 (float64 for float64)."""
     if not query.numel() or not key.shape[2]:
         return backward_meta(grad, query).zero_()
+    some = ByRanges.of(query, key, ranges, slot, causal, start, uneven or kernel)
+    if some is not None:
+        operands = (grad, query, key, value, out, lse, key_grad, value_grad)
+        found = [
+            gradients(prepared_by_ranges(some.kernel, part[1], part[3], own), *part[:6], scale, *part[6:])
+            for own, part in some.parts(*operands)
+        ]
+        return found[0] if len(found) == 1 else put_in_order(backward_meta(grad, query), found)
     chunk = prepared(kernel, query, key, value, mask, causal, start)
     if mask is not None:
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(score - inf) is 0: rows that see no key
@@ -300,9 +415,11 @@ def gradients(
         made = kernel.backward(g, q, keys, values, o, logsum, call.bias, call.piece.diagonal, scale, dk, dv)
         return layout.first(made, 3, width)
 
-    if len(planned) == 1 and not planned[0].stacked:
+    if len(planned) == 1 and not planned[0].stacked and chunk.covers_all_rows:
         return layout.heads_put_last(part(planned[0]))
     dq = layout.heads_last(query.shape, k if chunk.precise else query)
+    if not chunk.covers_all_rows:
+        dq.zero_()
     for call in planned:
         more = call.put(part(call), shared)
         here = call.target(layout.by_key_head(dq, key_heads))
@@ -310,13 +427,28 @@ def gradients(
     return layout.put(layout.heads_last(query.shape, query), dq) if chunk.precise else dq
 
 
-def attention_backward(grad, query, key, value, out, lse, mask, causal: bool, scale: float, kernel: str = ""):
+def attention_backward(
+    grad,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    mask,
+    causal: bool,
+    scale: float,
+    ranges: Tensor | None = None,
+    slot: int = 0,
+    kernel: str = "",
+    uneven: str = "",
+):
     dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (key, value))
-    dq = attention_backward_(grad, query, key, value, out, lse, mask, causal, scale, 0, dk, dv, kernel)
+    options = (mask, causal, scale, 0, dk, dv, ranges, slot, kernel, uneven)
+    dq = attention_backward_(grad, query, key, value, out, lse, *options)
     return dq, dk.to(key.dtype), dv.to(value.dtype)
 
 
-def forward_meta(query, key, value, mask, causal, scale, start, kernel=""):
+def forward_meta(query, key, value, *_):
     batch, heads, rows, _ = query.shape
     return (
         layout.heads_last((batch, heads, rows, value.shape[-1]), query),

@@ -1,0 +1,99 @@
+"""Attention reads ranges of keys in place of masks that show each row consecutive keys.
+
+Padding and packed documents are such masks, alone or beside causality. With a mask, a kernel computes all
+scores and then hides some; by ranges, it computes those that a row sees. What a mask hides must be known
+completely, and each call checks that the keys that it shows are consecutive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+
+from torch.fx import Graph, Node
+
+from .ir import (
+    Condition,
+    DocumentMask,
+    KeyMask,
+    Mark,
+    PositionsIncrease,
+    Ranges,
+    Size,
+    VisibleRanges,
+    arguments,
+    is_equal,
+    shape_of,
+    value_of,
+)
+from .key_ranges import is_cheap_to_check
+from .mask_analysis.domains import Abstract, Band, is_empty_outside
+from .rules import form_of
+from .rules.facets import Form
+from .token_propagation import TokenPropagation
+
+
+def read_ranges(
+    graph: Graph,
+    propagation: TokenPropagation,
+    length: Size,
+    masks: Mapping[Node, Abstract],
+    given: Node,
+    checkable: Container[Node],
+) -> Ranges:
+    """Let attention read ranges of keys from an input of the graph where its mask shows such ranges.
+
+    masks      the abstract values of `mask_analysis`
+    given      the input
+    checkable  placeholders of masks that may be checked in each call
+    """
+    slots, conditions = dict[VisibleRanges, int](), dict[Condition, None]()
+    for node in graph.nodes:
+        if form_of(node) not in (Form.ATTENTION, Form.ATTENTION_BACKWARD):
+            continue
+        mask = arguments(node)["mask"]
+        band = masks.get(mask) if isinstance(mask, Node) else None
+        if not attends_to_own_rows(node, propagation, length) or not is_known(band):
+            continue
+        if not all(is_cheap_to_check(n, 0, checkable) for key_mask in band.key_masks for n in key_mask.nodes):
+            continue
+        visible = VisibleRanges(band.key_masks, band.hi > 0, band.outside == "min")
+        slot = slots.setdefault(visible, len(slots))
+        conditions.update(dict.fromkeys(map(PositionsIncrease, band.assumes)))
+        schema = [a.name for a in node.target._schema.arguments]
+        new = arguments(node) | dict(mask=None, causal=band.hi == 0, ranges=given, slot=slot)
+        node.args = tuple(new[name] for name in schema[: schema.index("kernel")])
+    return Ranges(tuple(slots), tuple(conditions))
+
+
+def attends_to_own_rows(node: Node, propagation: TokenPropagation, length: Size) -> bool:
+    """Are queries and keys of an attention node the tokens, each with one row?"""
+    operands = [arguments(node)[name] for name in ("query", "key")]
+    rows = all(list(propagation.of(n).values()) == [Mark(2)] for n in operands)
+    return rows and all(is_equal(value_of(n).shape[2], length) for n in operands)
+
+
+def is_known(band: Abstract) -> bool:
+    """Is an additive mask known completely, as masks of keys and of documents beside causality or none?"""
+    if not isinstance(band, Band) or not is_empty_outside(band) or not band.zero_inside:
+        return False
+    whole = (band.row, band.key) == (2, 3) and band.lo == -math.inf and band.hi in (0, math.inf)
+    if not whole or not band.key_masks or not all(isinstance(a, DocumentMask) for a in band.assumes):
+        return False
+    return all(shows_ranges(mask, band) for mask in band.key_masks)
+
+
+def shows_ranges(mask: KeyMask | DocumentMask, band: Band) -> bool:
+    """Can a mask be read as a range of keys for each row, the same for all heads?"""
+    if isinstance(mask, KeyMask):
+        return mask.row is None and all(is_one_a_sequence(n, (mask.key,)) for n in mask.nodes)
+    if len(mask.ordered) > bool(band.hi == 0) or mask.key_masks != () or mask.negated:
+        return False
+    return all(is_one_a_sequence(n, (-2, -1)) for n in mask.nodes)
+
+
+def is_one_a_sequence(node: Node, own: tuple[int, ...]) -> bool:
+    """Has a value no dimensions beside its ``own``, but for one of sequences that comes first of four?"""
+    shape = shape_of(node)
+    others = [d for d in range(len(shape)) if d not in own and d - len(shape) not in own]
+    return all(shape[d] == 1 or len(shape) == 4 and d == 0 for d in others)
