@@ -34,6 +34,7 @@ from .passes.ir import (
     Program,
     Size,
     Tokens,
+    ancestors,
     bytes_of,
     hint,
     is_equal,
@@ -179,7 +180,7 @@ def share_dimension(tokens: Facts, sequences: Facts) -> bool:
 def proves_the_same(part: Analysis, whole: Analysis, new: Mapping[Node, Node]) -> bool:
     """Do rows of a part reach the same keys, under the same conditions?"""
     same = list(map(type, part.conditions)) == list(map(type, whole.conditions))
-    return same and dict(part.reaches) == {new[n]: reach for n, reach in whole.reaches.items()}
+    return same and dict(part.reaches) == {new[n]: r for n, r in whole.reaches.items() if n in new}
 
 
 def parts_of_batch(
@@ -190,7 +191,7 @@ def parts_of_batch(
         size,
         at_once,
         {n: fact.rows for n, fact in facts.items() if isinstance(fact, Tokens)},
-        frozenset(new[n] for n, kind in by_batch.kinds.items() if kind is Kind.SUM),
+        frozenset(new[n] for n, kind in by_batch.kinds.items() if kind is Kind.SUM and n in new),
         {new[n]: value_of(n) for n in new if is_tensor(n)},
         region.primals,
     )
@@ -222,7 +223,10 @@ class Smaller:
         return GraphModule(self.module, self.graph), self.new
 
     def copy_nodes(self) -> None:
-        for node in self.module.graph.nodes:
+        """Copy the inputs, and the nodes that outputs need; others are masks that are read as ranges."""
+        graph = self.module.graph
+        needed = ancestors(graph.find_nodes(op="output")).union(graph.find_nodes(op="placeholder"))
+        for node in filter(needed.__contains__, graph.nodes):
             if node.op == "output":
                 self.graph.output(map_arg(node.args[0], self.new.__getitem__))
                 continue

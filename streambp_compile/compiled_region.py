@@ -62,9 +62,7 @@ HELP = {
 }
 
 
-def no_ranges() -> torch.Tensor:
-    """Return the ranges of keys of a region in which no attention reads any."""
-    return torch.empty((0, 1, 0, 2), dtype=torch.int64)
+NO_RANGES = (0, 1, 0, 2)  # the shape of ranges of keys where no attention reads any
 
 
 class TraceAgain(Exception):
@@ -89,14 +87,8 @@ class CompiledRegion:
         choices: Choices = DEFAULT,
         by_ranges: bool = True,
     ):
-        self.module, self.fakes, self.region, self.axis, self.config, self.refuse = (
-            module,
-            inputs,
-            region,
-            axis,
-            config,
-            refuse,
-        )
+        self.module, self.fakes, self.region, self.axis = module, inputs, region, axis
+        self.config, self.refuse = config, refuse
         self.given = (module, inputs)
         self.candidate = Candidate(region, axis, inputs, unfit)
         self.spans_processes = spans_processes((*region.inputs, *region.nodes))
@@ -124,8 +116,9 @@ class CompiledRegion:
         module = with_input_for_ranges(self.module)
         if module is None:
             return None
-        with internals.detect_fake_mode(self.fakes):
-            self.module, self.fakes = module, [*self.fakes, no_ranges()]
+        like = next(f for f in self.fakes if isinstance(f, torch.Tensor))
+        self.module = module
+        self.fakes = [*self.fakes, like.new_empty(NO_RANGES, dtype=torch.int64, device="cpu")]
         self.flat.append((len(self.fakes) - 1, None))
         return len(self.flat) - 1
 
@@ -200,7 +193,9 @@ class CompiledRegion:
         """
         if self.ranges is None:
             return self.unchecked(*inputs)
-        return self.unchecked(*inputs, no_ranges() if ranges is None else ranges)
+        return self.unchecked(
+            *inputs, torch.empty(NO_RANGES, dtype=torch.int64) if ranges is None else ranges
+        )
 
     def reading_all(self, broken: Condition) -> Callable:
         """Return the same region without conditions of this kind, which the first call that breaks one
