@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from . import internals
 from .config import Config
-from .page.files import trace
-from .report import Report, predict
+from .reporting.report import Report, predict
 from .runtime.memory_simulation import main_device, without_data
+from .tools.page.files import trace
 
 
 def explain(

@@ -58,10 +58,10 @@ DRIVERS = tuple(
     f"streambp_compile.{name}"
     for name in (
         "pipeline",
-        "joint_regions",
-        "region_programs",
-        "batch_analysis",
-        "batch_parts",
+        "regions.joint_regions",
+        "regions.region_programs",
+        "regions.batch_analysis",
+        "regions.batch_parts",
         "runtime.batch_turns",
         "runtime.memory_layouts",
         "runtime.rematerialisation",

@@ -21,11 +21,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 from ..config import Config
-from ..dynamo.aten import drop_expansions
-from ..notices import warn_refused
+from ..dynamo.reading.aten import drop_expansions
 from ..passes.ir import Refusal, bytes_of
 from ..passes.phases import summary
 from ..passes.rules.forward import TO_THE_END, may_be_deferred, takes_lengths
+from ..reporting.notices import warn_refused
 from .fingerprints import TensorContents
 
 # a value this many times smaller than the logits is computed; a wider one waits for its next operation

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
-from ..notices import StreamHint
 from ..passes.ir import (
     Condition,
     DocumentMask,
@@ -29,6 +28,7 @@ from ..passes.ir import (
     ancestors,
     value_of,
 )
+from ..reporting.notices import StreamHint
 
 
 class Guard:
