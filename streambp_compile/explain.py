@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from . import internals
 from .config import Config
-from .reporting.report import Report, predict
+from .reporting.report import Report, page, predict
 from .runtime.memory_simulation import main_device, without_data
-from .tools.page.files import trace
 
 
 def explain(
@@ -55,7 +54,7 @@ def explain(
         with contextlib.suppress(Planned):
             torch.compile(fn, backend=backend)(*args, **kwargs)
         predict(report)
-    trace(report)
+    page().trace(report)
     return report
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 from torch.fx import GraphModule
 
@@ -79,9 +80,7 @@ class Report:
         Raises ValueError for any other name, and for a snapshot where the peak of the step was not
         predicted.
         """
-        from ..tools.page.files import save  # imported late, because it depends on reports
-
-        save([self] if beside is None else [self, beside], names, Path(path))
+        page().save([self] if beside is None else [self, beside], names, Path(path))
 
     @property
     def headline(self) -> str:
@@ -118,6 +117,13 @@ class Report:
         tail = [f"nothing to stream in {idle}"] if idle else []
         tail += [str(part) for part in (self.peak, self.timing) if part]
         return "\n\n".join([head, *map(str, shown), *tail, *self.notes])
+
+
+def page() -> ModuleType:
+    """Import the page of a report: the one accessory that the backend opens, and only when asked for it."""
+    from ..tools.page import files
+
+    return files
 
 
 def predict(report: Report) -> None:

@@ -5,6 +5,9 @@ tile by tile, in an autograd function. Dynamo does not trace such a function (it
 buffer, or calls kernels), so the graph would break in front of the head. While Dynamo traces for this
 backend, the formula is traced instead, and streams. Eager calls, and those of other backends, run the
 library's own function.
+
+Here alone a function is known by its name. What its tiles compute stands in no graph, so its form cannot
+be recognised; its values and gradients are compared with the formula's before it is replaced.
 """
 
 from __future__ import annotations

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from ... import internals
-from ...passes.ir import ancestors, hint
-from ...passes.rules.forward import Part, mutated, part_of
-from ..reading.values import fake_of, storage_of
+from ...passes.ir import hint
+from ...passes.rules.forward import Part, part_of
+from ..reading.aten import erase_unread
+from ..reading.values import fake_of
 
 streambp = torch.ops.streambp
 
@@ -260,25 +261,6 @@ def written_out(module: GraphModule, node: Node) -> None:
                 if isinstance(part, GraphModule) and part.code == function.code
             )
     erase_unread(module.graph, [a for a in blocks[:-1] if isinstance(a, Node)])
-
-
-def erase_unread(graph: Graph, roots: Iterable[Node]) -> None:
-    """Erase these nodes, their operands, and writes into them, as far as no other node needs them."""
-    candidates = ancestors(roots)
-    storages = {storage_of(n) for n in candidates} - {None}
-    candidates |= {n for n in graph.nodes if mutated(n) is not None and storage_of(mutated(n)) in storages}
-    candidates = {n for n in candidates if n.op.startswith("call_")}
-    kept = [n for n in graph.nodes if n not in candidates]
-    needed = ancestors(kept)
-    while True:
-        alive = {storage_of(n) for n in needed} - {None}
-        more = {n for n in candidates - needed if mutated(n) is not None and storage_of(mutated(n)) in alive}
-        if not more:
-            break
-        needed |= ancestors(more)
-    for node in reversed(graph.nodes):
-        if node in candidates and node not in needed:
-            graph.erase_node(node)
 
 
 # Functions that replace a call of torch's → torch's own, which runs where a region is not streamed.

@@ -17,10 +17,9 @@ from torch.fx import GraphModule, Node
 
 from ...passes.ir import arguments, hint, is_equal
 from ...passes.rules.forward import Part, cuts_into_pieces, is_pointwise, part_of, slice_of
-from ..reading.aten import inserted
+from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of
 from ..rows.row_slices import Parts, RowRange, Rowwise, Sliced, operand_dim, sliced
-from .attention_calls import erase_unread
 from .shared_keys import OwnKeys, apart, origins
 
 

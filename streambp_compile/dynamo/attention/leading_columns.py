@@ -17,10 +17,9 @@ from torch.fx import GraphModule, Node
 
 from ...passes.ir import Size, is_equal
 from ...passes.rules.forward import TO_THE_END, Slice, is_orderless_along, slice_of
-from ..reading.aten import inserted
+from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of, is_changed
 from ..rows.row_slices import Parts, RowRange, Sliced, columns_of, operand_dim, sliced
-from .attention_calls import erase_unread
 
 aten = torch.ops.aten
 

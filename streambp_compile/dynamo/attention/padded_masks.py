@@ -18,10 +18,9 @@ from torch.fx import GraphModule, Node
 
 from ...passes.ir import arguments, is_equal
 from ...passes.rules.forward import Part, filling_of, is_filled, part_of, with_arguments
-from ..reading.aten import inserted
+from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of, is_parameter
 from ..rows.row_slices import Parts, columns_of, may_be_repeated, operand_dim, repeated, sum_of
-from .attention_calls import erase_unread
 
 aten = torch.ops.aten
 

@@ -26,11 +26,10 @@ from ... import internals
 from ...passes.ir import Size, ancestors, arguments, is_equal, simplified
 from ...passes.rules import filling_of
 from ...passes.rules.forward import Part, is_detached, mutated, part_of, slice_of
-from ..reading.aten import inserted
+from ..reading.aten import erase_unread, inserted
 from ..reading.token_axes import Axis, axes_of, traced
 from ..reading.values import fake_of, is_changed, joined_values, storage_of
 from ..rows.row_slices import sum_of
-from .attention_calls import erase_unread
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 

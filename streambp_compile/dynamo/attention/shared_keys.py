@@ -21,10 +21,10 @@ from torch.fx import GraphModule, Node
 
 from ...passes.ir import arguments, hint, is_equal
 from ...passes.rules.forward import Part, part_of
-from ..reading.aten import inserted
+from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of, is_parameter
 from ..rows.row_slices import Parts, RowRange, Rowwise, Sliced, origin_of_rows, same_rows, sliced
-from .attention_calls import TORCH_SPELLING, as_autocast, erase_unread, is_fusible, score_mask, streambp
+from .attention_calls import TORCH_SPELLING, as_autocast, is_fusible, score_mask, streambp
 
 
 class Joined(torch.autograd.Function):

@@ -20,8 +20,7 @@ from ... import internals
 from ...passes.ir import Mark, bytes_of
 from ...passes.kernels import blocks as kernels
 from ...passes.rules.forward import mutated
-from ..attention.attention_calls import erase_unread
-from ..reading.aten import inserted
+from ..reading.aten import erase_unread, inserted
 from ..reading.token_axes import axes_of, traced
 from ..reading.values import fake_of, is_changed, storage_of
 from .block_splits import may_split, split_of

@@ -15,8 +15,7 @@ from torch.fx import GraphModule, Node
 
 from ...passes.ir import arguments, hint, is_equal
 from ...passes.rules.forward import TO_THE_END, Part, part_of, slice_of, with_arguments
-from ..attention.attention_calls import erase_unread
-from ..reading.aten import inserted
+from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of, is_changed
 
 aten = torch.ops.aten

@@ -24,11 +24,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ... import internals
-from ...passes.ir import arguments, hint, is_equal
+from ...passes.ir import ancestors, arguments, hint, is_equal
 from ...passes.phases import check_time
-from ...passes.rules.forward import EXPANDS_TOGETHER, is_mutable, written_argument
+from ...passes.rules.forward import EXPANDS_TOGETHER, is_mutable, mutated, written_argument
 from .modes import is_switch
-from .values import CHANGED, autocast_of, fake_of
+from .values import CHANGED, autocast_of, fake_of, storage_of
 
 RESULTS = "results of a call"  # key in a call's meta: the nodes that make its results
 OF_ONE_NODE = (
@@ -139,6 +139,25 @@ def inserted(
         if not as_written and is_translatable(node):
             translate(node, Spellings())
     return node
+
+
+def erase_unread(graph: Graph, roots: Iterable[Node]) -> None:
+    """Erase these nodes, their operands, and writes into them, as far as no other node needs them."""
+    candidates = ancestors(roots)
+    storages = {storage_of(n) for n in candidates} - {None}
+    candidates |= {n for n in graph.nodes if mutated(n) is not None and storage_of(mutated(n)) in storages}
+    candidates = {n for n in candidates if n.op.startswith("call_")}
+    kept = [n for n in graph.nodes if n not in candidates]
+    needed = ancestors(kept)
+    while True:
+        alive = {storage_of(n) for n in needed} - {None}
+        more = {n for n in candidates - needed if mutated(n) is not None and storage_of(mutated(n)) in alive}
+        if not more:
+            break
+        needed |= ancestors(more)
+    for node in reversed(graph.nodes):
+        if node in candidates and node not in needed:
+            graph.erase_node(node)
 
 
 def is_translatable(node: Node) -> bool:

@@ -13,8 +13,7 @@ from torch.fx import GraphModule, Node
 
 from ...passes.ir import viewed
 from ...passes.rules.forward import Part, part_of, slice_of, with_arguments
-from ..attention.attention_calls import erase_unread
-from ..reading.aten import inserted
+from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of, is_changed
 from .row_slices import operand_dim
 
