@@ -2,6 +2,7 @@
 the source, so that nothing need be run."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,34 @@ def test_a_class_has_one_home():
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: places for name, places in homes.items() if len(places) > 1}
+
+
+HOLDERS = {"ContextVar", "Counter", "WeakKeyDictionary", "WeakSet", "WeakValueDictionary", "defaultdict"}
+
+
+def begins_empty(value: ast.expr | None) -> bool:
+    """Is this a collection without entries, or another object that functions fill?"""
+    if isinstance(value, ast.Call):
+        called = ast.unparse(value.func).rpartition(".")[2]
+        return called in HOLDERS or called in ("dict", "list", "set") and not value.args + value.keywords
+    return isinstance(value, (ast.Dict, ast.List)) and not ast.unparse(value)[1:-1]
+
+
+def state_of(path: Path) -> set[str]:
+    """``{"chunk_bodies.COMPILED"}``: what a module, or a class of it, holds for its functions to change."""
+    name, found = module_of(path).rpartition(".")[2], set()
+    body = ast.parse(path.read_text()).body
+    for owner, statements in [("", body), *((n.name, n.body) for n in body if isinstance(n, ast.ClassDef))]:
+        for node in statements:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and begins_empty(node.value):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                found.add(f"{name}.{owner or ast.unparse(target)}")
+    return found
+
+
+def test_state_of_modules_is_on_the_page():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("## State of modules")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+\.\w+)`", table)) - {"functools.cache"}
+    found = set().union(*map(state_of, FILES))
+    assert found == named - {"places.Watched"}  # whose observer begins as None

@@ -185,9 +185,10 @@ def mapped(value: object, leaf: Callable[[object], object]) -> object:
     return leaf(value)
 
 
-CALLS: dict[
-    tuple, tuple[GraphModule, type] | None
-] = {}  # calls as ATen operators, by function, arguments and modes
+CALLS: dict[tuple, tuple[GraphModule, type] | None] = {}
+"""Calls as ATen operators, by function, arguments and modes; None where a call must not be recorded. Kept
+while the process lives: each step of a training loop makes the same calls."""
+
 # methods that Python's operators call
 DUNDERS = {"__iter__", "__getitem__"} | {f"__{n}__" for n in vars(operator) if not n.startswith("_")}
 

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from ... import internals
 from ...passes.ir import hint
-from ...passes.kernels.token_loops import FUNCTIONS, TokenFunction
+from ...passes.kernels.token_loops import TOKEN_FUNCTIONS, TokenFunction
 from ...passes.rules import for_any_layout, functional
 from ...passes.rules.forward import is_detached, mutated
 from ..reading.aten import inserted
@@ -174,7 +174,7 @@ def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -
     own = [x[0] if i < rows else x for i, x in enumerate(fakes)]
     described = [f"{tuple(x.shape)}{x.dtype}{x.device}{x.requires_grad}" for x in own]
     name = hashlib.sha256(f"{step.code}{size}{rows}{described}".encode()).hexdigest()[:16]
-    if name not in FUNCTIONS:
+    if name not in TOKEN_FUNCTIONS:
         wanted, dtypes = tuple(x.requires_grad for x in own), tuple(x.dtype for x in own)
 
         vector = torch.empty(size, dtype=dtypes[rows], device="meta")
@@ -185,7 +185,7 @@ def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -
         def back(grad: Tensor, *given: Tensor) -> Tensor:
             return gradients_at(found, given, [0], grad)[0]
 
-        FUNCTIONS[name] = TokenFunction(
+        TOKEN_FUNCTIONS[name] = TokenFunction(
             found,
             traced(back, [vector, vector, *own]),
             size,
@@ -218,7 +218,7 @@ def keep(ctx, inputs: tuple, output: Tensor) -> None:
 def gradients(ctx, grad: Tensor):
     """Compute the gradients of one step, mapped over all tokens. First, a scan computes the gradients of
     all states."""
-    found = FUNCTIONS[ctx.function]
+    found = TOKEN_FUNCTIONS[ctx.function]
     states, *operands = ctx.saved_tensors
     rows, wholes = operands[: ctx.rows], operands[ctx.rows :]
     before = streambp.shifted(states, 0, 1)

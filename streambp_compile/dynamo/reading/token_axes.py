@@ -125,13 +125,22 @@ class GraphText:
     fakes: tuple[int, ...]
 
 
-LAST: ContextVar[list[tuple[GraphText, Trace]] | None] = ContextVar("last", default=None)
+class LastTrace:
+    """The trace of a graph as it was last, for callers that ask for the same graph again."""
+
+    def __init__(self) -> None:
+        self.written: GraphText | None = None
+        self.trace: Trace | None = None
+
+
+LAST: ContextVar[LastTrace | None] = ContextVar("last", default=None)
+"""Of the graph that is being rewritten; None outside `capturing_once`, which ends its life."""
 
 
 @contextlib.contextmanager
 def capturing_once() -> Iterator[None]:
     """Share one capture of an unchanged graph among all callers inside that ask for its token axes."""
-    before = LAST.set([])
+    before = LAST.set(LastTrace())
     try:
         yield
     finally:
@@ -144,11 +153,11 @@ def traced(module: GraphModule, fakes: Sequence[object]) -> Trace:
     nodes, last = tuple(module.graph.nodes), LAST.get()
     text = "\n".join(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs}" for n in nodes)
     written = GraphText(nodes, text, tuple(map(id, fakes)))
-    if last and last[0][0] == written:
-        return last[0][1]
+    if last is not None and last.trace is not None and last.written == written:
+        return last.trace
     trace = Trace(module, fakes)
     if last is not None:
-        last[:] = [(written, trace)]
+        last.written, last.trace = written, trace
     return trace
 
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from ... import internals
 from ...passes.ir import Mark
-from ...passes.kernels.picked_rows import FUNCTIONS, Picked, PickedFunction
+from ...passes.kernels.picked_rows import PICKED_FUNCTIONS, Picked, PickedFunction
 from ...passes.token_propagation import Signatures, TokenPropagation
 from .any_count import (
     COUNTS,
@@ -45,7 +45,7 @@ def register(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> str:
     described = [f"{tuple(x.shape)}{x.dtype}{x.device}{x.requires_grad}" for x in fakes]
     text = f"{found.module.code}{found.operands}{found.results}{described}"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if name not in FUNCTIONS:
+    if name not in PICKED_FUNCTIONS:
         found = replace(found, width=width_if_row_by_row(found, fakes))
         try:
             check_differentiable(found.module)
@@ -57,9 +57,8 @@ def register(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> str:
             ("sums", [i for i in real if not found.operands[i].dims]),
         ):
             if wanted:
-                FUNCTIONS[f"{name}_{kind}"] = gradient(found, fakes, wanted)
-        WANTED[name] = tuple(real)
-        FUNCTIONS[name] = found
+                PICKED_FUNCTIONS[f"{name}_{kind}"] = gradient(found, fakes, wanted)
+        PICKED_FUNCTIONS[name] = replace(found, wanted=tuple(real))
     return name
 
 
@@ -77,10 +76,6 @@ def with_gradients(found: PickedFunction, fakes: Sequence[torch.Tensor]) -> list
             result, [given[i] for i in wanted], torch.empty_like(result), allow_unused=True
         )
     return [i for i, grad in zip(wanted, grads) if grad is not None]
-
-
-WANTED: dict[str, tuple[int, ...]] = {}
-"""Name of a function → the operands that have gradients."""
 
 
 def example_of(how: Picked, fake: torch.Tensor, count: int) -> torch.Tensor:
@@ -172,11 +167,10 @@ def keep_operands(ctx, inputs: tuple, output: list[torch.Tensor]) -> None:
 def gradients(ctx, grads: list[torch.Tensor]):
     """Compute the gradients of a function of picked rows: one call for rows, and one for sums."""
     mask, *operands = ctx.saved_tensors
-    found, given = FUNCTIONS[ctx.function], [mask, grads[0], *operands]
-    wanted = WANTED[ctx.function]
+    found, given = PICKED_FUNCTIONS[ctx.function], [mask, grads[0], *operands]
     results: list[torch.Tensor | None] = [None] * (len(operands) + 1)
     for kind, call in (("rows", streambp.picked_rows), ("sums", streambp.picked_sums)):
-        places = [i for i in wanted if bool(found.operands[i].dims) == (kind == "rows")]
+        places = [i for i in found.wanted if bool(found.operands[i].dims) == (kind == "rows")]
         for i, value in zip(places, call(given, f"{ctx.function}_{kind}") if places else ()):
             results[i + 1] = value
     return results, None
