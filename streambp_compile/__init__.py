@@ -13,7 +13,7 @@ from .supported import check_torch
 check_torch()  # before anything that needs torch's internals
 
 from .explain import explain
-from .reporting.notices import NotStreamed, StreamHint
+from .reporting.notices import NotStreamed, PlansDiffer, StreamHint
 from .passes.ir import EVERYWHERE, FUTURE, PAST, Reach, Signature
 from .passes.rules import rule
 from .passes.rules.facets import Merge, Scan
@@ -25,6 +25,7 @@ __all__ = [
     "FUTURE",
     "Merge",
     "PAST",
+    "PlansDiffer",
     "NotStreamed",
     "Reach",
     "Report",

@@ -1,4 +1,4 @@
-"""Associative scans in blocks of tokens, as `part_blocks` (blocks.py) streams them.
+"""Associative scans in blocks of tokens, as `part_blocks` (blocks/blocks.py) streams them.
 
 Torch's own scan combines pairs of rows, then pairs of pairs, and so on over the whole sequence. The scan
 here first scans each block by itself, then the last rows of the blocks. It then combines every row with

@@ -3,7 +3,7 @@
 ``for i in range(n): out.append(f(q[:, i], state)); state = g(k[:, i], state)`` is how linear attention,
 the delta rule and other recurrences in block form are written. The work of an iteration before it reads
 the state, and the work on the state that no later iteration reads, are functions of one block, mapped
-over all of them (loop distribution). Only the chain of states stays a loop. `part_blocks` (blocks.py)
+over all of them (loop distribution). Only the chain of states stays a loop. `part_blocks` (blocks/blocks.py)
 streams the rest.
 """
 
