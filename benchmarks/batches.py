@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streambp_compile import batch_parts
 from streambp_compile.backend import streambp
+from streambp_compile.regions import batch_parts
 
 from .memory import peak
 from .tables import MIB, markdown, processor

@@ -117,7 +117,7 @@ def difference(found: list, truth: list) -> float:
 
 def why_not(error: Exception) -> dict:
     """A budget that no plan meets is no failure: the leanest plan is named."""
-    from streambp_compile.memory_limits import OverBudget
+    from streambp_compile.memory.memory_limits import OverBudget
 
     inner = getattr(error, "inner_exception", error)
     if isinstance(inner, OverBudget):

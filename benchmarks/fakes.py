@@ -1,10 +1,10 @@
-"""The paper's models at real size, without memory: sources for the planner (streambp_compile/plan/)."""
+"""The paper's models at real size, without memory: sources for the planner (streambp_compile/tools/plan/)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streambp_compile.plan.sources import PlannedModel, config_class, source_of_config
+from streambp_compile.tools.plan.sources import PlannedModel, config_class, source_of_config
 
 
 @dataclass(frozen=True)

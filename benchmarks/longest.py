@@ -13,9 +13,9 @@ checkpointing it is the eager model of Hugging Face with its layers checkpointed
 logits, and all that autograd keeps. With ``offload``, streambp's layer inputs wait in host memory.
 
 Models of a few layers are simulated: equal layers add equal bytes, so the whole model's peak follows
-(`streambp_compile/plan/step_memory.py`). The length in the table is simulated itself, and takes all but a
-hundredth of what weights and gradients leave. Not counted: the CUDA context and the libraries' own workspaces
-(about 1 GiB together), and memory that fragments.
+(`streambp_compile/tools/plan/step_memory.py`). The length in the table is simulated itself, and takes all but
+a hundredth of what weights and gradients leave. Not counted: the CUDA context and the libraries' own
+workspaces (about 1 GiB together), and memory that fragments.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import torch
 
 from benchmarks.fakes import SHAPES, Shape
 from streambp_compile.passes.planning.devices import named
-from streambp_compile.plan.commands import longest_by
-from streambp_compile.plan.fake_steps import simulating
-from streambp_compile.plan.whole_model import Prediction, Setting, Streaming, checkpointing
-from streambp_compile.progress import Progress
+from streambp_compile.reporting.progress import Progress
+from streambp_compile.tools.plan.commands import longest_by
+from streambp_compile.tools.plan.fake_steps import simulating
+from streambp_compile.tools.plan.whole_model import Prediction, Setting, Streaming, checkpointing
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30

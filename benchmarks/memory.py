@@ -1,5 +1,5 @@
 """Live memory of a computation, as the package measures it."""
 
-from streambp_compile.live_memory import held_in, live_memory, peak, profiled
+from streambp_compile.tools.live_memory import held_in, live_memory, peak, profiled
 
 __all__ = ["held_in", "live_memory", "peak", "profiled"]

@@ -58,7 +58,7 @@ def prepare(chosen: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.zoo import interpret_bodies
-    from streambp_compile import batch_parts
+    from streambp_compile.regions import batch_parts
 
     torch.set_num_threads(1)
     if not chosen.inductor:

@@ -92,8 +92,9 @@ class Phases:
 def watched() -> Phases:
     from torch._dynamo import convert_frame
 
-    from streambp_compile import backend, compiled_region, pipeline
+    from streambp_compile import backend, pipeline
     from streambp_compile.internals import chunk_bodies, inductor, kernel_builds, stored_bodies
+    from streambp_compile.regions import compiled_region
 
     phases = Phases()
     phases.watch(convert_frame, "_compile", "Dynamo")

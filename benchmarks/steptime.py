@@ -32,8 +32,8 @@ from streambp_compile.passes.ir import op_name
 from streambp_compile.passes.planning.chunk_length import program_cost
 from streambp_compile.passes.planning.cost_model import Cost, Work
 from streambp_compile.passes.planning.devices import Device, named
-from streambp_compile.plan.fake_steps import StreamedStep, counted_step, simulating
-from streambp_compile.plan.whole_model import Setting, plan_of
+from streambp_compile.tools.plan.fake_steps import StreamedStep, counted_step, simulating
+from streambp_compile.tools.plan.whole_model import Setting, plan_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DEVICES = ("H200", "A100-80")

@@ -299,8 +299,8 @@ def serve(name: str, compiled: bool, quick: bool) -> None:
     stream = processes.answers()
     import torch
 
-    from streambp_compile import candidate
-    from streambp_compile.dynamo import token_axes
+    from streambp_compile.dynamo.reading import token_axes
+    from streambp_compile.regions import candidate
 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # of step counters, too: others compute with them in float32

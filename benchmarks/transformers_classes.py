@@ -442,7 +442,7 @@ def streamed(model, eager: Callable, inputs: list[dict], truths: list[list]) -> 
 
     from streambp_compile.backend import Reporting
     from streambp_compile.config import Config
-    from streambp_compile.report import Report
+    from streambp_compile.reporting.report import Report
 
     report, step = Report(), None
 

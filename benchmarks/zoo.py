@@ -862,7 +862,7 @@ def exactness(row: Row) -> dict:
     from streambp_compile import NotStreamed
     from streambp_compile.backend import Reporting
     from streambp_compile.config import Config
-    from streambp_compile.report import Report
+    from streambp_compile.reporting.report import Report
 
     model, batch, loss = built(row, LENGTH)
     truth, model, note = reference(model, batch, loss)
@@ -973,7 +973,7 @@ def largest_error(found: list, expected: list) -> float:
 def keys_of(report) -> list[str]:
     """What is proved of the keys that attention reads, once for every answer."""
     from streambp_compile.passes.ir import READS_KEYS
-    from streambp_compile.region_report import proof
+    from streambp_compile.reporting.region_report import proof
 
     found = []
     for region in report.regions:

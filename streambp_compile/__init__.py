@@ -13,18 +13,19 @@ from .supported import check_torch
 check_torch()  # before anything that needs torch's internals
 
 from .explain import explain
-from .notices import NotStreamed, StreamHint
+from .reporting.notices import NotStreamed, PlansDiffer, StreamHint
 from .passes.ir import EVERYWHERE, FUTURE, PAST, Reach, Signature
 from .passes.rules import rule
 from .passes.rules.facets import Merge, Scan
 from .passes.rules.signatures import equation
-from .report import Report
+from .reporting.report import Report
 
 __all__ = [
     "EVERYWHERE",
     "FUTURE",
     "Merge",
     "PAST",
+    "PlansDiffer",
     "NotStreamed",
     "Reach",
     "Report",

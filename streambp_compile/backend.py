@@ -19,35 +19,58 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import internals
-from .candidate import SMALLEST_BLOCK
-from .chain_plan import ChainPlan, may_leave
-from .compiled_region import CompiledRegion, refusal_of
 from .config import WITH_GRAPHS, Config
-from .dynamo.assertions import part_assertions, with_assertions
-from .dynamo.associative_scans import scan_in_blocks
-from .dynamo.aten import to_aten
-from .dynamo.attention_calls import one_attention
-from .dynamo.blocks import part_blocks
-from .dynamo.convolutions import look_back
-from .dynamo.cut_rows import cut_rows_first
-from .dynamo.detached_values import detach_operands
-from .dynamo.early_values import early_views, weight_updates
-from .dynamo.flash_attn import flash_attn_as_attention
-from .dynamo.graph_inputs import attributes_as_inputs, fakes_of, meshes_as_attributes, with_attributes
-from .dynamo.higher_order import fold_maps, inline_wrappers
-from .dynamo.indexed_rows import index_rows
-from .dynamo.joint_attention import part_joint_attention
-from .dynamo.leading_columns import move_leading_columns
-from .dynamo.masked_values import choose_masked_values
-from .dynamo.modes import is_switch, note_autocast, write_inference_as_no_grad
-from .dynamo.padded_masks import pad_before_masks
-from .dynamo.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
-from .dynamo.picked_rows import depends_on_data, write_picked_rows
-from .dynamo.processes import check_parts, spans_processes
-from .dynamo.python_floats import floats_as_tensors, reads_number
-from .dynamo.region_axes import axis_of
-from .dynamo.region_modules import build_region, region_text
-from .dynamo.regions import (
+from .device.target_device import free_memory, is_on_gpu, memory_of_gpu
+from .dynamo.attention.attention_calls import one_attention
+from .dynamo.attention.flash_attn import flash_attn_as_attention
+from .dynamo.attention.joint_attention import part_joint_attention
+from .dynamo.attention.leading_columns import move_leading_columns
+from .dynamo.attention.padded_masks import pad_before_masks
+from .dynamo.attention.relative_shifts import write_relative_shifts
+from .dynamo.attention.score_filters import write_score_filters
+from .dynamo.attention.shared_keys import part_shared_keys
+from .dynamo.attention.turned_matrices import part_turned_matrices
+from .dynamo.blocks.blocks import part_blocks
+from .dynamo.blocks.convolutions import look_back
+from .dynamo.blocks.cut_rows import cut_rows_first
+from .dynamo.blocks.windows import write_windows
+from .dynamo.loops.associative_scans import scan_in_blocks
+from .dynamo.loops.running_values import write_running_values
+from .dynamo.loops.unrolled_loops import distribute_loops
+from .dynamo.loops.unrolled_losses import merge_unrolled
+from .dynamo.reading.aten import to_aten
+from .dynamo.reading.graph_inputs import attributes_as_inputs, fakes_of, meshes_as_attributes, with_attributes
+from .dynamo.reading.modes import is_switch, note_autocast, write_inference_as_no_grad
+from .dynamo.reading.processes import check_parts, spans_processes
+from .dynamo.reading.token_axes import batch_sizes, capturing_once, find_axes, joined
+from .dynamo.reading.values import fake_of, own_of, wants_gradient
+from .dynamo.rows.indexed_rows import index_rows
+from .dynamo.rows.masked_values import choose_masked_values
+from .dynamo.rows.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
+from .dynamo.rows.picked_rows import depends_on_data, write_picked_rows
+from .dynamo.rows.row_selection import select_rows_first
+from .dynamo.rows.table_rows import take_table_rows_first
+from .dynamo.user_code.assertions import part_assertions, with_assertions
+from .dynamo.user_code.detached_values import detach_operands
+from .dynamo.user_code.higher_order import fold_maps, inline_wrappers
+from .dynamo.user_code.python_floats import floats_as_tensors, reads_number
+from .dynamo.user_code.unknown_sizes import OfUnknownSize, part_unknown_sizes, write_counts_as_sums
+from .dynamo.writes.early_values import early_views, weight_updates
+from .dynamo.writes.returned_views import part_returned_views, with_returned_views
+from .dynamo.writes.state_updates import only_updates_state
+from .dynamo.writes.written_inputs import written_storages
+from .dynamo.writes.written_values import write_filled_values, write_new_values
+from .lazy.expressions import LazyRegion
+from .memory.chain_plan import ChainPlan, may_leave
+from .memory.memory_limits import Budget, FreeMemory, Limit, OverBudget
+from .memory.planned_chain import Links, PlannedChain, SpendingChain, costs_of
+from .memory.spare_memory import SpareMemory
+from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of, where_of
+from .passes.phases import SizeFixed, clocked, may_fix_sizes, phase, time_limit, untimed
+from .passes.split import Region, split
+from .regions.candidate import SMALLEST_BLOCK
+from .regions.compiled_region import CompiledRegion, refusal_of
+from .regions.cuts import (
     WIDER,
     WIDER_THAN_LAYERS,
     lazy_regions,
@@ -56,37 +79,14 @@ from .dynamo.regions import (
     whole_graph,
     with_sizes,
 )
-from .dynamo.relative_shifts import write_relative_shifts
-from .dynamo.returned_views import part_returned_views, with_returned_views
-from .dynamo.row_selection import select_rows_first
-from .dynamo.running_values import write_running_values
-from .dynamo.score_filters import write_score_filters
-from .dynamo.shared_keys import part_shared_keys
-from .dynamo.state_updates import only_updates_state
-from .dynamo.table_rows import take_table_rows_first
-from .dynamo.token_axes import batch_sizes, capturing_once, find_axes, joined
-from .dynamo.turned_matrices import part_turned_matrices
-from .dynamo.unknown_sizes import OfUnknownSize, part_unknown_sizes, write_counts_as_sums
-from .dynamo.unrolled_loops import distribute_loops
-from .dynamo.unrolled_losses import merge_unrolled
-from .dynamo.values import fake_of, own_of, wants_gradient
-from .dynamo.windows import write_windows
-from .dynamo.written_inputs import written_storages
-from .dynamo.written_values import write_filled_values, write_new_values
-from .hints import hint_at_freed_weights, hint_at_outputs, watched
-from .lazy.expressions import LazyRegion
-from .linked_regions import Cut, Later, linked
-from .memory_limits import Budget, FreeMemory, Limit, OverBudget
-from .notices import NotStreamed, PlansDiffer, StreamHint, mebibytes, warn_refused
-from .passes.ir import UNKNOWN_SIZE, CannotStream, Refusal, bytes_of, copied, hint, outputs_of, where_of
-from .passes.phases import SizeFixed, clocked, may_fix_sizes, phase, time_limit, untimed
-from .passes.split import Region, split
-from .planned_chain import Links, PlannedChain, SpendingChain, costs_of
-from .progress import Compiling
-from .region_report import RegionReport
-from .report import Report, predict
-from .spare_memory import SpareMemory
-from .target_device import free_memory, is_on_gpu, memory_of_gpu
+from .regions.linked_regions import Cut, Later, linked
+from .regions.region_axes import axis_of
+from .regions.region_modules import build_region, region_text
+from .reporting.hints import hint_at_freed_weights, hint_at_outputs, watched
+from .reporting.notices import NotStreamed, PlansDiffer, StreamHint, mebibytes, warn_refused
+from .reporting.progress import Compiling
+from .reporting.region_report import RegionReport
+from .reporting.report import Report, predict
 
 
 def streambp(

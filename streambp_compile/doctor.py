@@ -26,12 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from . import internals
 from .backend import Reporting
 from .config import Config
-from .live_memory import peak, peak_on_gpu
+from .device.target_device import target_of
 from .passes.kernels.attention import Attention, choose
 from .passes.phases import summary
-from .report import Report, predict
+from .reporting.report import Report, predict
 from .supported import NEWEST, OLDEST, dotted, numbers
-from .target_device import target_of
+from .tools.live_memory import peak, peak_on_gpu
 
 VOCABULARY, WIDTH, HEADS, LAYERS, TOKENS = 4096, 256, 4, 3, 2048
 WORSE = 4.0  # most error of streamed gradients, relative to eager's: sums in another order

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import internals
 from .config import Config
-from .page.files import trace
-from .report import Report, predict
+from .reporting.report import Report, page, predict
 from .runtime.memory_simulation import main_device, without_data
 
 
@@ -55,7 +54,7 @@ def explain(
         with contextlib.suppress(Planned):
             torch.compile(fn, backend=backend)(*args, **kwargs)
         predict(report)
-    trace(report)
+    page().trace(report)
     return report
 
 

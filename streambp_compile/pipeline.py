@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule, Node
 
-from .batch_parts import BatchParts, Follow, in_turn, may_take_turns, worth_parting
-from .joint_regions import Ends, Joint, JointInputs, analyzed, parted
 from .passes.ir import Analysis, Body, CannotStream, Plan, Program
 from .passes.kernels.attention import Target
 from .passes.lower import lower, lower_fusions
@@ -34,7 +32,9 @@ from .passes.verify import (
     verify_plan,
     verify_program,
 )
-from .region_programs import Programs, directions, partitioned
+from .regions.batch_parts import BatchParts, Follow, in_turn, may_take_turns, worth_parting
+from .regions.joint_regions import Ends, Joint, JointInputs, analyzed, parted
+from .regions.region_programs import Programs, directions, partitioned
 from .runtime.batch_turns import InTurns
 from .runtime.runner import Runner
 

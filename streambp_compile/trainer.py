@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from .config import Config
-from .notices import StreamHint
-from .tiled_heads import trace_formulas
+from .reporting.notices import StreamHint
+from .tools.tiled_heads import trace_formulas
 
 Target = TypeVar("Target")
 MODELS = ("model", "ref_model")  # attributes of trainers that hold a model

@@ -123,7 +123,7 @@ def interpreted(request, monkeypatch, fresh_dynamo):
 def take_turns(monkeypatch):
     """A function that makes so many sequences of a batch run at a time, wherever that may be, whatever it
     saves."""
-    from streambp_compile import batch_parts
+    from streambp_compile.regions import batch_parts
 
     def take(at_once: int) -> None:
         monkeypatch.setattr(batch_parts, "WORTH", 10**9)

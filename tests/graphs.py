@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from streambp_compile import internals
-from streambp_compile.joint_regions import Ends, JointInputs
 from streambp_compile.passes.ir import Mark, outputs_of
 from streambp_compile.passes.planning.choices import Choices
 from streambp_compile.pipeline import Machine, StreamedRegion, stream
+from streambp_compile.regions.joint_regions import Ends, JointInputs
 
 
 def single(target, args, kwargs) -> tuple[Graph, Node]:

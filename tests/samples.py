@@ -11,10 +11,8 @@ from graphs import single
 from torch.utils._pytree import tree_map
 
 from streambp_compile.passes.ir import tensor_operands
-from streambp_compile.passes.kernels.picked_rows import FUNCTIONS as PICKED
-from streambp_compile.passes.kernels.picked_rows import Picked, PickedFunction
-from streambp_compile.passes.kernels.token_loops import FUNCTIONS as STEPS
-from streambp_compile.passes.kernels.token_loops import TokenFunction
+from streambp_compile.passes.kernels.picked_rows import PICKED_FUNCTIONS, Picked, PickedFunction
+from streambp_compile.passes.kernels.token_loops import TOKEN_FUNCTIONS, TokenFunction
 from streambp_compile.passes.rules import overload, rule_of
 
 streambp = torch.ops.streambp
@@ -71,7 +69,7 @@ def attention_backward(mask=None, groups=1, causal=True):
 
 def loop_over_tokens(back):
     """States of two numbers, from rows of three and a weight; or what each gives to the state before it."""
-    STEPS["sample"] = TokenFunction(
+    TOKEN_FUNCTIONS["sample"] = TokenFunction(
         torch.fx.symbolic_trace(lambda state, row, weight: (state + state.sum() + row.sum()) * weight.sum()),
         torch.fx.symbolic_trace(
             lambda grad, state, row, weight: (grad + grad.sum()) * (state.sum() + row.sum()) * weight.sum()
@@ -95,7 +93,7 @@ def of_picked_rows(op, *results):
 
     places = (Picked((0,)), Picked((0, 1)), Picked(()))
     name = f"sample {op} {results}"
-    PICKED[name] = PickedFunction(torch.fx.symbolic_trace(body), places, results)
+    PICKED_FUNCTIONS[name] = PickedFunction(torch.fx.symbolic_trace(body), places, results)
     mask = t(6, 2, dtype=BOOL)
     return call(f"streambp::{op}", [mask, t(6, 3), t(6, 2), t(3, 4)], name)
 

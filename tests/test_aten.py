@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from streambp_compile import internals
-from streambp_compile.dynamo import aten
-from streambp_compile.dynamo.aten import to_aten
-from streambp_compile.dynamo.values import fake_of, storage_of
+from streambp_compile.dynamo.reading import aten
+from streambp_compile.dynamo.reading.aten import to_aten
+from streambp_compile.dynamo.reading.values import fake_of, storage_of
 from streambp_compile.passes.ir import copied, where_of
 
 X = torch.randn(2, 12, 8)

@@ -10,7 +10,7 @@ from torch.fx import symbolic_trace
 
 import streambp_compile
 from streambp_compile import NotStreamed
-from streambp_compile.dynamo import attention_calls as attention
+from streambp_compile.dynamo.attention import attention_calls as attention
 
 EXACT = 1e-10
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 13, 8

@@ -7,7 +7,7 @@ from models import gradients, total_error, worst_error
 from selection import representatives
 from torch import Tensor, nn
 
-import streambp_compile.batch_parts as batch_parts
+import streambp_compile.regions.batch_parts as batch_parts
 from benchmarks.memory import peak
 from benchmarks.random_models.trial import attempt
 from streambp_compile import NotStreamed, explain

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.zoo import ROWS
 from streambp_compile import NotStreamed, explain
-from streambp_compile.dynamo.any_count import NotForAnyCount, for_any_count
+from streambp_compile.dynamo.rows.any_count import NotForAnyCount, for_any_count
 from streambp_compile.passes.ir import Mark, Tokens
 from streambp_compile.passes.token_propagation import reshaped
 from streambp_compile.runtime.runner import Chunk

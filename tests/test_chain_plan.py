@@ -4,7 +4,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from streambp_compile.chain_plan import ChainPlan, Costs, Longer, NoPlan, find_plan, may_leave, steps_of
+from streambp_compile.memory.chain_plan import (
+    ChainPlan,
+    Costs,
+    Longer,
+    NoPlan,
+    find_plan,
+    may_leave,
+    steps_of,
+)
 from streambp_compile.passes.planning.kept_values import KeptValue
 
 LEVELS = (Longer(0.02, 6, 0.5), Longer(0.01, 14, 0.75))

@@ -5,8 +5,9 @@ import contextlib
 import pytest
 import torch
 
-from streambp_compile import NotStreamed, compiled_region
+from streambp_compile import NotStreamed
 from streambp_compile.passes.ir import CannotStream, Refusal
+from streambp_compile.regions import compiled_region
 
 
 @pytest.mark.parametrize("products", [0, 1, 3])

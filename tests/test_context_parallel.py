@@ -9,7 +9,7 @@ from benchmarks.setups import context_parallel, expert_parallel
 from benchmarks.setups.measurement import Row, measured
 from benchmarks.zoo import interpret_bodies
 from streambp_compile import internals
-from streambp_compile.dynamo.processes import routed
+from streambp_compile.dynamo.reading.processes import routed
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import EVERYWHERE, Kind, Mark
 from streambp_compile.passes.normalization.normalize import normalize

@@ -21,6 +21,19 @@ def test_files_that_a_page_names_exist(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", ["architecture.md", "dynamo-graph.md"])
+def test_files_that_a_page_names_by_their_end_exist(page):
+    """``loops/tiles.py``, ``tiles.py``: some file ends like that."""
+    ends = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    files = [
+        f"/{p.relative_to(ROOT)}"
+        for root in ("streambp_compile", "passes")
+        for p in (ROOT / root).rglob("*.py")
+    ]
+    files += [f"/{p.relative_to(ROOT)}" for p in (ROOT / "tests").glob("*.py")]
+    assert ends and not [end for end in ends if not any(f.endswith(f"/{end}") for f in files)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_of_a_page_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))

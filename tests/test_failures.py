@@ -10,14 +10,11 @@ import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streambp_compile import (
-    NotStreamed,
-    backend,
+from streambp_compile import NotStreamed, backend, internals, pipeline
+from streambp_compile.regions import (
     candidate,
     compiled_region,
-    internals,
     joint_regions,
-    pipeline,
     region_drivers,
     region_programs,
 )

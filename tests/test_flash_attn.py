@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streambp_compile import NotStreamed, explain
-from streambp_compile.dynamo.flash_attn import flash_attn_as_attention
+from streambp_compile.dynamo.attention.flash_attn import flash_attn_as_attention
 from streambp_compile.passes.rules import rule_of
 
 DIM, HEADS, KEY_HEADS, WORDS, LENGTH = 32, 4, 2, 64, 70

@@ -5,7 +5,7 @@ import torch
 from models import Plain
 from torch import Tensor, nn
 
-from streambp_compile import region_drivers
+from streambp_compile.regions import region_drivers
 from streambp_compile.runtime.gradient_ownership import ours_alone, plain_references
 
 pytestmark = pytest.mark.usefixtures("interpreted")

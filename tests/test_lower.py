@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from streambp_compile import internals
-from streambp_compile.joint_regions import Ends, JointInputs
 from streambp_compile.passes.analyze import analyze
 from streambp_compile.passes.ir import CannotStream, Mark, tensor_operands
 from streambp_compile.passes.kernels.attention import Target
@@ -21,6 +20,7 @@ from streambp_compile.passes.partition import partition
 from streambp_compile.passes.planning.choices import Choices
 from streambp_compile.passes.planning.plan import kernel_for, plan
 from streambp_compile.pipeline import Machine, stream
+from streambp_compile.regions.joint_regions import Ends, JointInputs
 
 aten = torch.ops.aten
 

@@ -442,7 +442,7 @@ def test_a_call_asks_each_mask_once_and_waits_once(monkeypatch):
         Guard, "answers", lambda guard, given, f=Guard.answers: asked.append(guard) or f(guard, given)
     )
     monkeypatch.setattr(
-        "streambp_compile.linked_regions.answered", lambda *a: waits.append(a) or answered(*a)
+        "streambp_compile.regions.linked_regions.answered", lambda *a: waits.append(a) or answered(*a)
     )
     shared = Model(keep_and_causal).double()
     own = Model(stored_and_padding, triangle=torch.ones(80, 80, dtype=torch.bool).tril()).double()

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from streambp_compile import measured_rates, target_device
-from streambp_compile.measured_rates import (
+from streambp_compile.device import measured_rates, target_device
+from streambp_compile.device.measured_rates import (
     Rates,
     known_rates,
     measured,

@@ -14,7 +14,7 @@ from streambp_compile.backend import Reporting
 from streambp_compile.config import Config
 from streambp_compile.passes.ir import PAST, EveryRowHasVisibleKey, KeyMask, MaskedOutsideBand
 from streambp_compile.passes.kernels.products import copied_operands
-from streambp_compile.report import Report
+from streambp_compile.reporting.report import Report
 from streambp_compile.runtime.mask_guards import Guard
 from streambp_compile.runtime.memory_simulation import Ledger, simulate
 

@@ -11,7 +11,7 @@ from benchmarks.memory import peak
 from streambp_compile import explain
 from streambp_compile.config import Config, budget_of
 from streambp_compile.internals import FakeTensorMode, is_fake
-from streambp_compile.memory_limits import SPARE, OverBudget
+from streambp_compile.memory.memory_limits import SPARE, OverBudget
 from streambp_compile.runtime.compression import Compressed
 from streambp_compile.runtime.memory_simulation import Ledger
 from streambp_compile.runtime.offload import AHEAD, Offloading

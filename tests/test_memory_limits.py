@@ -5,14 +5,16 @@ import pytest
 import torch
 from models import Plain, ids_of
 
-from streambp_compile import StreamHint, backend, internals, planned_chain, target_device
+from streambp_compile import StreamHint, backend, internals
 from streambp_compile.backend import Chain
-from streambp_compile.chain_plan import ChainPlan, Costs, Longer, estimated, share_saved, steps_of
 from streambp_compile.config import Config
-from streambp_compile.memory_limits import CERTAIN, FreeMemory
+from streambp_compile.device import target_device
+from streambp_compile.memory import planned_chain
+from streambp_compile.memory.chain_plan import ChainPlan, Costs, Longer, estimated, share_saved, steps_of
+from streambp_compile.memory.memory_limits import CERTAIN, FreeMemory
+from streambp_compile.memory.spare_memory import Memory, SpareMemory
 from streambp_compile.passes.planning.kept_values import KeptValue
-from streambp_compile.report import Report
-from streambp_compile.spare_memory import Memory, SpareMemory
+from streambp_compile.reporting.report import Report
 
 LENGTH = 600
 pytestmark = pytest.mark.usefixtures("interpreted")

@@ -11,7 +11,7 @@ from benchmarks.memory import peak
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.passes.moved_rows import parts_between
-from streambp_compile.report import Report
+from streambp_compile.reporting.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10

@@ -7,7 +7,7 @@ from torch import nn
 
 from streambp_compile.backend import Reporting
 from streambp_compile.config import Config
-from streambp_compile.report import Report
+from streambp_compile.reporting.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

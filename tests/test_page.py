@@ -15,12 +15,12 @@ from torch.cuda import _memory_viz
 
 import streambp_compile
 from streambp_compile import explain
-from streambp_compile.page import html
-from streambp_compile.page.areas import Area, Holders
-from streambp_compile.page.data import data_of
-from streambp_compile.page.files import trace
-from streambp_compile.page.memory import chosen
-from streambp_compile.page.snapshot import Addresses
+from streambp_compile.tools.page import html
+from streambp_compile.tools.page.areas import Area, Holders
+from streambp_compile.tools.page.data import data_of
+from streambp_compile.tools.page.files import trace
+from streambp_compile.tools.page.memory import chosen
+from streambp_compile.tools.page.snapshot import Addresses
 
 # The codes of pickle that MemoryViz.js, the viewer of PyTorch, reads.
 READ_BY_VIEWERS = set(
@@ -165,8 +165,8 @@ def test_the_page_is_one_file_that_loads_nothing(report, tmp_path):
 
 def test_files_of_the_page_are_installed():
     root = Path(html.__file__).parent
-    project = (root.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    globs = json.loads(re.search(r'^"streambp_compile.page" = (\[.*\])$', project, re.MULTILINE)[1])
+    project = (root.parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    globs = json.loads(re.search(r'^"streambp_compile.tools.page" = (\[.*\])$', project, re.MULTILINE)[1])
     packed = {p for pattern in globs for p in root.glob(pattern)}
     assert {root / "page.html", *(root / file for file in html.PARTS.values())} <= packed
     assert (root / "vendor" / "uPlot.LICENSE") in packed

@@ -20,7 +20,7 @@ from streambp_compile.passes.partition.full_length import find_full_length
 from streambp_compile.passes.partition.levels import levels_of, sink
 from streambp_compile.passes.partition.problem import Problem
 from streambp_compile.passes.verify import verify_program
-from streambp_compile.region_programs import returning
+from streambp_compile.regions.region_programs import returning
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 LENGTH = 5

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from graphs import traced
 
 from streambp_compile import NotStreamed, StreamHint
-from streambp_compile.dynamo import unrolled_losses
+from streambp_compile.dynamo.loops import unrolled_losses
 from streambp_compile.passes import phases, token_propagation
 from streambp_compile.passes.ir import Mark
 from streambp_compile.passes.token_propagation import TokenPropagation
@@ -53,7 +53,7 @@ def test_a_graph_that_takes_too_long_is_compiled_whole(monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.quick
 def test_a_region_that_takes_too_long_is_compiled_whole(monkeypatch):
-    from streambp_compile import compiled_region
+    from streambp_compile.regions import compiled_region
 
     monkeypatch.setattr(phases, "BETWEEN_CHECKS", 0)
     limited = compiled_region.time_limit

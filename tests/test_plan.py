@@ -10,16 +10,16 @@ from torch import nn
 
 from benchmarks.memory import peak
 from streambp_compile.passes.planning.devices import REFERENCE_CPU, named
-from streambp_compile.plan.budgets import all_plans, fastest_within, frontier, longest
-from streambp_compile.plan.commands import main
-from streambp_compile.plan.fake_steps import simulating
-from streambp_compile.plan.fronts import Front, draw, text_of_front, values_of_front
-from streambp_compile.plan.layer_stacks import pattern, stack_of
-from streambp_compile.plan.options import tokens_of
-from streambp_compile.plan.sources import source_of, source_of_function
-from streambp_compile.plan.tables import Answer
-from streambp_compile.plan.training import SteadyBytes, freeze, state_of
-from streambp_compile.plan.whole_model import Prediction, Setting, Streaming, checkpointing
+from streambp_compile.tools.plan.budgets import all_plans, fastest_within, frontier, longest
+from streambp_compile.tools.plan.commands import main
+from streambp_compile.tools.plan.fake_steps import simulating
+from streambp_compile.tools.plan.fronts import Front, draw, text_of_front, values_of_front
+from streambp_compile.tools.plan.layer_stacks import pattern, stack_of
+from streambp_compile.tools.plan.options import tokens_of
+from streambp_compile.tools.plan.sources import source_of, source_of_function
+from streambp_compile.tools.plan.tables import Answer
+from streambp_compile.tools.plan.training import SteadyBytes, freeze, state_of
+from streambp_compile.tools.plan.whole_model import Prediction, Setting, Streaming, checkpointing
 
 LENGTH, LAYERS, WIDTH, VOCABULARY = 300, 6, 64, 256
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -82,7 +82,7 @@ def test_a_few_layers_tell_what_all_layers_take(name, monkeypatch):
             return streaming.keeping(2) if name == "kept" else getattr(streaming, name)
 
     few = found()
-    monkeypatch.setattr("streambp_compile.plan.layer_stacks.Stack.depths", lambda stack: (stack.depth,))
+    monkeypatch.setattr("streambp_compile.tools.plan.layer_stacks.Stack.depths", lambda stack: (stack.depth,))
     whole = found()
     assert abs(few.peak - whole.peak) <= 0.002 * whole.peak
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-6)
@@ -90,7 +90,7 @@ def test_a_few_layers_tell_what_all_layers_take(name, monkeypatch):
 
 def test_three_checkpointed_layers_tell_the_peak_of_six(monkeypatch):
     few = checkpointing(setting(), silent)
-    monkeypatch.setattr("streambp_compile.plan.layer_stacks.Stack.depths", lambda stack: (stack.depth,))
+    monkeypatch.setattr("streambp_compile.tools.plan.layer_stacks.Stack.depths", lambda stack: (stack.depth,))
     whole = checkpointing(setting(), silent)
     assert few.peak == whole.peak and few.seconds == pytest.approx(whole.seconds, rel=1e-6)
 
@@ -250,7 +250,7 @@ def fixed():
 
 
 def test_a_function_without_lengths_has_no_longest(monkeypatch, capsys):
-    monkeypatch.setattr("streambp_compile.plan.sources.function_of", lambda *_: fixed)
+    monkeypatch.setattr("streambp_compile.tools.plan.sources.function_of", lambda *_: fixed)
     assert main(["mine:fixed", "--longest"]) == 2
     assert "takes no tokens" in capsys.readouterr().err
 

@@ -11,19 +11,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streambp_compile import explain, internals
 from streambp_compile.backend import Chain
-from streambp_compile.batch_parts import bytes_between_sweeps
 from streambp_compile.config import Config
+from streambp_compile.device.target_device import planned_for, target_of
+from streambp_compile.memory.planned_chain import longer_of
 from streambp_compile.passes.ir import EVERYWHERE, FUTURE, PAST, Reach
 from streambp_compile.passes.planning import chunk_length, cost_model
 from streambp_compile.passes.planning.choices import DEFAULT, Choices
 from streambp_compile.passes.planning.cost_model import Cost, Work
 from streambp_compile.passes.planning.devices import KNOWN, REFERENCE_CPU, derived, known, named
 from streambp_compile.passes.planning.shorter_chunks import shorter_chunks
-from streambp_compile.plan.fake_steps import on_device
-from streambp_compile.planned_chain import longer_of
-from streambp_compile.report import Report
+from streambp_compile.regions.batch_parts import bytes_between_sweeps
+from streambp_compile.reporting.report import Report
 from streambp_compile.runtime.memory_simulation import Ledger, main_device
-from streambp_compile.target_device import planned_for, target_of
+from streambp_compile.tools.plan.fake_steps import on_device
 
 GIB = 2**30
 REPORTED = (  # what drivers say, and the row that it means

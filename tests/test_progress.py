@@ -8,8 +8,9 @@ import pytest
 import torch
 from models import Plain, ids_of
 
-from streambp_compile import explain, internals, progress
+from streambp_compile import explain, internals
 from streambp_compile.passes import phases
+from streambp_compile.reporting import progress
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

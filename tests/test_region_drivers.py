@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from streambp_compile import internals, region_drivers
-from streambp_compile.region_drivers import apart, run_scaled, storages
+from streambp_compile import internals
+from streambp_compile.regions import region_drivers
+from streambp_compile.regions.region_drivers import apart, run_scaled, storages
 
 
 @pytest.fixture

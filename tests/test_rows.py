@@ -354,7 +354,7 @@ ALLOWED = {  # at most ten
     "memory_simulation.NUMBERS": "ops that the simulated device answers itself",
     "memory_simulation.WIDENING": "fake kernels of overloads for which torch has none",
     "outputs.DESCRIPTIONS": "attributes of a lazy output that its shape alone answers",
-    "outputs.FUNCTIONS": "how Python reads a tensor's attributes, as the functions that they are",
+    "outputs.AS_FUNCTIONS": "how Python reads a tensor's attributes, as the functions that they are",
 }
 
 

@@ -9,7 +9,7 @@ from selection import representatives
 from torch import Tensor, nn
 
 from streambp_compile import explain
-from streambp_compile.dynamo.running_values import places, values
+from streambp_compile.dynamo.loops.running_values import places, values
 
 WIDTH, EXACT = 8, 1e-10
 

@@ -11,7 +11,7 @@ from models import gradients, worst_error
 from torch import nn
 
 from streambp_compile import NotStreamed, explain
-from streambp_compile.dynamo.row_slices import origin_of_rows, same_rows
+from streambp_compile.dynamo.rows.row_slices import origin_of_rows, same_rows
 from streambp_compile.passes.ir import PAST
 
 pytestmark = pytest.mark.usefixtures("interpreted")

@@ -3,8 +3,8 @@
 import pytest
 from synchronisation import Attending, Synchronises, operators, simulated
 
-from streambp_compile import region_drivers
 from streambp_compile.passes.kernels import grouped, products
+from streambp_compile.regions import region_drivers
 
 
 @pytest.fixture

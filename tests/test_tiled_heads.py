@@ -8,7 +8,8 @@ from models import gradients, worst_error
 
 from benchmarks.setups.decoder import VOCABULARY, Decoder, decoder, ids_of
 from benchmarks.setups.measurement import is_head, reported
-from streambp_compile import StreamHint, tiled_heads
+from streambp_compile import StreamHint
+from streambp_compile.tools import tiled_heads
 from streambp_compile.trainer import enable
 
 

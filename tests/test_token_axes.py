@@ -12,7 +12,7 @@ from torch import nn
 from streambp_compile import NotStreamed, Report, explain
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
-from streambp_compile.dynamo import capture, token_axes
+from streambp_compile.dynamo.reading import capture, token_axes
 
 WIDTH, VOCABULARY = 32, 11
 EXACT = 1e-12

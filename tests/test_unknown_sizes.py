@@ -11,7 +11,7 @@ from models import Mixing, gradients, ids_of, worst_error
 from selection import representatives
 from torch import Tensor, nn
 
-from streambp_compile.dynamo.unknown_sizes import counts
+from streambp_compile.dynamo.user_code.unknown_sizes import counts
 
 WIDTH, EXPERTS, EXACT = 8, 4, 1e-10
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import peak
-from streambp_compile.dynamo import unrolled_losses
+from streambp_compile.dynamo.loops import unrolled_losses
 
 EXACT = 1e-10
 WIDTH, LENGTH = 32, 61

@@ -9,8 +9,13 @@ from torch import Tensor, nn
 
 from streambp_compile.backend import Reporting
 from streambp_compile.config import Config
-from streambp_compile.dynamo.windows import filter_of_windows, maximum_of_windows, mean_of_windows, windows
-from streambp_compile.report import Report
+from streambp_compile.dynamo.blocks.windows import (
+    filter_of_windows,
+    maximum_of_windows,
+    mean_of_windows,
+    windows,
+)
+from streambp_compile.reporting.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10

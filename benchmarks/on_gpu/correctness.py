@@ -24,7 +24,7 @@ from benchmarks.on_gpu.runner import Job, Settings, why
 from benchmarks.on_gpu.stage import Stage
 from benchmarks.on_gpu.worker import Order
 from benchmarks.tables import MIB, markdown
-from streambp_compile.report import Report
+from streambp_compile.reporting.report import Report
 
 ANY_NUMBER_AT_A_TIME = True  # its jobs, as no seconds are measured
 ALLOWED = 1.05  # of eager's own error in the same dtype

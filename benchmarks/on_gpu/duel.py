@@ -21,7 +21,7 @@ from benchmarks.on_gpu.runner import Job, Settings, why
 from benchmarks.on_gpu.stage import Stage, allocate_gradients, twin
 from benchmarks.on_gpu.worker import Order, shortened
 from benchmarks.tables import GIB, markdown
-from streambp_compile.spare_memory import UNSEEN
+from streambp_compile.memory.spare_memory import UNSEEN
 
 PEERS = (CHECKPOINTING, LIGER, "layers-liger", "budget-0.5", "kept-liger", "flash-liger")
 PROFILED = (STREAMBP, f"{STREAMBP}:", "layers-liger")

@@ -14,7 +14,7 @@ from benchmarks.on_gpu.stage import Stage
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.passes.ir import hint
-from streambp_compile.report import Report
+from streambp_compile.reporting.report import Report
 from streambp_compile.runtime.memory_simulation import simulate
 
 

@@ -61,7 +61,7 @@ class Trial:
 
         from streambp_compile.backend import Reporting
         from streambp_compile.config import Config
-        from streambp_compile.report import Report
+        from streambp_compile.reporting.report import Report
 
         self.module, self.settings, self.report = module, settings, Report()
         self.dtype = getattr(torch, settings.dtype)

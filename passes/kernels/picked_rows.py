@@ -45,16 +45,19 @@ class PickedFunction:
     operands  the way in which each operand behind the mask is read
     results   the way in which each result is written
     width     bytes per picked row that are alive at the widest moment inside
+    wanted    operands that have gradients, by their index; a gradient function has none
     """
 
     module: GraphModule
     operands: tuple[Picked, ...]
     results: tuple[Picked, ...]
     width: int = 0
+    wanted: tuple[int, ...] = ()
 
 
-FUNCTIONS: dict[str, PickedFunction] = {}
-"""Functions by the name that calls of the operator give."""
+PICKED_FUNCTIONS: dict[str, PickedFunction] = {}
+"""Functions by the name that calls of the operator give, a hash of their contents. Compiled bodies call them
+by that name, so none is replaced or removed while the process lives."""
 
 
 def over_picked(operands: list[Tensor], function: str) -> list[Tensor]:
@@ -64,7 +67,7 @@ def over_picked(operands: list[Tensor], function: str) -> list[Tensor]:
 
     Returns its results, which are zero where nothing was picked.
     """
-    found, mask = FUNCTIONS[function], operands[0]
+    found, mask = PICKED_FUNCTIONS[function], operands[0]
     places = mask.nonzero().unbind(1)
     given = [look_up_rows(x, how, places) for x, how in zip(operands[1:], found.operands)]
     rows = found.module(places[0].shape[0], *given)
@@ -87,13 +90,13 @@ def result_shape(mask: Tensor, how: Picked) -> list:
 
 
 def over_picked_meta(operands: list[Tensor], function: str) -> list[Tensor]:
-    mask = operands[0]
-    return [mask.new_empty(result_shape(mask, how), dtype=how.dtype) for how in FUNCTIONS[function].results]
+    mask, results = operands[0], PICKED_FUNCTIONS[function].results
+    return [mask.new_empty(result_shape(mask, how), dtype=how.dtype) for how in results]
 
 
 def scratch(operands: list[Tensor], function: str) -> int:
     """Count the bytes inside a call that picks every row once."""
-    found = FUNCTIONS[function]
+    found = PICKED_FUNCTIONS[function]
     return found.width * most_rows(operands[0], found)
 
 

@@ -35,8 +35,9 @@ class TokenFunction:
     wanted: tuple[bool, ...]
 
 
-FUNCTIONS: dict[str, TokenFunction] = {}
-"""Functions by the name that calls of ``token_loop`` give."""
+TOKEN_FUNCTIONS: dict[str, TokenFunction] = {}
+"""Functions by the name that calls of ``token_loop`` give, a hash of their contents. Compiled bodies call
+them by that name, so none is replaced or removed while the process lives."""
 
 
 def token_loop(rows: list[Tensor], wholes: list[Tensor], function: str, state: Tensor | None) -> Tensor:
@@ -77,13 +78,14 @@ def prepared(
     rows: list[Tensor], wholes: list[Tensor], function: str
 ) -> tuple[TokenFunction, Tensor, list[Tensor]]:
     """Return the function of a name, memory for its states, and its operands in their own dtypes."""
-    found = FUNCTIONS[function]
+    found = TOKEN_FUNCTIONS[function]
     given = [x.to(dtype) for x, dtype in zip([*rows, *wholes], found.dtypes)]
     return found, rows[0].new_empty((rows[0].shape[0], found.size), dtype=found.dtype), given
 
 
 def states_meta(rows: list[Tensor], wholes: list[Tensor], function: str, state: Tensor | None) -> Tensor:
-    return rows[0].new_empty((rows[0].shape[0], FUNCTIONS[function].size), dtype=FUNCTIONS[function].dtype)
+    found = TOKEN_FUNCTIONS[function]
+    return rows[0].new_empty((rows[0].shape[0], found.size), dtype=found.dtype)
 
 
 define(

@@ -120,6 +120,7 @@ class Rule:
 
 
 TABLE: dict[torch._ops.OpOverload, Rule] = {}
+"""The row of each op; a user's rules join those of this package."""
 BUILT_IN: list[str] = []  # rule families of this package while they are imported: in them, one op has one row
 POINTWISE = Rule(broadcast, cost=CostClass.FUSED)  # the row of an op that only has the tag
 

@@ -7,13 +7,13 @@ import operator
 from torch.fx import Node
 
 from ..ir import Signature, shape_of, tensor_operands, value_of
-from ..kernels.picked_rows import FUNCTIONS, PickedFunction, most_rows
+from ..kernels.picked_rows import PICKED_FUNCTIONS, PickedFunction, most_rows
 from . import rule
 from .facets import CostClass
 
 
 def function_of(node: Node) -> PickedFunction:
-    return FUNCTIONS[node.args[1]]
+    return PICKED_FUNCTIONS[node.args[1]]
 
 
 def picked(node: Node) -> Signature:

@@ -1,2 +1,1 @@
-"""Everything that reads or rewrites Dynamo's graph before autograd: token axes, rewrites, regions as
-modules."""
+"""Everything that reads or rewrites Dynamo's graph before autograd: token axes, and rewrites by subject."""

@@ -4,7 +4,7 @@ Examples are ``if mask.any():`` and ``if rows.numel() == 0: continue``. The dire
 depends on the data, so Dynamo ends its graph there by default. A branch that only computes with picked
 rows does nothing if there are none, so the side with picked rows can be traced for both cases. Two calls
 in the graph enclose that side and hold the variables that it has changed. The backend proves the rest
-(dynamo/picked_branches.py), or has Dynamo trace again with a break.
+(dynamo/rows/picked_branches.py), or has Dynamo trace again with a break.
 
 Tested with torch 2.11 and 2.13.
 """

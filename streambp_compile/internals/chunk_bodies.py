@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,9 +60,20 @@ class Artifact:
     kernels: Kernels
 
 
-COMPILED: dict[
-    str, list[Artifact]
-] = {}  # by the text of a body and its inputs: one artifact per range of sizes
+COMPILED: dict[str, list[Artifact]] = {}
+"""By the text of a body and its inputs, one artifact per range of sizes. Kept while the process lives, so
+that equal bodies of all graphs share one."""
+
+
+@contextlib.contextmanager
+def compiling_apart() -> Iterator[None]:
+    """Compile bodies inside as if none were known, and keep none of them."""
+    global COMPILED
+    before, COMPILED = COMPILED, {}
+    try:
+        yield
+    finally:
+        COMPILED = before
 
 
 class TooManySizes(Exception):

@@ -54,7 +54,8 @@ def this_process() -> str:
     return f" on rank {dist.get_rank()}" if several else ""
 
 
-KNOWN: Counter[str] = Counter()  # key → how often this process has compiled it
+KNOWN: Counter[str] = Counter()
+"""How often this process has compiled a region, by its key; other processes count theirs alike."""
 
 
 def others_with_another(key: str, group: str, plan: str) -> list[int]:

@@ -161,8 +161,9 @@ def has_symbolic_floats(module: GraphModule) -> bool:
 
 def floats_are_tensors():
     """Disable AOTAutograd's pass that turns symbolic floats into tensors. It makes every float constant that
-    it does not know; regions have no symbolic floats left (dynamo/python_floats.py). With it, torch 2.13
-    also drops writes into inputs of one float64 number, such as the step counter of an optimizer."""
+    it does not know; regions have no symbolic floats left (dynamo/user_code/python_floats.py). With it,
+    torch 2.13 also drops writes into inputs of one float64 number, such as the step counter of an
+    optimizer."""
     return mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda module: None)
 
 

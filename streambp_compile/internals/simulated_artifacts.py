@@ -52,15 +52,13 @@ def without_code(like_triton: bool):
     like_triton  kernels never overwrite their inputs, as those that Inductor writes for a GPU hardly do
     """
     built = {name: getattr(AsyncCompile, name) for name in KERNELS}
-    bodies, chunk_bodies.COMPILED = chunk_bodies.COMPILED, {}
     for name in KERNELS:
         setattr(AsyncCompile, name, lambda *args, **kwargs: Silent())
     options = {"fx_graph_cache": False, **({"inplace_buffers": False} if like_triton else {})}
     try:
-        with inductor_config.patch(options):
+        with chunk_bodies.compiling_apart(), inductor_config.patch(options):
             yield
     finally:
-        chunk_bodies.COMPILED = bodies
         for name, build in built.items():
             setattr(AsyncCompile, name, build)
 

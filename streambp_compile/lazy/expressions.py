@@ -21,11 +21,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
 from ..config import Config
-from ..dynamo.aten import drop_expansions
-from ..notices import warn_refused
+from ..dynamo.reading.aten import drop_expansions
 from ..passes.ir import Refusal, bytes_of
 from ..passes.phases import summary
 from ..passes.rules.forward import TO_THE_END, may_be_deferred, takes_lengths
+from ..reporting.notices import warn_refused
 from .fingerprints import TensorContents
 
 # a value this many times smaller than the logits is computed; a wider one waits for its next operation
@@ -185,9 +185,10 @@ def mapped(value: object, leaf: Callable[[object], object]) -> object:
     return leaf(value)
 
 
-CALLS: dict[
-    tuple, tuple[GraphModule, type] | None
-] = {}  # calls as ATen operators, by function, arguments and modes
+CALLS: dict[tuple, tuple[GraphModule, type] | None] = {}
+"""Calls as ATen operators, by function, arguments and modes; None where a call must not be recorded. Kept
+while the process lives: each step of a training loop makes the same calls."""
+
 # methods that Python's operators call
 DUNDERS = {"__iter__", "__getitem__"} | {f"__{n}__" for n in vars(operator) if not n.startswith("_")}
 

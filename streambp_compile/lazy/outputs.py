@@ -68,7 +68,7 @@ DESCRIPTIONS = {
     torch.Tensor.is_contiguous,
     torch.Tensor._base.__get__,
 }
-FUNCTIONS = {torch.Tensor.data.__get__: torch.Tensor.detach, torch.Tensor.__iter__: torch.Tensor.unbind}
+AS_FUNCTIONS = {torch.Tensor.data.__get__: torch.Tensor.detach, torch.Tensor.__iter__: torch.Tensor.unbind}
 
 
 WITH_INPUTS = {
@@ -304,7 +304,7 @@ def widest(expression: Expression) -> int:
 
 def record(function: Callable, args: tuple, kwargs: dict) -> object:
     """Record or compute a function of lazy outputs; None if it must read their values."""
-    function = FUNCTIONS.get(function, function)
+    function = AS_FUNCTIONS.get(function, function)
     if function not in functions():
         return None
     given: list[LazyOutput] = []

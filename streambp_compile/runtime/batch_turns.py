@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..batch_parts import BatchParts, part_of
 from ..passes.ir import Program, value_of
+from ..regions.batch_parts import BatchParts, part_of
 from .memory_layouts import has_layout, memory_like
 from .rematerialisation import same_view
 from .runner import Runner, Turn

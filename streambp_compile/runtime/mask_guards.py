@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .. import internals
-from ..notices import StreamHint
 from ..passes.ir import (
     Condition,
     DocumentMask,
@@ -27,6 +26,7 @@ from ..passes.ir import (
     ancestors,
     value_of,
 )
+from ..reporting.notices import StreamHint
 from .mask_conditions import holds
 from .visible_keys import ranges_of
 

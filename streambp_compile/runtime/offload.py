@@ -242,6 +242,7 @@ class Offloading:
 
 
 STORES: dict[torch.device, Store] = {}
+"""The host memory of each device, kept while the process lives: allocating it takes longer than a copy."""
 
 
 def store_for(value: torch.Tensor, is_fake: Callable[[object], bool]) -> Store:

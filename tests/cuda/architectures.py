@@ -23,8 +23,8 @@ from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.passes.ir import READS_KEYS, bytes_of, is_tensor, rank_of, value_of
 from streambp_compile.pipeline import Schedule
-from streambp_compile.region_report import RegionReport
-from streambp_compile.report import Report
+from streambp_compile.reporting.region_report import RegionReport
+from streambp_compile.reporting.report import Report
 
 LENGTH = 2048  # tokens
 SIZES = dict(

@@ -11,7 +11,7 @@ from architectures import ARCHITECTURES, report_of
 from torch._inductor.codecache import PyCodeCache
 
 from streambp_compile import internals
-from streambp_compile.report import Report
+from streambp_compile.reporting.report import Report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("trl")
 from benchmarks.setups import trl_trainers  # noqa: E402
 from benchmarks.setups.measurement import measured  # noqa: E402
-from streambp_compile.tiled_heads import HEADS, known  # noqa: E402
+from streambp_compile.tools.tiled_heads import HEADS, known  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SINGLE = 1e-5  # models of Hugging Face compute norms and losses in float32
