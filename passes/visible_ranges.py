@@ -51,15 +51,14 @@ def read_ranges(
     for node in graph.nodes:
         if form_of(node) not in (Form.ATTENTION, Form.ATTENTION_BACKWARD):
             continue
-        mask = arguments(node)["mask"]
-        band = masks.get(mask) if isinstance(mask, Node) else None
-        if not attends_to_own_rows(node, propagation, length) or not is_known(band):
+        band = known_band(arguments(node)["mask"], masks)
+        if band is None or not attends_to_own_rows(node, propagation, length):
             continue
-        if not all(is_cheap_to_check(n, 0, checkable) for key_mask in band.key_masks for n in key_mask.nodes):
+        if not all(is_cheap_to_check(n, 0, checkable) for mask in band.key_masks or () for n in mask.nodes):
             continue
-        visible = VisibleRanges(band.key_masks, band.hi > 0, band.outside == "min")
+        visible = VisibleRanges(band.key_masks or (), band.hi > 0, band.outside == "min")
         slot = slots.setdefault(visible, len(slots))
-        conditions.update(dict.fromkeys(map(PositionsIncrease, band.assumes)))
+        conditions.update((PositionsIncrease(a), None) for a in band.assumes if isinstance(a, DocumentMask))
         schema = [a.name for a in node.target._schema.arguments]
         new = arguments(node) | dict(mask=None, causal=band.hi == 0, ranges=given, slot=slot)
         node.args = tuple(new[name] for name in schema[: schema.index("kernel")])
@@ -73,14 +72,16 @@ def attends_to_own_rows(node: Node, propagation: TokenPropagation, length: Size)
     return rows and all(is_equal(value_of(n).shape[2], length) for n in operands)
 
 
-def is_known(band: Abstract) -> bool:
-    """Is an additive mask known completely, as masks of keys and of documents beside causality or none?"""
-    if not isinstance(band, Band) or not is_empty_outside(band) or not band.zero_inside:
-        return False
+def known_band(mask: object, masks: Mapping[Node, Abstract]) -> Band | None:
+    """Return the band of an additive mask that is known completely, as masks of keys and of documents beside
+    causality or none. None for any other mask."""
+    band = masks.get(mask) if isinstance(mask, Node) else None
+    if not is_empty_outside(band) or not band.zero_inside or not band.key_masks:
+        return None
     whole = (band.row, band.key) == (2, 3) and band.lo == -math.inf and band.hi in (0, math.inf)
-    if not whole or not band.key_masks or not all(isinstance(a, DocumentMask) for a in band.assumes):
-        return False
-    return all(shows_ranges(mask, band) for mask in band.key_masks)
+    if not whole or not all(isinstance(a, DocumentMask) for a in band.assumes):
+        return None
+    return band if all(shows_ranges(key_mask, band) for key_mask in band.key_masks) else None
 
 
 def shows_ranges(mask: KeyMask | DocumentMask, band: Band) -> bool:

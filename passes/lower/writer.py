@@ -236,7 +236,7 @@ class Writer(RowReading):
                 self.key_operand(node, 2),
                 *self.visible_keys(node),
             ),
-            self.by_ranges(node) | self.kernel(node).arguments,
+            {**self.by_ranges(node), **self.kernel(node).arguments},
         )
 
     def visible_keys(self, node: Node) -> tuple[Node | float | None, ...]:
@@ -246,7 +246,7 @@ class Writer(RowReading):
         start = self.scalar("offset") if causal else 0
         return None if mask is None else self.read(mask), causal, given["scale"], start
 
-    def by_ranges(self, node: Node) -> dict[str, object]:
+    def by_ranges(self, node: Node) -> dict[str, Argument]:
         """Return the arguments of an attention node that reads ranges of keys in place of a mask."""
         given = arguments(node)
         if given["ranges"] is None:
@@ -295,7 +295,7 @@ class Writer(RowReading):
                 self.key_total(node, grads.get(1), 1),
                 self.key_total(node, grads.get(2), 2),
             ),
-            self.by_ranges(node) | self.kernel(node).arguments,
+            {**self.by_ranges(node), **self.kernel(node).arguments},
         )
 
     def rows_and_key_sums(self, node: Node, results: Node) -> Node:

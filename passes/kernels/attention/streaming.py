@@ -388,8 +388,8 @@ def attention_backward_(
     if some is not None:
         operands = (grad, query, key, value, out, lse, key_grad, value_grad)
         found = [
-            gradients(prepared_by_ranges(some.kernel, part[1], part[3], own), *part[:6], scale, *part[6:])
-            for own, part in some.parts(*operands)
+            gradients(prepared_by_ranges(some.kernel, q, v, own), g, q, k, v, o, logsum, scale, dk, dv)
+            for own, (g, q, k, v, o, logsum, dk, dv) in some.parts(*operands)
         ]
         return found[0] if len(found) == 1 else put_in_order(backward_meta(grad, query), found)
     chunk = prepared(kernel, query, key, value, mask, causal, start)
