@@ -22,6 +22,7 @@ from .ir import (
     Size,
     VisibleRanges,
     arguments,
+    hint,
     is_equal,
     shape_of,
     value_of,
@@ -73,28 +74,29 @@ def attends_to_own_rows(node: Node, propagation: TokenPropagation, length: Size)
 
 
 def known_band(mask: object, masks: Mapping[Node, Abstract]) -> Band | None:
-    """Return the band of an additive mask that is known completely, as masks of keys and of documents beside
-    causality or none. None for any other mask."""
+    """Return the band of an additive mask if all that hides keys in it is known; otherwise None. That may be
+    causality, masks of keys, and documents."""
     band = masks.get(mask) if isinstance(mask, Node) else None
     if not is_empty_outside(band) or not band.zero_inside or not band.key_masks:
         return None
     whole = (band.row, band.key) == (2, 3) and band.lo == -math.inf and band.hi in (0, math.inf)
     if not whole or not all(isinstance(a, DocumentMask) for a in band.assumes):
         return None
-    return band if all(shows_ranges(key_mask, band) for key_mask in band.key_masks) else None
+    return band if all(shows_ranges(key_mask, band, mask) for key_mask in band.key_masks) else None
 
 
-def shows_ranges(mask: KeyMask | DocumentMask, band: Band) -> bool:
-    """Can a mask be read as a range of keys for each row, the same for all heads?"""
-    if isinstance(mask, KeyMask):
-        return mask.row is None and all(is_one_a_sequence(n, (mask.key,)) for n in mask.nodes)
-    if len(mask.ordered) > bool(band.hi == 0) or mask.key_masks != () or mask.negated:
+def shows_ranges(mask: KeyMask | DocumentMask, band: Band, whole: Node) -> bool:
+    """Can a mask be read as a range of keys for each row, the same for all heads?
+
+    whole  the mask of attention that it is a part of, ``[B or 1, H or 1, T, S]``
+    """
+    if isinstance(mask, DocumentMask):
+        if len(mask.ordered) > (band.hi == 0) or mask.key_masks != () or mask.negated:
+            return False
+    elif mask.row is not None:
         return False
-    return all(is_one_a_sequence(n, (-2, -1)) for n in mask.nodes)
-
-
-def is_one_a_sequence(node: Node, own: tuple[int, ...]) -> bool:
-    """Has a value no dimensions beside its ``own``, but for one of sequences that comes first of four?"""
-    shape = shape_of(node)
-    others = [d for d in range(len(shape)) if d not in own and d - len(shape) not in own]
-    return all(shape[d] == 1 or len(shape) == 4 and d == 0 for d in others)
+    sequences, heads = value_of(whole).shape[:2]
+    several = [size for size in mask.others if hint(size) > 1]
+    if is_equal(heads, 1):
+        return all(is_equal(size, sequences) for size in several)
+    return not several or all(len(shape_of(n)) == 4 and shape_of(n)[1] == 1 for n in mask.nodes)

@@ -21,7 +21,7 @@ from streambp_compile.passes.ir import DocumentMask, KeyMask, MaskedOutsideBand,
 from streambp_compile.passes.mask_analysis.domains import Affine, Band, Difference, Indicator
 from streambp_compile.passes.mask_analysis.evaluation import Evaluation, evaluate
 from streambp_compile.passes.rules import TABLE, overload
-from streambp_compile.runtime.mask_guards import by_query, holds, visible
+from streambp_compile.runtime.mask_conditions import by_query, holds, visible
 
 INF = math.inf
 LOW = torch.finfo(torch.float32).min

@@ -44,10 +44,11 @@ def test_ranges_attend_like_the_mask_that_they_stand_for(kind, start, kernel):
     q, grad = (torch.randn(batch, 4, length, 8, generator=make).double()[:, :, start:] for _ in range(2))
     k, v = (torch.randn(batch, 2, length, 8, generator=make).double() for _ in range(2))
     answers = []
-    for seen, own in ((mask[:, :, start:], None), (None, ranges[None, :, start:])):
-        out, lse = streambp.attention(q, k, v, seen, causal, 0.3, start, own, 0, kernel, kernel)
+    slots = torch.stack((torch.zeros_like(ranges), ranges))[:, :, start:]
+    for seen, own in ((mask[:, :, start:], None), (None, slots)):
+        out, lse = streambp.attention(q, k, v, seen, causal, 0.3, start, own, 1, kernel, kernel)
         sums = [torch.zeros_like(t) for t in (k, v)]
-        options = (seen, causal, 0.3, start, *sums, own, 0, kernel, kernel)
+        options = (seen, causal, 0.3, start, *sums, own, 1, kernel, kernel)
         answers.append([out, lse, streambp.attention_backward_(grad, q, k, v, out, lse, *options), *sums])
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-12, atol=1e-12)
 

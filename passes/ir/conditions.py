@@ -39,9 +39,14 @@ class KeyMask:
         return 0 if self.row is None else shape_of(self.node)[self.row] * shape_of(self.node)[self.key]
 
     @property
+    def others(self) -> list[Size]:
+        """Sizes of the dimensions beside rows and keys."""
+        return [s for d, s in enumerate(value_of(self.node).shape) if d not in (self.row, self.key)]
+
+    @property
     def batch(self) -> int:
         """The number of masks in the tensor."""
-        return math.prod(size for d, size in enumerate(shape_of(self.node)) if d not in (self.row, self.key))
+        return math.prod(map(hint, self.others))
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -116,6 +121,11 @@ class DocumentMask:
         return True
 
     @property
+    def others(self) -> list[Size]:
+        """Sizes of the dimensions beside rows and keys, of all tensors."""
+        return [size for node in self.nodes for size in value_of(node).shape[:-2]]
+
+    @property
     def batch(self) -> int:
         """The number of masks in the tensors."""
         return max(math.prod(shape_of(node)[:-2]) for node in self.nodes)
@@ -170,8 +180,7 @@ class VisibleRanges:
     @property
     def batch(self) -> Size:
         """The number of different masks, as a size of the graph: one, or one for each sequence."""
-        sizes = (value_of(node).shape for node in self.nodes)
-        return next((shape[0] for shape in sizes if len(shape) == 4 and hint(shape[0]) > 1), 1)
+        return next((size for mask in self.key_masks for size in mask.others if hint(size) > 1), 1)
 
     def __str__(self) -> str:
         names = ", ".join(dict.fromkeys(node.name for node in self.nodes))

@@ -94,6 +94,7 @@ def visible_where(mask: object, like: Node, known: Known, negated: bool = False)
         return document_band(found, like)
     if value is not None or len(shape_of(like)) < 2:
         return None
+    mask = known.repeated_by(mask) if isinstance(mask, Node) else mask
     return band_of_key_masks(like, False, [as_key_mask(mask, like, full_band(like), negated)])
 
 

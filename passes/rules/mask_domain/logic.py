@@ -56,6 +56,8 @@ class Operand:
 
 def operand(arg: object, node: Node, known: Known) -> Operand:
     value = broadcast_value(arg, node, known)
+    if value is None and isinstance(arg, Node):
+        arg = known.repeated_by(arg)
     return Operand(arg, value) if is_boolean(arg) else Operand(None, truth(value, node))
 
 
