@@ -109,6 +109,9 @@ def of_positions(name: str, a: Affine, b: Affine, node: Node) -> Abstract:
     const = float(a.const - b.const)
     if not slopes:
         return Affine(float(getattr(operator, name)(a.const, b.const)))
+    sign = math.copysign(1, next(iter(slopes.values())))
+    if all(slope * sign > 0 for slope in slopes.values()):
+        return of_least(name if sign > 0 else MIRRORED[name], sign * const)
     if sorted(slopes.values()) != [-1, 1] or not const.is_integer():
         return None
     rank = len(shape_of(node))
@@ -118,6 +121,16 @@ def of_positions(name: str, a: Affine, b: Affine, node: Node) -> Abstract:
     if slopes[key] < 0:  # const + row - key ? 0 is key - row - const ? 0, mirrored
         const, name = -const, MIRRORED[name]
     return band_of(name, row, key, -const)
+
+
+def of_least(name: str, least: float) -> Affine | None:
+    """Compare numbers of which ``least`` is the smallest with zero. None if that does not decide it for all
+    of them."""
+    holds = {"ge": least >= 0, "gt": least > 0, "ne": least > 0}
+    fails = {"lt": least >= 0, "le": least > 0, "eq": least > 0}
+    if holds.get(name) or fails.get(name):
+        return Affine(float(name in holds))
+    return None
 
 
 def band_of(name: str, row: int, key: int, bound: float) -> Band:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from ...ir import DocumentMask
+from ...ir import DocumentMask, shape_of
 from ...mask_analysis.domains import (
     Abstract,
     Affine,
@@ -52,6 +52,14 @@ class Operand:
     def key_mask(self, node: Node, band: Band) -> KeyMasks | None:
         """Treat an operand without a known value as a mask of keys; None otherwise."""
         return None if self.value is not None else as_key_mask(self.arg, node, band, self.negated)
+
+    def or_padding(self, node: Node) -> Abstract:
+        """Return the value of this operand, or what hides keys if it is an unknown mask, the same for each
+        row."""
+        key_masks = self.key_mask(node, full_band(node)) if len(shape_of(node)) > 1 else None
+        if not key_masks or any(mask.by_row for mask in key_masks):
+            return self.value
+        return band_of_key_masks(node, False, [key_masks])
 
 
 def operand(arg: object, node: Node, known: Known) -> Operand:
@@ -109,7 +117,7 @@ def conjunction(node: Node, a: Operand, b: Operand) -> Abstract:
     """Evaluate ``a & b`` of boolean operands."""
     for constant, other in ((a, b), (b, a)):
         if is_constant(constant.value):
-            return other.value if constant.value.const else ZERO
+            return other.or_padding(node) if constant.value.const else ZERO
     if isinstance(a.value, DocumentMask) and isinstance(b.value, DocumentMask):
         return documents(a.value, b.value)
     if isinstance(a.value, Band) and isinstance(b.value, Band) and have_same_axes(a.value, b.value):
