@@ -1,6 +1,7 @@
 """Every row of the kernel table against float64; CUDA's against implementations that assert their demands."""
 
 import functools
+from dataclasses import replace
 
 import cuda_kernels
 import pytest
@@ -98,8 +99,11 @@ def truth_of(q, k, v, grad, mask, causal) -> tuple[Tensor, ...]:
     return (out.detach(), found.detach().logsumexp(-1), *torch.autograd.grad(out, (q, k, v), grad.double()))
 
 
-def in_chunks(kernel, q, k, v, grad, mask, causal, chunk) -> tuple[Tensor, ...]:
-    """The same by the operator, in chunks that see no key behind their own where causality allows."""
+def in_chunks(kernel, q, k, v, grad, mask, causal, chunk, ranges=None) -> tuple[Tensor, ...]:
+    """The same by the operator, in chunks that see no key behind their own where causality allows.
+
+    ranges  of keys, in place of the mask
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     dk, dv = torch.zeros(k.shape, dtype=wide), torch.zeros(v.shape, dtype=wide)
     found = []
@@ -107,8 +111,11 @@ def in_chunks(kernel, q, k, v, grad, mask, causal, chunk) -> tuple[Tensor, ...]:
         rows = slice(start, min(start + chunk, LENGTH))
         keys = slice(0, rows.stop if causal else LENGTH)
         part = mask if mask is None else mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
+        own = {"kernel": kernel}
+        if ranges is not None:
+            part, own = None, {"kernel": kernel, "ranges": ranges[None, :, rows], "uneven": kernel}
         operands = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
-        out, lse = streambp.attention(*operands, part, causal, SCALE, start if causal else 0, kernel)
+        out, lse = streambp.attention(*operands, part, causal, SCALE, start if causal else 0, **own)
         dq = streambp.attention_backward_(
             grad[:, :, rows],
             *operands,
@@ -120,7 +127,7 @@ def in_chunks(kernel, q, k, v, grad, mask, causal, chunk) -> tuple[Tensor, ...]:
             start if causal else 0,
             dk[:, :, keys],
             dv[:, :, keys],
-            kernel,
+            **own,
         )
         assert out.transpose(1, 2).is_contiguous() and dq.transpose(1, 2).is_contiguous()
         assert lse.is_contiguous()
@@ -151,9 +158,9 @@ def rounding(kernel: str, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * (0.4 * ROUNDED.get(kernel, 1) if dtype.itemsize == 2 else 8)
 
 
-def check(kernel: str, dtype: torch.dtype, tensors, mask, causal: bool, chunk: int) -> None:
+def check(kernel: str, dtype: torch.dtype, tensors, mask, causal: bool, chunk: int, ranges=None) -> None:
     truth = truth_of(*tensors, mask, causal)
-    found = in_chunks(kernel, *tensors, mask, causal, chunk)
+    found = in_chunks(kernel, *tensors, mask, causal, chunk, ranges)
     seen = truth[1] > -INF
     assert torch.equal(found[1] > -INF, seen), "rows that see no key"
     for rows in (found[0], found[2]):
@@ -181,6 +188,19 @@ def test_a_kernel_on_every_shape_and_mask(kernel, dtype, shape):
         mask, causal = mask_of(kind, SHAPES[shape][0], dtype)
         if mask is None or kernel not in ("flash", "cudnn"):
             check(kernel, dtype, tensors, mask, causal, (16, LENGTH, 5)[i % 3])
+
+
+@pytest.mark.parametrize("chunk", (16, LENGTH))
+@pytest.mark.parametrize("kernel, dtype", CASES, ids=IDS)
+def test_a_kernel_by_ranges_of_keys(kernel, dtype, chunk):
+    """Two packed documents in one sequence; the other is padded at both ends."""
+    t = torch.arange(LENGTH)
+    first = torch.stack((torch.where(t < 20, 0, 20), torch.full_like(t, 4)))
+    stop = torch.minimum(t + 1, torch.stack((torch.full_like(t, LENGTH), torch.full_like(t, 30))))
+    first, stop = (edge.where(stop > first, 0) for edge in (first, stop))
+    mask = (t >= first[..., None]) & (t < stop[..., None])
+    ranges = torch.stack((first, stop), -1)
+    check(kernel, dtype, operands_of("grouped", dtype), mask[:, None], True, chunk, ranges)
 
 
 @pytest.mark.parametrize("kernel", ("flash", "efficient", "composed"))
@@ -224,7 +244,9 @@ def test_gradients_of_other_keys_take_no_memory():
     query, grad, out = (torch.randn(1, 2, 32, 64) for _ in range(3))
     key, value, key_grad, value_grad = (torch.randn(1, 2, 8 * fused.KEYS_AT_ONCE, 64) for _ in range(4))
     given = (grad, query, key, value, out, torch.full((1, 2, 32), 9.0), None, False, 0.125, 0)
-    run = functools.partial(torch.ops.streambp.attention_backward_, *given, key_grad, value_grad, "flash_cpu")
+    run = functools.partial(
+        torch.ops.streambp.attention_backward_, *given, key_grad, value_grad, kernel="flash_cpu"
+    )
     assert peak(run) < 3 * key[:, :, : fused.KEYS_AT_ONCE].nbytes
 
 
@@ -261,10 +283,12 @@ def test_a_chunk_without_keys(kernel):
     q, k, v, grad = operands_of("grouped", DTYPES[kernel][0])
     k, v = k[:, :, :0], v[:, :, :0]
     for mask in (None, torch.zeros(1, 1, LENGTH, 0, dtype=torch.bool)):
-        out, lse = streambp.attention(q, k, v, mask, mask is None, SCALE, 0, kernel)
+        out, lse = streambp.attention(q, k, v, mask, mask is None, SCALE, 0, kernel=kernel)
         dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
         causal = mask is None
-        dq = streambp.attention_backward_(grad, q, k, v, out, lse, mask, causal, SCALE, 0, dk, dv, kernel)
+        dq = streambp.attention_backward_(
+            grad, q, k, v, out, lse, mask, causal, SCALE, 0, dk, dv, kernel=kernel
+        )
         assert not out.any() and not dq.any() and bool((lse == -INF).all())
         assert out.transpose(1, 2).is_contiguous() and dq.transpose(1, 2).is_contiguous()
 
@@ -279,8 +303,10 @@ def test_a_causal_chunk_with_any_number_of_keys(kernel, start, keys):
     mask = torch.arange(keys) <= torch.arange(start, start + 8)[:, None]
     truth = truth_of(q, k, v, grad, mask[None, None], False)
     dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
-    out, lse = streambp.attention(q, k, v, None, True, SCALE, start, kernel)
-    dq = streambp.attention_backward_(grad, q, k, v, out, lse, None, True, SCALE, start, dk, dv, kernel)
+    out, lse = streambp.attention(q, k, v, None, True, SCALE, start, kernel=kernel)
+    dq = streambp.attention_backward_(
+        grad, q, k, v, out, lse, None, True, SCALE, start, dk, dv, kernel=kernel
+    )
     for name, a, b in zip(NAMES, (out, lse, dq, dk, dv), truth):
         assert (a.double() - b).norm() <= 2 * rounding(kernel, dtype) * max(b.norm(), 1), name
 
@@ -349,6 +375,9 @@ def test_a_choice_says_why_each_kernel_before_it_was_passed_over():
         "efficient (slower than flash; takes masks, float32, any head width and older GPUs; "
         "not cudnn: with a mask its dQ can be NaN; not flash: it takes no mask)"
     )
+    uneven = choose(replace(ASKED["bf16"], uneven=True), DEVICES["sm90"])
+    assert uneven.kernel.name == "flash"
+    assert dict(uneven.passed)["cudnn"] == "it makes a plan for every new number of rows or keys"
     assert dict(choose(ASKED["fp64"], DEVICES["sm75"]).passed)["efficient"] == "it does not take float64"
     assert dict(choose(ASKED["bf16"], DEVICES["sm75"]).passed)["flash"] == (
         "bfloat16 needs compute capability 8.0, this device has 7.5"
@@ -407,7 +436,9 @@ def test_the_memory_simulation_counts_what_a_cuda_kernel_takes():
         for t in (q, k, out, lse, dk, dv):
             ledger.know(t)
         with ledger:
-            dq = streambp.attention_backward_(out, q, k, k, out, lse, None, True, SCALE, 256, dk, dv, "flash")
+            dq = streambp.attention_backward_(
+                out, q, k, k, out, lse, None, True, SCALE, 256, dk, dv, kernel="flash"
+            )
         results = dq.nbytes + 2 * k.nbytes
         scratch = scratch_of(fused.FLASH_BACKWARD, (out, q, k, k, out, lse))
         assert results + scratch <= ledger.peak <= results + scratch + 512  # and an empty random state
@@ -429,7 +460,9 @@ def test_a_kernel_runs_on_fake_tensors_of_a_device_that_is_not_there(kernel, mas
         q, k = (fake(2, rows, heads, 24) for rows, heads in ((64, 4), (128, 2)))
         mask = torch.empty(1, 1, 64, 128, dtype=torch.bool, device="cuda") if masked else None
         dk, dv = torch.zeros(k.shape, device="cuda"), torch.zeros(k.shape, device="cuda")
-        out, lse = streambp.attention(q, k, k, mask, not masked, SCALE, 64, kernel)
-        dq = streambp.attention_backward_(out, q, k, k, out, lse, mask, not masked, SCALE, 64, dk, dv, kernel)
+        out, lse = streambp.attention(q, k, k, mask, not masked, SCALE, 64, kernel=kernel)
+        dq = streambp.attention_backward_(
+            out, q, k, k, out, lse, mask, not masked, SCALE, 64, dk, dv, kernel=kernel
+        )
     assert out.shape == dq.shape == q.shape and out.stride() == dq.stride() == q.stride()
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32

@@ -50,11 +50,11 @@ class Session:
         made: list[tuple] = []
 
         def forward() -> None:
-            made[:] = [OURS.attention(q, k, v, None, True, scale, start, case["kernel"])]
+            made[:] = [OURS.attention(q, k, v, None, True, scale, start, kernel=case["kernel"])]
 
         def backward() -> None:
             OURS.attention_backward_(
-                grad, q, k, v, *made[0], None, True, scale, start, dk, dv, case["kernel"]
+                grad, q, k, v, *made[0], None, True, scale, start, dk, dv, kernel=case["kernel"]
             )
 
         products = 2 * 2 * self.shape.heads * self.shape.head_width * rows * (start + rows / 2)
