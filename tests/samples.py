@@ -436,6 +436,11 @@ SAMPLES = {
         call("aten::embedding", t(7, 3), i(7, 2, 4)),
         call("aten::embedding", t(7, 3), i(7, 4), 2),
     ],
+    "aten::searchsorted.Tensor": [
+        call("aten::searchsorted.Tensor", torch.arange(0.0, 4.0), t(2, 4, 3)),
+        call("aten::searchsorted.Tensor", torch.arange(0.0, 4.0), t(5), right=True),
+    ],
+    "aten::bucketize.Tensor": [call("aten::bucketize.Tensor", t(2, 4, 3), torch.arange(0.0, 4.0))],
     "aten::embedding_dense_backward": [
         call("aten::embedding_dense_backward", t(2, 4, 3), i(7, 2, 4), 7, -1, False),
         call("aten::embedding_dense_backward", t(4, 3), i(7, 4), 7, 2, False),

@@ -105,12 +105,97 @@ def varlen(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    raise NotImplementedError
+    bias = bias_of_documents(cu_seqlens_q, len(q), window_size_left, 0 if causal else window_size_right)
+    out, lse = cuda_kernels.attend(*map(heads_first, (q, k, v)), bias, None, softmax_scale)
+    state = torch.empty(2, dtype=torch.int64)
+    return out[0].transpose(0, 1).contiguous(), lse[0].float(), q.new_empty(0), state
 
 
 @varlen.register_fake
 def _(q, *_, **__):
-    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0]), q.new_empty(0), q.new_empty(2)
+    lse, state = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), q.new_empty(2, dtype=torch.int64)
+    return torch.empty_like(q), lse, q.new_empty(0), state
+
+
+def heads_first(t: Tensor) -> Tensor:
+    return t.transpose(0, 1)[None]
+
+
+def bias_of_documents(ends: Tensor, rows: int, left: int, right: int) -> Tensor:
+    ids = torch.bucketize(torch.arange(rows), ends[1:].long(), right=True)
+    return bias_of(rows, left, right).masked_fill(ids[:, None] != ids, float("-inf"))
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"))
+def varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    bias = bias_of_documents(cu_seqlens_q, len(q), window_size_left, 0 if causal else window_size_right)
+    q, k, v, dout, out = map(heads_first, (q, k, v, dout, out))
+    lse = cuda_kernels.attend(q, k, v, bias, None, softmax_scale)[1]
+    found = cuda_kernels.gradients(dout, q, k, v, out, lse, bias, None, softmax_scale)
+    for total, part in zip((dq, dk, dv), found):
+        summed = cuda_kernels.summed_groups(part, heads_first(total), torch.float64)
+        total.copy_(summed[0].transpose(0, 1))
+    return torch.empty(1)
+
+
+@varlen_backward.register_fake
+def _(dout, *_, **__):
+    return torch.empty(1)
+
+
+class PackedFlashAttention(torch.autograd.Function):
+    """The flow of flash_attn's own function for packed sequences."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ends, longest, causal, window):
+        out, lse, _, rng_state = torch.ops.flash_attn._flash_attn_varlen_forward(
+            *(q, k, v, ends, ends, longest, longest, 0.0, 0.3),
+            causal=causal,
+            window_size_left=window[0],
+            window_size_right=window[1],
+            softcap=0.0,
+            alibi_slopes=None,
+            return_softmax=False,
+            block_table=None,
+        )
+        ctx.save_for_backward(q, k, v, out, lse, ends, rng_state)
+        ctx.longest, ctx.causal, ctx.window = longest, causal, window
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse, ends, rng_state = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        torch.ops.flash_attn._flash_attn_varlen_backward(
+            *(dout, q, k, v, out, lse, dq, dk, dv, ends, ends, ctx.longest, ctx.longest, 0.0, 0.3),
+            *(ctx.causal, *ctx.window, 0.0, None, False),
+            rng_state=rng_state,
+        )
+        return dq, dk, dv, None, None, None, None
 
 
 def flash_gradients(ctx, dout):
@@ -195,6 +280,31 @@ def both(model: Model, **options) -> tuple[object, float]:
     return ids, max(((a - b).norm() / b.norm()).item() for a, b in zip(found, truth))
 
 
+class Packed(Model):
+    """The model of `Model` over packed sequences, ``[1, T]``."""
+
+    def forward(self, ids, ends, longest):
+        x = self.embed(ids)
+        q, k, v = (f(self.norm(x)).unflatten(-1, (n, -1)).flatten(0, 1) for f, n in zip(self.into, COUNTS))
+        mixed = PackedFlashAttention.apply(q, k, v, ends, longest, self.causal, self.window)
+        x = x + self.out(mixed.flatten(1)[None])
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("said", (dict(), dict(window=(20, 0)), dict(causal=False)), ids=str)
+def test_packed_calls_stream_and_are_exact(said, interpreted):
+    model = Packed(**said).double()
+    parameters = list(model.parameters())
+    step = torch.compile(model, backend="streambp", options=dict(chunk_size=16, strict=True))
+    for ends in ((0, 31, 33, 70), (0, 70), (0, 7, 20, 64, 90)):
+        ids, ends = torch.randint(0, WORDS, (1, ends[-1])), torch.tensor(ends, dtype=torch.int32)
+        given = ids, ends, 70
+        truth, found = (torch.autograd.grad(f(*given), parameters) for f in (model, step))
+        assert max(((a - b).norm() / b.norm()).item() for a, b in zip(found, truth)) < 1e-10
+    report = explain(model, *given, streambp_options={"chunk_size": 16})
+    assert ("each row sees consecutive keys" in str(report)) == ("window" not in said)
+
+
 @pytest.mark.parametrize(
     "said",
     (
@@ -252,8 +362,9 @@ def node_of(operator, *args, **kwargs) -> torch.fx.Node:
             "returns a probability for every pair of tokens",
         ),
         (node_of(VARLEN, ..., ..., ..., ..., ..., 9, 9, 0.0, 1.0, True), "pass position_ids that restart"),
+        (node_of(VARLEN, ..., ..., ..., ..., ..., 9, 9, 0.0, 1.0, True, block_table=...), "keys of a cache"),
     ),
-    ids=("dropout", "alibi", "probabilities", "varlen"),
+    ids=("dropout", "alibi", "probabilities", "other ends", "pages"),
 )
 @pytest.mark.quick
 def test_each_refusal_says_what_to_choose(node, sentence):

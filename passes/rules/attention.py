@@ -132,6 +132,14 @@ FLASH_ATTN = (
     "alibi_slopes",
     "return_softmax",
 )
+FLASH_ATTN_VARLEN_FORWARD = "flash_attn::_flash_attn_varlen_forward"
+CACHE = ("block_table", "leftpad_k", "seqused_k")
+FLASH_ATTN_VARLEN = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    *FLASH_ATTN[3:],
+    *CACHE,
+    "zero_tensors",
+)
 KERNEL_ONLY = (  # parameter, its value without effect, its effect otherwise
     (
         "dropout_p",
@@ -142,6 +150,7 @@ KERNEL_ONLY = (  # parameter, its value without effect, its effect otherwise
     ("softcap", 0, "This call caps scores (softcap) inside the flash_attn kernel"),
     ("alibi_slopes", None, "This call adds ALiBi slopes inside the flash_attn kernel"),
     ("return_softmax", False, "This flash_attn call returns a probability for every pair of tokens"),
+    *((name, None, "This flash_attn call reads keys of a cache") for name in CACHE),
 )
 SDPA = 'Choose attn_implementation="sdpa", or call scaled_dot_product_attention'
 PACKED = 'Choose attn_implementation="sdpa", and pass position_ids that restart with each packed sequence'
@@ -159,14 +168,11 @@ def flash_attn(node: Node) -> Signature:
     raise refuse(node, kernel_only(given) or other, SDPA)
 
 
-@rule_by_name("flash_attn::_flash_attn_varlen_forward", "flash_attn::_flash_attn_varlen_backward")
+@rule_by_name(FLASH_ATTN_VARLEN_FORWARD, "flash_attn::_flash_attn_varlen_backward")
 def flash_attn_varlen(node: Node) -> Signature:
-    raise refuse(
-        node,
-        "This call reads the sequence boundaries from a tensor, so the keys of a chunk are unknown at "
-        "compile time",
-        PACKED,
-    )
+    given = dict(zip(FLASH_ATTN_VARLEN, node.args)) | node.kwargs if "forward" in str(node.target) else {}
+    other = "Queries and keys of this call are not packed alike, or its gradient is not flash_attn's own"
+    raise refuse(node, kernel_only(given) or other, PACKED)
 
 
 @rule_by_name("higher_order::flex_attention", "higher_order::flex_attention_backward")

@@ -414,6 +414,27 @@ def index_put(node: Node) -> Signature:
     return Signature((labels, *[index_labels] * len(used), (*before, *index_labels, *after)), (labels,))
 
 
+def sorted_into(node: Node, boundaries: int) -> Signature:
+    """Describe a search for the place of each value among sorted numbers, which are read whole."""
+    numbers, values = (node.args[i] for i in (boundaries, 1 - boundaries))
+    index = tuple(f"i{i}" for i in range(len(shape_of(values))))
+    row = (*index[: len(shape_of(numbers)) - 1], "s")
+    operands = [index, index]
+    operands[boundaries] = row
+    orders = [row] if node.kwargs.get("sorter") is not None else []
+    return Signature((*operands, *orders), (index,), contracts="all")
+
+
+@rule("aten::searchsorted.Tensor", cost=FUSED, positions=(-1,))
+def searchsorted(node: Node) -> Signature:
+    return sorted_into(node, 0)
+
+
+@rule("aten::bucketize.Tensor", cost=FUSED, positions=(-1,))
+def bucketize(node: Node) -> Signature:
+    return sorted_into(node, 1)
+
+
 @rule("aten::nonzero", form=Form.PLACES)
 def nonzero(node: Node) -> Signature:
     """Refuse a look-up of places whose number depends on the data.

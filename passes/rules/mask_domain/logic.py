@@ -54,8 +54,7 @@ class Operand:
         return None if self.value is not None else as_key_mask(self.arg, node, band, self.negated)
 
     def or_padding(self, node: Node) -> Abstract:
-        """Return the value of this operand, or what hides keys if it is an unknown mask, the same for each
-        row."""
+        """Return the value of this operand; of an unknown mask that is the same for each row, its band."""
         key_masks = self.key_mask(node, full_band(node)) if len(shape_of(node)) > 1 else None
         if not key_masks or any(mask.by_row for mask in key_masks):
             return self.value

@@ -4,11 +4,14 @@ Dynamo writes the ``autograd.Function`` of flash_attn as one node with a forward
 Where that forward is one dense call without anything that only its kernel has (dropout, ALiBi, a cap on
 scores), it becomes ``scaled_dot_product_attention`` of ``[B, T, H, D]``, with causality from the bottom
 right and perhaps a window, and streams like it. Other calls reach the rule table, which says what to
-choose instead. Parameters are those of flash_attn 2.7 and 2.8 (flash_attn/flash_attn_interface.py).
+choose instead. A call of packed sequences (``flash_attn_varlen_func``) becomes attention with a mask of
+documents, if queries and keys are of the same ones. Parameters are those of flash_attn 2.7 and 2.8
+(flash_attn/flash_attn_interface.py).
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -18,23 +21,33 @@ from torch.fx import GraphModule, Node
 
 from ... import internals
 from ...passes.ir import is_equal, outputs_of
-from ...passes.rules.attention import FLASH_ATTN, FLASH_ATTN_FORWARD, kernel_only
+from ...passes.rules.attention import (
+    FLASH_ATTN,
+    FLASH_ATTN_FORWARD,
+    FLASH_ATTN_VARLEN,
+    FLASH_ATTN_VARLEN_FORWARD,
+    kernel_only,
+)
 from ..reading.aten import inserted
 from ..reading.values import fake_of
 
-BACKWARD = "flash_attn::_flash_attn_backward"
+# A kernel's forward → its parameters, and its backward.
+KERNELS = {
+    FLASH_ATTN_FORWARD: (FLASH_ATTN, "flash_attn::_flash_attn_backward"),
+    FLASH_ATTN_VARLEN_FORWARD: (FLASH_ATTN_VARLEN, "flash_attn::_flash_attn_varlen_backward"),
+}
 # Operations in its forward and backward beside the calls of kernels.
 AROUND = {torch.empty_like, operator.getitem, internals.set_grad_enabled, *internals.PADDINGS}
 METHODS = {"size", "contiguous", "stride"}
 
 
 def flash_attn_as_attention(module: GraphModule) -> GraphModule:
-    """Replace every dense call of flash_attn in a Dynamo graph by torch's attention."""
+    """Replace calls of flash_attn in a Dynamo graph by torch's attention, which can express them."""
     wrapper = torch.ops.higher_order.autograd_function_apply
     functions = module.graph.find_nodes(op="call_function", target=wrapper)
     for node in functions:
         forward, backward = (getattr(module, part.target) for part in node.args[:2])
-        call = only_call(forward, FLASH_ATTN_FORWARD)
+        call = only_call(forward, *KERNELS)
         if call is not None and only_result(node) is not None and is_plain(call, forward, backward):
             inline(node, forward, call)
     if functions:
@@ -48,13 +61,13 @@ def name_of(node: Node) -> str:
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
 
 
-def named(node: Node, *names: str) -> dict[str, object]:
-    """Map the names of a call's parameters to its arguments."""
-    return {**dict(zip(names, node.args)), **node.kwargs}
+def named(call: Node) -> dict[str, object]:
+    """Map the names of the parameters of a kernel's forward to its arguments."""
+    return {**dict(zip(KERNELS[name_of(call)][0], call.args)), **call.kwargs}
 
 
-def only_call(module: GraphModule, name: str) -> Node | None:
-    found = [n for n in module.graph.nodes if name_of(n) == name]
+def only_call(module: GraphModule, *names: str) -> Node | None:
+    found = [n for n in module.graph.nodes if name_of(n) in names]
     return found[0] if len(found) == 1 else None
 
 
@@ -67,11 +80,15 @@ def only_result(node: Node) -> Node | None:
 
 def is_plain(call: Node, forward: GraphModule, backward: GraphModule) -> bool:
     """Can torch express this attention, and is its gradient computed by flash_attn's own backward alone?"""
-    given, undone = named(call, *FLASH_ATTN), only_call(backward, BACKWARD)
+    given, undone = named(call), only_call(backward, KERNELS[name_of(call)][1])
     if undone is None or kernel_only(given):
         return False
-    aligned = not given["causal"] and max(given["window_size_left"], given["window_size_right"]) < 0
-    if not aligned and not is_equal(*(fake_of(given[name]).shape[1] for name in ("q", "k"))):
+    aligned = not given["causal"] and max(windows_of(given)) < 0
+    packed = "cu_seqlens_q" in given
+    rows, keys = (fake_of(given[name]).shape[0 if packed else 1] for name in ("q", "k"))
+    if (packed or not aligned) and not is_equal(rows, keys):
+        return False
+    if packed and given["cu_seqlens_q"] is not given["cu_seqlens_k"]:
         return False
     statistics = [u for u in call.users if not (u.target is operator.getitem and u.args[1] == 0)]
     if any(reader.op != "output" for value in statistics for reader in value.users):
@@ -102,7 +119,7 @@ def in_place_of(n: Node, call: Node, result: Node, values: dict[Node, object]) -
     """Rewrite one node of flash_attn's forward for the outer graph; ``values`` has what earlier nodes
     became."""
     if n is call:
-        arguments = torch.fx.node.map_arg(named(n, *FLASH_ATTN), values.get)
+        arguments = torch.fx.node.map_arg(named(n), values.get)
         return attention_of(result, arguments), None, None, None
     if n.target is operator.getitem and n.args[0] is call:
         return values[call][n.args[1]]
@@ -110,26 +127,46 @@ def in_place_of(n: Node, call: Node, result: Node, values: dict[Node, object]) -
     return inserted(result, n.target, args, kwargs)
 
 
+def windows_of(given: dict[str, object]) -> tuple[int, int]:
+    """Return how many keys before and behind itself a row sees; -1: any number."""
+    return given.get("window_size_left", -1), given.get("window_size_right", -1)
+
+
 def attention_of(like: Node, given: dict[str, object]) -> Node:
-    """Insert torch's attention for operands of ``[B, T, H, D]``; the result has the same layout."""
-    left, right = given["window_size_left"], 0 if given["causal"] else given["window_size_right"]
-    query, key, value = (inserted(like, torch.transpose, (given[name], 1, 2)) for name in "qkv")
+    """Insert torch's attention for operands of ``[B, T, H, D]``, or ``[T, H, D]`` of packed sequences. The
+    result has the same layout."""
+    left, right = windows_of(given)
+    right, packed = 0 if given["causal"] else right, given.get("cu_seqlens_q")
+    operands = [given[name] for name in "qkv"]
+    if packed is not None:
+        operands = [inserted(like, torch.unsqueeze, (t, 0)) for t in operands]
+    query, key, value = (inserted(like, torch.transpose, (t, 1, 2)) for t in operands)
     hidden = {"is_causal": given["causal"]}
-    if left >= 0 or right > 0 or right == 0 and not given["causal"]:
-        hidden = {"attn_mask": inserted(like, window, (query, left, right))}
+    if packed is not None or left >= 0 or right > 0 or right == 0 and not given["causal"]:
+        hidden = {"attn_mask": inserted(like, window, (query, left, right, packed))}
     out = inserted(
         like,
         F.scaled_dot_product_attention,
         (query, key, value),
         {**hidden, "scale": given["softmax_scale"], "enable_gqa": True},
     )
-    return inserted(like, torch.transpose, (out, 1, 2))
+    out = inserted(like, torch.transpose, (out, 1, 2))
+    return out if packed is None else inserted(like, torch.squeeze, (out, 0))
 
 
-def window(query: Tensor, left: int, right: int) -> Tensor:
+def window(query: Tensor, left: int, right: int, starts: Tensor | None) -> Tensor:
     """Build the mask of a window, ``[T, T]``, true where a query may read a key. The key lies at most
-    ``left`` rows before or ``right`` rows behind the query; -1: any number."""
+    ``left`` rows before or ``right`` rows behind the query; -1: any number.
+
+    starts  the first rows of packed sequences, and the end of the last one; None: there is one sequence
+    """
     rows = torch.arange(query.shape[2], device=query.device)
-    behind = rows - rows[:, None]
-    shown = behind <= right if right >= 0 else behind >= -left
-    return shown & (behind >= -left) if left >= 0 and right >= 0 else shown
+    behind, shown = rows - rows[:, None], []
+    if starts is not None:
+        sequence = torch.bucketize(rows, starts[1:].to(rows.dtype), right=True)
+        shown.append(sequence[:, None] == sequence)
+    if right >= 0:
+        shown.append(behind <= right)
+    if left >= 0:
+        shown.append(behind >= -left)
+    return functools.reduce(torch.logical_and, shown)
