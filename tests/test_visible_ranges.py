@@ -202,3 +202,27 @@ def test_two_masks_of_one_layer():
     step = compiled(model)
     truth, ours = (gradients(model, lambda f=f: f(*batch)) for f in (model, step))
     assert worst_error(ours, truth) < EXACT
+
+
+def test_ranges_stay_on_the_host_when_layer_inputs_are_offloaded(monkeypatch):
+    from streambp_compile.runtime import offload
+
+    sent = []
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    put = offload.MappedFile.put
+    monkeypatch.setattr(offload.MappedFile, "put", lambda store, v: sent.append(v.dtype) or put(store, v))
+    torch.manual_seed(0)
+    model, batch = Model(right).double(), (ids_of(2, LENGTH), kept(LENGTH, slice(-9, None)))
+    step = torch.compile(model, backend="streambp", options=dict(chunk_size=16, offload=True))
+    truth, ours = (gradients(model, lambda f=f: f(*batch)) for f in (model, step))
+    assert worst_error(ours, truth) < EXACT
+    assert torch.float64 in sent and torch.int64 not in sent
+
+
+def test_evaluation_and_inference():
+    torch.manual_seed(0)
+    model, batch = Model(right).double().eval(), (ids_of(2, LENGTH), kept(LENGTH, slice(-9, None)))
+    step = compiled(model)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            torch.testing.assert_close(step(*batch), model(*batch), rtol=1e-12, atol=0)

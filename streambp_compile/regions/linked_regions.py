@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,6 +186,12 @@ class Waiting:
         self.offloading = Offloading(given, internals.is_fake) if plan.offloaded else None
         self.compression = Compression(given) if plan.compressed else None
 
+    def stay(self, answers: Iterable[CallAnswer]) -> None:
+        """Keep the ranges of visible keys, which are on the host, where they are."""
+        for answer in answers if self.offloading is not None else ():
+            if answer.ranges is not None:
+                self.offloading.stay(answer.ranges)
+
     def leave(self, index: int, region: Region, values: Mapping[Node, object]) -> Leave | None:
         """Choose how autograd keeps the values that a region saves; None: the values themselves."""
         if self.offloading is not None and index in self.plan.offloaded:
@@ -223,7 +229,9 @@ def linked(
         state = buffers.of_call(values)
         waiting = Waiting(plan, args)
         for index, (compiled, region), gone, free, question, asked_now in steps:
-            answers.update(answered(asked_now, values) if asked_now else {})
+            if asked_now:
+                answers.update(answered(asked_now, values))
+                waiting.stay(answers.values())
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(answers[question.key])
                 hand_over([values[n] for n in free])

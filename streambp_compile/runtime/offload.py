@@ -217,6 +217,10 @@ class Offloading:
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.places: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
 
+    def stay(self, value: torch.Tensor) -> None:
+        """Keep a value where it is: one on the host already, or alive in any case."""
+        self.given.add(value.untyped_storage())
+
     def leave(self, value: torch.Tensor) -> Offloaded | None:
         """Send a value to the host, unless it stays alive in any case or is small. The same memory is sent
         once, however many layers read it."""
