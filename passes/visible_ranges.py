@@ -53,11 +53,13 @@ def read_ranges(
         if form_of(node) not in (Form.ATTENTION, Form.ATTENTION_BACKWARD):
             continue
         band = known_band(arguments(node)["mask"], masks)
-        if band is None or not attends_to_own_rows(node, propagation, length):
-            continue
-        if not all(is_cheap_to_check(n, 0, checkable) for mask in band.key_masks or () for n in mask.nodes):
+        if band is None:
             continue
         visible = VisibleRanges(band.key_masks or (), band.hi > 0, band.outside == "min")
+        if not has_tokens_as_rows(node, propagation, length, visible.same_for_all_rows):
+            continue
+        if not all(is_cheap_to_check(n, 0, checkable) for n in visible.nodes):
+            continue
         slot = slots.setdefault(visible, len(slots))
         conditions.update((PositionsIncrease(a), None) for a in band.assumes if isinstance(a, DocumentMask))
         schema = [a.name for a in node.target._schema.arguments]
@@ -66,17 +68,28 @@ def read_ranges(
     return Ranges(tuple(slots), tuple(conditions))
 
 
-def attends_to_own_rows(node: Node, propagation: TokenPropagation, length: Size) -> bool:
-    """Are queries and keys of an attention node the tokens, each with one row?"""
-    operands = [arguments(node)[name] for name in ("query", "key")]
-    rows = all(list(propagation.of(n).values()) == [Mark(2)] for n in operands)
-    return rows and all(is_equal(value_of(n).shape[2], length) for n in operands)
+def has_tokens_as_rows(node: Node, propagation: TokenPropagation, length: Size, any_keys: bool) -> bool:
+    """Are queries of an attention node the tokens, each with one row, and so are its keys?
+
+    any_keys  keys may also be those of another sequence, which are read whole
+    """
+    query, key = (arguments(node)[name] for name in ("query", "key"))
+    if any_keys and not propagation.of(key):
+        return is_token_row(query, propagation, length)
+    return all(is_token_row(n, propagation, length) for n in (query, key))
+
+
+def is_token_row(node: Node, propagation: TokenPropagation, length: Size) -> bool:
+    """Has a value ``[B, H, T, D]`` one row for each token?"""
+    return list(propagation.of(node).values()) == [Mark(2)] and is_equal(value_of(node).shape[2], length)
 
 
 def known_band(mask: object, masks: Mapping[Node, Abstract]) -> Band | None:
     """Return the band of an additive mask if all that hides keys in it is known; otherwise None. That may be
     causality, masks of keys, and documents."""
-    band = masks.get(mask) if isinstance(mask, Node) else None
+    if not isinstance(mask, Node):
+        return None
+    band = masks.get(mask)
     if not is_empty_outside(band) or not band.zero_inside or not band.key_masks:
         return None
     whole = (band.row, band.key) == (2, 3) and band.lo == -math.inf and band.hi in (0, math.inf)

@@ -178,6 +178,11 @@ class VisibleRanges:
         return tuple(node for mask in self.key_masks for node in mask.nodes)
 
     @property
+    def same_for_all_rows(self) -> bool:
+        """Does each row of a sequence see the same keys?"""
+        return self.ahead and all(isinstance(mask, KeyMask) for mask in self.key_masks)
+
+    @property
     def batch(self) -> Size:
         """The number of different masks, as a size of the graph: one, or one for each sequence."""
         return next((size for mask in self.key_masks for size in mask.others if hint(size) > 1), 1)

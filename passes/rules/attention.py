@@ -23,7 +23,8 @@ def range_labels(node: Node) -> tuple:
     ranges = arguments(node)["ranges"]
     if ranges is None:
         return ()
-    return ((None, "b" if shape_of(ranges)[1] > 1 else None, "q", None),)
+    _, masks, rows, _ = shape_of(ranges)
+    return ((None, "b" if masks > 1 else None, "q" if rows > 1 else None, None),)
 
 
 def emit_attention(body, node: Node):

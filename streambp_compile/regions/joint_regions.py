@@ -115,13 +115,19 @@ def analyzed(region: Joint, inputs: JointInputs) -> tuple[Joint, Analysis]:
         given = region.primals[inputs.ranges]
         ranges = read_ranges(region.graph, propagation, length, masks, given, checkable)
         if ranges:
-            shape = (len(ranges.visible), max((v.batch for v in ranges.visible), key=hint), length, 2)
-            given.meta["val"] = value_of(given).new_empty(shape)
+            given.meta["val"] = value_of(given).new_empty(shape_of_ranges(ranges, length))
             known = Signatures(region.graph)
-        if given.users:
+        if given.users and not is_equal(value_of(given).shape[2], 1):
             marks[given] = (Mark(2),)
     analysis = analyze(region.graph, length, marks, checkable, known, masks)
     return region, copy_shifted(region.graph, replace(analysis, ranges=ranges))
+
+
+def shape_of_ranges(ranges: Ranges, length: Size) -> tuple[Size, ...]:
+    """Return the sizes of the ranges: slots, masks, rows (one, if each row sees the same keys), and 2."""
+    masks = max((v.batch for v in ranges.visible), key=hint)
+    rows = 1 if all(v.same_for_all_rows for v in ranges.visible) else length
+    return len(ranges.visible), masks, rows, 2
 
 
 def with_outputs_of_graph(region: Joint) -> Joint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,11 +186,12 @@ class Waiting:
         self.offloading = Offloading(given, internals.is_fake) if plan.offloaded else None
         self.compression = Compression(given) if plan.compressed else None
 
-    def stay(self, answers: Iterable[CallAnswer]) -> None:
-        """Keep the ranges of visible keys, which are on the host, where they are."""
-        for answer in answers if self.offloading is not None else ():
-            if answer.ranges is not None:
+    def kept(self, answers: dict[tuple, CallAnswer]) -> dict[tuple, CallAnswer]:
+        """Keep the ranges of visible keys where they are, on the host; returns the answers."""
+        for answer in answers.values():
+            if self.offloading is not None and answer.ranges is not None:
                 self.offloading.stay(answer.ranges)
+        return answers
 
     def leave(self, index: int, region: Region, values: Mapping[Node, object]) -> Leave | None:
         """Choose how autograd keeps the values that a region saves; None: the values themselves."""
@@ -229,9 +230,7 @@ def linked(
         state = buffers.of_call(values)
         waiting = Waiting(plan, args)
         for index, (compiled, region), gone, free, question, asked_now in steps:
-            if asked_now:
-                answers.update(answered(asked_now, values))
-                waiting.stay(answers.values())
+            answers.update(waiting.kept(answered(asked_now, values)) if asked_now else {})
             if compiled.call is not None:
                 run = compiled.call if question is None else compiled.call_for(answers[question.key])
                 hand_over([values[n] for n in free])

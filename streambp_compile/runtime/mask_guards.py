@@ -231,8 +231,8 @@ def answered(questions: Sequence[Question], values: Mapping | Sequence) -> dict[
 
 
 def on_host(ranges: Sequence[Tensor]) -> Tensor | None:
-    """Stack the ranges of several masks, of which some may be the same for all sequences."""
+    """Stack the ranges of several masks, of which some may be the same for all sequences, or all rows."""
     if not ranges:
         return None
-    masks = max(map(len, ranges))
-    return torch.stack([r.expand(masks, -1, -1) for r in ranges]).cpu()
+    masks, rows = (max(r.shape[d] for r in ranges) for d in (0, 1))
+    return torch.stack([r.expand(masks, rows, -1) for r in ranges]).cpu()

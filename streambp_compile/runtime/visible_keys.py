@@ -16,8 +16,8 @@ from .mask_conditions import by_query, consistent, pairs_of, visible
 def ranges_of(condition: VisibleRanges, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute the range of keys that masks show each row, and whether masks are such ranges.
 
-    Ranges are ``[masks, rows, 2]``: the first key, and the one behind the last. Rows without keys have two
-    zeros.
+    Ranges are ``[masks, rows, 2]``, or one row for all: the first key, and the one behind the last. Rows
+    without keys have two zeros.
 
     values  of the nodes that the condition names
     """
@@ -38,10 +38,10 @@ def ranges_of(condition: VisibleRanges, values: Sequence[Tensor]) -> tuple[Tenso
 
 
 def whole(mask: KeyMask, value: Tensor, condition: VisibleRanges) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the first and the last key of each row, ``[1, rows]``, where there are no documents."""
+    """Return the first and the last key of each row, ``[1, rows or 1]``, where there are no documents."""
     index = torch.arange(value.shape[mask.key], device=value.device)[None]
-    last = torch.full_like(index, index.shape[1] - 1) if condition.ahead else index
-    return torch.zeros_like(index), last, []
+    last = index[:, -1:] if condition.ahead else index
+    return torch.zeros_like(last), last, []
 
 
 def runs_of(

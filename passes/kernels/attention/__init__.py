@@ -3,7 +3,8 @@
 ``attention`` is one step of a sweep, ``attention_backward_`` its gradient with accumulators for keys and
 values; ``attention_backward`` is the gradient of all rows at once, as joint graphs have it.
 
-ranges  ``[slots, B, C, 2]``, on the host, in place of a mask: the keys that each row sees (`ranges`)
+ranges  ``[slots, B, C, 2]`` (B and C may be 1), on the host, in place of a mask: the keys that each row
+        sees (`ranges`)
 slot    which of these belong to this call
 kernel  the kernel (`selection.choose` picks it when a chunk body is written); without a name, a kernel runs
         that every device of that type has

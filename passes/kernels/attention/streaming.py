@@ -250,7 +250,7 @@ class ByRanges:
         """Read the ranges of a call at ``slot``. None if there are none, or they hide nothing."""
         if ranges is None:
             return None
-        own = ranges[slot].expand(query.shape[0], -1, -1)
+        own = ranges[slot].expand(query.shape[0], query.shape[2], -1)
         return None if hides_nothing(own, key.shape[2], causal, start) else ByRanges(own, kernel)
 
     def parts(self, *operands: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
