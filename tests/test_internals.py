@@ -12,13 +12,17 @@ import torch
 import torch.nn.functional as F
 from graphs import joint_of, traced
 from models import Plain, gradients, ids_of, worst_error
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from streambp_compile import NotStreamed, Report, StreamHint, explain, internals
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
 from streambp_compile.passes.ir import Analysis, Binding, BindingRole, Body, Mark
+from streambp_compile.passes.verify import verify_bound
 
 NAMES = ("split", "joint", "normalized", "facts", "forward", "forward_body_0")
 
@@ -88,6 +92,27 @@ def test_a_whole_region_with_attention_keeps_its_inputs_alone():
     )
     returned = next(n for n in forward.graph.nodes if n.op == "output").args[0]
     assert [n.op for n in returned[outputs:]] == ["placeholder"]
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_the_backward_of_a_whole_region_gets_the_sizes_that_its_tensors_do_not_have(once):
+    """It keeps padded rows alone, of whose sizes none is the number of tokens."""
+    with enable_python_dispatcher(), internals.FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        env, source = mode.shape_env, ConstantSource("length")
+        symbol = env.create_symbol(12, source, dynamic_dim=DimDynamic.DYNAMIC)
+        x = torch.empty(2, env.create_symintnode(symbol, hint=12, source=source), 4)
+        rows = F.pad(x, (0, 0, 0, -x.shape[1] % 8)).requires_grad_()
+
+    def cut(joint, inputs, **kwargs):
+        forward, backward = internals.keep_inputs_partition(joint, inputs, once=once, **kwargs)
+        verify_bound(forward.graph)
+        verify_bound(backward.graph)
+        return forward, backward
+
+    compiler = dict.fromkeys(("fw_compiler", "bw_compiler"), lambda module, inputs: module)
+    module = torch.fx.symbolic_trace(lambda x, rows: (x.new_zeros(()) + (rows * rows.cos()).sin(),))
+    with internals.tracing_of(mode):
+        internals.aot_autograd(**compiler, partition_fn=cut)(module, [x, rows])
 
 
 @pytest.mark.long

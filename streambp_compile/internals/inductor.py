@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from unittest import mock
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -110,7 +111,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[object], **kwargs) -> Ca
     compiled code: where Inductor reads one in another layout (images, channels last), it would return that
     copy instead."""
     examples = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    with detect_fake_mode(examples) or contextlib.nullcontext():
+    with enable_python_dispatcher(), detect_fake_mode(examples) or contextlib.nullcontext():
         plain = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(
             *examples
         )
@@ -174,7 +175,7 @@ def compile_function(function: Callable, examples: Sequence[object]) -> Callable
     examples  fakes of its arguments, whose symbols stay free or get the guards of their mode
     """
     mode = detect_fake_mode(examples)
-    with tracing(TracingContext(mode)), mode, torch.no_grad():
+    with tracing(TracingContext(mode)), enable_python_dispatcher(), mode, torch.no_grad():
         traced = make_fx(
             function,
             decomposition_table=select_decomp_table(),

@@ -11,11 +11,13 @@ from unittest import mock
 
 import torch
 from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import _extract_fwd_bwd_modules, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes
 
 from ..passes.ir import draws_random
 from .dtensors import mesh_of
@@ -33,13 +35,37 @@ def keep_inputs_partition(joint: GraphModule, inputs, *, num_fwd_outputs: int, o
     """
     if any(map(draws_random, joint.graph.nodes)) or not inputs[1] or once:
         rewrite(joint)  # seeds are drawn once, so that recomputation sees the same bits
-        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        with sizes_read(len(inputs[0])):
+            return min_cut_rematerialization_partition(
+                joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+            )
     primals = [n for n in joint.graph.nodes if n.op == "placeholder"][: len(inputs[0])]
     tensors = [n for n in primals if isinstance(n.meta.get("val"), torch.Tensor)]
     symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
     meshes = [n for n in primals if mesh_of(n.meta.get("val")) is not None]
     more = {"saved_opaque_nodes": meshes} if meshes else {}  # which torch 2.11 does not know
-    return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs, **more)
+    with sizes_read(len(inputs[0])):
+        return _extract_fwd_bwd_modules(joint, tensors, symbols, num_fwd_outputs=num_fwd_outputs, **more)
+
+
+def sizes_read(primals: int) -> contextlib.AbstractContextManager:
+    """Let a partition keep for the backward each symbol that a size of the first inputs is. It looks for an
+    input that is the symbol, as Dynamo passes it. A region may get tensors alone, and its backward may read
+    only those whose sizes are made of the symbol."""
+
+    def bindings(graph: Graph) -> dict[object, Node]:
+        inputs = graph.find_nodes(op="placeholder")
+        found, last = find_symbol_binding_fx_nodes(graph), inputs[-1]
+        values = ((n, n.meta.get("val")) for n in inputs[:primals])
+        sizes = ((n, d, s) for n, v in values if isinstance(v, torch.Tensor) for d, s in enumerate(v.shape))
+        for tensor, dim, size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in found:
+                with graph.inserting_after(last):
+                    last = graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
+                last.meta["val"], found[size.node.expr] = size, last
+        return found
+
+    return mock.patch.object(partitioners, "find_symbol_binding_fx_nodes", bindings)
 
 
 def read_meshes_of_primals(joint: GraphModule, tangents: int) -> None:
