@@ -433,8 +433,8 @@ class Reader:
             if fact.rows.outer != 1:
                 raise refuse(
                     node,
-                    "The keys of several sequences lie along one dimension",
-                    "Attend to each sequence by itself, and merge the results by their log-sum-exps",
+                    "Several sequences along one dimension read one another",
+                    "Give sequences a dimension of their own; results of attention merge by their log-sum-exps",
                 )
             return Edge(operand, Role.KEYS, signature.reach.get(label, EVERYWHERE))
         return Edge(operand, Role.HALO, EVERYWHERE)
