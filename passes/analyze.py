@@ -434,7 +434,7 @@ class Reader:
                 raise refuse(
                     node,
                     "Several sequences along one dimension read one another",
-                    "Give sequences a dimension of their own; results of attention merge by their log-sum-exps",
+                    "Give sequences a dimension of their own; attention merges by log-sum-exps",
                 )
             return Edge(operand, Role.KEYS, signature.reach.get(label, EVERYWHERE))
         return Edge(operand, Role.HALO, EVERYWHERE)
