@@ -210,7 +210,7 @@ def test_transposed_rows_are_added_where_they_belong(several_threads):
 
     def added(x):
         places = torch.arange(2)[:, None], torch.arange(40)
-        return torch.zeros(2, 40, 16).index_put(places, x.transpose(1, 2) * 2, accumulate=True)
+        return (torch.zeros(2, 40, 16).index_put(places, x.transpose(1, 2) * 2, accumulate=True),)
 
     x = torch.randn(2, 16, 40)
     torch.testing.assert_close(
