@@ -40,7 +40,7 @@ def model_for(tokens: int):
 
 def batches(tokens: int) -> dict[str, dict[str, torch.Tensor]]:
     ids = torch.randint(0, 4096, (1, tokens), generator=torch.Generator().manual_seed(1))
-    ones, plain = torch.ones_like(ids), dict(input_ids=ids, labels=ids)
+    ones, plain = torch.ones_like(ids), dict(input_ids=ids, labels=ids.clone())
     found = {"plain": plain, "mask of ones": plain | dict(attention_mask=ones)}
     for part in (8, 2):
         mask = ones.clone()
