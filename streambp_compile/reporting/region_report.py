@@ -119,7 +119,7 @@ class RegionReport:
                 f"largest value: {self.widest_part}"
             ]
         lines += [
-            f"  checked in every call: {condition}; where it fails, all keys are read"
+            f"  checked in every call: {condition}; where it fails, the region is compiled again without it"
             for condition in self.streamed.analysis.checked
         ]
         return "\n".join(lines)

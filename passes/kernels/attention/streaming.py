@@ -232,31 +232,20 @@ def joins_in_half(kernel: Kernel, parts: Sequence[Piece], query: Tensor) -> bool
     return any(p.again for p in parts) and query.dtype.itemsize == 2 and torch.float32 in dict(kernel.dtypes)
 
 
-@dataclass(frozen=True)
-class ByRanges:
-    """The rows of a chunk, where masks hide more keys than causality does.
+def hiding_ranges(
+    query: Tensor, key: Tensor, ranges: Tensor | None, slot: int, causal: bool, start: int
+) -> Tensor | None:
+    """Return the ranges of a call at ``slot``, ``[B, C, 2]``. None if they hide no more than causality."""
+    if ranges is None:
+        return None
+    own = ranges[slot].expand(query.shape[0], query.shape[2], -1)
+    return None if hides_nothing(own, key.shape[2], causal, start) else own
 
-    ranges  ``[B, C, 2]``
-    kernel  its name
-    """
 
-    ranges: Tensor
-    kernel: str
-
-    @staticmethod
-    def of(
-        query: Tensor, key: Tensor, ranges: Tensor | None, slot: int, causal: bool, start: int, kernel: str
-    ) -> ByRanges | None:
-        """Read the ranges of a call at ``slot``. None if there are none, or they hide nothing."""
-        if ranges is None:
-            return None
-        own = ranges[slot].expand(query.shape[0], query.shape[2], -1)
-        return None if hides_nothing(own, key.shape[2], causal, start) else ByRanges(own, kernel)
-
-    def parts(self, *operands: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield the sequences that one call covers: their ranges ``[C, 2]``, and their part of operands."""
-        for part in sequences(self.ranges):
-            yield self.ranges[part.start], [layout.cut(t, 0, part) for t in operands]
+def by_sequences(ranges: Tensor, *operands: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield the sequences that one call covers: their ranges ``[C, 2]``, and their part of operands."""
+    for part in sequences(ranges):
+        yield ranges[part.start], [layout.cut(t, 0, part) for t in operands]
 
 
 def attention_forward(
@@ -276,11 +265,11 @@ def attention_forward(
     if not query.numel() or not key.shape[2]:
         out, lse = forward_meta(query, key, value, mask, causal, scale, start)
         return out.zero_(), lse.fill_(-math.inf)
-    some = ByRanges.of(query, key, ranges, slot, causal, start, uneven or kernel)
-    if some is not None:
+    hiding = hiding_ranges(query, key, ranges, slot, causal, start)
+    if hiding is not None:
         found = [
-            attended(prepared_by_ranges(some.kernel, q, v, own), q, k, v, scale)
-            for own, (q, k, v) in some.parts(query, key, value)
+            attended(prepared_by_ranges(uneven or kernel, q, v, own), q, k, v, scale)
+            for own, (q, k, v) in by_sequences(hiding, query, key, value)
         ]
         if len(found) == 1:
             return found[0]
@@ -384,12 +373,12 @@ def attention_backward_(
     accumulators are float32 (float64 for float64)."""
     if not query.numel() or not key.shape[2]:
         return backward_meta(grad, query).zero_()
-    some = ByRanges.of(query, key, ranges, slot, causal, start, uneven or kernel)
-    if some is not None:
+    hiding = hiding_ranges(query, key, ranges, slot, causal, start)
+    if hiding is not None:
         operands = (grad, query, key, value, out, lse, key_grad, value_grad)
         found = [
-            gradients(prepared_by_ranges(some.kernel, q, v, own), g, q, k, v, o, logsum, scale, dk, dv)
-            for own, (g, q, k, v, o, logsum, dk, dv) in some.parts(*operands)
+            gradients(prepared_by_ranges(uneven or kernel, q, v, own), g, q, k, v, o, logsum, scale, dk, dv)
+            for own, (g, q, k, v, o, logsum, dk, dv) in by_sequences(hiding, *operands)
         ]
         return found[0] if len(found) == 1 else put_in_order(backward_meta(grad, query), found)
     chunk = prepared(kernel, query, key, value, mask, causal, start)

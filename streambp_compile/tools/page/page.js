@@ -340,7 +340,7 @@ class Regions {
       make("p", { class: "soft code" }, ...lines.flatMap((where, i) => (i ? ["  …  ", line(where)] : [line(where)]))),
       region.refusal ? refusal(region, region.refusal) : null,
       region.batch ? make("p", {}, `Runs for ${region.batch}; sizes are those of one turn.`) : null,
-      ...region.conditions.map((c) => make("p", {}, `Checked in every call: ${c}; where it fails, all keys are read.`)),
+      ...region.conditions.map((c) => make("p", {}, `Checked in every call: ${c}; where it fails, the region is compiled again without it.`)),
       ...parts);
   }
 
