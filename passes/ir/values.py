@@ -119,6 +119,7 @@ def quotient(size: Size, part: Size) -> Size | None:
     return given.node.shape_env.create_symintnode(found, hint=hint(size) // hint(part))
 
 
+@functools.lru_cache(4096)
 def simplified(expr: sympy.Expr) -> sympy.Expr:
     """Simplify an expression of sizes by carrying out divisions without a remainder. ``T * T // T`` becomes
     ``T``. A view with a size of -1 gives such expressions."""
@@ -133,6 +134,7 @@ def divided(division: sympy.Expr) -> sympy.Expr:
     return division if found is None else found
 
 
+@functools.lru_cache(4096)
 def divided_exactly(size: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
     """Divide two expressions; None if the division leaves a denominator."""
     found = sympy.cancel(size / part)
