@@ -36,11 +36,17 @@ class Rows:
                 return dim
         return None
 
+    def dims(self, node: Node) -> list[int]:
+        """List the dimensions of a value that have rows of the sequence, all of them or a slice."""
+        found = self.propagation.of(node).items()
+        return [dim for dim, mark in found if mark.inner == mark.block == 1]
+
     def end_at(self, node: Node, signature: Signature) -> bool:
         """Does a node read floating-point rows of the sequence, although its result has no such rows?"""
         return self.dim(node) is None and any(
-            (dim := self.dim(operand)) is not None and labels[dim] not in signature.outputs[0]
+            labels[dim] not in signature.outputs[0]
             for operand, labels in floating_operands(node, signature)
+            for dim in self.dims(operand)
         )
 
 

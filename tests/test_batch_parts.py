@@ -109,6 +109,7 @@ def parts(report) -> list[tuple[int, int]]:
 DISTINCT = {everywhere: 1, causal: 1, padded: 2, looked_up: 2, packed: 2, written_out: 2, linear: 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attend", representatives(DISTINCT, {causal, padded, looked_up, written_out}))
 def test_gradients_are_those_of_the_whole_batch(attend, at_once):
     torch.manual_seed(0)
@@ -155,6 +156,7 @@ def test_a_second_backward_and_a_frozen_layer(at_once):
     assert worst_error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, truth) < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attend", representatives((causal, looked_up), {looked_up}))
 def test_dynamic_lengths(attend, at_once):
     torch.manual_seed(0)

@@ -38,6 +38,7 @@ def check(name: str, rows: list[Row]) -> None:
             assert row.layers and row.head and row.notes == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(SETUPS, CHOSEN))
 def test_gradients_are_those_of_the_model_that_is_not_split(name, ranks):
     check(name, ranks.run(row_of, name))

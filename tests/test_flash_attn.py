@@ -291,6 +291,7 @@ class Packed(Model):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("said", (dict(), dict(window=(20, 0)), dict(causal=False)), ids=str)
 def test_packed_calls_stream_and_are_exact(said, interpreted):
     model = Packed(**said).double()

@@ -231,6 +231,7 @@ def test_other_batches_are_exact(name, interpreted):
         assert counters["stats"]["unique_graphs"] == 2, "a third batch was compiled"
 
 
+@pytest.mark.long
 def test_a_batch_may_be_marked(interpreted):
     """Sizes that the user marks are symbols from the first call on; far more sequences are compiled anew."""
     torch._dynamo.reset()
@@ -248,6 +249,7 @@ def test_a_batch_may_be_marked(interpreted):
     assert graphs == [1, 0, 0, 1, 0]
 
 
+@pytest.mark.long
 def test_chunks_shrink_where_the_batch_grows():
     """A chunk holds as many numbers as planned: the peak does not grow with the number of sequences."""
     model = LlamaLike()

@@ -20,6 +20,7 @@ def row_of(name: str):
     return measured(parallel.SETUPS[name], lengths=(64,))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(parallel.SETUPS, CHOSEN))
 def test_collectives_and_gradients_are_those_of_eager(name, ranks):
     rows = ranks.run(row_of, name)

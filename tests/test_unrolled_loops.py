@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Mixing, MixingLayer, gradients, ids_of, worst_error
+from models import Mixing, MixingLayer, Plain, gradients, ids_of, worst_error
 from torch import Tensor, nn
 
+from benchmarks.memory import peak
 from streambp_compile import NotStreamed, explain
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -281,3 +282,36 @@ def test_the_place_in_a_block_is_no_token():
     torch._dynamo.reset()
     step = torch.compile(model, backend="streambp", options={"chunk_size": 32, "strict": True})
     assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
+
+
+class Segments(Plain):
+    """Segments of a text one after another, which hand on memory tokens (arXiv 2207.06881)."""
+
+    def __init__(self, inside: bool):
+        super().__init__(width=16, layers=1)
+        self.memory, self.inside = nn.Parameter(torch.randn(4, 16)), inside
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        memory = write = self.memory.expand(len(ids), -1, -1)
+        found, total = [], 0.0
+        for part, wanted in zip(ids.split(32, 1), labels.split(32, 1)):
+            x = torch.cat((memory, self.embed(part), write), 1)
+            for layer in self.layers:
+                x = layer(x)
+            found.append(x[:, 4:-4])
+            memory = x[:, -4:]
+            total = total + self.loss(found[-1], wanted) if self.inside else total
+        return total if self.inside else self.loss(torch.cat(found, 1), labels)
+
+
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_segments_with_memory_tokens_stream(inside):
+    """The layers stream in each segment, and the head over all of them, or in each."""
+    model, ids = Segments(inside).double(), ids_of(2, 64)
+    truth = gradients(model, lambda: model(ids, ids))
+    options = {"chunk_size": 16, "strict": not inside}  # labels in segments are rows of no one sequence
+    step = torch.compile(model, backend="streambp", options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotStreamed)
+        assert worst_error(gradients(model, lambda: step(ids, ids)), truth) < EXACT
+    assert peak(lambda: step(ids, ids).backward()) < peak(lambda: model(ids, ids).backward()) / 2

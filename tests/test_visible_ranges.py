@@ -160,6 +160,7 @@ CASES = {
 CHOSEN = {"padded behind", "lowest numbers", "encoder", "packed"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", representatives(CASES, CHOSEN))
 def test_gradients_are_eager_ones_and_no_body_has_a_mask(case):
     mask, *hidden = CASES[case]

@@ -8,7 +8,6 @@ dimension.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,7 +58,7 @@ def write(node: Node, target: torch._ops.OpOverload, args: tuple) -> None:
 
 def gathers(waited: Node, part: Node, processes: int) -> list[tuple[Node, int]]:
     """List the values that are all parts concatenated, each with the dimension along which they are."""
-    pieces = [n for user in waited.users for n in (user, *user.users) if rows_of(n) is not None]
+    pieces = [n for n in waited.users if rows_of(n) is not None]
     joined = [n for piece in pieces for n in piece.users if is_joined(n, waited)]
     found = [
         (n, dim) for n in dict.fromkeys(joined) if shape_of(n) == longer(part, dim := dim_of(n), processes)
@@ -106,23 +105,14 @@ class RowsOf:
 
 
 def rows_of(node: object) -> RowsOf | None:
-    """Describe an item of a split, or a slice, as rows of a value; None for any other node."""
-    if not isinstance(node, Node) or node.op != "call_function":
+    """Describe a slice as rows of a value; None for any other node."""
+    given = arguments(node) if isinstance(node, Node) and form_of(node) is Form.SLICE else {}
+    if given.get("step") != 1:
         return None
-    if node.target is operator.getitem and form_of(node.args[0]) is Form.SPLIT:
-        whole, dim = node.args[0].args[0], dim_of(node.args[0], 2)
-        lengths = [part.shape[dim] for part in value_of(node.args[0])]
-        return RowsOf(whole, dim, sum(lengths[: node.args[1]]), lengths[node.args[1]])
-    if form_of(node) is Form.SLICE:
-        args = arguments(node)
-        dim = args["dim"] % len(shape_of(node))
-        return (
-            RowsOf(node.args[0], dim, args["start"] or 0, shape_of(node)[dim]) if args["step"] == 1 else None
-        )
-    return None
+    dim = given["dim"] % len(shape_of(node))
+    return RowsOf(given["self"], dim, given["start"] or 0, shape_of(node)[dim])
 
 
-def dim_of(node: Node, position: int = 1) -> int:
-    """Return the dimension along which a node splits or joins."""
-    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
-    return dim % len(shape_of(node.args[0] if position == 2 else node))
+def dim_of(node: Node) -> int:
+    """Return the dimension along which a node joins values."""
+    return arguments(node)["dim"] % len(shape_of(node))

@@ -8,6 +8,7 @@ rewritten exactly stays as it is, and the rules decide about it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -88,6 +89,28 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     it, which may hold the tokens, and splits that again."""
     dim = dim % (tensors[0].dim() + 1)
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
+
+
+def depends_on_data(*sizes) -> bool:
+    """Is any of these sizes known only while the graph runs?"""
+    return any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
+
+
+def split(x: torch.Tensor, length, dim: int = 0) -> list[torch.Tensor]:
+    """Decompose a split into pieces of one length, of which the last may be shorter, into slices."""
+    size = x.shape[dim]
+    if size == 0 or depends_on_data(size, length):
+        return NotImplemented
+    ends = [min((i + 1) * length, size) for i in range(int(-(-size // length)))]
+    return [aten.slice.Tensor(x, dim, i * length, end) for i, end in enumerate(ends)]
+
+
+def split_with_sizes(x: torch.Tensor, lengths, dim: int = 0) -> list[torch.Tensor]:
+    """Decompose a split into pieces of given lengths into slices, whose rows the rules can place."""
+    if depends_on_data(x.shape[dim], *lengths):
+        return NotImplemented
+    ends = itertools.accumulate(lengths)
+    return [aten.slice.Tensor(x, dim, end - n, end) for n, end in zip(lengths, ends)]
 
 
 def index_put(x: torch.Tensor, indices, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:

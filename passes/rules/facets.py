@@ -39,7 +39,6 @@ class Form(enum.Enum):
     UNSQUEEZE = "unsqueeze"
     SQUEEZE = "squeeze"
     SLICE = "slice"
-    SPLIT = "split"  # into slices along a dimension
     JOINED = "joined"  # values concatenated along a dimension
     FLIP = "flip"
     SKEWED = "skewed"  # columns of each row shifted by the row's place: ``streambp.skewed``

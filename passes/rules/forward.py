@@ -67,6 +67,7 @@ class Part(enum.Enum):
     """The part that an op plays in a rewrite before autograd."""
 
     HEAD = "a product of rows and a weight"
+    PRODUCTS = "a product of matrices, or several"
     MERGE = "dimensions of rows become one"
     JOIN = "values are put together along a dimension"
     TOTAL = "the sum of all there is"
@@ -101,6 +102,7 @@ class Part(enum.Enum):
 
 PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     **dict.fromkeys((aten.linear, aten.matmul, aten.mm), Part.HEAD),
+    **dict.fromkeys((aten.bmm, aten.baddbmm, aten.addmm, aten.einsum), Part.PRODUCTS),
     **dict.fromkeys((aten.view, aten.reshape, aten.flatten), Part.MERGE),
     **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), Part.JOIN),
     aten.sum: Part.TOTAL,
@@ -161,6 +163,14 @@ def is_pointwise(node: Node) -> bool:
     return (tagged and not is_mutable(node)) or part_of(node) in (Part.COPY, Part.POINTWISE)
 
 
+def multiplies(node: Node) -> bool:
+    """Is a node a product of matrices, a convolution, or attention?"""
+    return part_of(node) in MULTIPLYING
+
+
+MULTIPLYING = {Part.HEAD, Part.PRODUCTS, Part.ATTENTION, Part.CONVOLUTION, Part.FILTER_OF_PLANES}
+
+
 def may_be_deferred(node: Node) -> bool:
     """May an op run later, together with the operations on its result? It must give the same numbers whenever
     it runs, row by row or summed."""
@@ -175,6 +185,7 @@ def may_be_deferred(node: Node) -> bool:
 
 DEFERRED = set(Part) - {
     Part.HEAD,
+    Part.PRODUCTS,
     Part.CONVOLUTION,
     Part.PAD,
     Part.ATTENTION,

@@ -424,7 +424,7 @@ def cat(node: Node) -> Signature:
     )
 
 
-@rule("aten::split.Tensor", "aten::split_with_sizes", cost=VIEW, linear="self", form=Form.SPLIT)
+@rule("aten::split.Tensor", "aten::split_with_sizes", cost=VIEW, linear="self")
 @rule("aten::unbind.int", "aten::chunk", cost=VIEW, linear="self")
 def split(node: Node) -> Signature:
     shape = shape_of(node.args[0])

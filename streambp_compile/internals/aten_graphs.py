@@ -23,6 +23,8 @@ from ..passes.normalization.normalize import (
     layer_norm,
     mean,
     repeat,
+    split,
+    split_with_sizes,
     stack,
     var,
     var_mean,
@@ -48,6 +50,8 @@ def decompositions() -> dict:
     table[aten.mean.default] = mean
     table[aten.repeat.default] = repeat
     table[aten.stack.default] = stack
+    table[aten.split.Tensor] = split
+    table[aten.split_with_sizes.default] = split_with_sizes
     table[aten.index_put.default] = index_put
     table[aten.eye.default] = table[aten.eye.m] = eye
     table[aten.as_strided.default] = as_strided

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from ... import internals
 from ...passes.ir import arguments, is_view
 from ...passes.rules import functional
-from ...passes.rules.forward import Part, mutated, part_of
+from ...passes.rules.forward import Part, multiplies, mutated, part_of
 from ..reading.aten import inserted
 from ..reading.values import fake_of
 from .iterations import Loop, Sliced, State
@@ -52,6 +52,7 @@ class Distribution:
     chain     those of them that later iterations need
     results   positions that are read after the loop
     whole     position → its value for all blocks, which are the first dimension
+    links     position in the chain → its values, stacked for a map that reads them
     """
 
     def __init__(self, module: GraphModule, loop: Loop):
@@ -65,6 +66,7 @@ class Distribution:
         self.chain = self.needed(handed_on) & self.stateful
         self.results = loop.results()
         self.whole: dict[int, Node] = {}
+        self.links: dict[int, Node] = {}
         self.unrolled: list[dict[int, Node]] = []
         self.stacked: dict[State, Node] = {}
         self.blocks: dict[Sliced, Node] = {}
@@ -82,8 +84,13 @@ class Distribution:
         return found
 
     def is_worth_it(self) -> bool:
-        """Is anything but views computed outside of the chain?"""
-        return any(not is_view(n) for p, n in enumerate(self.loop.template) if p not in self.chain)
+        """Is a good part of the work outside of the chain? Where all products are in the chain, a map would
+        only move its values (segments that hand on memory tokens, arXiv 2207.06881)."""
+        outside = [n for p, n in enumerate(self.loop.template) if p not in self.chain]
+        inside = [self.loop.template[p] for p in self.chain]
+        if any(map(multiplies, inside)):
+            return any(map(multiplies, outside))
+        return not all(map(is_view, outside))
 
     def operands(self, p: int) -> list[int | Sliced | State | Node]:
         return [self.loop.operand(a) for a in self.loop.template[p].all_input_nodes]
@@ -96,11 +103,15 @@ class Distribution:
         with self.graph.inserting_before(last.next):
             self.map_over_blocks((read | wanted) - self.stateful)
             self.write_chain()
-            self.map_over_blocks((self.results & self.stateful) - self.chain - self.whole.keys())
+            self.map_over_blocks(self.results_of_states() - self.whole.keys())
             self.hand_out(last)
         for node in reversed(self.graph.nodes):
             if (node in loop.nodes or node in loop.pieces) and not node.users:
                 self.graph.erase_node(node)
+
+    def results_of_states(self) -> set[int]:
+        """Collect the results that depend on states and that no later iteration needs."""
+        return (self.results & self.stateful) - self.chain
 
     # The three parts
 
@@ -119,7 +130,7 @@ class Distribution:
                 inputs[operand] = (*self.given(operand), graph.placeholder(f"in_{len(inputs)}"))
             return inputs[operand][2]
 
-        for p in sorted(self.needed(outputs, self.whole)):
+        for p in sorted(self.needed(outputs, self.whole.keys() | self.chain)):
             node = self.loop.template[p]
             args, kwargs = map_arg((node.args, node.kwargs), read)
             target = node.target if mutated(node) is None else functional(node.target)
@@ -133,6 +144,11 @@ class Distribution:
 
     def given(self, operand: int | Sliced | State | Node) -> tuple[Node, int | None]:
         """Return the value that a map reads for an operand, and its dimension of blocks."""
+        if operand in self.chain:
+            if operand not in self.links:
+                made = [values[operand] for values in self.unrolled]
+                self.links[operand] = inserted(self.loop.template[operand], torch.stack, (made,))
+            return self.links[operand], 0
         if isinstance(operand, int):
             return self.whole[operand], 0
         if isinstance(operand, State):
@@ -167,7 +183,9 @@ class Distribution:
 
     def write_chain(self) -> None:
         """Write the chain of states, one iteration after the other."""
-        last_too = not self.chain.isdisjoint(self.results)
+        mapped = self.needed(self.results_of_states(), self.chain)
+        read = self.results.union(*(self.operands(p) for p in mapped))
+        last_too = not self.chain.isdisjoint(read)
         for i in range(self.loop.count - (not last_too)):
             values: dict[int, Node] = {}
             self.unrolled.append(values)
