@@ -106,8 +106,10 @@ class RowsOf:
 
 def rows_of(node: object) -> RowsOf | None:
     """Describe a slice as rows of a value; None for any other node."""
-    given = arguments(node) if isinstance(node, Node) and form_of(node) is Form.SLICE else {}
-    if given.get("step") != 1:
+    if not isinstance(node, Node) or form_of(node) is not Form.SLICE:
+        return None
+    given = arguments(node)
+    if given["step"] != 1:
         return None
     dim = given["dim"] % len(shape_of(node))
     return RowsOf(given["self"], dim, given["start"] or 0, shape_of(node)[dim])
