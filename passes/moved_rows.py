@@ -36,17 +36,18 @@ class Rows:
                 return dim
         return None
 
-    def dims(self, node: Node) -> list[int]:
+    def some(self, node: Node) -> list[int]:
         """List the dimensions of a value that have rows of the sequence, all of them or a slice."""
         found = self.propagation.of(node).items()
         return [dim for dim, mark in found if mark.inner == mark.block == 1]
 
-    def end_at(self, node: Node, signature: Signature) -> bool:
-        """Does a node read floating-point rows of the sequence, although its result has no such rows?"""
+    def end_at(self, node: Node, signature: Signature, sliced: bool = False) -> bool:
+        """Does a node read all floating-point rows of the sequence (with ``sliced``, or some of them), although
+        its result has no such rows?"""
         return self.dim(node) is None and any(
-            labels[dim] not in signature.outputs[0]
+            labels[dim] not in signature.outputs[0] and (sliced or dim == self.dim(operand))
             for operand, labels in floating_operands(node, signature)
-            for dim in self.dims(operand)
+            for dim in self.some(operand)
         )
 
 
@@ -56,10 +57,11 @@ def floating_operands(node: Node, signature: Signature) -> list[tuple[Node, tupl
     return [(a, labels) for a, labels in pairs if value_of(a).dtype.is_floating_point]
 
 
-def moving(node: Node, sequences: Sequence[Rows]) -> Signature | None:
-    """Return the signature of a node whose result has rows other than an operand's sequence, or None."""
+def moving(node: Node, sequences: Sequence[Rows], sliced: bool = False) -> Signature | None:
+    """Return the signature of a node whose result has rows other than an operand's sequence, or None. With
+    ``sliced``, the operand may have a slice of the sequence's rows."""
     signature = signature_of(node, sequences)
-    return signature if signature and any(s.end_at(node, signature) for s in sequences) else None
+    return signature if signature and any(s.end_at(node, signature, sliced) for s in sequences) else None
 
 
 def signature_of(node: Node, sequences: Sequence[Rows]) -> Signature | None:
@@ -129,7 +131,7 @@ def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
     rows of each, or one of several (`regroups_rows`)."""
     if regroups_rows(node, sequences):
         return True
-    signature = moving(node, sequences)
+    signature = moving(node, sequences, sliced=True)
     if signature is None:
         return False
     made = {dim for s in sequences if (dim := s.dim(node)) is not None}

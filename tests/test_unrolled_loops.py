@@ -314,4 +314,5 @@ def test_segments_with_memory_tokens_stream(inside):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotStreamed)
         assert worst_error(gradients(model, lambda: step(ids, ids)), truth) < EXACT
-    assert peak(lambda: step(ids, ids).backward()) < peak(lambda: model(ids, ids).backward()) / 2
+    share = 1 if inside else 1 / 2
+    assert peak(lambda: step(ids, ids).backward()) < share * peak(lambda: model(ids, ids).backward())

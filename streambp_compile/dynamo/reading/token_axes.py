@@ -173,7 +173,7 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
     chosen = [] if main is None else [main]
     while found:
         left = [replace(c, mixers=attending_alone(c, chosen)) for c in found]
-        found = [c for c in left if c.mixers and c not in chosen]
+        found = [c for c in left if c.mixers and c not in chosen and not is_place_in_any(c, chosen)]
         chosen += [preferred(found)] if found else []
     born: list[AxisCandidate] = []
     for node, dim in trace.rows_of_attention():
@@ -462,7 +462,7 @@ def preferred(found: Sequence[AxisCandidate]) -> AxisCandidate | None:
     of a token in its block is no token.
     """
     found = [c for c in found if c.length >= SHORTEST_STREAMED] or found
-    found = [c for c in found if not any(is_place_in_block(c, r) for r in found)]
+    found = [c for c in found if not is_place_in_any(c, found)]
     for good in (
         lambda c, rivals: len(c.evidence) == max(len(r.evidence) for r in rivals),
         lambda c, rivals: c.lost <= 2 * min(r.lost for r in rivals) + 1 / 8,
@@ -471,6 +471,10 @@ def preferred(found: Sequence[AxisCandidate]) -> AxisCandidate | None:
     ):
         found = [c for c in found if good(c, found)]
     return max(found, key=lambda c: c.length, default=None)
+
+
+def is_place_in_any(candidate: AxisCandidate, rivals: Sequence[AxisCandidate]) -> bool:
+    return any(is_place_in_block(candidate, rival) for rival in rivals)
 
 
 def is_place_in_block(candidate: AxisCandidate, rival: AxisCandidate) -> bool:
