@@ -85,7 +85,7 @@ class Distribution:
 
     def is_worth_it(self) -> bool:
         """Is a good part of the work outside of the chain? Where all products are in the chain, a map would
-        only move its values (segments that hand on memory tokens, arXiv 2207.06881)."""
+        only move its values (segments that pass on memory tokens, arXiv 2207.06881)."""
         outside = [n for p, n in enumerate(self.loop.template) if p not in self.chain]
         inside = [self.loop.template[p] for p in self.chain]
         if any(map(multiplies, inside)):
