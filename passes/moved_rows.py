@@ -42,8 +42,8 @@ class Rows:
         return [dim for dim, mark in found if mark.inner == mark.block == 1]
 
     def end_at(self, node: Node, signature: Signature, sliced: bool = False) -> bool:
-        """Does a node read floating-point rows of the sequence, although its result has no such rows? It reads
-        all rows, or with ``sliced`` perhaps a slice of them."""
+        """Does a node read floating-point rows of the sequence, although its result has none? It reads all
+        rows, or with ``sliced`` perhaps a slice of them."""
         return self.dim(node) is None and any(
             labels[dim] not in signature.outputs[0] and (sliced or dim == self.dim(operand))
             for operand, labels in floating_operands(node, signature)
