@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import arguments, copied, is_floating, metadata_for, op_name, shape_of, value_of
+from ..ir import arguments, copied, is_equal, is_floating, metadata_for, op_name, shape_of, value_of
 from ..mask_analysis.domains import Affine, Band
 from ..mask_analysis.evaluation import evaluate
-from ..rules import filling_of, form_of, is_zeros
+from ..rules import filling_of, form_of, is_zeros, windows_of
 from ..rules.facets import Form
 from ..rules.scans import is_reversible
 from .collectives import name_dimensions
@@ -154,6 +154,23 @@ def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: 
     accurate = x.to(torch.promote_types(x.dtype, torch.float32))
     result, average, deviation = decomposed(accurate, shape, weight, bias, eps)
     return result.to(x.dtype), average, deviation
+
+
+def drop_whole_slices(graph: Graph) -> None:
+    """Drop slices and paddings that change nothing. Where sizes are symbols, torch keeps them: ``x[:, :, None]``
+    slices all dimensions behind the new one."""
+    for node in list(graph.nodes):
+        windows = [w for _, w in windows_of(node) if w.by == w.low == 0 and are_alike(node, w.source)]
+        if windows:
+            node.replace_all_uses_with(windows[0].source)
+            graph.erase_node(node)
+
+
+def are_alike(a: Node, b: Node) -> bool:
+    """Do two values have the same shape, at every length, and the same dtype?"""
+    one, other = value_of(a), value_of(b)
+    same = one.dtype == other.dtype and one.dim() == other.dim()
+    return same and all(map(is_equal, one.shape, other.shape))
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:
@@ -508,6 +525,7 @@ def group_heads(graph: Graph) -> None:
 
 
 STEPS: tuple[Callable[[Graph], object], ...] = (
+    drop_whole_slices,
     read_sizes_from_inputs,
     create_from_nothing,
     name_dimensions,
