@@ -672,6 +672,13 @@ def two_valued_pointwise(ids, w):
 
 
 @idiom("streams")
+def shifted_across_sequences(ids, w):
+    """The last token of a sequence predicts the first one of the next."""
+    logits = (base(ids, w) @ w.table.t()).view(-1, VOCAB)
+    return F.cross_entropy(logits[:-2], ids.view(-1)[2:], ignore_index=3, label_smoothing=0.1)
+
+
+@idiom("streams")
 def residual_in_place(ids, w):
     x = base(ids, w)
     y = x * 1.5
