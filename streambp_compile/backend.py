@@ -47,6 +47,7 @@ from .dynamo.reading.values import fake_of, own_of, wants_gradient
 from .dynamo.rows.indexed_rows import index_rows
 from .dynamo.rows.masked_values import choose_masked_values
 from .dynamo.rows.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
+from .dynamo.rows.picked_losses import ignore_cut_rows
 from .dynamo.rows.picked_rows import depends_on_data, write_picked_rows
 from .dynamo.rows.row_selection import select_rows_first
 from .dynamo.rows.table_rows import take_table_rows_first
@@ -587,6 +588,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (write_relative_shifts, "reading relative shifts of attention scores"),
     (part_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),
+    (ignore_cut_rows, "reading losses of rows that are cut off"),
     (select_rows_first, "moving row selections in front of the head"),
     (part_joint_attention, "parting attention over two streams"),
     (part_shared_keys, "parting the keys of attention"),

@@ -672,6 +672,33 @@ def two_valued_pointwise(ids, w):
 
 
 @idiom("streams")
+def shifted_across_sequences(ids, w):
+    """The last token of a sequence predicts the first one of the next."""
+    logits = (base(ids, w) @ w.table.t()).view(-1, VOCAB)
+    return F.cross_entropy(logits[:-2], ids.view(-1)[2:], ignore_index=3, label_smoothing=0.1)
+
+
+def numbers_of_rows(x, ids, w, flat=False):
+    """The first token of a sequence has the last class, counted from the end."""
+    logits, targets = x @ w.table.t(), ids.index_fill(1, torch.tensor([0]), -1)
+    if flat:
+        picked = logits.view(-1, VOCAB)[torch.arange(ids.numel()), targets.view(-1)]
+    else:
+        picked = logits[torch.arange(BATCH)[:, None], torch.arange(TOKENS), targets]
+    return (logits.logsumexp(-1).mean() - picked.mean()).square()
+
+
+@idiom("streams")
+def numbers_by_ranges(ids, w):
+    return numbers_of_rows(base(ids, w), ids, w)
+
+
+@idiom("streams", "sibling")
+def numbers_by_a_range_of_all(ids, w):
+    return numbers_of_rows(base(ids, w), ids, w, flat=True)
+
+
+@idiom("streams")
 def residual_in_place(ids, w):
     x = base(ids, w)
     y = x * 1.5

@@ -1,13 +1,13 @@
 """Whole rows that are read or written by index, in one spelling: ``x[b, i]``. Other spellings repeat the
-index along the numbers of a row, or flatten it. The rewrite is done in Dynamo's graph, before autograd
-sees it."""
+index along the numbers of a row, or flatten it. One number of each row is read by ``gather``. The rewrite
+is done in Dynamo's graph, before autograd sees it."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ...passes.ir import arguments, is_equal
+from ...passes.ir import arguments, is_equal, is_view
 from ...passes.rules.forward import Along, Part, part_of, read_or_written_along
 from ..reading.aten import inserted
 from ..reading.values import fake_of, is_changed
@@ -17,12 +17,13 @@ aten = torch.ops.aten
 
 def index_rows(module: GraphModule) -> GraphModule:
     """Write ``x.gather(1, i[..., None].expand(-1, -1, D))`` as ``x[b, i]``, and
-    ``x[i.flatten()].view(*i.shape, D)`` as ``x[i]``. ``scatter`` is rewritten like ``gather``. The
+    ``x[i.flatten()].view(*i.shape, D)`` as ``x[i]``. ``scatter`` is rewritten like ``gather``. A look-up
+    of one number in each row, ``x[b, t, i]`` with ranges b and t, becomes a ``gather``. The
     repeated index would be as wide as hidden states where one region makes it and another reads it. A flat
     index of pairs of tokens has no rows that a chunk could take."""
     for node in list(module.graph.nodes):
         if part_of(node) is Part.INDEX:
-            look_up_in_shape(node)
+            gather_numbers(node) if picks_numbers(node) else look_up_in_shape(node)
     for node in list(module.graph.nodes):
         found = read_or_written_along(node) if node.op == "call_function" else None
         rows = None if found is None else row_index(found)
@@ -32,6 +33,47 @@ def index_rows(module: GraphModule) -> GraphModule:
             node.replace_all_uses_with(by_rows(node, found, rows))
         module.graph.erase_node(node)
     return module
+
+
+def picks_numbers(node: Node) -> bool:
+    """Does a node read one number of each row, by a range for every dimension but the last one?"""
+    indices, base, shape = arguments(node).get("indices", ()), fake_of(node.args[0]), fake_of(node).shape
+    if len(indices) != base.dim() or len(shape) != base.dim() - 1 or None in indices or not len(shape):
+        return False
+    picked = fake_of(indices[-1])
+    whole = picked.dtype is torch.int64 and picked.dim() == len(shape) and isinstance(base.shape[-1], int)
+    fits = base.dtype.is_floating_point and whole and all(map(is_equal, picked.shape, shape))
+    return fits and all(
+        is_range_along(ix, dim, shape[dim], len(shape)) for dim, ix in enumerate(indices[:-1])
+    )
+
+
+def is_range_along(node: Node, dim: int, size: object, rank: int) -> bool:
+    """Is a value the range of a dimension, repeated along the other ones? It may lack dimensions in front."""
+    fake = fake_of(node)
+    while is_view(node):
+        node = node.args[0]
+    given = arguments(node) if part_of(node) is Part.COUNT else None
+    if given is None or given.get("start", 0) != 0 or given.get("step", 1) != 1:
+        return False
+    own = dim - rank + fake.dim()
+    here = own >= 0 and is_equal(fake.shape[own], size) and is_equal(fake_of(node).shape[0], size)
+    moves = [d for d, step in enumerate(fake.stride()) if step != 0 and not is_equal(fake.shape[d], 1)]
+    return here and fake.dtype is torch.int64 and all(d == own and fake.stride(d) == 1 for d in moves)
+
+
+def gather_numbers(node: Node) -> None:
+    """Replace a look-up of one number in each row. Negative places count from the end."""
+    base, index = node.args[0], node.args[1][-1]
+    last = fake_of(base).dim() - 1
+    with node.graph.inserting_before(node):
+        from_end = inserted(node, aten.add.Scalar, (index, fake_of(base).shape[last]))
+        negative = inserted(node, aten.lt.Scalar, (index, 0))
+        places = inserted(node, aten.where.self, (negative, from_end, index))
+        places = inserted(node, aten.unsqueeze.default, (places, last))
+        picked = inserted(node, aten.gather.default, (base, last, places))
+        node.replace_all_uses_with(inserted(node, aten.squeeze.dim, (picked, last)))
+    node.graph.erase_node(node)
 
 
 def look_up_in_shape(node: Node) -> None:
