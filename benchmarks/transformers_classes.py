@@ -77,6 +77,8 @@ ENCODERS = dict(
     prediction_length=16,
     context_length=64,
 )
+# What a width for each stage is called, and the largest that stays: float64 convolutions are slow.
+WIDTHS, WIDEST = ("_dim", "_dims", "_sizes", "_channels"), 64
 FEW = dict(num_hidden_layers=2, num_layers=2, vocab_size=1024, use_cache=False)
 
 
@@ -123,22 +125,45 @@ def in_turn(rows: Sequence[Class]) -> list[Class]:
 
 def configurations(configuration) -> Iterator:
     """Configurations of a class, the smallest first."""
+    yield lambda: configuration(**shrunk(configuration, ENCODERS, widths=True))
     yield lambda: configuration(**shrunk(configuration, ENCODERS))
     yield lambda: configuration(**shrunk(configuration, {}))
     yield lambda: configuration(**{k: v for k, v in FEW.items() if hasattr(configuration(), k)})
     yield configuration
 
 
-def shrunk(configuration, encoders: dict) -> dict:
-    """Settings of a configuration and of those in it."""
+def shrunk(configuration, encoders: dict, widths: bool = False) -> dict:
+    """Settings of a configuration and of those in it; ``widths``: those that differ between parts, too."""
     known = configuration()
     given = {k: v for k, v in encoders.items() if isinstance(getattr(known, k, None), int)}
+    if widths:
+        given |= {k: narrowed(v) for k, v in vars(known).items() if is_listed(k, v)}
+        given |= {k: small_of(k) for k, v in vars(known).items() if type(v) is int and small_of(k)}
     found = zoo.settings(configuration, given)
     for name in getattr(configuration, "sub_configs", {}):
         part = getattr(known, name, None)
         if part is not None:
-            found[name] = {**shrunk(type(part), encoders), "model_type": part.model_type}
+            found[name] = {**shrunk(type(part), encoders, widths), "model_type": part.model_type}
     return found
+
+
+def is_listed(name: str, values: object) -> bool:
+    """Is this setting a width for each stage, or another of `zoo.SMALL` that differs between layers?"""
+    if not isinstance(values, (tuple, list)) or not values or any(type(v) is not int for v in values):
+        return False
+    return name in zoo.SMALL or name.endswith(WIDTHS)
+
+
+def narrowed(widths: Sequence[int]) -> list[int]:
+    """Widths divided by one power of two, so that what divides one of them still does."""
+    halvings = max(0, (max(widths) - 1) // WIDEST).bit_length()
+    return [width >> halvings or 1 for width in widths]
+
+
+def small_of(name: str) -> int | None:
+    """What `zoo.SMALL` has for a setting of a part: ``encoder_layers`` for ``speech_encoder_layers``."""
+    found = (value for small, value in zoo.SMALL.items() if name.endswith(f"_{small}"))
+    return next((value for value in found if type(value) is int), None)
 
 
 def model_of(row: Class, make: Callable):
