@@ -258,11 +258,11 @@ def settings(configuration, given: dict) -> dict:
             return False
 
     asked = {k: v for k, v in SMALL.items() if k not in given and settable(k)}
-    if "qk_rope_head_dim" in asked:
-        asked["head_dim"] = asked[
-            "qk_rope_head_dim"
-        ]  # latent attention: the part that rotates, and no groups of heads
-        asked["num_key_value_heads"] = asked["num_attention_heads"]
+    asked |= {k: 0 for k, v in asked.items() if v == 0.0 and type(getattr(known, k)) is int}
+    if "qk_rope_head_dim" in asked:  # latent attention: the part that rotates, and no groups of heads
+        asked["head_dim"] = asked["qk_rope_head_dim"]
+        if "num_attention_heads" in asked:
+            asked["num_key_value_heads"] = asked["num_attention_heads"]
     rates = {k for k, v in vars(known).items() if "dropout" in k and isinstance(v, float) and v}
     asked.update({name: 0.0 for name in rates - {*given, *asked} if settable(name)})
     kinds = list(dict.fromkeys(getattr(known, "layer_types", None) or ()))
@@ -599,6 +599,7 @@ RECURRENT = {
     "granitemoehybrid": {},
     "jamba": dict(attn_layer_offset=1, attn_layer_period=2),
     "lfm2": {},
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
     "mamba": {},
     "mamba2": dict(num_heads=8, n_groups=1),
     "minimax": {},

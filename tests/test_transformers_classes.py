@@ -25,6 +25,15 @@ def test_a_class_is_built_and_runs(row):
 
 
 @pytest.mark.quick
+def test_widths_of_stages_and_of_parts_are_small():
+    assert sweep.narrowed((512,) * 3 + (1500,)) == [16, 16, 16, 46]
+    assert sweep.narrowed((1, 2, 64)) == [1, 2, 64]
+    assert sweep.small_of("speech_encoder_layers") == 2
+    assert sweep.small_of("head_dim") is None and sweep.small_of("conv_kernel_dim") is None
+    assert list(sweep.without_one(dict(a=1, b=2))) == [dict(b=2), dict(a=1)]
+
+
+@pytest.mark.quick
 def test_kinds_come_in_turn():
     rows = [Class("causal", str(i), "A") for i in range(2)] + [Class("ctc", "2", "A")]
     assert [row.family for row in sweep.in_turn(rows)] == ["0", "2", "1"]

@@ -75,6 +75,9 @@ MIXERS = {
     "overlapping": read_keys(lambda x, scale: x.unfold(1, SIZE, STEP).amax(-1), STEP),
     "overlapping means": read_keys(lambda x, scale: turned(F.avg_pool1d(turned(x), SIZE, STEP)), STEP),
     "neighbours": over_neighbours(lambda x: F.pad(x, (0, 0, 3, 0))),
+    "neighbours in all of the padded rows": over_neighbours(
+        lambda x: F.pad(x, (0, 0, 3, 0))[:, -(x.shape[1] + 3) :]
+    ),
     "neighbours behind joined zeros": over_neighbours(
         lambda x: torch.cat((torch.zeros_like(x[:, :3]), x), 1)
     ),
@@ -84,7 +87,9 @@ MIXERS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", representatives(MIXERS, {"filters", "unfold of planes"}))
+@pytest.mark.parametrize(
+    "name", representatives(MIXERS, {"filters", "unfold of planes", "neighbours in all of the padded rows"})
+)
 def test_windows_stream(name):
     """All of it, for lengths that are whole windows and others: a warning is an error here."""
     model = Mixing(WIDTH, MixingLayer(MIXERS[name], WIDTH, weight=(2,))).double()
