@@ -210,7 +210,9 @@ def test_a_second_length_needs_no_other_bodies(family, interpreted):
     """Heads of keys that are repeated for attention stay few where lengths are symbols, too."""
     torch._dynamo.reset()
     model = hugging_face(family)
-    step = torch.compile(lambda ids: model(ids, labels=ids).loss, backend="streambp", options={"chunk_size": 16})
+    step = torch.compile(
+        lambda ids: model(ids, labels=ids).loss, backend="streambp", options={"chunk_size": 16}
+    )
     step(ids_of(1, 64)).backward()
     before = counters["streambp"]["bodies"]
     step(ids_of(1, 47)).backward()

@@ -156,7 +156,7 @@ def layer_norm(decomposed: Callable, x: torch.Tensor, shape, weight, bias, eps: 
 
 
 def drop_whole_slices(graph: Graph) -> None:
-    """Drop slices and paddings that change nothing. Where sizes are symbols, torch keeps them: ``x[:, :, None]``
+    """Drop slices and paddings that change nothing. Torch keeps them where sizes are symbols: ``x[:, None]``
     slices all dimensions behind the new one."""
     for node in list(graph.nodes):
         windows = [w for _, w in windows_of(node) if w.by == w.low == 0 and are_alike(node, w.source)]
