@@ -7,19 +7,7 @@ import functools
 import torch
 from torch.fx import Node
 
-from ..ir import (
-    Label,
-    Reach,
-    Role,
-    Signature,
-    arguments,
-    hint,
-    is_equal,
-    refuse,
-    shape_of,
-    tensor_operands,
-    value_of,
-)
+from ..ir import Label, Reach, Role, Signature, arguments, hint, refuse, shape_of, tensor_operands, value_of
 from . import is_zeros, rule
 from .facets import CostClass, Form, Scan, Window, Windows
 from .mask_domain import layout
@@ -168,10 +156,8 @@ def is_key(body, x: Node, dim: int, index: int | Node | None) -> bool:
 def windows_of_slice(node: Node) -> Windows:
     given = arguments(node)
     dim, start = given["dim"] % len(shape_of(node)), given["start"] or 0
-    size = shape_of(given["self"])[dim]
-    if is_equal(*(value_of(n).shape[dim] for n in (node, given["self"]))):
-        yield dim, Window(given["self"], 0, 0, size)
-    elif isinstance(start, int) and given["step"] == 1:
+    if isinstance(start, int) and given["step"] == 1:
+        size = shape_of(given["self"])[dim]
         by = -(max(0, start + size) if start < 0 else start)
         yield dim, Window(given["self"], by, 0, shape_of(node)[dim])
 

@@ -101,16 +101,13 @@ def is_shared_view(node: Node, given: Windowed) -> bool:
 
 def zeros_around(node: Node, dim: int, trace: Trace) -> tuple[Node, int, int] | None:
     """Find the rows that a node pads with zeros, and the numbers of zeros before and behind."""
-    nodes = {value: n for n, value in trace.values.items()}
-    found, whole, value = None, None, trace.values.get(node)
-    while (inner := next((w for d, w in windows_of(value) if d == dim), None)) is not None:
-        whole, value = inner if whole is None else whole.of(inner), inner.source
-        source = nodes.get(value)
-        if source is not None and whole.low == whole.by:
+    for at, window in windows_of(trace.values.get(node)):
+        source = next((n for n, value in trace.values.items() if value is window.source), None)
+        if at == dim and source is not None and window.low == window.by:
             all_rows, rows = (hint(fake_of(n).shape[dim]) for n in (node, source))
-            if whole.high - whole.low == rows:
-                found = source, whole.by, all_rows - rows - whole.by
-    return found
+            if window.high - window.low == rows:
+                return source, window.by, all_rows - rows - window.by
+    return None
 
 
 def windowed(node: Node) -> Windowed | None:
