@@ -130,6 +130,7 @@ def test_keys_are_pruned_as_for_the_whole_batch(attend, at_once):
     assert parts(report) and "causal, proved" in str(report)
 
 
+@pytest.mark.long
 def test_sums_over_the_batch_stay_wide(at_once):
     """Gradients of weights in half precision are rounded once, not for each sequence."""
     torch.manual_seed(0)
@@ -181,6 +182,7 @@ def best_keys(q, k, v, words):
     return scores.masked_fill(~shown, float("-inf")).softmax(-1) @ v
 
 
+@pytest.mark.long
 def test_nothing_is_assumed_of_lengths(at_once):
     """Where the part of a graph cannot be written for all lengths, the whole streams as it would."""
     torch.manual_seed(0)

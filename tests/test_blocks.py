@@ -349,6 +349,7 @@ CUT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(CUT, {"behind", "from the end"}))
 def test_rows_behind_the_tokens_are_cut_off_before_rows_are_moved(name):
     """Blocks come back as rows of tokens, which move as such: the region streams. An end that is counted from

@@ -161,6 +161,7 @@ def check_step(model, step, truth):
             torch.testing.assert_close(step(ids), truth(ids), rtol=EXACT, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "between", ["print", *(pytest.param(n, marks=pytest.mark.slow) for n in ("logging", "break"))]

@@ -345,6 +345,7 @@ def test_kept_values_are_read_as_often_as_backwards_want(of, counters, plans):
     assert kept(plans[-1]) > 0
 
 
+@pytest.mark.long
 def test_a_forward_that_changes_weights_is_not_run_again(counters, plans, monkeypatch):
     """The change would be made twice."""
 

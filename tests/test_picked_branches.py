@@ -109,6 +109,7 @@ def streams_whole(model: nn.Module) -> bool:
     return all(r.streamed for r in report.regions) and not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(SPELLINGS, {"returning_early"}))
 def test_a_branch_breaks_no_graph(name):
     model = Mixture(SPELLINGS[name]).double()
@@ -126,6 +127,7 @@ def test_all_sizes_symbolic_from_the_start():
         assert worst_error(gradients(model, lambda: step(ids, ids)), expected) < EXACT
 
 
+@pytest.mark.long
 def test_a_loop_goes_on():
     model = continuing().double()
     assert error_of(model, 43) < EXACT

@@ -112,6 +112,7 @@ def error_of(model: nn.Module, *lengths: int, **options) -> float:
     return worst
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", representatives(SPELLINGS, {"places"}))
 def test_experts_in_a_loop_stream(name):
     """All of them, at two lengths: a warning is an error here."""
@@ -174,6 +175,7 @@ class Dropout(Experts):
             expert.insert(2, nn.Dropout(0.3))
 
 
+@pytest.mark.long
 def test_dropout_of_picked_rows():
     """Random bits are not eager's. They are the same in chunks of any length, and the gradient is that of the
     loss: the slope between two steps with the same bits."""

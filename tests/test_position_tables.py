@@ -200,6 +200,7 @@ def test_a_table_as_wide_as_the_features():
     check(Model(gating, positions=WIDTH, part=None), (WIDTH,))
 
 
+@pytest.mark.long
 def test_frozen_tables():
     model = Model(gating)
     for layer in model.layers:

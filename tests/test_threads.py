@@ -64,6 +64,7 @@ def test_gradients_are_those_of_eager(models):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "function, options",
     [

@@ -217,6 +217,7 @@ class Taught(Plain):
         return -(chosen * teacher).sum(-1).mean()
 
 
+@pytest.mark.long
 def test_an_index_beside_the_text_has_its_rows(interpreted):
     """Candidates of a teacher, as many rows as the text, picked from the student's logits at any length."""
     model = Taught(vocabulary=500).double()

@@ -304,6 +304,7 @@ class Segments(Plain):
         return total if self.inside else self.loss(torch.cat(found, 1), labels)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_segments_with_memory_tokens_stream(inside):
     """The layers stream in each segment, and the head over all of them, or in each."""

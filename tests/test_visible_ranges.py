@@ -197,6 +197,7 @@ def test_a_call_with_a_hole_reads_the_mask():
         assert worst_error(ours, truth) < EXACT
 
 
+@pytest.mark.long
 def test_two_masks_of_one_layer():
     torch.manual_seed(0)
     model, batch = Model([right, packed]).double(), (ids_of(2, LENGTH), kept(LENGTH, slice(-9, None)))
