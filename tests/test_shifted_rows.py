@@ -69,6 +69,21 @@ class Convolution(nn.Module):
         return (x[..., :length] if self.cut else x).transpose(1, 2)
 
 
+class Chain(nn.Module):
+    """Filters one behind another, which use up the zeros in front of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.filters = nn.Sequential(
+            nn.Conv1d(WIDTH, WIDTH, 2, groups=WIDTH),
+            nn.Conv1d(WIDTH, WIDTH, 3, groups=4, dilation=2),
+            nn.Conv1d(WIDTH, WIDTH, 2, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.filters(F.pad(x.transpose(1, 2), (6, 0))).transpose(1, 2)
+
+
 CONVOLUTIONS = {
     "depthwise, cut behind": dict(kernel_size=4, groups=WIDTH, padding=3, cut=True),
     "padded in front": dict(kernel_size=3, groups=WIDTH, before=2),
@@ -86,6 +101,7 @@ CONVOLUTIONS = {
 MIXERS = {
     **{name: lambda before=before: Shift(before) for name, before in SHIFTS.items()},
     **{name: lambda given=given: Convolution(**given) for name, given in CONVOLUTIONS.items()},
+    "one behind another": Chain,
 }
 
 
@@ -125,7 +141,14 @@ def test_rows_that_share_the_dimension_of_the_tokens_are_no_tokens(name, interpr
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
-CHOSEN = {"one padding", "both ways", "depthwise, cut behind", "dense", "long, in groups"}
+CHOSEN = {
+    "one padding",
+    "both ways",
+    "depthwise, cut behind",
+    "dense",
+    "long, in groups",
+    "one behind another",
+}
 
 
 @pytest.mark.long

@@ -25,6 +25,9 @@ def look_back(module: GraphModule) -> GraphModule:
     (causal filters), become sums of shifted rows, one for each tap. Others become an operator that reads
     the rows around."""
     for node in list(module.graph.nodes):
+        if part_of(node) is Part.CONVOLUTION:
+            pass_zeros_on(node)
+    for node in list(module.graph.nodes):
         found = taps(node) if part_of(node) is Part.CONVOLUTION else None
         if found is None:
             continue
@@ -46,22 +49,12 @@ def taps(node: Node) -> tuple[list[Node], Callable, tuple] | None:
     padded by the convolution itself or by ``F.pad``. A slice behind it may cut off rows at the end."""
     given = arguments(node)
     source, weight = given["input"], fake_of(given["weight"])
-    stride, padding, dilation, groups = (
-        single(given[name]) for name in ("stride", "padding", "dilation", "groups")
-    )
+    stride, padding, dilation, groups = settings_of(node)
     count, channels = weight.shape[-1], fake_of(source).shape[-2]
     if stride != 1 or fake_of(source).dim() != 3:
         return None
-    before = {"valid": 0, "same": dilation * (count - 1) // 2}.get(padding, padding)
-    changed = any(map(is_changed, (source, *source.all_input_nodes)))
-    pad = arguments(source) if part_of(source) is Part.PAD and not changed else {}
-    if (
-        pad.get("mode", "constant") == "constant"
-        and not pad.get("value")
-        and len(pad.get("pad", ())) == 2
-        and isinstance(pad["pad"][0], int)
-    ):
-        source, before = pad["self"], before + pad["pad"][0]
+    source, zeros = padded(source)
+    before = {"valid": 0, "same": dilation * (count - 1) // 2}.get(padding, padding) + zeros
     rows, shifts = fake_of(source).shape[-1], tuple(before - k * dilation for k in range(count))
     ends = [node] if is_equal(fake_of(node).shape[-1], rows) else list(node.users)
     kept = all((n is node or is_prefix(n)) and is_equal(fake_of(n).shape[-1], rows) for n in ends)
@@ -73,6 +66,59 @@ def taps(node: Node) -> tuple[list[Node], Callable, tuple] | None:
     if plain and count <= MOST_TAPS and rows > max(map(abs, shifts)):
         return ends, sum_of_taps, (*operands, shifts)
     return (ends, filter_of_rows, (*operands, before, dilation, groups)) if count > 1 else None
+
+
+def settings_of(node: Node) -> tuple:
+    """Return the stride, padding, dilation and groups of a convolution."""
+    return tuple(single(arguments(node)[name]) for name in ("stride", "padding", "dilation", "groups"))
+
+
+def padded(node: Node) -> tuple[Node, int]:
+    """Return the rows that a node pads with zeros, and the number of zeros in front of them."""
+    changed = any(map(is_changed, (node, *node.all_input_nodes)))
+    pad = arguments(node) if part_of(node) is Part.PAD and not changed else {}
+    plain = (
+        pad.get("mode", "constant") == "constant" and not pad.get("value") and len(pad.get("pad", ())) == 2
+    )
+    return (pad["self"], pad["pad"][0]) if plain and isinstance(pad["pad"][0], int) else (node, 0)
+
+
+def pass_zeros_on(node: Node) -> None:
+    """Leave to a convolution the zeros in front that its own rows need, and pad its result by the others. Of
+    zeros alone it makes its bias, which moves behind the convolutions that read it."""
+    given, (source, zeros) = arguments(node), padded(arguments(node)["input"])
+    stride, padding, dilation, groups = settings_of(node)
+    more = zeros - dilation * (fake_of(given["weight"]).shape[-1] - 1)
+    if more <= 0 or stride != 1 or padding not in (0, "valid") or not are_filters_of(node):
+        return
+    if not is_equal(fake_of(node).shape[-1], fake_of(source).shape[-1] + more):
+        return
+    with node.graph.inserting_before(node):
+        rows = inserted(node, F.pad, (source, (zeros - more, 0)))
+        rows = inserted(node, F.conv1d, (rows, given["weight"], None, 1, 0, dilation, groups))
+        rows = inserted(node, F.pad, (rows, (more, 0)))
+    for reader in list(node.users):
+        own = {**arguments(reader), "input": rows}
+        if given.get("bias") is not None:
+            with node.graph.inserting_before(reader):
+                how = (given["bias"], own["weight"], own.get("bias"), settings_of(reader)[-1])
+                own["bias"] = inserted(reader, bias_behind, how)
+        reader.args, reader.kwargs = tuple(own[a.name] for a in reader.target._schema.arguments), {}
+    node.graph.erase_node(node)
+
+
+def are_filters_of(node: Node) -> bool:
+    """Are all readers of a value convolutions of its rows, and pad no more?"""
+    found = [n for n in node.users if part_of(n) is Part.CONVOLUTION and arguments(n)["input"] is node]
+    return len(found) == len(node.users) > 0 and all(settings_of(n)[1] in (0, "valid") for n in found)
+
+
+def bias_behind(
+    bias: torch.Tensor, weight: torch.Tensor, own: torch.Tensor | None, groups: int
+) -> torch.Tensor:
+    """Compute what a convolution makes of rows that are all ``bias``."""
+    sums = (weight.sum(-1).unflatten(0, (groups, -1)) @ bias.view(groups, -1, 1)).flatten()
+    return sums if own is None else sums + own
 
 
 def sum_of_taps(
