@@ -516,8 +516,8 @@ def names_of(module: GraphModule) -> list[tuple]:
 
 
 def widest_of(nodes: Iterable[Node]) -> int:
-    """Return the bytes of the largest value among some nodes, without values whose sizes depend on data, as
-    those of nested tensors do."""
+    """Return the bytes of the largest value among some nodes. Values whose sizes depend on data are left out,
+    and so are nested tensors."""
     fakes = (v for v in map(own_of, nodes) if isinstance(v, torch.Tensor) and not v.is_nested)
     return max((bytes_of(v) for v in fakes if not internals.is_unbacked(v)), default=0)
 
