@@ -516,8 +516,9 @@ def names_of(module: GraphModule) -> list[tuple]:
 
 
 def widest_of(nodes: Iterable[Node]) -> int:
-    """Return the bytes of the largest value among some nodes, without values whose sizes depend on data."""
-    fakes = (v for v in map(own_of, nodes) if isinstance(v, torch.Tensor))
+    """Return the bytes of the largest value among some nodes. Values whose sizes depend on data, and nested
+    tensors, do not count."""
+    fakes = (v for v in map(own_of, nodes) if isinstance(v, torch.Tensor) and not v.is_nested)
     return max((bytes_of(v) for v in fakes if not internals.is_unbacked(v)), default=0)
 
 

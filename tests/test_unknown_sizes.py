@@ -11,6 +11,7 @@ from models import Mixing, gradients, ids_of, worst_error
 from selection import representatives
 from torch import Tensor, nn
 
+from streambp_compile.backend import NotStreamed
 from streambp_compile.dynamo.user_code.unknown_sizes import counts
 
 WIDTH, EXPERTS, EXACT = 8, 4, 1e-10
@@ -119,3 +120,16 @@ def test_counts_are_those_of_bincount(weights):
     x = torch.randint(0, EXPERTS, (50,), dtype=torch.int32)
     weights = None if weights is None else torch.randn(50).to(weights)
     torch.testing.assert_close(counts(x, weights, EXPERTS + 2), torch.bincount(x, weights, EXPERTS + 2))
+
+
+def test_a_nested_tensor_runs_unchunked(interpreted, fresh_dynamo):
+    """Each of its sequences has a length of its own."""
+    model = Mixing(WIDTH).double()
+
+    def step(nested):
+        return model(nested.to_padded_tensor(0))
+
+    nested = torch.nested.nested_tensor([ids_of(1, n)[0] for n in (33, 30)], layout=torch.jagged)
+    with pytest.warns(NotStreamed, match="nested"):
+        found = gradients(model, lambda: torch.compile(step, backend="streambp")(nested))
+    assert worst_error(found, gradients(model, lambda: step(nested))) < EXACT

@@ -71,15 +71,18 @@ def unbound(given: Iterable[object], read: Iterable[object] = ()) -> set[sympy.S
 UNKNOWN_SIZE = Refusal(
     "sizes",
     "A size is known only while the graph runs, and not from the sizes of inputs",
-    "Use mark_dynamic in place of mark_unbacked, and torch.nonzero_static in place of torch.nonzero",
+    "Use mark_dynamic in place of mark_unbacked, torch.nonzero_static in place of torch.nonzero, and padded "
+    "tensors in place of nested ones",
 )
 
 
 def hint(size: Size) -> int:
     """Return a size as a number: itself, or the length at which the graph was traced. Raises `CannotStream`
-    for a size that is known only while the graph runs."""
+    for a size that is known only while the graph runs, or that each part of a nested tensor has its own."""
     if isinstance(size, int):
         return size
+    if size.node.is_nested_int():
+        raise CannotStream(UNKNOWN_SIZE)
     if size.node.expr.is_Integer:  # depended on data, and an assertion has fixed it since
         return int(size.node.expr)
     if size.node.hint is None:
