@@ -360,7 +360,7 @@ class Reader:
         single = outs[0][0]
         if single in signature.indexed:
             added = next((row for row, _ in ins if row in signature.sums), None)
-            return Labelling(added, single, Kind.ALL if added is None else Kind.KEYSUM)
+            return Labelling(None, None, Kind.ALL) if added is None else Labelling(added, single, Kind.KEYSUM)
         if single is None:
             return Labelling(None, None, Kind.ALL)
         if signature.keys is not None and single == signature.keys:

@@ -699,6 +699,14 @@ def numbers_by_a_range_of_all(ids, w):
 
 
 @idiom("streams")
+def hardest_tokens_of_a_batch(ids, w):
+    losses = F.cross_entropy(
+        base(ids, w)[:, :-1].flatten(0, 1) @ w.table.t(), ids[:, 1:].flatten(), reduction="none"
+    )
+    return losses.topk(losses.numel() // 2)[0].mean()
+
+
+@idiom("streams")
 def residual_in_place(ids, w):
     x = base(ids, w)
     y = x * 1.5
