@@ -263,7 +263,8 @@ def settings(configuration, given: dict) -> dict:
         asked["head_dim"] = asked["qk_rope_head_dim"]
         if "num_attention_heads" in asked:
             asked["num_key_value_heads"] = asked["num_attention_heads"]
-    rates = {k for k, v in vars(known).items() if "dropout" in k and isinstance(v, float) and v}
+    drawn = ("dropout", "drop_path")
+    rates = {k for k, v in vars(known).items() if any(d in k for d in drawn) and isinstance(v, float) and v}
     asked.update({name: 0.0 for name in rates - {*given, *asked} if settable(name)})
     kinds = list(dict.fromkeys(getattr(known, "layer_types", None) or ()))
     if kinds and settable("layer_types") and "layer_types" not in given:
