@@ -33,6 +33,7 @@ from .size_nodes import SizeNodes
 from .sorted_rows import undo_sorts
 from .token_reductions import merge_over_tokens
 from .transposed_sums import add_before_transposing
+from .writing import Writing
 from .written_rows import choose_by_place
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
@@ -266,6 +267,27 @@ def scatter_to_zeros(graph: Graph) -> None:
             new = emitted(graph, node, streambp.sum_at.default, (index, source, dim, size))
             node.replace_all_uses_with(new)
             graph.erase_node(node)
+
+
+def put_in_each_row(graph: Graph) -> None:
+    """Rewrite ``zeros[range(n), index] = numbers``, which puts one number into each row, to read no zeros.
+    Torch's loss parallelism writes a gradient so. Negative places count from the end."""
+    for node in list(graph.nodes):
+        if form_of(node) is not Form.PUT_ROWS or len(shape_of(node)) != 2 or not is_zeros(node.args[0]):
+            continue
+        indices, numbers, writing = node.args[1], node.args[2], Writing(graph, node)
+        if len(indices) != 2 or None in indices or form_of(indices[0]) is not Form.RANGE:
+            continue
+        every, index, rows = indices[0], indices[1], shape_of(node)[:1]
+        counts = (every.kwargs["start"], every.kwargs["step"]) == (0, 1)
+        size = writing.sizes.written(value_of(node).shape[1], node)
+        if counts and all(shape_of(n) == rows for n in (every, index, numbers)) and size is not None:
+            negative, from_end = writing(aten.lt.Scalar, index, 0), writing(aten.add.Scalar, index, size)
+            index = writing(aten.where.self, negative, from_end, index)
+            index, numbers = (writing(aten.unsqueeze.default, n, 1) for n in (index, numbers))
+            node.replace_all_uses_with(
+                emitted(graph, node, streambp.sum_at.default, (index, numbers, 1, size))
+            )
 
 
 def turn_scans(graph: Graph) -> None:
@@ -516,6 +538,7 @@ STEPS: tuple[Callable[[Graph], object], ...] = (
     draw_by_place,
     scatter_to_extremes,
     scatter_to_zeros,
+    put_in_each_row,
     fuse_attention,
     drop_proved_masks,
     group_heads,
