@@ -285,7 +285,7 @@ def test_the_place_in_a_block_is_no_token():
 
 
 class Segments(Plain):
-    """Segments of a text one after another, which hand on memory tokens (arXiv 2207.06881)."""
+    """Segments of a text one after another, which pass on memory tokens (arXiv 2207.06881)."""
 
     def __init__(self, inside: bool):
         super().__init__(width=16, layers=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -78,7 +78,7 @@ UNKNOWN_SIZE = Refusal(
 
 def hint(size: Size) -> int:
     """Return a size as a number: itself, or the length at which the graph was traced. Raises `CannotStream`
-    for a size that is known only while the graph runs, or that each part of a nested tensor has its own."""
+    for a size that is known only while the graph runs, and for the ragged size of a nested tensor."""
     if isinstance(size, int):
         return size
     if size.node.is_nested_int():
@@ -98,6 +98,22 @@ def is_equal(a: Size, b: Size) -> bool:
     if first == second:
         return True
     return any(e.has(sympy.Function) for e in (first, second)) and simplified(first - second) == 0
+
+
+def are_equal(left: Sequence[Size], right: Sequence[Size]) -> bool:
+    """Are two shapes equal at every length?"""
+    return len(left) == len(right) and all(map(is_equal, left, right))
+
+
+def are_alike(a: Node, b: Node) -> bool:
+    """Do two values have the same dtype, and the same shape at every length?"""
+    one, other = value_of(a), value_of(b)
+    return one.dtype == other.dtype and are_equal(one.shape, other.shape)
+
+
+def is_known(size: Size) -> bool:
+    """Is a size known before the graph runs?"""
+    return isinstance(size, int) or size.node.hint is not None
 
 
 def differs_by_a_number(a: Size, b: Size) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import Label, Labels, Size, arguments, hint, is_equal, shape_of, value_of
+from ..ir import Label, Labels, Size, are_equal, arguments, hint, is_equal, shape_of, value_of
 from ..rules import form_of, rule_of
 from ..rules.facets import Form
 from ..token_propagation import TokenPropagation
@@ -176,7 +176,7 @@ def replace_in_shape(write: Writing, new: Node) -> Node | None:
     """Replace the value that is rewritten by another one, in the shape of the first. Returns None if a size
     of that shape cannot be read from inputs."""
     node, shape = write.node, value_of(write.node).shape
-    if len(shape) != len(value_of(new).shape) or not all(map(is_equal, shape, value_of(new).shape)):
+    if not are_equal(shape, value_of(new).shape):
         sizes = [write.sizes.written(size, node) for size in shape]
         if None in sizes:
             return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import Size, arguments, is_equal, is_view, value_of
+from ..ir import Size, are_alike, arguments, is_view, value_of
 from ..mask_analysis.domains import EMPTY, Abstract, Band, Indicator
 from ..mask_analysis.evaluation import evaluate
 from ..mask_analysis.operands import broadcast_value
@@ -139,7 +139,7 @@ def drop(graph: Graph, node: Node) -> None:
     for user in list(node.users):
         others = [a for a in user.args if a is not node]
         adds = user.target is aten.add.Tensor and not user.kwargs and len(others) == 1
-        if adds and isinstance(others[0], Node) and has_shape_of(others[0], user):
+        if adds and isinstance(others[0], Node) and are_alike(others[0], user):
             user.replace_all_uses_with(others[0])
             graph.erase_node(user)
     value, write = value_of(node), Writing(graph, node)
@@ -148,12 +148,3 @@ def drop(graph: Graph, node: Node) -> None:
         zeros = write(aten.full.default, sizes, 0, value=value)
         zeros.kwargs = dict(dtype=value.dtype, device=value.device)
         node.replace_all_uses_with(zeros)
-
-
-def has_shape_of(a: Node, b: Node) -> bool:
-    sizes = value_of(a).shape, value_of(b).shape
-    return (
-        len(sizes[0]) == len(sizes[1])
-        and all(map(is_equal, *sizes))
-        and value_of(a).dtype == value_of(b).dtype
-    )

@@ -16,7 +16,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir import arguments, copied, is_equal, is_floating, metadata_for, op_name, shape_of, value_of
+from ..ir import (
+    are_alike,
+    arguments,
+    copied,
+    is_floating,
+    is_known,
+    metadata_for,
+    op_name,
+    shape_of,
+    value_of,
+)
 from ..mask_analysis.domains import Affine, Band
 from ..mask_analysis.evaluation import evaluate
 from ..rules import filling_of, form_of, is_zeros, windows_of
@@ -91,15 +101,10 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
-def depends_on_data(*sizes) -> bool:
-    """Is any of these sizes known only while the graph runs?"""
-    return any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
-
-
 def split(x: torch.Tensor, length, dim: int = 0) -> list[torch.Tensor]:
     """Decompose a split into pieces of one length, of which the last may be shorter, into slices."""
     size = x.shape[dim]
-    if size == 0 or depends_on_data(size, length):
+    if size == 0 or not (is_known(size) and is_known(length)):
         return NotImplemented
     ends = [min((i + 1) * length, size) for i in range(int(-(-size // length)))]
     return [aten.slice.Tensor(x, dim, i * length, end) for i, end in enumerate(ends)]
@@ -107,7 +112,7 @@ def split(x: torch.Tensor, length, dim: int = 0) -> list[torch.Tensor]:
 
 def split_with_sizes(x: torch.Tensor, lengths, dim: int = 0) -> list[torch.Tensor]:
     """Decompose a split into pieces of given lengths into slices, whose rows the rules can place."""
-    if depends_on_data(x.shape[dim], *lengths):
+    if not all(map(is_known, (x.shape[dim], *lengths))):
         return NotImplemented
     ends = itertools.accumulate(lengths)
     return [aten.slice.Tensor(x, dim, end - n, end) for n, end in zip(lengths, ends)]
@@ -164,13 +169,6 @@ def drop_whole_slices(graph: Graph) -> None:
         if windows:
             node.replace_all_uses_with(windows[0].source)
             graph.erase_node(node)
-
-
-def are_alike(a: Node, b: Node) -> bool:
-    """Do two values have the same shape, at every length, and the same dtype?"""
-    one, other = value_of(a), value_of(b)
-    same = one.dtype == other.dtype and one.dim() == other.dim()
-    return same and all(map(is_equal, one.shape, other.shape))
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import arguments, hint, is_equal, is_floating, metadata_for, shape_of, value_of
+from ..ir import are_alike, arguments, hint, is_equal, is_floating, metadata_for, shape_of, value_of
 from ..rules import form_of, windows_of
 from ..rules.facets import Form, Window
 from .writing import Writing
@@ -81,15 +81,7 @@ def whole_window(node: Node, dim: int, window: Window) -> Window | None:
 
 def behind(node: Node) -> Node:
     """Find the value that a node is a copy of."""
-    while (
-        form_of(node) is Form.COPY
-        or form_of(node) is Form.ASSIGN
-        and value_of(node.args[1]).dtype == value_of(node).dtype
-        and (
-            len(shape_of(node.args[1])) == len(shape_of(node))
-            and all(map(is_equal, value_of(node.args[1]).shape, value_of(node).shape))
-        )
-    ):
+    while form_of(node) is Form.COPY or form_of(node) is Form.ASSIGN and are_alike(node.args[1], node):
         node = node.args[0 if form_of(node) is Form.COPY else 1]
     return node
 

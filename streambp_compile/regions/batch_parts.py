@@ -33,6 +33,7 @@ from ..passes.ir import (
     Size,
     Tokens,
     ancestors,
+    are_equal,
     bytes_of,
     hint,
     is_equal,
@@ -296,7 +297,7 @@ class Smaller:
         sizes = list(before.shape)
         if isinstance(fact, Tokens):
             sizes[fact.rows.dim] = self.part(sizes[fact.rows.dim])
-        return after.dim() == len(sizes) and all(map(is_equal, after.shape, sizes))
+        return are_equal(after.shape, sizes)
 
     def run(self, node: Node) -> object:
         args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)

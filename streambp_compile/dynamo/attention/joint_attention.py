@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from ...passes.ir import arguments, hint, is_equal
+from ...passes.ir import are_equal, arguments, hint, is_equal
 from ...passes.rules.forward import Part, cuts_into_pieces, is_pointwise, part_of, slice_of
 from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of
@@ -55,10 +55,6 @@ def streams_of(node: Node, without: Rowwise) -> Parts | None:
         return None
     sizes, at = found[0].sizes, longest(found[0])
     return found[0] if len(sizes) > 1 and are_known((*sizes[:at], *sizes[at + 1 :])) else None
-
-
-def are_equal(left: Sequence[object], right: Sequence[object]) -> bool:
-    return len(left) == len(right) and all(map(is_equal, left, right))
 
 
 def longest(parts: Parts) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from ...passes.ir import Size, is_equal
+from ...passes.ir import Size, are_equal, is_equal
 from ...passes.rules.forward import TO_THE_END, Slice, is_orderless_along, slice_of
 from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of, is_changed
@@ -100,8 +100,7 @@ def result_of(user: Node, value: Node, found: Readers) -> int | None:
 
 def has_columns(node: Node) -> bool:
     """Is the result of an operation on all columns together as large as its operand (softmax)?"""
-    own, given = fake_of(node).shape, fake_of(node.args[0]).shape
-    return len(own) == len(given) and all(map(is_equal, own, given))
+    return are_equal(fake_of(node).shape, fake_of(node.args[0]).shape)
 
 
 class Move:

@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ... import internals
-from ...passes.ir import ancestors, arguments, hint, is_equal
+from ...passes.ir import ancestors, are_equal, arguments, hint
 from ...passes.phases import check_time
 from ...passes.rules.forward import EXPANDS_TOGETHER, is_mutable, mutated, written_argument
 from .modes import is_switch
@@ -406,8 +406,8 @@ def has_value(node: Node, wanted: object) -> bool:
     value = node.meta.get("val")
     if not isinstance(wanted, torch.Tensor):
         return wanted is None or isinstance(value, (tuple, list)) and len(value) == len(wanted)
-    same = isinstance(value, torch.Tensor) and value.dtype == wanted.dtype and value.dim() == wanted.dim()
-    return same and all(map(is_equal, value.shape, wanted.shape))
+    same = isinstance(value, torch.Tensor) and value.dtype == wanted.dtype
+    return same and are_equal(value.shape, wanted.shape)
 
 
 def computed(nodes: Sequence[Node], fakes: dict[Node, object]) -> dict[Node, object]:
@@ -426,7 +426,7 @@ def drop_expansions(graph: Graph) -> None:
     for node in [n for n in graph.nodes if n.target in EXPANDS_TOGETHER]:
         given = node.args[0]
         shapes = [n.meta["val"].shape for n in given]
-        if all(len(s) == len(shapes[0]) and all(map(is_equal, s, shapes[0])) for s in shapes):
+        if all(are_equal(s, shapes[0]) for s in shapes):
             for item in list(node.users):
                 item.replace_all_uses_with(given[item.args[1]])
                 graph.erase_node(item)

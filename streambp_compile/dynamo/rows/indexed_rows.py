@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from ...passes.ir import arguments, is_equal, is_view
+from ...passes.ir import are_equal, arguments, is_equal, is_view
 from ...passes.rules.forward import Along, Part, part_of, read_or_written_along
 from ..reading.aten import inserted
 from ..reading.values import fake_of, is_changed
@@ -41,8 +41,8 @@ def picks_numbers(node: Node) -> bool:
     if len(indices) != base.dim() or len(shape) != base.dim() - 1 or None in indices or not len(shape):
         return False
     picked = fake_of(indices[-1])
-    whole = picked.dtype is torch.int64 and picked.dim() == len(shape) and isinstance(base.shape[-1], int)
-    fits = base.dtype.is_floating_point and whole and all(map(is_equal, picked.shape, shape))
+    whole = picked.dtype is torch.int64 and isinstance(base.shape[-1], int)
+    fits = base.dtype.is_floating_point and whole and are_equal(picked.shape, shape)
     return fits and all(
         is_range_along(ix, dim, shape[dim], len(shape)) for dim, ix in enumerate(indices[:-1])
     )
@@ -86,7 +86,9 @@ def look_up_in_shape(node: Node) -> None:
         return
     shape = (*fake_of(base).shape[:dim], *fake_of(source).shape, *fake_of(base).shape[dim + 1 :])
     readers = list(node.users)
-    if not readers or not all(part_of(r) is Part.MERGE and has_shape(r, shape) for r in readers):
+    if not readers or not all(
+        part_of(r) is Part.MERGE and are_equal(fake_of(r).shape, shape) for r in readers
+    ):
         return
     with node.graph.inserting_before(node):
         new = inserted(node, aten.index.Tensor, (base, [*[None] * dim, source]))
@@ -106,11 +108,6 @@ def looked_up(node: Node) -> tuple[Node, int, Node | None]:
         return base, rest[0] % max(1, fake_of(base).dim()), rest[1]
     given = [i for i, index in enumerate(rest[0]) if index is not None]
     return base, given[0] if given else 0, rest[0][given[0]] if len(given) == 1 else None
-
-
-def has_shape(node: Node, shape: tuple) -> bool:
-    found = fake_of(node).shape
-    return len(found) == len(shape) and all(map(is_equal, found, shape))
 
 
 def by_rows(node: Node, found: Along, rows: Node) -> Node:

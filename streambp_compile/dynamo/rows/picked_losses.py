@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from ...passes.ir import arguments, is_equal
+from ...passes.ir import are_equal, arguments, is_equal
 from ...passes.rules import form_of
 from ...passes.rules.facets import Form
 from ...passes.rules.forward import NONE, Part, is_pointwise, part_of, slice_of, with_arguments
@@ -94,8 +94,7 @@ def is_same(node: Node) -> bool:
     value, source = node.meta["val"], node.args[0]
     if part_of(node) is not Part.MERGE or not isinstance(source, Node):
         return False
-    shape = source.meta["val"].shape
-    return len(value.shape) == len(shape) and all(map(is_equal, value.shape, shape))
+    return are_equal(value.shape, source.meta["val"].shape)
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def are_shifted(rows: CutRows, labels: CutRows) -> bool:
 
 
 def moved_back(like: Node, labels: CutRows, ignored: int) -> Node:
-    """Insert a label for every row: the one so many rows later, or the ignored one."""
+    """Insert a label for every row: that of the row ``labels.start`` rows later, or else ``ignored``."""
     source, by = labels.whole.args[0], labels.start
     places, sequences = counted_along(like, source, 1), counted_along(like, source, 0)
     batch, tokens = (inserted(like, aten.sym_size.int, (source, d), as_written=True) for d in (0, 1))
