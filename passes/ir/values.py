@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .quasi_affine import ByRemainder, is_zero, quasi_affine
 from .refusals import CannotStream, Refusal
 
 Size = int | torch.SymInt
@@ -91,13 +92,16 @@ def hint(size: Size) -> int:
 
 
 def is_equal(a: Size, b: Size) -> bool:
-    """Are two sizes equal at every length, not only at the traced one?"""
+    """Are two sizes equal at every length for which the graph is used, not only at the traced one?"""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     first, second = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (a, b))
     if first == second:
         return True
-    return any(e.has(sympy.Function) for e in (first, second)) and simplified(first - second) == 0
+    if not any(e.has(sympy.Function) for e in (first, second)):
+        return False
+    left = difference(first, second)
+    return is_zero(left, guards_of(a) or guards_of(b))
 
 
 def are_equal(left: Sequence[Size], right: Sequence[Size]) -> bool:
@@ -121,7 +125,18 @@ def differs_by_a_number(a: Size, b: Size) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return True
     first, second = (s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (a, b))
-    return first == second or simplified(first - second).is_number
+    return is_equal(a, b) or difference(first, second).is_number
+
+
+def guards_of(size: Size) -> tuple[sympy.Expr, ...]:
+    """Return what torch.compile checks about sizes before it runs the graph of this size."""
+    return tuple(g.expr for g in size.node.shape_env.guards) if isinstance(size, torch.SymInt) else ()
+
+
+def difference(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    """Subtract two expressions of sizes. The result is zero if both round to blocks in different ways."""
+    found = simplified(a - b)
+    return quasi_affine(found) if found.has(sympy.Function) else found
 
 
 def quotient(size: Size, part: Size) -> Size | None:

@@ -12,6 +12,8 @@ from ..ir import is_tangent, parted, simplified, value_of
 
 aten = torch.ops.aten
 
+DIVISIONS = {"FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}
+
 
 class SizeNodes:
     """Sizes of a graph's inputs, and the nodes that read them.
@@ -46,8 +48,8 @@ class SizeNodes:
             self.parts.setdefault(part, (expr, rest))
 
     def written(self, size: int | torch.SymInt, before: Node) -> Node | int | None:
-        """Write a node or number for a size. Returns None if no sums, products and quotients of input sizes
-        make it."""
+        """Write a node or number for a size. Returns None if no sums, products, quotients and remainders of
+        input sizes make it."""
         return size if isinstance(size, int) else self.expression(simplified(size.node.expr), before)
 
     def expression(self, expr, before: Node) -> Node | int | None:
@@ -61,9 +63,10 @@ class SizeNodes:
             whole, rest = self.parts[expr]
             return self.sum(self.input_size(whole, before), -rest, before)
         terms = expr.args
-        if type(expr).__name__ == "FloorDiv":
+        if type(expr).__name__ in DIVISIONS:
             over, under = (self.expression(part, before) for part in terms)
-            return None if over is None or under is None else self.quotient(over, under, before)
+            divide = DIVISIONS[type(expr).__name__]
+            return None if over is None or under is None else self.combined(divide, over, under, before)
         if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
             terms = [expr.base] * int(expr.exp)
         elif not (expr.is_Add or expr.is_Mul):
@@ -89,9 +92,6 @@ class SizeNodes:
 
     def product(self, a: Node | int, b: Node | int, before: Node) -> Node | int:
         return self.combined(operator.mul, a, b, before)
-
-    def quotient(self, a: Node | int, b: Node | int, before: Node) -> Node | int:
-        return self.combined(operator.floordiv, a, b, before)
 
     def combined(self, combine: Callable, a: Node | int, b: Node | int, before: Node) -> Node | int:
         values = [value_of(p) if isinstance(p, Node) else p for p in (a, b)]

@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 
 from ...passes.ir import arguments, is_equal
 from ...passes.rules.forward import Part, filling_of, is_filled, part_of, with_arguments
-from ..reading.aten import erase_unread, inserted
+from ..reading.aten import erase_unread, inserted, size_as_node, sum_of
 from ..reading.values import fake_of, is_parameter
-from ..rows.row_slices import Parts, columns_of, may_be_repeated, operand_dim, repeated, sum_of
+from ..rows.row_slices import Parts, columns_of, may_be_repeated, operand_dim, repeated
 
 aten = torch.ops.aten
 
@@ -150,13 +150,7 @@ class Padded:
         return inserted(self.like, aten.arange.start, bounds, {"device": fake_of(like).device})
 
     def length(self, node: Node, dim: int, more: int) -> object:
-        size = fake_of(node).shape[dim]
-        known = (
-            size
-            if isinstance(size, int)
-            else inserted(self.like, aten.sym_size.int, (node, dim), as_written=True)
-        )
-        return sum_of(known, more, self.like)
+        return sum_of(size_as_node(self.like, node, dim), more, self.like)
 
     def filled(self, made: Node, source: Node) -> Node:
         """Fill the extra columns of the padded mask with the value of the padding."""

@@ -26,10 +26,9 @@ from ... import internals
 from ...passes.ir import Size, ancestors, arguments, is_equal, simplified
 from ...passes.rules import filling_of
 from ...passes.rules.forward import Part, is_detached, mutated, part_of, slice_of
-from ..reading.aten import erase_unread, inserted
+from ..reading.aten import erase_unread, inserted, size_as_node, sum_of
 from ..reading.token_axes import Axis, axes_of, traced
 from ..reading.values import fake_of, is_changed, joined_values, storage_of
-from ..rows.row_slices import sum_of
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 
@@ -353,7 +352,7 @@ def written(size: Size, place_map: PlaceMap, like: Node) -> Node | int | None:
         for times in (1, -1, 2):
             rest = constant(size - times * fake_of(place_map.source).shape[dim])
             if rest is not None:
-                count = inserted(like, aten.sym_size.int, (place_map.source, dim), as_written=True)
+                count = size_as_node(like, place_map.source, dim)
                 if times != 1:
                     count = inserted(like, operator.mul, (count, times), as_written=True)
                 return sum_of(count, rest, like)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import GraphModule, Node
 
-from ...passes.ir import Mark, bytes_of, hint, is_equal, shape_of, tensor_operands
+from ...passes.ir import Mark, Size, bytes_of, hint, is_equal, shape_of, tensor_operands
 from ...passes.rules import form_of, is_product, windows_of
 from ...passes.rules.facets import Form
 from ...passes.rules.forward import Part, part_of
 from ...passes.token_propagation import TokenPropagation
 from ..reading.mixing import attends
 from ..reading.token_axes import Axis, Trace
-from ..reading.values import fake_of
+from ..reading.values import fake_of, own_of
 from .block_splits import Split
 
 WIDE = 4  # a value that blocks exchange may be this many times as large as the widest rows that enter them
@@ -127,34 +129,31 @@ class Blocked:
 
     def pads(self, node: Node) -> bool:
         """Does a node add zero rows behind the tokens, up to full blocks?"""
-        mark = self.mark_of(node)
-        if mark is None or mark.inner != self.length or not self.has(node, mark, self.count):
-            return False
         return self.padded_by(node) is not None
 
     def padded_by(self, node: Node) -> Node | None:
         """Find the rows of tokens, among a node's operands, behind which it adds zero rows."""
-        return next((a for a in node.all_input_nodes if self.is_padded(node, a)), None)
-
-    def is_padded(self, node: Node, source: Node) -> bool:
-        if source not in self.trace.values or not self.is_rows(source) or self.tokens % self.length == 0:
-            return False
-        windows = list(windows_of(self.trace.values[node]))
-        return (
-            len(windows) == 1
-            and windows[0][1].source is self.trace.values[source]
-            and windows[0][1].by == windows[0][1].low == 0
-        )
+        mark = self.mark_of(node)
+        if mark is None or mark.inner != self.length or self.is_rows(node) or not self.is_full(node):
+            return None
+        given = (a for a in node.all_input_nodes if a in self.trace.values and self.is_rows(a))
+        return next((a for a in given if self.keeps_first_rows(node, a)), None)
 
     def crops(self, node: Node) -> bool:
         """Does a node cut off the rows behind the tokens, of a value that maps each block by itself?"""
-        value = self.trace.values.get(node)
-        if form_of(value) is not Form.SLICE or not self.is_rows(node):
+        (source, *_) = (*node.all_input_nodes, None)
+        if source not in self.inside or source in self.exchange or self.pads(source):
             return False
-        if any(a in self.exchange or self.pads(a) for a in self.read_by(node)):
-            return False
-        windows = list(windows_of(value))
-        return len(windows) == 1 and windows[0][1].by == 0 and self.has_full_rows(value.args[0])
+        cuts = self.is_rows(node) and self.is_full(source) and not self.is_rows(source)
+        return cuts and self.keeps_first_rows(node, source)
+
+    def keeps_first_rows(self, node: Node, source: Node) -> bool:
+        """Are the first rows of a node those of its source? At the traced length, none may be missing."""
+        value, given = self.trace.values[node], self.trace.values[source]
+        windows = [window for _, window in windows_of(value)]
+        return value is given or (
+            len(windows) == 1 and windows[0].source is given and windows[0].by == windows[0].low == 0
+        )
 
     def has_full_rows(self, value: Node) -> bool:
         found = list(self.marks.of(value).values())
@@ -163,16 +162,17 @@ class Blocked:
         )
 
     def is_rows(self, node: Node) -> bool:
-        """Does a value have one row per token, and no padding?"""
+        """Does a value have one row per token, and no padding, at every length?"""
         mark = self.mark_of(node)
         if mark is None or mark.inner % self.length:
             return False
-        return shape_of(self.trace.values[node])[mark.dim] == (
-            self.tokens * mark.outer * (mark.inner // self.length)
-        )
+        return has_rows(node, replace(mark, inner=mark.inner // self.length), self.axis.length)
 
-    def has(self, node: Node, mark: Mark, count: int) -> bool:
-        return shape_of(self.trace.values[node])[mark.dim] == count * mark.outer * mark.inner
+    def is_full(self, node: Node) -> bool:
+        """Does a value have all rows of all blocks, at every length?"""
+        tokens, mark = self.axis.length, self.mark_of(node)
+        tokens = tokens // self.length * self.length if self.full else tokens
+        return mark is not None and has_rows(node, replace(mark, block=self.length), tokens)
 
     def leaves(self, node: Node) -> bool:
         """Is a value rows of tokens again, without a dimension of blocks?"""
@@ -226,6 +226,12 @@ class Blocked:
             return True
         alone = all(len(self.marks.of(a)) == 1 and self.has_full_rows(a) for a in touched)
         return alone and value in touched and self.marks.maps_rows(value)
+
+
+def has_rows(node: Node, mark: Mark, tokens: Size) -> bool:
+    """Does a value have the rows that a mark says, for any number of tokens?"""
+    _, excess, rest = mark.located(own_of(node).shape[mark.dim], tokens)
+    return excess == 0 and is_equal(rest, 0)
 
 
 def is_size(node: Node) -> bool:

@@ -10,6 +10,8 @@ state stay as they are: their values are small, a state per block, and exist at 
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,12 +19,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ... import internals
-from ...passes.ir import Mark, bytes_of
+from ...passes.ir import Mark, bytes_of, is_equal
 from ...passes.kernels import blocks as kernels
 from ...passes.rules.forward import mutated
-from ..reading.aten import erase_unread, inserted
-from ..reading.token_axes import axes_of, traced
-from ..reading.values import fake_of, is_changed, storage_of
+from ..reading.aten import erase_unread, inserted, size_as_node, sum_of
+from ..reading.token_axes import connected_axes, traced
+from ..reading.values import fake_of, is_changed, own_of, storage_of
 from .block_splits import may_split, split_of
 from .block_values import Blocked, NoBlocks, is_size
 
@@ -43,7 +45,7 @@ def part_blocks(module: GraphModule) -> GraphModule:
         return module
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
     trace = traced(module, fakes)
-    for axis in axes_of(trace, fakes):
+    for axis in connected_axes(trace, fakes):
         nodes = [node for node in module.graph.nodes if node in trace.values]
         splits = [s for node in nodes if (s := split_of(node, axis)) is not None]
         for length in dict.fromkeys(s.length for s in splits):
@@ -122,6 +124,8 @@ class Boundary:
         unsorted = self.found.inside & self.found.trace.unsorted
         if unsorted:
             raise NoBlocks(f"{unsorted} are in another order than that of blocks")
+        if not self.knows_tokens() and any(map(self.is_resized, self.found.inside)):
+            raise NoBlocks("no input has a row for each token")
         for _, operand, home in crossing:
             if is_changed(operand):
                 raise NoBlocks(f"{operand} is written into")
@@ -180,7 +184,7 @@ class Boundary:
         source = operand.all_input_nodes[0] if is_cut else operand
 
         def regrouped(x: Node, dim: int) -> Node:
-            size = size_of(operand if x is source else x, dim)
+            size = size_as_node(x, operand if x is source else x, dim)
             return inserted(x, streambp.regrouped.default, (x, dim, size, *blocks))
 
         return along(source, mark, regrouped)
@@ -191,9 +195,38 @@ class Boundary:
         read = node.args[0] if crops else self.found.padded_by(node)
         blocks = (self.found.length, 1) if crops else (1, self.found.length)
         with self.graph.inserting_before(node):
-            size = size_of(node, mark.dim)
+            size = self.resized(node, mark, crops)
             new = inserted(node, streambp.regrouped.default, (read, mark.dim, size, *blocks))
-        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not size)
+        node.replace_all_uses_with(new)
+
+    def resized(self, node: Node, mark: Mark, crops: bool) -> int | Node:
+        """Compute the rows of a value that has those of all tokens, or those of all blocks."""
+        size, block = fake_of(node).shape[mark.dim], self.found.length
+        if isinstance(size, int):
+            return size
+        assert self.tokens is not None  # checked before
+        tokens = size_as_node(node, *self.tokens)
+        if crops:
+            return times(tokens, mark.inner // block, node)
+        rounded = tokens if self.found.full else sum_of(tokens, block - 1, node)
+        return times(inserted(node, operator.floordiv, (rounded, block), as_written=True), block, node)
+
+    def knows_tokens(self) -> bool:
+        return isinstance(self.found.axis.length, int) or self.tokens is not None
+
+    @functools.cached_property
+    def tokens(self) -> tuple[Node, int] | None:
+        """Find a dimension of an input that has one row for each token."""
+        axis = self.found.axis
+        for node in self.graph.find_nodes(op="placeholder"):
+            for mark in axis.marks.get(node, ()):
+                if mark.is_plain and is_equal(own_of(node).shape[mark.dim], axis.length):
+                    return node, mark.dim
+        return None
+
+
+def times(count: Node, by: int, like: Node) -> Node:
+    return count if by == 1 else inserted(like, operator.mul, (count, by), as_written=True)
 
 
 def behind(node: Node) -> Node:
@@ -201,13 +234,6 @@ def behind(node: Node) -> Node:
     while node.next.op == "placeholder":
         node = node.next
     return node.next
-
-
-def size_of(node: Node, dim: int) -> int | Node:
-    """Return the size of a value's dimension: a number, or a node that computes it."""
-    size = fake_of(node).shape[dim]
-    sized = torch.ops.aten.sym_size.int
-    return size if isinstance(size, int) else inserted(node, sized, (node, dim), as_written=True)
 
 
 def along(x: Node, mark: Mark, write: Callable[[Node, int], Node]) -> Node:

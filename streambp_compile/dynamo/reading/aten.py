@@ -141,6 +141,23 @@ def inserted(
     return node
 
 
+def size_as_node(like: Node, value: Node, dim: int) -> int | Node:
+    """Return the size of a dimension: a number, or an inserted node that computes it."""
+    size = fake_of(value).shape[dim]
+    if isinstance(size, int):
+        return size
+    return inserted(like, torch.ops.aten.sym_size.int, (value, dim), as_written=True)
+
+
+def sum_of(size: object, by: int, like: Node) -> object:
+    """Add a number to a size. The sum is a number, or a node that computes it."""
+    if not by:
+        return size
+    if isinstance(size, Node):
+        return inserted(like, operator.add, (size, by), as_written=True)
+    return size + by
+
+
 def erase_unread(graph: Graph, roots: Iterable[Node]) -> None:
     """Erase these nodes, their operands, and writes into them, as far as no other node needs them."""
     candidates = ancestors(roots)

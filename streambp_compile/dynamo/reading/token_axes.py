@@ -116,6 +116,14 @@ def find_axes(module: GraphModule, fakes: Sequence[object]) -> tuple[Axis, ...]:
     return axes_of(traced(module, fakes), fakes)
 
 
+def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
+    """Find the token axes of a captured forward, each of one number of rows."""
+    constant = {n for n, value in trace.values.items() if value in trace.weights}
+    parts = [part for axis in connected_axes(trace, fakes) for part in by_length(axis, constant)]
+    moving = frozenset[Node]().union(*(axis.moving for axis in parts))
+    return tuple(replace(axis, moving=moving) for axis in parts)
+
+
 @dataclass(frozen=True)
 class GraphText:
     """A graph as it is at one time, and the values that enter it."""
@@ -161,8 +169,9 @@ def traced(module: GraphModule, fakes: Sequence[object]) -> Trace:
     return trace
 
 
-def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
-    """Find the token axes of a captured forward."""
+def connected_axes(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
+    """Find the token axes of a captured forward. Slices and joins connect rows of several lengths to one
+    axis."""
     found: list[AxisCandidate] = []
     for node, fake in zip(trace.placeholders, fakes):
         if isinstance(fake, torch.Tensor) and not is_parameter(fake) and fake.dim() <= 3:
@@ -188,11 +197,8 @@ def axes_of(trace: Trace, fakes: Sequence[object]) -> tuple[Axis, ...]:
     chosen = [c for c in chosen if c.length >= SHORTEST_STREAMED] or chosen
     chosen += trace.picked(chosen)
     moving = trace.moving(chosen)
-    constant = {n for n, value in trace.values.items() if value in trace.weights}
     found_axes = (trace.axis(c, [other.propagation for other in chosen if other is not c]) for c in chosen)
-    parts = [part for axis in found_axes if axis is not None for part in by_length(axis, constant)]
-    moving = moving.union(*(axis.moving for axis in parts))
-    return tuple(replace(axis, moving=moving) for axis in parts)
+    return tuple(replace(axis, moving=moving) for axis in found_axes if axis is not None)
 
 
 class Trace:

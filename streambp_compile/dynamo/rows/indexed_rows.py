@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from ...passes.ir import are_equal, arguments, is_equal, is_view
 from ...passes.rules.forward import Along, Part, part_of, read_or_written_along
-from ..reading.aten import inserted
+from ..reading.aten import inserted, size_as_node
 from ..reading.values import fake_of, is_changed
 
 aten = torch.ops.aten
@@ -123,10 +123,8 @@ def by_rows(node: Node, found: Along, rows: Node) -> Node:
 
 def counted_along(like: Node, rows: Node, dim: int) -> Node:
     """Number the entries of an index along one of its dimensions."""
-    fake = fake_of(rows)
-    size = fake.shape[dim]
-    known = size if isinstance(size, int) else inserted(like, aten.sym_size.int, (rows, dim), as_written=True)
-    places = inserted(like, aten.arange.default, (known,), {"device": fake.device})
+    fake, size = fake_of(rows), size_as_node(like, rows, dim)
+    places = inserted(like, aten.arange.default, (size,), {"device": fake.device})
     for _ in range(fake.dim() - dim - 1):
         places = inserted(like, aten.unsqueeze.default, (places, -1))
     if any(fake.shape[d] != 1 for d in range(dim)):

@@ -16,10 +16,9 @@ from ...passes.ir import are_equal, arguments, is_equal
 from ...passes.rules import form_of
 from ...passes.rules.facets import Form
 from ...passes.rules.forward import NONE, Part, is_pointwise, part_of, slice_of, with_arguments
-from ..reading.aten import erase_unread, inserted
+from ..reading.aten import erase_unread, inserted, size_as_node, sum_of
 from ..reading.values import fake_of, is_changed
 from .indexed_rows import counted_along
-from .row_slices import sum_of
 
 aten = torch.ops.aten
 
@@ -150,7 +149,7 @@ def moved_back(like: Node, labels: CutRows, ignored: int) -> Node:
     """Insert a label for every row: that of the row ``labels.start`` rows later, or else ``ignored``."""
     source, by = labels.whole.args[0], labels.start
     places, sequences = counted_along(like, source, 1), counted_along(like, source, 0)
-    batch, tokens = (inserted(like, aten.sym_size.int, (source, d), as_written=True) for d in (0, 1))
+    batch, tokens = (size_as_node(like, source, d) for d in (0, 1))
     inside = inserted(like, aten.roll.default, (source, [-by], [1]))
     following = inserted(like, aten.roll.default, (inside, [-1], [0]))
     at_end = inserted(like, aten.ge.Scalar, (places, sum_of(tokens, -by, like)))

@@ -7,7 +7,6 @@ before autograd sees it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ from ...passes.rules.forward import (
     with_arguments,
 )
 from ...passes.token_propagation import reshaped
-from ..reading.aten import inserted
+from ..reading.aten import inserted, size_as_node, sum_of
 from ..reading.values import autocast_of, fake_of, is_changed, joined_values
 
 aten = torch.ops.aten
@@ -294,15 +293,6 @@ def counted(node: Node, rows: RowRange, like: Node) -> Node:
     return inserted(like, aten.arange.start, bounds, {**kwargs, "dtype": fake_of(node).dtype})
 
 
-def sum_of(size: object, by: int, like: Node) -> object:
-    """Add a number to a size. The sum is a number, or a node that computes it."""
-    if not by:
-        return size
-    if isinstance(size, Node):
-        return inserted(like, operator.add, (size, by), as_written=True)
-    return size + by
-
-
 def count_of(size: object, rows: RowRange, like: Node) -> object:
     """Count the rows of a range, in a dimension of ``size`` rows."""
     if rows.is_front():
@@ -350,14 +340,6 @@ def padding(parts: Parts, count: int, like: Node) -> Node:
     """Create ``count`` rows of padding."""
     fake, source = fake_of(parts.node), next(p for p in parts.pieces if p is not None)
 
-    def size(d: int) -> object:
-        known = count if d == parts.dim else fake.shape[d]
-        return (
-            known
-            if isinstance(known, int)
-            else inserted(like, aten.sym_size.int, (source, d), as_written=True)
-        )
-
     value = arguments(parts.node).get("value") or 0
-    sizes = [size(d) for d in range(fake.dim())]
+    sizes = [count if d == parts.dim else size_as_node(like, source, d) for d in range(fake.dim())]
     return inserted(like, aten.full.default, (sizes, value), {"dtype": fake.dtype, "device": fake.device})
