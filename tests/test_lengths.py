@@ -278,6 +278,26 @@ def test_chunks_shrink_where_the_batch_grows():
     assert max(others) < 1.1 * second
 
 
+def test_rows_that_labels_keep_are_no_other_sequence(interpreted):
+    """Each input has a symbol for its length: where both are one number, the logits do not exist either."""
+    heads = nn.ModuleList(nn.Linear(16, VOCABULARY) for _ in range(2)).double()
+
+    def loss(h: Tensor, labels: Tensor) -> Tensor:
+        logits = torch.stack([head(h) for head in heads], 1)[:, :, -labels.shape[1] :]
+        parts = zip(logits.unbind(1), labels.unbind(-1))
+        return torch.stack([F.cross_entropy(x.flatten(0, 1), y.flatten()) for x, y in parts]).sum()
+
+    step = torch.compile(loss, backend="streambp", options={"chunk_size": 8, "strict": True})
+    for length, kept in ((128, 128), (192, 192), (192, 150)):
+        h = torch.randn(2, length, 16, dtype=torch.float64)
+        labels = torch.stack([ids_of(2, kept)] * 2, -1)
+        found, truth = (gradients(heads, lambda f=f: f(h, labels)) for f in (step, loss))
+        assert worst_error(found, truth) < EXACT
+        if kept == length:
+            logits = 2 * h.element_size() * 2 * length * VOCABULARY
+            assert peak(lambda: step(h, labels).backward()) < 0.5 * logits
+
+
 class Spectral(nn.Module):
     """Layers that mix tokens by a Fourier transform, which has no rule."""
 

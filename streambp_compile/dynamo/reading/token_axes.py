@@ -360,10 +360,23 @@ def by_length(axis: Axis, constant: Container[Node]) -> list[Axis]:
         rows = {n: size for n, size in found.items() if size is not None}
         if node in rows and fake_of(node).requires_grad:
             for size in rows.values():
-                lengths += [] if any(differs_by_a_number(size, n) for n in lengths) else [size]
-            if not all(differs_by_a_number(size, rows[node]) for size in rows.values()):
+                lengths += [] if any(share_rows(size, n) for n in lengths) else [size]
+            if not all(share_rows(size, rows[node]) for size in rows.values()):
                 moving.add(node)
     return [rows_of_length(axis, length, axis.moving | moving) for length in lengths] if moving else [axis]
+
+
+def share_rows(size: Size, other: Size) -> bool:
+    """Do two numbers of rows differ by the same number at every length?
+
+    Each input has a symbol of its own for its length. Two that are the same number now (hidden states, and
+    labels that say how many rows to keep) are guarded to stay so: Dynamo compiles another graph where they
+    differ.
+    """
+    if differs_by_a_number(size, other):
+        return True
+    symbols = isinstance(size, torch.SymInt) and isinstance(other, torch.SymInt)
+    return symbols and hint(size) == hint(other) and bool(size == other)
 
 
 def rows_along(axis: Axis, node: Node) -> Size | None:
