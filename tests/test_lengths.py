@@ -298,6 +298,27 @@ def test_rows_that_labels_keep_are_no_other_sequence(interpreted):
             assert peak(lambda: step(h, labels).backward()) < 0.5 * logits
 
 
+def test_rows_kept_of_prompts_of_any_length_need_one_graph(interpreted):
+    """Ids of prompt and completion are cut to the completion beside its logits, as GRPO does: no number of
+    tokens in front of it is guarded."""
+    torch._dynamo.reset()
+    model = LlamaLike().double()
+
+    def loss(ids: Tensor, completion: Tensor) -> Tensor:
+        kept = completion.shape[1]
+        logits = model.head(model.hidden(ids)[:, -kept - 1 :])[:, :-1]
+        chosen = logits.log_softmax(-1).gather(-1, ids[:, -kept:, None]).squeeze(-1)
+        return -(chosen * completion).mean()
+
+    step = torch.compile(loss, backend="streambp", options={"chunk_size": 16, "strict": True})
+    counters.clear()
+    for length, kept in ((64, 32), (80, 48), (96, 44), (104, 60), (90, 30)):
+        given = ids_of(2, length), torch.rand(2, kept, dtype=torch.float64)
+        found, truth = (gradients(model, lambda f=f: f(*given)) for f in (step, loss))
+        assert worst_error(found, truth) < EXACT
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 class Spectral(nn.Module):
     """Layers that mix tokens by a Fourier transform, which has no rule."""
 

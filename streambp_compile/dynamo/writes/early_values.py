@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from ...passes.ir import is_view
+from ...passes.ir import differs_by_a_number, is_view
 from ...passes.rules.forward import mutated, slice_of
 from ..reading.modes import is_gradient_switch
 from ..reading.token_axes import Axis
@@ -17,12 +17,14 @@ def early_views(graph: Graph, axis: Axis | None) -> tuple[Node, ...]:
     """List the views of inputs that are taken before the regions. There are three kinds.
 
     ``weight[3]``, where one tensor has the weights of all layers: regions then differ only in the weight
-    that they read. ``table[:, :tokens]`` of a table that is as long as the longest sequence, where the
-    number of tokens is a symbol: only this part has a row for each token. ``table[:tokens, :tokens]`` of
+    that they read. ``table[:, :tokens]`` of a table that is as long as the longest sequence, or
+    ``ids[:, -tokens:]`` of a sequence that has a symbol of its own for its length, where the number of
+    tokens is a symbol: only this part has a row for each token. ``table[:tokens, :tokens]`` of
     a weight for each pair of positions: only this part of its gradient has a row and a column for each
     token.
 
-    Views that are written into, or that the model takes without gradients, stay where they are.
+    Views that are written into, or that the model takes without gradients, stay where they are. Sizes that
+    the views are cut by come before them.
     """
     found: dict[Node, None] = {}
     detached, with_gradients = set[Node](), True
@@ -36,7 +38,8 @@ def early_views(graph: Graph, axis: Axis | None) -> tuple[Node, ...]:
             if detached.isdisjoint(steps) and not any(
                 mutated(user) in seen for s in seen for user in s.users
             ):
-                found.update(dict.fromkeys(steps))
+                sizes = (size for step in steps for size in steps_of_sizes(step) or ())
+                found.update(dict.fromkeys((*sizes, *steps)))
     return tuple(found)
 
 
@@ -46,10 +49,26 @@ def steps_from_input(node: Node) -> list[Node]:
     steps: list[Node] = []
     while node.op == "call_function" and is_view(node):
         steps.insert(0, node)
-        if any(n.op != "placeholder" for n in node.all_input_nodes[1:]):
+        if steps_of_sizes(node) is None:
             return []
         node = node.args[0]
     return steps if node.op == "placeholder" else []
+
+
+def steps_of_sizes(node: Node) -> list[Node] | None:
+    """List the nodes that compute the sizes that a view reads beside its source, in order. None if anything
+    but sizes of inputs is read."""
+    steps: dict[Node, None] = {}
+    stack = node.all_input_nodes[1:]
+    while stack:
+        size = stack.pop()
+        if size.op != "placeholder":
+            if size.op != "call_function" or not isinstance(fake_of(size), int | torch.SymInt):
+                return None
+            steps.pop(size, None)  # what another size is computed from comes before it
+            steps[size] = None
+            stack += size.all_input_nodes
+    return list(steps)[::-1]
 
 
 def is_item_of_weight(node: Node) -> bool:
@@ -62,7 +81,7 @@ def is_item_of_weight(node: Node) -> bool:
 
 
 def is_part_of_table(node: Node, axis: Axis | None) -> bool:
-    """Does a node slice a symbolic number of tokens from a value with a constant number of rows?"""
+    """Does a node slice tokens from a value whose number of rows changes otherwise than theirs, or never?"""
     table, marks = node.args[0] if node.args else None, axis.marks.get(node, ()) if axis else ()
     if len(marks) != 1 or not isinstance(table, Node) or not isinstance(fake_of(table), torch.Tensor):
         return False
@@ -70,7 +89,7 @@ def is_part_of_table(node: Node, axis: Axis | None) -> bool:
     if part is None or part.lost or part.dim != marks[0].dim:
         return False
     rows, tokens = (fake_of(n).shape[part.dim] for n in (table, node))
-    return isinstance(rows, int) and not isinstance(tokens, int)
+    return not differs_by_a_number(rows, tokens)
 
 
 def is_part_of_pairs(node: Node, axis: Axis | None) -> bool:
