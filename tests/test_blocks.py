@@ -12,9 +12,12 @@ from torch import Tensor
 
 from benchmarks.zoo import ROWS
 from streambp_compile import NotStreamed, explain
+from streambp_compile.backend import Chain
+from streambp_compile.config import Config
 from streambp_compile.dynamo.rows.any_count import NotForAnyCount, for_any_count
 from streambp_compile.passes.ir import Mark, Tokens
 from streambp_compile.passes.token_propagation import reshaped
+from streambp_compile.reporting.report import Report
 from streambp_compile.runtime.runner import Chunk
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -268,6 +271,34 @@ def test_states_of_many_blocks_are_no_sequence_of_their_own():
     model, batch, loss = ROWS["mamba2"].build(2048)
     report = explain(lambda **given: loss(model, **given), **batch)
     assert len(report.regions) == 3 and all(region.streamed for region in report.regions)
+
+
+def cut_if_padded(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Means over blocks, with the padding of Mamba-2 in transformers."""
+    length = q.shape[1]
+    pad = (BLOCK - length % BLOCK) % BLOCK
+    q, k, v = (blocks(F.pad(x, (0, 0, 0, pad))) for x in (q, k, v))
+    made = (q * scale.mean() + torch.softmax(k, 2) * v).reshape(len(q), -1, WIDTH)
+    return made[:, :length] if pad > 0 else made
+
+
+@pytest.mark.parametrize("mix", [pytest.param(state_space, marks=pytest.mark.long), cut_if_padded])
+@pytest.mark.parametrize("lengths", [(43, 61), (24, 48)], ids=["padded", "full"])
+def test_padded_rows_are_no_other_sequence_at_any_length(mix, lengths):
+    """The second length is a symbol, and so is the padding. Of full blocks, torch guards that it is zero."""
+    model, reports = Mixing(WIDTH, MixingLayer(mix, WIDTH, weight=(HEADS,))).double(), []
+
+    def backend(graph, inputs):
+        reports.append(Report())
+        return Chain(graph, inputs, Config(chunk_size=12, strict=True), reports[-1]).compiled()
+
+    step = torch.compile(model, backend=backend)
+    for length in lengths:
+        ids = ids_of(2, length)
+        truth = gradients(model, lambda ids=ids: model(ids))
+        assert worst_error(gradients(model, lambda ids=ids: step(ids)), truth) < EXACT
+    shapes = [[(len(r.forward.program.sweeps), r.times) for r in report.regions] for report in reports]
+    assert len(shapes) == 2 and shapes[0] == shapes[1]
 
 
 @pytest.mark.slow

@@ -163,8 +163,9 @@ CASES = {
     prompted: (tuple, {LENGTH, LENGTH + 7}),
     between_images: (lambda: (torch.randn(2, 9, WIDTH).double(),), {LENGTH, LENGTH + 16}),
 }
-ALSO_UNCHUNKED = {  # an inverted permutation; an image, and its gating
+ALSO_UNCHUNKED = {  # an inverted permutation; a copy of zeros; an image, and its gating
     shuffled: ("This region creates its tokens",),
+    hourglass: ("This region has no token dimension",),
     between_images: ("This region creates its tokens", "This region has no token dimension"),
 }
 QUICKER = (by_gather, of_masked_tokens, every_second_logit, prompted)

@@ -88,13 +88,13 @@ def is_zero(expr: sympy.Expr, guards: tuple[sympy.Expr, ...]) -> bool:
     if symbol is None or others:
         return expr == 0
     values = by_each_remainder(expr)
-    wrong = {r for r, value in enumerate(values) if value != 0}
+    period, wrong = len(values), {r for r, value in enumerate(values) if value != 0}
     for guard in guards:
-        if not wrong:
-            break
         known = allowed(guard).get(symbol, ())
-        if known and len(values) % len(known) == 0:
-            wrong = {r for r in wrong if known[r % len(known)]}
+        common = math.lcm(period, len(known)) if known else LONGEST_PERIOD + 1
+        if wrong and common <= LONGEST_PERIOD:
+            wrong = {r for r in range(common) if r % period in wrong and known[r % len(known)]}
+            period = common
     return not wrong
 
 

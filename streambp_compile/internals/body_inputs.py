@@ -23,6 +23,7 @@ from ..passes.ir import (
     BindingRole,
     Body,
     in_blocks,
+    is_equal,
     is_expanded,
     layout_of,
     parted_name,
@@ -131,6 +132,8 @@ class BodyInputs:
         mark, role, of_rows = binding.mark, binding.role, binding.role in OF_ROWS
         length = self.named("length", mark.block)
         full[mark.dim] = length * self.size(mark.step_size)
+        if binding.columns is not None and is_square(value, mark.dim, binding.columns.dim):
+            full[binding.columns.dim] = full[mark.dim]
         summed = role is BindingRole.KEYTOTAL
         strides = contiguous_strides(full) if summed else layout_of(value).strides(full)
         if binding.columns is not None and role is BindingRole.ROWS:
@@ -151,6 +154,11 @@ class BodyInputs:
     def empty(self, sizes, strides, dtype, device):
         with self.mode:
             return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+
+def is_square(value: torch.Tensor, rows: int, columns: int) -> bool:
+    """Has a matrix of tokens by tokens as many rows as columns, at every length?"""
+    return is_equal(value.shape[rows], value.shape[columns])
 
 
 def contiguous_strides(sizes) -> list:
