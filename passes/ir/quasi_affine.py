@@ -11,7 +11,9 @@ import functools
 import math
 
 import sympy
+from torch.utils._sympy.functions import FloorDiv
 
+ROUNDED = {"FloorToInt": 1, "TruncToInt": 1, "CeilToInt": -1}  # of positive quotients; a ceiling is -(-a // b)
 LONGEST_PERIOD = 4096  # tokens; rounding to larger blocks stays as it is written
 
 
@@ -29,6 +31,8 @@ def quasi_affine(expr: sympy.Expr) -> sympy.Expr:
     name = type(expr).__name__
     if expr.is_Add or expr.is_Mul:
         return expr.func(*map(quasi_affine, expr.args)).expand()
+    if name in ROUNDED and type(expr.args[0]).__name__ == "IntTrueDiv":
+        return ROUNDED[name] * quasi_affine(FloorDiv(ROUNDED[name] * expr.args[0].args[0], expr.args[0].args[1]))
     if name not in ("Mod", "PythonMod", "FloorDiv"):
         return expr
     given, by = map(quasi_affine, expr.args)
@@ -102,6 +106,7 @@ def is_zero(expr: sympy.Expr, guards: tuple[sympy.Expr, ...]) -> bool:
 def allowed(guard: sympy.Expr) -> dict[sympy.Symbol, tuple[bool, ...]]:
     """Tell for each remainder of a symbol whether a relation of it may hold. Empty for a relation of several
     symbols, or one that tells nothing about remainders."""
+    guard = without_common_factors(guard)
     (symbol, *others) = guard.free_symbols or (None,)
     if not guard.is_Relational or others or not guard.has(sympy.Function):
         return {}
@@ -109,6 +114,14 @@ def allowed(guard: sympy.Expr) -> dict[sympy.Symbol, tuple[bool, ...]]:
     if not found.has(ByRemainder):
         return {}
     return {symbol: tuple(guard.func(value, 0) != sympy.false for value in by_each_remainder(found))}
+
+
+def without_common_factors(guard: sympy.Expr) -> sympy.Expr:
+    """Write ``a T % (a b) == 0``, which a reshape of several dimensions guards, as ``T % b == 0``."""
+    if not guard.is_Equality or guard.rhs != 0 or type(guard.lhs).__name__ not in ("Mod", "PythonMod"):
+        return guard
+    given, by = sympy.cancel(guard.lhs.args[0] / guard.lhs.args[1]).as_numer_denom()
+    return guard if by == 1 else guard.func(guard.lhs.func(given, by), 0)
 
 
 @functools.lru_cache(4096)

@@ -30,6 +30,8 @@ def shift_rows(graph: Graph) -> None:
             continue
         for dim, window in windows_of(node):
             found = whole_window(node, dim, window)
+            if found is None and form_of(node) is Form.JOINED and window.by == 0:
+                pad_rows(graph, node, dim, window)
             if found is None or not has_features(node, dim):
                 continue
             with graph.inserting_before(node):
@@ -39,6 +41,16 @@ def shift_rows(graph: Graph) -> None:
             )
             node.replace_all_uses_with(new)
             break
+
+
+def pad_rows(graph: Graph, node: Node, dim: int, window: Window) -> None:
+    """Write a concatenation with zeros behind as a padding, of which the tokens are known."""
+    rank, behind = len(shape_of(node)), shape_of(node)[dim] - window.high
+    with graph.inserting_before(node):
+        amounts = [0, 0] * (rank - 1 - dim) + [0, behind]
+        new = graph.call_function(aten.constant_pad_nd.default, (window.source, amounts, 0.0))
+    new.meta = metadata_for(node)
+    node.replace_all_uses_with(new)
 
 
 def joined_rows(graph: Graph, node: Node) -> Node | None:

@@ -38,15 +38,15 @@ class Blocked:
 
     def __init__(self, module: GraphModule, trace: Trace, axis: Axis, splits: list[Split]):
         self.module, self.trace, self.axis = module, trace, axis
+        if not splits:
+            raise NoBlocks("they are parts of larger blocks")
         self.length, self.count = splits[0].length, splits[0].count
-        self.tokens = hint(axis.length)
         self.full = any(self.is_cut(s.node.args[0], s.mark.dim) for s in splits)
-        expected = self.tokens // self.length if self.full else -(-self.tokens // self.length)
-        if {s.count for s in splits} != {expected}:
-            raise NoBlocks("these are not blocks of all tokens")
         self.starts = {s.node for s in splits}
         seeds = {trace.values[s.node]: (s.mark,) for s in splits}
         self.marks = TokenPropagation(trace.graph, seeds, trace.known)
+        if not all(map(self.is_full, self.starts)):
+            raise NoBlocks("these are not blocks of all tokens")
         self.inside: set[Node] = set()
         self.exchange: set[Node] = set()
         self.readers: set[Node] = set()
@@ -174,6 +174,13 @@ class Blocked:
         tokens = tokens // self.length * self.length if self.full else tokens
         return mark is not None and has_rows(node, replace(mark, block=self.length), tokens)
 
+    def has_row_per_token(self, node: Node) -> bool:
+        """Does a value have a row for each token, or for each row of padded blocks?"""
+        mark = self.mark_of(node)
+        return self.is_rows(node) or (
+            mark is not None and mark.inner % self.length == 0 and self.is_full(node)
+        )
+
     def leaves(self, node: Node) -> bool:
         """Is a value rows of tokens again, without a dimension of blocks?"""
         mark = self.mark_of(node)
@@ -198,7 +205,7 @@ class Blocked:
         read = [a for a in self.read_by(node) if a in self.inside or self.mark_of(a) is not None]
         if part_of(node) is Part.ATTENTION and not self.exchange.isdisjoint(read):
             return True  # its keys come from all blocks
-        if node in self.rowless and self.is_rows(node):
+        if node in self.rowless and self.has_row_per_token(node):
             return False  # it has a row for each token of a block
         return bool(read) and self.exchange.issuperset(read) and bytes_of(fake_of(node)) <= self.small()
 

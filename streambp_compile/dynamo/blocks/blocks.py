@@ -40,7 +40,8 @@ class Home(enum.Enum):
 
 
 def part_blocks(module: GraphModule) -> GraphModule:
-    """Give blocks of tokens rows of their own, from where tokens are split to where they are joined."""
+    """Give blocks of tokens rows of their own, from where tokens are split to where they are joined. Blocks
+    of blocks are parts of the largest ones."""
     if not any(may_split(node) for node in module.graph.nodes):
         return module
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
@@ -48,10 +49,13 @@ def part_blocks(module: GraphModule) -> GraphModule:
     for axis in connected_axes(trace, fakes):
         nodes = [node for node in module.graph.nodes if node in trace.values]
         splits = [s for node in nodes if (s := split_of(node, axis)) is not None]
-        for length in dict.fromkeys(s.length for s in splits):
+        parted: set[Node] = set()
+        for length in sorted({s.length for s in splits}, reverse=True):
+            own = [s for s in splits if s.length == length and s.node not in parted]
             try:
-                found = Blocked(module, trace, axis, [s for s in splits if s.length == length])
+                found = Blocked(module, trace, axis, own)
                 Boundary(found).write()
+                parted |= found.inside
             except NoBlocks as reason:
                 internals.log.debug("blocks of %s tokens stay as they are: %s", length, reason)
     return module
