@@ -1,5 +1,6 @@
 """Sequences cut into blocks: state-space layers in block form, linear attention, attention in blocks."""
 
+import math
 import operator
 import warnings
 
@@ -280,6 +281,71 @@ def cut_if_padded(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     q, k, v = (blocks(F.pad(x, (0, 0, 0, pad))) for x in (q, k, v))
     made = (q * scale.mean() + torch.softmax(k, 2) * v).reshape(len(q), -1, WIDTH)
     return made[:, :length] if pad > 0 else made
+
+
+def padded_by_cat(x: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(x.shape[0], -x.shape[1] % BLOCK, WIDTH)], 1)
+
+
+def padded_to_a_ceiling(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 0, math.ceil(x.shape[1] / BLOCK) * BLOCK - x.shape[1]))
+
+
+def written_into_zeros(x: Tensor) -> Tensor:
+    padded = x.new_zeros(x.shape[0], -(-x.shape[1] // BLOCK) * BLOCK, WIDTH)
+    padded[:, : x.shape[1]] = x
+    return padded
+
+
+def attend_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q + torch.softmax(q @ k.mT, -1) @ v
+
+
+def in_blocks_padded(pad):
+    """Attention inside blocks, of tokens that ``pad`` brings to full blocks."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        length = q.shape[1]
+        q, k, v = (blocks(pad(x)) for x in (q, k, v))
+        return attend_inside(q, k, v).reshape(len(q), -1, WIDTH)[:, :length]
+
+    return mix
+
+
+def blocks_of_blocks(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    length = q.shape[1]
+    q, k, v = (F.pad(x, (0, 0, 0, -length % (2 * BLOCK))) for x in (q, k, v))
+    inner = attend_inside(*map(blocks, (q, k, v))).reshape(len(q), -1, WIDTH)
+    outer = (x.reshape(len(q), -1, 2 * BLOCK, WIDTH) for x in (inner, k, v))
+    return attend_inside(*outer).reshape(len(q), -1, WIDTH)[:, :length]
+
+
+def sums_of_blocks_before(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Each row reads the sum of the means of all blocks before its own."""
+    means = blocks(k, missing(k.shape[1])).mean(2).cumsum(1)
+    before = F.pad(means, (0, 0, 1, 0))[:, :-1]
+    return q + before.repeat_interleave(BLOCK, 1)[:, : q.shape[1]] * v
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        in_blocks_padded(padded_by_cat),
+        in_blocks_padded(padded_to_a_ceiling),
+        in_blocks_padded(written_into_zeros),
+        blocks_of_blocks,
+        sums_of_blocks_before,
+    ],
+    ids=["cat", "ceil", "written", "blocks_of_blocks", "sums_before"],
+)
+def test_other_spellings_of_blocks_stream(mix):
+    check(mix, [43])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mix", [in_blocks_padded(padded_by_cat), blocks_of_blocks, sums_of_blocks_before])
+def test_other_spellings_of_blocks_stream_at_other_lengths(mix):
+    check(mix, [43, 61, 48])
 
 
 @pytest.mark.parametrize("mix", [pytest.param(state_space, marks=pytest.mark.long), cut_if_padded])

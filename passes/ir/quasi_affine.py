@@ -13,7 +13,11 @@ import math
 import sympy
 from torch.utils._sympy.functions import FloorDiv
 
-ROUNDED = {"FloorToInt": 1, "TruncToInt": 1, "CeilToInt": -1}  # of positive quotients; a ceiling is -(-a // b)
+ROUNDED = {
+    "FloorToInt": 1,
+    "TruncToInt": 1,
+    "CeilToInt": -1,
+}  # of positive quotients; a ceiling is -(-a // b)
 LONGEST_PERIOD = 4096  # tokens; rounding to larger blocks stays as it is written
 
 
@@ -32,7 +36,9 @@ def quasi_affine(expr: sympy.Expr) -> sympy.Expr:
     if expr.is_Add or expr.is_Mul:
         return expr.func(*map(quasi_affine, expr.args)).expand()
     if name in ROUNDED and type(expr.args[0]).__name__ == "IntTrueDiv":
-        return ROUNDED[name] * quasi_affine(FloorDiv(ROUNDED[name] * expr.args[0].args[0], expr.args[0].args[1]))
+        return ROUNDED[name] * quasi_affine(
+            FloorDiv(ROUNDED[name] * expr.args[0].args[0], expr.args[0].args[1])
+        )
     if name not in ("Mod", "PythonMod", "FloorDiv"):
         return expr
     given, by = map(quasi_affine, expr.args)

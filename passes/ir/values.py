@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .quasi_affine import ByRemainder, is_zero, quasi_affine
+from .quasi_affine import is_zero, quasi_affine
 from .refusals import CannotStream, Refusal
 
 Size = int | torch.SymInt

@@ -287,11 +287,11 @@ def windows_of_pad(node: Node) -> Windows:
 )
 def pad(node: Node) -> Signature:
     rank, amounts = len(shape_of(node)), node.args[1]
-    offsets: dict[Label, tuple[int, ...]] = {
-        rank - 1 - i // 2: (-amounts[i],) for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]
-    }
+    ahead = {rank - 1 - i // 2: amounts[i] for i in range(0, len(amounts), 2) if amounts[i] or amounts[i + 1]}
+    offsets: dict[Label, tuple[int, ...]] = {d: (-n,) for d, n in ahead.items() if isinstance(n, int)}
     labels = tuple(range(rank))
-    return Signature((labels,), (labels,), contracts="all", offsets=offsets)
+    made = tuple(None if isinstance(ahead.get(d), Node) else d for d in labels)  # moved by any number of rows
+    return Signature((labels,), (made,), contracts="all", offsets=offsets)
 
 
 def emit_shifted(body, node: Node):

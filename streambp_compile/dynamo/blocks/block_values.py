@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from ...passes.ir import Mark, Size, bytes_of, hint, is_equal, shape_of, tensor_operands
+from ...passes.ir import Mark, Size, bytes_of, is_equal, shape_of, tensor_operands
 from ...passes.rules import form_of, is_product, windows_of
 from ...passes.rules.facets import Form
 from ...passes.rules.forward import Part, part_of
@@ -38,8 +38,6 @@ class Blocked:
 
     def __init__(self, module: GraphModule, trace: Trace, axis: Axis, splits: list[Split]):
         self.module, self.trace, self.axis = module, trace, axis
-        if not splits:
-            raise NoBlocks("they are parts of larger blocks")
         self.length, self.count = splits[0].length, splits[0].count
         self.full = any(self.is_cut(s.node.args[0], s.mark.dim) for s in splits)
         self.starts = {s.node for s in splits}

@@ -40,25 +40,35 @@ class Home(enum.Enum):
 
 
 def part_blocks(module: GraphModule) -> GraphModule:
-    """Give blocks of tokens rows of their own, from where tokens are split to where they are joined. Blocks
-    of blocks are parts of the largest ones."""
-    if not any(may_split(node) for node in module.graph.nodes):
-        return module
+    """Give blocks of tokens rows of their own, from where tokens are split to where they are joined."""
+    done: set[tuple[str, int]] = set()
+    if any(may_split(node) for node in module.graph.nodes):
+        while part_blocks_of_one_length(module, done):
+            pass
+    return module
+
+
+def part_blocks_of_one_length(module: GraphModule, done: set[tuple[str, int]]) -> bool:
+    """Part the blocks of one length, the longest that can be. Returns whether other reshapes are left that
+    may split tokens; they may split the rows that come out of these blocks.
+
+    done  numbers of tokens, and lengths of blocks that are parted
+    """
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
     trace = traced(module, fakes)
     for axis in connected_axes(trace, fakes):
         nodes = [node for node in module.graph.nodes if node in trace.values]
         splits = [s for node in nodes if (s := split_of(node, axis)) is not None]
-        parted: set[Node] = set()
-        for length in sorted({s.length for s in splits}, reverse=True):
-            own = [s for s in splits if s.length == length and s.node not in parted]
+        lengths = {s.length for s in splits if (str(axis.length), s.length) not in done}
+        for length in sorted(lengths, reverse=True):
             try:
-                found = Blocked(module, trace, axis, own)
+                found = Blocked(module, trace, axis, [s for s in splits if s.length == length])
                 Boundary(found).write()
-                parted |= found.inside
+                done.add((str(axis.length), length))
+                return any(may_split(node) for node in nodes if node not in found.inside)
             except NoBlocks as reason:
                 internals.log.debug("blocks of %s tokens stay as they are: %s", length, reason)
-    return module
+    return False
 
 
 class Boundary:
@@ -111,7 +121,10 @@ class Boundary:
         if made is read or not in_blocks:
             return None
         if made is Home.OUTSIDE:
-            return Home.BLOCKS if read is Home.BLOCKS and found.axis.marks.get(operand) else None
+            marked = bool(found.axis.marks.get(operand))
+            if node in found.starts and not marked:
+                raise NoBlocks(f"{operand} has no rows of tokens yet")
+            return Home.BLOCKS if read is Home.BLOCKS and marked else None
         if read is Home.OUTSIDE and made is Home.BLOCKS:
             return Home.OUTSIDE if found.leaves(operand) else Home.AT_ONCE
         return None if read is Home.OUTSIDE else read
