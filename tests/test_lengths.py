@@ -6,6 +6,7 @@ whatever reads a size must be handed that size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -317,6 +318,23 @@ def test_rows_kept_of_prompts_of_any_length_need_one_graph(interpreted):
         found, truth = (gradients(model, lambda f=f: f(*given)) for f in (step, loss))
         assert worst_error(found, truth) < EXACT
     assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_length_in_the_size_of_an_input_alone_is_handed_in(interpreted):
+    """Is a length handed to a backward that reads only how many blocks of `math.ceil` it has?"""
+
+    def in_blocks(h: Tensor) -> Tensor:
+        size, length, width = h.shape
+        missing = math.ceil(length / 64) * 64 - length
+        whole = torch.cat([h, h.new_zeros(size, missing, width)], 1).view(size, -1, 64, width)
+        return whole.cumsum(2).tanh().reshape(size, -1, width)[:, :length]
+
+    model = Causal(in_blocks).double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    for size, length in ((2, 48), (3, 40)):
+        ids = ids_of(size, length)
+        found, truth = (gradients(model, lambda f=f: f(ids)) for f in (step, model))
+        assert worst_error(found, truth) < EXACT, (size, length)
 
 
 class Spectral(nn.Module):

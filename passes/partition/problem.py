@@ -73,9 +73,10 @@ class Problem:
 
     @functools.cached_property
     def read_inputs(self) -> tuple[Node, ...]:
-        """Inputs that the outputs are computed from, and further inputs that tell the remaining sizes."""
+        """Inputs that the outputs are computed from, and further inputs that tell the remaining sizes.
+        Told are also the symbols in sizes of inputs: a compiled body takes each symbol as an input."""
         read = {n for n in self.needed if n in self.inputs}
-        wanted = [self.analysis.length, *sizes_of(n for n in self.needed if n not in read)]
+        wanted = [self.analysis.length, *sizes_of(self.needed)]
         given = [value_of(n) for n in read]
         others = [
             n for n in self.graph.nodes if n.op == "placeholder" and n not in read and not is_tangent(n)
