@@ -1,7 +1,7 @@
-"""Sizes that round a length to whole blocks: sums of ``a T + b``, ``T % c`` and ``T // c``.
+"""Sizes that round a length to whole blocks: sums of multiples, remainders and quotients of it.
 
-With a period of tokens, such a size grows by the same number, so it is ``a T`` plus a number for each
-remainder of T. This form is unique. ``T + (-T) % 8``, ``-(-T // 8) * 8`` and ``(T + 7) // 8 * 8`` all
+Such a size grows by the same number with every period of T. So it is ``a T`` plus a number for each
+remainder of T, and this form is unique. ``T + (-T) % 8``, ``-(-T // 8) * 8`` and ``(T + 7) // 8 * 8`` all
 have the same. isl calls these expressions quasi-affine.
 """
 
@@ -29,7 +29,7 @@ class ByRemainder(sympy.Function):
 
 @functools.lru_cache(4096)
 def quasi_affine(expr: sympy.Expr) -> sympy.Expr:
-    """Bring roundings in an expression of sizes into their unique form. Two expressions that differ only in
+    """Rewrite roundings in an expression of sizes in their unique form. Two expressions that differ only in
     how they round one symbol to blocks have the same result. A division without a remainder is carried
     out."""
     name = type(expr).__name__
@@ -123,7 +123,7 @@ def allowed(guard: sympy.Expr) -> dict[sympy.Symbol, tuple[bool, ...]]:
 
 
 def without_common_factors(guard: sympy.Expr) -> sympy.Expr:
-    """Write ``a T % (a b) == 0``, which a reshape of several dimensions guards, as ``T % b == 0``."""
+    """Write ``a T % (a b) == 0`` as ``T % b == 0``. A reshape of several dimensions is guarded so."""
     if not guard.is_Equality or guard.rhs != 0 or type(guard.lhs).__name__ not in ("Mod", "PythonMod"):
         return guard
     given, by = sympy.cancel(guard.lhs.args[0] / guard.lhs.args[1]).as_numer_denom()

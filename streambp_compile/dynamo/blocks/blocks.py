@@ -49,10 +49,12 @@ def part_blocks(module: GraphModule) -> GraphModule:
 
 
 def part_blocks_of_one_length(module: GraphModule, done: set[tuple[str, int]]) -> bool:
-    """Part the blocks of one length, the longest that can be. Returns whether other reshapes are left that
-    may split tokens; they may split the rows that come out of these blocks.
+    """Give blocks of one length rows of their own: the longest that can have some.
 
-    done  numbers of tokens, and lengths of blocks that are parted
+    Returns whether other reshapes are left that may split tokens. They may split the rows that come out
+    of these blocks.
+
+    done  numbers of tokens, and lengths of blocks that have rows of their own
     """
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
     trace = traced(module, fakes)
