@@ -707,7 +707,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--again", action="store_true", help="run what has run already, too")
     parser.add_argument("--page", action="store_true", help="run nothing, write the page")
-    parser.add_argument("--answers", type=Path, default=ROOT / "out" / "transformers_classes.jsonl")
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        default=zoo.RESULTS / "transformers-classes.jsonl",
+        help="what has run, one class a line; older lines have peaks as shares of eager's (%(default)s)",
+    )
     parser.add_argument(
         "--save", metavar="NAME", default="transformers-classes", help="of the page (%(default)s)"
     )

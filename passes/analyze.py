@@ -34,6 +34,7 @@ from .ir import (
     Summed,
     Tokens,
     draws_random,
+    is_equal,
     is_tensor,
     refuse,
     shape_of,
@@ -196,7 +197,7 @@ class Reader:
         """Build the fact of a value whose row 0 is of token ``low``. Raises `CannotStream` if its rows are
         not T plus a constant."""
         rows, excess, rest = mark.located(size, self.length)
-        if isinstance(rest, torch.SymInt) and rest.node.expr != 0 and not is_now(size, rest):
+        if isinstance(rest, torch.SymInt) and not is_equal(rest, 0) and not is_now(size, rest):
             raise refuse(
                 node,
                 f"This value has {size} rows, which is not the number of tokens plus a constant",

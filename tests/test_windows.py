@@ -90,8 +90,11 @@ MIXERS = {
 @pytest.mark.parametrize(
     "name", representatives(MIXERS, {"filters", "unfold of planes", "neighbours in all of the padded rows"})
 )
-def test_windows_stream(name):
+def test_windows_stream(name, request):
     """All of it, for lengths that are whole windows and others: a warning is an error here."""
+    if name == "filters":
+        reason = "with changing lengths, tokens cut to full windows do not stream at a length of full windows"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     model = Mixing(WIDTH, MixingLayer(MIXERS[name], WIDTH, weight=(2,))).double()
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     for length in (43, 40):
