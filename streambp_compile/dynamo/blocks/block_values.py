@@ -36,8 +36,8 @@ class Blocked:
     readers   rows of tokens that read values of blocks as they read a weight
     """
 
-    def __init__(self, module: GraphModule, trace: Trace, axis: Axis, splits: list[Split]):
-        self.module, self.trace, self.axis = module, trace, axis
+    def __init__(self, module: GraphModule, trace: Trace, axis: Axis, splits: list[Split], exact: bool):
+        self.exact, self.module, self.trace, self.axis = exact, module, trace, axis
         self.length, self.count = splits[0].length, splits[0].count
         self.full = any(self.is_cut(s.node.args[0], s.mark.dim) for s in splits)
         self.starts = {s.node for s in splits}
@@ -164,13 +164,13 @@ class Blocked:
         mark = self.mark_of(node)
         if mark is None or mark.inner % self.length:
             return False
-        return has_rows(node, replace(mark, inner=mark.inner // self.length), self.axis.length)
+        return has_rows(node, replace(mark, inner=mark.inner // self.length), self.axis.length, self.exact)
 
     def is_full(self, node: Node) -> bool:
         """Does a value have all rows of all blocks, at every length?"""
         tokens, mark = self.axis.length, self.mark_of(node)
         tokens = tokens // self.length * self.length if self.full else tokens
-        return mark is not None and has_rows(node, replace(mark, block=self.length), tokens)
+        return mark is not None and has_rows(node, replace(mark, block=self.length), tokens, self.exact)
 
     def has_row_per_token(self, node: Node) -> bool:
         """Does a value have a row for each token, or for each row of padded blocks?"""
@@ -233,10 +233,10 @@ class Blocked:
         return alone and value in touched and self.marks.maps_rows(value)
 
 
-def has_rows(node: Node, mark: Mark, tokens: Size) -> bool:
-    """Does a value have the rows that a mark says, for any number of tokens?"""
+def has_rows(node: Node, mark: Mark, tokens: Size, exact: bool) -> bool:
+    """Does a value have the rows that a mark says, at the traced length, or ``exact``ly at every length?"""
     _, excess, rest = mark.located(own_of(node).shape[mark.dim], tokens)
-    return excess == 0 and is_equal(rest, 0)
+    return excess == 0 and (not exact or is_equal(rest, 0))
 
 
 def is_size(node: Node) -> bool:

@@ -23,7 +23,7 @@ from ...passes.ir import Mark, bytes_of, is_equal
 from ...passes.kernels import blocks as kernels
 from ...passes.rules.forward import mutated
 from ..reading.aten import erase_unread, inserted, size_as_node, sum_of
-from ..reading.token_axes import connected_axes, traced
+from ..reading.token_axes import axes_of, connected_axes, traced
 from ..reading.values import fake_of, is_changed, own_of, storage_of
 from .block_splits import may_split, split_of
 from .block_values import Blocked, NoBlocks, is_size
@@ -58,13 +58,14 @@ def part_blocks_of_one_length(module: GraphModule, done: set[tuple[str, int]]) -
     """
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
     trace = traced(module, fakes)
-    for axis in connected_axes(trace, fakes):
+    axes, parts = connected_axes(trace, fakes), axes_of(trace, fakes)
+    for axis, exact in (*((axis, True) for axis in axes), *((axis, False) for axis in parts)):
         nodes = [node for node in module.graph.nodes if node in trace.values]
         splits = [s for node in nodes if (s := split_of(node, axis)) is not None]
         lengths = {s.length for s in splits if (str(axis.length), s.length) not in done}
         for length in sorted(lengths, reverse=True):
             try:
-                found = Blocked(module, trace, axis, [s for s in splits if s.length == length])
+                found = Blocked(module, trace, axis, [s for s in splits if s.length == length], exact)
                 Boundary(found).write()
                 done.add((str(axis.length), length))
                 return any(may_split(node) for node in nodes if node not in found.inside)
