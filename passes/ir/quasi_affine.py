@@ -13,11 +13,7 @@ import math
 import sympy
 from torch.utils._sympy.functions import FloorDiv
 
-ROUNDED = {
-    "FloorToInt": 1,
-    "TruncToInt": 1,
-    "CeilToInt": -1,
-}  # of positive quotients; a ceiling is -(-a // b)
+ROUNDED = {"FloorToInt": 1, "TruncToInt": 1, "CeilToInt": -1}  # sign s: the quotient is s * (s * a // b)
 LONGEST_PERIOD = 4096  # tokens; rounding to larger blocks stays as it is written
 
 
@@ -36,9 +32,9 @@ def quasi_affine(expr: sympy.Expr) -> sympy.Expr:
     if expr.is_Add or expr.is_Mul:
         return expr.func(*map(quasi_affine, expr.args)).expand()
     if name in ROUNDED and type(expr.args[0]).__name__ == "IntTrueDiv":
-        return ROUNDED[name] * quasi_affine(
-            FloorDiv(ROUNDED[name] * expr.args[0].args[0], expr.args[0].args[1])
-        )
+        (given, by), sign = expr.args[0].args, ROUNDED[name]
+        floors = name != "TruncToInt" or given.is_nonnegative and by.is_positive
+        return sign * quasi_affine(FloorDiv(sign * given, by)) if floors else expr
     if name not in ("Mod", "PythonMod", "FloorDiv"):
         return expr
     given, by = map(quasi_affine, expr.args)

@@ -58,14 +58,15 @@ def part_blocks_of_one_length(module: GraphModule, done: set[tuple[str, int]]) -
     """
     fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
     trace = traced(module, fakes)
-    axes, parts = connected_axes(trace, fakes), axes_of(trace, fakes)
-    for axis, exact in (*((axis, True) for axis in axes), *((axis, False) for axis in parts)):
+    axes = connected_axes(trace, fakes)
+    cut = [p for p in axes_of(trace, fakes) if not any(is_equal(p.length, axis.length) for axis in axes)]
+    for axis in (*axes, *cut):
         nodes = [node for node in module.graph.nodes if node in trace.values]
         splits = [s for node in nodes if (s := split_of(node, axis)) is not None]
         lengths = {s.length for s in splits if (str(axis.length), s.length) not in done}
         for length in sorted(lengths, reverse=True):
             try:
-                found = Blocked(module, trace, axis, [s for s in splits if s.length == length], exact)
+                found = Blocked(module, trace, axis, [s for s in splits if s.length == length], axis in axes)
                 Boundary(found).write()
                 done.add((str(axis.length), length))
                 return any(may_split(node) for node in nodes if node not in found.inside)
