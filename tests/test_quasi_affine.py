@@ -2,7 +2,7 @@
 
 import pytest
 import sympy
-from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Mod, PythonMod, TruncToInt
 
 from streambp_compile.passes.ir.quasi_affine import is_zero, quasi_affine
 
@@ -18,6 +18,8 @@ UP = T + Mod(8 - Mod(T, 8), 8)
         8 * FloorDiv(T + 7, 8),
         8 * FloorDiv(UP, 8),
         FloorDiv(UP, 8) * FloorDiv(UP, FloorDiv(UP, 8)),
+        8 * CeilToInt(IntTrueDiv(T, 8)),
+        8 * TruncToInt(IntTrueDiv(T + 7, 8)),
     ],
     ids=str,
 )
@@ -32,6 +34,10 @@ def test_every_spelling_of_a_rounding_has_one_form(spelling):
 def test_other_sizes_differ(other):
     assert quasi_affine(other - UP) != 0
     assert not is_zero(quasi_affine(other - UP), ())
+
+
+def test_a_truncated_quotient_that_may_be_negative_is_no_floor():
+    assert quasi_affine(TruncToInt(IntTrueDiv(T - 10, 8)) - FloorDiv(T - 10, 8)) != 0
 
 
 def test_nested_divisions_are_one():

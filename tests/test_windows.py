@@ -87,17 +87,15 @@ MIXERS = {
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("lengths", [(43, 40), (40, 48)], ids=["other rows", "whole windows"])
 @pytest.mark.parametrize(
     "name", representatives(MIXERS, {"filters", "unfold of planes", "neighbours in all of the padded rows"})
 )
-def test_windows_stream(name, request):
+def test_windows_stream(name, lengths):
     """All of it, for lengths that are whole windows and others: a warning is an error here."""
-    if name == "filters":
-        reason = "with changing lengths, tokens cut to full windows do not stream at a length of full windows"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     model = Mixing(WIDTH, MixingLayer(MIXERS[name], WIDTH, weight=(2,))).double()
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
-    for length in (43, 40):
+    for length in lengths:
         ids = ids_of(2, length)
         assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 

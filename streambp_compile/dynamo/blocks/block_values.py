@@ -186,14 +186,20 @@ class Blocked:
         return not apart and mark is not None and mark.inner == self.length and self.is_rows(node)
 
     def are_tokens(self) -> bool:
-        """Do blocks attend to one another, and do linear layers map them, as tokens of a layer?"""
-        values = [v for n in self.exchange for v in self.between(n)]
+        """Do blocks attend to one another, and do linear layers map them, as tokens of a layer?
+
+        All tokens may attend to values that are made of blocks."""
+        values = [v for n in self.exchange for v in self.between(n) if not self.has_tokens(v)]
         mapped = [v for n in self.inside for v in self.between(n) if is_product(v)]
         return any(attends(v, self.marks, self.count) for v in values) and any(
             any(a in self.trace.weights for a in tensor_operands(v))
             and any(m.inner == 1 for a in tensor_operands(v) for m in self.marks.of(a).values())
             for v in mapped
         )
+
+    def has_tokens(self, value: Node) -> bool:
+        """Does a captured value have a row for each token of a block?"""
+        return any(mark.inner == self.length for mark in self.marks.of(value).values())
 
     def lets_meet(self, node: Node) -> bool:
         """Does a node let blocks exchange data? The answer is yes, too, for small values that are derived
