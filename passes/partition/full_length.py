@@ -11,7 +11,20 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..ir import Direction, Kind, Role, is_item, is_tensor, is_view, refuse, shape_of, tensor_operands
+from ..ir import (
+    Direction,
+    Kind,
+    Role,
+    bytes_of,
+    is_item,
+    is_tensor,
+    is_view,
+    refuse,
+    shape_of,
+    tensor_operands,
+    value_of,
+)
+from ..rules import is_product
 from .problem import Problem
 
 
@@ -65,6 +78,8 @@ class Search:
             self.found.add(node)
         elif self.must_be_whole(node) or self.follows_a_sum(node):
             self.take(node)
+            for follower in self.followers(node) if self.kinds.get(node) is Kind.ALL else ():
+                self.take(follower)
         if node not in self.early and self.is_late(node):
             self.late.add(node)
         if is_item(node) and node.args[0] in self.found or self.is_view_of_matrix(node):
@@ -86,6 +101,27 @@ class Search:
                 self.found.add(node)
                 stack += [a for a in node.all_input_nodes if a in self.early and self.is_computed(a)]
                 stack += [u for u in node.users if is_item(u) and u in self.problem.all_needed]
+
+    def followers(self, node: Node) -> set[Node]:
+        """Find what lies between an operation that needs all rows and values that exist at full length.
+
+        The operation's operands are kept at full length anyway, so a sweep of their own would save nothing.
+        A ring of processes sends keys on several times, and adds gradients of keys on their way back. Returns
+        no nodes if one of them is a product, reads a row of a sweep, or is larger than what the operation
+        reads.
+        """
+        found, stack = set(), list(node.all_input_nodes)
+        largest = max((bytes_of(value_of(a)) for a in stack if is_tensor(a)), default=0)
+        while stack:
+            at = stack.pop()
+            if at in found or at in self.found or self.kinds.get(at) in (Kind.SUM, Kind.KEYSUM):
+                continue
+            by_rows = self.kinds.get(at) is Kind.ROWS and is_tensor(at) and at not in self.problem.inputs
+            if not by_rows or is_product(at) or bytes_of(value_of(at)) > largest:
+                return set()
+            found.add(at)
+            stack += at.all_input_nodes
+        return found
 
     def is_computed(self, node: Node) -> bool:
         return self.problem.has_tokens(node) or is_item(node) or not is_tensor(node)
