@@ -33,7 +33,7 @@ from .dynamo.attention.turned_matrices import part_turned_matrices
 from .dynamo.blocks.blocks import part_blocks
 from .dynamo.blocks.convolutions import look_back
 from .dynamo.blocks.cut_rows import cut_rows_first
-from .dynamo.blocks.windows import write_windows
+from .dynamo.blocks.windows import write_strided_reads, write_windows
 from .dynamo.loops.associative_scans import scan_in_blocks
 from .dynamo.loops.running_values import write_running_values
 from .dynamo.loops.unrolled_loops import distribute_loops
@@ -574,6 +574,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (write_counts_as_sums, "reading counts of choices"),
     (to_aten, "writing Dynamo's graph in ATen operators"),
     (note_autocast, "reading modes"),
+    (write_strided_reads, "reading values by strides"),
     (detach_operands, "reading what is computed without gradients"),
     (choose_masked_values, "reading values written under a mask"),
     (write_new_values, "reading values that are written into"),

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from models import Layer, Mixing, MixingLayer, gradients, ids_of, worst_error
 from selection import representatives
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from streambp_compile.backend import Reporting
 from streambp_compile.config import Config
@@ -14,7 +15,11 @@ from streambp_compile.dynamo.blocks.windows import (
     maximum_of_windows,
     mean_of_windows,
     windows,
+    write_strided_reads,
 )
+from streambp_compile.dynamo.reading.aten import to_aten
+from streambp_compile.dynamo.reading.values import fake_of
+from streambp_compile.passes.ir import CannotStream, copied
 from streambp_compile.reporting.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -190,6 +195,90 @@ def test_windows_share_memory_with_rows_that_are_written(mix):
     model, ids = Mixing(WIDTH, MixingLayer(mix, WIDTH, weight=(2,))).double(), ids_of(2, 40)
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
+def overlapping(x: Tensor) -> Tensor:
+    """Blocks of eight rows, four rows behind one another, of values that lie in memory as ``[T, B, d]``."""
+    blocks, strides = x.unflatten(1, (-1, 8)), x.unflatten(1, (-1, 8)).stride()
+    sizes = (x.shape[0], 2 * blocks.shape[1] - 1, 8, x.shape[2])
+    return blocks.as_strided(sizes, (strides[0], strides[1] // 2, *strides[2:]))
+
+
+STRIDED = {
+    "overlapping blocks": (overlapping, 0),
+    "every third row": (lambda x: x.as_strided((8, 3, 5), (3 * 15, 5, 1), 15), 0),
+    "one row": (lambda x: x.as_strided((3, 5), (5, 1), 2 * 15), 0),
+    "one column, repeated": (lambda x: x.as_strided((24, 2, 1, 3), (15, 0, 7, 5), 4), 0),
+    "all dimensions as one": (lambda x: x.as_strided((72, 5), (5, 1)), 0),
+    "a diagonal": (lambda x: x.as_strided((22, 4), (16, 1)), 0),
+    "windows in steps": (lambda x: x.as_strided((5, 4, 15), (30, 30, 1)), 1),
+    "the start of a row": (lambda x: x.as_strided((23, 16), (15, 1)), 0),
+}
+
+
+def other_layout(module: GraphModule) -> GraphModule:
+    """Lay the first transposed value out in another way, as rewrites do."""
+    node = next(n for n in module.graph.nodes if "transpose" in str(n.target))
+    with module.graph.inserting_after(node):
+        new = module.graph.call_method("contiguous", (node,))
+    node.replace_all_uses_with(new, lambda user: user is not new)
+    module.recompile()
+    return module
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_reads_do_not_depend_on_layouts(name, dynamic):
+    """What is left of ``as_strided`` reads a value of one dimension, which has one layout."""
+    made, left = STRIDED[name]
+    found = []
+
+    def backend(module, inputs):
+        found.append(write_strided_reads(to_aten(module)))
+        return other_layout(found[0]).forward
+
+    def read(rows: Tensor) -> Tensor:
+        return made(rows.exp().transpose(0, 1))
+
+    torch._dynamo.reset()
+    rows = torch.randn(24, 3, 5)
+    given = torch.compile(read, backend=backend, dynamic=dynamic, fullgraph=True)(rows)
+    torch.testing.assert_close(given, read(rows), rtol=0, atol=0)
+    reads = [n for n in found[0].graph.nodes if n.target is torch.ops.aten.as_strided.default]
+    assert [fake_of(n.args[0]).dim() for n in reads] == [1] * left
+
+
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+@pytest.mark.parametrize("lengths", [(40, 64), (48, 24, 40)])
+def test_overlapping_blocks_of_rows_in_another_layout(lengths):
+    """The layout of Longformer's blocks (arXiv 2004.05150), which a rewrite to whole blocks changes."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        keys, values = (
+            overlapping((x * scale[0]).transpose(0, 1).contiguous().transpose(0, 1)) for x in (k, v)
+        )
+        read = (keys.softmax(-1) * values).mean(2)
+        return q + read.mean(1, keepdim=True)
+
+    model = Mixing(WIDTH, MixingLayer(mix, WIDTH, weight=(2,))).double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    for length in lengths:
+        ids = ids_of(2, length)
+        assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x[:, 1:].as_strided((3, 5), (5, 1)), lambda x: x.as_strided_scatter(x[0], (3, 5), (5, 1))],
+)
+def test_memory_of_a_part_of_a_value(read):
+    def backend(module, inputs):
+        with pytest.raises(CannotStream, match="as_strided"):
+            write_strided_reads(to_aten(copied(module)))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(read, backend=backend, fullgraph=True)(torch.randn(24, 3, 5)[:3].clone())
 
 
 @pytest.mark.parametrize("channels, groups", [(32, 1), (1, 32)])

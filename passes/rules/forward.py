@@ -90,6 +90,7 @@ class Part(enum.Enum):
     NORM = "each row is normalised over its last dimensions"
     COUNT = "consecutive numbers"
     WINDOWS = "consecutive rows, one window behind another"
+    STRIDED = "numbers at chosen places in the memory of a value"
     COLUMNS = "windows of a plane, one column each"
     MEAN_OF_WINDOWS = "the mean of each window along the last dimension"
     MAXIMUM_OF_WINDOWS = "the largest number of each window along the last dimension"
@@ -140,6 +141,7 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), Part.NORM),
     aten.arange: Part.COUNT,
     aten.unfold: Part.WINDOWS,
+    **dict.fromkeys((aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter), Part.STRIDED),
     aten.im2col: Part.COLUMNS,
     aten.avg_pool1d: Part.MEAN_OF_WINDOWS,
     aten.max_pool1d: Part.MAXIMUM_OF_WINDOWS,

@@ -7,7 +7,19 @@ import functools
 import torch
 from torch.fx import Node
 
-from ..ir import Label, Reach, Role, Signature, arguments, hint, refuse, shape_of, tensor_operands, value_of
+from ..ir import (
+    CannotStream,
+    Label,
+    Reach,
+    Role,
+    Signature,
+    arguments,
+    hint,
+    refuse,
+    shape_of,
+    tensor_operands,
+    value_of,
+)
 from . import is_zeros, rule
 from .facets import CostClass, Form, Scan, Window, Windows
 from .mask_domain import layout
@@ -451,7 +463,12 @@ def moved(node: Node) -> Signature:
 
 @rule("aten::as_strided")
 def as_strided(node: Node) -> Signature:
-    raise refuse(
+    raise refuse_strides(node)
+
+
+def refuse_strides(node: Node) -> CannotStream:
+    """Build the refusal of a read of memory by strides."""
+    return refuse(
         node,
         "The tokens that as_strided reads cannot be derived from its arguments",
         "Use view, permute or slicing instead",

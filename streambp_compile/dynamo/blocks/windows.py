@@ -1,5 +1,5 @@
 """Windows of consecutive tokens, each a few tokens behind the one before it: pooling, strided filters,
-``unfold``.
+``unfold``, ``as_strided``.
 
 Windows as long as their step are blocks of tokens, and longer ones are blocks side by side; windows at
 every token are rows beside their neighbours. They are written so before autograd sees them, and
@@ -8,18 +8,22 @@ blocks.py and the passes then stream them. Gradients come from autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
-from ...passes.ir import arguments, hint, is_equal
+from ... import internals
+from ...passes.ir import Layout, Size, arguments, hint, is_equal
 from ...passes.rules import windows_of
 from ...passes.rules.forward import Part, mutated, part_of
-from ..reading.aten import inserted
+from ...passes.rules.views import refuse_strides
+from ..reading.aten import inserted, size_as_node
 from ..reading.token_axes import Trace, axes_of, traced
 from ..reading.values import fake_of, storage_of
 from .convolutions import MOST_TAPS, single
@@ -42,6 +46,169 @@ class Windowed:
     around: tuple[int, int]
     made: Made | None = None
     more: tuple = ()
+
+
+def write_strided_reads(module: GraphModule) -> GraphModule:
+    """Write ``x.as_strided(...)`` as slices and windows of dimensions. Its strides are those of the memory of
+    ``x`` as Dynamo saw it, and later rewrites may lay values out in another way.
+
+    Raises
+      CannotStream  numbers are read that are in the memory of ``x``, but perhaps not in ``x``
+    """
+    for node in list(module.graph.nodes):
+        if node.op == "call_method" and node.target == "stride":
+            write_strides(node)
+        if part_of(node) is not Part.STRIDED or internals.is_sharded(fake_of(node.args[0])):
+            continue
+        given = strided(node)
+        if given is None:
+            raise refuse_strides(node)
+        if given.layout.order == (0,):
+            continue  # a value of one dimension has one layout
+        runs = runs_of(given)
+        with node.graph.inserting_before(node):
+            new = read_memory(node, given) if runs is None else read_dimensions(node, given, runs)
+        node.replace_all_uses_with(new)
+        node.graph.erase_node(node)
+    return module
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A view of the memory of ``source``.
+
+    layout   that of ``source``, which is dense
+    offset   the place in ``source`` of the first number that is read
+    shape    of the view
+    strides  of the view
+    """
+
+    source: Node
+    layout: Layout
+    offset: Size
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+
+    def span(self, dims: Iterable[int]) -> int:
+        """Return the distance between the first and the last number along some dimensions of the view."""
+        return sum((hint(self.shape[i]) - 1) * hint(self.strides[i]) for i in dims)
+
+    @property
+    def moving(self) -> list[int]:
+        """List the dimensions along which the place in memory changes."""
+        return [i for i, (m, by) in enumerate(zip(self.shape, self.strides)) if hint(m) > 1 and hint(by)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Dimensions of the source that are next to each other in memory, read as one.
+
+    dims   the first and the last of them, in the order of the layout
+    place  of the first row that is read
+    steps  each dimension of the view that steps through the rows → rows in a step, the widest first
+    """
+
+    dims: tuple[int, int]
+    place: int
+    steps: dict[int, int]
+
+
+def strided(node: Node) -> Strided | None:
+    """Read a call of ``as_strided``. None where it may read what its operand does not have."""
+    given = arguments(node)
+    source, fakes = given["self"], map_arg(given, fake_of)
+    layout = Layout.of(fake_of(source))
+    if layout is None or "src" in given:
+        return None
+    start = fakes.get("storage_offset")
+    offset = 0 if start is None else start - fake_of(source).storage_offset()
+    shape, strides = tuple(fakes["size"]), tuple(fakes["stride"])
+    found = Strided(source, layout, offset, shape, strides)
+    inside = 0 <= hint(offset) < hint(fake_of(source).numel()) - found.span(range(len(shape)))
+    return found if inside else None
+
+
+def runs_of(given: Strided) -> list[Run] | None:
+    """Find runs of dimensions, from the outermost, such that no dimension of the view leaves its run. None
+    where a run is more than rows in steps, or than windows of rows."""
+    shape, order = fake_of(given.source).shape, given.layout.order
+    units = [given.layout.strides(shape)[dim] for dim in order]
+    edges = [0, *(k for k in range(1, len(order)) if is_edge(given, hint(units[k - 1]))), len(order)]
+    runs = []
+    for first, end in zip(edges, edges[1:]):
+        unit, outer = units[end - 1], units[first - 1] if first else None
+        own = [i for i in given.moving if hint(given.strides[i]) >= hint(unit)]
+        own = [i for i in own if outer is None or hint(given.strides[i]) < hint(outer)]
+        steps = {
+            i: hint(given.strides[i]) // hint(unit)
+            for i in sorted(own, key=lambda i: -hint(given.strides[i]))
+        }
+        place = hint(given.offset) // hint(unit) % (hint(outer) // hint(unit) if first else 1 << 62)
+        whole = all(by * unit == given.strides[i] for i, by in steps.items())  # this adds guards
+        if not whole or len(steps) > 2 or len(steps) == 2 and [*steps.values()][1] != 1:
+            return None
+        runs.append(Run((first, end - 1), place, steps))
+    start = sum(run.place * units[run.dims[1]] for run in runs)
+    return runs if start == given.offset else None
+
+
+def is_edge(given: Strided, unit: int) -> bool:
+    """Does each dimension of a view step either through rows of ``unit`` numbers, or within one such row?"""
+    inner = [i for i in given.moving if hint(given.strides[i]) < unit]
+    outer = [hint(given.strides[i]) for i in given.moving if i not in inner]
+    return not any(by % unit for by in outer) and hint(given.offset) % unit + given.span(inner) < unit
+
+
+def read_dimensions(node: Node, given: Strided, runs: Sequence[Run]) -> Node:
+    """Insert a view as slices and windows of the dimensions of its source."""
+    sizes = arguments(node)["size"]
+    rows = inserted(node, torch.permute, (given.source, given.layout.order))
+    for run in reversed(runs):
+        rows = inserted(node, torch.flatten, (rows, *run.dims))
+    made: list[int | None] = [None] * len(runs)  # the dimension of the view that a dimension is
+    for at in reversed(range(len(runs))):
+        run = runs[at]
+        if not run.steps:
+            rows = inserted(node, torch.select, (rows, at, run.place))
+            del made[at]
+            continue
+        (dim, step), *inner = run.steps.items()
+        rows = inserted(node, torch.ops.aten.slice.Tensor, (rows, at, run.place, None, 1 if inner else step))
+        for other, _ in inner:
+            rows = inserted(node, torch.Tensor.unfold, (rows, at, sizes[other], step))
+            made.append(other)
+        rows = inserted(node, torch.narrow, (rows, at, 0, sizes[dim]))
+        made[at] = dim
+    rows = inserted(node, torch.permute, (rows, [made.index(i) for i in given.moving]))
+    for i in sorted({*range(len(given.shape))} - {*given.moving}):
+        rows = inserted(node, torch.unsqueeze, (rows, i))
+    return inserted(node, torch.Tensor.expand, (rows, sizes))
+
+
+def read_memory(node: Node, given: Strided) -> Node:
+    """Insert a view of the numbers of its source, as one dimension."""
+    flat = inserted(node, torch.permute, (given.source, given.layout.order))
+    flat = inserted(node, torch.flatten, (flat,))
+    call = arguments(node)
+    return inserted(node, torch.as_strided, (flat, call["size"], call["stride"], given.offset))
+
+
+def write_strides(node: Node) -> None:
+    """Write the strides of a dense value as products of its sizes."""
+    source, *dims = node.args
+    layout = Layout.of(fake_of(source))
+    items = {node: dims[0]} if dims else {n: n.args[1] for n in node.users if n.target is operator.getitem}
+    for item, dim in items.items():
+        if layout is None or isinstance(dim, slice) or not isinstance(fake_of(item), torch.SymInt):
+            continue  # a number that is known is no node
+        with node.graph.inserting_before(item):
+            stride: Size | Node = 1
+            for inner in layout.order[layout.order.index(dim % len(layout.order)) + 1 :]:
+                size = size_as_node(source, source, inner)
+                stride = (
+                    size if stride == 1 else inserted(source, operator.mul, (stride, size), as_written=True)
+                )
+        item.replace_all_uses_with(stride)
 
 
 def write_windows(module: GraphModule) -> GraphModule:
