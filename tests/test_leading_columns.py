@@ -72,7 +72,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", representatives(SINKS, ["masked_behind"]))
+@pytest.mark.parametrize("name", representatives(SINKS, ["masked_behind", "zero_logit"]))
 def test_sinks_in_front(name):
     model, options = Layer(SINKS[name]).double(), {"chunk_size": 8}
     step = torch.compile(model, backend="streambp", options=options)

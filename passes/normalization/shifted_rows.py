@@ -44,8 +44,11 @@ def shift_rows(graph: Graph) -> None:
 
 
 def pad_rows(graph: Graph, node: Node, dim: int, window: Window) -> None:
-    """Write a concatenation with zeros behind as a padding, of which the tokens are known."""
+    """Write a concatenation with zeros behind as a padding, of which the tokens are known. A single column
+    behind attention scores stays: the rule of concatenation knows the keys of its other columns."""
     rank, behind = len(shape_of(node)), shape_of(node)[dim] - window.high
+    if dim == rank - 1 and behind == 1:
+        return
     with graph.inserting_before(node):
         amounts = [0, 0] * (rank - 1 - dim) + [0, behind]
         new = graph.call_function(aten.constant_pad_nd.default, (window.source, amounts, 0.0))
