@@ -207,6 +207,8 @@ def model_of(row: Class, make: Callable):
 def complete(config) -> None:
     """What no configuration needs to be built, and a model to run."""
     config.use_cache = False
+    for name in [n for n in vars(config) if n.endswith("layerdrop")]:
+        setattr(config, name, 0.0)  # layers that are skipped by chance differ from step to step
     if (
         getattr(config, "is_encoder_decoder", False)
         and getattr(config, "decoder_start_token_id", None) is None
