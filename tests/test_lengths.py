@@ -193,8 +193,8 @@ CHOSEN = {"distilled", "folded", "zoo: packed"}
 
 
 def error_of(step: Callable, model: nn.Module, batch: tuple) -> float:
-    """The largest error of a gradient: of its norm, or absolute where a bias cancels out and where a policy is
-    clipped."""
+    """The largest error of a gradient: relative, or absolute where the true gradient is zero (a bias that
+    cancels out, a policy that is clipped)."""
     found, truth = (gradients(model, lambda f=f: f(*batch)) for f in (step, model))
     zero = [n for n, g in truth.items() if g.norm() < 1e-12]
     errors = [found.pop(n).norm().item() for n in zero if truth.pop(n) is not None]

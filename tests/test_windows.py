@@ -105,6 +105,30 @@ def test_windows_stream(name, lengths):
         assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+def around_blocks(folded: bool):
+    """Attention of the rows of a block to those of its neighbours as well (arXiv 2004.05150)."""
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        heads = [(x * scale[0]).unflatten(2, (2, -1)).transpose(1, 2) for x in (q, k, v)]
+        q, k, v = (x.flatten(0, 1) if folded else x for x in heads)
+        own = q.unflatten(-2, (-1, SIZE))
+        keys, values = (F.pad(x, (0, 0, SIZE, SIZE)).unfold(-2, 3 * SIZE, SIZE) for x in (k, v))
+        made = ((own @ keys).softmax(-1) @ values.mT).flatten(-3, -2)
+        return made.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2) if folded else turned(made).flatten(2)
+
+    return mix
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("folded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_windows_of_padded_rows_stream(folded):
+    model = Mixing(WIDTH, MixingLayer(around_blocks(folded), WIDTH, weight=(2,))).double()
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
+    for length in (40, 64):
+        ids = ids_of(2, length)
+        assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
+
+
 def back_to_rows(made: Tensor, back) -> Tensor:
     """What is made of windows attends, and comes back to the rows of the windows behind."""
     mixed = turned(F.scaled_dot_product_attention(made, made, made, is_causal=True))
@@ -136,6 +160,14 @@ def test_nearest_neighbours_are_the_way_back(back):
 def test_windows_are_those_of_unfold(dim, size, step):
     x = torch.randn(2, 27, 13)
     torch.testing.assert_close(windows(x, dim, size, step), x.unfold(dim, size, step), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("before, behind", [(1, 1), (2, 0), (0, 3)])
+def test_blocks_of_zeros_around_windows(before, behind):
+    x = torch.randn(2, 24, 3)
+    rows = F.pad(x, (0, 0, 4 * before, 4 * behind))
+    found = windows(x, 1, 8, 4, before, behind)
+    torch.testing.assert_close(found, rows.unfold(1, 8, 4), rtol=0, atol=0)
 
 
 def test_what_is_made_of_windows_is_what_torch_makes():

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ... import internals
-from ...passes.ir import Layout, Size, arguments, hint, is_equal
+from ...passes.ir import Layout, Size, are_equal, arguments, hint, is_equal
 from ...passes.rules import windows_of
 from ...passes.rules.forward import Part, mutated, part_of
 from ...passes.rules.views import refuse_strides
@@ -28,6 +28,7 @@ from ..reading.token_axes import Trace, axes_of, traced
 from ..reading.values import fake_of, storage_of
 from .convolutions import MOST_TAPS, single
 
+RESHAPED = (Part.MERGE, Part.RESHAPE, Part.MOVE, Part.TRANSPOSE)
 Made = Callable[..., Tensor]  # from windows ``[..., n, ..., size]``, and more operands
 
 
@@ -60,12 +61,12 @@ def write_strided_reads(module: GraphModule) -> GraphModule:
             write_strides(node)
         if part_of(node) is not Part.STRIDED or internals.is_sharded(fake_of(node.args[0])):
             continue
-        given = strided(node)
+        given = strided(node, node.args[0])
         if given is None:
             raise refuse_strides(node)
         if given.layout.order == (0,):
             continue  # a value of one dimension has one layout
-        runs = runs_of(given)
+        given, runs = through_reshapes(node, given)
         with node.graph.inserting_before(node):
             new = read_memory(node, given) if runs is None else read_dimensions(node, given, runs)
         node.replace_all_uses_with(new)
@@ -112,16 +113,34 @@ class Run:
     place: int
     steps: dict[int, int]
 
+    @property
+    def is_one(self) -> bool:
+        return self.dims[0] == self.dims[1]
 
-def strided(node: Node) -> Strided | None:
-    """Read a call of ``as_strided``. None where it may read what its operand does not have."""
+
+def through_reshapes(node: Node, given: Strided) -> tuple[Strided, list[Run] | None]:
+    """Choose the source of a view, and find its runs. The source is the operand, or a value that the operand
+    reshapes if each run is one dimension there: then no dimension of tokens is split and joined again."""
+    found, at = [(given, runs_of(given))], given.source
+    while part_of(at) in RESHAPED and storage_of(at) == storage_of(at.args[0]):
+        at = at.args[0]
+        other = strided(node, at)
+        found += [(other, runs_of(other))] if other is not None else []
+    single = (pair for pair in found if pair[1] is not None and all(run.is_one for run in pair[1]))
+    return next(single, found[0])
+
+
+def strided(node: Node, source: Node) -> Strided | None:
+    """Read a call of ``as_strided`` as one of ``source``, which has the memory of its operand. None where it
+    may read what ``source`` does not have."""
     given = arguments(node)
-    source, fakes = given["self"], map_arg(given, fake_of)
+    fakes = map_arg(given, fake_of)
     layout = Layout.of(fake_of(source))
     if layout is None or "src" in given:
         return None
     start = fakes.get("storage_offset")
-    offset = 0 if start is None else start - fake_of(source).storage_offset()
+    start = fake_of(given["self"]).storage_offset() if start is None else start
+    offset = start - fake_of(source).storage_offset()
     shape, strides = tuple(fakes["size"]), tuple(fakes["stride"])
     found = Strided(source, layout, offset, shape, strides)
     inside = 0 <= hint(offset) < hint(fake_of(source).numel()) - found.span(range(len(shape)))
@@ -161,28 +180,40 @@ def is_edge(given: Strided, unit: int) -> bool:
 
 def read_dimensions(node: Node, given: Strided, runs: Sequence[Run]) -> Node:
     """Insert a view as slices and windows of the dimensions of its source."""
-    sizes = arguments(node)["size"]
-    rows = inserted(node, torch.permute, (given.source, given.layout.order))
-    for run in reversed(runs):
-        rows = inserted(node, torch.flatten, (rows, *run.dims))
+    sizes, rows = arguments(node)["size"], given.source
+
+    def write(function: Callable, *args: object) -> None:
+        nonlocal rows
+        rows = inserted(node, function, (rows, *args))
+
+    if list(given.layout.order) != sorted(given.layout.order):
+        write(torch.permute, given.layout.order)
+    for first, last in (run.dims for run in reversed(runs) if not run.is_one):
+        write(torch.flatten, first, last)
     made: list[int | None] = [None] * len(runs)  # the dimension of the view that a dimension is
     for at in reversed(range(len(runs))):
         run = runs[at]
         if not run.steps:
-            rows = inserted(node, torch.select, (rows, at, run.place))
+            write(torch.select, at, run.place)
             del made[at]
             continue
         (dim, step), *inner = run.steps.items()
-        rows = inserted(node, torch.ops.aten.slice.Tensor, (rows, at, run.place, None, 1 if inner else step))
+        if run.place or step > 1 and not inner:
+            write(torch.ops.aten.slice.Tensor, at, run.place, None, 1 if inner else step)
         for other, _ in inner:
-            rows = inserted(node, torch.Tensor.unfold, (rows, at, sizes[other], step))
+            write(torch.Tensor.unfold, at, sizes[other], step)
             made.append(other)
-        rows = inserted(node, torch.narrow, (rows, at, 0, sizes[dim]))
+        if not is_equal(fake_of(rows).shape[at], given.shape[dim]):
+            write(torch.narrow, at, 0, sizes[dim])
         made[at] = dim
-    rows = inserted(node, torch.permute, (rows, [made.index(i) for i in given.moving]))
+    order = [made.index(i) for i in given.moving]
+    if order != sorted(order):
+        write(torch.permute, order)
     for i in sorted({*range(len(given.shape))} - {*given.moving}):
-        rows = inserted(node, torch.unsqueeze, (rows, i))
-    return inserted(node, torch.Tensor.expand, (rows, sizes))
+        write(torch.unsqueeze, i)
+    if not are_equal(fake_of(rows).shape, given.shape):
+        write(torch.Tensor.expand, sizes)
+    return rows
 
 
 def read_memory(node: Node, given: Strided) -> Node:
@@ -222,12 +253,21 @@ def write_windows(module: GraphModule) -> GraphModule:
         trace = traced(module, fakes)
         axes = axes_of(trace, fakes)
         for node, given in found:
-            padded = zeros_around(given.source, given.dim, trace) if given.step == 1 else None
+            padded = zeros_around(given.source, given.dim, trace)
+            if padded is not None and not may_pad_blocks(given, padded):
+                padded = None
             rows = given.source if padded is None else padded[0]
             marks = [m for axis in axes for m in axis.marks.get(rows, ()) if m.dim == given.dim]
             if any(m.is_plain for m in marks) and not is_shared_view(node, given):
                 write(node, given, padded or (rows, 0, 0))
     return module
+
+
+def may_pad_blocks(given: Windowed, padded: tuple[Node, int, int]) -> bool:
+    """Are rows and the zeros around them whole blocks, so that blocks may be padded in place of rows?"""
+    rows, before, behind = fake_of(padded[0]).shape[given.dim], *padded[1:]
+    step = given.step
+    return step == 1 or before % step == behind % step == 0 and is_equal(rows // step * step, rows)
 
 
 def write(node: Node, given: Windowed, padded: tuple[Node, int, int]) -> None:
@@ -236,8 +276,10 @@ def write(node: Node, given: Windowed, padded: tuple[Node, int, int]) -> None:
     same = is_equal(fake_of(node).shape[given.dim], fake_of(source).shape[given.dim])
     if given.step == 1 and same and before + behind == given.size - 1:
         cut, how = neighbours, (range(before, before - given.size, -1),)
+    elif given.around == (0, 0) and given.step == 1:
+        source, cut, how = given.source, windows, (given.size, 1)
     elif given.around == (0, 0):
-        source, cut, how = given.source, windows, (given.size, given.step)
+        cut, how = windows, (given.size, given.step, before // given.step, behind // given.step)
     else:
         return
     with node.graph.inserting_before(node):
@@ -332,16 +374,19 @@ def filtered(given: dict, dtype: torch.dtype) -> Windowed | None:
     return Windowed(source, 2, size, step, (0, 0), filter_of_windows, more)
 
 
-def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    """Compute ``x.unfold(dim, size, step)``: windows stand at ``dim``, their rows behind all dimensions."""
+def windows(x: Tensor, dim: int, size: int, step: int, before: int = 0, behind: int = 0) -> Tensor:
+    """Compute ``x.unfold(dim, size, step)``: windows stand at ``dim``, their rows behind all dimensions. Of a
+    step of several rows, ``before`` and ``behind`` are blocks of zeros around those of ``x``."""
     if step == 1:
         count = x.shape[dim] - size + 1
         return torch.stack([x.narrow(dim, i, count) for i in range(size)], -1)
     blocks, beside = x.shape[dim] // step, size // step
     found = x.narrow(dim, 0, blocks * step).unflatten(dim, (blocks, step)).movedim(dim + 1, -1)
+    if before or behind:
+        found = F.pad(found, (*[0, 0] * (found.dim() - 1 - dim), before, behind))
     if beside == 1:
         return found
-    count = blocks - beside + 1
+    count = before + blocks + behind - beside + 1
     return torch.cat([found.narrow(dim, i, count) for i in range(beside)], -1)
 
 
