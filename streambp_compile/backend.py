@@ -553,7 +553,6 @@ WRITE_NUMBERS = frozenset(
         distribute_loops,
         write_filled_values,
         write_running_values,
-        look_back,
         write_windows,
         write_score_filters,
         write_relative_shifts,

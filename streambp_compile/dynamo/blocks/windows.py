@@ -66,9 +66,9 @@ def write_strided_reads(module: GraphModule) -> GraphModule:
             raise refuse_strides(node)
         if given.layout.order == (0,):
             continue  # a value of one dimension has one layout
-        given, runs = through_reshapes(node, given)
+        given, groups = through_reshapes(node, given)
         with node.graph.inserting_before(node):
-            new = read_memory(node, given) if runs is None else read_dimensions(node, given, runs)
+            new = read_memory(node, given) if groups is None else read_dimensions(node, given, groups)
         node.replace_all_uses_with(new)
         node.graph.erase_node(node)
     return module
@@ -96,12 +96,12 @@ class Strided:
 
     @property
     def moving(self) -> list[int]:
-        """List the dimensions along which the place in memory changes."""
-        return [i for i, (m, by) in enumerate(zip(self.shape, self.strides)) if hint(m) > 1 and hint(by)]
+        """List the dimensions along which the place in memory changes. This adds guards."""
+        return [i for i, (m, by) in enumerate(zip(self.shape, self.strides)) if m != 1 and by != 0]
 
 
 @dataclass(frozen=True)
-class Run:
+class DimGroup:
     """Dimensions of the source that are next to each other in memory, read as one.
 
     dims   the first and the last of them, in the order of the layout
@@ -118,15 +118,15 @@ class Run:
         return self.dims[0] == self.dims[1]
 
 
-def through_reshapes(node: Node, given: Strided) -> tuple[Strided, list[Run] | None]:
-    """Choose the source of a view, and find its runs. The source is the operand, or a value that the operand
-    reshapes if each run is one dimension there: then no dimension of tokens is split and joined again."""
-    found, at = [(given, runs_of(given))], given.source
+def through_reshapes(node: Node, given: Strided) -> tuple[Strided, list[DimGroup] | None]:
+    """Choose the source of a view, and group its dimensions. The source is the operand, or a value that the
+    operand reshapes if each group is one dimension there: no tokens are then split and joined again."""
+    found, at = [(given, groups_of(given))], given.source
     while part_of(at) in RESHAPED and storage_of(at) == storage_of(at.args[0]):
         at = at.args[0]
         other = strided(node, at)
-        found += [(other, runs_of(other))] if other is not None else []
-    single = (pair for pair in found if pair[1] is not None and all(run.is_one for run in pair[1]))
+        found += [(other, groups_of(other))] if other is not None else []
+    single = (pair for pair in found if pair[1] is not None and all(group.is_one for group in pair[1]))
     return next(single, found[0])
 
 
@@ -147,13 +147,13 @@ def strided(node: Node, source: Node) -> Strided | None:
     return found if inside else None
 
 
-def runs_of(given: Strided) -> list[Run] | None:
-    """Find runs of dimensions, from the outermost, such that no dimension of the view leaves its run. None
-    where a run is more than rows in steps, or than windows of rows."""
+def groups_of(given: Strided) -> list[DimGroup] | None:
+    """Group the dimensions of the source, from the outermost, so that each dimension of the view stays in one
+    group. None where the view of a group is more than rows in steps, or than windows of rows."""
     shape, order = fake_of(given.source).shape, given.layout.order
     units = [given.layout.strides(shape)[dim] for dim in order]
     edges = [0, *(k for k in range(1, len(order)) if is_edge(given, hint(units[k - 1]))), len(order)]
-    runs = []
+    groups = []
     for first, end in zip(edges, edges[1:]):
         unit, outer = units[end - 1], units[first - 1] if first else None
         own = [i for i in given.moving if hint(given.strides[i]) >= hint(unit)]
@@ -166,9 +166,9 @@ def runs_of(given: Strided) -> list[Run] | None:
         whole = all(by * unit == given.strides[i] for i, by in steps.items())  # this adds guards
         if not whole or len(steps) > 2 or len(steps) == 2 and [*steps.values()][1] != 1:
             return None
-        runs.append(Run((first, end - 1), place, steps))
-    start = sum(run.place * units[run.dims[1]] for run in runs)
-    return runs if start == given.offset else None
+        groups.append(DimGroup((first, end - 1), place, steps))
+    start = sum(group.place * units[group.dims[1]] for group in groups)
+    return groups if start == given.offset else None
 
 
 def is_edge(given: Strided, unit: int) -> bool:
@@ -178,7 +178,7 @@ def is_edge(given: Strided, unit: int) -> bool:
     return not any(by % unit for by in outer) and hint(given.offset) % unit + given.span(inner) < unit
 
 
-def read_dimensions(node: Node, given: Strided, runs: Sequence[Run]) -> Node:
+def read_dimensions(node: Node, given: Strided, groups: Sequence[DimGroup]) -> Node:
     """Insert a view as slices and windows of the dimensions of its source."""
     sizes, rows = arguments(node)["size"], given.source
 
@@ -188,18 +188,18 @@ def read_dimensions(node: Node, given: Strided, runs: Sequence[Run]) -> Node:
 
     if list(given.layout.order) != sorted(given.layout.order):
         write(torch.permute, given.layout.order)
-    for first, last in (run.dims for run in reversed(runs) if not run.is_one):
+    for first, last in (group.dims for group in reversed(groups) if not group.is_one):
         write(torch.flatten, first, last)
-    made: list[int | None] = [None] * len(runs)  # the dimension of the view that a dimension is
-    for at in reversed(range(len(runs))):
-        run = runs[at]
-        if not run.steps:
-            write(torch.select, at, run.place)
+    made: list[int | None] = [None] * len(groups)  # the dimension of the view that a dimension is
+    for at in reversed(range(len(groups))):
+        group = groups[at]
+        if not group.steps:
+            write(torch.select, at, group.place)
             del made[at]
             continue
-        (dim, step), *inner = run.steps.items()
-        if run.place or step > 1 and not inner:
-            write(torch.ops.aten.slice.Tensor, at, run.place, None, 1 if inner else step)
+        (dim, step), *inner = group.steps.items()
+        if group.place or step > 1 and not inner:
+            write(torch.ops.aten.slice.Tensor, at, group.place, None, 1 if inner else step)
         for other, _ in inner:
             write(torch.Tensor.unfold, at, sizes[other], step)
             made.append(other)
