@@ -299,6 +299,21 @@ def test_overlapping_blocks_of_rows_in_another_layout(lengths):
         assert worst_error(gradients(model, lambda: step(ids)), gradients(model, lambda: model(ids))) < EXACT
 
 
+@pytest.mark.filterwarnings("ignore:streambp cannot stream a region")
+def test_strided_reads_of_values_reshaped_without_gradients():
+    def read(rows: Tensor) -> Tensor:
+        rows = rows.tanh()
+        with torch.no_grad():
+            blocks = rows.view(3, 8, 5)
+        return (blocks.as_strided((5, 8, 5), (20, 5, 1)).exp().sum() * rows).sum()
+
+    torch._dynamo.reset()
+    rows = torch.randn(24, 5, requires_grad=True)
+    step = torch.compile(read, backend="streambp")
+    (found,), (truth,) = (torch.autograd.grad(f(rows), rows) for f in (step, read))
+    torch.testing.assert_close(found, truth)
+
+
 @pytest.mark.parametrize(
     "read",
     [lambda x: x[:, 1:].as_strided((3, 5), (5, 1)), lambda x: x.as_strided_scatter(x[0], (3, 5), (5, 1))],

@@ -120,7 +120,8 @@ class DimGroup:
 
 def through_reshapes(node: Node, given: Strided) -> tuple[Strided, list[DimGroup] | None]:
     """Choose the source of a view, and group its dimensions. The source is the operand, or a value that the
-    operand reshapes if each group is one dimension there: no tokens are then split and joined again."""
+    operand reshapes if each group is one dimension there: no tokens are then split and joined again. What is
+    reshaped without gradients has been detached by then (`detach_operands`)."""
     found, at = [(given, groups_of(given))], given.source
     while part_of(at) in RESHAPED and storage_of(at) == storage_of(at.args[0]):
         at = at.args[0]
@@ -153,17 +154,14 @@ def groups_of(given: Strided) -> list[DimGroup] | None:
     shape, order = fake_of(given.source).shape, given.layout.order
     units = [given.layout.strides(shape)[dim] for dim in order]
     edges = [0, *(k for k in range(1, len(order)) if is_edge(given, hint(units[k - 1]))), len(order)]
-    groups = []
+    by = [hint(stride) for stride in given.strides]
+    widest, groups = sorted(given.moving, key=lambda i: -by[i]), []
     for first, end in zip(edges, edges[1:]):
         unit, outer = units[end - 1], units[first - 1] if first else None
-        own = [i for i in given.moving if hint(given.strides[i]) >= hint(unit)]
-        own = [i for i in own if outer is None or hint(given.strides[i]) < hint(outer)]
-        steps = {
-            i: hint(given.strides[i]) // hint(unit)
-            for i in sorted(own, key=lambda i: -hint(given.strides[i]))
-        }
+        own = [i for i in widest if by[i] >= hint(unit) and (outer is None or by[i] < hint(outer))]
+        steps = {i: by[i] // hint(unit) for i in own}
         place = hint(given.offset) // hint(unit) % (hint(outer) // hint(unit) if first else 1 << 62)
-        whole = all(by * unit == given.strides[i] for i, by in steps.items())  # this adds guards
+        whole = all(step * unit == given.strides[i] for i, step in steps.items())  # this adds guards
         if not whole or len(steps) > 2 or len(steps) == 2 and [*steps.values()][1] != 1:
             return None
         groups.append(DimGroup((first, end - 1), place, steps))
