@@ -39,7 +39,7 @@ SMALL = (
     "gpt2",
     "gpt_neox",
     "bert",
-    "t5",
+    "T5",
     "gemma3_text",
     "mixtral",
     "deepseek_v3",

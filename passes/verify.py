@@ -47,6 +47,7 @@ from .ir import (
     value_of,
     values_of,
     viewed,
+    written_by,
 )
 from .rules import form_of, rule_of
 from .rules.facets import Form
@@ -75,7 +76,7 @@ def verify_normalized(graph: Graph) -> None:
         )
         if node.op == "call_function":
             check("val" in node.meta or returns_nothing(node), f"{node} has no fake value")
-            check(not any(written_arguments(node)), f"{node} writes into its arguments")
+            check(not written_by(node), f"{node} writes into its arguments")
 
 
 def returns_nothing(node: Node) -> bool:
@@ -321,7 +322,7 @@ def verify_fused_body(body: Body, fusion: Fusion) -> None:
     legal = (BindingRole.WHOLE, BindingRole.SCALAR, BindingRole.RESULT)
     check(all(b.role in legal for b in body.bindings), "a function at full length cuts an input")
     results = {n for n, b in bindings.items() if b.role is BindingRole.RESULT}
-    written = {a for n in nodes if n.op == "call_function" for a in written_arguments(n)}
+    written = {a for n in nodes if n.op == "call_function" for a in written_by(n)}
     check(written == results, f"a function at full length writes into {written}, and is to fill {results}")
     check(len(results) == len(fusion.results), "results of a function are missing")
     verify_bindings(body.bindings)
@@ -366,7 +367,7 @@ def check_sizes(inputs: Iterable[tuple[Node, object]]) -> None:
 def check_writes(nodes: list[Node], bindings: Mapping[Node, Binding], sweep: Sweep) -> None:
     """Verify that a body writes only into memory that the driver provides for it, and fills all buffers."""
     taken = {source for _, source in sweep.in_place}
-    written = {a for n in nodes if n.op == "call_function" for a in written_arguments(n)}
+    written = {a for n in nodes if n.op == "call_function" for a in written_by(n)}
     for node in written:
         binding = bindings.get(node)
         if binding is None:
@@ -378,11 +379,3 @@ def check_writes(nodes: list[Node], bindings: Mapping[Node, Binding], sweep: Swe
     for node, binding in bindings.items():
         filled = binding.role not in FILLED or node in written
         check(filled, f"the buffer {node} is never written")
-
-
-def written_arguments(node: Node) -> Iterator[Node]:
-    """Yield the arguments that an op writes into, by its schema."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        for argument, value in zip(node.target._schema.arguments, node.args):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
-                yield value

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch.fx import Graph, GraphModule
 
 from streambp_compile import NotStreamed, internals
 from streambp_compile.config import Config
@@ -194,6 +195,32 @@ def test_the_text_of_a_body_has_no_names_and_nothing_that_is_not_read():
     assert chunk_bodies.text_of(renamed) == chunk_bodies.text_of(body)
     first.args = (alias, 3)
     assert chunk_bodies.text_of(renamed) != chunk_bodies.text_of(body)
+
+
+def writing_body(steps: str, graph: Graph) -> str:
+    """The text of a body that takes the steps in this order: a reads memory, b writes into it, c does
+    neither."""
+    memory, x, *results = map(graph.placeholder, ("memory", "x", "first", "second"))
+    aten = torch.ops.aten
+    call = graph.call_function
+    take = {
+        "a": lambda: call(
+            aten.copy_.default, (results[0], call(aten.neg.default, (call(aten.t.default, (memory,)),)))
+        ),
+        "b": lambda: call(aten.copy_.default, (memory, call(aten.exp.default, (x,)))),
+        "c": lambda: call(aten.cos.default, (x,)),
+    }
+    done = {step: take[step]() for step in steps}
+    call(aten.copy_.default, (results[1], done["c"]))
+    graph.output(())
+    return chunk_bodies.text_of(GraphModule({}, graph))
+
+
+@pytest.mark.quick
+def test_the_text_of_a_body_has_the_order_of_writes_and_of_nothing_else():
+    texts = {steps: writing_body(steps, Graph()) for steps in ("abc", "acb", "cab", "bac", "bca")}
+    assert texts["abc"] == texts["acb"] == texts["cab"]
+    assert texts["bac"] == texts["bca"] != texts["abc"]
 
 
 @pytest.mark.quick

@@ -13,6 +13,7 @@ from .bodies import (
     BindingRole,
     Body,
     ChosenKernel,
+    canonical_order,
     in_blocks,
     numbers_told,
     parted_name,
@@ -107,6 +108,8 @@ from .values import (
     value_of,
     values_of,
     viewed,
+    written_arguments,
+    written_by,
 )
 
 __all__ = [
@@ -159,6 +162,7 @@ __all__ = [
     "ancestors",
     "arguments",
     "band_text",
+    "canonical_order",
     "in_blocks",
     "parted_name",
     "bytes_of",
@@ -209,4 +213,6 @@ __all__ = [
     "values_of",
     "viewed",
     "where_of",
+    "written_arguments",
+    "written_by",
 ]

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .facts import Mark
 from .layouts import is_expanded
-from .values import Size, value_of
+from .values import Size, value_of, written_by
 
 
 class BindingRole(enum.Enum):
@@ -144,3 +144,43 @@ class Body:
     graph: GraphModule
     bindings: tuple[Binding, ...]
     kernels: tuple[ChosenKernel, ...] = ()
+
+
+def canonical_order(graph: Graph) -> list[Node]:
+    """List the nodes of a body that are read, in an order that follows from what they compute alone. Bodies
+    that are traced at two lengths may differ in the order of their nodes and inputs.
+
+    Nodes that write into memory, and nodes that read memory which a node writes into, stay in the order of
+    the graph.
+    """
+    ordered: dict[Node, None] = {}
+    for node in in_fixed_order(graph):
+        stack = [node]
+        while stack:
+            awaited = [n for n in reversed(stack[-1].all_input_nodes) if n not in ordered]
+            if awaited:
+                stack += awaited
+            else:
+                ordered.setdefault(stack.pop())
+    return list(ordered)
+
+
+def in_fixed_order(graph: Graph) -> list[Node]:
+    """List the nodes whose order in a body matters."""
+    memory: dict[Node, set[Node]] = {}  # node → the nodes whose memory its value may share
+    for node in graph.nodes:
+        shared = (memory[n] for n in node.all_input_nodes) if may_share_memory(node) else ()
+        memory[node] = {node}.union(*shared)
+    written = set[Node]().union(*(memory[w] for n in graph.nodes for w in written_by(n)))
+    return [
+        n
+        for n in graph.nodes
+        if n.op != "placeholder"
+        and (n.is_impure() or any(not written.isdisjoint(memory[i]) for i in n.all_input_nodes))
+    ]
+
+
+def may_share_memory(node: Node) -> bool:
+    """May the value of a node share memory with one of its inputs?"""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -219,6 +219,21 @@ def shape_of(node: Node, output: int | None = None) -> tuple[int, ...]:
 def is_view(node: Node) -> bool:
     """Is a node a view, without memory of its own?"""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def written_arguments(target: object, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Any]:
+    """List the arguments of a call that an op writes into, by its schema."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    given = {a.name: v for a, v in zip(target._schema.arguments, args)} | {**kwargs}
+    infos = {a.name: a.alias_info for a in target._schema.arguments if a.name in given}
+    return [given[name] for name, info in infos.items() if info is not None and info.is_write]
+
+
+def written_by(node: Node) -> list[Node]:
+    """List the values that a node writes into, by the schema of its op."""
+    written = written_arguments(node.target, node.args, node.kwargs)
+    return [value for value in written if isinstance(value, Node)]
 
 
 def viewed(node: Node, among: Collection[Node] | None = None) -> Node:

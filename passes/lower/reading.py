@@ -24,6 +24,7 @@ from ..ir import (
     Size,
     Sweep,
     Tokens,
+    canonical_order,
     hint,
     in_blocks,
     is_tensor,
@@ -87,9 +88,16 @@ class Inputs:
         return self.bind(Binding(BindingRole.SCALAR, None, name, size=size))
 
     def body(self, kernels: Iterable[ChosenKernel] = ()) -> Body:
-        """Finish the body, which returns nothing."""
+        """Finish the body, which returns nothing. Its inputs are in the order in which it reads them; what it
+        does not read itself, as Inductor reads sizes of its inputs, comes last."""
         self.graph.output(())
-        bindings = tuple(binding for binding, _ in self.bindings.values())
+        read = dict.fromkeys(i for n in canonical_order(self.graph) for i in n.all_input_nodes)
+        given = {placeholder: binding for binding, placeholder in self.bindings.values()}
+        inputs = [*filter(given.__contains__, read), *(n for n in given if n not in read)]
+        begin = next(n for n in self.graph.nodes if n.op != "placeholder")
+        for placeholder in inputs:
+            begin.prepend(placeholder)
+        bindings = tuple(map(given.__getitem__, inputs))
         return Body(GraphModule({}, self.graph), bindings, tuple(kernels))
 
 

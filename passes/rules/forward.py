@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..ir import arguments
+from ..ir import arguments, written_by
 
 aten = torch.ops.aten
 EXPANDS_TOGETHER = (aten.broadcast_tensors.default,)
@@ -26,15 +26,8 @@ def is_mutable(node: Node) -> bool:
 
 
 def written_argument(node: Node) -> Node | None:
-    """Find the value that an op writes into, by its schema."""
-    if not is_mutable(node):
-        return None
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            if isinstance(value, Node):
-                return value
-    return None
+    """Find the first value that an op writes into, by its schema."""
+    return next(iter(written_by(node)), None)
 
 
 # Python's operators that write into their first argument: ``x += y``, ``x[i] = y``.

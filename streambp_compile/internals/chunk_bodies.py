@@ -17,12 +17,12 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-from ..passes.ir import Body, hint
+from ..passes.ir import Body, canonical_order, hint
 from ..passes.kernels.simulated_device import device_type
 from ..passes.phases import FIXES_SIZES, SizeFixed, summary
 from ..passes.verify import verify_inputs
@@ -203,23 +203,20 @@ class Name(str):
 
 def text_of(graph: GraphModule) -> str:
     """Write the operations of a body as text without its nodes' names. Bodies for another length differ only
-    in names, aliases and unread values. The code itself is returned where the operations do not show
-    everything that a node reads."""
-    nodes = list(graph.graph.nodes)
-    if any(stored_bodies.is_hidden(n.op, n.target) for n in nodes):
+    in names, aliases, unread values, and the order of operations that do not depend on each other. The code
+    itself is returned where the operations do not show everything that a node reads."""
+    if any(stored_bodies.is_hidden(n.op, n.target) for n in graph.graph.nodes):
         return graph.code
-    read, names, lines = set[Node](), dict[Node, Name](), []
-    for node in reversed(nodes):
-        if node in read or node.is_impure() or getattr(node.target, "_schema", None) is None:
-            read.update((node, *node.all_input_nodes))
-    for node in filter(read.__contains__, nodes):
+    names = {n: Name(f"%{i}") for i, n in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    count, lines = len(names), list[str]()
+    for node in canonical_order(graph.graph):
         if node.target is torch.ops.aten.alias.default:
             names[node] = names[node.args[0]]
-            continue
-        given = map_arg((node.args, node.kwargs), names.__getitem__) if node.op != "placeholder" else ""
-        names[node] = Name(f"%{len(lines)}")
-        lines.append(f"{names[node]} = {node.op if node.op == 'placeholder' else node.target} {given}")
-    return "\n".join(lines)
+        elif node.op != "placeholder":
+            given = map_arg((node.args, node.kwargs), names.__getitem__)
+            names[node] = Name(f"%{count + len(lines)}")
+            lines.append(f"{names[node]} = {node.target} {given}")
+    return "\n".join([f"{count} inputs", *lines])
 
 
 def artifact_of(body: Body, inputs: BodyInputs, again: bool, key: str | None) -> Artifact:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ..passes.ir import hint
+from ..passes.ir import hint, written_arguments
 from .dtensors import is_sharded, local_of, mesh_of
 
 
@@ -179,14 +179,3 @@ def storages_of(values: Iterable[object]) -> Iterator[int]:
             is_real = type(part) in (torch.Tensor, torch.nn.Parameter) and part.device.type != "meta"
             if is_real and torch._C._has_storage(part):  # neither sparse nor inside a `torch.func` transform
                 yield part.untyped_storage()._cdata
-
-
-def written_arguments(func: object, args: Sequence[object], kwargs: dict[str, object]) -> list[object]:
-    """List the arguments that an operator writes into, by its schema."""
-    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
-        return []
-    return [
-        args[i] if i < len(args) else kwargs.get(argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
