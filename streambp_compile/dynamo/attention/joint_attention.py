@@ -9,7 +9,6 @@ these.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from ...passes.ir import are_equal, arguments, hint, is_equal
 from ...passes.rules.forward import Part, cuts_into_pieces, is_pointwise, part_of, slice_of
 from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of
-from ..rows.row_slices import Parts, RowRange, Rowwise, Sliced, operand_dim, sliced
+from ..rows.row_slices import Parts, Rowwise, Sliced, operand_dim, rows_between, sliced
 from .shared_keys import OwnKeys, apart, origins
 
 
@@ -49,20 +48,15 @@ def part_joint_attention(module: GraphModule) -> GraphModule:
 
 def streams_of(node: Node, without: Rowwise) -> Parts | None:
     """Find the streams that the queries, keys and values of an attention consist of. None if they consist
-    of different streams or of one alone, or if any but the longest has an unknown number of rows."""
+    of different streams or of one alone."""
     found = origins(node, ("query", "key", "value"), without)
     if not found or any(not are_equal(parts.sizes, found[0].sizes) for parts in found):
         return None
-    sizes, at = found[0].sizes, longest(found[0])
-    return found[0] if len(sizes) > 1 and are_known((*sizes[:at], *sizes[at + 1 :])) else None
+    return found[0] if len(found[0].sizes) > 1 else None
 
 
 def longest(parts: Parts) -> int:
     return max(range(len(parts.sizes)), key=lambda i: hint(parts.sizes[i]))
-
-
-def are_known(sizes: Sequence[object]) -> bool:
-    return all(isinstance(size, int) for size in sizes)
 
 
 def cuts_between(node: Node, parts: Parts) -> dict[Node, tuple[int, int]]:
@@ -121,28 +115,19 @@ def streams_between(parts: Parts, cut: TakenRows) -> tuple[int, int] | None:
     return (first, end) if first is not None and end is not None and first < end else None
 
 
-def rows_between(parts: Parts, first: int, end: int) -> RowRange:
-    """Return the rows of some streams, counted from the side on which all numbers are known."""
-    before, behind = parts.sizes[:first], parts.sizes[end:]
-    start = sum(before) if are_known(before) else -sum(parts.sizes[first:])
-    if not behind:
-        return RowRange(start, None)
-    return RowRange(start, -sum(behind) if are_known(behind) else sum(parts.sizes[:end]))
-
-
 def parted(node: Node, parts: Parts, cuts: dict[Node, tuple[int, int]]) -> list[Node]:
     """Insert an attention for each stream's queries. Returns the values that replace the slices."""
-    at, count = longest(parts), len(parts.sizes)
-    own = OwnKeys(sum(parts.sizes[:at]), sum(parts.sizes[at + 1 :]))
+    own, count = OwnKeys(parts, longest(parts)), len(parts.sizes)
     rows_dim = fake_of(node).dim() - 2
     known: Sliced = {}
     with node.graph.inserting_before(node):
-        made = [apart(node, own, rows_between(parts, i, i + 1)) for i in range(count)]
+        made = [apart(node, own, rows_between(parts, i, i + 1, node)) for i in range(count)]
         whole = inserted(node, torch.ops.aten.cat.default, (made, rows_dim))
     node.replace_all_uses_with(whole)
     values = []
     for user, (first, end) in cuts.items():
         cut = cut_of(user)
         with node.graph.inserting_before(user):
-            values.append(sliced(cut.source, cut.dim, rows_between(parts, first, end), user, known))
+            rows = rows_between(parts, first, end, user)
+            values.append(sliced(cut.source, cut.dim, rows, user, known))
     return values

@@ -3,9 +3,8 @@ keys, prefixes of prefix tuning, the states of an earlier segment.
 
 Such keys come as ``cat([memory, k], dim)``, or as padding, and key i is then not of token i. So the
 attention is written as two, before autograd sees it: one over the sequence's own keys, and one over the
-others, whose scores have a column for each of them. They are joined by their log-sum-exps, and the
-backward of both takes the joined result, as FlashAttention's does for blocks of keys (arXiv 2205.14135,
-section 3.1).
+others. They are joined by their log-sum-exps, and the backward of both takes the joined result, as
+FlashAttention's does for blocks of keys (arXiv 2205.14135, section 3.1).
 """
 
 from __future__ import annotations
@@ -19,11 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ...passes.ir import arguments, hint, is_equal
+from ...passes.ir import are_equal, arguments, is_equal
 from ...passes.rules.forward import Part, part_of
 from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of, is_parameter
-from ..rows.row_slices import Parts, RowRange, Rowwise, Sliced, origin_of_rows, same_rows, sliced
+from ..rows.row_slices import (
+    Parts,
+    RowRange,
+    Rowwise,
+    Sliced,
+    origin_of_rows,
+    rows_between,
+    same_rows,
+    sliced,
+)
 from .attention_calls import TORCH_SPELLING, as_autocast, is_fusible, score_mask, streambp
 
 
@@ -31,17 +39,15 @@ class Joined(torch.autograd.Function):
     """Attention over a sequence's keys and a few more.
 
     query ``[B, H, T, D]``, key ``[B, Hkv, T, D]``, value ``[B, Hkv, T, Dv]``, mask to be added or None;
-    more_key ``[B, H, P, D]``, more_value ``[B, H, P, Dv]``, more_mask ``[.., T, P]`` to be added or None
+    more_key ``[B, Hkv, P, D]``, more_value ``[B, Hkv, P, Dv]``, more_mask ``[.., T, P]`` to be added or None
     """
 
     @staticmethod
     def forward(ctx, query, key, value, mask, more_key, more_value, more_mask, scale: float):
         own, own_sum = streambp.attention(query, key, value, mask, False, scale, 0)
-        scores = scores_of(query, more_key, more_mask, scale)
-        total = torch.logaddexp(own_sum, scores.logsumexp(-1).to(own_sum.dtype))
-        part = weights(own_sum, total).unsqueeze(-1).to(own.dtype)
-        more = weights(scores, total.unsqueeze(-1)).to(own.dtype) @ more_value
-        out = own * part + more
+        more, more_sum = streambp.attention(query, more_key, more_value, more_mask, False, scale, 0)
+        total = torch.logaddexp(own_sum, more_sum)
+        out = own * share(own_sum, total, own.dtype) + more * share(more_sum, total, own.dtype)
         ctx.save_for_backward(query, key, value, mask, more_key, more_value, more_mask, out, total)
         ctx.scale = scale
         return out
@@ -52,24 +58,16 @@ class Joined(torch.autograd.Function):
         dq, dk, dv = streambp.attention_backward(
             gradient, query, key, value, out, total, mask, False, ctx.scale
         )
-        scores = scores_of(query, more_key, more_mask, ctx.scale)
-        shares = weights(scores, total.unsqueeze(-1))
-        against = (gradient.to(total.dtype) * out.to(total.dtype)).sum(-1, keepdim=True)
-        inner = (gradient @ more_value.transpose(-1, -2)).to(total.dtype) - against
-        change = (shares * inner * ctx.scale).to(query.dtype)
-        more_dv = shares.to(gradient.dtype).transpose(-1, -2) @ gradient
-        more_dk = change.transpose(-1, -2) @ query
-        return dq + change @ more_key, dk, dv, None, more_dk, more_dv, None, None
+        more_dq, more_dk, more_dv = streambp.attention_backward(
+            gradient, query, more_key, more_value, out, total, more_mask, False, ctx.scale
+        )
+        return dq + more_dq, dk, dv, None, more_dk, more_dv, None, None
 
 
-def scores_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
-    return scores if mask is None else scores + mask
-
-
-def weights(logs: Tensor, total: Tensor) -> Tensor:
-    """Compute shares of a total from the logarithms of both. They are zero in a row that sees no key."""
-    return (logs - total.masked_fill(total == -math.inf, 0)).exp()
+def share(part: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the share of a total from the logarithms of both, ``[B, H, T, 1]``. It is zero in a row that
+    sees no key."""
+    return (part - total.masked_fill(total == -math.inf, 0)).exp().unsqueeze(-1).to(dtype)
 
 
 def attention_with_more_keys(
@@ -88,9 +86,6 @@ def attention_with_more_keys(
     given = map(as_autocast, (query, key, value, more_key, more_value))
     flat = query.dim() == 3
     query, key, value, more_key, more_value = (t.unsqueeze(1) if flat else t for t in given)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        more_key, more_value = (t.repeat_interleave(groups, 1) for t in (more_key, more_value))
     masks = [
         None if m is None else score_mask(m, query, k, flat, False)
         for m, k in ((attn_mask, key), (more_mask, more_key))
@@ -116,19 +111,18 @@ TORCH_SPELLING[attention_with_more_keys] = torch_attention_with_more_keys
 
 @dataclass(frozen=True)
 class OwnKeys:
-    """The numbers of keys before the sequence's own, and behind them."""
+    """The sequence's own keys: one of the parts that keys were joined of."""
 
-    before: int
-    behind: int
+    parts: Parts
+    at: int
 
-    @property
-    def rows(self) -> RowRange:
-        return RowRange(self.before, -self.behind if self.behind else None)
-
-    @property
-    def others(self) -> tuple[RowRange, ...]:
-        front = (RowRange(0, self.before),) if self.before else ()
-        return (*front, RowRange(-self.behind, None)) if self.behind else front
+    def rows(self, like: Node) -> tuple[RowRange, list[RowRange]]:
+        """Return the rows of these keys, and those of the others. Sizes are inserted where the graph is being
+        written."""
+        at, count = self.at, len(self.parts.sizes)
+        others = [(i, j) for i, j in ((0, at), (at + 1, count)) if i < j]
+        own, *others = (rows_between(self.parts, i, j, like) for i, j in ((at, at + 1), *others))
+        return own, others
 
 
 def part_shared_keys(module: GraphModule) -> GraphModule:
@@ -151,10 +145,11 @@ def own_keys(node: Node, without: Rowwise) -> OwnKeys | None:
     if not found:
         return None
     query = arguments(node)["query"]
-    owns = [own_part(parts, query) for parts in found]
-    if owns[0] is None or owns[0] != owns[1] or not owns[0].others:
+    own, *others = (own_part(parts, query) for parts in found)
+    if own is None or len(own.parts.sizes) == 1:
         return None
-    return owns[0]
+    alike = (o is not None and o.at == own.at and are_equal(o.parts.sizes, own.parts.sizes) for o in others)
+    return own if all(alike) else None
 
 
 def origins(node: Node, names: Sequence[str], without: Rowwise) -> list[Parts]:
@@ -180,33 +175,21 @@ def origins(node: Node, names: Sequence[str], without: Rowwise) -> list[Parts]:
 
 
 def own_part(parts: Parts, query: Node) -> OwnKeys | None:
-    """Find the one joined value that is computed from the inputs of the queries. The others must have known
-    sizes, and no input in common with the queries.
+    """Find the one joined value that is computed from the inputs of the queries. The others have no input in
+    common with the queries.
 
     Behind an earlier layer, queries depend on that layer's other keys as well. The sequence's own keys
-    are then those that share rows with them, if the others are fewer.
+    are then those that share rows with them.
     """
     made_of = inputs_of(query)
     related = [p is not None and not made_of.isdisjoint(inputs_of(p)) for p in parts.pieces]
     if sum(related) > 1:
         rows = set(same_rows(query, fake_of(query).dim() - 2))
         related = [p is not None and not rows.isdisjoint(same_rows(p, parts.dim)) for p in parts.pieces]
-        if not are_fewer(parts, related):
-            return None
     if sum(related) != 1:
         return None
     at = related.index(True)
-    before, behind = parts.sizes[:at], parts.sizes[at + 1 :]
-    rows = fake_of(query).shape[-2]
-    if not all(isinstance(s, int) for s in (*before, *behind)) or not is_equal(parts.sizes[at], rows):
-        return None
-    return OwnKeys(sum(before), sum(behind))
-
-
-def are_fewer(parts: Parts, related: Sequence[bool]) -> bool:
-    """Are the rows that are unrelated to the queries fewer than the related ones?"""
-    sizes = [[hint(s) for s, r in zip(parts.sizes, related) if r is wanted] for wanted in (False, True)]
-    return sum(sizes[0]) < sum(sizes[1])
+    return OwnKeys(parts, at) if is_equal(parts.sizes[at], fake_of(query).shape[-2]) else None
 
 
 def inputs_of(node: Node) -> set[Node]:
@@ -244,9 +227,9 @@ def apart(node: Node, own: OwnKeys, queries: RowRange | None = None) -> Node:
     query, mask = given["query"], given["attn_mask"]
     if queries is not None:
         query, mask = cut(query, -2, queries), cut_mask(mask, -2, queries)
-    own_rows, more = (own.rows,), own.others
-    first = [cut(given[n], -2, *own_rows) for n in ("key", "value")]
+    own_rows, more = own.rows(node)
+    first = [cut(given[n], -2, own_rows) for n in ("key", "value")]
     others = [cut(given[n], -2, *more) for n in ("key", "value")]
-    masks = [cut_mask(mask, -1, *rows) for rows in (own_rows, more)]
+    masks = [cut_mask(mask, -1, *rows) for rows in ([own_rows], more)]
     args = (query, *first, masks[0], given["scale"], given["enable_gqa"], *others, masks[1])
     return inserted(node, attention_with_more_keys, args, as_written=True)

@@ -149,11 +149,11 @@ def size_as_node(like: Node, value: Node, dim: int) -> int | Node:
     return inserted(like, torch.ops.aten.sym_size.int, (value, dim), as_written=True)
 
 
-def sum_of(size: object, by: int, like: Node) -> object:
+def sum_of(size: object, by: int | Node, like: Node) -> object:
     """Add a number to a size. The sum is a number, or a node that computes it."""
-    if not by:
+    if isinstance(by, int) and not by:
         return size
-    if isinstance(size, Node):
+    if isinstance(size, Node) or isinstance(by, Node):
         return inserted(like, operator.add, (size, by), as_written=True)
     return size + by
 

@@ -7,6 +7,7 @@ before autograd sees it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ...passes.ir import Mark, arguments, draws_random, hint, is_equal
+from ...passes.ir import Mark, Size, are_equal, arguments, draws_random, hint, is_equal
 from ...passes.phases import check_time
 from ...passes.rules.forward import (
     TO_THE_END,
@@ -37,14 +38,24 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class RowRange:
     """Rows from ``start`` to before ``stop`` of a dimension, counted as Python's slices do. ``stop`` may be
-    None, the end."""
+    None, the end. A node is a size that is a symbol, counted from the first row."""
 
-    start: int
-    stop: int | None
+    start: int | Node
+    stop: int | Node | None
 
     def is_front(self) -> bool:
-        """Is this a known number of the first rows?"""
-        return self.start == 0 and self.stop is not None and self.stop > 0
+        """Are these the first rows, of a number that the range tells?"""
+        return self.start == 0 and (isinstance(self.stop, Node) or (self.stop or 0) > 0)
+
+    def places(self, count: Size) -> tuple[Size, Size]:
+        """Return the first row and the one behind the last, of ``count`` rows."""
+
+        def place(at: int | Node | None) -> Size:
+            if isinstance(at, Node):
+                return fake_of(at)
+            return count if at is None else count + at if at < 0 else at
+
+        return place(self.start), place(self.stop)
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,16 @@ class Parts:
     node: Node
     dim: int
     pieces: tuple[Node | None, ...]
-    sizes: tuple[object, ...]
+    sizes: tuple[Size, ...]
+
+    def count(self, i: int, like: Node) -> int | Node:
+        """Return the number of rows of a part: a number, or a node where the graph is being written."""
+        size, piece = self.sizes[i], self.pieces[i]
+        if isinstance(size, int):
+            return size
+        if piece is not None:
+            return size_as_node(like, piece, self.dim)
+        return arguments(self.node)["pad"][2 * (fake_of(self.node).dim() - 1 - self.dim) + (i > 0)]
 
 
 def parts_at(node: Node, dim: int) -> Parts | None:
@@ -85,13 +105,21 @@ def padded_parts(node: Node, dim: int) -> Parts | None:
     alone."""
     given, source = arguments(node), node.args[0]
     pad, at = list(given["pad"]), 2 * (fake_of(node).dim() - 1 - dim)
-    before, after = pad[at : at + 2] if len(pad) > at else (0, 0)
-    known = all(isinstance(p, int) and p >= 0 for p in (before, after)) and before + after > 0
-    if given.get("mode", "constant") != "constant" or not known or any(pad[:at] + pad[at + 2 :]):
+    own = [fake_of(p) if isinstance(p, Node) else p for p in pad[at : at + 2]]
+    if given.get("mode", "constant") != "constant" or any(pad[:at] + pad[at + 2 :]):
         return None
-    found = [(None, before), (source, fake_of(source).shape[dim]), (None, after)]
-    pieces, sizes = zip(*(part for part in found if part[0] is not None or part[1]))
+    if not own or not all(map(is_count, own)) or not any(isinstance(p, Node) or p for p in pad):
+        return None
+    found = [(None, own[0]), (source, fake_of(source).shape[dim]), (None, own[1])]
+    pieces, sizes = zip(
+        *(part for part in found if part[0] is not None or not (isinstance(part[1], int) and part[1] == 0))
+    )
     return Parts(node, dim, pieces, sizes)
+
+
+def is_count(size: Size) -> bool:
+    """Is a number of rows of padding known to be no negative number, which would cut rows off?"""
+    return size >= 0 if isinstance(size, int) else bool(size.node.expr.is_nonnegative)
 
 
 Rowwise = set[tuple[Node, int]]  # values, each with a dimension
@@ -222,10 +250,12 @@ def made_anew(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -
         sizes = list(arguments(node)["size"])
         sizes[dim] = count_of(sizes[dim], rows, like)
         return inserted(like, node.target, *with_arguments(node, size=sizes))
-    if part_of(node) is Part.TRIANGLE and dim == fake_of(node).dim() - 1 and rows.start >= 0:
+    start = rows.start
+    is_triangle = part_of(node) is Part.TRIANGLE and dim == fake_of(node).dim() - 1
+    if is_triangle and isinstance(start, int) and start >= 0:
         given = arguments(node)
         cut = sliced(given["self"], dim, rows, like, known)
-        return inserted(like, node.target, (cut, given["diagonal"] - rows.start))
+        return inserted(like, node.target, (cut, given["diagonal"] - start))
     operands = node.all_input_nodes if may_be_repeated(node, like) else ()
     places = {a: operand_dim(node, a, dim) for a in operands}
     if all(at is None for at in places.values()):
@@ -283,9 +313,9 @@ def counted(node: Node, rows: RowRange, like: Node) -> Node:
     given = arguments(node)
     first, end = given.get("start", 0), given["end"]
 
-    def place(at: int | None) -> object:
-        base, by = (end, at or 0) if at is None or at < 0 else (first, at)
-        return sum_of(base, by, like)
+    def place(at: int | Node | None) -> object:
+        from_end = at is None or isinstance(at, int) and at < 0
+        return sum_of(end if from_end else first, at or 0, like)
 
     names = ("layout", "device", "pin_memory")
     kwargs = {name: given[name] for name in names if given.get(name) is not None}
@@ -297,9 +327,11 @@ def count_of(size: object, rows: RowRange, like: Node) -> object:
     """Count the rows of a range, in a dimension of ``size`` rows."""
     if rows.is_front():
         return rows.stop
-    if rows.start < 0:
-        return -rows.start + (rows.stop or 0)
-    return sum_of(size, (rows.stop or 0) - rows.start, like)
+    start, stop = rows.start, rows.stop or 0
+    if isinstance(start, Node) or isinstance(stop, Node):
+        end = stop if isinstance(stop, Node) else sum_of(size, stop, like)
+        return inserted(like, operator.sub, (end, start), as_written=True)
+    return stop - start if start < 0 else sum_of(size, stop - start, like)
 
 
 # Parts
@@ -312,34 +344,47 @@ def run_of(parts: Parts, rows: RowRange) -> slice | None:
     return next((run for run in runs if is_run(parts.sizes, run, rows)), None)
 
 
-def is_run(sizes: Sequence[object], run: slice, rows: RowRange) -> bool:
-    before, inside, after = (
-        sum(part) if all(isinstance(n, int) for n in part) else None
-        for part in (sizes[: run.start], sizes[run], sizes[run.stop :])
-    )
-    starts = rows.start == before if rows.start >= 0 else None not in (inside, after)
-    if rows.start < 0 and starts:
-        starts = -rows.start == inside + after
-    if rows.stop is None or rows.stop < 0:
-        return starts and after == -(rows.stop or 0)
-    return starts and None not in (before, inside) and rows.stop == before + inside
+def is_run(sizes: Sequence[Size], run: slice, rows: RowRange) -> bool:
+    ends = sum(sizes[: run.start]), sum(sizes[: run.stop])
+    return are_equal(ends, rows.places(sum(sizes)))
+
+
+def rows_between(parts: Parts, first: int, end: int, like: Node) -> RowRange:
+    """Return the rows of consecutive parts, counted from the side on which all numbers are known. Where there
+    is none, the sizes in front are inserted where the graph is being written."""
+    sizes = parts.sizes
+
+    def front(end: int) -> int | Node:
+        total: object = 0
+        for i in range(end):
+            total = sum_of(parts.count(i, like), total, like)
+        return total
+
+    before, behind = sizes[:first], sizes[end:]
+    start = -sum(sizes[first:]) if not are_known(before) and are_known(sizes[first:]) else front(first)
+    if not behind:
+        return RowRange(start, None)
+    return RowRange(start, -sum(behind) if are_known(behind) else front(end))
+
+
+def are_known(sizes: Sequence[Size]) -> bool:
+    return all(isinstance(size, int) for size in sizes)
 
 
 def joined_rows(parts: Parts, run: slice, like: Node) -> Node:
     """Join consecutive parts into one value."""
-    made = [
-        padding(parts, size, like) if piece is None else piece
-        for piece, size in zip(parts.pieces[run], parts.sizes[run])
-    ]
+    made = [parts.pieces[i] or padding(parts, i, like) for i in range(run.start, run.stop)]
     whole = made[0] if len(made) == 1 else inserted(like, aten.cat.default, (made, parts.dim))
     dtype = fake_of(parts.node).dtype  # a part of a wider dtype may not be among them
     return whole if fake_of(whole).dtype == dtype else inserted(like, aten.to.dtype, (whole, dtype))
 
 
-def padding(parts: Parts, count: int, like: Node) -> Node:
-    """Create ``count`` rows of padding."""
+def padding(parts: Parts, i: int, like: Node) -> Node:
+    """Create the rows of padding that are part ``i``."""
     fake, source = fake_of(parts.node), next(p for p in parts.pieces if p is not None)
 
     value = arguments(parts.node).get("value") or 0
-    sizes = [count if d == parts.dim else size_as_node(like, source, d) for d in range(fake.dim())]
+    sizes = [
+        parts.count(i, like) if d == parts.dim else size_as_node(like, source, d) for d in range(fake.dim())
+    ]
     return inserted(like, aten.full.default, (sizes, value), {"dtype": fake.dtype, "device": fake.device})
