@@ -33,7 +33,8 @@ from .dynamo.attention.turned_matrices import part_turned_matrices
 from .dynamo.blocks.blocks import part_blocks
 from .dynamo.blocks.convolutions import look_back
 from .dynamo.blocks.cut_rows import cut_rows_first
-from .dynamo.blocks.windows import write_strided_reads, write_windows
+from .dynamo.blocks.strided_reads import write_strided_reads
+from .dynamo.blocks.windows import write_windows
 from .dynamo.loops.associative_scans import scan_in_blocks
 from .dynamo.loops.running_values import write_running_values
 from .dynamo.loops.unrolled_loops import distribute_loops

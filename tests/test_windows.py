@@ -10,12 +10,12 @@ from torch.fx import GraphModule
 
 from streambp_compile.backend import Reporting
 from streambp_compile.config import Config
+from streambp_compile.dynamo.blocks.strided_reads import write_strided_reads
 from streambp_compile.dynamo.blocks.windows import (
     filter_of_windows,
     maximum_of_windows,
     mean_of_windows,
     windows,
-    write_strided_reads,
 )
 from streambp_compile.dynamo.reading.aten import to_aten
 from streambp_compile.dynamo.reading.values import fake_of
