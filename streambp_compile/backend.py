@@ -190,8 +190,7 @@ class Chain:
         """Warn or note that a mode which usually records CUDA graphs records none here."""
         text = (
             f"mode={self.config.mode!r} records no CUDA graphs here, because sizes and buffers change with "
-            "every "
-            'chunk. To launch fewer kernels, raise options={"chunk_size": ...}'
+            'every chunk. To launch fewer kernels, raise options={"chunk_size": ...}'
         )
         if self.config.mode == "reduce-overhead":
             self.hint(text)
@@ -264,17 +263,9 @@ class Chain:
                 internals.break_at_read_numbers()
         if constants:
             internals.make_constant(constants)
-        batch: list[torch.SymInt] | None = [] if self.batch_is_fixed else None
         for rewrite, doing in REWRITES:
-            if rewrite in WRITE_NUMBERS and batch is None:
-                batch = self.changing_batch(module)
-            before = names_of(module) if batch else []
             with phase(doing):
                 module = rewrite(module)
-            if batch and rewrite in WRITE_NUMBERS and names_of(module) != before:
-                self.batch_is_fixed = True
-                list(map(int, batch))
-                return self.rewritten()
             if rewrite is inline_wrappers:
                 self.attributes += attributes_as_inputs(module)
             if rewrite is to_aten:
@@ -284,14 +275,6 @@ class Chain:
         if is_of_data(module):
             internals.break_at_picked_rows()
         return module
-
-    def changing_batch(self, module: GraphModule) -> list[torch.SymInt]:
-        """List the sizes of the batch that may change between calls."""
-        fakes = self.fakes_of(module)
-        shapes = (f.shape for f in fakes if isinstance(f, torch.Tensor))
-        if all(isinstance(size, int) for shape in shapes for size in shape):
-            return []
-        return batch_sizes(find_axes(module, fakes))
 
     def fakes_of(self, module: GraphModule) -> list[object]:
         """Return the fake values of all inputs of a module, attributes included."""
@@ -512,10 +495,6 @@ def placeholders_of(module: GraphModule) -> list[Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def names_of(module: GraphModule) -> list[tuple]:
-    return [(n.name, n.target) for n in module.graph.nodes]
-
-
 def widest_of(nodes: Iterable[Node]) -> int:
     """Return the bytes of the largest value among some nodes. Values whose sizes depend on data are left out,
     and so are nested tensors."""
@@ -545,26 +524,8 @@ def is_of_data(module: GraphModule) -> bool:
     return any(depends_on_data(n) or is_in_branches(n) for n in module.graph.nodes)
 
 
-# Rewrites before autograd, in this order, each with its name in reports of failures.
 MOST_SEQUENCES = 4  # times as many as planned for: more would run in too many turns, or hold too much at once
-# Rewrites that write the traced size of the batch, as a number, into what they make.
-WRITE_NUMBERS = frozenset(
-    {
-        merge_unrolled,
-        distribute_loops,
-        write_filled_values,
-        write_running_values,
-        write_windows,
-        write_score_filters,
-        write_relative_shifts,
-        part_blocks,
-        part_joint_attention,
-        part_shared_keys,
-        part_turned_matrices,
-        move_leading_columns,
-        pad_before_masks,
-    }
-)
+# Rewrites before autograd, in this order, each with its name in reports of failures.
 REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (write_inference_as_no_grad, "reading modes"),
     (inline_wrappers, "inlining activation checkpoints and nested compile regions"),
