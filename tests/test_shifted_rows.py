@@ -92,6 +92,7 @@ CONVOLUTIONS = {
     "both sides": dict(kernel_size=5, groups=WIDTH, padding=2),
     "same": dict(kernel_size=3, padding="same"),
     "one tap": dict(kernel_size=1),
+    "one tap, in groups": dict(kernel_size=1, groups=4),
     "long, in groups": dict(kernel_size=24, groups=4, padding=12, cut=True),
     "long, depthwise": dict(kernel_size=31, groups=WIDTH, padding=15),
     "long, ahead of all": dict(kernel_size=20, before=19),

@@ -65,7 +65,7 @@ def taps(node: Node) -> tuple[list[Node], Callable, tuple] | None:
     # compare the length last: where it may change, Dynamo guards on the comparison
     if plain and count <= MOST_TAPS and rows > max(map(abs, shifts)):
         return ends, sum_of_taps, (*operands, shifts)
-    return (ends, filter_of_rows, (*operands, before, dilation, groups)) if count > 1 else None
+    return ends, filter_of_rows, (*operands, before, dilation, groups)
 
 
 def settings_of(node: Node) -> tuple:
