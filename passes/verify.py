@@ -239,13 +239,13 @@ def verify_sweep(sweep: Sweep, ready: set[Node], analysis: Analysis) -> None:
                 appended = operand in sweep.appended and edge.role is Role.KEYS
                 check(appended, f"{node} reads {operand} beyond its chunk")
             if operand in sweep.keysums:
-                final = sweep.keysums_final and (own_rows or edge.role is Role.CARRY)
+                final = operand in sweep.final_keysums and (own_rows or edge.role is Role.CARRY)
                 check(final, f"{node} reads {operand} before it is final")
         inside.add(node)
     check(inside.issuperset((*sweep.writes, *sweep.summed, *sweep.keysums)), "a sweep writes what it lacks")
     check(set(sweep.writes).issuperset(sweep.appended), "a sweep appends what it does not write")
     descends = sweep.direction is Direction.DESCENDING
-    check(not sweep.keysums_final or descends, "key sums are final in descending sweeps alone")
+    check(not sweep.final_keysums or descends, "key sums are final in descending sweeps alone")
 
 
 def verify_plan(plan: Plan, program: Program) -> None:

@@ -135,6 +135,16 @@ def hidden_memory(layer, x):
     return merged(F.scaled_dot_product_attention(*with_memory(layer, x), mask))
 
 
+def keys_of_the_row_before(layer, x):
+    """Every row sees all of the other keys: their gradients are final later than those of its own keys."""
+    before, length = F.pad(x, (0, 0, 1, -1)), x.shape[1]
+    q = layer.qkv(x)[..., :WIDTH]
+    keys, values = (torch.cat([layer.qkv(y).chunk(3, -1)[i] for y in (x, before)], 1) for i in (1, 2))
+    own = torch.ones(length, length, dtype=torch.bool).tril()
+    mask = torch.cat([own, torch.ones_like(own)], 1)
+    return merged(F.scaled_dot_product_attention(*map(heads, (q, keys, values)), mask))
+
+
 def without_heads(layer, x):
     q, k, v = layer.qkv(x).chunk(3, -1)
     more = [p.expand(x.shape[0], -1, -1) for p in (layer.key, layer.value)]
@@ -153,14 +163,14 @@ def one_piece(layer, x):
 
 CASES = {f.__name__: f for f in (memory_keys, memory_before_positions, memory_behind, memory_without_a_mask)}
 CASES |= {f.__name__: f for f in (memory_that_is_projected, zero_key, grouped_heads, earlier_segment)}
-CASES |= {f.__name__: f for f in (hidden_memory, one_piece, without_heads)}
+CASES |= {f.__name__: f for f in (hidden_memory, one_piece, without_heads, keys_of_the_row_before)}
 CASES |= {f.__name__: f for f in (prefix_of_two_layers, prefix_behind_two_layers)}
 WITH_INPUT = (earlier_segment, prefix_of_two_layers, prefix_behind_two_layers)
 
-WITHOUT_CAUSALITY = ("memory_without_a_mask", "hidden_memory")
+WITHOUT_CAUSALITY = ("memory_without_a_mask", "hidden_memory", "keys_of_the_row_before")
 
 
-QUICK = ("zero_key",)
+QUICK = ("zero_key", "keys_of_the_row_before")
 
 
 def quick_of(names, quick=QUICK):

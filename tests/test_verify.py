@@ -220,7 +220,7 @@ ILLEGAL_PROGRAMS: dict[str, Callable[[Layer], Program]] = {
     "turned before it exists": lambda layer: replace(layer.program, full_length=((), (), ())),
     "dw is never computed": lambda layer: layer.with_sweep(1, sums=()),
     "keys before it exists": lambda layer: layer.with_sweep(0, writes=()),
-    "dk before it is final": lambda layer: layer.with_sweep(1, keysums_final=False),
+    "dk before it is final": lambda layer: layer.with_sweep(1, final_keysums=()),
     "final in descending sweeps alone": lambda layer: layer.with_sweep(1, direction=Direction.ASCENDING),
     "a sweep writes what it lacks": lambda layer: layer.with_sweep(
         0, nodes=layer.program.sweeps[0].nodes[:-1]

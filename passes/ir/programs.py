@@ -35,7 +35,8 @@ class Sweep:
     sums             values added up over chunks
     joined           value that is added up in the accumulator of one of ``sums`` → that one
     keysums          values added up per key
-    keysums_final    the rows of ``keysums`` at a chunk's own tokens are final when the chunk is reached
+    final_keysums    those of ``keysums`` whose rows at a chunk's own tokens are final when the chunk is
+                     reached
     in_place         written value → the value whose memory it takes over (an input, or from an earlier
                      sweep)
     keys             range of keys that rows of a chunk reach. It includes the chunk's own rows, so that
@@ -51,7 +52,7 @@ class Sweep:
     appended: tuple[Node, ...]
     sums: tuple[Node, ...]
     keysums: tuple[Node, ...]
-    keysums_final: bool
+    final_keysums: tuple[Node, ...]
     in_place: tuple[tuple[Node, Node], ...] = ()
     keys: Reach = EVERYWHERE
     scans: tuple[Node, ...] = ()
@@ -79,7 +80,8 @@ class Sweep:
             "saves states of": self.saved_states,
             "restores states of": self.restored_states,
             "adds up": self.sums,
-            "completes" if self.keysums_final else "adds up per key": self.keysums,
+            "completes": self.final_keysums,
+            "adds up per key": [n for n in self.keysums if n not in self.final_keysums],
         }
         parts = [f"{what} {', '.join(map(str, values))}" for what, values in lists.items() if values]
         keys = "" if self.keys == EVERYWHERE else f", keys {self.keys}"

@@ -223,8 +223,9 @@ class Assembly:
             appended=tuple(n for n in writes if n in key_reads),
             sums=tuple(n for n in own if self.kinds[n] is Kind.SUM and is_tensor(n)),
             keysums=keysums,
-            keysums_final=direction is Direction.DESCENDING
-            and all(is_causal(self.problem, n) for n in keysums),
+            final_keysums=tuple(n for n in keysums if is_causal(self.problem, n))
+            if direction is Direction.DESCENDING
+            else (),
             keys=self.keys(nodes),
             scans=tuple(n for n in nodes if n in scans and scans[n] is direction),
             saved_states=tuple(n for n in own if n in contents.saved_states),
