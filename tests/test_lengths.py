@@ -231,7 +231,7 @@ def test_a_second_length_needs_no_other_bodies(family, interpreted):
 
 SIZED = {name: model for name, model in MODELS.items() if not name.startswith("zoo")}
 BATCHES = ((2, 0), (4, 1), (6, 2), (10, 0))  # sequences, and which of the lengths
-# Their operators compare the number of sequences with another size: a third batch has a graph of its own.
+# A third batch has a graph of its own in these: a guard on the number of sequences stands in their graphs.
 OF_ONE_BATCH = {
     "blocks": (
         "attention_of_blocks",

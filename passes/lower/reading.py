@@ -88,8 +88,8 @@ class Inputs:
         return self.bind(Binding(BindingRole.SCALAR, None, name, size=size))
 
     def body(self, kernels: Iterable[ChosenKernel] = ()) -> Body:
-        """Finish the body, which returns nothing. Its inputs are in the order in which it reads them; what it
-        does not read itself, as Inductor reads sizes of its inputs, comes last."""
+        """Finish the body, which returns nothing. Its inputs are in the order in which it reads them. Inputs
+        that no node reads come last, such as sizes that Inductor needs."""
         self.graph.output(())
         read = dict.fromkeys(i for n in canonical_order(self.graph) for i in n.all_input_nodes)
         given = {placeholder: binding for binding, placeholder in self.bindings.values()}

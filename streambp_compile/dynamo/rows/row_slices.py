@@ -7,6 +7,7 @@ before autograd sees it.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -108,17 +109,15 @@ def padded_parts(node: Node, dim: int) -> Parts | None:
     own = [fake_of(p) if isinstance(p, Node) else p for p in pad[at : at + 2]]
     if given.get("mode", "constant") != "constant" or any(pad[:at] + pad[at + 2 :]):
         return None
-    if not own or not all(map(is_count, own)) or not any(isinstance(p, Node) or p for p in pad):
+    if not any(pad) or not all(map(is_count, own)):
         return None
     found = [(None, own[0]), (source, fake_of(source).shape[dim]), (None, own[1])]
-    pieces, sizes = zip(
-        *(part for part in found if part[0] is not None or not (isinstance(part[1], int) and part[1] == 0))
-    )
+    pieces, sizes = zip(*itertools.compress(found, (pad[at], True, pad[at + 1])))  # a node is true
     return Parts(node, dim, pieces, sizes)
 
 
 def is_count(size: Size) -> bool:
-    """Is a number of rows of padding known to be no negative number, which would cut rows off?"""
+    """Is a number of rows of padding known not to be negative? A negative one cuts rows off."""
     return size >= 0 if isinstance(size, int) else bool(size.node.expr.is_nonnegative)
 
 
