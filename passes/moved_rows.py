@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from .ir import Label, Signature, is_tensor, shape_of, tensor_operands, value_of
-from .rules import along_of, find_rule, is_of_blocks, is_product
+from .rules import along_of, find_rule, form_of, is_of_blocks, is_product
+from .rules.facets import Form
 from .token_propagation import TokenPropagation
 
 FEATURES = 8  # numbers per row, at least: narrower rows may as well exist at full length
@@ -127,9 +128,9 @@ def is_of_picked_rows(rows: Rows, node: Node, signature: Signature) -> bool:
 
 def moves_rows(node: Node, sequences: Sequence[Rows]) -> bool:
     """Does a node make rows of one sequence from those of another? It may pick rows or join them with more,
-    so that its result has rows that no operand has. It may write them among others. Or it makes several
-    rows of each, or one of several (`regroups_rows`)."""
-    if regroups_rows(node, sequences):
+    so that its result has rows that no operand has. It may write them among others. It may make several rows
+    of each, or one of several (`regroups_rows`). Or it copies the rows that each token reads."""
+    if regroups_rows(node, sequences) or form_of(node) is Form.RECEPTIVE_FIELDS:
         return True
     signature = moving(node, sequences, sliced=True)
     if signature is None:

@@ -126,10 +126,14 @@ def all_cuts(
 
 
 def moves_values(node: Node, traits: Mapping[Node, Traits], cheap: Collection[Node]) -> bool:
-    """Does a node move rows that are neither cheap to recompute nor an input without gradients?"""
-    return traits[node].moves and any(
-        a not in cheap and traits[a].matrix and (a.op != "placeholder" or traits[a].grad)
-        for a in node.all_input_nodes
+    """Does a node move rows that are neither cheap to recompute nor an input without gradients? Or does it
+    move rows that the backward must not compute again?"""
+    return traits[node].moves and (
+        not traits[node].recomputable
+        or any(
+            a not in cheap and traits[a].matrix and (a.op != "placeholder" or traits[a].grad)
+            for a in node.all_input_nodes
+        )
     )
 
 

@@ -33,6 +33,7 @@ from .dynamo.attention.turned_matrices import part_turned_matrices
 from .dynamo.blocks.blocks import part_blocks
 from .dynamo.blocks.convolutions import look_back
 from .dynamo.blocks.cut_rows import cut_rows_first
+from .dynamo.blocks.receptive_fields import write_receptive_fields
 from .dynamo.blocks.strided_reads import write_strided_reads
 from .dynamo.blocks.windows import write_windows
 from .dynamo.loops.associative_scans import scan_in_blocks
@@ -545,6 +546,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (distribute_loops, "reading loops over blocks of tokens"),
     (write_filled_values, "reading values that are filled block by block"),
     (write_running_values, "writing running products and maxima as blocks"),
+    (write_receptive_fields, "reading stacks of strided convolutions"),
     (look_back, "rewriting short convolutions"),
     (write_windows, "writing windows of tokens as blocks"),
     (write_score_filters, "reading filters of attention scores"),

@@ -263,6 +263,17 @@ SAMPLES = {
         call("streambp::filter_grad", t(2, 4, 7), t(2, 6, 7), t(6, 2, 3), 1, 1, 2),
         call("streambp::filter_grad", t(2, 3, 9), t(2, 3, 9), t(3, 1, 4), 4, 2, 3),
     ],
+    "streambp::receptive_fields": [call("streambp::receptive_fields", t(2, 3, 9), 2, 1, 3, 2, -1, 4)],
+    "streambp::convolved": [
+        call("streambp::convolved", t(4, 2, 7), t(6, 2, 3), [2], [1], [1], 1),
+        call("streambp::convolved", t(3, 4, 5, 6), t(4, 1, 2, 3), [1, 2], [0, 1], [2, 1], 4),
+    ],
+    "streambp::convolved_grad": [
+        call("streambp::convolved_grad", t(4, 6, 4), t(4, 2, 7), t(6, 2, 3), [2], [1], [1], 1)
+    ],
+    "streambp::convolved_weight_grad": [
+        call("streambp::convolved_weight_grad", t(4, 6, 4), t(4, 2, 7), t(6, 2, 3), [2], [1], [1], 1)
+    ],
     "streambp::contracted": [
         call("streambp::contracted", t(2, 5, 6, 3), t(3, 4), "bqkh,hg->bqkg"),
         call("streambp::contracted", t(3, 6, 6), t(3, 4), "hqk,hg->gqk"),

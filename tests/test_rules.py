@@ -34,6 +34,7 @@ WRITERS = {
 STREAMBP = torch.ops.streambp
 COUNTED = (prims.iota.default, *(getattr(STREAMBP, n).default for n in ("uniform", "skewed", "regrouped")))
 FILTERS = {"streambp::filtered", "streambp::filter_grad"}  # channels of a group stay together
+FILTERS |= {"streambp::convolved", "streambp::convolved_grad", "streambp::convolved_weight_grad"}
 AT_FULL_LENGTH = {"streambp::at_once", "streambp::by_block"}  # on one side of these, no rows are told apart
 WIDER_THAN_NEEDED = {
     *WRITERS,

@@ -41,6 +41,7 @@ class Form(enum.Enum):
     SLICE = "slice"
     JOINED = "joined"  # values concatenated along a dimension
     FLIP = "flip"
+    RECEPTIVE_FIELDS = "receptive fields"  # the rows of a value that each token reads, one after another
     SKEWED = "skewed"  # columns of each row shifted by the row's place: ``streambp.skewed``
     MATRIX_PRODUCT = "matrix product"  # of its last two operands, by its equation; one before is added
     SUM = "sum"

@@ -7,10 +7,10 @@ import operator
 import torch
 from torch.fx import Node
 
-from ..ir import Edge, Reach, Role, Signature, shape_of
+from ..ir import Edge, Label, Reach, Role, Signature, shape_of
 from ..kernels import filters
 from . import rule
-from .facets import CostClass
+from .facets import CostClass, Form
 
 aten, streambp = torch.ops.aten, torch.ops.streambp
 KERNEL = CostClass.KERNEL
@@ -83,3 +83,46 @@ def filter_grad(node: Node) -> Signature:
         contracts="all",
         sums=frozenset("bt"),
     )
+
+
+# Convolutions of receptive fields: each entry of the batch is the rows that one token reads
+
+
+@rule("streambp::receptive_fields", linear="x", form=Form.RECEPTIVE_FIELDS)
+def receptive_fields(node: Node) -> Signature:
+    x, dim = node.args[:2]
+    labels = tuple(range(len(shape_of(x))))
+    made = (0, None, *(None if d == dim else d for d in labels[1:]))
+    return Signature((labels,), (made,), contracts="all")
+
+
+def entries(node: Node, operand: int) -> tuple[Label, ...]:
+    """Label the entries of an operand. Its channels and spatial dimensions are needed at once."""
+    rank = len(shape_of(node.args[operand]))
+    return ("entry", *((operand, dim) for dim in range(1, rank)))
+
+
+def untied(node: Node) -> tuple[None, ...]:
+    """Label the dimensions of a convolution's weight."""
+    return (None,) * len(shape_of(node.args[-5]))
+
+
+def made(node: Node) -> tuple[Label, ...]:
+    return ("entry", *(None,) * (len(shape_of(node)) - 1))
+
+
+@rule("streambp::convolved", cost=CostClass.PRODUCT, linear="x * weight")
+def convolved(node: Node) -> Signature:
+    return Signature((entries(node, 0), untied(node)), (made(node),), contracts="all")
+
+
+@rule("streambp::convolved_grad", cost=CostClass.PRODUCT, linear="grad * weight")
+def convolved_grad(node: Node) -> Signature:
+    operands = (entries(node, 0), entries(node, 1), untied(node))
+    return Signature(operands, (made(node),), contracts="all")
+
+
+@rule("streambp::convolved_weight_grad", cost=CostClass.PRODUCT, linear="grad * x")
+def convolved_weight_grad(node: Node) -> Signature:
+    operands = (entries(node, 0), entries(node, 1), untied(node))
+    return Signature(operands, (untied(node),), contracts="all", sums=frozenset({"entry"}))

@@ -34,7 +34,8 @@ from ...passes.ir import (
 )
 from ...passes.moved_rows import Rows, moves_rows, picked_rows, picks_rows_of
 from ...passes.normalization.normalize import normal_form
-from ...passes.rules import along_of, communicates, ends_along, is_product
+from ...passes.rules import along_of, communicates, ends_along, form_of, is_product
+from ...passes.rules.facets import Form
 from ...passes.token_propagation import Signatures, TokenPropagation
 from .capture import Captured
 from .mixing import (
@@ -335,14 +336,17 @@ class Trace:
             frozenset(n for n, names in self.captured_for.items() if names & found)
             for found in (mixers | attending, attending, received)
         )
-        once = {
-            origin_of(n) for n in graph.nodes if n in propagation.missing or is_product(n) or communicates(n)
-        }
+        once = {origin_of(n) for n in graph.nodes if n in propagation.missing or is_computed_once(n)}
         recomputable = frozenset(
             n for n, names in self.captured_for.items() if not names & (once | self.random)
         )
         length, batch = own_of(first).shape[at.dim], sizes_ahead(first, plain, marks)
         return Axis(length, marks, mixing, attending, recomputable, received=received, batch=batch)
+
+
+def is_computed_once(node: Node) -> bool:
+    """Is a node a product, part of a collective, or a copy of an input's rows?"""
+    return is_product(node) or communicates(node) or form_of(node) is Form.RECEPTIVE_FIELDS
 
 
 def by_length(axis: Axis, constant: Container[Node]) -> list[Axis]:

@@ -190,9 +190,13 @@ def operand_dim(node: Node, operand: Node, dim: int) -> int | None:
         return at if at != part.dim or part.is_all() else None
     if part_of(node) is Part.MOVE:
         return moved_dim(node, dim, given.dim())
+    if part_of(node) is Part.HALVED:
+        return dim if dim != arguments(node)["dim"] % given.dim() else None
     if part_of(node) in (Part.MERGE, Part.RESHAPE):
         return reshaped_dim(node, given, dim)
-    rows = part_of(node) is Part.NORM or part_of(node) is Part.HEAD and fake_of(node.args[1]).dim() == 2
+    if part_of(node) is Part.NORM:
+        return dim if dim < fake.dim() - len(arguments(node)["normalized_shape"]) else None
+    rows = part_of(node) is Part.HEAD and fake_of(node.args[1]).dim() == 2
     return dim if rows and dim < fake.dim() - 1 else None
 
 

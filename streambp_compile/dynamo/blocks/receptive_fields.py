@@ -1,0 +1,487 @@
+"""Stacks of strided convolutions over an input, as functions of the rows that each token reads.
+
+The input may be the samples of a wave, or the frames of a spectrogram. Row t of the last convolution is a
+token. It reads an interval of rows of every value before it: rows ``scale * t + start`` to before
+``scale * t + start + count``. These intervals follow from the sizes, steps and padding of the convolutions,
+from the last to the first, as in the bounds inference of Halide (Ragan-Kelley et al., PLDI 2013). The
+input's intervals are copied, one entry of the batch for each token. Then the same operations on them
+compute the tokens, each by itself, at any length of the input. Rows that two tokens read are computed for
+both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ...passes.ir import arguments, hint
+from ...passes.rules.forward import Part, is_pointwise, part_of
+from ..reading.aten import erase_unread, inserted
+from ..reading.token_axes import axes_of, traced
+from ..reading.values import fake_of, is_changed
+from ..rows.row_slices import may_be_repeated, operand_dim, padded_parts, repeated
+
+MOST_WORK = 2.5  # numbers that the convolutions of a stack compute, per number that they would compute whole
+FILTERS = (Part.CONVOLUTION, Part.FILTER_OF_PLANES)
+Steps = tuple[tuple[int, int], ...]  # of each filter: rows more than it reads at once, and its stride
+
+
+@dataclass(frozen=True)
+class FieldRows:
+    """The rows of a value that token t reads: from ``scale * t + start``, ``count`` of them."""
+
+    scale: int
+    start: int
+    count: int
+
+    def read_by(self, filtered: Filter) -> FieldRows:
+        """Return the rows that a filter reads to compute these."""
+        start = filtered.stride * self.start - filtered.before
+        return FieldRows(
+            self.scale * filtered.stride, start, (self.count - 1) * filtered.stride + filtered.size
+        )
+
+    def join(self, other: FieldRows) -> FieldRows:
+        """Return the least interval that includes both, which have the same scale."""
+        start = min(self.start, other.start)
+        stop = max(self.start + self.count, other.start + other.count)
+        return FieldRows(self.scale, start, stop - start)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A convolution, or padding, along one dimension.
+
+    size          rows that one row of the result is made of
+    before, more  zeros before the rows, and all zeros around them
+    """
+
+    size: int
+    stride: int
+    before: int
+    more: int
+
+    @property
+    def step(self) -> tuple[int, int]:
+        return self.more - self.size, self.stride
+
+
+@dataclass
+class FilterStack:
+    """The values between an input and the last strided convolution.
+
+    end    that convolution; ``dim`` is its dimension of tokens
+    needs  value → the dimension of its rows, and the rows that a token reads
+    steps  value → the filters from the input to it
+    bases  the values whose rows are copied: inputs, and values made of them without gradients
+    """
+
+    end: Node
+    dim: int
+    needs: dict[Node, tuple[int, FieldRows]] = field(default_factory=dict)
+    steps: dict[Node, Steps] = field(default_factory=dict)
+    bases: set[Node] = field(default_factory=set)
+
+    @property
+    def inner(self) -> list[Node]:
+        """List the values that are computed, in the order of the graph."""
+        return sorted(n for n in self.needs if n not in self.bases)
+
+
+class NotWritable(Exception):
+    """A stack of convolutions cannot be written as a function of receptive fields."""
+
+
+def write_receptive_fields(module: GraphModule) -> GraphModule:
+    """Write stacks of strided convolutions over inputs as functions of the rows that each token reads."""
+    found = [n for n in module.graph.nodes if part_of(n) in FILTERS]
+    if not any(map(has_stride, found)):
+        return module
+    fakes = [fake_of(n) for n in module.graph.find_nodes(op="placeholder")]
+    axes = axes_of(traced(module, fakes), fakes)
+    written: set[Node] = set()
+    for node in reversed(found):
+        dims = [m.dim for axis in axes for m in axis.marks.get(node, ()) if m.is_plain]
+        for dim in dims if node not in written else ():
+            stack = stack_of(node, dim)
+            if stack is not None:
+                write(stack)
+                written.update(stack.inner)
+                break
+    return module
+
+
+def has_stride(node: Node) -> bool:
+    """Is a node a convolution that makes fewer rows than it reads?"""
+    dims = range(2, fake_of(node).dim()) if part_of(node) in FILTERS else ()
+    return any(along(node, d, "stride", 1) > 1 for d in dims)
+
+
+def along(node: Node, dim: int, name: str, default: int) -> int:
+    """Return a convolution's setting for a dimension of its result."""
+    given = arguments(node).get(name)
+    if isinstance(given, (list, tuple)):
+        return given[dim - 2] if len(given) > 1 else given[0] if given else default
+    return default if given is None else given
+
+
+def filter_of(node: Node, dim: int) -> Filter:
+    """Describe a convolution, or padding with zeros, along a dimension. Raises `NotWritable` where a size is
+    no number."""
+    if part_of(node) is Part.PAD:
+        parts = padded_parts(node, dim)
+        if parts is None or arguments(node).get("value"):
+            raise NotWritable
+        sizes = [size for piece, size in zip(parts.pieces, parts.sizes) if piece is None]
+        before = sizes[0] if parts.pieces[0] is None else 0
+        found = Filter(1, 1, before, sum(sizes))
+    else:
+        taps, dilation = fake_of(arguments(node)["weight"]).shape[dim], along(node, dim, "dilation", 1)
+        padding, size = arguments(node).get("padding", 0), dilation * (taps - 1) + 1
+        before, more = 0, 0
+        if padding == "same":
+            before, more = (size - 1) // 2, size - 1
+        elif padding != "valid":
+            before = along(node, dim, "padding", 0)
+            more = 2 * before
+        found = Filter(size, along(node, dim, "stride", 1), before, more)
+    numbers = (found.size, found.stride, found.before, found.more)
+    if not all(isinstance(n, int) for n in numbers):
+        raise NotWritable
+    return found
+
+
+def convolution_of(node: Node, dim: int) -> tuple:
+    """Return the arguments of `convolved` behind the first, for rows along ``dim`` that need no padding.
+    Raises `NotWritable` for padding along another dimension that differs on its two sides."""
+    given, dims = arguments(node), range(2, fake_of(node).dim())
+    others = {d: filter_of(node, d) for d in dims if d != dim}
+    if any(f.more != 2 * f.before for f in others.values()):
+        raise NotWritable
+    strides, dilations = ([along(node, d, name, 1) for d in dims] for name in ("stride", "dilation"))
+    padding = [0 if d == dim else others[d].before for d in dims]
+    operands = given["weight"], given.get("bias")
+    return (*operands, strides, padding, dilations, given["groups"], fake_of(node).dtype)
+
+
+# From the tokens to the input
+
+
+def stack_of(end: Node, dim: int) -> FilterStack | None:
+    """Find what lies between an input and the last convolution of a stack, and what each token reads of it.
+    None where this is no stack over an input, or where too many rows would be computed more than once."""
+    stack = FilterStack(end, dim, {end: (dim, FieldRows(1, 0, 1))})
+    try:
+        for node in reversed(list(end.graph.nodes)):
+            if node in stack.needs:
+                add_operands(stack, node)
+        for node in [*sorted(stack.bases), *stack.inner]:
+            add_steps(stack, node)
+    except NotWritable:
+        return None
+    if any(not set(n.users) <= stack.needs.keys() for n in stack.inner if n is not end):
+        return None
+    known = fake_of(end).requires_grad and any(map(has_stride, stack.inner))
+    return stack if known and extra_work(stack) <= MOST_WORK else None
+
+
+def add_operands(stack: FilterStack, node: Node) -> None:
+    """Add what a token reads of a value's operands."""
+    dim, rows = stack.needs[node]
+    if not fake_of(node).requires_grad and node is not stack.end and not is_changed(node):
+        stack.bases.add(node)
+        return
+    if not may_be_repeated(node, stack.end):
+        raise NotWritable
+    for operand, at in rows_of_operands(node, dim):
+        if part_of(node) in (*FILTERS, Part.PAD):
+            read = rows.read_by(filter_of(node, dim))
+            if part_of(node) is not Part.PAD:
+                convolution_of(node, dim)
+        elif part_of(node) is Part.NORM_OF_CHANNELS:
+            if not fake_of(operand).requires_grad:  # all its rows would be needed, and no filter tells them
+                raise NotWritable
+            read = rows.join(FieldRows(rows.scale, 0, rows.scale))
+            stack.needs[node] = dim, read
+        else:
+            read = rows
+        known = stack.needs.get(operand)
+        if known is not None and (known[0] != at or known[1].scale != read.scale):
+            raise NotWritable
+        stack.needs[operand] = at, read if known is None else read.join(known[1])
+
+
+def rows_of_operands(node: Node, dim: int) -> Iterator[tuple[Node, int]]:
+    """Yield the operands that have rows and a batch, each with its dimension of rows. Raises `NotWritable`
+    for an operation that treats neither rows nor sequences one by one."""
+    if part_of(node) in (*FILTERS, Part.PAD, Part.NORM_OF_CHANNELS):
+        yield node.args[0], dim
+        return
+    plain = is_pointwise(node) or part_of(node) in (Part.MOVE, Part.NORM, Part.HEAD, Part.HALVED)
+    if not plain and (part_of(node) is not Part.RESHAPE or "sizes" in arguments(node)):
+        raise NotWritable
+    found = False
+    for operand in node.all_input_nodes:
+        if not isinstance(fake_of(operand), Tensor):
+            raise NotWritable
+        at = operand_dim(node, operand, dim)
+        of_batch = operand_dim(node, operand, 0) == 0 and fake_of(operand).dim() > 1
+        if at is not None and at > 0 and of_batch:
+            found = True
+            yield operand, at
+        elif at is not None or fake_of(operand).dim() >= fake_of(node).dim():
+            raise NotWritable
+    if not found:
+        raise NotWritable
+
+
+def add_steps(stack: FilterStack, node: Node) -> None:
+    """Find the filters from the input to a value. Raises `NotWritable` if two ways there differ."""
+    dim, _ = stack.needs[node]
+    if node in stack.bases:
+        return
+    ways = {stack.steps[a] for a, _ in rows_of_operands(node, dim) if a in stack.steps}
+    others = [a for a, _ in rows_of_operands(node, dim) if a in stack.bases]
+    if part_of(node) in (*FILTERS, Part.PAD):
+        ways = {(*way, filter_of(node, dim).step) for way in ways or {()}}
+    elif others and not ways:
+        ways = {()}
+    if len(ways) != 1:
+        raise NotWritable
+    stack.steps[node] = ways.pop()
+
+
+def extra_work(stack: FilterStack) -> float:
+    """Compare what the filters compute for all tokens with what they compute for whole values."""
+    whole = made = 0.0
+    for node in (n for n in stack.inner if part_of(n) in FILTERS):
+        (_, rows), weight = stack.needs[node], fake_of(arguments(node)["weight"])
+        work = hint(fake_of(node).numel()) * weight[0].numel()
+        whole, made = whole + work, made + work * rows.count / rows.scale
+    return made / whole
+
+
+# From the input to the tokens
+
+
+def write(stack: FilterStack) -> None:
+    """Replace the last convolution of a stack by the same function of receptive fields."""
+    end = stack.end
+    with end.graph.inserting_before(end):
+        made = FieldWriter(stack).tokens()
+    end.replace_all_uses_with(made)
+    erase_unread(end.graph, [end])
+
+
+class FieldWriter:
+    """Inserts a stack's values as rows of each token, ``[B tokens, ..., n, ...]``.
+
+    Statistics of all rows include those behind the steps of the last token. They are rows of some more
+    tokens, which are computed beside the others, and only up to those statistics.
+
+    base   the input, which every region reads for its sizes
+    known  value → its rows for the tokens, and for the tokens behind them (None: not needed)
+    """
+
+    def __init__(self, stack: FilterStack):
+        self.stack = stack
+        self.base = max(stack.bases, key=lambda n: stack.needs[n][1].scale)
+        self.norms = [n for n in stack.inner if part_of(n) is Part.NORM_OF_CHANNELS]
+        self.known: dict[Node, tuple[Node, Node | None]] = {}
+
+    def tokens(self) -> Node:
+        """Insert the last convolution's result, with its rows as tokens."""
+        for node in (*sorted(self.stack.bases), *self.stack.inner):
+            self.known[node] = self.fields(node) if node in self.stack.bases else self.computed(node)
+        end, dim = self.stack.end, self.stack.dim
+        return inserted(end, tokens_of, (self.known[end][0], dim, self.base))
+
+    def fields(self, node: Node) -> tuple[Node, Node | None]:
+        """Insert the rows of a base, copied for each token."""
+        (dim, rows), end = self.stack.needs[node], self.stack.end
+        along, steps = self.stack.needs[self.base][0], self.stack.steps[end]
+        how = (node, dim, rows.scale, rows.start, rows.count, self.base, along, steps)
+        norms = [self.stack.needs[n][1] for n in self.norms]
+        behind = max((-(-(r.start + r.count) // r.scale) for r in norms), default=0)
+        made = [inserted(end, fields_of, (*how, n)) for n in (0, *filter(None, [behind]))]
+        flat = [inserted(end, torch.flatten, (n, 0, 1)) for n in made]
+        return flat[0], flat[1] if behind else None
+
+    def computed(self, node: Node) -> tuple[Node, Node | None]:
+        """Insert a value, from the rows of its operands."""
+        if part_of(node) is Part.NORM_OF_CHANNELS:
+            return self.normalised(node)
+        late = any(node < norm for norm in self.norms)
+        return self.repeated(node, 0), self.repeated(node, 1) if late else None
+
+    def repeated(self, node: Node, which: int) -> Node:
+        """Repeat an operation for the rows of the tokens (``which`` = 0), or of those behind them (1)."""
+        dim, rows = self.stack.needs[node]
+        filtered = filter_of(node, dim) if part_of(node) in (*FILTERS, Part.PAD) else None
+        read = rows if filtered is None else rows.read_by(filtered)
+        values = {a: a for a in node.all_input_nodes}
+        values |= {a: self.rows_of(a, read, which, node) for a, _ in rows_of_operands(node, dim)}
+        if filtered is None:
+            return repeated(node, dim, values, node)
+        source = node.args[0]
+        value = values[source]
+        if filtered.more and source not in self.stack.bases:  # a base has zeros around its rows
+            value = inserted(node, zero_outside, (value, *self.places(source, read, which)))
+        if part_of(node) is Part.PAD:
+            return value
+        return inserted(node, convolved, (value, *convolution_of(node, dim)))
+
+    def places(self, node: Node, rows: FieldRows, which: int) -> tuple:
+        """Return what `exists` needs to know of some of a value's rows."""
+        steps, along = self.stack.steps, self.stack.needs[self.base][0]
+        of_end = steps[self.stack.end] if which else None
+        return self.stack.needs[node][0], rows.scale, rows.start, self.base, along, steps[node], of_end
+
+    def rows_of(self, node: Node, rows: FieldRows, which: int, like: Node) -> Node:
+        """Insert some of the rows that each token has of a value."""
+        dim, known = self.stack.needs[node]
+        made = self.known[node][which]
+        if known == rows or made is None:
+            return made
+        return inserted(like, torch.narrow, (made, dim, rows.start - known.start, rows.count))
+
+    def normalised(self, node: Node) -> tuple[Node, Node | None]:
+        """Insert a value whose groups of channels are normalised over all rows of a sequence. A row counts
+        for the one token whose step it is in."""
+        (_, rows), called, source = self.stack.needs[node], arguments(node), node.args[0]
+        own = FieldRows(rows.scale, 0, rows.scale)
+        parts: list = []
+        for which in (0, 1):
+            parts += self.rows_of(source, own, which, node), *self.places(source, own, which)
+        statistics = inserted(node, statistics_of, (*parts, called["num_groups"], called["eps"]))
+        mean, scale = (inserted(node, torch.select, (statistics, 0, i)) for i in (0, 1))
+        how = (mean, scale, called.get("weight"), called.get("bias"), fake_of(node).dtype)
+        made, late = (self.rows_of(source, rows, which, node) for which in (0, 1))
+        again = any(node < norm for norm in self.norms)
+        return (
+            inserted(node, normalised, (made, *how)),
+            inserted(node, normalised, (late, *how)) if again else None,
+        )
+
+
+# Functions of rows of each token
+
+
+def rows_behind(count: int, steps: Steps) -> int:
+    """Count the rows behind some filters, of an input with ``count`` rows."""
+    for more, stride in steps:
+        count = (count + more) // stride + 1
+    return count
+
+
+def fields_of(
+    x: Tensor,
+    dim: int,
+    step: int,
+    start: int,
+    width: int,
+    base: Tensor,
+    along: int,
+    steps: Steps,
+    behind: int,
+) -> Tensor:
+    """Copy the rows of ``x`` that each token reads. There are as many tokens as ``steps`` leave rows of
+    ``base``; with ``behind``, these are as many tokens behind them."""
+    count = rows_behind(base.shape[along], steps)
+    first, count = (count, behind) if behind else (0, count)
+    return torch.ops.streambp.receptive_fields(x, dim, first, count, step, start, width)
+
+
+def exists(
+    x: Tensor,
+    dim: int,
+    step: int,
+    start: int,
+    base: Tensor,
+    along: int,
+    steps: Steps,
+    of_end: Steps | None,
+) -> Tensor:
+    """Tell which rows of ``[B tokens, ..., n, ...]`` exist, as ``[1, tokens, ..., n, ...]``. Token t has the
+    rows from ``step * t + start`` on.
+
+    steps   the filters from ``base`` to all these rows
+    of_end  the filters from ``base`` to the tokens, where ``x`` is of the tokens behind them
+    """
+    first = 0 if of_end is None else rows_behind(base.shape[along], of_end)
+    tokens = first + torch.arange(x.shape[0] // base.shape[0], device=x.device)
+    places = tokens.unsqueeze(1) * step + start + torch.arange(x.shape[dim], device=x.device)
+    found = (places >= 0) & (places < rows_behind(base.shape[along], steps))
+    return found.view(1, -1, *[1] * (dim - 1), x.shape[dim], *[1] * (x.dim() - 1 - dim))
+
+
+def zero_outside(x: Tensor, dim: int, step: int, start: int, base: Tensor, *how) -> Tensor:
+    """Write zeros in place of rows that do not exist, as padding has them. The arguments are those of
+    `exists`."""
+    there = exists(x, dim, step, start, base, *how)
+    return torch.where(there, x.unflatten(0, (base.shape[0], -1)), 0).flatten(0, 1)
+
+
+def statistics_of(x: Tensor, *how) -> Tensor:
+    """Compute the mean and the inverse deviation of groups of channels over all rows of each sequence, as
+    ``torch.nn.GroupNorm`` does.
+
+    x    rows of the tokens; then their places, as in `exists`; then rows of the tokens behind them, and
+         their places; then the number of groups, and what is added to the variance
+
+    Returns ``[2, B, groups]``.
+    """
+    own, (late, *places), (groups, eps) = how[:7], how[7:15], how[15:]
+    dim, _, _, base, along, steps, _ = own
+    batch, count = base.shape[0], rows_behind(base.shape[along], steps)
+    wide, over = torch.promote_types(x.dtype, torch.float32), [1, *range(3, x.dim() + 2)]
+    numbers = count * (x[0].numel() // x.shape[dim] // groups)
+    parts = [
+        (exists(rows, *at).unsqueeze(2), rows.unflatten(0, (batch, -1)).unflatten(2, (groups, -1)).to(wide))
+        for rows, at in ((x, own), (late, places))
+    ]
+    mean = sum(torch.where(there, rows, 0).sum(over, keepdim=True) for there, rows in parts) / numbers
+    squares = [torch.where(there, rows - mean, 0).square().sum(over, keepdim=True) for there, rows in parts]
+    found = torch.stack([mean, torch.rsqrt(sum(squares) / numbers + eps)])
+    return found.view(2, batch, groups)
+
+
+def normalised(
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Apply statistics ``[B, groups]`` to groups of channels ``[B tokens, C, ...]``."""
+    shape = (mean.shape[0], 1, mean.shape[1], *[1] * (x.dim() - 1))
+    rows = x.unflatten(0, (mean.shape[0], -1)).unflatten(2, (mean.shape[1], -1))
+    made = ((rows - mean.view(shape)) * scale.view(shape)).flatten(2, 3).flatten(0, 1)
+    channels = (-1, *[1] * (x.dim() - 2))
+    made = made if weight is None else made * weight.view(channels)
+    return (made if bias is None else made + bias.view(channels)).to(dtype)
+
+
+def convolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilations: Sequence[int],
+    groups: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute the convolution of each entry of the batch, in autocast's dtype."""
+    made = torch.ops.streambp.convolved(x.to(dtype), weight.to(dtype), strides, padding, dilations, groups)
+    return made if bias is None else made + bias.to(dtype).view(-1, *[1] * (x.dim() - 2))
+
+
+def tokens_of(x: Tensor, dim: int, base: Tensor) -> Tensor:
+    """Reshape one row of each token, ``[B tokens, O, ..., 1, ...]``, to ``[B, O, ..., tokens, ...]``."""
+    return x.squeeze(dim).unflatten(0, (base.shape[0], -1)).movedim(1, dim)
