@@ -74,6 +74,14 @@ def with_skip(model: Encoder, i: int, h: Tensor) -> Tensor:
 
 
 WAVE = (10, 5, 0, 1), (3, 2, 0, 1), (2, 2, 0, 1)
+
+
+def masked(model: Encoder, i: int, h: Tensor) -> Tensor:
+    """The second sequence ends before the first one."""
+    ends = torch.tensor([h.shape[-1], h.shape[-1] - 3])
+    return F.gelu(h) * (torch.arange(h.shape[-1]) < ends[:, None])[:, None].to(h.dtype)
+
+
 ENCODERS = {
     "wave": lambda: Encoder(*WAVE),
     "one filter": lambda: Encoder((7, 3, 0, 1)),
@@ -86,6 +94,7 @@ ENCODERS = {
     "norm of rows": lambda: Encoder(*WAVE, between=norm_of_rows),
     "padded by itself": lambda: Encoder((8, 4, 0, 1), (4, 2, 0, 1), between=padded),
     "branches": lambda: Encoder((4, 2, 1, 1), (3, 1, 1, 1), (4, 2, 1, 1), between=with_skip),
+    "masks": lambda: Encoder((8, 4, 2, 1), (3, 2, 1, 1), between=masked),
     "frames": lambda: Encoder((3, 1, 1, 1), (3, 2, 1, 1), channels=8),
 }
 LENGTHS = 211, 190, 257
@@ -113,3 +122,67 @@ def is_front_streamed(report: Report) -> bool:
     """Is a convolution of receptive fields in a streamed region of the graph that was compiled last?"""
     streamed = [r.streamed.joint.graph for r in report.regions if r.streamed]
     return any(g.find_nodes(op="call_function", target=CONVOLVED) for g in streamed)
+
+
+class Planes(Encoder):
+    """Frames of a spectrogram, filtered along time and frequency."""
+
+    def __init__(self):
+        super().__init__((3, 2, 1, 1), channels=8)
+        self.planes = nn.Conv2d(1, WIDTH, (5, 3), (2, 2), (2, 1))
+        self.narrow = nn.Conv2d(WIDTH, WIDTH, 3, 2, 1, groups=WIDTH)
+        self.joined = nn.Linear(2 * WIDTH, WIDTH)
+
+    def features(self, x: Tensor) -> Tensor:
+        h = self.narrow(self.planes(x.transpose(1, 2)[:, None]).relu())
+        return self.joined(h.transpose(1, 2).flatten(2))
+
+
+def scaled_by_all(model: Encoder, i: int, h: Tensor) -> Tensor:
+    return F.gelu(h) * h.mean(-1, keepdim=True).sigmoid()
+
+
+def read_twice(model: Encoder, i: int, h: Tensor) -> Tensor:
+    model.read = h.square().mean()
+    return F.gelu(h)
+
+
+class Read(Encoder):
+    """Its loss reads a value inside the stack."""
+
+    def __init__(self):
+        super().__init__(*WAVE, between=read_twice)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss = super().forward(x, labels)
+        return loss + self.read
+
+
+def frozen() -> Encoder:
+    model = Encoder(*WAVE, between=norm_of_rows)
+    model.convolutions[0].requires_grad_(False)
+    return model
+
+
+OTHERS = {
+    "planes": Planes,
+    "frozen filter": frozen,
+    "a scale from all rows": lambda: Encoder(*WAVE, between=scaled_by_all),
+    "a value read elsewhere": Read,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore::streambp_compile.NotStreamed")
+def test_other_stacks_are_exact(name):
+    """Whether they can be written as functions of receptive fields or not, at other lengths and batches."""
+    torch.manual_seed(0)
+    model = OTHERS[name]().double()
+    compiled = torch.compile(model, backend="streambp", options={"chunk_size": 8})
+    for batch, length in ((2, 211), (2, 190), (3, 257), (1, 230)):
+        shape = (batch, 8, length) if name == "planes" else (batch, length)
+        wave = torch.randn(shape, dtype=torch.float64)
+        given = wave, torch.randint(WORDS, model.features(wave).shape[:2])
+        truth = gradients(model, lambda: model(*given))
+        assert worst_error(gradients(model, lambda: compiled(*given)), truth) < EXACT, (batch, length)
