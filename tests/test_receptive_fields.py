@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from streambp_compile.backend import Reporting
 from streambp_compile.config import Config
+from streambp_compile.dynamo.blocks.receptive_fields import FieldRows, Filter
 from streambp_compile.reporting.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -98,6 +99,19 @@ ENCODERS = {
     "frames": lambda: Encoder((3, 1, 1, 1), (3, 2, 1, 1), channels=8),
 }
 LENGTHS = 211, 190, 257
+
+
+def test_receptive_fields_of_wav2vec2():
+    """A token reads 400 samples, every 320 (arXiv 2006.11477, section 4.2). What is computed for two tokens
+    adds between a sixth and a fifth to the work of the filters, 512 channels wide."""
+    rows, work = FieldRows(1, 0, 1), []
+    for size, stride in reversed(list(zip((10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2)))):
+        channels = 1 if size == 10 else 512
+        work.append((size * channels * rows.count, size * channels * rows.scale))  # for one token
+        rows = rows.read_by(Filter(size, stride, 0, 0))
+    assert rows == FieldRows(320, 0, 400)
+    made, whole = (sum(parts) for parts in zip(*work))
+    assert 1 + 1 / 6 < made / whole < 1 + 1 / 5
 
 
 QUICK = {"norm of channels"}

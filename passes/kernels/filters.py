@@ -1,8 +1,8 @@
-"""Convolutions along the tokens that give a row for every row, with filters of any length.
+"""Convolutions along the tokens that give a row for every row, and convolutions of receptive fields.
 
-Row ``t`` is computed from the rows around it; rows before the first and behind the last are zero. The
-gradient of the input is such a convolution again, with the filter reversed. That of the filter is a sum
-over rows.
+Of the first, row ``t`` is computed from the rows around it; rows before the first and behind the last are
+zero. The gradient of the input is such a convolution again, with the filter reversed. That of the filter is
+a sum over rows. Of the second, each entry of the batch is a copy of the rows that one token reads.
 """
 
 from __future__ import annotations
@@ -34,39 +34,6 @@ def rows_around_meta(full: Tensor, dim: int, start, length) -> Tensor:
     return full.new_empty([*full.shape[:dim], length, *full.shape[dim + 1 :]])
 
 
-def padded(x: Tensor, taps: int, before: int, dilation: int) -> Tensor:
-    return F.pad(x, (before, reach(taps, before, dilation)[1]))
-
-
-def filtered(x: Tensor, weight: Tensor, before: int, dilation: int, groups: int) -> Tensor:
-    """Compute the convolution of ``[B, C, T]`` by ``[O, C / groups, K]``. Tap k of row t reads row ``t -
-    before + k * dilation``."""
-    rows = padded(x, weight.shape[-1], before, dilation)
-    return aten.convolution(rows, weight, None, [1], [0], [dilation], False, [0], groups).contiguous()
-
-
-def filter_grad(x: Tensor, grad: Tensor, weight: Tensor, before: int, dilation: int, groups: int) -> Tensor:
-    """Compute the gradient of the weight of `filtered`. The weight is read for its shape alone."""
-    return filter_grad_of_padded(
-        padded(x, weight.shape[-1], before, dilation), grad, weight, dilation, groups
-    )
-
-
-def filter_grad_of_padded(rows: Tensor, grad: Tensor, weight: Tensor, dilation: int, groups: int) -> Tensor:
-    """Compute the same gradient from rows that include all rows that are read around them."""
-    found = aten.convolution_backward(
-        grad, rows, weight, None, [1], [0], [dilation], False, [0], groups, [False, True, False]
-    )
-    return found[1].contiguous()
-
-
-def turned(weight: Tensor, groups: int) -> Tensor:
-    """Build the filter that takes gradients of rows back to the rows that were read."""
-    made, given, taps = weight.shape
-    parts = weight.view(groups, made // groups, given, taps).transpose(1, 2).flip(-1)
-    return parts.reshape(groups * given, made // groups, taps)
-
-
 def convolved(x: Tensor, weight: Tensor, stride: list, padding: list, dilation: list, groups: int) -> Tensor:
     """Compute ``aten.convolution`` of each entry of the batch. An entry is what one token reads."""
     none = [0] * len(stride)
@@ -93,6 +60,29 @@ def convolved_meta(x: Tensor, weight: Tensor, stride: list, padding: list, dilat
     sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation)
     made = [(n + 2 * p - d * (taps - 1) - 1) // s + 1 for n, taps, s, p, d in sizes]
     return x.new_empty([x.shape[0], weight.shape[0], *made])
+
+
+def padded(x: Tensor, taps: int, before: int, dilation: int) -> Tensor:
+    return F.pad(x, (before, reach(taps, before, dilation)[1]))
+
+
+def filtered(x: Tensor, weight: Tensor, before: int, dilation: int, groups: int) -> Tensor:
+    """Compute the convolution of ``[B, C, T]`` by ``[O, C / groups, K]``. Tap k of row t reads row ``t -
+    before + k * dilation``."""
+    return convolved(padded(x, weight.shape[-1], before, dilation), weight, [1], [0], [dilation], groups)
+
+
+def filter_grad(x: Tensor, grad: Tensor, weight: Tensor, before: int, dilation: int, groups: int) -> Tensor:
+    """Compute the gradient of the weight of `filtered`. The weight is read for its shape alone."""
+    rows = padded(x, weight.shape[-1], before, dilation)
+    return convolved_weight_grad(grad, rows, weight, [1], [0], [dilation], groups)
+
+
+def turned(weight: Tensor, groups: int) -> Tensor:
+    """Build the filter that takes gradients of rows back to the rows that were read."""
+    made, given, taps = weight.shape
+    parts = weight.view(groups, made // groups, given, taps).transpose(1, 2).flip(-1)
+    return parts.reshape(groups * given, made // groups, taps)
 
 
 def receptive_fields(
@@ -141,13 +131,6 @@ define(
     "filter_grad(Tensor x, Tensor grad, Tensor weight, int before, int dilation, int groups) -> Tensor",
     filter_grad,
     lambda x, grad, weight, before, dilation, groups: torch.empty_like(
-        weight, memory_format=torch.contiguous_format
-    ),
-)
-define(
-    "filter_grad_of_padded(Tensor rows, Tensor grad, Tensor weight, int dilation, int groups) -> Tensor",
-    filter_grad_of_padded,
-    lambda rows, grad, weight, dilation, groups: torch.empty_like(
         weight, memory_format=torch.contiguous_format
     ),
 )

@@ -1,4 +1,4 @@
-"""Convolutions along the tokens: a row is made of the rows around it."""
+"""Convolutions along the tokens, where a row is made of the rows around it, and of receptive fields."""
 
 from __future__ import annotations
 
@@ -65,13 +65,10 @@ def emit_filter_grad(body, node: Node):
     if rows.role is not Role.HALO:
         return body.copied(node)
     shift = grad.reach.lo - reach_of(node, weight).lo
-    given = (
-        write_rows_around(body, rows, 2, rows.reach),
-        write_rows_around(body, grad, 2, Reach(shift, shift)),
-        body.operand(shape),
-    )
-    made = body.graph.call_function(streambp.filter_grad_of_padded.default, (*given, dilation, groups))
-    return body.added(node, made)
+    read = write_rows_around(body, rows, 2, rows.reach)
+    own = write_rows_around(body, grad, 2, Reach(shift, shift))
+    given = (own, read, body.operand(shape), [1], [0], [dilation], groups)
+    return body.added(node, body.graph.call_function(streambp.convolved_weight_grad.default, given))
 
 
 @rule("streambp::filter_grad", emit=emit_filter_grad, cost=KERNEL, linear="x * grad", around=True)

@@ -80,8 +80,8 @@ class Part(enum.Enum):
     RESHAPE = "dimensions of size one come in, or one dimension becomes several"
     SHAPED_AS = "the same values in the shape of another value"
     EXPAND = "dimensions of size one are repeated"
-    HALVED = "one half of a dimension gates the other"
-    NORM_OF_CHANNELS = "groups of channels are normalised over all their numbers"
+    GATED = "one half of a dimension gates the other"
+    GROUP_NORM = "groups of channels are normalised over all their numbers"
     NORM = "each row is normalised over its last dimensions"
     COUNT = "consecutive numbers"
     WINDOWS = "consecutive rows, one window behind another"
@@ -134,8 +134,8 @@ PARTS: dict[torch._ops.OpOverloadPacket, Part] = {
     **dict.fromkeys((aten.view_as, aten.reshape_as), Part.SHAPED_AS),
     **dict.fromkeys((aten.expand, aten.expand_as), Part.EXPAND),
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), Part.NORM),
-    aten.glu: Part.HALVED,
-    aten.group_norm: Part.NORM_OF_CHANNELS,
+    aten.glu: Part.GATED,
+    aten.group_norm: Part.GROUP_NORM,
     aten.arange: Part.COUNT,
     aten.unfold: Part.WINDOWS,
     **dict.fromkeys((aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter), Part.STRIDED),

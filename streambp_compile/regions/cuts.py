@@ -17,10 +17,10 @@ from ..dynamo.reading.processes import spans_processes
 from ..dynamo.reading.token_axes import Axis
 from ..dynamo.reading.values import fake_of, own_of, storage_of, wants_gradient
 from ..dynamo.writes.written_inputs import written_storages
-from ..passes.ir import Refusal, bytes_of, unbound, where_of
+from ..passes.ir import Refusal, ancestors, bytes_of, unbound, where_of
 from ..passes.rules import form_of
 from ..passes.rules.facets import Form
-from ..passes.rules.forward import Part, mutated, part_of
+from ..passes.rules.forward import Part, multiplies, mutated, part_of
 from ..passes.split import Region, Traits
 
 # An output is lazy if it is this many times wider than the inputs of its region. The second number is for
@@ -122,21 +122,22 @@ def lazy_regions(
 def wide_between(regions: Sequence[Region], axis: Axis) -> list[Node]:
     """Find values made in one region for a later one that are much wider than hidden states. They are wider
     than twice what is alive between layers, and than four times what attention returns (four residual
-    streams are common). Copies of an input's rows are left out: the user cannot do without them."""
+    streams are common). Copies of an input's rows are left out: the user has no way to avoid them."""
     last = {n: i for i, region in enumerate(regions) for n in region.inputs if n.op != "placeholder"}
     made = {n: i for i, region in enumerate(regions) for n in region.outputs}
     alive = [[n for n in made if made[n] <= i < last.get(n, 0)] for i in range(len(regions) - 1)]
     narrowest = min((sum(map(tensor_bytes, at)) for at in alive if at), default=0)
     limit = max(2 * narrowest, 4 * max(map(tensor_bytes, axis.mixing), default=0))
     wide = [n for n in made if n in last and last[n] > made[n] and tensor_bytes(n) > limit]
-    return [n for n in wide if not copies_rows(n)]
+    return [n for n in wide if not copies_input(n)]
 
 
-def copies_rows(node: Node) -> bool:
-    """Does a node copy the rows of an input that each token reads?"""
+def copies_input(node: Node) -> bool:
+    """Does a node copy, for each token, the rows that it reads of an input? The rows of a product, such as a
+    frozen filter's, are no input."""
     while part_of(node) is Part.MERGE:
         node = node.args[0]
-    return form_of(node) is Form.RECEPTIVE_FIELDS
+    return form_of(node) is Form.RECEPTIVE_FIELDS and not any(map(multiplies, ancestors([node.args[0]])))
 
 
 def tensor_bytes(node: Node) -> int:

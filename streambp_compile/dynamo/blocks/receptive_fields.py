@@ -11,8 +11,9 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from ..reading.aten import erase_unread, inserted
 from ..reading.token_axes import axes_of, traced
 from ..reading.values import fake_of, is_changed
 from ..rows.row_slices import may_be_repeated, operand_dim, padded_parts, repeated
+from .convolutions import single
 
 MOST_WORK = 2.5  # numbers that the convolutions of a stack compute, per number that they would compute whole
 FILTERS = (Part.CONVOLUTION, Part.FILTER_OF_PLANES)
@@ -118,15 +120,13 @@ def write_receptive_fields(module: GraphModule) -> GraphModule:
 def has_stride(node: Node) -> bool:
     """Is a node a convolution that makes fewer rows than it reads?"""
     dims = range(2, fake_of(node).dim()) if part_of(node) in FILTERS else ()
-    return any(along(node, d, "stride", 1) > 1 for d in dims)
+    return any(along(node, d, "stride") > 1 for d in dims)
 
 
-def along(node: Node, dim: int, name: str, default: int) -> int:
+def along(node: Node, dim: int, name: str) -> int:
     """Return a convolution's setting for a dimension of its result."""
-    given = arguments(node).get(name)
-    if isinstance(given, (list, tuple)):
-        return given[dim - 2] if len(given) > 1 else given[0] if given else default
-    return default if given is None else given
+    given = single(arguments(node)[name])
+    return given[dim - 2] if isinstance(given, (list, tuple)) else given
 
 
 def filter_of(node: Node, dim: int) -> Filter:
@@ -140,15 +140,15 @@ def filter_of(node: Node, dim: int) -> Filter:
         before = sizes[0] if parts.pieces[0] is None else 0
         found = Filter(1, 1, before, sum(sizes))
     else:
-        taps, dilation = fake_of(arguments(node)["weight"]).shape[dim], along(node, dim, "dilation", 1)
-        padding, size = arguments(node).get("padding", 0), dilation * (taps - 1) + 1
+        taps, dilation = fake_of(arguments(node)["weight"]).shape[dim], along(node, dim, "dilation")
+        padding, size = arguments(node)["padding"], dilation * (taps - 1) + 1
         before, more = 0, 0
         if padding == "same":
             before, more = (size - 1) // 2, size - 1
         elif padding != "valid":
-            before = along(node, dim, "padding", 0)
+            before = along(node, dim, "padding")
             more = 2 * before
-        found = Filter(size, along(node, dim, "stride", 1), before, more)
+        found = Filter(size, along(node, dim, "stride"), before, more)
     numbers = (found.size, found.stride, found.before, found.more)
     if not all(isinstance(n, int) for n in numbers):
         raise NotWritable
@@ -162,7 +162,7 @@ def convolution_of(node: Node, dim: int) -> tuple:
     others = {d: filter_of(node, d) for d in dims if d != dim}
     if any(f.more != 2 * f.before for f in others.values()):
         raise NotWritable
-    strides, dilations = ([along(node, d, name, 1) for d in dims] for name in ("stride", "dilation"))
+    strides, dilations = ([along(node, d, name) for d in dims] for name in ("stride", "dilation"))
     padding = [0 if d == dim else others[d].before for d in dims]
     operands = given["weight"], given.get("bias")
     return (*operands, strides, padding, dilations, given["groups"], fake_of(node).dtype)
@@ -179,7 +179,7 @@ def stack_of(end: Node, dim: int) -> FilterStack | None:
         for node in reversed(list(end.graph.nodes)):
             if node in stack.needs:
                 add_operands(stack, node)
-        for node in [*sorted(stack.bases), *stack.inner]:
+        for node in stack.inner:
             add_steps(stack, node)
     except NotWritable:
         return None
@@ -202,7 +202,7 @@ def add_operands(stack: FilterStack, node: Node) -> None:
             read = rows.read_by(filter_of(node, dim))
             if part_of(node) is not Part.PAD:
                 convolution_of(node, dim)
-        elif part_of(node) is Part.NORM_OF_CHANNELS:
+        elif part_of(node) is Part.GROUP_NORM:
             if not fake_of(operand).requires_grad:  # all its rows would be needed, and no filter tells them
                 raise NotWritable
             read = rows.join(FieldRows(rows.scale, 0, rows.scale))
@@ -218,10 +218,10 @@ def add_operands(stack: FilterStack, node: Node) -> None:
 def rows_of_operands(node: Node, dim: int) -> Iterator[tuple[Node, int]]:
     """Yield the operands that have rows and a batch, each with its dimension of rows. Raises `NotWritable`
     for an operation that treats neither rows nor sequences one by one."""
-    if part_of(node) in (*FILTERS, Part.PAD, Part.NORM_OF_CHANNELS):
+    if part_of(node) in (*FILTERS, Part.PAD, Part.GROUP_NORM):
         yield node.args[0], dim
         return
-    plain = is_pointwise(node) or part_of(node) in (Part.MOVE, Part.NORM, Part.HEAD, Part.HALVED)
+    plain = is_pointwise(node) or part_of(node) in (Part.MOVE, Part.NORM, Part.HEAD, Part.GATED)
     if not plain and (part_of(node) is not Part.RESHAPE or "sizes" in arguments(node)):
         raise NotWritable
     found = False
@@ -242,17 +242,11 @@ def rows_of_operands(node: Node, dim: int) -> Iterator[tuple[Node, int]]:
 def add_steps(stack: FilterStack, node: Node) -> None:
     """Find the filters from the input to a value. Raises `NotWritable` if two ways there differ."""
     dim, _ = stack.needs[node]
-    if node in stack.bases:
-        return
-    ways = {stack.steps[a] for a, _ in rows_of_operands(node, dim) if a in stack.steps}
-    others = [a for a, _ in rows_of_operands(node, dim) if a in stack.bases]
-    if part_of(node) in (*FILTERS, Part.PAD):
-        ways = {(*way, filter_of(node, dim).step) for way in ways or {()}}
-    elif others and not ways:
-        ways = {()}
+    ways = {stack.steps[a] for a, _ in rows_of_operands(node, dim) if a in stack.steps} or {()}
     if len(ways) != 1:
         raise NotWritable
-    stack.steps[node] = ways.pop()
+    own = (filter_of(node, dim).step,) if part_of(node) in (*FILTERS, Part.PAD) else ()
+    stack.steps[node] = (*ways.pop(), *own)
 
 
 def extra_work(stack: FilterStack) -> float:
@@ -290,7 +284,7 @@ class FieldWriter:
     def __init__(self, stack: FilterStack):
         self.stack = stack
         self.base = max(stack.bases, key=lambda n: stack.needs[n][1].scale)
-        self.norms = [n for n in stack.inner if part_of(n) is Part.NORM_OF_CHANNELS]
+        self.norms = [n for n in stack.inner if part_of(n) is Part.GROUP_NORM]
         self.known: dict[Node, tuple[Node, Node | None]] = {}
 
     def tokens(self) -> Node:
@@ -307,18 +301,16 @@ class FieldWriter:
         how = (node, dim, rows.scale, rows.start, rows.count, self.base, along, steps)
         norms = [self.stack.needs[n][1] for n in self.norms]
         behind = max((-(-(r.start + r.count) // r.scale) for r in norms), default=0)
-        made = [inserted(end, fields_of, (*how, n)) for n in (0, *filter(None, [behind]))]
-        flat = [inserted(end, torch.flatten, (n, 0, 1)) for n in made]
-        return flat[0], flat[1] if behind else None
+        made, *late = (inserted(end, fields_of, (*how, n)) for n in ((0, behind) if behind else (0,)))
+        made, *late = (inserted(end, torch.flatten, (n, 0, 1)) for n in (made, *late))
+        return made, late[0] if late else None
 
     def computed(self, node: Node) -> tuple[Node, Node | None]:
         """Insert a value, from the rows of its operands."""
-        if part_of(node) is Part.NORM_OF_CHANNELS:
-            return self.normalised(node)
-        late = any(node < norm for norm in self.norms)
-        return self.repeated(node, 0), self.repeated(node, 1) if late else None
+        apply = self.group_norm(node) if part_of(node) is Part.GROUP_NORM else partial(self.applied, node)
+        return apply(0), apply(1) if any(node < norm for norm in self.norms) else None
 
-    def repeated(self, node: Node, which: int) -> Node:
+    def applied(self, node: Node, which: int) -> Node:
         """Repeat an operation for the rows of the tokens (``which`` = 0), or of those behind them (1)."""
         dim, rows = self.stack.needs[node]
         filtered = filter_of(node, dim) if part_of(node) in (*FILTERS, Part.PAD) else None
@@ -349,23 +341,16 @@ class FieldWriter:
             return made
         return inserted(like, torch.narrow, (made, dim, rows.start - known.start, rows.count))
 
-    def normalised(self, node: Node) -> tuple[Node, Node | None]:
-        """Insert a value whose groups of channels are normalised over all rows of a sequence. A row counts
-        for the one token whose step it is in."""
+    def group_norm(self, node: Node) -> Callable[[int], Node]:
+        """Insert the statistics of groups of channels over all rows of a sequence. A row counts for the one
+        token whose step it is in. Returns a function that inserts normalised rows, as `applied` does."""
         (_, rows), called, source = self.stack.needs[node], arguments(node), node.args[0]
         own = FieldRows(rows.scale, 0, rows.scale)
-        parts: list = []
-        for which in (0, 1):
-            parts += self.rows_of(source, own, which, node), *self.places(source, own, which)
+        parts = [(self.rows_of(source, own, i, node), *self.places(source, own, i)) for i in (0, 1)]
         statistics = inserted(node, statistics_of, (*parts, called["num_groups"], called["eps"]))
         mean, scale = (inserted(node, torch.select, (statistics, 0, i)) for i in (0, 1))
         how = (mean, scale, called.get("weight"), called.get("bias"), fake_of(node).dtype)
-        made, late = (self.rows_of(source, rows, which, node) for which in (0, 1))
-        again = any(node < norm for norm in self.norms)
-        return (
-            inserted(node, normalised, (made, *how)),
-            inserted(node, normalised, (late, *how)) if again else None,
-        )
+        return lambda which: inserted(node, normalised, (self.rows_of(source, rows, which, node), *how))
 
 
 # Functions of rows of each token
@@ -426,23 +411,21 @@ def zero_outside(x: Tensor, dim: int, step: int, start: int, base: Tensor, *how)
     return torch.where(there, x.unflatten(0, (base.shape[0], -1)), 0).flatten(0, 1)
 
 
-def statistics_of(x: Tensor, *how) -> Tensor:
+def statistics_of(own: tuple, late: tuple, groups: int, eps: float) -> Tensor:
     """Compute the mean and the inverse deviation of groups of channels over all rows of each sequence, as
     ``torch.nn.GroupNorm`` does.
 
-    x    rows of the tokens; then their places, as in `exists`; then rows of the tokens behind them, and
-         their places; then the number of groups, and what is added to the variance
+    own, late  rows of the tokens, and of those behind them; each with their places: the arguments of `exists`
 
     Returns ``[2, B, groups]``.
     """
-    own, (late, *places), (groups, eps) = how[:7], how[7:15], how[15:]
-    dim, _, _, base, along, steps, _ = own
+    x, dim, _, _, base, along, steps, _ = own
     batch, count = base.shape[0], rows_behind(base.shape[along], steps)
     wide, over = torch.promote_types(x.dtype, torch.float32), [1, *range(3, x.dim() + 2)]
     numbers = count * (x[0].numel() // x.shape[dim] // groups)
     parts = [
-        (exists(rows, *at).unsqueeze(2), rows.unflatten(0, (batch, -1)).unflatten(2, (groups, -1)).to(wide))
-        for rows, at in ((x, own), (late, places))
+        (exists(*given).unsqueeze(2), given[0].unflatten(0, (batch, -1)).unflatten(2, (groups, -1)).to(wide))
+        for given in (own, late)
     ]
     mean = sum(torch.where(there, rows, 0).sum(over, keepdim=True) for there, rows in parts) / numbers
     squares = [torch.where(there, rows - mean, 0).square().sum(over, keepdim=True) for there, rows in parts]

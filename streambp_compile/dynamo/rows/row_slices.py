@@ -190,7 +190,7 @@ def operand_dim(node: Node, operand: Node, dim: int) -> int | None:
         return at if at != part.dim or part.is_all() else None
     if part_of(node) is Part.MOVE:
         return moved_dim(node, dim, given.dim())
-    if part_of(node) is Part.HALVED:
+    if part_of(node) is Part.GATED:
         return dim if dim != arguments(node)["dim"] % given.dim() else None
     if part_of(node) in (Part.MERGE, Part.RESHAPE):
         return reshaped_dim(node, given, dim)
