@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from models import Mixing, MixingLayer, gradients, ids_of, worst_error
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._higher_order_ops.associative_scan import associative_scan
 
 from streambp_compile import NotStreamed
@@ -93,14 +94,18 @@ def test_scans_stream(mix, length, interpreted):
 
 
 @pytest.mark.slow
-def test_another_length_streams(interpreted):
-    """Sizes that are symbols are simplified at once, while Dynamo traces and afterwards."""
+def test_other_lengths_stream(interpreted):
+    """Sizes that are symbols are simplified at once, while Dynamo traces and afterwards. A length of whole
+    blocks is no special case, so that its graph serves other lengths."""
     model = Mixing(WIDTH, MixingLayer(recurrence, WIDTH, parts=1)).double()
     step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
-    for length in (40, 77):
+    graphs = []
+    for length in (40, 192, 210):
         ids = ids_of(2, length)
         found, expected = (gradients(model, lambda f=f: f(ids)) for f in (step, model))
         assert worst_error(found, expected) < EXACT
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1] == graphs[2]
 
 
 @pytest.mark.parametrize(

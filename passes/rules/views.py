@@ -282,7 +282,7 @@ def windows_of_pad(node: Node) -> Windows:
         (rank - 1 - i // 2, amounts[i])
         for i in range(0, len(amounts), 2)
         if amounts[i] != 0 or amounts[i + 1] != 0
-    ]
+    ] or [(rank - len(amounts) // 2, 0)]  # adds no rows at this length, but may at another
     if len(padded) == 1 and isinstance(padded[0][1], int) and arguments(node)["value"] == 0:
         dim, by = padded[0]
         source, rows = node.args[0], shape_of(node)[dim]

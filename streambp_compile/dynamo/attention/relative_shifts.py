@@ -216,9 +216,8 @@ def paddings(node: Node) -> Iterator[ZerosAround]:
     given = arguments(node) if part_of(node) in (Part.PAD, Part.JOIN) else {}
     if part_of(node) is Part.PAD and given.get("mode", "constant") == "constant" and not given.get("value"):
         amounts = [size_of(a) for a in given["pad"]]
-        pairs = [
-            (i // 2, amounts[i : i + 2]) for i in range(0, len(amounts), 2) if amounts[i : i + 2] != [0, 0]
-        ]
+        pairs = [(i // 2, amounts[i : i + 2]) for i in range(0, len(amounts), 2)]
+        pairs = [(i, pair) for i, pair in pairs if any(a is None or not is_equal(a, 0) for a in pair)]
         if len(pairs) == 1 and all(a is not None and a >= 0 for a in pairs[0][1]):
             yield ZerosAround(node.args[0], fake_of(node).dim() - 1 - pairs[0][0], *pairs[0][1])
     if part_of(node) is Part.JOIN:

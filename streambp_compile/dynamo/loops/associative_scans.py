@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-Scan = Callable[[Sequence[Tensor]], list[Tensor]]
 Combine = Callable[[int, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 """Combine earlier rows with later ones, along the first dimension and so many further ones."""
 
@@ -35,14 +34,24 @@ def scan_in_blocks(
     scan      torch's own, ``(operator, leaves, dim) → leaves``
     operator  combines rows, ``(*left, *right) → results``, many at once along the first dimension
     """
-    block = block_for(leaves[0].shape[0])
-    if dim != 0 or additional_inputs or not block:
+    if dim != 0 or additional_inputs or not block_for(leaves[0].shape[0]):
         return scan(operator, leaves, dim, additional_inputs)
 
     def combine(more: int, left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
         return combined_rows(operator, more, left, right)
 
-    return scan_of_blocks(combine, leaves, block, lambda ends: scan(operator, ends, 0))
+    return scan_of_rows(combine, leaves)
+
+
+def scan_of_rows(combine: Combine, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Scan rows in blocks, and the last rows of the blocks in blocks again, while there are many."""
+    length = leaves[0].shape[0]
+    block = block_for(length)
+    if block:
+        return scan_of_blocks(combine, leaves, block)
+    few = 2 * min(BLOCKS)
+    padded = [F.pad(x, (0, 0) * (x.dim() - 1) + (0, few - length)).unsqueeze(0) for x in leaves]
+    return [x[0, :length] for x in scan_inside(combine, padded)]
 
 
 def block_for(length: int) -> int:
@@ -50,15 +59,11 @@ def block_for(length: int) -> int:
     return next((size for size in BLOCKS if length >= 2 * size), 0)
 
 
-def scan_of_blocks(combine: Combine, leaves: Sequence[Tensor], block: int, scan_ends: Scan) -> list[Tensor]:
-    """Scan rows along the first dimension, in blocks of ``block`` rows.
-
-    combine    combines earlier rows with later ones
-    scan_ends  scans the last rows of the blocks
-    """
+def scan_of_blocks(combine: Combine, leaves: Sequence[Tensor], block: int) -> list[Tensor]:
+    """Scan rows along the first dimension, in blocks of ``block`` rows."""
     length = leaves[0].shape[0]
     inside = scan_inside(combine, [in_blocks(x, block) for x in leaves])
-    ends = scan_ends([x[:, -1] for x in inside])
+    ends = scan_of_rows(combine, [x[:, -1] for x in inside])
     # No block comes before the first: its combination is computed, but not used.
     before = [torch.cat([x[:1], x[:-1]]).unsqueeze(1).expand_as(y) for x, y in zip(ends, inside)]
     combined = combine(1, before, inside)
@@ -73,8 +78,8 @@ def in_blocks(rows: Tensor, block: int) -> Tensor:
     """Reshape ``[T, …]`` to ``[T / block, block, …]``. Zero rows at the end fill the last block."""
     length = rows.shape[0]
     count = (length + block - 1) // block  # sympy simplifies this form immediately, if the length is a symbol
-    if count * block != length:
-        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, count * block - length))
+    # Also where no row is missing: a symbolic length itself cannot be split into blocks of a known size.
+    rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, count * block - length))
     return rows.unflatten(0, (count, block))
 
 
@@ -82,7 +87,7 @@ def scan_inside(combine: Combine, rows: Sequence[Tensor]) -> list[Tensor]:
     """Scan each block by itself: combine single rows, then pairs, then groups of four, … (Sklansky, 1960)."""
     half = 1
     while half < rows[0].shape[1]:
-        parts = [x.unflatten(1, (-1, 2, half)) for x in rows]
+        parts = [x.unflatten(1, (x.shape[1] // (2 * half), 2, half)) for x in rows]
         left, right = [x[:, :, 0] for x in parts], [x[:, :, 1] for x in parts]
         ends = [x[:, :, -1:].expand_as(x) for x in left]
         joined = combine(2, ends, right)

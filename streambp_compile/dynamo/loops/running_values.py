@@ -7,10 +7,9 @@ values. That of a product, which may hold zeros, is written out for one row afte
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -19,7 +18,7 @@ from ...passes.rules import TABLE, running_of, scan_of
 from ..reading.aten import inserted
 from ..reading.token_axes import axes_of, traced
 from ..reading.values import fake_of, wants_gradient
-from .associative_scans import BLOCKS, Combine, block_for, scan_inside, scan_of_blocks
+from .associative_scans import BLOCKS, Combine, scan_of_rows
 
 Op = torch._ops.OpOverload
 
@@ -91,14 +90,3 @@ def combine_with(op: Op) -> Combine:
     of dimensions."""
     running = TABLE[op].running
     return lambda more, left, right: running(left, right)
-
-
-def scan_of_rows(combine: Combine, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Scan rows in blocks, and the last rows of the blocks in blocks again, while there are many."""
-    length = leaves[0].shape[0]
-    block = block_for(length)
-    if block:
-        return scan_of_blocks(combine, leaves, block, lambda ends: scan_of_rows(combine, ends))
-    few = 2 * min(BLOCKS)
-    padded = [F.pad(x, (0, 0) * (x.dim() - 1) + (0, few - length)).unsqueeze(0) for x in leaves]
-    return [x[0, :length] for x in scan_inside(combine, padded)]

@@ -375,12 +375,14 @@ def share_rows(size: Size, other: Size) -> bool:
 
     Each input has a symbol of its own for its length. Two that are the same number now (hidden states, and
     labels that say how many rows to keep) are guarded to stay so: Dynamo compiles another graph where they
-    differ.
+    differ. A length and the same length rounded to blocks are equal now and then, and not guarded.
     """
     if differs_by_a_number(size, other):
         return True
-    symbols = isinstance(size, torch.SymInt) and isinstance(other, torch.SymInt)
-    return symbols and hint(size) == hint(other) and bool(size == other)
+    if not isinstance(size, torch.SymInt) or not isinstance(other, torch.SymInt):
+        return False
+    apart = not size.node.expr.free_symbols & other.node.expr.free_symbols
+    return apart and hint(size) == hint(other) and bool(size == other)
 
 
 def rows_along(axis: Axis, node: Node) -> Size | None:
@@ -401,7 +403,7 @@ def rows_of_length(axis: Axis, length: Size, moving: frozenset[Node]) -> Axis:
         return all(
             is_equal(m.located(size, length)[2], 0)
             if m.block == 1
-            else hint(size) * m.block == hint(length) * m.step
+            else is_equal(size * m.block, length * m.step)
             for size, m in sizes
         )
 
