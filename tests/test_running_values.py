@@ -1,6 +1,8 @@
-"""Running products, maxima and minima of tokens stream as scans in blocks of tokens."""
+"""Running products, maxima and minima: exact over tokens, where their gradients are no scans."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
@@ -8,8 +10,7 @@ from models import Mixing, MixingLayer, gradients, ids_of, worst_error
 from selection import representatives
 from torch import Tensor, nn
 
-from streambp_compile import explain
-from streambp_compile.dynamo.loops.running_values import places, values
+from streambp_compile import NotStreamed, explain
 
 WIDTH, EXACT = 8, 1e-10
 
@@ -30,7 +31,7 @@ def of_minima_and_places(x: Tensor) -> Tensor:
 
 
 def of_earlier_features(x: Tensor) -> Tensor:
-    """Over features: no business of this rewrite."""
+    """Over features these are functions of rows."""
     return x.cummax(-1).values + x.sigmoid().cumprod(-1)
 
 
@@ -45,16 +46,21 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     representatives(
-        [f"{name} {length}" for name in CASES for length in (40, 77, 150)],
+        [f"{name} {length}" for name in CASES for length in (40, 77)],
         {"products 40", "minima and places 77", "features 40"},
     ),
 )
-def test_running_values_stream(case, interpreted):
+def test_running_values_are_exact(case, interpreted):
+    """A region with the gradient of a maximum or minimum runs unchunked, with a message."""
     name, length = case.rsplit(" ", 1)
     model, ids = Mixing(WIDTH, MixingLayer(CASES[name], WIDTH, parts=1)).double(), ids_of(2, int(length))
-    step = torch.compile(model, backend="streambp", options={"chunk_size": 16, "strict": True})
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 16})
     truth = gradients(model, lambda: model(ids))
-    assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NotStreamed)
+        assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
+    refusals = [w for w in caught if issubclass(w.category, NotStreamed)]
+    assert bool(refusals) is name.startswith(("maxima", "minima"))
 
 
 @pytest.mark.long
@@ -90,18 +96,3 @@ def test_positions_in_documents_stream(interpreted):
     truth = gradients(model, lambda: model(ids))
     assert worst_error(gradients(model, lambda: step(ids)), truth) < EXACT
     assert all(region.streamed for region in explain(model, ids).regions)
-
-
-@pytest.mark.parametrize("name", ["cumprod", "cummax", "cummin"])
-@pytest.mark.parametrize("length", [2, 16, 50, 300])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool])
-def test_values_and_places_are_torch_s(name, length, dtype):
-    """With numbers that are none, and rows that are equal."""
-    x = torch.randint(-2, 3, (3, length, 2), generator=torch.Generator().manual_seed(length)).to(dtype)
-    if dtype.is_floating_point:
-        x[0, length // 2, 0] = float("nan")
-    op, expected = getattr(torch.ops.aten, name).default, getattr(torch, name)(x, 1)
-    made = expected if name == "cumprod" else expected.values
-    torch.testing.assert_close(values(x, 1, op, made.dtype), made, rtol=1e-12, atol=0, equal_nan=True)
-    if name != "cumprod":
-        assert torch.equal(places(x, 1, op), expected.indices)

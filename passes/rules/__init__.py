@@ -41,7 +41,7 @@ from ..kernels import picked_rows as _picked_rows  # noqa: F401  registers torch
 from ..kernels import token_loops as _token_loops  # noqa: F401  registers torch.ops.streambp
 from ..mask_analysis.domains import Abstract
 from ..mask_analysis.operands import Known
-from .facets import CostClass, Form, Linear, Merge, Running, Scan, Windows
+from .facets import CostClass, Form, Linear, Merge, Scan, Windows
 from .signatures import broadcast
 
 MaskTransfer = Callable[[Node, Known], Abstract]  # (node, abstract values so far) → its abstract value
@@ -64,8 +64,6 @@ class Rule:
     nonnegative no number of its result is negative
     visible_only  masked scores do not count in its result (a softmax over keys)
     scan        how chunks of it join, if it is a scan (or node → that)
-    running     how earlier rows combine with later ones, for an op that becomes a scan in blocks before
-                autograd
     merge       how its results over chunks of tokens merge, if it is a reduction that does not simply add up
     by_place    it finds rows and keys by their place among all, and takes those that a chunk does not have
                 for zero
@@ -98,7 +96,6 @@ class Rule:
     nonnegative: bool = False
     visible_only: bool = False
     scan: Scan | Callable[[Node], Scan | None] | None = None
-    running: Running | None = None
     merge: Merge | None = None
     by_place: bool = False
     positions: tuple[int, ...] = ()
@@ -220,13 +217,6 @@ def form_of(node: object) -> Form | None:
     """Return the form of a node's op for rewrites. None for any other value, and for an op without a form."""
     found = find_rule(node) if isinstance(node, Node) and node.op == "call_function" else None
     return None if found is None else found.form
-
-
-def running_of(node: Node) -> Running | None:
-    """Return how earlier rows combine with later ones in a running product or maximum. None for any other
-    node."""
-    found = find_rule(node) if node.op == "call_function" else None
-    return None if found is None else found.running
 
 
 def linear_of(node: Node) -> Linear | None:

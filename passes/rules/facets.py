@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -102,10 +102,6 @@ class Scan:
         """Rows of a state."""
         return self.window or 1
 
-
-Running = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Combine earlier rows with later ones. An operation that picks a row (``cummax``) also combines the values
-given beside each row."""
 
 LOWEST, HIGHEST = -math.inf, math.inf  # the ends of any dtype: see `identity_of`
 

@@ -6,16 +6,14 @@ Over tokens, a chunk continues from the state of the rows before it: one row, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from ..ir import FUTURE, PAST, Signature, shape_of
 from . import TABLE, Rule, rule, scan_of
-from .facets import CostClass, Form, Linear, Running, Scan
+from .facets import CostClass, Form, Linear, Scan
 from .mask_domain import creation
 from .mask_domain.bounded import if_operands_are
 
@@ -27,21 +25,6 @@ def state_of_no_rows(node: Node) -> float:
     """Return a scan's state before any row; zero for a node that is no scan, and adds up."""
     scan = scan_of(node)
     return 0.0 if scan is None else scan.identity
-
-
-def products(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
-    return [a * b for a, b in zip(left, right)]
-
-
-def extreme(at_least: Callable[[Tensor, Tensor], Tensor]) -> Running:
-    """Build the combination of a running maximum or minimum. It picks the later of two rows if that is as
-    extreme, or not a number, as torch does."""
-
-    def picked(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
-        later = at_least(right[0], left[0]) | (right[0] != right[0])
-        return [torch.where(later, b, a) for a, b in zip(left, right)]
-
-    return picked
 
 
 PICKED: dict[str, Any] = dict(cost=KERNEL, positions=(1,), picks=True, keep=True)
@@ -57,10 +40,10 @@ PICKED: dict[str, Any] = dict(cost=KERNEL, positions=(1,), picks=True, keep=True
     keep=True,
     form=Form.RUNNING_SUM,
 )
-@rule("aten::cumprod", cost=KERNEL, scan=Scan(1.0, join=aten.mul.Tensor), running=products, keep=True)
+@rule("aten::cumprod", cost=KERNEL, scan=Scan(1.0, join=aten.mul.Tensor), keep=True)
 @rule("aten::logcumsumexp", cost=KERNEL, scan=Scan(-math.inf, join=aten.logaddexp.default), keep=True)
-@rule("aten::cummax", running=extreme(torch.ge), **PICKED)
-@rule("aten::cummin", running=extreme(torch.le), **PICKED)
+@rule("aten::cummax", **PICKED)
+@rule("aten::cummin", **PICKED)
 def forward(node: Node) -> Signature:
     rank = len(shape_of(node.args[0]))
     labels = tuple(range(rank))
