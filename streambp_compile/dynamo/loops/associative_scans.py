@@ -15,9 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-Combine = Callable[[int, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
-"""Combine earlier rows with later ones, along the first dimension and so many further ones."""
-
 BLOCKS = (64, 32, 16, 8)  # tokens; powers of two
 
 
@@ -36,22 +33,18 @@ def scan_in_blocks(
     """
     if dim != 0 or additional_inputs or not block_for(leaves[0].shape[0]):
         return scan(operator, leaves, dim, additional_inputs)
-
-    def combine(more: int, left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
-        return combined_rows(operator, more, left, right)
-
-    return scan_of_rows(combine, leaves)
+    return scan_of_rows(operator, leaves)
 
 
-def scan_of_rows(combine: Combine, leaves: Sequence[Tensor]) -> list[Tensor]:
+def scan_of_rows(operator: Callable, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Scan rows in blocks, and the last rows of the blocks in blocks again, while there are many."""
     length = leaves[0].shape[0]
     block = block_for(length)
     if block:
-        return scan_of_blocks(combine, leaves, block)
+        return scan_of_blocks(operator, leaves, block)
     few = 2 * min(BLOCKS)
     padded = [F.pad(x, (0, 0) * (x.dim() - 1) + (0, few - length)).unsqueeze(0) for x in leaves]
-    return [x[0, :length] for x in scan_inside(combine, padded)]
+    return [x[0, :length] for x in scan_inside(operator, padded)]
 
 
 def block_for(length: int) -> int:
@@ -59,14 +52,14 @@ def block_for(length: int) -> int:
     return next((size for size in BLOCKS if length >= 2 * size), 0)
 
 
-def scan_of_blocks(combine: Combine, leaves: Sequence[Tensor], block: int) -> list[Tensor]:
+def scan_of_blocks(operator: Callable, leaves: Sequence[Tensor], block: int) -> list[Tensor]:
     """Scan rows along the first dimension, in blocks of ``block`` rows."""
     length = leaves[0].shape[0]
-    inside = scan_inside(combine, [in_blocks(x, block) for x in leaves])
-    ends = scan_of_rows(combine, [x[:, -1] for x in inside])
+    inside = scan_inside(operator, [in_blocks(x, block) for x in leaves])
+    ends = scan_of_rows(operator, [x[:, -1] for x in inside])
     # No block comes before the first: its combination is computed, but not used.
     before = [torch.cat([x[:1], x[:-1]]).unsqueeze(1).expand_as(y) for x, y in zip(ends, inside)]
-    combined = combine(1, before, inside)
+    combined = combined_rows(operator, 1, before, inside)
     first = in_blocks(torch.arange(length, device=leaves[0].device) < block, block)
     return [
         torch.where(first.view(*first.shape, *[1] * (x.dim() - 2)), x, y).flatten(0, 1)[:length]
@@ -83,14 +76,14 @@ def in_blocks(rows: Tensor, block: int) -> Tensor:
     return rows.unflatten(0, (count, block))
 
 
-def scan_inside(combine: Combine, rows: Sequence[Tensor]) -> list[Tensor]:
+def scan_inside(operator: Callable, rows: Sequence[Tensor]) -> list[Tensor]:
     """Scan each block by itself: combine single rows, then pairs, then groups of four, … (Sklansky, 1960)."""
     half = 1
     while half < rows[0].shape[1]:
         parts = [x.unflatten(1, (x.shape[1] // (2 * half), 2, half)) for x in rows]
         left, right = [x[:, :, 0] for x in parts], [x[:, :, 1] for x in parts]
         ends = [x[:, :, -1:].expand_as(x) for x in left]
-        joined = combine(2, ends, right)
+        joined = combined_rows(operator, 2, ends, right)
         rows = [torch.stack([x, y], 2).flatten(1, 3) for x, y in zip(left, joined)]
         half *= 2
     return list(rows)
