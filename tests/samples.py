@@ -11,8 +11,7 @@ from graphs import single
 from torch.utils._pytree import tree_map
 
 from streambp_compile.passes.ir import tensor_operands
-from streambp_compile.passes.kernels.picked_rows import PICKED_FUNCTIONS, Picked, PickedFunction
-from streambp_compile.passes.kernels.token_loops import TOKEN_FUNCTIONS, TokenFunction
+from streambp_compile.passes.kernels.mapped_functions import FUNCTIONS, MappedFunction, MappedValue
 from streambp_compile.passes.rules import overload, rule_of
 
 streambp = torch.ops.streambp
@@ -69,19 +68,20 @@ def attention_backward(mask=None, groups=1, causal=True):
 
 def loop_over_tokens(back):
     """States of two numbers, from rows of three and a weight; or what each gives to the state before it."""
-    TOKEN_FUNCTIONS["sample"] = TokenFunction(
-        torch.fx.symbolic_trace(lambda state, row, weight: (state + state.sum() + row.sum()) * weight.sum()),
-        torch.fx.symbolic_trace(
-            lambda grad, state, row, weight: (grad + grad.sum()) * (state.sum() + row.sum()) * weight.sum()
-        ),
-        2,
-        torch.float64,
-        (torch.float64, torch.float64),
-        (True, True),
-    )
+    ways = MappedValue((0,), dtype=torch.float64), MappedValue((), dtype=torch.float64)
+    results = (MappedValue((0,), (0, 2), torch.float64),)
+
+    def step(count, state, row, weight):
+        return [(state + state.sum() + row.sum()) * weight.sum()]
+
+    def of_state(count, grad, state, row, weight):
+        return [(grad + grad.sum()) * (state.sum() + row.sum()) * weight.sum()]
+
+    for name, function in (("sample", step), ("sample_back", of_state)):
+        FUNCTIONS[name] = MappedFunction(torch.fx.symbolic_trace(function), ways, results, wanted=(0, 1))
     if back:
-        return call("streambp::token_loop_back", t(6, 2), t(6, 2), [t(6, 3)], [t(2)], "sample", None)
-    return call("streambp::token_loop", [t(6, 3)], [t(2)], "sample", None)
+        return call("streambp::token_loop_back", t(6, 2), t(6, 2), [t(6, 3), t(2)], "sample", None)
+    return call("streambp::token_loop", [t(6, 3), t(2)], "sample", None)
 
 
 def of_picked_rows(op, *results):
@@ -91,9 +91,9 @@ def of_picked_rows(op, *results):
         made = (rows.sum(1) * slots * weight.sum())[:, None].expand(-1, 4)
         return [made if how.dims else made.sum(0) for how in results]
 
-    places = (Picked((0,)), Picked((0, 1)), Picked(()))
+    places = (MappedValue((0,)), MappedValue((0, 1)), MappedValue(()))
     name = f"sample {op} {results}"
-    PICKED_FUNCTIONS[name] = PickedFunction(torch.fx.symbolic_trace(body), places, results)
+    FUNCTIONS[name] = MappedFunction(torch.fx.symbolic_trace(body), places, results)
     mask = t(6, 2, dtype=BOOL)
     return call(f"streambp::{op}", [mask, t(6, 3), t(6, 2), t(3, 4)], name)
 
@@ -165,8 +165,8 @@ SAMPLES = {
     ],
     "streambp::at_once": [call("streambp::at_once", t(2, 6, 3), 1)],
     "streambp::by_block": [call("streambp::by_block", t(2, 6, 3), 1)],
-    "streambp::picked_rows": [of_picked_rows("picked_rows", Picked((0,), (6, 4), torch.float64))],
-    "streambp::picked_sums": [of_picked_rows("picked_sums", Picked((), (4,), torch.float64))],
+    "streambp::picked_rows": [of_picked_rows("picked_rows", MappedValue((0,), (6, 4), torch.float64))],
+    "streambp::picked_sums": [of_picked_rows("picked_sums", MappedValue((), (4,), torch.float64))],
     "streambp::seed": [call("streambp::seed", torch.device("cpu"))],
     "streambp::uniform": [call("streambp::uniform", i(1 << 40), [2, 5, 3], 1, torch.float64)],
     "aten::resolve_conj": [call("aten::resolve_conj", lambda: torch.complex(x(3, 4), x(3, 4)))],

@@ -1,7 +1,6 @@
 """Sequences cut into blocks: state-space layers in block form, linear attention, attention in blocks."""
 
 import math
-import operator
 import warnings
 
 import pytest
@@ -15,7 +14,6 @@ from benchmarks.zoo import ROWS
 from streambp_compile import NotStreamed, explain
 from streambp_compile.backend import Chain
 from streambp_compile.config import Config
-from streambp_compile.dynamo.rows.any_count import NotForAnyCount, for_any_count
 from streambp_compile.passes.ir import Mark, Tokens
 from streambp_compile.passes.token_propagation import reshaped
 from streambp_compile.reporting.report import Report
@@ -597,15 +595,3 @@ def test_wide_values_that_blocks_exchange_run_unchunked():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotStreamed)
         check(every_row_of_every_block, [16], strict=False)
-
-
-def test_sizes_that_do_not_grow_evenly_are_refused():
-    def graph(size: int):
-        made = torch.fx.Graph()
-        made.output(made.call_function(torch.ops.aten.full.default, ([size], 0)))
-        return made
-
-    grown = for_any_count([graph(6), graph(10), graph(16)])
-    assert [n.target for n in grown.graph.nodes if n.target is operator.mul] == [operator.mul]
-    with pytest.raises(NotForAnyCount, match="do not grow"):
-        for_any_count([graph(6), graph(10), graph(17)])

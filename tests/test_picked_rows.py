@@ -10,7 +10,8 @@ from selection import representatives
 from torch import Tensor, nn
 
 from benchmarks.memory import peak
-from streambp_compile import explain
+from streambp_compile import explain, internals
+from streambp_compile.dynamo.rows.mapped_functions import traced
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT = 1e-10
@@ -417,3 +418,13 @@ def test_a_reduction_that_is_no_sum_stays_exact():
         assert error_of(model.double(), 43) < EXACT
     texts = [str(w.message) for w in found if "graph breaks" in str(w.message)]
     assert texts and not any("capture_dynamic_output_shape_ops" in text for text in texts)
+
+
+def test_functions_that_differ_with_the_number_of_rows_are_refused():
+    def create(count):
+        return [torch.empty(count, 2)]
+
+    grown = traced(lambda count, x: [x.new_zeros(2 * count + 1)], create)
+    assert [grown(count, torch.ones(count, 2))[0].shape[0] for count in (0, 1, 5)] == [1, 3, 11]
+    with pytest.raises(internals.NotForAnyCount, match="some counts"):
+        traced(lambda count, x: [x if count % 2 == 0 else -x], create)

@@ -109,7 +109,7 @@ def test_a_chunk_goes_on_from_a_state(name):
     parts = [slice(0, 2), slice(2, 6)] if name == "token_loop" else [slice(2, 6), slice(0, 2)]
     state = torch.zeros(1, 2, dtype=whole.dtype)
     for part in parts:
-        found = op(*(g[part] for g in grads), [rows[part]], [weight], "sample", state)
+        found = op(*(g[part] for g in grads), [rows[part], weight], "sample", state)
         state = found[:1] if grads else found[-1:]
         torch.testing.assert_close(found, whole[part], rtol=EXACT, atol=EXACT)
 

@@ -36,9 +36,8 @@ from ..ir import (
 from ..kernels import attention as _attention  # noqa: F401  registers torch.ops.streambp
 from ..kernels import blocks as _blocks  # noqa: F401  registers torch.ops.streambp
 from ..kernels import collectives as _collectives  # noqa: F401  registers torch.ops.streambp
+from ..kernels import mapped_functions as _mapped_functions  # noqa: F401  registers torch.ops.streambp
 from ..kernels import operators as _operators  # noqa: F401  registers torch.ops.streambp
-from ..kernels import picked_rows as _picked_rows  # noqa: F401  registers torch.ops.streambp
-from ..kernels import token_loops as _token_loops  # noqa: F401  registers torch.ops.streambp
 from ..mask_analysis.domains import Abstract
 from ..mask_analysis.operands import Known
 from .facets import CostClass, Form, Linear, Merge, Scan, Windows
@@ -387,8 +386,7 @@ for _family in (
     "creation",
     "attention",
     "blocks",
-    "picked_rows",
-    "token_loops",
+    "mapped_functions",
     "filters",
     "collectives",
 ):

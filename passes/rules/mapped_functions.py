@@ -1,33 +1,46 @@
-"""Functions of the rows that a mask picks: row by row, whichever rows the data picks."""
+"""Functions that are mapped over rows: over those that a mask picks, or over one token after another.
+
+Which rows a mask picks depends on the data. In a loop over tokens, each reads the state that all tokens
+before it have left.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 from torch.fx import Node
 
-from ..ir import Signature, shape_of, tensor_operands, value_of
-from ..kernels.picked_rows import PICKED_FUNCTIONS, PickedFunction, most_rows
+from ..ir import FUTURE, PAST, Reach, Signature, arguments, shape_of, tensor_operands, value_of
+from ..kernels.mapped_functions import FUNCTIONS, MappedFunction, MappedValue, most_rows
 from . import rule
-from .facets import CostClass
+from .facets import CostClass, Scan
 
 
-def function_of(node: Node) -> PickedFunction:
-    return PICKED_FUNCTIONS[node.args[1]]
+def labels(how: MappedValue, rank: int, name: object) -> tuple:
+    """Label the dimensions of rows. Others are tied to no other value; those of a result have no ``name``."""
+    of_rows = [("rows", d) for d in how.dims]
+    return (*of_rows, *(name and (name, d) for d in range(len(of_rows), rank)))
+
+
+def read(operands: Sequence[Node], ways: Sequence[MappedValue]) -> tuple:
+    return tuple(labels(how, len(shape_of(x)), i + 1) for i, (x, how) in enumerate(zip(operands, ways)))
+
+
+# Picked rows
+
+
+def function_of(node: Node) -> MappedFunction:
+    return FUNCTIONS[node.args[1]]
 
 
 def picked(node: Node) -> Signature:
-    """Build the signature: the mask's dimensions are labels; every other dimension is tied to nothing."""
+    """Build the signature: the mask's dimensions are those of rows."""
     found, (mask, *operands) = function_of(node), tensor_operands(node)
-
-    def labels(dims: tuple[int, ...], rank: int, name: object) -> tuple:
-        return tuple(("mask", dims[d]) if d < len(dims) else name and (name, d) for d in range(rank))
-
-    every = tuple(("mask", d) for d in range(len(shape_of(mask))))
-    read = enumerate(zip(operands, found.operands))
+    every = tuple(("rows", d) for d in range(len(shape_of(mask))))
     return Signature(
-        (every, *(labels(how.dims, len(shape_of(x)), i + 1) for i, (x, how) in read)),
-        tuple(labels(how.dims, len(how.shape), None) for how in found.results),
+        (every, *read(operands, found.operands)),
+        tuple(labels(how, len(how.shape), None) for how in found.results),
         contracts="all",
         sums=frozenset(every),
     )
@@ -53,3 +66,28 @@ def emit_picked_sums(body, node: Node):
 
 
 rule("streambp::picked_sums", cost=CostClass.KERNEL, width=width, emit=emit_picked_sums)(picked)
+
+# Loops over tokens
+
+
+def looped(node: Node, own: int, reach: Reach) -> Signature:
+    """Build the signature of a loop. Its first ``own`` operands have a row per token, as states have."""
+    found = FUNCTIONS[arguments(node)["function"]]
+    (state,) = found.results
+    ways = (*[state] * own, *found.operands)
+    return Signature(
+        read(tensor_operands(node), ways),
+        (labels(state, 2, None),),
+        reach={("rows", 0): reach},
+        contracts="all",
+    )
+
+
+@rule("streambp::token_loop", cost=CostClass.KERNEL, scan=Scan(0.0, state="state"))
+def token_loop(node: Node) -> Signature:
+    return looped(node, 0, PAST)
+
+
+@rule("streambp::token_loop_back", cost=CostClass.KERNEL, linear="grad", scan=Scan(0.0, state="state"))
+def token_loop_back(node: Node) -> Signature:
+    return looped(node, 2, FUTURE)

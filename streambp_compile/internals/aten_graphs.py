@@ -8,12 +8,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+import sympy
 import torch
 from torch._decomp import get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ..passes.normalization.diagonals import diagonal, diagonal_backward, diagonal_scatter
 from ..passes.normalization.normalize import (
@@ -94,6 +98,35 @@ def capture(function: Callable, inputs: Sequence[object]) -> GraphModule:
         return make_fx(
             of_parts, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True
         )(*map(local_of, numbers))
+
+
+TRACED_COUNT, OTHER_COUNTS = 8, (3, 5, 1000)
+
+
+class NotForAnyCount(Exception):
+    """A function has no graph that holds for any count."""
+
+
+@OneAtATime()
+def for_any_count(function: Callable, create: Callable[[int], Sequence[torch.Tensor]]) -> GraphModule:
+    """Trace a function of a count and of operands to an ATen graph that holds for any count. Its first input
+    is the count.
+
+    create  creates the operands for a count
+
+    Raises `NotForAnyCount` where the function does something else for another count.
+    """
+    environment = ShapeEnv(duck_shape=False, specialize_zero_one=False)
+    source = ConstantSource("count")
+    symbol = environment.create_symbol(TRACED_COUNT, source, DimDynamic.DYNAMIC, None)
+    count = environment.create_symintnode(symbol, hint=TRACED_COUNT, source=source)
+    modes = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True), enable_python_dispatcher()
+    with torch.no_grad(), modes[0], modes[1]:
+        module = make_fx(function, decomposition_table=decompositions())(count, *create(count))
+    for guard in environment.guards:
+        if any(guard.expr.subs(symbol, other) is not sympy.true for other in OTHER_COUNTS):
+            raise NotForAnyCount(f"{guard.expr} holds for some counts only")
+    return module
 
 
 @OneAtATime()

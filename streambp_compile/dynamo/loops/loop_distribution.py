@@ -15,15 +15,15 @@ from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ... import internals
 from ...passes.ir import arguments, is_view
-from ...passes.rules import functional
-from ...passes.rules.forward import Part, multiplies, mutated, part_of
+from ...passes.rules.forward import Part, multiplies, part_of
 from ..reading.aten import inserted
 from ..reading.values import fake_of
+from ..rows.mapped_functions import FunctionGraph
 from .iterations import Loop, Sliced, State
 
 aten = torch.ops.aten
@@ -120,26 +120,17 @@ class Distribution:
         if not positions:
             return
         outputs = sorted(positions)
-        graph, values, inputs = Graph(), dict[int, Node](), dict[object, tuple[Node, int | None, Node]]()
+        function, values = FunctionGraph(), dict[int, Node]()
 
         def read(node: Node) -> Node:
             operand = self.loop.operand(node)
-            if isinstance(operand, int) and operand in values:
-                return values[operand]
-            if operand not in inputs:
-                inputs[operand] = (*self.given(operand), graph.placeholder(f"in_{len(inputs)}"))
-            return inputs[operand][2]
+            return values[operand] if operand in values else function.operand(operand)
 
         for p in sorted(self.needed(outputs, self.whole.keys() | self.chain)):
-            node = self.loop.template[p]
-            args, kwargs = map_arg((node.args, node.kwargs), read)
-            target = node.target if mutated(node) is None else functional(node.target)
-            values[p] = graph.create_node(node.op, target, args, kwargs, name=f"n_{p}")
-        graph.output(tuple(values[p] for p in outputs))
-        dims = [dim for _, dim, _ in inputs.values()]
-        results = self.called(
-            Mapped(GraphModule(self.module, graph), dims), [v for v, _, _ in inputs.values()], outputs
-        )
+            values[p] = function.copy(self.loop.template[p], read)
+        module = function.module(tuple(values[p] for p in outputs), self.module)
+        given = [self.given(operand) for operand in function.operands]
+        results = self.called(Mapped(module, [dim for _, dim in given]), [v for v, _ in given], outputs)
         self.whole.update(zip(outputs, results))
 
     def given(self, operand: int | Sliced | State | Node) -> tuple[Node, int | None]:

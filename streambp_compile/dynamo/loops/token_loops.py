@@ -9,23 +9,19 @@ one step, mapped over tokens.
 
 from __future__ import annotations
 
-import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule, Node
 
-from ... import internals
 from ...passes.ir import hint
-from ...passes.kernels.token_loops import TOKEN_FUNCTIONS, TokenFunction
-from ...passes.rules import for_any_layout, functional
-from ...passes.rules.forward import is_detached, mutated
+from ...passes.kernels.mapped_functions import FUNCTIONS, MappedFunction, MappedValue
+from ...passes.rules.forward import is_detached
 from ..reading.aten import inserted
 from ..reading.values import fake_of
-from ..rows.any_count import gradients_at
+from ..rows.mapped_functions import FunctionGraph, gradients_at, name_of, traced
 from .iterations import Sliced, State
 from .loop_distribution import Distribution
 
@@ -49,11 +45,11 @@ class TokenDistribution(Distribution):
     def write_chain(self) -> None:
         """Write the chain of states as one scan."""
         step = ChainStep(self)
-        rows, wholes = step.operands()
-        name = register(step.module(), step.size, [*map(fake_of, (*rows, *wholes))], len(rows))
+        operands, has_rows = zip(*step.operands())
+        name = enter_step(step.module(), step.size, list(map(fake_of, operands)), has_rows)
         sources = self.sources
         self.chain = set()  # its other values that are read are mapped, given the states
-        states = inserted(self.like(), streambp.token_loop.default, (rows, wholes, name, None))
+        states = inserted(self.like(), streambp.token_loop.default, (list(operands), name, None))
         before = inserted(self.like(), streambp.shifted.default, (states, 0, 1))
         for state, (start, stop) in zip(sources, step.places):
             self.whole[state.source] = self.unpacked(states, state, start, stop)
@@ -98,137 +94,112 @@ class TokenDistribution(Distribution):
         return fake_of(self.loop.states[0].initial).device
 
 
-class ChainStep:
-    """The graph of a step of the chain.
+FIRST = "whether the token is the first"
 
-    It reads the packed states, whether the token is the first, other values with a row per token, the
-    states before the first token, and values that are the same for all tokens.
+
+class ChainStep:
+    """A step of the chain, as a function of the packed states.
+
+    It also reads whether the token is the first, other values with a row per token, the states before the
+    first token, and values that are the same for all tokens.
 
     places  where each state lies in the vector of all
     """
 
     def __init__(self, found: TokenDistribution):
-        self.found, self.graph = found, Graph()
+        self.found, self.function = found, FunctionGraph("count", "state")
+        self.values: dict[object, Node] = {}
         self.places: list[tuple[int, int]] = []
         self.size = 0
         for state in found.sources:
             numbers = fake_of(state.initial).numel()
             self.places.append((self.size, self.size + numbers))
             self.size += numbers
-        self.rows: dict[object, Node] = {}
-        self.wholes: dict[object, Node] = {}
+            self.values[state] = self.unpacked(state, *self.places[-1])
         for p in sorted(found.chain):
-            for operand in found.operands(p):
-                self.learn(operand)
+            self.values[p] = self.copied(found.loop.template[p])
 
-    def learn(self, operand: int | Sliced | State | Node) -> None:
-        """Note an operand of the chain that the chain does not compute."""
-        if operand in self.found.chain or operand in self.found.sources or operand in self.rows:
-            return
-        if isinstance(operand, Node):
-            self.wholes[operand] = operand
-            return
-        whole, dim = self.found.given(operand)
-        like = self.found.like()
-        self.rows[operand] = inserted(like, torch.movedim, (whole, dim, 0)) if dim else whole
+    def unpacked(self, state: State, start: int, stop: int) -> Node:
+        call, first = self.function.graph.call_function, self.function.operand(FIRST)
+        part = call(aten.slice.Tensor, (self.function.given[1], 0, start, stop))
+        part = call(aten.view.default, (part, list(map(hint, fake_of(state.initial).shape))))
+        return call(aten.where.self, (first, self.function.operand(state.initial), part))
 
-    def operands(self) -> tuple[list[Node], list[Node]]:
-        """Return the operands of the scan: those with a row per token, and those that are the same
-        for all."""
-        initial = [s.initial for s in self.found.sources]
-        return [self.found.first(), *self.rows.values()], [*initial, *self.wholes.values()]
-
-    def module(self) -> GraphModule:
-        call, values = self.graph.call_function, dict[object, Node]()
-        packed, first = self.graph.placeholder("state"), self.graph.placeholder("first")
-        for i, operand in enumerate(self.rows):
-            values[operand] = self.graph.placeholder(f"rows_{i}")
-        initial = [self.graph.placeholder(f"initial_{i}") for i in range(len(self.found.sources))]
-        for i, operand in enumerate(self.wholes):
-            values[operand] = self.graph.placeholder(f"whole_{i}")
-        for state, given, (start, stop) in zip(self.found.sources, initial, self.places):
-            part = call(aten.slice.Tensor, (packed, 0, start, stop))
-            part = call(aten.view.default, (part, list(map(hint, fake_of(state.initial).shape))))
-            values[state] = call(aten.where.self, (first, given, part))
-        for p in sorted(self.found.chain):
-            values[p] = self.copied(self.found.loop.template[p], values)
-        made = [call(aten.reshape.default, (values[s.source], [-1])) for s in self.found.sources]
-        self.graph.output(call(aten.cat.default, (made,)))
-        return GraphModule({}, self.graph)
-
-    def copied(self, node: Node, values: dict[object, Node]) -> Node:
+    def copied(self, node: Node) -> Node:
         if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
             raise NotImplementedError(f"{node} is no operator")
         if is_detached(node):
             raise NotImplementedError(f"{node} stops gradients, which the graph of a step does not show")
-        args, kwargs = map_arg((node.args, node.kwargs), lambda a: values[self.found.loop.operand(a)])
-        target = node.target if mutated(node) is None else functional(node.target)
-        return self.graph.call_function(target, args, kwargs)
+        return self.function.copy(node, self.value)
+
+    def value(self, node: Node) -> Node:
+        operand = self.found.loop.operand(node)
+        return self.values[operand] if operand in self.values else self.function.operand(operand)
+
+    def module(self) -> GraphModule:
+        call = self.function.graph.call_function
+        made = [call(aten.reshape.default, (self.values[s.source], [-1])) for s in self.found.sources]
+        return self.function.module([call(aten.cat.default, (made,))])
+
+    def operands(self) -> list[tuple[Node, bool]]:
+        """Insert the operands of the loop. Returns each, and whether it has a row for each token."""
+        return [self.outside(key) for key in self.function.operands]
+
+    def outside(self, key: int | Sliced | Node | str) -> tuple[Node, bool]:
+        if isinstance(key, Node):
+            return key, False
+        if key is FIRST:
+            return self.found.first(), True
+        whole, dim = self.found.given(key)
+        return inserted(self.found.like(), torch.movedim, (whole, dim, 0)) if dim else whole, True
 
 
-def register(step: GraphModule, size: int, fakes: Sequence[Tensor], rows: int) -> str:
-    """Enter a step into the table under a name of its contents, together with its gradient.
+def enter_step(step: GraphModule, size: int, fakes: Sequence[Tensor], has_rows: Sequence[bool]) -> str:
+    """Enter a step into the table of functions, together with the gradient of its state.
 
-    fakes  the operands; the first ``rows`` of them have a row for each token
+    fakes     the operands
+    has_rows  which of them have a row for each token
     """
-    own = [x[0] if i < rows else x for i, x in enumerate(fakes)]
-    described = [f"{tuple(x.shape)}{x.dtype}{x.device}{x.requires_grad}" for x in own]
-    name = hashlib.sha256(f"{step.code}{size}{rows}{described}".encode()).hexdigest()[:16]
-    if name not in TOKEN_FUNCTIONS:
-        wanted, dtypes = tuple(x.requires_grad for x in own), tuple(x.dtype for x in own)
+    own = [x[0] if rows else x for x, rows in zip(fakes, has_rows)]
+    dtype, device = own[1].dtype, own[1].device  # of a state
+    ways = tuple(MappedValue((0,) if rows else (), dtype=x.dtype) for x, rows in zip(own, has_rows))
+    results = (MappedValue((0,), (0, size), dtype),)
+    wanted = tuple(i for i, x in enumerate(own) if x.requires_grad)
+    name = name_of(MappedFunction(step, ways, results), own)
+    if name not in FUNCTIONS:
 
-        vector = torch.empty(size, dtype=dtypes[rows], device="meta")
-        # Traced twice: the writes inside a composite operator (`lstm_cell`) show only in its graph.
-        composed = traced(step, [vector, *own])
-        found = traced(torch.func.functionalize(composed), [vector, *own])
+        def create(count: int) -> list[Tensor]:
+            like = [([size], dtype), *((list(map(hint, x.shape)), x.dtype) for x in own)]
+            return [torch.empty(shape, dtype=kind, device=device) for shape, kind in like]
 
-        def back(grad: Tensor, *given: Tensor) -> Tensor:
-            return gradients_at(found, given, [0], grad)[0]
+        def back(count: int, grad: Tensor, *given: Tensor) -> list[Tensor]:
+            return gradients_at(lambda *read: module(count, *read)[0], given, [0], grad)
 
-        TOKEN_FUNCTIONS[name] = TokenFunction(
-            found,
-            traced(back, [vector, vector, *own]),
-            size,
-            vector.dtype,
-            dtypes,
-            wanted,
-        )
+        module = traced(step, create)
+        of_state = traced(back, lambda count: [create(count)[0], *create(count)])
+        FUNCTIONS[f"{name}_back"] = MappedFunction(of_state, ways, results)
+        FUNCTIONS[name] = MappedFunction(module, ways, results, wanted=wanted)
     return name
 
 
-def traced(function: Callable[..., Tensor], like: Sequence[Tensor]) -> GraphModule:
-    """Trace a function of such tensors, without views that depend on an operand's layout."""
-    device = like[-1].device
-    with torch.no_grad(), internals.FakeTensorMode(allow_non_fake_inputs=True):
-        given = [torch.empty(list(map(hint, x.shape)), dtype=x.dtype, device=device) for x in like]
-        module = internals.make_fx(function, decomposition_table=internals.decompositions())(*given)
-    module.graph.eliminate_dead_code()
-    for node in module.graph.nodes:
-        node.target = for_any_layout(node.target) if node.op == "call_function" else node.target
-    module.recompile()
-    return module
-
-
 def keep(ctx, inputs: tuple, output: Tensor) -> None:
-    rows, wholes, ctx.function, _ = inputs
-    ctx.save_for_backward(output, *rows, *wholes)
-    ctx.rows = len(rows)
+    operands, ctx.function, _ = inputs
+    ctx.save_for_backward(output, *operands)
 
 
 def gradients(ctx, grad: Tensor):
     """Compute the gradients of one step, mapped over all tokens. First, a scan computes the gradients of
     all states."""
-    found = TOKEN_FUNCTIONS[ctx.function]
+    found = FUNCTIONS[ctx.function]
     states, *operands = ctx.saved_tensors
-    rows, wholes = operands[: ctx.rows], operands[ctx.rows :]
     before = streambp.shifted(states, 0, 1)
-    carried = streambp.token_loop_back(grad, before, rows, wholes, ctx.function, None)
+    carried = streambp.token_loop_back(grad, before, operands, ctx.function, None)
     total = grad + streambp.shifted(carried, 0, -1)
-    step = torch.vmap(found.step, in_dims=(0, *[0] * len(rows), *[None] * len(wholes)))
-    wanted = [i for i, want in enumerate(found.wanted) if want]
-    made = dict(zip(wanted, gradients_at(lambda *given: step(before, *given), operands, wanted, total)))
-    each = [made.get(i) for i in range(len(operands))]
-    return each[: ctx.rows], each[ctx.rows :], None, None
+    dims = [0 if how.dims else None for how in found.operands]
+    step = torch.vmap(found.module, in_dims=(None, 0, *dims))
+    made = gradients_at(lambda *given: step(1, before, *given)[0], operands, found.wanted, total)
+    known = dict(zip(found.wanted, made))
+    return [known.get(i) for i in range(len(operands))], None, None
 
 
 torch.library.register_autograd("streambp::token_loop", gradients, setup_context=keep)

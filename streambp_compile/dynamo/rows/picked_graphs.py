@@ -8,16 +8,15 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule, Node
 
 from ... import internals
 from ...passes.ir import ancestors, arguments, draws_random, is_tensor
-from ...passes.kernels.picked_rows import Picked, PickedFunction
-from ...passes.rules import form_of, functional
+from ...passes.kernels.mapped_functions import MappedFunction, MappedValue
+from ...passes.rules import form_of
 from ...passes.rules.facets import Form
 from ...passes.rules.forward import Part, part_of, written_argument
-from .picked_functions import NotRowByRow
+from .mapped_functions import FunctionGraph, NotRowByRow
 
 aten = torch.ops.aten
 
@@ -136,10 +135,8 @@ class PickedGraph:
         self.picked = self.made_of_picked()
         self.mask = mask_of(self.nodes)
         self.coordinates = coordinates_of(self.nodes)
-        self.graph, self.values = Graph(), dict[Node, Node]()
-        self.count = self.graph.placeholder("count")
-        self.operands: list[Node] = []
-        self.how: list[Picked] = []
+        self.made, self.values = FunctionGraph("count"), dict[Node, Node]()
+        self.graph = self.made.graph
         self.base, rows, self.result = self.put(last)
         self.write(rows, last)
 
@@ -168,7 +165,7 @@ class PickedGraph:
             raise NotRowByRow("an index is no place where the mask is true")
         return tuple(self.coordinates[i] for i in given)
 
-    def put(self, node: Node) -> tuple[Node | None, Node, Picked]:
+    def put(self, node: Node) -> tuple[Node | None, Node, MappedValue]:
         """Find the value into which the last node puts rows, the rows, and how they are put. The value is
         None where rows are reduced."""
         given, form = arguments(node), form_of(node)
@@ -185,9 +182,9 @@ class PickedGraph:
         if base in self.picked or rows not in self.picked:
             raise NotRowByRow("no picked rows are put into a value of known size")
         value = base.meta["val"]
-        return base, rows, Picked(dims, tuple(value.shape), value.dtype, added)
+        return base, rows, MappedValue(dims, tuple(value.shape), value.dtype, added)
 
-    def reduction(self, node: Node, given: dict) -> tuple[Node, Picked]:
+    def reduction(self, node: Node, given: dict) -> tuple[Node, MappedValue]:
         """Find the rows of which the last node takes the sum or mean, and how they are put among zeros."""
         rows, value = given["self"], given["self"].meta["val"]
         dims = {d % value.dim() for d in given.get("dim") or range(value.dim())}
@@ -199,7 +196,7 @@ class PickedGraph:
         tail = [n for d, n in enumerate(value.shape) if d not in dims]
         mask, dtype = self.mask.meta["val"], node.meta["val"].dtype
         wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-        return rows, Picked(tuple(range(mask.dim())), (*mask.shape, *tail), wide, added=False)
+        return rows, MappedValue(tuple(range(mask.dim())), (*mask.shape, *tail), wide, added=False)
 
     def write(self, rows: Node, last: Node) -> None:
         """Copy the operations that compute the rows, for any number of them."""
@@ -213,8 +210,8 @@ class PickedGraph:
                 value = self.graph.call_function(aten.to.dtype, (value, self.result.dtype))
         tail = list(self.result.shape[len(self.result.dims) :])
         if self.base is not None and list(rows.meta["val"].shape[1:]) != tail:
-            value = self.graph.call_function(aten.expand.default, (value, [self.count, *tail]))
-        self.graph.output([value])
+            value = self.graph.call_function(aten.expand.default, (value, [self.made.given[0], *tail]))
+        self.value = value
 
     def check_writes(self, last: Node) -> None:
         """Raise `NotRowByRow` where a picked value is written into that is also read as it was before."""
@@ -225,7 +222,7 @@ class PickedGraph:
 
     def copied(self, node: Node) -> Node:
         if node not in self.picked:
-            return self.operand(node, Picked(()))
+            return self.operand(node, MappedValue(()))
         if node not in self.values:
             self.values[node] = self.copy(node)
         return self.values[node]
@@ -239,14 +236,10 @@ class PickedGraph:
         if form is Form.LOOK_UP and node.args[0] not in self.picked:
             return self.looked_up(*node.args)
         if form is Form.LOOK_UP_ALONG and node.args[0] not in self.picked and node.args[1] == 0:
-            return self.operand(node.args[0], Picked(self.dims([node.args[2]])))
+            return self.operand(node.args[0], MappedValue(self.dims([node.args[2]])))
         if isinstance(node.meta["val"], torch.SymInt) and is_count(node):
-            return self.count
-        args, kwargs = map_arg((node.args, node.kwargs), self.copied)
-        target = node.target if written_argument(node) is None else functional(node.target)
-        if target is None:
-            raise NotRowByRow(f"{node.target} has no form that writes into nothing")
-        return self.graph.call_function(target, args, kwargs)
+            return self.made.given[0]
+        return self.made.copy(node, self.copied)
 
     def dropped(self, node: Node, result: int) -> Node:
         """Apply dropout to picked rows. Its mask is drawn for all rows, and picked as they are."""
@@ -259,13 +252,13 @@ class PickedGraph:
             ones = self.trace.graph.call_function(aten.ones.default, (shape,), how)
             scale = self.trace.graph.call_function(aten.dropout.default, (ones, rate, True))
         ones.meta["val"] = scale.meta["val"] = self.mask.meta["val"].new_empty(shape, dtype=value.dtype)
-        picked = self.operand(scale, Picked(tuple(range(mask.dim()))))
+        picked = self.operand(scale, MappedValue(tuple(range(mask.dim()))))
         return self.graph.call_function(aten.mul.Tensor, (self.copied(rows), picked))
 
     def looked_up(self, source: Node, indices: Sequence[Node | None]) -> Node:
         """Pick rows of a value along its leading dimensions, or along those behind (``x[None, rows]``)."""
         ahead = next(i for i, index in enumerate(indices) if index is not None)
-        how, rank = Picked(self.dims(indices[ahead:])), source.meta["val"].dim()
+        how, rank = MappedValue(self.dims(indices[ahead:])), source.meta["val"].dim()
         if not ahead:
             return self.operand(source, how)
         last = ahead + len(how.dims)
@@ -277,20 +270,18 @@ class PickedGraph:
         back = [*range(1, ahead + 1), 0, *range(ahead + 1, rank - len(how.dims) + 1)]
         return self.graph.call_function(aten.permute.default, (rows, back))
 
-    def operand(self, value: Node, how: Picked) -> Node:
+    def operand(self, value: Node, how: MappedValue) -> Node:
         if value is self.mask:
             raise NotRowByRow("the mask is used as a number")
-        for known, given, place in zip(self.operands, self.how, self.graph.find_nodes(op="placeholder")[1:]):
-            if (known, given) == (value, how):
-                return place
-        self.operands.append(value)
-        self.how.append(how)
-        after = self.graph.find_nodes(op="placeholder")[-1]
-        with self.graph.inserting_after(after):
-            return self.graph.placeholder(f"operand_{len(self.operands)}")
+        return self.made.operand((value, how))
 
-    def function(self) -> PickedFunction:
-        return PickedFunction(GraphModule({}, self.graph), tuple(self.how), (self.result,))
+    @property
+    def operands(self) -> list[Node]:
+        return [value for value, _ in self.made.operands]
+
+    def function(self) -> MappedFunction:
+        ways = tuple(how for _, how in self.made.operands)
+        return MappedFunction(self.made.module([self.value]), ways, (self.result,))
 
 
 def is_count(node: Node) -> bool:

@@ -3,7 +3,7 @@ in a Python loop are an example.
 
 The number of picked rows is unknown before the graph runs. Operations that map each picked row by
 itself, and put it back to its place, become a call of ``streambp::picked_rows``
-(passes/kernels/picked_rows.py), whose operands and results have a row per token. Other operations on
+(passes/kernels/mapped_functions.py), whose operands and results have a row per token. Other operations on
 picked rows break the graph, as they do by default.
 """
 
@@ -18,14 +18,14 @@ from torch.fx.node import map_arg
 
 from ... import internals
 from ...passes.ir import is_tensor
-from ...passes.kernels.picked_rows import Picked
+from ...passes.kernels.mapped_functions import MappedValue
 from ...passes.rules import find_rule
 from ...passes.rules.forward import WRITING, mutated
 from ...passes.rules.named_calls import lists_places
 from ..reading.aten import Named, inserted
 from ..reading.modes import is_switch
 from ..reading.values import fake_of, storage_of
-from .picked_functions import NotRowByRow, register
+from .mapped_functions import NotRowByRow, enter_picked
 from .picked_graphs import PickedGraph, is_count, is_unknown, last_of_picked, mask_of
 from .picked_losses import MappedRows, picked_loss
 
@@ -213,7 +213,7 @@ class PutBack:
         base = None if rows.base is None else self.outside(rows.base)
         operands = [self.kept(self.outside(n)) for n in rows.operands]
         if rows.last not in names:
-            names[rows.last] = register(rows.function(), list(map(fake_of, operands)))
+            names[rows.last] = enter_picked(rows.function(), list(map(fake_of, operands)))
         given = ([self.mask, *operands], names[rows.last])
         made = inserted(self.value_like(), streambp.picked_rows.default, given)
         put = inserted(self.value_like(), operator.getitem, (made, 0))
@@ -312,7 +312,7 @@ class PutBack:
             return operand
         return inserted(self.value_like(), torch.clone, (operand,))
 
-    def put_into(self, base: Node, put: Node, mask: Node, how: Picked) -> Node:
+    def put_into(self, base: Node, put: Node, mask: Node, how: MappedValue) -> Node:
         """Put the computed rows, one for each token, into their base."""
         in_place, like = mutated(self.node) is not None, self.value_like()
         if how.added and in_place:
