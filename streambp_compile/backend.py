@@ -27,10 +27,12 @@ from .dynamo.attention.joint_attention import part_joint_attention
 from .dynamo.attention.leading_columns import move_leading_columns
 from .dynamo.attention.padded_masks import pad_before_masks
 from .dynamo.attention.relative_shifts import write_relative_shifts
+from .dynamo.attention.score_filters import write_score_filters
 from .dynamo.attention.shared_keys import part_shared_keys
 from .dynamo.attention.turned_matrices import part_turned_matrices
 from .dynamo.blocks.blocks import part_blocks
 from .dynamo.blocks.convolutions import look_back
+from .dynamo.blocks.cut_rows import cut_rows_first
 from .dynamo.blocks.receptive_fields import write_receptive_fields
 from .dynamo.blocks.strided_reads import write_strided_reads
 from .dynamo.blocks.windows import write_windows
@@ -46,6 +48,7 @@ from .dynamo.reading.values import fake_of, own_of, wants_gradient
 from .dynamo.rows.indexed_rows import index_rows
 from .dynamo.rows.masked_values import choose_masked_values
 from .dynamo.rows.picked_branches import is_in_branches, prove_branches, with_gradients_if_taken
+from .dynamo.rows.picked_losses import ignore_cut_rows
 from .dynamo.rows.picked_rows import depends_on_data, write_picked_rows
 from .dynamo.rows.row_selection import select_rows_first
 from .dynamo.rows.table_rows import take_table_rows_first
@@ -537,15 +540,18 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (choose_masked_values, "reading values written under a mask"),
     (write_new_values, "reading values that are written into"),
     (take_table_rows_first, "reading rows of tables"),
+    (cut_rows_first, "reading rows that are cut off"),
     (merge_unrolled, "joining the pieces of a loss"),
     (distribute_loops, "reading loops over blocks of tokens"),
     (write_filled_values, "reading values that are filled block by block"),
     (write_receptive_fields, "reading stacks of strided convolutions"),
     (look_back, "rewriting short convolutions"),
     (write_windows, "writing windows of tokens as blocks"),
+    (write_score_filters, "reading filters of attention scores"),
     (write_relative_shifts, "reading relative shifts of attention scores"),
     (part_blocks, "finding blocks of tokens"),
     (index_rows, "reading row indices"),
+    (ignore_cut_rows, "reading losses of rows that are cut off"),
     (select_rows_first, "moving row selections in front of the head"),
     (part_joint_attention, "parting attention over two streams"),
     (part_shared_keys, "parting the keys of attention"),

@@ -671,7 +671,7 @@ def two_valued_pointwise(ids, w):
     return loss_of(base(ids, w) * torch.frexp(F.embedding(ids, w.table).detach())[0], ids, w)
 
 
-@idiom()
+@idiom("streams")
 def shifted_across_sequences(ids, w):
     """The last token of a sequence predicts the first one of the next."""
     logits = (base(ids, w) @ w.table.t()).view(-1, VOCAB)

@@ -60,7 +60,7 @@ def diagonals(layer, scores, *_):
     return (found + torch.diag_embed(own.tanh())).softmax(-1)
 
 
-WAYS = {f.__name__: f for f in (of_heads, by_einsum, looked_up, diagonals)}
+WAYS = {f.__name__: f for f in (of_heads, by_einsum, by_filter, looked_up, diagonals)}
 
 
 class Layer(nn.Module):
@@ -123,16 +123,6 @@ def test_a_wide_look_up_of_keys_adds_its_gradient_to_the_sum_itself():
     added = [n for b in bodies for n in b.find_nodes(op="call_function", target=streambp.add_at_.default)]
     assert len(added) == sum(n.target == streambp.sum_at.default for s in sweeps for n in s.keysums) == 1
     assert not any(n.target == aten.full.default for s in sweeps for n in s.writes)
-
-
-@pytest.mark.long
-def test_a_filter_of_scores_runs_unchunked():
-    """A filter has no rule for two dimensions of tokens."""
-    model, ids = Layer(by_filter).double(), torch.randint(VOCABULARY, (2, 21))
-    step = torch.compile(model, backend="streambp", options={"chunk_size": 8})
-    with pytest.warns(NotStreamed, match="convolution"):
-        found = gradients(model, lambda: step(ids))
-    assert worst_error(found, gradients(model, lambda: model(ids))) < EXACT
 
 
 @pytest.mark.long
