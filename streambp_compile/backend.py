@@ -31,11 +31,9 @@ from .dynamo.attention.score_filters import write_score_filters
 from .dynamo.attention.shared_keys import part_shared_keys
 from .dynamo.attention.turned_matrices import part_turned_matrices
 from .dynamo.blocks.blocks import part_blocks
-from .dynamo.blocks.convolutions import look_back
-from .dynamo.blocks.cut_rows import cut_rows_first
 from .dynamo.blocks.receptive_fields import write_receptive_fields
 from .dynamo.blocks.strided_reads import write_strided_reads
-from .dynamo.blocks.windows import write_windows
+from .dynamo.blocks.windows import cut_rows_first, write_windows
 from .dynamo.loops.associative_scans import scan_in_blocks
 from .dynamo.loops.unrolled_loops import distribute_loops
 from .dynamo.loops.unrolled_losses import merge_unrolled
@@ -545,8 +543,7 @@ REWRITES: tuple[tuple[Callable[[GraphModule], GraphModule], str], ...] = (
     (distribute_loops, "reading loops over blocks of tokens"),
     (write_filled_values, "reading values that are filled block by block"),
     (write_receptive_fields, "reading stacks of strided convolutions"),
-    (look_back, "rewriting short convolutions"),
-    (write_windows, "writing windows of tokens as blocks"),
+    (write_windows, "writing filters and windows of tokens"),
     (write_score_filters, "reading filters of attention scores"),
     (write_relative_shifts, "reading relative shifts of attention scores"),
     (part_blocks, "finding blocks of tokens"),

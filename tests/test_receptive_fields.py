@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from streambp_compile.backend import Reporting
 from streambp_compile.config import Config
-from streambp_compile.dynamo.blocks.receptive_fields import FieldRows, Filter
+from streambp_compile.dynamo.blocks.row_maps import RowMap
 from streambp_compile.reporting.report import Report
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -104,14 +104,25 @@ LENGTHS = 211, 190, 257
 def test_receptive_fields_of_wav2vec2():
     """A token reads 400 samples, every 320 (arXiv 2006.11477, section 4.2). What is computed for two tokens
     adds between a sixth and a fifth to the work of the filters, 512 channels wide."""
-    rows, work = FieldRows(1, 0, 1), []
+    rows, work = RowMap(1, 0, 1), []
     for size, stride in reversed(list(zip((10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2)))):
         channels = 1 if size == 10 else 512
         work.append((size * channels * rows.count, size * channels * rows.scale))  # for one token
-        rows = rows.read_by(Filter(size, stride, 0, 0))
-    assert rows == FieldRows(320, 0, 400)
+        rows = rows.of(RowMap(stride, 0, size))
+    assert rows == RowMap(320, 0, 400)
     made, whole = (sum(parts) for parts in zip(*work))
     assert 1 + 1 / 6 < made / whole < 1 + 1 / 5
+
+
+def test_maps_compose():
+    """The rows that a map makes of those of another are the rows that their product makes, at any length."""
+    inner, outer = RowMap(5, -2, 10, 3), RowMap(2, -1, 3, 2)
+    both = outer.of(inner)
+    for rows in range(20, 60):
+        made = [(r + number[0]) // number[1] + 1 for r, number in ((rows, inner.number), (rows, both.number))]
+        assert (made[0] + outer.number[0]) // outer.number[1] + 1 == made[1]
+    first, *_, last = (inner.scale * (outer.start + k) + inner.start + j for k in range(3) for j in range(10))
+    assert (both.start, both.start + both.count - 1) == (first, last)
 
 
 QUICK = {"norm of channels"}

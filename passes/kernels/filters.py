@@ -139,7 +139,7 @@ define(
 )
 
 
-def keep_convolved(ctx, inputs: tuple, output: Tensor) -> None:
+def keep_operands(ctx, inputs: tuple, output: Tensor) -> None:
     x, weight, *ctx.how = inputs
     ctx.save_for_backward(x, weight)
 
@@ -151,4 +151,18 @@ def convolved_back(ctx, grad: Tensor):
     return of_rows, of_weight, None, None, None, None
 
 
-torch.library.register_autograd("streambp::convolved", convolved_back, setup_context=keep_convolved)
+torch.library.register_autograd("streambp::convolved", convolved_back, setup_context=keep_operands)
+
+
+def filtered_back(ctx, grad: Tensor):
+    (x, weight), (before, dilation, groups) = ctx.saved_tensors, ctx.how
+    behind = reach(weight.shape[-1], before, dilation)[1]
+    given = of_weight = None
+    if ctx.needs_input_grad[0]:
+        given = torch.ops.streambp.filtered(grad, turned(weight, groups), behind, dilation, groups)
+    if ctx.needs_input_grad[1]:
+        of_weight = torch.ops.streambp.filter_grad(x, grad, weight, before, dilation, groups)
+    return given, of_weight, None, None, None
+
+
+torch.library.register_autograd("streambp::filtered", filtered_back, setup_context=keep_operands)

@@ -1,12 +1,10 @@
 """Stacks of strided convolutions over an input, as functions of the rows that each token reads.
 
 The input may be the samples of a wave, or the frames of a spectrogram. Row t of the last convolution is a
-token. It reads an interval of rows of every value before it: rows ``scale * t + start`` to before
-``scale * t + start + count``. These intervals follow from the sizes, steps and padding of the convolutions,
-from the last to the first, as in the bounds inference of Halide (Ragan-Kelley et al., PLDI 2013). The
-input's intervals are copied, one entry of the batch for each token. Then the same operations on them
-compute the tokens, each by itself, at any length of the input. Rows that two tokens read are computed for
-both.
+token. It reads an interval of rows of every value before it, which follows from the maps of the
+convolutions, from the last to the first (`RowMap`). The input's intervals are copied, one entry of the
+batch for each token. Then the same operations on them compute the tokens, each by itself, at any length of
+the input. Rows that two tokens read are computed for both.
 """
 
 from __future__ import annotations
@@ -24,52 +22,10 @@ from ...passes.rules.forward import Part, is_pointwise, part_of
 from ..reading.aten import erase_unread, inserted
 from ..reading.token_axes import axes_of, traced
 from ..reading.values import fake_of, is_changed
-from ..rows.row_slices import may_be_repeated, operand_dim, padded_parts, repeated
-from .convolutions import single
+from ..rows.row_slices import may_be_repeated, operand_dim, repeated
+from .row_maps import FILTERS, NotMapped, Number, RowMap, along, map_of
 
 MOST_WORK = 2.5  # numbers that the convolutions of a stack compute, per number that they would compute whole
-FILTERS = (Part.CONVOLUTION, Part.FILTER_OF_PLANES)
-Steps = tuple[tuple[int, int], ...]  # of each filter: rows more than it reads at once, and its stride
-
-
-@dataclass(frozen=True)
-class FieldRows:
-    """The rows of a value that token t reads: from ``scale * t + start``, ``count`` of them."""
-
-    scale: int
-    start: int
-    count: int
-
-    def read_by(self, filtered: Filter) -> FieldRows:
-        """Return the rows that a filter reads to compute these."""
-        start = filtered.stride * self.start - filtered.before
-        return FieldRows(
-            self.scale * filtered.stride, start, (self.count - 1) * filtered.stride + filtered.size
-        )
-
-    def join(self, other: FieldRows) -> FieldRows:
-        """Return the least interval that includes both, which have the same scale."""
-        start = min(self.start, other.start)
-        stop = max(self.start + self.count, other.start + other.count)
-        return FieldRows(self.scale, start, stop - start)
-
-
-@dataclass(frozen=True)
-class Filter:
-    """A convolution, or padding, along one dimension.
-
-    size          rows that one row of the result is made of
-    before, more  zeros before the rows, and all zeros around them
-    """
-
-    size: int
-    stride: int
-    before: int
-    more: int
-
-    @property
-    def step(self) -> tuple[int, int]:
-        return self.more - self.size, self.stride
 
 
 @dataclass
@@ -78,24 +34,20 @@ class FilterStack:
 
     end    that convolution; ``dim`` is its dimension of tokens
     needs  value → the dimension of its rows, and the rows that a token reads
-    steps  value → the filters from the input to it
+    ways   value → the rows of the input that it reads
     bases  the values whose rows are copied: inputs, and values made of them without gradients
     """
 
     end: Node
     dim: int
-    needs: dict[Node, tuple[int, FieldRows]] = field(default_factory=dict)
-    steps: dict[Node, Steps] = field(default_factory=dict)
+    needs: dict[Node, tuple[int, RowMap]] = field(default_factory=dict)
+    ways: dict[Node, RowMap] = field(default_factory=dict)
     bases: set[Node] = field(default_factory=set)
 
     @property
     def inner(self) -> list[Node]:
         """List the values that are computed, in the order of the graph."""
         return sorted(n for n in self.needs if n not in self.bases)
-
-
-class NotWritable(Exception):
-    """A stack of convolutions cannot be written as a function of receptive fields."""
 
 
 def write_receptive_fields(module: GraphModule) -> GraphModule:
@@ -123,45 +75,13 @@ def has_stride(node: Node) -> bool:
     return any(along(node, d, "stride") > 1 for d in dims)
 
 
-def along(node: Node, dim: int, name: str) -> int:
-    """Return a convolution's setting for a dimension of its result."""
-    given = single(arguments(node)[name])
-    return given[dim - 2] if isinstance(given, (list, tuple)) else given
-
-
-def filter_of(node: Node, dim: int) -> Filter:
-    """Describe a convolution, or padding with zeros, along a dimension. Raises `NotWritable` where a size is
-    no number."""
-    if part_of(node) is Part.PAD:
-        parts = padded_parts(node, dim)
-        if parts is None or arguments(node).get("value"):
-            raise NotWritable
-        sizes = [size for piece, size in zip(parts.pieces, parts.sizes) if piece is None]
-        before = sizes[0] if parts.pieces[0] is None else 0
-        found = Filter(1, 1, before, sum(sizes))
-    else:
-        taps, dilation = fake_of(arguments(node)["weight"]).shape[dim], along(node, dim, "dilation")
-        padding, size = arguments(node)["padding"], dilation * (taps - 1) + 1
-        before, more = 0, 0
-        if padding == "same":
-            before, more = (size - 1) // 2, size - 1
-        elif padding != "valid":
-            before = along(node, dim, "padding")
-            more = 2 * before
-        found = Filter(size, along(node, dim, "stride"), before, more)
-    numbers = (found.size, found.stride, found.before, found.more)
-    if not all(isinstance(n, int) for n in numbers):
-        raise NotWritable
-    return found
-
-
 def convolution_of(node: Node, dim: int) -> tuple:
     """Return the arguments of `convolved` behind the first, for rows along ``dim`` that need no padding.
-    Raises `NotWritable` for padding along another dimension that differs on its two sides."""
+    Raises `NotMapped` for padding along another dimension that differs on its two sides."""
     given, dims = arguments(node), range(2, fake_of(node).dim())
-    others = {d: filter_of(node, d) for d in dims if d != dim}
-    if any(f.more != 2 * f.before for f in others.values()):
-        raise NotWritable
+    others = {d: map_of(node, d) for d in dims if d != dim}
+    if any(f.before != f.behind for f in others.values()):
+        raise NotMapped
     strides, dilations = ([along(node, d, name) for d in dims] for name in ("stride", "dilation"))
     padding = [0 if d == dim else others[d].before for d in dims]
     operands = given["weight"], given.get("bias")
@@ -174,14 +94,14 @@ def convolution_of(node: Node, dim: int) -> tuple:
 def stack_of(end: Node, dim: int) -> FilterStack | None:
     """Find what lies between an input and the last convolution of a stack, and what each token reads of it.
     None where this is no stack over an input, or where too many rows would be computed more than once."""
-    stack = FilterStack(end, dim, {end: (dim, FieldRows(1, 0, 1))})
+    stack = FilterStack(end, dim, {end: (dim, RowMap(1, 0, 1))})
     try:
         for node in reversed(list(end.graph.nodes)):
             if node in stack.needs:
                 add_operands(stack, node)
         for node in stack.inner:
-            add_steps(stack, node)
-    except NotWritable:
+            add_way(stack, node)
+    except NotMapped:
         return None
     if any(not set(n.users) <= stack.needs.keys() for n in stack.inner if n is not end):
         return None
@@ -196,57 +116,63 @@ def add_operands(stack: FilterStack, node: Node) -> None:
         stack.bases.add(node)
         return
     if not may_be_repeated(node, stack.end):
-        raise NotWritable
+        raise NotMapped
     for operand, at in rows_of_operands(node, dim):
-        if part_of(node) in (*FILTERS, Part.PAD):
-            read = rows.read_by(filter_of(node, dim))
+        if is_filter(node):
+            read = rows.of(map_of(node, dim))
             if part_of(node) is not Part.PAD:
                 convolution_of(node, dim)
         elif part_of(node) is Part.GROUP_NORM:
             if not fake_of(operand).requires_grad:  # all its rows would be needed, and no filter tells them
-                raise NotWritable
-            read = rows.join(FieldRows(rows.scale, 0, rows.scale))
+                raise NotMapped
+            read = rows.join(RowMap(rows.scale, 0, rows.scale))
             stack.needs[node] = dim, read
         else:
             read = rows
         known = stack.needs.get(operand)
         if known is not None and (known[0] != at or known[1].scale != read.scale):
-            raise NotWritable
+            raise NotMapped
         stack.needs[operand] = at, read if known is None else read.join(known[1])
 
 
 def rows_of_operands(node: Node, dim: int) -> Iterator[tuple[Node, int]]:
-    """Yield the operands that have rows and a batch, each with its dimension of rows. Raises `NotWritable`
+    """Yield the operands that have rows and a batch, each with its dimension of rows. Raises `NotMapped`
     for an operation that treats neither rows nor sequences one by one."""
-    if part_of(node) in (*FILTERS, Part.PAD, Part.GROUP_NORM):
+    if is_filter(node) or part_of(node) is Part.GROUP_NORM:
         yield node.args[0], dim
         return
     plain = is_pointwise(node) or part_of(node) in (Part.MOVE, Part.NORM, Part.HEAD, Part.GATED)
     if not plain and (part_of(node) is not Part.RESHAPE or "sizes" in arguments(node)):
-        raise NotWritable
+        raise NotMapped
     found = False
     for operand in node.all_input_nodes:
         if not isinstance(fake_of(operand), Tensor):
-            raise NotWritable
+            raise NotMapped
         at = operand_dim(node, operand, dim)
         of_batch = operand_dim(node, operand, 0) == 0 and fake_of(operand).dim() > 1
         if at is not None and at > 0 and of_batch:
             found = True
             yield operand, at
         elif at is not None or fake_of(operand).dim() >= fake_of(node).dim():
-            raise NotWritable
+            raise NotMapped
     if not found:
-        raise NotWritable
+        raise NotMapped
 
 
-def add_steps(stack: FilterStack, node: Node) -> None:
-    """Find the filters from the input to a value. Raises `NotWritable` if two ways there differ."""
+def add_way(stack: FilterStack, node: Node) -> None:
+    """Find the rows of the input that a value reads. Raises `NotMapped` if the operands have other numbers
+    of rows, or if a number of zeros changes."""
     dim, _ = stack.needs[node]
-    ways = {stack.steps[a] for a, _ in rows_of_operands(node, dim) if a in stack.steps} or {()}
-    if len(ways) != 1:
-        raise NotWritable
-    own = (filter_of(node, dim).step,) if part_of(node) in (*FILTERS, Part.PAD) else ()
-    stack.steps[node] = (*ways.pop(), *own)
+    ways = [stack.ways[a] for a, _ in rows_of_operands(node, dim) if a in stack.ways] or [RowMap()]
+    own = map_of(node, dim) if is_filter(node) else RowMap()
+    if len({way.number for way in ways}) != 1 or not isinstance(own.more, int):
+        raise NotMapped
+    stack.ways[node] = own.of(ways[0])
+
+
+def is_filter(node: Node) -> bool:
+    """Is a node a convolution or padding, so that its rows are made of rows in other places?"""
+    return part_of(node) in (*FILTERS, Part.PAD)
 
 
 def extra_work(stack: FilterStack) -> float:
@@ -284,6 +210,7 @@ class FieldWriter:
     def __init__(self, stack: FilterStack):
         self.stack = stack
         self.base = max(stack.bases, key=lambda n: stack.needs[n][1].scale)
+        self.along, _ = stack.needs[self.base]
         self.norms = [n for n in stack.inner if part_of(n) is Part.GROUP_NORM]
         self.known: dict[Node, tuple[Node, Node | None]] = {}
 
@@ -297,8 +224,8 @@ class FieldWriter:
     def fields(self, node: Node) -> tuple[Node, Node | None]:
         """Insert the rows of a base, copied for each token."""
         (dim, rows), end = self.stack.needs[node], self.stack.end
-        along, steps = self.stack.needs[self.base][0], self.stack.steps[end]
-        how = (node, dim, rows.scale, rows.start, rows.count, self.base, along, steps)
+        tokens = self.stack.ways[end].number
+        how = (node, dim, rows.scale, rows.start, rows.count, self.base, self.along, tokens)
         norms = [self.stack.needs[n][1] for n in self.norms]
         behind = max((-(-(r.start + r.count) // r.scale) for r in norms), default=0)
         made, *late = (inserted(end, fields_of, (*how, n)) for n in ((0, behind) if behind else (0,)))
@@ -313,8 +240,8 @@ class FieldWriter:
     def applied(self, node: Node, which: int) -> Node:
         """Repeat an operation for the rows of the tokens (``which`` = 0), or of those behind them (1)."""
         dim, rows = self.stack.needs[node]
-        filtered = filter_of(node, dim) if part_of(node) in (*FILTERS, Part.PAD) else None
-        read = rows if filtered is None else rows.read_by(filtered)
+        filtered = map_of(node, dim) if is_filter(node) else None
+        read = rows if filtered is None else rows.of(filtered)
         values = {a: a for a in node.all_input_nodes}
         values |= {a: self.rows_of(a, read, which, node) for a, _ in rows_of_operands(node, dim)}
         if filtered is None:
@@ -327,13 +254,14 @@ class FieldWriter:
             return value
         return inserted(node, convolved, (value, *convolution_of(node, dim)))
 
-    def places(self, node: Node, rows: FieldRows, which: int) -> tuple:
+    def places(self, node: Node, rows: RowMap, which: int) -> tuple:
         """Return what `exists` needs to know of some of a value's rows."""
-        steps, along = self.stack.steps, self.stack.needs[self.base][0]
-        of_end = steps[self.stack.end] if which else None
-        return self.stack.needs[node][0], rows.scale, rows.start, self.base, along, steps[node], of_end
+        ways = self.stack.ways
+        before = ways[self.stack.end].number if which else None
+        dim, number = self.stack.needs[node][0], ways[node].number
+        return dim, rows.scale, rows.start, self.base, self.along, number, before
 
-    def rows_of(self, node: Node, rows: FieldRows, which: int, like: Node) -> Node:
+    def rows_of(self, node: Node, rows: RowMap, which: int, like: Node) -> Node:
         """Insert some of the rows that each token has of a value."""
         dim, known = self.stack.needs[node]
         made = self.known[node][which]
@@ -345,7 +273,7 @@ class FieldWriter:
         """Insert the statistics of groups of channels over all rows of a sequence. A row counts for the one
         token whose step it is in. Returns a function that inserts normalised rows, as `applied` does."""
         (_, rows), called, source = self.stack.needs[node], arguments(node), node.args[0]
-        own = FieldRows(rows.scale, 0, rows.scale)
+        own = RowMap(rows.scale, 0, rows.scale)
         parts = [(self.rows_of(source, own, i, node), *self.places(source, own, i)) for i in (0, 1)]
         statistics = inserted(node, statistics_of, (*parts, called["num_groups"], called["eps"]))
         mean, scale = (inserted(node, torch.select, (statistics, 0, i)) for i in (0, 1))
@@ -356,11 +284,10 @@ class FieldWriter:
 # Functions of rows of each token
 
 
-def rows_behind(count: int, steps: Steps) -> int:
-    """Count the rows behind some filters, of an input with ``count`` rows."""
-    for more, stride in steps:
-        count = (count + more) // stride + 1
-    return count
+def rows_behind(count: int, number: Number) -> int:
+    """Count the rows that filters make of an input with ``count`` rows."""
+    more, scale = number
+    return (count + more) // scale + 1
 
 
 def fields_of(
@@ -371,12 +298,12 @@ def fields_of(
     width: int,
     base: Tensor,
     along: int,
-    steps: Steps,
+    number: Number,
     behind: int,
 ) -> Tensor:
-    """Copy the rows of ``x`` that each token reads. There are as many tokens as ``steps`` leave rows of
+    """Copy the rows of ``x`` that each token reads. There are as many tokens as ``number`` tells of
     ``base``; with ``behind``, these are as many tokens behind them."""
-    count = rows_behind(base.shape[along], steps)
+    count = rows_behind(base.shape[along], number)
     first, count = (count, behind) if behind else (0, count)
     return torch.ops.streambp.receptive_fields(x, dim, first, count, step, start, width)
 
@@ -388,19 +315,19 @@ def exists(
     start: int,
     base: Tensor,
     along: int,
-    steps: Steps,
-    of_end: Steps | None,
+    number: Number,
+    before: Number | None,
 ) -> Tensor:
     """Tell which rows of ``[B tokens, ..., n, ...]`` exist, as ``[1, tokens, ..., n, ...]``. Token t has the
     rows from ``step * t + start`` on.
 
-    steps   the filters from ``base`` to all these rows
-    of_end  the filters from ``base`` to the tokens, where ``x`` is of the tokens behind them
+    number  of all these rows
+    before  number of the tokens, where ``x`` is of the tokens behind them
     """
-    first = 0 if of_end is None else rows_behind(base.shape[along], of_end)
+    first = 0 if before is None else rows_behind(base.shape[along], before)
     tokens = first + torch.arange(x.shape[0] // base.shape[0], device=x.device)
     places = tokens.unsqueeze(1) * step + start + torch.arange(x.shape[dim], device=x.device)
-    found = (places >= 0) & (places < rows_behind(base.shape[along], steps))
+    found = (places >= 0) & (places < rows_behind(base.shape[along], number))
     return found.view(1, -1, *[1] * (dim - 1), x.shape[dim], *[1] * (x.dim() - 1 - dim))
 
 
@@ -419,8 +346,8 @@ def statistics_of(own: tuple, late: tuple, groups: int, eps: float) -> Tensor:
 
     Returns ``[2, B, groups]``.
     """
-    x, dim, _, _, base, along, steps, _ = own
-    batch, count = base.shape[0], rows_behind(base.shape[along], steps)
+    x, dim, _, _, base, along, number, _ = own
+    batch, count = base.shape[0], rows_behind(base.shape[along], number)
     wide, over = torch.promote_types(x.dtype, torch.float32), [1, *range(3, x.dim() + 2)]
     numbers = count * (x[0].numel() // x.shape[dim] // groups)
     parts = [
