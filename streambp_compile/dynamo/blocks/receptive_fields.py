@@ -4,11 +4,13 @@ The input may be the samples of a wave, or the frames of a spectrogram. Row t of
 token. It reads an interval of rows of every value before it, which follows from the maps of the
 convolutions, from the last to the first (`RowMap`). The input's intervals are copied, one entry of the
 batch for each token. Then the same operations on them compute the tokens, each by itself, at any length of
-the input. Rows that two tokens read are computed for both.
+the input. Rows that two entries read are computed for both. Where that is much, an entry has the rows of
+several neighbouring tokens, which are a block of tokens (`TOGETHER`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,29 +19,36 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ...passes.ir import arguments, hint
-from ...passes.rules.forward import Part, is_pointwise, part_of
+from ...passes.ir import ancestors, arguments, hint
+from ...passes.rules.forward import Part, is_pointwise, multiplies, part_of
 from ..reading.aten import erase_unread, inserted
 from ..reading.token_axes import axes_of, traced
 from ..reading.values import fake_of, is_changed
 from ..rows.row_slices import may_be_repeated, operand_dim, repeated
 from .row_maps import FILTERS, NotMapped, Number, RowMap, along, map_of
 
-MOST_WORK = 2.5  # numbers that the convolutions of a stack compute, per number that they would compute whole
+# Numbers that the convolutions of a stack compute, per number that they would compute whole: so few more
+# that each token has an entry of its own, and so many more that the stack stays as it is.
+LITTLE_WORK, MOST_WORK = 1.05, 2.5
+TOGETHER = 8  # tokens of an entry, where one for each token would be more than little work
 
 
 @dataclass
 class FilterStack:
     """The values between an input and the last strided convolution.
 
-    end    that convolution; ``dim`` is its dimension of tokens
-    needs  value → the dimension of its rows, and the rows that a token reads
-    ways   value → the rows of the input that it reads
-    bases  the values whose rows are copied: inputs, and values made of them without gradients
+    end       that convolution; ``dim`` is its dimension of tokens
+    together  tokens of an entry
+    frozen    whether products without gradients are computed, too
+    needs     value → the dimension of its rows, and the rows that an entry reads
+    ways      value → the rows of the input that it reads
+    bases     the values whose rows are copied: inputs, and values made of them without gradients
     """
 
     end: Node
     dim: int
+    together: int
+    frozen: bool
     needs: dict[Node, tuple[int, RowMap]] = field(default_factory=dict)
     ways: dict[Node, RowMap] = field(default_factory=dict)
     bases: set[Node] = field(default_factory=set)
@@ -48,6 +57,12 @@ class FilterStack:
     def inner(self) -> list[Node]:
         """List the values that are computed, in the order of the graph."""
         return sorted(n for n in self.needs if n not in self.bases)
+
+    @property
+    def entries(self) -> Number:
+        """The number of entries for each sequence."""
+        more, scale = self.ways[self.end].number
+        return more, scale * self.together
 
 
 def write_receptive_fields(module: GraphModule) -> GraphModule:
@@ -61,7 +76,7 @@ def write_receptive_fields(module: GraphModule) -> GraphModule:
     for node in reversed(found):
         dims = [m.dim for axis in axes for m in axis.marks.get(node, ()) if m.is_plain]
         for dim in dims if node not in written else ():
-            stack = stack_of(node, dim)
+            stack = best_stack(node, dim)
             if stack is not None:
                 write(stack)
                 written.update(stack.inner)
@@ -91,10 +106,20 @@ def convolution_of(node: Node, dim: int) -> tuple:
 # From the tokens to the input
 
 
-def stack_of(end: Node, dim: int) -> FilterStack | None:
-    """Find what lies between an input and the last convolution of a stack, and what each token reads of it.
-    None where this is no stack over an input, or where too many rows would be computed more than once."""
-    stack = FilterStack(end, dim, {end: (dim, RowMap(1, 0, 1))})
+def best_stack(end: Node, dim: int) -> FilterStack | None:
+    """Find the stack of the last convolution. None where this is no stack over an input, or where too many
+    rows would be computed more than once. Frozen filters are rather in it than its base."""
+    for frozen, together in itertools.product((True, False), (1, TOGETHER)):
+        stack = stack_of(end, dim, together, frozen)
+        if stack is not None and extra_work(stack) <= (LITTLE_WORK if together == 1 else MOST_WORK):
+            return stack
+    return None
+
+
+def stack_of(end: Node, dim: int, together: int, frozen: bool) -> FilterStack | None:
+    """Find what lies between an input and the last convolution of a stack, and the rows that an entry reads.
+    None where this is no stack over an input."""
+    stack = FilterStack(end, dim, together, frozen, {end: (dim, RowMap(together, 0, together))})
     try:
         for node in reversed(list(end.graph.nodes)):
             if node in stack.needs:
@@ -106,13 +131,14 @@ def stack_of(end: Node, dim: int) -> FilterStack | None:
     if any(not set(n.users) <= stack.needs.keys() for n in stack.inner if n is not end):
         return None
     known = fake_of(end).requires_grad and any(map(has_stride, stack.inner))
-    return stack if known and extra_work(stack) <= MOST_WORK else None
+    return stack if known else None
 
 
 def add_operands(stack: FilterStack, node: Node) -> None:
     """Add what a token reads of a value's operands."""
     dim, rows = stack.needs[node]
-    if not fake_of(node).requires_grad and node is not stack.end and not is_changed(node):
+    fixed = not fake_of(node).requires_grad and node is not stack.end and not is_changed(node)
+    if fixed and not (stack.frozen and any(map(multiplies, ancestors([node])))):
         stack.bases.add(node)
         return
     if not may_be_repeated(node, stack.end):
@@ -198,13 +224,13 @@ def write(stack: FilterStack) -> None:
 
 
 class FieldWriter:
-    """Inserts a stack's values as rows of each token, ``[B tokens, ..., n, ...]``.
+    """Inserts a stack's values as rows of each entry, ``[B entries, ..., n, ...]``.
 
-    Statistics of all rows include those behind the steps of the last token. They are rows of some more
-    tokens, which are computed beside the others, and only up to those statistics.
+    Statistics of all rows include those behind the steps of the last entry. They are rows of some more
+    entries, which are computed beside the others, and only up to those statistics.
 
     base   the input, which every region reads for its sizes
-    known  value → its rows for the tokens, and for the tokens behind them (None: not needed)
+    known  value → its rows for the entries, and for the entries behind them (None: not needed)
     """
 
     def __init__(self, stack: FilterStack):
@@ -219,13 +245,13 @@ class FieldWriter:
         for node in (*sorted(self.stack.bases), *self.stack.inner):
             self.known[node] = self.fields(node) if node in self.stack.bases else self.computed(node)
         end, dim = self.stack.end, self.stack.dim
-        return inserted(end, tokens_of, (self.known[end][0], dim, self.base))
+        how = (dim, self.base, self.along, self.stack.ways[end].number)
+        return inserted(end, tokens_of, (self.known[end][0], *how))
 
     def fields(self, node: Node) -> tuple[Node, Node | None]:
-        """Insert the rows of a base, copied for each token."""
+        """Insert the rows of a base, copied for each entry."""
         (dim, rows), end = self.stack.needs[node], self.stack.end
-        tokens = self.stack.ways[end].number
-        how = (node, dim, rows.scale, rows.start, rows.count, self.base, self.along, tokens)
+        how = (node, dim, rows.scale, rows.start, rows.count, self.base, self.along, self.stack.entries)
         norms = [self.stack.needs[n][1] for n in self.norms]
         behind = max((-(-(r.start + r.count) // r.scale) for r in norms), default=0)
         made, *late = (inserted(end, fields_of, (*how, n)) for n in ((0, behind) if behind else (0,)))
@@ -238,7 +264,7 @@ class FieldWriter:
         return apply(0), apply(1) if any(node < norm for norm in self.norms) else None
 
     def applied(self, node: Node, which: int) -> Node:
-        """Repeat an operation for the rows of the tokens (``which`` = 0), or of those behind them (1)."""
+        """Repeat an operation for the rows of the entries (``which`` = 0), or of those behind them (1)."""
         dim, rows = self.stack.needs[node]
         filtered = map_of(node, dim) if is_filter(node) else None
         read = rows if filtered is None else rows.of(filtered)
@@ -256,13 +282,12 @@ class FieldWriter:
 
     def places(self, node: Node, rows: RowMap, which: int) -> tuple:
         """Return what `exists` needs to know of some of a value's rows."""
-        ways = self.stack.ways
-        before = ways[self.stack.end].number if which else None
-        dim, number = self.stack.needs[node][0], ways[node].number
+        before = self.stack.entries if which else None
+        dim, number = self.stack.needs[node][0], self.stack.ways[node].number
         return dim, rows.scale, rows.start, self.base, self.along, number, before
 
     def rows_of(self, node: Node, rows: RowMap, which: int, like: Node) -> Node:
-        """Insert some of the rows that each token has of a value."""
+        """Insert some of the rows that each entry has of a value."""
         dim, known = self.stack.needs[node]
         made = self.known[node][which]
         if known == rows or made is None:
@@ -271,7 +296,7 @@ class FieldWriter:
 
     def group_norm(self, node: Node) -> Callable[[int], Node]:
         """Insert the statistics of groups of channels over all rows of a sequence. A row counts for the one
-        token whose step it is in. Returns a function that inserts normalised rows, as `applied` does."""
+        entry whose step it is in. Returns a function that inserts normalised rows, as `applied` does."""
         (_, rows), called, source = self.stack.needs[node], arguments(node), node.args[0]
         own = RowMap(rows.scale, 0, rows.scale)
         parts = [(self.rows_of(source, own, i, node), *self.places(source, own, i)) for i in (0, 1)]
@@ -281,7 +306,7 @@ class FieldWriter:
         return lambda which: inserted(node, normalised, (self.rows_of(source, rows, which, node), *how))
 
 
-# Functions of rows of each token
+# Functions of rows of each entry
 
 
 def rows_behind(count: int, number: Number) -> int:
@@ -301,8 +326,8 @@ def fields_of(
     number: Number,
     behind: int,
 ) -> Tensor:
-    """Copy the rows of ``x`` that each token reads. There are as many tokens as ``number`` tells of
-    ``base``; with ``behind``, these are as many tokens behind them."""
+    """Copy the rows of ``x`` that each entry reads. There are as many entries as ``number`` tells of
+    ``base``; with ``behind``, these are as many entries behind them."""
     count = rows_behind(base.shape[along], number)
     first, count = (count, behind) if behind else (0, count)
     return torch.ops.streambp.receptive_fields(x, dim, first, count, step, start, width)
@@ -318,15 +343,15 @@ def exists(
     number: Number,
     before: Number | None,
 ) -> Tensor:
-    """Tell which rows of ``[B tokens, ..., n, ...]`` exist, as ``[1, tokens, ..., n, ...]``. Token t has the
-    rows from ``step * t + start`` on.
+    """Tell which rows of ``[B entries, ..., n, ...]`` exist, as ``[1, entries, ..., n, ...]``. Entry t has
+    the rows from ``step * t + start`` on.
 
     number  of all these rows
-    before  number of the tokens, where ``x`` is of the tokens behind them
+    before  number of the entries, where ``x`` is of those behind them
     """
     first = 0 if before is None else rows_behind(base.shape[along], before)
-    tokens = first + torch.arange(x.shape[0] // base.shape[0], device=x.device)
-    places = tokens.unsqueeze(1) * step + start + torch.arange(x.shape[dim], device=x.device)
+    entries = first + torch.arange(x.shape[0] // base.shape[0], device=x.device)
+    places = entries.unsqueeze(1) * step + start + torch.arange(x.shape[dim], device=x.device)
     found = (places >= 0) & (places < rows_behind(base.shape[along], number))
     return found.view(1, -1, *[1] * (dim - 1), x.shape[dim], *[1] * (x.dim() - 1 - dim))
 
@@ -342,7 +367,7 @@ def statistics_of(own: tuple, late: tuple, groups: int, eps: float) -> Tensor:
     """Compute the mean and the inverse deviation of groups of channels over all rows of each sequence, as
     ``torch.nn.GroupNorm`` does.
 
-    own, late  rows of the tokens, and of those behind them; each with their places: the arguments of `exists`
+    own, late  rows of the entries, and of those behind; each with its places: the arguments of `exists`
 
     Returns ``[2, B, groups]``.
     """
@@ -368,7 +393,7 @@ def normalised(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Apply statistics ``[B, groups]`` to groups of channels ``[B tokens, C, ...]``."""
+    """Apply statistics ``[B, groups]`` to groups of channels ``[B entries, C, ...]``."""
     shape = (mean.shape[0], 1, mean.shape[1], *[1] * (x.dim() - 1))
     rows = x.unflatten(0, (mean.shape[0], -1)).unflatten(2, (mean.shape[1], -1))
     made = ((rows - mean.view(shape)) * scale.view(shape)).flatten(2, 3).flatten(0, 1)
@@ -392,6 +417,12 @@ def convolved(
     return made if bias is None else made + bias.to(dtype).view(-1, *[1] * (x.dim() - 2))
 
 
-def tokens_of(x: Tensor, dim: int, base: Tensor) -> Tensor:
-    """Reshape one row of each token, ``[B tokens, O, ..., 1, ...]``, to ``[B, O, ..., tokens, ...]``."""
-    return x.squeeze(dim).unflatten(0, (base.shape[0], -1)).movedim(1, dim)
+def tokens_of(x: Tensor, dim: int, base: Tensor, along: int, number: Number) -> Tensor:
+    """Reshape the rows of all entries, ``[B entries, O, ..., n, ...]``, to ``[B, O, ..., tokens, ...]``. The
+    last entry may have rows that are no tokens."""
+    together = x.shape[dim]
+    rows = x.unflatten(0, (base.shape[0], -1)).movedim(1, dim).flatten(dim, dim + 1)
+    if together == 1:
+        return rows
+    size = rows_behind(base.shape[along], number)
+    return torch.ops.streambp.regrouped(rows, dim, size, together, 1)
