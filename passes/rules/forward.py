@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import arguments, written_by
+from . import find_rule
 
 aten = torch.ops.aten
 EXPANDS_TOGETHER = (aten.broadcast_tensors.default,)
@@ -200,23 +201,14 @@ DEFERRED = set(Part) - {
 
 def is_filled(node: Node) -> bool:
     """Does a node make a value of given sizes that is filled with one number?"""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in FILLS
+    found = find_rule(node) if node.op == "call_function" else None
+    return found is not None and found.filling is not None and found.shape_arg == 0
 
 
 def is_blank(node: Node) -> bool:
     """Does a node make a tensor that is filled with one number, or uninitialised?"""
     name = getattr(node.target, "_opname", "").removeprefix("new_").removesuffix("_like")
     return name in ("zeros", "ones", "empty", "full")
-
-
-# op → the number that fills its result; None: its argument says which
-FILLS: dict[torch._ops.OpOverloadPacket, float | None] = {aten.ones: 1, aten.zeros: 0, aten.full: None}
-
-
-def filling_of(node: Node) -> float:
-    """Return the number that a node fills its result with, where `is_filled` holds."""
-    known = FILLS[node.target.overloadpacket]
-    return arguments(node)["fill_value"] if known is None else known
 
 
 def is_detached(node: Node) -> bool:

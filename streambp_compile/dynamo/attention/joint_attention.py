@@ -15,10 +15,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...passes.ir import are_equal, arguments, hint, is_equal
-from ...passes.rules.forward import Part, cuts_into_pieces, is_pointwise, part_of, slice_of
+from ...passes.rules.forward import Part, cuts_into_pieces, part_of, slice_of
 from ..reading.aten import erase_unread, inserted
+from ..reading.row_ties import operand_dims
 from ..reading.values import fake_of
-from ..rows.row_slices import Parts, Rowwise, Sliced, operand_dim, rows_between, sliced
+from ..rows.row_slices import Known, Parts, Rowwise, rows_between, with_rows
 from .shared_keys import OwnKeys, apart, origins
 
 
@@ -91,13 +92,10 @@ def is_result(node: Node, cut: TakenRows) -> bool:
     """Is a sliced value an attention's result, with only row-wise operations such as weights in between?"""
     value, dim = cut.source, cut.dim
     while value is not node:
-        alone = is_pointwise(value) and len(value.all_input_nodes) == 1
-        if not alone and part_of(value) not in (Part.MOVE, Part.RESHAPE, Part.MERGE, Part.HEAD):
+        found = operand_dims(value, dim)
+        if len(found) != 1:
             return False
-        at = operand_dim(value, value.args[0], dim)
-        if at is None:
-            return False
-        value, dim = value.args[0], at
+        ((value, dim),) = found.items()
     return dim == fake_of(node).dim() - 2
 
 
@@ -119,7 +117,7 @@ def parted(node: Node, parts: Parts, cuts: dict[Node, tuple[int, int]]) -> list[
     """Insert an attention for each stream's queries. Returns the values that replace the slices."""
     own, count = OwnKeys(parts, longest(parts)), len(parts.sizes)
     rows_dim = fake_of(node).dim() - 2
-    known: Sliced = {}
+    known: Known = {}
     with node.graph.inserting_before(node):
         made = [apart(node, own, rows_between(parts, i, i + 1, node)) for i in range(count)]
         whole = inserted(node, torch.ops.aten.cat.default, (made, rows_dim))
@@ -129,5 +127,5 @@ def parted(node: Node, parts: Parts, cuts: dict[Node, tuple[int, int]]) -> list[
         cut = cut_of(user)
         with node.graph.inserting_before(user):
             rows = rows_between(parts, first, end, user)
-            values.append(sliced(cut.source, cut.dim, rows, user, known))
+            values.append(with_rows(cut.source, cut.dim, rows, user, known))
     return values

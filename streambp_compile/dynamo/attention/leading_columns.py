@@ -18,8 +18,9 @@ from torch.fx import GraphModule, Node
 from ...passes.ir import Size, are_equal, is_equal
 from ...passes.rules.forward import TO_THE_END, Slice, is_orderless_along, slice_of
 from ..reading.aten import erase_unread, inserted
+from ..reading.row_ties import operand_dim
 from ..reading.values import fake_of, is_changed
-from ..rows.row_slices import Parts, RowRange, Sliced, columns_of, operand_dim, sliced
+from ..rows.row_slices import Known, Parts, RowRange, columns_of, with_rows
 
 aten = torch.ops.aten
 
@@ -113,7 +114,7 @@ class Move:
         self.own = RowRange(front, -behind or None)
         groups = ((RowRange(0, front), front), (RowRange(-behind, None), behind))
         self.groups = [(rows, count) for rows, count in groups if count]
-        self.known: Sliced = {}
+        self.known: Known = {}
 
     def write(self) -> None:
         """Rewrite all readers, if every slice takes columns of one part alone."""
@@ -152,7 +153,7 @@ class Move:
 
     def cut(self, node: Node, part: RowRange, start: int, stop: int | None) -> Node:
         cut = self.readers.cuts[node]
-        made = sliced(node.args[0], cut.dim, part, node, self.known)
+        made = with_rows(node.args[0], cut.dim, part, node, self.known)
         if stop is not None and not is_equal(fake_of(made).shape[cut.dim], stop - start):
             made = inserted(node, aten.slice.Tensor, (made, cut.dim, start, stop))
         return inserted(node, aten.squeeze.dim, (made, cut.dim)) if cut.lost else made
@@ -161,7 +162,7 @@ class Move:
         """List the columns beside the matrix, each as a value of its own."""
         made = []
         for group, size in self.groups:
-            columns = sliced(value, dim, group, like, self.known)
+            columns = with_rows(value, dim, group, like, self.known)
             cuts = [(aten.slice.Tensor, (columns, dim, i, i + 1)) for i in range(size)]
             made += [columns] if size == 1 else [inserted(like, *cut) for cut in cuts]
         return made
@@ -170,7 +171,7 @@ class Move:
         """Apply an operation on all columns together to the matrix and the columns behind it."""
         value, *others = node.args
         dim = self.readers.dims[value]
-        own = sliced(value, dim, self.own, node, self.known)
+        own = with_rows(value, dim, self.own, node, self.known)
         joined = inserted(node, aten.cat.default, ([own, *self.one_by_one(value, dim, node)], dim))
         new = inserted(node, node.target, (joined, *others), dict(node.kwargs))
         if not has_columns(node):

@@ -17,21 +17,58 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...passes.ir import arguments, is_equal
-from ...passes.rules.forward import Part, filling_of, is_filled, part_of, with_arguments
+from ...passes.rules import filling_of
+from ...passes.rules.forward import Part, is_filled, part_of
 from ..reading.aten import erase_unread, inserted, size_as_node, sum_of
+from ..reading.row_ties import operand_dim
 from ..reading.values import fake_of, is_parameter
-from ..rows.row_slices import Parts, columns_of, may_be_repeated, operand_dim, repeated
+from ..rows.row_slices import Known, OtherRows, Parts, columns_of, with_rows
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Padding:
-    """The number of columns added before a dimension's own and behind them, and the value they hold."""
+class Padding(OtherRows):
+    """A row of numbers with more at its ends: ``before`` in front of its own and ``behind`` them. A mask has
+    ``value`` there."""
 
     before: int
     behind: int
     value: float
+
+    @property
+    def first(self) -> int:
+        return -self.before
+
+    def count(self, size: object, like: Node) -> object:
+        return sum_of(size, self.before + self.behind, like)
+
+    def read(self, node: Node, dim: int, like: Node) -> Node:
+        """Extend a row of numbers by repeating its ends. An index does so, and the row is then read
+        whole."""
+        at = inserted(
+            like, aten.clamp.default, (self.places(node, dim, like), 0, length(node, dim, -1, like))
+        )
+        return inserted(like, aten.index_select.default, (node, dim, at))
+
+    def made(self, node: Node, dim: int, like: Node) -> Node | None:
+        """Build the padded identity matrix: ones where a column's place is that of the row."""
+        if part_of(node) is not Part.DIAGONAL or dim != 1:
+            return None
+        rows, fake = arguments(node)["n"], fake_of(node)
+        at = inserted(like, aten.arange.default, (rows,), {"device": fake.device})
+        at = inserted(like, aten.unsqueeze.default, (at, 1))
+        made = inserted(like, torch.eq, (at, self.places(node, 1, like)))
+        return inserted(like, aten.to.dtype, (made, fake.dtype))
+
+    def places(self, node: Node, dim: int, like: Node) -> Node:
+        """Number the columns of a padded value. Its own first column is 0."""
+        bounds = (-self.before, length(node, dim, self.behind, like))
+        return inserted(like, aten.arange.start, bounds, {"device": fake_of(node).device})
+
+
+def length(node: Node, dim: int, more: int, like: Node) -> object:
+    return sum_of(size_as_node(like, node, dim), more, like)
 
 
 def pad_before_masks(module: GraphModule) -> GraphModule:
@@ -42,12 +79,13 @@ def pad_before_masks(module: GraphModule) -> GraphModule:
         if found is None or not is_mask(node, found[0]):
             continue
         source, padding = found
+        known: Known = {}
         with module.graph.inserting_before(node):
-            padded = Padded(node, padding)
-            made = padded.of(source, fake_of(source).dim() - 1)
-            if padded.is_thin:
-                node.replace_all_uses_with(padded.filled(made, source))
-        erase_unread(module.graph, [node] if padded.is_thin else [made])
+            made = with_rows(source, fake_of(source).dim() - 1, padding, node, known)
+            thin = not any(made.args[0] is at[0] and is_square(*at[:2]) for at, made in known.items())
+            if thin:
+                node.replace_all_uses_with(filled(made, source, padding, node))
+        erase_unread(module.graph, [node] if thin else [made])
     return module
 
 
@@ -92,78 +130,20 @@ def readers(node: Node) -> list[Node]:
     return [n for n in node.users if n.op == "call_function" and isinstance(fake_of(n), torch.Tensor)]
 
 
-class Padded:
-    """Copies of a mask's operands with the extra columns, each made once.
+def is_square(row: Node, dim: int) -> bool:
+    """Has a value a row for each of its columns, so that a copy of it is a matrix?"""
+    size = fake_of(row).shape[dim]
+    return any(is_equal(s, size) for d, s in enumerate(fake_of(row).shape) if d != dim)
 
-    is_thin  whether the padding ended at single rows everywhere, so that no [T, T] matrix is copied
-    """
 
-    def __init__(self, like: Node, padding: Padding):
-        self.like, self.padding, self.is_thin = like, padding, True
-        self.known: dict[tuple[Node, int], Node] = {}
-
-    def of(self, node: Node, dim: int) -> Node:
-        """Return a value with the extra columns along a dimension."""
-        if (node, dim) not in self.known:
-            self.known[node, dim] = self.made(node, dim)
-        return self.known[node, dim]
-
-    def made(self, node: Node, dim: int) -> Node:
-        before, behind = self.padding.before, self.padding.behind
-        if is_filled(node):
-            sizes = list(arguments(node)["size"])
-            sizes[dim] = sum_of(sizes[dim], before + behind, self.like)
-            return inserted(self.like, node.target, *with_arguments(node, size=sizes))
-        if part_of(node) is Part.TRIANGLE and dim == fake_of(node).dim() - 1:
-            given = arguments(node)
-            wider = self.of(given["self"], dim)
-            return inserted(self.like, node.target, (wider, given["diagonal"] + before))
-        if part_of(node) is Part.DIAGONAL and dim == 1:
-            return self.diagonal(node)
-        operands = node.all_input_nodes if may_be_repeated(node, self.like) else ()
-        places = {a: operand_dim(node, a, dim) for a in operands}
-        if all(at is None for at in places.values()):
-            return self.picked(node, dim)
-        values = {a: a if at is None else self.of(a, at) for a, at in places.items()}
-        return repeated(node, dim, values, self.like)
-
-    def picked(self, row: Node, dim: int) -> Node:
-        """Extend a row of numbers by repeating its ends. An index does so, and the row is then read
-        whole."""
-        size = fake_of(row).shape[dim]
-        others = (s for d, s in enumerate(fake_of(row).shape) if d != dim)
-        self.is_thin &= not any(is_equal(s, size) for s in others)
-        at = inserted(self.like, aten.clamp.default, (self.places(row, dim), 0, self.length(row, dim, -1)))
-        return inserted(self.like, aten.index_select.default, (row, dim, at))
-
-    def diagonal(self, node: Node) -> Node:
-        """Build the padded identity matrix: ones where a column's place is that of the row."""
-        rows, fake = arguments(node)["n"], fake_of(node)
-        at = inserted(self.like, aten.arange.default, (rows,), {"device": fake.device})
-        at = inserted(self.like, aten.unsqueeze.default, (at, 1))
-        made = inserted(self.like, torch.eq, (at, self.places(node, 1)))
-        return inserted(self.like, aten.to.dtype, (made, fake.dtype))
-
-    def places(self, like: Node, dim: int) -> Node:
-        """Number the columns of a padded value. Its own first column is 0."""
-        bounds = (-self.padding.before, self.length(like, dim, self.padding.behind))
-        return inserted(self.like, aten.arange.start, bounds, {"device": fake_of(like).device})
-
-    def length(self, node: Node, dim: int, more: int) -> object:
-        return sum_of(size_as_node(self.like, node, dim), more, self.like)
-
-    def filled(self, made: Node, source: Node) -> Node:
-        """Fill the extra columns of the padded mask with the value of the padding."""
-        dim, fake = fake_of(source).dim() - 1, fake_of(source)
-        at = self.places(source, dim)
-        own = inserted(self.like, aten.ge.Scalar, (at, 0))
-        if self.padding.behind:
-            last = self.length(source, dim, 0)
-            own = inserted(self.like, torch.logical_and, (own, inserted(self.like, torch.lt, (at, last))))
-        value = inserted(
-            self.like,
-            aten.scalar_tensor.default,
-            (self.padding.value,),
-            {"dtype": fake.dtype, "device": fake.device},
-        )
-        return inserted(self.like, aten.where.self, (own, made, value))
+def filled(made: Node, source: Node, padding: Padding, like: Node) -> Node:
+    """Fill the extra columns of the padded mask with the value of the padding."""
+    dim, fake = fake_of(source).dim() - 1, fake_of(source)
+    at = padding.places(source, dim, like)
+    own = inserted(like, aten.ge.Scalar, (at, 0))
+    if padding.behind:
+        last = length(source, dim, 0, like)
+        own = inserted(like, torch.logical_and, (own, inserted(like, torch.lt, (at, last))))
+    kwargs = {"dtype": fake.dtype, "device": fake.device}
+    value = inserted(like, aten.scalar_tensor.default, (padding.value,), kwargs)
+    return inserted(like, aten.where.self, (own, made, value))

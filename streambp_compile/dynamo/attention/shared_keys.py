@@ -23,14 +23,14 @@ from ...passes.rules.forward import Part, part_of
 from ..reading.aten import erase_unread, inserted
 from ..reading.values import fake_of, is_parameter
 from ..rows.row_slices import (
+    Known,
     Parts,
     RowRange,
     Rowwise,
-    Sliced,
     origin_of_rows,
     rows_between,
     same_rows,
-    sliced,
+    with_rows,
 )
 from .attention_calls import TORCH_SPELLING, as_autocast, is_fusible, score_mask, streambp
 
@@ -212,11 +212,11 @@ def apart(node: Node, own: OwnKeys, queries: RowRange | None = None) -> Node:
     queries  the rows of queries that attend; None: all of them
     """
     given: dict = arguments(node)
-    known: Sliced = {}
+    known: Known = {}
 
     def cut(operand: Node, dim: int, *rows: RowRange) -> Node:
         at = fake_of(operand).dim() + dim
-        made = [sliced(operand, at, r, node, known) for r in rows]
+        made = [with_rows(operand, at, r, node, known) for r in rows]
         return made[0] if len(made) == 1 else inserted(node, torch.ops.aten.cat.default, (made, at))
 
     def cut_mask(mask: Node | None, dim: int, *rows: RowRange) -> Node | None:

@@ -22,9 +22,10 @@ from torch.fx import GraphModule, Node
 from ...passes.ir import ancestors, arguments, hint
 from ...passes.rules.forward import Part, is_pointwise, multiplies, part_of
 from ..reading.aten import erase_unread, inserted
+from ..reading.row_ties import operand_dim
 from ..reading.token_axes import axes_of, traced
 from ..reading.values import fake_of, is_changed
-from ..rows.row_slices import may_be_repeated, operand_dim, repeated
+from ..rows.row_slices import may_be_repeated, repeated
 from .row_maps import FILTERS, NotMapped, Number, RowMap, along, map_of
 
 # Numbers that the convolutions of a stack compute, per number that they would compute whole: so few more

@@ -16,28 +16,47 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ...passes.ir import Mark, Size, are_equal, arguments, draws_random, hint, is_equal
+from ...passes.ir import Size, are_equal, arguments, draws_random
 from ...passes.phases import check_time
 from ...passes.rules.forward import (
     TO_THE_END,
     Part,
-    cuts_into_pieces,
     is_filled,
     is_mutable,
-    is_pointwise,
     part_of,
-    slice_of,
     with_arguments,
 )
-from ...passes.token_propagation import reshaped
 from ..reading.aten import inserted, size_as_node, sum_of
+from ..reading.row_ties import operand_dims
 from ..reading.values import autocast_of, fake_of, is_changed, joined_values
 
 aten = torch.ops.aten
 
 
+class OtherRows:
+    """The rows that a value is to have along a dimension, in place of its own."""
+
+    @property
+    def first(self) -> int | Node | None:
+        """The place of the first of them among the value's own rows; None where it is counted from the
+        end."""
+        return None
+
+    def count(self, size: object, like: Node) -> object:
+        """Count these rows, in place of a dimension of ``size`` rows."""
+        raise NotImplementedError
+
+    def read(self, node: Node, dim: int, like: Node) -> Node:
+        """Insert these rows, read from a value that exists."""
+        raise NotImplementedError
+
+    def made(self, node: Node, dim: int, like: Node) -> Node | None:
+        """Insert these rows of a value that is made in place, where only these rows know how."""
+        return None
+
+
 @dataclass(frozen=True)
-class RowRange:
+class RowRange(OtherRows):
     """Rows from ``start`` to before ``stop`` of a dimension, counted as Python's slices do. ``stop`` may be
     None, the end. A node is a size that is a symbol, counted from the first row."""
 
@@ -57,6 +76,47 @@ class RowRange:
             return count if at is None else count + at if at < 0 else at
 
         return place(self.start), place(self.stop)
+
+    @property
+    def first(self) -> int | Node | None:
+        return None if isinstance(self.start, int) and self.start < 0 else self.start
+
+    def count(self, size: object, like: Node) -> object:
+        if self.is_front():
+            return self.stop
+        start, stop = self.start, self.stop or 0  # 0: the end
+        if isinstance(start, Node) or isinstance(stop, Node):
+            end = stop if isinstance(stop, Node) or stop > 0 else sum_of(size, stop, like)
+            return inserted(like, operator.sub, (end, start), as_written=True)
+        from_one_end = (start < 0) == (stop <= 0)
+        return stop - start if from_one_end else sum_of(size, stop - start, like)
+
+    def read(self, node: Node, dim: int, like: Node) -> Node:
+        stop = TO_THE_END if self.stop is None else self.stop
+        return inserted(like, aten.slice.Tensor, (node, dim, self.start, stop))
+
+    def made(self, node: Node, dim: int, like: Node) -> Node | None:
+        """Join the parts that a value was joined of, or count some of the numbers of a range."""
+        parts = parts_at(node, dim)
+        run = None if parts is None else run_of(parts, self)
+        if parts is not None and run is not None:
+            return joined_rows(parts, run, like)
+        counts = part_of(node) is Part.COUNT and arguments(node).get("step", 1) == 1
+        return self.counted(node, like) if counts else None
+
+    def counted(self, node: Node, like: Node) -> Node:
+        """Insert an ``arange`` of some of the consecutive numbers of another."""
+        given = arguments(node)
+        first, end = given.get("start", 0), given["end"]
+
+        def place(at: int | Node | None) -> object:
+            from_end = at is None or isinstance(at, int) and at < 0
+            return sum_of(end if from_end else first, at or 0, like)
+
+        names = ("layout", "device", "pin_memory")
+        kwargs = {name: given[name] for name in names if given.get(name) is not None}
+        bounds = (place(self.start), place(self.stop))
+        return inserted(like, aten.arange.start, bounds, {**kwargs, "dtype": fake_of(node).dtype})
 
 
 @dataclass(frozen=True)
@@ -155,116 +215,50 @@ def same_rows(
         seen.add(at)
         check_time()
         yield at
-        operands = node.all_input_nodes if node.op == "call_function" else ()
-        dims = [(a, operand_dim(node, a, dim)) for a in operands]
-        stack += [(a, d) for a, d in reversed(dims) if d is not None]
+        stack += reversed(operand_dims(node, dim).items())
 
 
-# From a value's rows to those of its operands
+# Values with other rows
 
 
-def operand_dim(node: Node, operand: Node, dim: int) -> int | None:
-    """Find an operand's dimension whose row i becomes row i of the node's dimension; None if there is
-    none."""
-    fake, given = fake_of(node), fake_of(operand)
-    if cuts_into_pieces(operand):  # the node is one of its pieces
-        return dim
-    if not isinstance(given, torch.Tensor):
-        return None
-    if cuts_into_pieces(node):
-        at = arguments(node)["dim"] % given.dim()
-        if fake[0].dim() < given.dim():  # unbind
-            return dim + (dim >= at)
-        return dim if at != dim else None
-    if part_of(node) in (Part.JOIN, Part.STACK):
-        at = arguments(node)["dim"] % fake.dim()
-        return None if at == dim else dim - (part_of(node) is Part.STACK and dim > at)
-    if is_pointwise(node) or part_of(node) is Part.EXPAND:
-        at = dim - (fake.dim() - given.dim())
-        return at if at >= 0 and is_equal(given.shape[at], fake.shape[dim]) else None
-    if operand is not node.args[0]:
-        return None
-    part = slice_of(node, given.dim())
-    if part is not None:
-        at = dim + (part.lost and dim >= part.dim)
-        return at if at != part.dim or part.is_all() else None
-    if part_of(node) is Part.MOVE:
-        return moved_dim(node, dim, given.dim())
-    if part_of(node) is Part.GATED:
-        return dim if dim != arguments(node)["dim"] % given.dim() else None
-    if part_of(node) in (Part.MERGE, Part.RESHAPE):
-        return reshaped_dim(node, given, dim)
-    if part_of(node) is Part.NORM:
-        return dim if dim < fake.dim() - len(arguments(node)["normalized_shape"]) else None
-    rows = part_of(node) is Part.HEAD and fake_of(node.args[1]).dim() == 2
-    return dim if rows and dim < fake.dim() - 1 else None
+Known = dict[tuple[Node, int, OtherRows], Node]
 
 
-def moved_dim(node: Node, dim: int, rank: int) -> int:
-    given = arguments(node)
-    if "dims" in given:
-        return given["dims"][dim] % rank
-    a, b = given["dim0"] % rank, given["dim1"] % rank
-    return {a: b, b: a}.get(dim, dim)
-
-
-def reshaped_dim(node: Node, given: torch.Tensor, dim: int) -> int | None:
-    new = fake_of(node).shape
-    old, sizes = tuple(map(hint, given.shape)), tuple(map(hint, new))
-    same = [at for at, size in enumerate(given.shape) if is_equal(size, new[dim])]
-    return next((at for at in same if reshaped(Mark(at), old, sizes) == Mark(dim)), None)
-
-
-# The slice itself
-
-
-Sliced = dict[tuple[Node, int, RowRange], Node]
-
-
-def sliced(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -> Node:
-    """Insert some rows of a value where the graph is being written. As far as possible, no other rows of
-    its operands are read.
+def with_rows(node: Node, dim: int, rows: OtherRows, like: Node, known: Known) -> Node:
+    """Insert a value with other rows where the graph is being written. As far as possible, it is computed
+    from the same rows of its operands.
 
     like   a node: new nodes get its stack trace and modes
-    known  slices that exist already, which are not made twice; new ones are added
+    known  values that exist already, which are not made twice; new ones are added
     """
-    if (node, dim, rows) not in known:
-        known[node, dim, rows] = cut_out(node, dim, rows, like, known)
-    return known[node, dim, rows]
+    at = (node, dim, rows)
+    if at not in known:
+        made = None if is_changed(node) else made_anew(*at, like, known)
+        known[at] = rows.read(node, dim, like) if made is None else made
+    return known[at]
 
 
-def cut_out(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -> Node:
-    made = None if is_changed(node) else made_anew(node, dim, rows, like, known)
+def made_anew(node: Node, dim: int, rows: OtherRows, like: Node, known: Known) -> Node | None:
+    """Compute other rows of a value from its operands. None if they must be read from the value."""
+    made = rows.made(node, dim, like)
     if made is not None:
         return made
-    stop = TO_THE_END if rows.stop is None else rows.stop
-    return inserted(like, aten.slice.Tensor, (node, dim, rows.start, stop))
-
-
-def made_anew(node: Node, dim: int, rows: RowRange, like: Node, known: Sliced) -> Node | None:
-    """Compute some rows of a value from its operands. None if they must be sliced out of the value."""
-    parts = parts_at(node, dim)
-    run = None if parts is None else run_of(parts, rows)
-    if parts is not None and run is not None:
-        return joined_rows(parts, run, like)
-    if part_of(node) is Part.COUNT and arguments(node).get("step", 1) == 1:
-        return counted(node, rows, like)
+    given = arguments(node) if is_filled(node) or part_of(node) is Part.TRIANGLE else {}
     if is_filled(node):
-        sizes = list(arguments(node)["size"])
-        sizes[dim] = count_of(sizes[dim], rows, like)
+        sizes = [rows.count(size, like) if d == dim else size for d, size in enumerate(given["size"])]
         return inserted(like, node.target, *with_arguments(node, size=sizes))
-    start = rows.start
-    is_triangle = part_of(node) is Part.TRIANGLE and dim == fake_of(node).dim() - 1
-    if is_triangle and isinstance(start, int) and start >= 0:
-        given = arguments(node)
-        cut = sliced(given["self"], dim, rows, like, known)
-        return inserted(like, node.target, (cut, given["diagonal"] - start))
-    operands = node.all_input_nodes if may_be_repeated(node, like) else ()
-    places = {a: operand_dim(node, a, dim) for a in operands}
-    if all(at is None for at in places.values()):
-        return None
-    values = {a: a if at is None else sliced(a, at, rows, like, known) for a, at in places.items()}
-    return repeated(node, dim, values, like)
+    if given:
+        rank = fake_of(node).dim()
+        by = 0 if dim < rank - 2 else rows.first
+        if by is None:
+            return None
+        if dim == rank - 1:
+            by = inserted(like, operator.neg, (by,), as_written=True) if isinstance(by, Node) else -by
+        cut = with_rows(given["self"], dim, rows, like, known)
+        return inserted(like, node.target, (cut, sum_of(given["diagonal"], by, like)))
+    places = operand_dims(node, dim) if may_be_repeated(node, like) else {}
+    values = {a: with_rows(a, at, rows, like, known) for a, at in places.items()}
+    return repeated(node, dim, values, like) if values else None
 
 
 def may_be_repeated(node: Node, like: Node) -> bool:
@@ -287,7 +281,7 @@ def repeated(node: Node, dim: int, values: dict[Node, Node], like: Node) -> Node
     if part_of(node) is Part.RESHAPE and "sizes" in arguments(node):  # unflatten
         source, sizes = values[node.args[0]], parted_into(node, dim)
         return inserted(like, node.target, *with_arguments(node, self=source, sizes=sizes))
-    args, kwargs = map_arg((node.args, node.kwargs), lambda a: values[a])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda a: values.get(a, a))
     return inserted(like, node.target, args, kwargs)
 
 
@@ -309,32 +303,6 @@ def size_arguments(node: Node) -> list[object] | None:
     if written is None:
         return None
     return [s if isinstance(s, int) else w for s, w in zip(fake_of(node).shape, written)]
-
-
-def counted(node: Node, rows: RowRange, like: Node) -> Node:
-    """Insert an ``arange`` of some of the consecutive numbers of another."""
-    given = arguments(node)
-    first, end = given.get("start", 0), given["end"]
-
-    def place(at: int | Node | None) -> object:
-        from_end = at is None or isinstance(at, int) and at < 0
-        return sum_of(end if from_end else first, at or 0, like)
-
-    names = ("layout", "device", "pin_memory")
-    kwargs = {name: given[name] for name in names if given.get(name) is not None}
-    bounds = (place(rows.start), place(rows.stop))
-    return inserted(like, aten.arange.start, bounds, {**kwargs, "dtype": fake_of(node).dtype})
-
-
-def count_of(size: object, rows: RowRange, like: Node) -> object:
-    """Count the rows of a range, in a dimension of ``size`` rows."""
-    if rows.is_front():
-        return rows.stop
-    start, stop = rows.start, rows.stop or 0
-    if isinstance(start, Node) or isinstance(stop, Node):
-        end = stop if isinstance(stop, Node) else sum_of(size, stop, like)
-        return inserted(like, operator.sub, (end, start), as_written=True)
-    return stop - start if start < 0 else sum_of(size, stop - start, like)
 
 
 # Parts

@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 from ...passes.ir import viewed
 from ...passes.rules.forward import Part, part_of, slice_of, with_arguments
 from ..reading.aten import erase_unread, inserted
+from ..reading.row_ties import operand_dim
 from ..reading.values import fake_of, is_changed
-from .row_slices import operand_dim
 
 ARRANGING = (Part.RESHAPE, Part.MOVE)
 
