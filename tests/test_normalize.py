@@ -69,50 +69,6 @@ def test_sizes_are_asked_of_inputs_that_a_forward_has():
 
 
 @pytest.mark.parametrize(
-    "table",
-    [
-        lambda: (torch.arange(-39, 1).view(1, 1, 40) * torch.tensor(0.5))[:, :, -6:],
-        lambda: (torch.arange(40)[:, None] - torch.arange(40))[-6:, -6:] * 0.5,
-        lambda: torch.outer(torch.arange(40).float(), 1 / torch.arange(1, 7)).cos().t()[:, 3:9],
-        lambda: (
-            torch.full((2, 40), 3.0).squeeze(0)[:, :6].unsqueeze(0).expand(2, 2, 6) + torch.arange(5, 40)[2:8]
-        ),
-    ],
-    ids=range(4),
-)
-def test_tables_are_made_as_short_as_they_are_read(table):
-    graph = normalize(traced(table))
-    torch.testing.assert_close(
-        graph()[0] if isinstance(graph(), (tuple, list)) else graph(), table(), rtol=0, atol=0
-    )
-    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
-    assert all(max(n.meta["val"].shape, default=0) < 35 for n in graph.graph.nodes if n.op == "call_function")
-
-
-def test_what_is_more_than_ranges_is_cut_where_it_was():
-    def cut(x):
-        return (
-            (x + torch.arange(40))[-6:],
-            torch.arange(40).cumsum(0)[3:],
-            (torch.arange(40) * torch.rand(40))[3:],
-        )
-
-    graph = normalize(traced(cut, torch.randn(40)))
-    assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)) == 3
-
-
-def test_what_is_written_by_its_place_is_cut_where_it_was():
-    def cut(x):
-        return torch.select_scatter(torch.zeros(4, 6), x, 0, 3)[1:], torch.slice_scatter(
-            torch.zeros(4, 6), x[None], 0, 3, 4
-        )[2:]
-
-    x = torch.randn(6)
-    for found, truth in zip(normalize(traced(cut, x))(x), cut(x), strict=True):
-        torch.testing.assert_close(found, truth, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
     "given",
     [
         dict(dim=(0, 1)),
@@ -159,13 +115,3 @@ def test_transposed_gradients_of_one_weight_are_added_before_they_are_transposed
     products = {n for n in module.graph.nodes if n.target is torch.ops.aten.mm.default}
     added = [n for n in module.graph.nodes if n.target is torch.ops.aten.add.Tensor]
     assert any(products.issuperset(n.all_input_nodes) for n in added)
-
-
-def test_a_slice_of_rows_that_an_index_has_written_stays_behind():
-    def write(x, index):
-        return torch.zeros(9, 8).index_add(0, index, x)[3:]
-
-    x, index = torch.randn(6, 8, requires_grad=True), torch.arange(6)
-    graph = normalize(joint_of(write, x, index)[0]).graph
-    (put,) = (n for n in graph.nodes if "index_put" in str(n.target))
-    assert put.meta["val"].shape[0] == 9

@@ -7,10 +7,15 @@ import torch
 import torch.nn.functional as F
 from models import gradients, worst_error
 from selection import representatives
+from test_aten import graph_of
 from torch import nn
 
 from streambp_compile import NotStreamed, explain
+from streambp_compile.dynamo.reading.aten import to_aten
+from streambp_compile.dynamo.reading.values import fake_of
+from streambp_compile.dynamo.rows.table_rows import take_table_rows_first
 from streambp_compile.passes.ir import PAST
+from streambp_compile.passes.rules.forward import slice_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EXACT, WIDTH, VOCABULARY, LONGEST = 1e-10, 8, 19, 53
@@ -100,3 +105,63 @@ def test_a_dimension_that_was_split():
     model = Model(lambda table, n: table.unflatten(0, (4, LONGEST))[:3, :n, :n].any(0))
     model.register_buffer("table", torch.ones(4 * LONGEST, LONGEST, dtype=torch.bool).tril())
     check_gradients(model, (33,))
+
+
+# Tables that are made of ranges and constants
+
+
+def rewritten(function, *given):
+    """The graph of a function, and what it computes of these inputs."""
+    module = take_table_rows_first(to_aten(graph_of(function, *given)))
+    module.recompile()
+    return module.graph, module(*given)
+
+
+def slices_in(graph):
+    return [n for n in graph.nodes if n.args and slice_of(n, 2) is not None]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        lambda: (torch.arange(-39, 1).view(1, 1, 40) * torch.tensor(0.5))[:, :, -6:],
+        lambda: (torch.arange(40)[:, None] - torch.arange(40))[-6:, -6:] * 0.5,
+        lambda: torch.outer(torch.arange(40).float(), 1 / torch.arange(1, 7)).cos().t()[:, 3:9],
+        lambda: (
+            torch.full((2, 40), 3.0).squeeze(0)[:, :6].unsqueeze(0).expand(2, 2, 6) + torch.arange(5, 40)[2:8]
+        ),
+        lambda: torch.ones(40, 40).tril(2)[5:11, 3:9] + torch.full((40, 40), 2.0).triu(1)[-6:, :6],
+    ],
+    ids=range(5),
+)
+def test_tables_are_made_as_short_as_they_are_read(table):
+    graph, found = rewritten(lambda x: x.sum() * 0 + table(), torch.randn(3, dtype=torch.float64))
+    torch.testing.assert_close(found[0], 0.0 + table(), rtol=0, atol=0, check_dtype=False)
+    assert not slices_in(graph)
+    made = [fake_of(n) for n in graph.nodes if n.op == "call_function"]
+    assert all(max(fake.shape, default=0) < 35 for fake in made if isinstance(fake, torch.Tensor))
+
+
+def test_what_is_more_than_ranges_is_cut_where_it_was():
+    def cut(x):
+        return (
+            (x + torch.arange(40))[-6:],
+            torch.arange(40).cumsum(0)[3:],
+            (torch.arange(40) * torch.rand(40))[3:],
+        )
+
+    graph, found = rewritten(cut, torch.randn(40))
+    assert len(slices_in(graph)) == 3 and found[1][0] == 6
+
+
+def test_what_is_written_by_its_place_is_cut_where_it_was():
+    def cut(x):
+        return (
+            torch.select_scatter(torch.zeros(4, 6), x, 0, 3)[1:],
+            torch.slice_scatter(torch.zeros(4, 6), x[None], 0, 3, 4)[2:],
+            torch.zeros(9, 6).index_add(0, torch.tensor([3, 5]), torch.stack([x, x]))[3:],
+        )
+
+    x = torch.randn(6)
+    for found, truth in zip(rewritten(cut, x)[1], cut(x), strict=True):
+        torch.testing.assert_close(found, truth, rtol=0, atol=0)

@@ -33,7 +33,6 @@ from ..rules import filling_of, form_of, is_zeros, windows_of
 from ..rules.facets import Form
 from ..rules.scans import is_reversible
 from .collectives import name_dimensions
-from .constant_slices import shorten_constants
 from .folded_products import unfold_products
 from .hidden_entries import drop_hidden_shifts
 from .learned_queries import attend_over_tokens
@@ -529,7 +528,6 @@ STEPS: tuple[Callable[[Graph], object], ...] = (
     read_sizes_from_inputs,
     create_from_nothing,
     name_dimensions,
-    shorten_constants,
     choose_by_place,
     shift_rows,
     turn_scans,
