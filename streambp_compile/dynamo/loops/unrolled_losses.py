@@ -17,15 +17,24 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ... import internals
-from ...passes.ir import Mark, arguments, draws_random, hint, is_tensor, shape_of
+from ...passes.ir import Mark, arguments, draws_random, hint
 from ...passes.pieces import Correspondence
-from ...passes.rules import functional, is_product, rule_of
-from ...passes.rules.forward import NONE, SUM, Part, is_plain_loss, mutated, part_of, with_arguments
-from ...passes.token_propagation import TokenPropagation
-from ..reading.aten import inserted, to_aten
-from ..reading.capture import Captured
+from ...passes.rules import functional
+from ...passes.rules.forward import (
+    NONE,
+    SUM,
+    Part,
+    is_plain_loss,
+    multiplies,
+    mutated,
+    part_of,
+    with_arguments,
+)
+from ..reading.aten import inserted, is_from_torch, to_aten
 from ..reading.modes import is_switch
+from ..reading.row_ties import row_mark
 from ..reading.values import fake_of, storage_of
+from ..rows.row_slices import repeated
 from .tiles import (
     Cuts,
     Tiling,
@@ -115,12 +124,9 @@ def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:
         map(is_switch, between(first, last))
     ):
         return False
-    values: dict[Node, Node] = {t.pieces[0]: t.base for t in group}
-    with module.graph.inserting_before(first):
-        for key in alike:
-            node = pieces.classes[key][0]
-            args, kwargs = map_arg((node.args, node.kwargs), lambda a: values.get(pieces.first(a), a))
-            values[node] = inserted(node, node.target, args, kwargs)
+    values = applied_to_whole(pieces, alike, first)
+    if values is None:
+        return False
     for node in sorted(inside):
         key, piece = pieces.class_of[node], next(iter(pieces.touched[node]))
         mark = alike[key]
@@ -137,6 +143,29 @@ def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:
             if not unread.users and unread not in (t.base for t in group):
                 module.graph.erase_node(unread)
     return True
+
+
+def applied_to_whole(pieces: Pieces, alike: Mapping[int, Mark], first: Node) -> dict[Node, Node] | None:
+    """Insert the operations of a piece for the whole, before the first of them. Returns the values for those
+    of the piece. None, with nothing inserted, where one of them fits the rows of a piece alone."""
+    graph, values = pieces.graph, {t.pieces[0]: t.base for t in pieces.group}
+    rows, before = hint(fake_of(pieces.group[0].base).shape[pieces.group[0].dim]), set(graph.nodes)
+    try:
+        for key, mark in alike.items():
+            node = pieces.classes[key][0]
+            given = {a: values.get(pieces.first(a), a) for a in node.all_input_nodes}
+            with graph.inserting_before(first):
+                values[node] = repeated(node, mark.dim, given, node)
+            wanted, found = ([hint(size) for size in fake_of(n).shape] for n in (node, values[node]))
+            wanted[mark.dim] = rows * mark.step
+            if found != wanted:
+                raise ValueError("it has sizes of a piece")
+    except Exception:
+        internals.log.debug("%s is done piece by piece", first, exc_info=True)
+        for node in [n for n in reversed(graph.nodes) if n not in before]:
+            graph.erase_node(node)
+        return None
+    return values
 
 
 def between(first: Node, last: Node) -> Iterator[Node]:
@@ -235,90 +264,17 @@ def by_rows(node: Node) -> Node:
 def row_by_row(pieces: Pieces) -> dict[int, Mark]:
     """Find the classes that do the same to each row of any piece, and the rows' dimension in their values.
     Empty if no product is among them, or if some product is not: pieces with more operations than these
-    (texts of a batch, one after another) stay as they are. The graph of the first piece is compared with
-    the graph of the whole: they must be the same, node by node, but for the number of rows."""
-    nodes, others = [pieces.classes[key][0] for key in pieces.complete], pieces.externals()
-    module, copies = subgraph(nodes, [*(t.pieces[0] for t in pieces.group), *others], pieces)
-    try:
-        piece, whole = (
-            Captured(module, [*map(contiguous, given), *map(fake_of, others)])
-            for given in ([t.pieces[0] for t in pieces.group], [t.base for t in pieces.group])
-        )
-    except Exception:  # it has shapes written as numbers, which fit a piece alone
-        return {}
-    graph, values = piece.module.graph, piece.values_in(piece.module)
-    cut = dict(zip(graph.find_nodes(op="placeholder"), pieces.group))
-    propagation = TokenPropagation(graph, {n: (Mark(t.dim),) for n, t in cut.items()})
-    alike = alike_by_rows(graph, whole.module.graph, propagation, cut)
-    products = {n.name for n in graph.nodes if is_product(n) or n in propagation.missing}
+    (texts of a batch, one after another) stay as they are."""
+    marks = {t.pieces[0]: Mark(t.dim) for t in pieces.group}
     found: dict[int, Mark] = {}
-    merges = False
-    for key, node in zip(pieces.complete, nodes):
-        names = {n.name for n in graph.nodes if n.name in piece.names[copies[node]]}
-        marks = list(propagation.of(values[copies[node]]).values()) if copies[node] in values else []
-        operands = [pieces.class_of[a] for a in node.all_input_nodes if a in pieces.class_of]
-        if len(marks) == 1 and names <= alike and all(a in found for a in operands):
-            found[key] = marks[0]
-            merges |= not products.isdisjoint(names)
-        elif not products.isdisjoint(names):
+    for key in pieces.complete:
+        node = pieces.classes[key][0]
+        given = {a: marks.get(pieces.first(a)) for a in node.all_input_nodes if a in pieces.touched}
+        known = {a: mark for a, mark in given.items() if mark is not None}
+        alone = len(known) == len(given) and not draws_random(node)
+        mark = row_mark(node, known) if alone else None
+        if mark is not None:
+            found[key] = marks[node] = mark
+        elif multiplies(node) or not is_from_torch(node.target):
             return {}
-    return found if merges else {}
-
-
-def alike_by_rows(
-    piece: Graph, whole: Graph, propagation: TokenPropagation, cut: Mapping[Node, Tiling]
-) -> set[str]:
-    """Collect the names of a piece's nodes that do the same in the whole's graph, to each row by itself."""
-    first = next(iter(cut.values()))
-    rows = hint(fake_of(first.base).shape[first.dim])
-    alike: set[str] = set()
-    counterpart: dict[Node, Node] = {}
-    for a, b in zip(piece.nodes, whole.nodes):
-        counterpart[a] = b
-        given = a in cut or a.op == "placeholder" and not propagation.of(a)
-        called = a.op == b.op == "call_function" and all(n.name in alike for n in a.all_input_nodes)
-        same = called and is_same(a, b, counterpart, propagation, rows) and not draws_random(a)
-        if given or same and propagation.maps_rows(a):
-            alike.add(a.name)
-    return alike
-
-
-def contiguous(node: Node) -> torch.Tensor:
-    """Create a contiguous fake value like that of a piece. A piece has the strides of what it was cut from,
-    and would be copied where the whole is not."""
-    fake = fake_of(node)
-    with fake.fake_mode:
-        return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device, requires_grad=fake.requires_grad)
-
-
-def subgraph(
-    nodes: Sequence[Node], inputs: Sequence[Node], pieces: Pieces
-) -> tuple[GraphModule, dict[Node, Node]]:
-    """Copy some nodes to a graph of their own. Returns it, and the copy of each node."""
-    graph = Graph()
-    copies = {n: graph.placeholder(f"in_{i}") for i, n in enumerate(inputs)}
-    for node in nodes:
-        copies[node] = graph.node_copy(node, lambda a: copies[pieces.first(a)])
-    graph.output(tuple(copies[n] for n in nodes))
-    return GraphModule(nodes[0].graph.owning_module, graph), copies
-
-
-def is_same(
-    a: Node, b: Node, counterpart: Mapping[Node, Node], propagation: TokenPropagation, rows: int
-) -> bool:
-    """Are two nodes equal except for the rows of their shapes?"""
-    signature = propagation.signatures.get(a)
-    if a.target != b.target or signature is None or not is_tensor(a):
-        return False
-    shape_arg = 1 if signature.reshape else rule_of(a).shape_arg
-    shapes = (
-        [len(x) if i == shape_arg else x for i, x in enumerate(a.args)],
-        [len(x) if i == shape_arg else x for i, x in enumerate(b.args)],
-    )
-    if map_arg((shapes[0], a.kwargs), counterpart.get) != (shapes[1], b.kwargs):
-        return False
-    marks = propagation.of(a)
-    wanted = [
-        marks[d].outer * rows * marks[d].inner if d in marks else size for d, size in enumerate(shape_of(a))
-    ]
-    return list(shape_of(b)) == wanted
+    return found if any(multiplies(pieces.classes[key][0]) for key in found) else {}
