@@ -10,9 +10,10 @@ from torch.fx import GraphModule, Node
 
 from ... import internals
 from ...passes.ir import arguments, differs_by_a_number, is_equal
-from ...passes.rules.forward import Part, is_pointwise, mutated, part_of, slice_of, steps_over_rows
+from ...passes.rules.forward import Part, mutated, part_of, slice_of, steps_over_rows
 from ..reading.aten import inserted
 from ..reading.modes import is_switch
+from ..reading.row_ties import operand_dims
 from ..reading.values import fake_of
 
 
@@ -124,13 +125,11 @@ def moves_rows(node: Node) -> bool:
 
 
 def row_by_row(node: Node) -> Node | None:
-    """Find the one operand of a pointwise op that has rows. None if another operand has more than one
+    """Find the one operand of which a node maps each row by itself. None if another operand has more than one
     dimension."""
-    if not is_pointwise(node):
-        return None
-    shape = fake_of(node).shape
-    tensors = [a for a in node.all_input_nodes if isinstance(fake_of(a), torch.Tensor)]
-    rows = [a for a in tensors if fake_of(a).shape == shape]
-    return (
-        rows[0] if len(rows) == 1 and all(fake_of(a).dim() < 2 for a in tensors if a is not rows[0]) else None
-    )
+    found = [operand_dims(node, dim) for dim in range(fake_of(node).dim() - 1)]
+    source = next(iter(found[0]), None) if found else None
+    others = [fake_of(a) for a in node.all_input_nodes if a is not source]
+    alike = all(dims == {source: dim} for dim, dims in enumerate(found))
+    small = all(not isinstance(fake, torch.Tensor) or fake.dim() < 2 for fake in others)
+    return source if source is not None and alike and small else None
