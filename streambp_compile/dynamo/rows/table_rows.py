@@ -39,7 +39,7 @@ def take_table_rows_first(module: GraphModule) -> GraphModule:
             value = None if rows is None else with_rows(source, part.dim, rows, node, known)
         if value is not None:
             node.replace_all_uses_with(value)
-            tables[value] = tables[node]
+            tables[value] = tables.get(node, set())
             moved.append(node)
     erase_unread(module.graph, moved)
     return module
@@ -53,12 +53,14 @@ def tables_of(graph: Graph) -> dict[Node, set[int]]:
         fake = fake_of(node)
         if not isinstance(fake, torch.Tensor) or is_changed(node):
             continue
-        read = [a for a in node.all_input_nodes if a in found]
+        read = [a for a in node.all_input_nodes if isinstance(fake_of(a), torch.Tensor)]
         if is_filled(node) or part_of(node) is Part.COUNT or is_stored(node):
             found[node] = set(range(fake.dim()))
             stored |= {node} if is_stored(node) else set()
-        elif read and (stored.isdisjoint(read) or part_of(node) in ARRANGING or is_slice(node)):
-            found[node] = {d for d in range(fake.dim()) if is_row_of(node, d, found)}
+        elif read and all(found.get(a) for a in read):
+            arranged = stored.isdisjoint(read) or part_of(node) in ARRANGING or is_slice(node)
+            dims = {d for d in range(fake.dim()) if is_row_of(node, d, found)} if arranged else set()
+            found |= {node: dims} if dims else {}
             stored |= set() if stored.isdisjoint(read) else {node}
     return {n: dims for n, dims in found.items() if not is_stored(n)}
 
