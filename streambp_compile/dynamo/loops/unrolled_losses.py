@@ -145,6 +145,10 @@ def merge(module: GraphModule, group: Sequence[Tiling]) -> bool:
     return True
 
 
+class FitsPieceAlone(Exception):
+    """An operation has sizes of a piece, written as numbers."""
+
+
 def applied_to_whole(pieces: Pieces, alike: Mapping[int, Mark], first: Node) -> dict[Node, Node] | None:
     """Insert the operations of a piece for the whole, before the first of them. Returns the values for those
     of the piece. None, with nothing inserted, where one of them fits the rows of a piece alone."""
@@ -159,7 +163,7 @@ def applied_to_whole(pieces: Pieces, alike: Mapping[int, Mark], first: Node) -> 
             wanted, found = ([hint(size) for size in fake_of(n).shape] for n in (node, values[node]))
             wanted[mark.dim] = rows * mark.step
             if found != wanted:
-                raise ValueError("it has sizes of a piece")
+                raise FitsPieceAlone(node)
     except Exception:
         internals.log.debug("%s is done piece by piece", first, exc_info=True)
         for node in [n for n in reversed(graph.nodes) if n not in before]:

@@ -53,7 +53,7 @@ def tables_of(graph: Graph) -> dict[Node, set[int]]:
         fake = fake_of(node)
         if not isinstance(fake, torch.Tensor) or is_changed(node):
             continue
-        read = [a for a in node.all_input_nodes if isinstance(fake_of(a), torch.Tensor)]
+        read = [a for a in node.all_input_nodes if isinstance(fake_of(a), torch.Tensor) and fake_of(a).dim()]
         if is_filled(node) or part_of(node) is Part.COUNT or is_stored(node):
             found[node] = set(range(fake.dim()))
             stored |= {node} if is_stored(node) else set()
