@@ -37,8 +37,10 @@ def operand_dims(node: Node, dim: int) -> dict[Node, int]:
         if len(TIES) >= REMEMBERED:
             TIES.clear()
         TIES[key] = ties(node, operands, dim)
-    size = (fake if isinstance(fake, torch.Tensor) else fake[0]).shape[dim]
     found = {operands[i]: at for i, at in TIES[key].items()}
+    if not found:  # also where a result does not have this dimension
+        return {}
+    size = (fake if isinstance(fake, torch.Tensor) else fake[0]).shape[dim]
     return found if all(is_equal(fake_of(a).shape[at], size) for a, at in found.items()) else {}
 
 
