@@ -2,7 +2,7 @@
 
 Of the first, row ``t`` is computed from the rows around it; rows before the first and behind the last are
 zero. The gradient of the input is such a convolution again, with the filter reversed. That of the filter is
-a sum over rows. Of the second, each entry of the batch is a copy of the rows that one token reads.
+a sum over rows. Of the second, each entry of the batch is a copy of the rows that some tokens read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rows_around_meta(full: Tensor, dim: int, start, length) -> Tensor:
 
 
 def convolved(x: Tensor, weight: Tensor, stride: list, padding: list, dilation: list, groups: int) -> Tensor:
-    """Compute ``aten.convolution`` of each entry of the batch. An entry is what one token reads."""
+    """Compute ``aten.convolution`` of each entry of the batch. An entry is what some tokens read."""
     none = [0] * len(stride)
     return aten.convolution(x, weight, None, stride, padding, dilation, False, none, groups).contiguous()
 

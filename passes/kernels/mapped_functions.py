@@ -1,7 +1,7 @@
 """Functions that are mapped over rows, and the operators that call them.
 
-A `MappedFunction` is a graph that `FUNCTIONS` holds under a name of its contents. Three operators call one
-by that name:
+A `MappedFunction` is a graph that `FUNCTIONS` holds under a name of its contents. Four operators call one by
+that name:
 
 - ``picked_rows`` and ``picked_sums`` apply it to the rows that a mask picks: an expert, applied to the
   tokens that a router sends to it. The number of picked rows depends on the data. Each picked row is mapped

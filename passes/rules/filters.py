@@ -82,7 +82,7 @@ def filter_grad(node: Node) -> Signature:
     )
 
 
-# Convolutions of receptive fields: each entry of the batch is the rows that one token reads
+# Convolutions of receptive fields: each entry of the batch is the rows that some tokens read
 
 
 @rule("streambp::receptive_fields", linear="x", form=Form.RECEPTIVE_FIELDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ from ..reading.values import autocast_of, fake_of, is_changed, joined_values
 aten = torch.ops.aten
 
 
-class OtherRows:
+class OtherRows(ABC):
     """The rows that a value is to have along a dimension, in place of its own."""
 
     @property
@@ -42,13 +43,13 @@ class OtherRows:
         end."""
         return None
 
+    @abstractmethod
     def count(self, size: object, like: Node) -> object:
         """Count these rows, in place of a dimension of ``size`` rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, node: Node, dim: int, like: Node) -> Node:
         """Insert these rows, read from a value that exists."""
-        raise NotImplementedError
 
     def made(self, node: Node, dim: int, like: Node) -> Node | None:
         """Insert these rows of a value that is made in place, where only these rows know how."""
