@@ -57,10 +57,13 @@ def test_an_unchunked_region_keeps_its_inputs_and_no_copies_of_them():
     assert torch.allclose(ours, patches.weight.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_running_averages_are_no_outputs_that_gradients_come_to(interpreted):
-    """AOTAutograd returns what batch norms write before the outputs of the region."""
+@pytest.mark.parametrize("stride", [1, 2])
+def test_running_averages_are_no_outputs_that_gradients_come_to(interpreted, stride):
+    """AOTAutograd returns what batch norms write before the outputs of the region. The channels of a strided
+    filter are not rows of tokens."""
     torch.manual_seed(0)
-    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)]
+    layers = [torch.nn.Conv2d(3, 64, 3, stride), torch.nn.BatchNorm2d(64), torch.nn.ReLU()]
+    layers.append(torch.nn.Conv2d(64, 8, 3))
     model, images = torch.nn.Sequential(*layers).double(), torch.randn(2, 3, 64, 64, dtype=torch.float64)
 
     def loss(x):

@@ -75,7 +75,8 @@ def write_receptive_fields(module: GraphModule) -> GraphModule:
     axes = axes_of(traced(module, fakes), fakes)
     written: set[Node] = set()
     for node in reversed(found):
-        dims = [m.dim for axis in axes for m in axis.marks.get(node, ()) if m.is_plain]
+        marks = [m for axis in axes for m in axis.marks.get(node, ()) if m.is_plain]
+        dims = [m.dim for m in marks if m.dim >= 2]  # channels have no map of rows
         for dim in dims if node not in written else ():
             stack = best_stack(node, dim)
             if stack is not None:
